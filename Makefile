@@ -1,0 +1,44 @@
+# Everything a fresh machine needs is done by the first target you type.
+#   make demo   analyze ResNet-50 on real photographs and print where the report lies
+#   make test   lint, types, import contracts, and all tests
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/ready
+
+.PHONY: setup demo test lint format browser bench clean
+
+setup: $(STAMP)
+
+# torchvision comes without its dependencies: its PyPI builds are CUDA builds, and only its Python parts serve as oracle.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -m venv .venv || { echo "Python's venv module is missing; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchvision
+	@touch $@
+
+demo: setup
+	@$(BIN)/python examples/photographs.py build/photographs
+	@$(BIN)/rooftop analyze resnet50 --input build/photographs -o build/report.html
+
+# The report is tested in a real browser. Without root and without one installed, those tests are skipped and say so.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || echo "no chromium: the browser tests will be skipped (apt-get install chromium)"
+
+test: setup browser lint
+	$(BIN)/pytest
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf .venv build dist

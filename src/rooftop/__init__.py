@@ -1,0 +1,34 @@
+"""Rooftop: how far a deep-learning program is from the roof of its hardware, and what closes the gap.
+
+    import rooftop
+    report = rooftop.analyze(model, x)
+    print(report.table())
+    report.to_html("report.html")
+
+Names are loaded when they are first used, so `import rooftop` costs almost nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rooftop.analysis import Report, analyze
+
+__version__ = "0.1.0"
+__all__ = ["Report", "__version__", "analyze"]
+
+_HOME = {"Report": "rooftop.analysis", "analyze": "rooftop.analysis"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'rooftop' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

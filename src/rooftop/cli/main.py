@@ -1,0 +1,95 @@
+"""The `rooftop` command: finds the verb, runs it, turns every error into one line.
+
+Exit status: 0 done, 1 failed, 2 called wrongly, 130 interrupted. `--debug` shows the traceback instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+import rooftop
+from rooftop.errors import InputError, RooftopError, TargetError
+
+# Verb -> its line in `rooftop --help`. The command itself is `rooftop.cli.VERB:command`, imported when it is used,
+# so that help and version appear without loading torch.
+VERBS = {
+    "analyze": "Show how far a model is from what this machine can do, and why.",
+    "ceilings": "Measure what this machine can do: bandwidths, matrix rates, launch costs.",
+    "classify": "Name what is in a photograph (ResNet, ImageNet classes).",
+    "device": "Describe the GPUs and the CPU of this machine.",
+    "report": "Turn a JSON report into HTML again.",
+}
+
+WRONG_CALL = (click.UsageError, TargetError, InputError)
+
+
+class _Verbs(click.Group):
+    """Loads a verb's module only when that verb is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in VERBS:
+            return None
+        command: click.Command = importlib.import_module(f"rooftop.cli.{name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.command(
+    cls=_Verbs,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Start with: rooftop analyze resnet50",
+)
+@click.version_option(rooftop.__version__, prog_name="rooftop")
+@click.option("--debug", is_flag=True, help="Show the full traceback of an error.")
+def command(debug: bool) -> None:
+    """How far is your PyTorch model from what this machine can do?
+
+    Rooftop measures the machine, counts what each operator of the model must move and compute,
+    and shows the distance: per operator, per module, and what closes it.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status; errors are one line on stderr."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]  # accepted before and after the verb
+    try:
+        result = command.main(words, prog_name="rooftop", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted", 130, debug)
+    except click.ClickException as error:
+        hint = f" (try: {error.ctx.command_path} --help)" if isinstance(error, click.UsageError) and error.ctx else ""
+        return _fail(error.format_message() + hint, 2 if isinstance(error, WRONG_CALL) else 1, debug)
+    except BrokenPipeError:  # the reader of our output (head, less) has gone
+        sys.stderr.close()
+        return 1
+    except (RooftopError, OSError) as error:
+        return _fail(str(error), 2 if isinstance(error, WRONG_CALL) else 1, debug)
+    except Exception as error:
+        note = "" if debug else " (an unexpected error: run again with --debug for the traceback)"
+        return _fail(f"{type(error).__name__}: {error}{note}", 1, debug)
+
+
+def _fail(message: str, status: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    click.echo("rooftop: error: " + " ".join(message.split()), err=True)
+    return status
+
+
+def run() -> None:
+    """Entry point of the installed `rooftop` script."""
+    sys.exit(main())

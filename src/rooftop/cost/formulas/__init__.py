@@ -1,0 +1,12 @@
+"""Formulas for the operators of aten, a file for each family; importing this package registers them all.
+
+Each formula follows the operator's definition, not an implementation; tests check them against counts done by hand.
+"""
+
+from rooftop.cost.formulas import (
+    elementwise,
+    matmuls,
+    movement,
+)
+
+__all__ = ["elementwise", "matmuls", "movement"]

@@ -1,0 +1,56 @@
+"""Which formula gives the cost of which operator.
+
+    @cost_of("aten::mm")
+    def mm(call: Call) -> Cost: ...
+
+Operators are named as in their schema, without the overload: one formula serves `add.Tensor`, `add.Scalar`, `add.out`;
+the in-place operator (`add_`) uses the formula of the plain one unless it has its own.
+Custom operators register the same way, beside their kernels.
+An operator without a formula is *uncovered*: its time is listed, and no roof is invented for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rooftop.cost.accounting import Call, Cost
+
+Formula = Callable[[Call], Cost]
+
+_FORMULAS: dict[str, Formula] = {}
+
+
+def cost_of(*names: str) -> Callable[[Formula], Formula]:
+    """Register a formula for operators by schema name ("aten::mm", "rooftop::layer_norm").
+
+    Raises:
+        ValueError: a name without namespace, or one that has a formula already.
+    """
+
+    def register(formula: Formula) -> Formula:
+        for name in names:
+            if "::" not in name:
+                raise ValueError(f"cost_of({name!r}): expected 'namespace::operator', e.g. 'aten::mm'")
+            if name in _FORMULAS:
+                raise ValueError(f"cost_of({name!r}): this operator has a formula already")
+            _FORMULAS[name] = formula
+        return formula
+
+    return register
+
+
+def formula_for(func: torch._ops.OpOverload) -> Formula | None:
+    """The formula of an operator, None if it has none."""
+    from rooftop.cost import formulas  # noqa: F401  (registers those of aten on first use)
+
+    name = func._schema.name
+    return _FORMULAS.get(name) or _FORMULAS.get(name.removesuffix("_"))
+
+
+def covered_operators() -> list[str]:
+    """Names of all operators that have a formula, sorted."""
+    from rooftop.cost import formulas  # noqa: F401
+
+    return sorted(_FORMULAS)

@@ -1,0 +1,35 @@
+"""The errors that are Rooftop's own; everything else is a `ValueError` or a `TypeError`.
+
+Each message says what was given, what was expected and how to fix it.
+The command line prints it as one line: exit status 2 for a wrong call, 1 for a failure.
+"""
+
+from __future__ import annotations
+
+
+class RooftopError(Exception):
+    """Base of the errors below."""
+
+
+class TargetError(RooftopError, ValueError):
+    """What was named to be analyzed does not exist or is no model (a wrong call)."""
+
+
+class InputError(RooftopError, ValueError):
+    """An input shape, dtype or file that cannot be made into a tensor (a wrong call)."""
+
+
+class ModelRunError(RooftopError, RuntimeError):
+    """The user's own model raised while it ran; `__cause__` is its exception."""
+
+
+class CeilingsFileError(RooftopError, ValueError):
+    """A ceilings file that is corrupt, of another format version or of another device."""
+
+
+class WeightsError(RooftopError, RuntimeError):
+    """A weights file that cannot be fetched, does not match its checksum or does not fit the model."""
+
+
+class MissingExtraError(RooftopError, ImportError):
+    """An optional dependency is not installed; the message carries the command that installs it."""
