@@ -1,0 +1,172 @@
+"""Which module, and which phase of the step, an operator belongs to: forward, backward or optimizer.
+
+Forward: hooks on every module keep a stack of the modules that are running.
+Backward: autograd numbers its nodes in the order in which the forward pass makes them. The tracker notes the number at
+each entry and exit of a module, so the node that is running in the backward pass tells the module that made it; the
+node that accumulates a gradient tells its parameter, and thereby the parameter's owner.
+Optimizer: hooks around `Optimizer.step`.
+
+The same hooks add up what each module takes in and gives out, which is what its fused roof counts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from rooftop.cost import distinct_bytes
+from rooftop.cost.accounting import tensors_in
+
+LOSS, AUTOGRAD, OPTIMIZER = "(loss)", "(autograd)", "(optimizer)"
+"""Scopes of operators outside any module: forward, backward, and in the optimizer."""
+
+
+@dataclass
+class ModuleTraffic:
+    """What one module took in and gave out during one step, over all its calls.
+
+    Attributes:
+        type: class name.
+        calls: forward calls.
+        input_bytes: distinct bytes of the tensors passed in; `grad_input_bytes` of those that require a gradient.
+        output_bytes: distinct bytes of the tensors returned.
+        parameter_bytes: parameters and buffers, counted once; `trainable_bytes` of those that receive a gradient.
+        parameters: elements of the parameters.
+    """
+
+    type: str
+    calls: int = 0
+    input_bytes: int = 0
+    grad_input_bytes: int = 0
+    output_bytes: int = 0
+    parameter_bytes: int = 0
+    trainable_bytes: int = 0
+    parameters: int = 0
+
+
+class ModuleTracker:
+    """While active (`with`), knows the scope and phase of the operator that is being dispatched.
+
+    A scope is a module's path in its root ("layer1.0.conv1"; "" is the root) or one of LOSS, AUTOGRAD, OPTIMIZER.
+    The first module called from outside any module is the root; later ones have their class name as a prefix.
+
+    Attributes:
+        traffic: scope -> ModuleTraffic of this step. `restart()` clears it for the next.
+        optimizers: optimizers whose `step` ran.
+    """
+
+    def __init__(self, root: nn.Module | None = None) -> None:
+        self.traffic: dict[str, ModuleTraffic] = {}
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._paths: dict[nn.Module, str] = {}
+        self._owners: dict[int, str] = {}  # id(parameter) -> scope of the module that owns it
+        self._roots: list[nn.Module] = []
+        self._stack: list[str] = []
+        self._numbers: list[int] = []  # autograd sequence number at each entry and exit of a module ...
+        self._scopes: list[str] = []  # ... and the scope that is active from there on
+        self._optimizing = 0
+        self._hooks = ExitStack()
+        if root is not None:
+            self._adopt(root)
+
+    def __enter__(self) -> ModuleTracker:
+        for handle in (
+            register_module_forward_pre_hook(self._entering),
+            register_module_forward_hook(self._leaving, with_kwargs=True, always_call=True),
+            register_optimizer_step_pre_hook(self._optimizer_entering),
+            register_optimizer_step_post_hook(self._optimizer_leaving),
+        ):
+            self._hooks.callback(handle.remove)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._hooks.close()
+
+    def restart(self) -> None:
+        """Forget the last step: its traffic, and the nodes that its forward pass made."""
+        self.traffic.clear()
+        self.optimizers.clear()
+        self._stack.clear()
+        self._numbers.clear()
+        self._scopes.clear()
+        self._optimizing = 0
+
+    def locate(self) -> tuple[str, str]:
+        """(scope, phase) of the operator that is being dispatched now."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            # A module that runs inside a backward node is being recomputed (activation checkpointing).
+            return (self._stack[-1] if self._stack else self._maker_of(node)), "backward"
+        if self._optimizing:
+            return OPTIMIZER, "optimizer"
+        return (self._stack[-1] if self._stack else LOSS), "forward"
+
+    def _maker_of(self, node: Any) -> str:
+        variable = getattr(node, "variable", None)  # of an AccumulateGrad node
+        if isinstance(variable, Tensor):
+            return self._owners.get(id(variable), AUTOGRAD)
+        position = bisect_right(self._numbers, node._sequence_nr()) - 1
+        return self._scopes[position] if position >= 0 else AUTOGRAD
+
+    def _adopt(self, module: nn.Module) -> None:
+        """Name a module called from outside any module, and everything below it."""
+        prefix = "" if not self._roots else type(module).__name__
+        taken = set(self._paths.values())
+        while prefix in taken:
+            prefix += "'"
+        self._roots.append(module)
+        for name, child in module.named_modules():
+            path = ".".join(part for part in (prefix, name) if part)
+            self._paths.setdefault(child, path)
+            for parameter in child.parameters(recurse=False):
+                self._owners.setdefault(id(parameter), self._paths[child])
+
+    def _entering(self, module: nn.Module, args: Any) -> None:
+        if module not in self._paths:
+            self._adopt(module)
+        self._stack.append(self._paths[module])
+        self._mark(self._stack[-1])
+
+    def _leaving(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
+        # After an exception (also the one that ends a recomputation early) torch passes the output alone.
+        *kwargs, output = kwargs_and_output
+        if not self._stack:  # entered before the tracker was
+            return
+        scope = self._stack.pop()
+        self._mark(self._stack[-1] if self._stack else LOSS)
+        self._add_traffic(scope, module, list(tensors_in([args, kwargs])), list(tensors_in(output)))
+
+    def _mark(self, scope: str) -> None:
+        if torch._C._current_autograd_node() is None:
+            self._numbers.append(torch.autograd._get_sequence_nr())
+            self._scopes.append(scope if scope != LOSS else AUTOGRAD)
+
+    def _add_traffic(self, scope: str, module: nn.Module, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        traffic = self.traffic.get(scope)
+        if traffic is None:
+            parameters = list(module.parameters())
+            traffic = self.traffic[scope] = ModuleTraffic(
+                type=type(module).__name__,
+                parameter_bytes=distinct_bytes([*parameters, *module.buffers()]),
+                trainable_bytes=distinct_bytes(p for p in parameters if p.requires_grad),
+                parameters=sum(p.numel() for p in parameters),
+            )
+        traffic.calls += 1
+        traffic.input_bytes += distinct_bytes(inputs)
+        traffic.grad_input_bytes += distinct_bytes(t for t in inputs if t.requires_grad)
+        traffic.output_bytes += distinct_bytes(outputs)
+
+    def _optimizer_entering(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizing += 1
+        self.optimizers.append(optimizer)
+
+    def _optimizer_leaving(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizing -= 1

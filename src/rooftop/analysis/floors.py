@@ -1,0 +1,148 @@
+"""Each operator and each module against its floors.
+
+    op roof     sum of the roofs of its operators
+    fused roof  its inputs, parameters and outputs moved once, all its flops, in one kernel
+
+In training a module moves these once in each direction: the backward pass reads the output's gradient, the inputs and
+the parameters again, and writes the gradients of both. A fused roof is never above the op roof: where counting each
+operator alone gives less (all of it in L2, or a table of which few rows are read), that is the better bound.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rooftop.analysis.attribution import OPTIMIZER, ModuleTracker, ModuleTraffic
+from rooftop.analysis.profiling import MeasuredOperator
+from rooftop.analysis.report import ModuleNode, OperatorRow
+from rooftop.cost import FREE, Cost, distinct_bytes, roof
+from rooftop.cost.accounting import tensors_in
+from rooftop.hardware.ceilings import Ceilings
+
+
+def operator_rows(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> list[OperatorRow]:
+    """Executions of one operator with the same phase, shapes and dtype make one row; rows by falling time."""
+    groups: dict[tuple[object, ...], list[MeasuredOperator]] = defaultdict(list)
+    for op in operators:
+        r = op.record
+        groups[r.name, r.phase, r.shapes, r.dtype, r.cost is None].append(op)
+    rows = [_row(group, ceilings) for group in groups.values()]
+    return sorted(rows, key=lambda row: -row.measured_ms)
+
+
+def _row(group: list[MeasuredOperator], ceilings: Ceilings) -> OperatorRow:
+    first = group[0].record
+    costs = [op.record.cost for op in group if op.record.cost is not None]
+    roofs = [roof(cost, ceilings) for cost in costs]
+    total = sum(costs, FREE)
+    return OperatorRow(
+        name=first.name,
+        phase=first.phase,
+        shapes=first.shapes,
+        dtype=first.dtype,
+        calls=len(group),
+        flops=total.total_flops,
+        flops_by_precision=dict(total.flops),
+        bytes=total.bytes,
+        roof_ms=sum(r.ms for r in roofs),
+        measured_ms=sum(op.measured_ms for op in group),
+        bound=max(roofs, key=lambda r: r.ms).bound if roofs else "uncovered",
+        modules=tuple(dict.fromkeys(op.record.scope for op in group)),
+        kernels=tuple(dict.fromkeys(kernel for op in group for kernel in op.kernels)),
+        uncovered=first.uncovered,
+    )
+
+
+@dataclass
+class _Node:
+    """A module while the tree is built."""
+
+    name: str
+    own: list[MeasuredOperator] = field(default_factory=list)
+    children: dict[str, _Node] = field(default_factory=dict)
+
+    def everything(self) -> Iterable[MeasuredOperator]:
+        yield from self.own
+        for child in self.children.values():
+            yield from child.everything()
+
+
+def module_tree(
+    operators: Sequence[MeasuredOperator], tracker: ModuleTracker, ceilings: Ceilings, root_type: str
+) -> ModuleNode:
+    """The step as a tree of modules; what belongs to none (loss, optimizer) stands in brackets under the root."""
+    root = _Node("")
+    for scope in tracker.traffic:
+        _descend(root, scope)
+    for op in operators:
+        _descend(root, op.record.scope).own.append(op)
+    return _finish(root, "", tracker, ceilings, root_type)[0]
+
+
+def _descend(root: _Node, scope: str) -> _Node:
+    node = root
+    for part in scope.split(".") if scope else ():
+        node = node.children.setdefault(part, _Node(part))
+    return node
+
+
+def _finish(
+    node: _Node, scope: str, tracker: ModuleTracker, ceilings: Ceilings, default_type: str
+) -> tuple[ModuleNode, Cost]:
+    """The finished node and the cost of its work in one piece."""
+    finished = [
+        _finish(child, f"{scope}.{name}" if scope else name, tracker, ceilings, "")
+        for name, child in node.children.items()
+    ]
+    everything = list(node.everything())
+    costs = [op.record.cost for op in everything if op.record.cost is not None]
+    total = sum(costs, FREE)
+    traffic = tracker.traffic.get(scope)
+    if scope == OPTIMIZER:
+        fused = Cost(*_optimizer_traffic(tracker), total.flops)
+    elif traffic is not None:
+        moved = _module_traffic(traffic, any(op.record.phase == "backward" for op in everything))
+        outside = [cost for child, cost in finished if child.name.startswith("(")]
+        fused = sum(outside, Cost(*moved))
+        fused = Cost(fused.read_bytes, fused.write_bytes, total.flops)
+    else:
+        own = [op.record.cost for op in node.own if op.record.cost is not None]
+        fused = sum([*own, *(cost for _, cost in finished)], FREE)
+    op_roof_ms = sum(roof(cost, ceilings).ms for cost in costs)
+    finished_node = ModuleNode(
+        name=node.name,
+        type=traffic.type if traffic is not None else default_type,
+        calls=traffic.calls if traffic is not None else 1,
+        parameters=traffic.parameters if traffic is not None else sum(child.parameters for child, _ in finished),
+        flops=total.total_flops,
+        bytes=total.bytes,
+        measured_ms=sum(op.measured_ms for op in everything),
+        op_roof_ms=op_roof_ms,
+        fused_roof_ms=min(op_roof_ms, roof(fused, ceilings).ms),
+        children=tuple(child for child, _ in finished),
+    )
+    return finished_node, fused
+
+
+def _module_traffic(traffic: ModuleTraffic, backward: bool) -> tuple[int, int]:
+    """(read, written) bytes of a module in one piece."""
+    read = traffic.input_bytes + traffic.parameter_bytes
+    written = traffic.output_bytes
+    if backward:
+        read += traffic.output_bytes + traffic.input_bytes + traffic.parameter_bytes
+        written += traffic.grad_input_bytes + traffic.trainable_bytes
+    return read, written
+
+
+def _optimizer_traffic(tracker: ModuleTracker) -> tuple[int, int]:
+    """(read, written) bytes of the optimizers' step in one piece: parameters, gradients and state in, all but the
+    gradients out."""
+    read = written = 0
+    for optimizer in tracker.optimizers:
+        parameters = distinct_bytes(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+        state = distinct_bytes(tensors_in(list(optimizer.state.values())))
+        read += 2 * parameters + state
+        written += parameters + state
+    return read, written

@@ -1,0 +1,167 @@
+"""What is analyzed: one step of the user's program, ready to be run again and again.
+
+For a module the step is a forward pass without gradients, or (training) forward, backward and, if an optimizer is
+given, its step. Any other callable is run as it is. Whatever the step changes in a module (buffers, gradients, train
+flags) and the random state are put back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.cost.accounting import tensors_in
+from rooftop.errors import ModelRunError
+
+
+class Program:
+    """A step that can be repeated.
+
+    Args:
+        target: a module or any callable.
+        args, kwargs: its arguments, the same at every step.
+        train: also run the backward pass. The loss is what `loss` makes of the output; without `loss`, an output of one
+            element is the loss itself, and other outputs are sent back through with fixed random gradients.
+        optimizer: steps after each backward pass (it changes the parameters).
+
+    Raises:
+        TypeError: `target` is not callable.
+        ValueError: an optimizer or a loss without `train`.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        train: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+        loss: Callable[[Any], Tensor] | None = None,
+    ) -> None:
+        if not callable(target):
+            raise TypeError(f"analyze expects a module or a callable, got {type(target).__name__}")
+        if not train and (optimizer is not None or loss is not None):
+            raise ValueError("analyze(optimizer=..., loss=...) needs train=True")
+        self.target = target
+        self.module = target if isinstance(target, nn.Module) else None
+        self.args, self.kwargs = args, kwargs
+        self.train = train
+        self.optimizer = optimizer
+        self._loss = loss
+        self._output_gradients: list[Tensor] | None = None
+
+    @property
+    def name(self) -> str:
+        return type(self.target).__name__ if self.module is not None else getattr(self.target, "__name__", "callable")
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter or tensor argument on an accelerator, else of the first one; CPU if there is none."""
+        tensors = [
+            *(self.module.parameters() if self.module is not None else ()),
+            *tensors_in([self.args, self.kwargs]),
+        ]
+        devices = [t.device for t in tensors]
+        return next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.device("cpu"))
+
+    def step(self) -> None:
+        """Run once.
+
+        Raises:
+            ModelRunError: the user's code raised; the message names it, the inputs and the place.
+        """
+        try:
+            self._step()
+        except Exception as error:
+            raise ModelRunError(self._explanation(error)) from error
+
+    def _step(self) -> None:
+        if not self.train:
+            with torch.no_grad() if self.module is not None else nullcontext():
+                self.target(*self.args, **self.kwargs)
+            return
+        output = self.target(*self.args, **self.kwargs)
+        if self._loss is not None:
+            self._loss(output).backward()
+        else:
+            self._backward(output)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        elif self.module is not None:
+            self.module.zero_grad(set_to_none=True)
+
+    def _backward(self, output: Any) -> None:
+        roots = [t for t in tensors_in(_fields(output)) if t.requires_grad]
+        if not roots:
+            raise ValueError("train=True, but no output requires a gradient")
+        if len(roots) == 1 and roots[0].numel() == 1:
+            roots[0].backward()
+            return
+        if self._output_gradients is None:
+            self._output_gradients = [torch.randn_like(t) for t in roots]
+        torch.autograd.backward(roots, self._output_gradients)
+
+    def _explanation(self, error: Exception) -> str:
+        inputs = ", ".join(describe_tensor(t) for t in tensors_in([self.args, self.kwargs])) or "no tensor"
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error):
+            return f"{self.name} ran out of memory for inputs {inputs}: try a smaller batch. ({_first_line(error)})"
+        return f"{self.name} raised {type(error).__name__} for inputs {inputs}: {_first_line(error)}{_place(error)}"
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Runs in the right train flag; puts flags, buffers, gradients and random state back at the end."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), _preserved(self.module, self.train) if self.module else nullcontext():
+            yield
+
+
+@contextmanager
+def _preserved(module: nn.Module, train: bool) -> Iterator[None]:
+    flags = [(child, child.training) for child in module.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()] if train else []
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    module.train(train)
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for child, flag in flags:
+            child.training = flag
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """Shape and dtype as `--input` takes them: "8x3x224x224:float32"."""
+    shape = "x".join(str(size) for size in tensor.shape) or "scalar"
+    return f"{shape}:{str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _fields(output: Any) -> Any:
+    """The tensors of a dataclass-like output (transformers' ModelOutput is a dict already)."""
+    return vars(output) if hasattr(output, "__dataclass_fields__") and not isinstance(output, dict) else output
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of the user's own code (neither torch's nor ours)."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if "/torch/" not in file and "/rooftop/analysis/" not in file:
+            place = f" ({file}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return place

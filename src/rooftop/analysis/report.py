@@ -1,0 +1,298 @@
+"""A finished analysis: what it holds, and its forms as a table, JSON and HTML.
+
+Times are milliseconds of one step. `flops` count multiplications and additions separately.
+Rows of operators and modules hold totals over their calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+FLAGGED_PERCENT = 105.0
+"""Above this percentage of its roof a result is an error of the cost model or of the measurement, and is marked so."""
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """All executions of one operator with the same phase, shapes and dtype.
+
+    Attributes:
+        name: e.g. "aten::convolution".
+        phase: "forward", "backward" or "optimizer".
+        shapes: of its input tensors. dtype: of the first floating-point one.
+        calls: executions; the figures below are totals over them.
+        bound: what sets the roof: "memory", "compute", "launch", "none" (a view) or "uncovered".
+        modules: paths of the modules that called it. kernels: names of what ran on the device.
+        uncovered: why there is no cost formula, "" if there is one.
+    """
+
+    name: str
+    phase: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    calls: int
+    flops: int
+    flops_by_precision: dict[str, int]
+    bytes: int
+    roof_ms: float
+    measured_ms: float
+    bound: str
+    modules: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    uncovered: str = ""
+
+    @property
+    def percent_of_roof(self) -> float | None:
+        """100 * roof / measured; None where there is no work or no time to compare."""
+        if self.bound in ("none", "uncovered") or self.measured_ms <= 0:
+            return None
+        return 100 * self.roof_ms / self.measured_ms
+
+    @property
+    def flagged(self) -> bool:
+        return self.percent_of_roof is not None and self.percent_of_roof > FLAGGED_PERCENT
+
+    @property
+    def gap_ms(self) -> float:
+        return self.measured_ms - self.roof_ms
+
+
+@dataclass(frozen=True)
+class ModuleNode:
+    """A module with everything below it; `name` is its last path component, "" for the root."""
+
+    name: str
+    type: str
+    calls: int
+    parameters: int
+    flops: int
+    bytes: int
+    measured_ms: float
+    op_roof_ms: float
+    fused_roof_ms: float
+    children: tuple[ModuleNode, ...] = ()
+
+    @property
+    def percent_of_roof(self) -> float | None:
+        """100 * fused roof / measured."""
+        return 100 * self.fused_roof_ms / self.measured_ms if self.measured_ms > 0 and self.op_roof_ms > 0 else None
+
+    def find(self, path: str) -> ModuleNode:
+        """The module at a path such as "layer1.0.conv1".
+
+        Raises:
+            KeyError: there is none.
+        """
+        node = self
+        for part in path.split(".") if path else ():
+            match = next((child for child in node.children if child.name == part), None)
+            if match is None:
+                raise KeyError(f"no module {path!r}: {node.name!r} has {[c.name for c in node.children]}")
+            node = match
+        return node
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """wall = fused roof + fusion headroom + kernel gap + launch gap.
+
+    Attributes:
+        kernel_gap_ms: device busy - op roof: kernels slower than the machine allows.
+        fusion_headroom_ms: op roof - fused roof: intermediates that go through memory between operators.
+        launch_gap_ms: wall - device busy: the device waits for the host.
+    """
+
+    kernel_gap_ms: float
+    fusion_headroom_ms: float
+    launch_gap_ms: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something that would make the step faster, by how much, and what that is concluded from."""
+
+    title: str
+    evidence: str
+    gain_ms: float
+    command: str | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The step as a whole. `percent_of_roof` is 100 * fused roof / wall; `wall_spread` the relative spread of the wall
+    time over its runs; `kernels` the launches of one step; `samples` the first dimension of the first input."""
+
+    wall_ms: float
+    wall_spread: float
+    busy_ms: float
+    op_roof_ms: float
+    fused_roof_ms: float
+    flops: int
+    bytes: int
+    parameters: int
+    kernels: int
+    samples: int | None
+    repeats: int
+
+    @property
+    def percent_of_roof(self) -> float:
+        return 100 * self.fused_roof_ms / self.wall_ms
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `rooftop.analyze`.
+
+    Attributes:
+        target, mode ("inference", "training" or "callable"), inputs, created: what was analyzed and when (UTC).
+        device, versions, ceilings: where. They are plain dicts, as in the JSON.
+        summary, gaps, coverage: the step as a whole; coverage is the fraction of the measured operator time that has
+            a real cost formula.
+        ops: by falling time. modules: the tree's root. advice: by falling gain.
+        memory: (ms since the step began, allocated bytes) and `peak_bytes`.
+        notes: what a reader should know about the measurement.
+    """
+
+    target: str
+    mode: str
+    inputs: tuple[str, ...]
+    created: str
+    device: dict[str, Any]
+    versions: dict[str, str]
+    ceilings: dict[str, Any]
+    summary: Summary
+    gaps: Gaps
+    coverage: float
+    ops: tuple[OperatorRow, ...]
+    modules: ModuleNode
+    advice: tuple[Advice, ...]
+    memory: tuple[tuple[float, int], ...] = ()
+    peak_bytes: int = 0
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def uncovered(self) -> list[OperatorRow]:
+        """Operators without a cost formula, by falling time."""
+        return [row for row in self.ops if row.bound == "uncovered"]
+
+    def table(self, rows: int = 12) -> str:
+        """The summary, the opportunities and the `rows` slowest operators as text."""
+        from rooftop.analysis.text import render_text
+
+        return render_text(self, rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers: the JSON form."""
+        plain: dict[str, Any] = {"format": FORMAT, **asdict(self)}
+        plain["summary"]["percent_of_roof"] = self.summary.percent_of_roof
+        plain["memory"] = {"peak_bytes": plain.pop("peak_bytes"), "timeline": [list(p) for p in self.memory]}
+        plain["ops"] = [_operator_dict(row) for row in self.ops]
+        plain["modules"] = _module_dict(self.modules)
+        plain["uncovered"] = [
+            {"name": row.name, "calls": row.calls, "measured_ms": row.measured_ms, "reason": row.uncovered}
+            for row in self.uncovered
+        ]
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Report:
+        """The report that `to_dict` gave.
+
+        Raises:
+            ValueError: not a report, or of another format version.
+        """
+        if plain.get("format") != FORMAT:
+            raise ValueError(f"expected a rooftop report of format {FORMAT}, got format {plain.get('format')!r}")
+        try:
+            values = {name: plain[name] for name in cls.__dataclass_fields__ if name not in ("memory", "peak_bytes")}
+            values["inputs"], values["notes"] = tuple(plain["inputs"]), tuple(plain["notes"])
+            values["summary"] = _from(Summary, plain["summary"])
+            values["gaps"] = _from(Gaps, plain["gaps"])
+            values["ops"] = tuple(_operator(row) for row in plain["ops"])
+            values["modules"] = _module(plain["modules"])
+            values["advice"] = tuple(_from(Advice, item) for item in plain["advice"])
+            values["memory"] = tuple((float(ms), int(size)) for ms, size in plain["memory"]["timeline"])
+            return cls(**values, peak_bytes=plain["memory"]["peak_bytes"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"damaged rooftop report: {type(error).__name__} {error}") from error
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON form."""
+        write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> Report:
+        """Read what `to_json` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not a report.
+        """
+        try:
+            plain = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(plain, dict):
+                raise ValueError(f"expected an object, got {type(plain).__name__}")
+            return cls.from_dict(plain)
+        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+            raise ValueError(f"{os.fspath(path)} is not a rooftop report: {error}") from error
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as one self-contained HTML page.
+
+        Raises:
+            MissingExtraError: plotly is not installed.
+        """
+        from rooftop.analysis.page import render_page
+
+        write_text(path, render_page(self.to_dict()))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file whole or not at all: to a temporary name beside it, then renamed."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _operator_dict(row: OperatorRow) -> dict[str, Any]:
+    plain = asdict(row)
+    plain["shapes"] = [list(shape) for shape in row.shapes]
+    plain["percent_of_roof"] = row.percent_of_roof
+    if row.flagged:
+        plain["flagged"] = True
+    return plain
+
+
+def _module_dict(node: ModuleNode) -> dict[str, Any]:
+    plain = {name: getattr(node, name) for name in ModuleNode.__dataclass_fields__ if name != "children"}
+    return {
+        **plain,
+        "percent_of_roof": node.percent_of_roof,
+        "children": [_module_dict(child) for child in node.children],
+    }
+
+
+def _operator(plain: Mapping[str, Any]) -> OperatorRow:
+    row = {**plain, "shapes": tuple(tuple(shape) for shape in plain["shapes"])}
+    row["modules"], row["kernels"] = tuple(plain["modules"]), tuple(plain["kernels"])
+    return _from(OperatorRow, row)
+
+
+def _module(plain: Mapping[str, Any]) -> ModuleNode:
+    return _from(ModuleNode, {**plain, "children": tuple(_module(child) for child in plain["children"])})
+
+
+def _from(kind: Any, plain: Mapping[str, Any]) -> Any:
+    """A dataclass from a dict that may also hold its derived properties."""
+    return kind(**{name: plain[name] for name in kind.__dataclass_fields__})

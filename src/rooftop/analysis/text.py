@@ -1,0 +1,131 @@
+"""A report as text for the terminal: summary, gaps, opportunities, slowest operators."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rooftop.analysis.report import OperatorRow, Report
+
+WIDTH = 110
+PARTS = (  # of the wall time, in the order in which they stack up; with the colour of their bar
+    ("roof", "fused_roof_ms", "green", "inputs, parameters, outputs moved once; all flops"),
+    ("fusion headroom", "fusion_headroom_ms", "cyan", "intermediates that go through memory"),
+    ("kernel gap", "kernel_gap_ms", "yellow", "kernels slower than this machine allows"),
+    ("launch gap", "launch_gap_ms", "magenta", "the device waits for the host"),
+)
+
+
+def render_text(report: Report, rows: int) -> str:
+    """The report as plain text, at most `WIDTH` columns wide."""
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+    console.print(renderable(report, rows))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def renderable(report: Report, rows: int) -> RenderableType:
+    """The report for a rich console, in colour where the console has any."""
+    parts: list[RenderableType] = [_heading(report), _gaps(report)]
+    if report.advice:
+        parts.append(_advice(report))
+    parts.append(_operators(report, rows))
+    parts.extend(Text(f"note: {note}", style="dim") for note in report.notes)
+    return Group(*parts)
+
+
+def _heading(report: Report) -> Text:
+    summary = report.summary
+    rate = f" ({1e3 * summary.samples / summary.wall_ms:,.0f} samples/s)" if summary.samples else ""
+    heading = Text()
+    heading.append(f"{report.target}", style="bold")
+    heading.append(f"  {report.mode}, {', '.join(report.inputs)}, {report.device['name']}\n")
+    heading.append(f"{summary.percent_of_roof:.1f}% of roof", style="bold")
+    heading.append(f": {_ms(summary.wall_ms)} a step{rate}, roof {_ms(summary.fused_roof_ms)}; ")
+    heading.append(
+        f"{_quantity(summary.flops)}FLOP, coverage {100 * report.coverage:.1f}% of the operators' time"
+        f"{_uncovered(report)}\n"
+    )
+    return heading
+
+
+def _uncovered(report: Report) -> str:
+    names = list(dict.fromkeys(row.name for row in report.uncovered))
+    if not names:
+        return ""
+    return f" (without a formula: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+
+
+def _gaps(report: Report) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for _ in range(4):
+        table.add_column(no_wrap=True)
+    wall_ms = report.summary.wall_ms
+    values = {"fused_roof_ms": report.summary.fused_roof_ms, **vars(report.gaps)}
+    for label, name, colour, meaning in PARTS:
+        share = max(0.0, values[name] / wall_ms)
+        bar = Text("█" * round(24 * min(1.0, share)), style=colour)
+        table.add_row(label, _right(_ms(values[name])), _right(f"{100 * share:.0f}%"), bar, Text(meaning, style="dim"))
+    return table
+
+
+def _advice(report: Report) -> Table:
+    table = Table(box=None, padding=(0, 1), title="\nopportunities, by predicted gain", title_justify="left")
+    table.add_column("gain", justify="right", no_wrap=True)
+    table.add_column("what")
+    table.add_column("evidence", style="dim")
+    for item in report.advice[:5]:
+        table.add_row(f"-{_ms(item.gain_ms)}", item.title, item.evidence)
+    return table
+
+
+def _operators(report: Report, rows: int) -> Table:
+    title = f"\nslowest operators ({min(rows, len(report.ops))} of {len(report.ops)})"
+    table = Table(box=None, padding=(0, 1), title=title, title_justify="left")
+    for name, width in (("operator", 30), ("shapes", 28)):
+        table.add_column(name, overflow="ellipsis", no_wrap=True, max_width=width)
+    for name, width in (("calls", 5), ("measured", 8), ("share", 5), ("roof", 8), ("of roof", 7), ("bound", 7)):
+        table.add_column(name, justify="right", no_wrap=True, min_width=width)
+    total_ms = sum(row.measured_ms for row in report.ops) or 1.0
+    for row in report.ops[:rows]:
+        table.add_row(
+            row.name.removeprefix("aten::") + {"backward": " (bwd)", "optimizer": " (opt)"}.get(row.phase, ""),
+            shapes_text(row.shapes),
+            str(row.calls),
+            _ms(row.measured_ms),
+            f"{100 * row.measured_ms / total_ms:.1f}%",
+            _ms(row.roof_ms),
+            _percent(row),
+            row.bound,
+        )
+    return table
+
+
+def shapes_text(shapes: tuple[tuple[int, ...], ...]) -> str:
+    """ "8x3x224x224, 64x3x7x7": the shapes of an operator's inputs."""
+    return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
+
+
+def _percent(row: OperatorRow) -> str:
+    if row.percent_of_roof is None:
+        return "-"
+    return f"{row.percent_of_roof:.0f}%" + (" (!)" if row.flagged else "")
+
+
+def _ms(value: float) -> str:
+    if abs(value) >= 1000:
+        return f"{value:,.0f} ms"
+    return f"{value:.3g} ms" if abs(value) >= 1 else f"{1e3 * value:.3g} us"
+
+
+def _quantity(value: float) -> str:
+    for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g} {prefix}"
+    return f"{value:.3g} "
+
+
+def _right(text: str) -> Text:
+    return Text(text, justify="right")

@@ -1,0 +1,166 @@
+"""`rooftop analyze`: how far a model is from what this machine can do, and why."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from rooftop.analysis import analyze
+from rooftop.analysis.text import renderable
+from rooftop.cli.progress import progress_bar
+from rooftop.cli.targets import DTYPES, Target, resolve_target
+from rooftop.hardware.ceilings import Ceilings
+
+EXAMPLES = """\b
+Examples:
+  rooftop analyze resnet50
+  rooftop analyze resnet50 --train --input 64x3x224x224 --dtype bf16
+  rooftop analyze resnet50 --input my_photographs/
+  rooftop analyze my_pkg.net:build --input 8x3x224x224 --json report.json
+  rooftop analyze my_pkg.text:build --input 8x128:int64:50257
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("target")
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="SHAPE[:DTYPE[:HIGH]]|PHOTOS",
+    help="An argument of the model: a shape to fill with random data, or photographs. Repeat for several arguments.",
+)
+@click.option("--train", is_flag=True, help="Analyze a training step: forward, backward and an SGD step.")
+@click.option(
+    "--device", default=None, metavar="cpu|cuda[:N]", help="Where to run.  [default: the GPU if there is one]"
+)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this.")
+@click.option("--channels-last", is_flag=True, help="Lay images and convolution weights out channels last.")
+@click.option("--ceilings", type=click.Path(path_type=Path), help="Compare with ceilings from this file.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the report as JSON.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="The HTML report.  [default: rooftop-TARGET.html]"
+)
+@click.option("--no-html", is_flag=True, help="Write no HTML report.")
+@click.option("--rows", default=12, show_default=True, help="Operators in the printed table.")
+def command(
+    target: str,
+    inputs: tuple[str, ...],
+    train: bool,
+    device: str | None,
+    dtype: str | None,
+    channels_last: bool,
+    ceilings: Path | None,
+    json_path: Path | None,
+    output: Path | None,
+    no_html: bool,
+    rows: int,
+) -> None:
+    """Show how far TARGET is from what this machine can do, and why.
+
+    TARGET is a built-in model (resnet50), or package.module:callable, where the callable returns a module or
+    (module, inputs).
+
+    Every operator is timed and set against its roof: the shortest time in which this machine could move its bytes
+    and do its arithmetic. The difference between the wall time and the roof of the whole model is split into three
+    gaps: slow kernels, missing fusion, and waiting for the host.
+    """
+    html_path = None if no_html else output or Path(f"rooftop-{re.sub(r'[^A-Za-z0-9_.-]+', '-', target)}.html")
+    for path in (json_path, html_path):
+        if path is not None:
+            check_writable(path)
+    if html_path is not None:
+        _check_plotly()
+    where = pick_device(device)
+    given_ceilings = Ceilings.load(ceilings) if ceilings is not None else None
+    found = resolve_target(target, inputs, where, DTYPES[dtype] if dtype else None, channels_last)
+    with progress_bar() as progress:
+        report = analyze(
+            found.model,
+            *found.args,
+            **(_training(found) if train else {}),
+            ceilings=given_ceilings,
+            name=target,
+            progress=progress,
+        )
+    if json_path is not None:
+        report.to_json(json_path)
+    if html_path is not None:
+        report.to_html(html_path)
+    Console().print(renderable(report, rows))
+    for path in (json_path, html_path):
+        if path is not None:
+            click.echo(f"report: {path}")
+
+
+def _training(found: Target) -> dict[str, Any]:
+    """Arguments of `analyze` for a training step of a model that nobody else uses: SGD with momentum."""
+    parameters = [p for p in found.model.parameters() if p.requires_grad]  # type: ignore[attr-defined]
+    arguments: dict[str, Any] = {"train": True, "optimizer": torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)}
+    if found.classifies:
+        arguments["loss"] = _ClassLoss()
+    return arguments
+
+
+class _ClassLoss:
+    """Cross-entropy with random labels, drawn once."""
+
+    def __init__(self) -> None:
+        self._labels: Tensor | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:  # (B, classes)
+        if self._labels is None:
+            self._labels = torch.randint(logits.shape[1], logits.shape[:1], device=logits.device)
+        return cross_entropy(logits, self._labels)
+
+
+def pick_device(text: str | None) -> torch.device:
+    """The device that --device names; the GPU if there is one and nothing is named.
+
+    Raises:
+        click.BadParameter: no such device here.
+    """
+    if text is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
+        raise click.BadParameter(f"expected cpu, cuda or cuda:N, got {text!r}", param_hint="--device")
+    device = torch.device(text)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise click.BadParameter(
+            f"{text} is not there: torch {torch.__version__} can use {torch.cuda.device_count()} GPUs on this machine",
+            param_hint="--device",
+        )
+    return device
+
+
+def check_writable(path: Path) -> None:
+    """Find out before the work, not after it, that a file cannot be written.
+
+    Raises:
+        click.BadParameter: its folder is missing or not writable, or it is a folder itself.
+    """
+    folder = path.parent
+    if path.is_dir():
+        problem = "is a folder"
+    elif not folder.is_dir():
+        problem = f"cannot be written: there is no folder {folder}"
+    elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        problem = "cannot be written: permission denied"
+    else:
+        return
+    raise click.BadParameter(f"{path} {problem}", param_hint="output")
+
+
+def _check_plotly() -> None:
+    """The page's charts need plotly: find out before the work."""
+    from rooftop.analysis.page import require_plotly
+
+    require_plotly()

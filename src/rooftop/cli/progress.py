@@ -1,0 +1,35 @@
+"""A progress bar on stderr for whatever takes longer than two seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+PATIENCE_S = 2.0
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """Yields a function to call with (what is being done, fraction done).
+
+    The bar appears once two seconds have passed, and not at all where stderr is no terminal.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("", total=1.0)
+    began = time.monotonic()
+
+    def show(what: str, fraction: float) -> None:
+        if not bar.live.is_started and time.monotonic() - began > PATIENCE_S:
+            bar.start()
+        bar.update(task, description=what, completed=fraction)
+
+    try:
+        yield show
+    finally:
+        bar.stop()

@@ -1,0 +1,169 @@
+"""What the verbs take as TARGET and --input, turned into a model and its arguments.
+
+TARGET   resnet50                  a built-in model
+         my_pkg.net:build          a callable that returns a module or (module, inputs), a module class, or a module
+--input  8x3x224x224               shape; floating point of the model's dtype, normally distributed
+         8x128:int64:50257         shape, dtype, and for integers the exclusive upper bound (2 if left out)
+         photographs/ or cat.jpg   a batch of photographs, preprocessed for image models
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop import models
+from rooftop.errors import InputError, ModelRunError, TargetError
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    **{str(d).removeprefix("torch."): d for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)},
+    **{str(d).removeprefix("torch."): d for d in (torch.int64, torch.int32, torch.uint8, torch.bool)},
+}
+"""Names of dtypes as --dtype and --input take them."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model ready to run on a device.
+
+    Attributes:
+        name: as the report shows it.
+        model: the module or callable.
+        args: its positional arguments.
+        classifies: its output are class logits, so that training uses cross-entropy with random labels.
+    """
+
+    name: str
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    classifies: bool = False
+
+
+def resolve_target(
+    text: str, inputs: Sequence[str], device: torch.device, dtype: torch.dtype | None, channels_last: bool = False
+) -> Target:
+    """Build the model that `text` names and the tensors that `inputs` describe, on the device and in the dtype.
+
+    Raises:
+        TargetError: nothing has that name.
+        InputError: an input cannot be understood or read, or none is given where the target has no default.
+        ModelRunError: the user's code raised while it was imported or called.
+    """
+    model, args, example, classifies = _find(text)
+    if inputs:
+        specified = [make_input(item, dtype or torch.float32) for item in inputs]
+        args = tuple(specified)
+    elif args is None:
+        if example is None:
+            raise InputError(
+                f"{text!r} returned a module without inputs: give their shapes, e.g. --input 8x3x224x224, "
+                "or return (module, inputs)"
+            )
+        args = (make_input("x".join(map(str, example)), dtype or torch.float32),)
+    memory_format = torch.channels_last if channels_last else torch.preserve_format
+    try:
+        if isinstance(model, nn.Module):
+            model = model.to(device=device, dtype=dtype, memory_format=memory_format)  # type: ignore[call-overload]
+        args = tuple(_placed(arg, device, dtype, channels_last) for arg in args)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ModelRunError(f"{text} and its inputs do not fit into the memory of {device}: {error}") from error
+    return Target(text, model, args, classifies)
+
+
+def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
+    """A tensor from one --input, on the CPU (see the top of this file).
+
+    Raises:
+        InputError: neither a shape nor a photograph.
+    """
+    match = re.fullmatch(r"(\d+(?:x\d+)*)(?::([a-z0-9]+))?(?::(\d+))?", text)
+    if match is None:
+        if Path(text).exists():
+            return models.load_images([text])
+        raise InputError(
+            f"--input {text!r} is neither a shape (8x3x224x224, 8x128:int64:50257) nor an existing photograph or folder"
+        )
+    shape = tuple(int(size) for size in match[1].split("x"))
+    if match[2] is not None and match[2] not in DTYPES:
+        raise InputError(f"--input {text!r}: unknown dtype {match[2]!r}, expected one of {', '.join(DTYPES)}")
+    dtype = DTYPES[match[2]] if match[2] else float_dtype
+    if not dtype.is_floating_point:
+        high = 2 if dtype == torch.bool else int(match[3] or 2)
+        return torch.randint(high, shape).to(dtype)
+    return torch.randn(shape).to(dtype)
+
+
+EXAMPLE_BATCH = 8
+
+
+def _find(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None, tuple[int, ...] | None, bool]:
+    """(model, its inputs if the target brings them, else the shape of an example, whether it classifies)."""
+    if ":" in text:
+        model, args = _imported(text)
+        return model, args, None, False
+    if text.endswith(".py"):
+        raise TargetError(f"{text!r}: scripts are not supported yet; name a callable in it, e.g. {text[:-3]}:build")
+    entry = models.builtin_models().get(text)
+    if entry is None:
+        raise TargetError(models.unknown_model_message(text))
+    return entry.build(), None, (EXAMPLE_BATCH, *entry.input_shape), entry.classifies
+
+
+def _imported(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
+    """`package.module:name`, looked up from the current directory first."""
+    module_name, _, attribute = text.partition(":")
+    if not module_name or not attribute:
+        raise TargetError(f"{text!r}: expected package.module:callable, e.g. my_pkg.net:build")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise TargetError(
+                f"{text!r}: no module {error.name!r} here ({os.getcwd()}) or in this environment"
+            ) from error
+        raise ModelRunError(f"importing {module_name!r} failed: {error}") from error
+    except Exception as error:
+        raise ModelRunError(f"importing {module_name!r} raised {type(error).__name__}: {error}") from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        public = [name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name))]
+        raise TargetError(
+            f"{text!r}: {module_name!r} has no {attribute!r}; it has {', '.join(public[:8]) or 'nothing callable'}"
+        )
+    if isinstance(found, nn.Module):
+        return found, None
+    if not callable(found):
+        raise TargetError(f"{text!r} is a {type(found).__name__}, expected a callable or an nn.Module")
+    try:
+        built = found()
+    except Exception as error:
+        raise ModelRunError(f"{text} raised {type(error).__name__}: {error}") from error
+    model, args = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(model, nn.Module):
+        raise TargetError(f"{text!r} returned {type(model).__name__}, expected an nn.Module or (nn.Module, inputs)")
+    if args is not None and not isinstance(args, (tuple, list)):
+        args = (args,)
+    return model, None if args is None else tuple(args)
+
+
+def _placed(value: Any, device: torch.device, dtype: torch.dtype | None, channels_last: bool) -> Any:
+    """An argument on the device: floating-point tensors in the dtype, images channels last if asked for."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+    return value.to(memory_format=torch.channels_last) if channels_last and value.dim() == 4 else value

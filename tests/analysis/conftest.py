@@ -1,0 +1,35 @@
+"""A machine with round figures, so that roofs can be computed in one's head."""
+
+from __future__ import annotations
+
+import pytest
+from rooftop.hardware.ceilings import Ceilings, MemoryLevel, MemoryPoint
+
+
+def make_ceilings(**changes: object) -> Ceilings:
+    """1 GB/s whatever the working set, 1 GFLOP/s in every precision but bf16 (4), 1 us kernel floor."""
+    rate = 1e9
+    values: dict[str, object] = {
+        "device": "Test machine",
+        "device_id": "test",
+        "kind": "cpu",
+        "threads": 1,
+        "versions": {},
+        "measured_at": "2026-01-01T00:00:00Z",
+        "memory": tuple(MemoryPoint(size, rate, rate, rate, rate) for size in (1 << 14, 1 << 24, 1 << 30)),
+        "levels": (MemoryLevel("DRAM", None, rate),),
+        "flops": {"fp64": 1e9, "fp32": 1e9, "tf32": 2e9, "fp16": 4e9, "bf16": 4e9},
+        "kernel_floor_ms": 0.001,
+        "launch_eager_ms": 0.01,
+        "launch_graph_ms": 0.002,
+        "transfers": {},
+        "links": {},
+        "spread": {},
+        "disturbed": (),
+    }
+    return Ceilings(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def ceilings() -> Ceilings:
+    return make_ceilings()

@@ -1,0 +1,138 @@
+"""`rooftop.analyze` measures, balances its account, and leaves the program as it found it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from rooftop.hardware.ceilings import Ceilings
+from torch import Tensor, nn
+
+import rooftop
+from rooftop.errors import ModelRunError
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16 * 16, 10)
+    )
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_account_balances(train: bool, ceilings: Ceilings) -> None:
+    report = rooftop.analyze(small_net(), torch.randn(4, 3, 16, 16), train=train, ceilings=ceilings)
+    summary, gaps = report.summary, report.gaps
+    parts = summary.fused_roof_ms + gaps.fusion_headroom_ms + gaps.kernel_gap_ms + gaps.launch_gap_ms
+    assert parts == pytest.approx(summary.wall_ms)
+    assert gaps.launch_gap_ms >= 0
+    assert gaps.fusion_headroom_ms >= 0
+    assert sum(row.measured_ms for row in report.ops) == pytest.approx(report.modules.measured_ms)
+    assert sum(row.flops for row in report.ops) == report.modules.flops == summary.flops
+    assert report.coverage == pytest.approx(1.0)
+    assert {row.phase for row in report.ops} == ({"forward", "backward"} if train else {"forward"})
+
+
+def test_flops_are_those_of_the_layers(ceilings: Ceilings) -> None:
+    report = rooftop.analyze(small_net(), torch.randn(4, 3, 16, 16), ceilings=ceilings)
+    convolution, linear = 2 * 4 * 8 * 16 * 16 * 3 * 9, 2 * 4 * 2048 * 10
+    assert report.summary.flops == pytest.approx(convolution + linear, rel=0.1)
+    assert report.modules.find("0").flops == pytest.approx(convolution, rel=0.05)
+    assert report.summary.samples == 4
+    assert report.summary.parameters == sum(p.numel() for p in small_net().parameters())
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("was_training", [False, True])
+def test_model_and_random_state_are_as_before(train: bool, was_training: bool, ceilings: Ceilings) -> None:
+    net = small_net().train(was_training)
+    net[1].eval()  # one module in another mode than the rest
+    x = torch.randn(4, 3, 16, 16)
+    net(x).sum().backward()
+    before = copy.deepcopy(net.state_dict())
+    gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    flags = [m.training for m in net.modules()]
+    torch.manual_seed(7)
+    random_state = torch.get_rng_state()
+    rooftop.analyze(net, x, train=train, ceilings=ceilings)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [m.training for m in net.modules()] == flags
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), gradients, strict=True))  # type: ignore[arg-type]
+
+
+def test_state_is_put_back_when_the_model_raises(ceilings: Ceilings) -> None:
+    net = small_net().train()
+    with pytest.raises(ModelRunError, match=r"Sequential raised RuntimeError for inputs 4x5x16x16:float32"):
+        rooftop.analyze(net, torch.randn(4, 5, 16, 16), ceilings=ceilings)
+    assert net.training
+
+
+def test_optimizer_step_is_part_of_the_account(ceilings: Ceilings) -> None:
+    net = small_net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    report = rooftop.analyze(net, torch.randn(4, 3, 16, 16), train=True, optimizer=optimizer, ceilings=ceilings)
+    assert "optimizer" in {row.phase for row in report.ops}
+    assert report.modules.find("(optimizer)").measured_ms > 0
+    assert report.coverage > 0.95
+
+
+def test_a_plain_function_is_run_as_it_is(ceilings: Ceilings) -> None:
+    net, x = small_net(), torch.randn(4, 3, 16, 16)
+
+    def step(x: Tensor) -> None:
+        net(x).square().mean().backward()
+
+    report = rooftop.analyze(step, x, ceilings=ceilings)
+    assert (report.mode, report.target) == ("callable", "step")
+    assert {row.phase for row in report.ops} == {"forward", "backward"}
+
+
+def test_inference_mode_is_taken_apart_as_autograd_does(ceilings: Ceilings) -> None:
+    net, x = small_net().eval(), torch.randn(4, 3, 16, 16)
+
+    @torch.inference_mode()
+    def step(x: Tensor) -> Tensor:
+        return net(x)
+
+    inside = {row.name for row in rooftop.analyze(step, x, ceilings=ceilings).ops}
+    assert {"aten::convolution", "aten::addmm"} <= inside
+
+
+def test_a_step_that_differs_each_time_says_so(ceilings: Ceilings) -> None:
+    count = 0
+
+    def step(x: Tensor) -> None:
+        nonlocal count
+        count += 1
+        for _ in range(count):
+            x = x.relu()
+
+    report = rooftop.analyze(step, torch.randn(8), ceilings=ceilings)
+    assert any("other operators each time" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"target": 3}, TypeError, "expects a module or a callable, got int"),
+        ({"target": nn.ReLU(), "loss": torch.sum}, ValueError, "needs train=True"),
+        ({"target": nn.ReLU(), "train": True}, ModelRunError, "no output requires a gradient"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: dict[str, object], error: type[Exception], message: str, ceilings: Ceilings
+) -> None:
+    target = arguments.pop("target")
+    with pytest.raises(error, match=message):
+        rooftop.analyze(target, torch.randn(3), ceilings=ceilings, **arguments)  # type: ignore[arg-type]
+
+
+def test_memory_over_time_rises_above_what_was_there(ceilings: Ceilings) -> None:
+    net, x = small_net(), torch.randn(64, 3, 16, 16)
+    report = rooftop.analyze(net, x, train=True, ceilings=ceilings)
+    held = 4 * (report.summary.parameters + x.numel())
+    activations = 4 * 64 * 8 * 16 * 16
+    assert report.memory[0][1] >= held
+    assert report.peak_bytes >= held + 2 * activations
+    assert [ms for ms, _ in report.memory] == sorted(ms for ms, _ in report.memory)

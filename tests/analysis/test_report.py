@@ -1,0 +1,81 @@
+"""A report survives its JSON form, refuses what is none, and flags what cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from rooftop.hardware.ceilings import Ceilings
+from torch import nn
+
+import rooftop
+from rooftop.analysis.report import FLAGGED_PERCENT, OperatorRow, Report, write_text
+
+
+@pytest.fixture
+def report(ceilings: Ceilings) -> Report:
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    return rooftop.analyze(net, torch.randn(8, 16), train=True, ceilings=ceilings)
+
+
+def test_json_round_trip(report: Report, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    report.to_json(path)
+    again = Report.from_json(path)
+    assert again.to_dict() == report.to_dict()
+    assert again.ops == report.ops
+    assert again.modules == report.modules
+    assert os.listdir(tmp_path) == ["report.json"]
+
+
+def test_json_holds_what_the_documentation_names(report: Report) -> None:
+    plain = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert {"ops", "modules", "gaps", "coverage", "ceilings", "advice", "summary", "memory"} <= plain.keys()
+    assert plain["gaps"].keys() == {"kernel_gap_ms", "fusion_headroom_ms", "launch_gap_ms"}
+    for op in plain["ops"]:
+        assert {"name", "shapes", "dtype", "calls", "flops", "bytes"} <= op.keys()
+        assert {"roof_ms", "measured_ms", "percent_of_roof", "bound"} <= op.keys()
+    assert {"name", "measured_ms", "op_roof_ms", "fused_roof_ms", "children"} <= plain["modules"].keys()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"format": 99}', '{"format": 1}', '{"format": 1, "ops": 3}', "\x00\xff"]
+)
+def test_what_is_no_report_is_refused_with_its_name(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"other\.json is not a rooftop report"):
+        Report.from_json(path)
+
+
+def test_an_operator_above_its_roof_is_flagged() -> None:
+    def row(measured_ms: float) -> OperatorRow:
+        return OperatorRow("aten::mm", "forward", (), "float32", 1, 1, {}, 1, 1.0, measured_ms, "compute")
+
+    assert not row(1.0).flagged
+    assert not row(100 / FLAGGED_PERCENT + 1e-9).flagged
+    assert row(0.9).flagged
+
+
+def test_table_names_the_gaps_the_operators_and_the_roof(report: Report) -> None:
+    table = report.table()
+    for words in ("of roof", "fusion headroom", "kernel gap", "launch gap", "addmm", "coverage"):
+        assert words in table
+    assert max(len(line) for line in table.splitlines()) <= 110
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.html"
+    write_text(path, "old")
+
+    def full_disk(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["report.html"]
