@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -71,12 +71,10 @@ class Call:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """All arguments by schema name, defaults filled in."""
-        bound = {}
-        for position, argument in enumerate(self.func._schema.arguments):
-            if position < len(self.args):
-                bound[argument.name] = self.args[position]
-            else:
-                bound[argument.name] = self.kwargs.get(argument.name, argument.default_value)
+        signature = _signature(self.func)
+        bound = dict(signature.defaults)
+        bound.update(zip(bound, self.args, strict=False))
+        bound.update(self.kwargs)
         return bound
 
     def __getitem__(self, name: str) -> Any:
@@ -85,21 +83,63 @@ class Call:
     def __contains__(self, name: str) -> bool:
         return name in self.arguments
 
-    @property
-    def read_tensors(self) -> list[Tensor]:
-        """Input tensors in schema order; `out=` arguments are written only and left out."""
-        outs = {a.name for a in self.func._schema.arguments if a.is_out}
-        return list(tensors_in([value for name, value in self.arguments.items() if name not in outs]))
+    def get(self, name: str, default: Any = None) -> Any:
+        """The argument of that name, `default` if this overload has none."""
+        return self.arguments.get(name, default)
 
     @property
+    def in_place(self) -> bool:
+        """Whether the operator changes its first argument (`add_`, `_foreach_add_`)."""
+        signature = _signature(self.func)
+        return bool(signature.written) and signature.written[0] == next(iter(signature.defaults))
+
+    @cached_property
+    def read_tensors(self) -> list[Tensor]:
+        """Input tensors in schema order; `out=` arguments are written only and left out."""
+        return self.read_tensors_except()
+
+    def read_tensors_except(self, *unread: str) -> list[Tensor]:
+        """Input tensors in schema order without those of some arguments: of these only the shape is needed."""
+        skipped = {*_signature(self.func).out, *unread}
+        return list(tensors_in([value for name, value in self.arguments.items() if name not in skipped]))
+
+    @cached_property
+    def results(self) -> tuple[Any, ...]:
+        """What the operator computes, one entry for each return of its schema (a tensor, or a list of tensors).
+
+        Operators that return nothing: the arguments that they change.
+        """
+        signature = _signature(self.func)
+        if signature.returns == 0:
+            return tuple(self.arguments[name] for name in signature.written)
+        return (self.out,) if signature.returns == 1 else tuple(self.out)
+
+    @cached_property
     def written_tensors(self) -> list[Tensor]:
-        """Output tensors: what is returned, and what is changed in place without being returned."""
-        changed = [
-            self.arguments[a.name]
-            for a in self.func._schema.arguments
-            if a.alias_info is not None and a.alias_info.is_write
-        ]
-        return list(tensors_in([self.out, changed]))
+        """Output tensors: what is returned, and what is changed in place without being returned; each once."""
+        changed = [self.arguments[name] for name in _signature(self.func).written]
+        return list({id(tensor): tensor for tensor in tensors_in([self.out, changed])}.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What a formula needs to know of a schema, taken out of it once: reading a schema is slow."""
+
+    defaults: dict[str, Any]
+    out: frozenset[str]
+    written: tuple[str, ...]
+    returns: int
+
+
+@cache
+def _signature(func: torch._ops.OpOverload) -> _Signature:
+    arguments = func._schema.arguments
+    return _Signature(
+        defaults={a.name: a.default_value for a in arguments},
+        out=frozenset(a.name for a in arguments if a.is_out),
+        written=tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write),
+        returns=len(func._schema.returns),
+    )
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -115,14 +155,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def distinct_elements(tensor: Tensor) -> int:
-    """Elements of memory that a tensor covers: dimensions of stride 0 count once, overlapping windows at most their span."""
+    """Elements of memory that a tensor covers: repeated ones (stride 0) once, overlapping windows at most the span."""
     if tensor.layout != torch.strided:
-        return tensor._nnz() if tensor.is_sparse else tensor.numel()
-    if tensor.numel() == 0:
-        return 0
-    covered = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
-    span = 1 + sum((size - 1) * stride for size, stride in covered)
-    return min(prod(size for size, _ in covered), span)
+        # Of sparse coordinates the values; opaque layouts all they hold.
+        return tensor._nnz() * prod(tensor.shape[tensor.sparse_dim() :]) if tensor.is_sparse else tensor.numel()
+    if tensor.numel() == 0 or tensor.is_contiguous():
+        return tensor.numel()
+    covered = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
+    return min(prod(covered), _span(tensor))
 
 
 def tensor_bytes(tensor: Tensor | None) -> int:
@@ -131,29 +171,39 @@ def tensor_bytes(tensor: Tensor | None) -> int:
 
 
 def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Distinct bytes of several tensors: the same view counted once, views of one storage at most the whole storage."""
-    by_storage: dict[int, dict[tuple[Any, ...], int]] = {}
-    storage_bytes: dict[int, int] = {}
+    """Distinct bytes of several tensors: the same view once, views that overlap at most the memory they span."""
+    by_memory: dict[int, list[Tensor]] = {}
     for tensor in tensors:
-        if tensor is None:
-            continue
-        storage, size = _storage_identity(tensor)
-        view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) if size is not None else ()
-        by_storage.setdefault(storage, {})[view] = tensor_bytes(tensor)
-        if size is not None:
-            storage_bytes[storage] = size
-    return sum(
-        min(sum(views.values()), storage_bytes.get(storage, sum(views.values())))
-        for storage, views in by_storage.items()
-    )
+        if tensor is not None:
+            by_memory.setdefault(_memory(tensor), []).append(tensor)
+    return sum(tensor_bytes(views[0]) if len(views) == 1 else _bytes_of_views(views) for views in by_memory.values())
 
 
-def _storage_identity(tensor: Tensor) -> tuple[int, int | None]:
-    """A key for the tensor's memory and its size in bytes; tensors without a storage (sparse, wrappers) stand for themselves."""
-    if tensor.layout != torch.strided:
-        return id(tensor), None
-    storage = tensor.untyped_storage()
-    return storage._cdata, storage.nbytes()
+def _memory(tensor: Tensor) -> int:
+    """A key for the tensor's memory; tensors without a storage (sparse, opaque) stand for themselves."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def _bytes_of_views(views: list[Tensor]) -> int:
+    """Distinct bytes of views of one memory: at most the sum of all, at most the union of the spans they lie in."""
+    if views[0].layout != torch.strided:
+        return tensor_bytes(views[0])
+    spans: dict[tuple[Any, ...], tuple[Any, Any, int]] = {}
+    for view in views:
+        if view.numel():
+            start = view.storage_offset() * view.element_size()
+            key = (start, tuple(view.shape), view.stride(), view.dtype)
+            spans[key] = (start, start + _span(view) * view.element_size(), tensor_bytes(view))
+    union, end = 0, 0
+    for start, stop, _ in sorted(spans.values()):
+        union += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return min(union, sum(size for *_, size in spans.values()))
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements of memory from a tensor's first element to its last, both included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -178,6 +228,7 @@ def matrix_precision(tensor: Tensor, *, convolution: bool = False) -> str:
     (by default for convolutions, on request for matrix products).
     """
     if tensor.dtype in (torch.float32, torch.complex64) and tensor.device.type == "cuda":
-        allowed = torch.backends.cudnn.allow_tf32 if convolution else torch.backends.cuda.matmul.allow_tf32
-        return "tf32" if allowed else "fp32"
+        # `allow_tf32` raises once a program has used these newer switches; they follow the older ones too.
+        switch = torch.backends.cudnn.conv if convolution else torch.backends.cuda.matmul  # type: ignore[attr-defined]
+        return "tf32" if switch.fp32_precision == "tf32" else "fp32"
     return _MATRIX_PRECISION.get(tensor.dtype, "fp32")

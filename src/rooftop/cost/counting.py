@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop.cost.accounting import Call, Cost, tensors_in
@@ -30,7 +33,7 @@ class Record:
 
     Attributes:
         name: schema name, e.g. "aten::convolution".
-        shapes: shape of each input tensor, in order.
+        shapes: shape of each input tensor, in order; () for a nested tensor, which has none.
         dtype: of the first floating-point input (else of the first input or output), e.g. "bfloat16".
         device: where it ran, e.g. "cuda:0".
         scope: the module it belongs to (see `rooftop.analysis`), "" outside any.
@@ -57,6 +60,8 @@ class CountingMode(TorchDispatchMode):
         around: called with the record's index, returns a context in which the operator runs: the profiler's label.
     """
 
+    supports_higher_order_operators = True  # without it PyTorch ends the program at the first of them
+
     def __init__(
         self,
         locate: Callable[[], tuple[str, str]] = lambda: ("", "forward"),
@@ -71,28 +76,55 @@ class CountingMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if formula_for(func) is None:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # A wrapper (DTensor, a nested tensor) comes first and calls operators on what it wraps: those are counted.
+            return NotImplemented
+        if func.namespace == "prim":
+            # Fake tensors are asked for their device through the dispatcher, real ones are not: no part of the program.
+            return func(*args, **kwargs)
+        if _has_decomposition(func) and not _has_kernel(func, _device_type((args, kwargs))):
             # Under inference_mode composite operators (linear, conv2d) arrive whole: take them apart as autograd does.
             with self:
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
+                return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         index = len(self.records)
         scope, phase = self._locate()
         with self._around(index):
             out = func(*args, **kwargs)
-        self.records.append(_record(Call(func, args, kwargs, out), scope, phase))
+        self.records.append(_record(func, args, kwargs, out, scope, phase))
         return out
 
 
-def _record(call: Call, scope: str, phase: str) -> Record:
-    cost, uncovered = _cost(call)
-    inputs = call.read_tensors
-    tensors = inputs or list(tensors_in(call.out))
+@cache
+def _has_decomposition(func: Any) -> bool:
+    """Whether PyTorch defines the operator by others; of those of TorchScript (prim::device) it knows nothing."""
+    if isinstance(func, HigherOrderOperator) or not torch._C._dispatch_has_kernel(func.name()):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+@cache
+def _has_kernel(func: Any, device_type: str) -> bool:
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+def _device_type(arguments: Any) -> str:
+    return next((tensor.device.type for tensor in tensors_in(arguments)), "cpu")
+
+
+def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, scope: str, phase: str) -> Record:
+    if isinstance(func, HigherOrderOperator):  # flex_attention, cond: no schema, so no formula either
+        name, inputs = f"higher_order::{func.name()}", list(tensors_in((args, kwargs)))
+        cost, uncovered = None, "no formula"
+    else:
+        call = Call(func, args, kwargs, out)
+        name, inputs = func._schema.name, call.read_tensors
+        cost, uncovered = _cost(call)
+    tensors = inputs or list(tensors_in(out))
     leading = next((t for t in tensors if t.is_floating_point() or t.is_complex()), tensors[0] if tensors else None)
     return Record(
-        name=call.func._schema.name,
-        shapes=tuple(tuple(t.shape) for t in inputs),
+        name=name,
+        shapes=tuple(() if t.is_nested else tuple(t.shape) for t in inputs),
         dtype=str(leading.dtype).removeprefix("torch.") if leading is not None else "",
         device=str(leading.device) if leading is not None else "",
         scope=scope,

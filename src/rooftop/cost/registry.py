@@ -20,6 +20,8 @@ from rooftop.cost.accounting import Call, Cost
 Formula = Callable[[Call], Cost]
 
 _FORMULAS: dict[str, Formula] = {}
+# Counting asks at every operator that a program executes; emptied when a formula is added.
+_RESOLVED: dict[torch._ops.OpOverload, Formula | None] = {}
 
 
 def cost_of(*names: str) -> Callable[[Formula], Formula]:
@@ -36,6 +38,7 @@ def cost_of(*names: str) -> Callable[[Formula], Formula]:
             if name in _FORMULAS:
                 raise ValueError(f"cost_of({name!r}): this operator has a formula already")
             _FORMULAS[name] = formula
+        _RESOLVED.clear()
         return formula
 
     return register
@@ -43,10 +46,14 @@ def cost_of(*names: str) -> Callable[[Formula], Formula]:
 
 def formula_for(func: torch._ops.OpOverload) -> Formula | None:
     """The formula of an operator, None if it has none."""
-    from rooftop.cost import formulas  # noqa: F401  (registers those of aten on first use)
+    try:
+        return _RESOLVED[func]
+    except KeyError:
+        from rooftop.cost import formulas  # noqa: F401  (registers those of aten on first use)
 
-    name = func._schema.name
-    return _FORMULAS.get(name) or _FORMULAS.get(name.removesuffix("_"))
+        name = func._schema.name
+        _RESOLVED[func] = _FORMULAS.get(name) or _FORMULAS.get(name.removesuffix("_"))
+        return _RESOLVED[func]
 
 
 def covered_operators() -> list[str]:

@@ -4,9 +4,41 @@ Each formula follows the operator's definition, not an implementation; tests che
 """
 
 from rooftop.cost.formulas import (
+    attentions,
+    convolutions,
     elementwise,
+    indexing,
+    interpolation,
+    losses,
     matmuls,
+    metadata,
     movement,
+    norms,
+    optimizers,
+    ordering,
+    pooling,
+    random_numbers,
+    recurrent,
+    reductions,
+    softmaxes,
 )
 
-__all__ = ["elementwise", "matmuls", "movement"]
+__all__ = [
+    "attentions",
+    "convolutions",
+    "elementwise",
+    "indexing",
+    "interpolation",
+    "losses",
+    "matmuls",
+    "metadata",
+    "movement",
+    "norms",
+    "optimizers",
+    "ordering",
+    "pooling",
+    "random_numbers",
+    "recurrent",
+    "reductions",
+    "softmaxes",
+]

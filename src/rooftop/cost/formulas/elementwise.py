@@ -1,20 +1,125 @@
-"""Elementwise operators: each distinct input element read once, each output written once."""
+"""Elementwise operators, activations and their gradients: each distinct input read once, each output written once.
+
+Broadcast operands count the elements they have, not those they are repeated to.
+"""
 
 from __future__ import annotations
 
-from rooftop.cost.accounting import Call, Cost, distinct_bytes, precision_of
-from rooftop.cost.registry import Formula, cost_of
+from collections.abc import Callable
+
+from rooftop.cost.accounting import Call
+from rooftop.cost.formulas.streaming import Flops, cover, each, streaming
 
 
-def elementwise(flops_per_element: int) -> Formula:
-    """A formula for an operator that does this many flops for each output element."""
-
-    def formula(call: Call) -> Cost:
-        written = call.written_tensors
-        flops = {precision_of(written[0].dtype): flops_per_element * sum(t.numel() for t in written)}
-        return Cost(distinct_bytes(call.read_tensors), distinct_bytes(written), flops)
-
-    return formula
+def _scaled(flops: int) -> Callable[[Call], int]:
+    """One multiplication more unless the factor (`alpha` of add, `value` of addcmul) is 1."""
+    return lambda call: flops + (call.get("alpha", call.get("value", 1)) != 1)
 
 
-cost_of("aten::relu", "aten::add", "aten::mul", "aten::sub", "aten::neg")(elementwise(1))
+def _product(call: Call) -> int:
+    """A complex product is four real ones and two additions."""
+    return 6 if call.written_tensors and call.written_tensors[0].is_complex() else 1
+
+
+def _bounds(call: Call) -> int:
+    """Comparisons of `clamp`: one for each bound that is given."""
+    return (call["min"] is not None) + (call["max"] is not None)
+
+
+def _gelu(call: Call) -> int:
+    # erf: x/√2, erf, +1, ·x, /2.  tanh: √(2/π)·(x + c·x·x·x), tanh, +1, ·x, /2.
+    return 5 if call["approximate"] == "none" else 9
+
+
+def _gelu_backward(call: Call) -> int:
+    # erf: Φ(x) 4, φ(x) 4, x·φ + Φ and ·grad 3.  tanh: u 5, tanh 1, (1 + tanh)/2 2, 1 - tanh² 2, u' 3, the rest 5.
+    return 11 if call["approximate"] == "none" else 18
+
+
+UNARY = each(
+    """
+    abs acos acosh angle asin asinh atan atanh bitwise_not ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1
+    floor frac i0 isinf isnan isneginf isposinf lgamma log log10 log1p log2 logical_not nan_to_num neg rad2deg
+    reciprocal relu round rsqrt sgn sigmoid sign signbit sin sinc sinh special_bessel_j0 special_bessel_j1 special_entr
+    special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri sqrt square tan tanh threshold trunc
+    """,
+    1,
+) | {"conj_physical": 0, "_conj_physical": 0, "complex": 0, "frexp": 1, "logit": 3, "polar": 4}
+
+BINARY = each(
+    """
+    __ilshift__ __irshift__ __lshift__ __rshift__ atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift
+    bitwise_xor copysign eq floor_divide fmax fmin fmod gcd ge gt heaviside hypot igamma igammac lcm le logical_and
+    logical_or logical_xor lt maximum minimum ne nextafter pow remainder special_zeta
+    """,
+    1,
+) | {
+    "add": _scaled(1),
+    "sub": _scaled(1),
+    "rsub": _scaled(1),
+    "mul": _product,
+    "div": 1,
+    "ldexp": 2,
+    "logaddexp": 6,  # max(a, b) + log1p(exp(-|a - b|))
+    "logaddexp2": 6,
+    "special_xlog1py": 2,
+    "xlogy": 2,
+}
+
+TERNARY: dict[str, Flops] = {
+    "addcdiv": _scaled(2),
+    "addcmul": _scaled(2),
+    "clamp": _bounds,
+    "clamp_max": 1,
+    "clamp_min": 1,
+    "lerp": 3,
+    "where": 0,
+}
+
+ACTIVATIONS: dict[str, Flops] = {
+    "_prelu_kernel": 2,
+    "celu": 3,
+    "elu": 3,
+    "gelu": _gelu,
+    "glu": 2,
+    "hardshrink": 2,
+    "hardsigmoid": 4,
+    "hardswish": 5,
+    "hardtanh": 2,
+    "leaky_relu": 2,
+    "log_sigmoid_forward": 6,
+    "mish": 4,
+    "silu": 2,
+    "softplus": 3,
+    "softshrink": 3,
+}
+
+GRADIENTS: dict[str, Flops] = {
+    "_prelu_kernel_backward": 3,
+    "elu_backward": 3,
+    "gelu_backward": _gelu_backward,
+    "hardshrink_backward": 2,
+    "hardsigmoid_backward": 3,
+    "hardswish_backward": 5,
+    "hardtanh_backward": 2,
+    "leaky_relu_backward": 2,
+    "logit_backward": 3,
+    "mish_backward": 10,
+    "rrelu_with_noise_backward": 1,
+    "sigmoid_backward": 3,
+    "silu_backward": 6,
+    "softplus_backward": 3,
+    "softshrink_backward": 2,
+    "tanh_backward": 3,
+    "threshold_backward": 1,
+}
+
+FLOPS_PER_ELEMENT: dict[str, Flops] = UNARY | BINARY | TERNARY | ACTIVATIONS | GRADIENTS
+
+cover(FLOPS_PER_ELEMENT)
+# Both halves of the gradient follow from one element of the output's gradient: σ, grad·σ, 1 - σ, and two products.
+cover({"glu_backward": 5}, lambda flops: streaming(flops, per="grad_output"))
+# The CPU keeps exp(-|x|) in `buffer`; the definition needs x alone.
+cover({"log_sigmoid_backward": 3}, lambda flops: streaming(flops, unread=["buffer"]))
+# The gradient of training mode: drawn slopes are written to `noise`, not read.
+cover({"rrelu_with_noise": 2}, lambda flops: streaming(flops, unread=["noise"]))

@@ -1,15 +1,81 @@
-"""Operators that move data without arithmetic, and those that do not even move it (views, allocations).
+"""Operators that move data without arithmetic: fills, copies, concatenations, padding.
 
-Zero flops is not zero work: a copy, a concatenation or a gather has a byte floor like any other operator.
+Zero flops is not zero work: a copy or a concatenation has a byte floor like any other operator.
 """
 
 from __future__ import annotations
 
-from rooftop.cost.accounting import FREE, Call, Cost
-from rooftop.cost.registry import cost_of
+from functools import lru_cache
+
+from torch import Tensor
+
+from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
+from rooftop.cost.formulas.streaming import aten, streaming
+from rooftop.cost.registry import Formula, cost_of
+
+# Only written: of the tensor that names the shape (`zeros_like`, `fill_`) nothing is read.
+FILLS = """
+    arange eye fft_fftfreq fft_rfftfreq fill full full_like linspace logspace new_full new_ones new_zeros ones ones_like
+    range scalar_tensor tril_indices triu_indices zero zeros zeros_like
+"""
+
+COPIES = """
+    _chunk_cat _conj_copy _copy_from _neg_view_copy _pin_memory _reshape_copy _stack _to_copy alias_copy
+    block_diag cat channel_shuffle clone contiguous detach_copy diag_embed expand_copy flip lift_fresh_copy
+    permute_copy pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d repeat
+    replication_pad1d replication_pad2d replication_pad3d roll rot90 split_copy split_with_sizes_copy squeeze_copy
+    stack t_copy transpose_copy unbind_copy unsqueeze_copy view_as_complex_copy view_as_real_copy view_copy im2col
+"""
+
+# The gradient of a view: its elements and zeros around them.
+VIEW_GRADIENTS = "diagonal_backward select_backward slice_backward"
+
+cost_of(*aten(FILLS))(streaming(unread=["self"]))
+cost_of(*aten(COPIES))(streaming())
+cost_of(*aten(VIEW_GRADIENTS))(streaming())
+cost_of(*aten("copy"))(streaming(unread=["self"]))  # `self` only says where to
+# Elements that were repeated are added up again.
+cost_of(*aten("unfold_backward"))(streaming(1, per="grad_in"))
+cost_of(*aten("col2im"))(streaming(1, per="self"))
+cost_of(
+    *aten("reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward"),
+    *aten("replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward"),
+)(streaming(1, per="grad_output", unread=["self"]))
 
 
-@cost_of("aten::view", "aten::t", "aten::detach", "aten::expand", "aten::empty", "aten::alias")
-def metadata(call: Call) -> Cost:
-    """Views and allocations touch no element."""
-    return FREE
+def gathering(table: str) -> Formula:
+    """A formula for an operator that picks elements: of `table` at most as many are read as there are results."""
+
+    def formula(call: Call) -> Cost:
+        source: Tensor = call[table]
+        picked = min(call.out.numel() * source.element_size(), tensor_bytes(source))
+        return Cost(picked + distinct_bytes(call.read_tensors_except(table)), tensor_bytes(call.out))
+
+    return formula
+
+
+# A negative padding crops.
+cost_of(*aten("constant_pad_nd diagonal_copy narrow_copy select_copy slice_copy as_strided_copy unfold_copy"))(
+    gathering("self")
+)
+
+
+@cost_of("aten::tril", "aten::triu")
+def triangle(call: Call) -> Cost:
+    """Reads the triangle that is kept, writes the whole matrix (in place: the triangle that is cleared)."""
+    matrix: Tensor = call["self"]  # (..., rows, columns)
+    rows, columns = matrix.shape[-2:]
+    if call.func._schema.name.startswith("aten::tril"):
+        kept = _elements_below(rows, columns, call["diagonal"] + 1)
+    else:
+        kept = rows * columns - _elements_below(rows, columns, call["diagonal"])
+    read = tensor_bytes(matrix) * kept // max(rows * columns, 1)
+    if call.in_place:
+        return Cost(0, tensor_bytes(matrix) - read)
+    return Cost(read, tensor_bytes(call.out))
+
+
+@lru_cache(maxsize=1024)
+def _elements_below(rows: int, columns: int, diagonal: int) -> int:
+    """Elements of a matrix strictly below its diagonal number `diagonal`."""
+    return sum(min(max(row + diagonal, 0), columns) for row in range(rows))

@@ -1,0 +1,144 @@
+"""Scaled dot-product attention: its matrix products, and the softmax of its scores; scores never go to memory.
+
+With B sequences, H query heads and P pairs of a query and a key that it may see, in dimensions D (keys) and V (values):
+
+    forward    2 B H P (D + V)          scores, weighted values
+    backward   2 B H P (3 D + 2 V)      scores again; gradients of weights and values (V), of queries and keys (D)
+
+P is S_q · S_k, and under a causal mask only what lies below the diagonal: S (S + 1) / 2 for a square one (counters that
+take whole squares say about twice that). A mask given as a tensor is read and added; what it hides is a matter of its
+values, so every pair counts. Fewer key heads than query heads (grouped queries) save bytes and no flops.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
+from rooftop.cost.formulas.matmuls import matrix_flops, merged
+from rooftop.cost.formulas.softmaxes import SOFTMAX_BACKWARD_FLOPS, SOFTMAX_FLOPS
+from rooftop.cost.formulas.streaming import arithmetic, aten, requested, streaming
+from rooftop.cost.registry import cost_of
+
+
+def visible_pairs(queries: int, keys: int, causal: bool) -> int:
+    """Pairs (i, j) of a query and a key with j ≤ i under a causal mask (aligned at the first query), else all."""
+    if not causal:
+        return queries * keys
+    square = min(queries, keys)
+    return square * (square + 1) // 2 + (queries - square) * keys
+
+
+@cost_of(
+    *aten("_scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention"),
+    *aten("_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"),
+    *aten("_scaled_dot_product_fused_attention_overrideable"),
+)
+def attention(call: Call) -> Cost:
+    """Reads queries, keys, values and the mask; writes the output and (where asked for) each row's log-sum-exp."""
+    query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
+    pairs = _pairs(call, query, key)
+    dimensions = key.shape[-1] + value.shape[-1]
+    flops = merged(
+        matrix_flops(query, pairs * dimensions),
+        arithmetic(pairs * (SOFTMAX_FLOPS + (bias is not None)), [query]),
+    )
+    read = distinct_bytes([query, key, value, bias]) - _unseen_bytes(call, query, key, value)
+    return Cost(read, distinct_bytes(call.results[:2]), flops)
+
+
+@cost_of(
+    *aten("_scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention_backward"),
+    *aten("_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward"),
+    *aten("_scaled_dot_product_fused_attention_overrideable_backward"),
+)
+def attention_backward(call: Call) -> Cost:
+    """The scores are computed again; then each requested gradient with the products that it needs."""
+    query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
+    gradient = call["grad_out"] if "grad_out" in call else call["grad_out_"]
+    mask = call.get("grad_input_mask", (True, True, True, bias is not None))
+    to_query, to_key, to_value, to_bias = mask
+    through_softmax = to_query or to_key or to_bias
+    pairs = _pairs(call, query, key)
+    per_pair = key.shape[-1] * (1 + to_query + to_key) + value.shape[-1] * (to_value + through_softmax)
+    # exp(score - logsumexp) per pair, then the gradient of softmax; per query the sum of out · grad_out.
+    pointwise = pairs * (2 + (bias is not None) + SOFTMAX_BACKWARD_FLOPS * through_softmax)
+    flops = merged(matrix_flops(query, pairs * per_pair), arithmetic(pointwise, [query]))
+    read = distinct_bytes(
+        [gradient, query, key, value, bias, call["logsumexp"], call["out"] if through_softmax else None]
+    )
+    return Cost(read - _unseen_bytes(call, query, key, value), distinct_bytes(requested(call.results, mask)), flops)
+
+
+def _bias(call: Call) -> Tensor | None:
+    bias: Tensor | None = call.get("attn_bias", call.get("attn_mask"))
+    return bias
+
+
+def _pairs(call: Call, query: Tensor, key: Tensor) -> int:
+    batch, heads, queries, _ = query.shape  # (B, H, S_q, D)
+    return batch * heads * visible_pairs(queries, key.shape[2], call["is_causal"])
+
+
+def _unseen_bytes(call: Call, query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Bytes of keys and values after the last query, which a causal mask hides from all."""
+    queries, keys = query.shape[2], key.shape[2]
+    if not call["is_causal"] or keys <= queries:
+        return 0
+    return sum(tensor_bytes(t) * (keys - queries) // keys for t in (key, value))
+
+
+@cost_of("aten::_native_multi_head_attention")
+def multi_head_attention(call: Call) -> Cost:
+    """The inference path of `nn.MultiheadAttention`: projections and attention in one operator."""
+    query, key, value = call["query"], call["key"], call["value"]  # (B, S, E) each
+    _, _, width = _dense(query).shape
+    flops = merged(
+        _linear(query, width, width),
+        _linear(key, width, width),
+        _linear(value, width, width),
+        _attention_flops(query, key.shape[1], call["num_head"]),
+        _linear(query, width, width),
+    )
+    return Cost(distinct_bytes(call.read_tensors), distinct_bytes(call.written_tensors), flops)
+
+
+@cost_of("aten::_transformer_encoder_layer_fwd")
+def transformer_encoder_layer(call: Call) -> Cost:
+    """The inference path of `nn.TransformerEncoderLayer`: a whole layer in one operator."""
+    source: Tensor = _dense(call["src"])  # (B, S, E)
+    width, hidden = source.shape[-1], call["ffn_weight_1"].shape[0]
+    # Two norms of 7 flops, two residual additions; the activation, relu or gelu, on the hidden layer.
+    pointwise = (2 * 7 + 2) * source.numel()
+    pointwise += (5 if call["use_gelu"] else 1) * source.numel() // width * hidden
+    flops = merged(
+        _linear(source, width, 3 * width),
+        _attention_flops(source, source.shape[1], call["num_heads"]),
+        _linear(source, width, width),
+        _linear(source, width, hidden),
+        _linear(source, hidden, width),
+        arithmetic(pointwise, [source]),
+    )
+    return Cost(distinct_bytes(call.read_tensors), distinct_bytes([call.out]), flops)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    if tensor.is_nested:
+        raise ValueError("the lengths in a nested tensor are values, which a cost does not look at")
+    return tensor
+
+
+def _linear(tokens: Tensor, inputs: int, outputs: int) -> dict[str, int]:
+    """Flops of a linear layer with bias on (B, S, E)."""
+    rows = tokens.shape[0] * tokens.shape[1]
+    return merged(matrix_flops(tokens, rows * inputs * outputs), arithmetic(rows * outputs, [tokens]))
+
+
+def _attention_flops(query: Tensor, keys: int, heads: int) -> dict[str, int]:
+    batch, queries, width = query.shape
+    pairs = batch * queries * keys  # of each head
+    return merged(matrix_flops(query, 2 * pairs * width), arithmetic(pairs * heads * SOFTMAX_FLOPS, [query]))
+
+
+# Adds the bias, scales the queries, and lays out three tensors.
+cost_of("aten::_transform_bias_rescale_qkv")(streaming(1, per="qkv"))

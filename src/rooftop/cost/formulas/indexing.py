@@ -1,0 +1,118 @@
+"""Reads and writes at computed places: embedding, gather, scatter, index, masks.
+
+How many *different* places are touched depends on values that a cost must not look at. The convention: indices are
+taken as different, up to the size of what they point into, and masks as set everywhere. Repeated indices (a small
+vocabulary in a large batch) may therefore do better than this floor, by what their repetition saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
+from rooftop.cost.formulas.movement import gathering
+from rooftop.cost.formulas.streaming import arithmetic, aten, streaming
+from rooftop.cost.registry import Formula, cost_of
+
+cost_of(*aten("_unsafe_index _unsafe_masked_index gather index index_select masked_select take"))(gathering("self"))
+cost_of("aten::embedding")(gathering("weight"))
+
+cost_of(*aten("masked_fill nonzero nonzero_static argwhere"))(streaming())
+cost_of("aten::masked_fill_")(streaming(unread=["self"]))
+cost_of("aten::repeat_interleave")(streaming())
+cost_of("aten::embedding_dense_backward")(streaming(1, per="grad_output"))
+
+
+@cost_of(*aten("_embedding_bag _embedding_bag_forward_only"))
+def embedding_bag(call: Call) -> Cost:
+    """Sums the rows of each bag: rows and indices read once, one addition for each element of each row."""
+    table, indices = call["weight"], call["indices"]
+    rows = min(indices.numel() * table.shape[1] * table.element_size(), tensor_bytes(table))
+    flops = indices.numel() * table.shape[1] * (1 if call["per_sample_weights"] is None else 2)
+    return Cost(
+        rows + distinct_bytes(call.read_tensors_except("weight")),
+        distinct_bytes(call.written_tensors),
+        arithmetic(flops, [table]),
+    )
+
+
+@cost_of(*aten("_embedding_bag_backward _embedding_bag_dense_backward"))
+def embedding_bag_backward(call: Call) -> Cost:
+    """Adds the gradient of its bag to the row of each index; the table of gradients is written whole.
+
+    To which bag an index belongs is said more than once (`offset2bag`, `offsets`, `bag_size`); it is read once.
+    """
+    gradient, indices = call["grad"], call["indices"]  # (bags, E), (indices,)
+    read = [gradient, indices, call["offset2bag"], call["per_sample_weights"]]
+    flops = indices.numel() * gradient.shape[-1] * (1 if call["per_sample_weights"] is None else 2)
+    return Cost(distinct_bytes(read), distinct_bytes([call.out]), arithmetic(flops, [gradient]))
+
+
+def scattering(addressed: Callable[[Call], int], flops: int = 0, *, accumulates: bool | str = False) -> Formula:
+    """A formula for an operator that writes elements of `self` at computed places.
+
+    In place it touches only these; otherwise it writes a whole copy of `self`, reading what is not overwritten.
+
+    Args:
+        addressed: how many elements the indices address.
+        flops: for each of them, where it accumulates.
+        accumulates: whether the old value is needed; a name: if that argument is given and true.
+    """
+
+    def formula(call: Call) -> Cost:
+        target: Tensor = call["self"]
+        adds = bool(call.get(accumulates)) if isinstance(accumulates, str) else accumulates
+        count = addressed(call)
+        touched = min(count * target.element_size(), tensor_bytes(target))
+        read = distinct_bytes(call.read_tensors_except("self"))
+        if call.in_place:
+            read, write = read + adds * touched, touched
+        else:
+            read, write = read + tensor_bytes(target) - (not adds) * touched, tensor_bytes(call.out)
+        return Cost(read, write, arithmetic(adds * flops * count, [target]))
+
+    return formula
+
+
+def _elements_of(name: str) -> Callable[[Call], int]:
+    return lambda call: call[name].numel()
+
+
+def _rows_of_index(call: Call) -> int:
+    """Elements of the slices of `self` along `dim` that a vector of indices names."""
+    target, index = call["self"], call["index"]
+    return index.numel() * target.numel() // max(target.shape[call["dim"]] if target.ndim else 1, 1)
+
+
+def _indexed_elements(call: Call) -> int:
+    """Elements that `self[indices]` addresses: the indices broadcast, times the dimensions they leave whole.
+
+    A mask addresses as many as there are values, which its own values would tell and its shape does not.
+    """
+    target, indices = call["self"], [index for index in call["indices"] if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return call["values"].numel()
+    whole = [
+        size
+        for dimension, size in enumerate(target.shape)
+        if dimension >= len(call["indices"]) or call["indices"][dimension] is None
+    ]
+    return prod(torch.broadcast_shapes(*(index.shape for index in indices))) * prod(whole)
+
+
+cost_of(*aten("_index_put_impl_ _unsafe_index_put index_put"))(
+    scattering(_indexed_elements, 1, accumulates="accumulate")
+)
+cost_of(*aten("_unsafe_masked_index_put_accumulate"))(scattering(_elements_of("values"), 1, accumulates=True))
+cost_of(*aten("index_add index_reduce"))(scattering(_elements_of("source"), 1, accumulates=True))
+cost_of("aten::index_copy")(scattering(_elements_of("source")))
+cost_of("aten::masked_scatter")(scattering(_elements_of("source")))
+cost_of("aten::index_fill")(scattering(_rows_of_index))
+cost_of("aten::scatter")(scattering(_elements_of("index"), 1, accumulates="reduce"))
+cost_of(*aten("scatter_add scatter_reduce"))(scattering(_elements_of("index"), 1, accumulates=True))
+cost_of("aten::put")(scattering(_elements_of("index"), 1, accumulates="accumulate"))
+cost_of(*aten("diagonal_scatter select_scatter slice_scatter"))(scattering(_elements_of("src")))

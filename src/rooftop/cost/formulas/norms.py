@@ -1,0 +1,137 @@
+"""Normalizations. Per element: mean 1, variance 3 (subtract, square, add), scaling by 1/σ 1, weight 1, bias 1.
+Of a batch norm the constants of a channel fold into one multiplication and one addition.
+
+The few operations on each row's statistics are left out. A backward pass recomputes x̂ = (x - mean)/σ from x (2 flops),
+adds 2 for the gradient of the weight (multiply, add), 1 for the bias, and for the input, with g = gradient · weight,
+
+    dx = (g - mean(g) - x̂ mean(g x̂)) / σ        8 with a weight: 1 + 1 + 2 + 4
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rooftop.cost.accounting import Call, Cost, distinct_bytes
+from rooftop.cost.formulas.streaming import arithmetic, aten, requested, streaming
+from rooftop.cost.registry import cost_of
+
+_STATISTICS_FLOPS = 4
+_SCALE_AND_SHIFT_FLOPS = 2
+
+
+def _affine_flops(call: Call) -> int:
+    return 1 + (call["weight"] is not None) + (call.get("bias") is not None)
+
+
+@cost_of(*aten("native_layer_norm native_group_norm"))
+def row_norm(call: Call) -> Cost:
+    """Normalizes rows (of a layer, of a group of channels); the rows' mean and 1/σ are results too."""
+    return streaming(_STATISTICS_FLOPS + _affine_flops(call), per="input")(call)
+
+
+@cost_of("aten::_fused_rms_norm")
+def rms_norm(call: Call) -> Cost:
+    """x / rms(x) · weight: square and add, then scale."""
+    return streaming(2 + _affine_flops(call), per="input")(call)
+
+
+@cost_of(
+    *aten("_batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional _native_batch_norm_legit"),
+    *aten("_native_batch_norm_legit_functional _native_batch_norm_legit_no_training cudnn_batch_norm"),
+    *aten("native_batch_norm"),
+)
+def batch_norm(call: Call) -> Cost:
+    """In training: statistics of the batch, and the running ones brought up to date. Else: the running ones applied.
+
+    Some overloads change the running statistics without saying so in their schema.
+    `reserve` is workspace of a back end, no part of the definition.
+    """
+    source: Tensor = call["input"]
+    running = [call.get("running_mean"), call.get("running_var")]
+    name = call.func._schema.name
+    training = call.get("training", "with_update" in name)
+    written: list[Tensor | None] = list(call.results[:3])
+    if training:
+        functional = name.endswith("_functional")
+        written += call.results[-2:] if functional else running
+    flops = training * _STATISTICS_FLOPS + _SCALE_AND_SHIFT_FLOPS
+    return Cost(
+        distinct_bytes([source, call["weight"], call["bias"], *running]),
+        distinct_bytes(written),
+        arithmetic(flops * source.numel(), [source]),
+    )
+
+
+@cost_of(*aten("batch_norm_backward cudnn_batch_norm_backward native_batch_norm_backward"))
+def batch_norm_backward(call: Call) -> Cost:
+    """In training through the batch's statistics. Else these are constants: dx = g · weight / σ."""
+    gradient = call["grad_out"] if "grad_out" in call else call["grad_output"]
+    training = call.get("train", call.get("update", True))
+    prefix = "save" if training else "running"
+    mean, deviation = call[f"{prefix}_mean"], call.get(f"{prefix}_invstd", call.get(f"{prefix}_var"))
+    return _norm_backward(
+        call, gradient, mean, deviation, call.get("output_mask", (True, True, True)), statistics_depend=training
+    )
+
+
+@cost_of(*aten("native_group_norm_backward native_layer_norm_backward"))
+def row_norm_backward(call: Call) -> Cost:
+    return _norm_backward(call, call["grad_out"], call["mean"], call["rstd"], call["output_mask"])
+
+
+@cost_of("aten::_fused_rms_norm_backward")
+def rms_norm_backward(call: Call) -> Cost:
+    """As above without the mean: x̂ is one product, dx = (g - x̂ mean(g x̂)) / σ."""
+    to_input, to_weight = call["output_mask"]
+    return _norm_backward(call, call["grad_out"], None, call["rstd"], (to_input, to_weight, False))
+
+
+def _norm_backward(
+    call: Call,
+    gradient: Tensor,
+    mean: Tensor | None,
+    deviation: Tensor | None,
+    output_mask: tuple[bool, ...],
+    *,
+    statistics_depend: bool = True,
+) -> Cost:
+    """Each requested gradient (input, weight, bias) with what it needs.
+
+    Args:
+        mean: None for RMS norms, which subtract none.
+        statistics_depend: whether the statistics are functions of the input, so that gradients flow through them.
+    """
+    to_input, to_weight, to_bias = output_mask
+    source, weight = call["input"], call["weight"]
+    normalized = to_weight or (to_input and statistics_depend)  # whether x̂ is needed
+    centered = mean is not None
+    flops = normalized * (1 + centered) + 2 * to_weight + to_bias
+    if to_input:
+        flops += (weight is not None) + (5 + 2 * centered if statistics_depend else 1)
+    needed = [
+        gradient if to_input or to_weight or to_bias else None,
+        weight if to_input else None,
+        source if normalized else None,
+        mean if normalized else None,
+        deviation if to_input or to_weight else None,
+    ]
+    return Cost(
+        distinct_bytes(needed),
+        distinct_bytes(requested(call.results, output_mask)),
+        arithmetic(flops * gradient.numel(), [gradient]),
+    )
+
+
+# The parts of a batch norm over several processes.
+cost_of("aten::batch_norm_stats")(streaming(_STATISTICS_FLOPS, per="input"))
+cost_of("aten::batch_norm_update_stats")(streaming(_STATISTICS_FLOPS, per="input"))
+cost_of("aten::batch_norm_elemt")(streaming(_SCALE_AND_SHIFT_FLOPS, per="input"))
+cost_of(*aten("batch_norm_gather_stats batch_norm_gather_stats_with_counts"))(
+    streaming(6, per="mean", unread=["input"])
+)
+cost_of("aten::batch_norm_backward_reduce")(streaming(6, per="input", unread=["weight"]))
+cost_of("aten::batch_norm_backward_elemt")(streaming(6, per="input"))
+
+# w = v · g / ‖v‖: square, add, scale; backward twice that and the projection.
+cost_of("aten::_weight_norm_interface")(streaming(3, per="v"))
+cost_of("aten::_weight_norm_interface_backward")(streaming(6, per="saved_v"))

@@ -1,0 +1,57 @@
+"""Pooling: the input read once (what lies under a window of it), one flop for each place in each window.
+
+Maximum: a comparison each; average: an addition each, the last of them the division.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import Tensor
+
+from rooftop.cost.accounting import Call, Cost, distinct_bytes
+from rooftop.cost.formulas.streaming import arithmetic, aten, streaming
+from rooftop.cost.formulas.windows import per_dimension, touched_bytes
+from rooftop.cost.registry import cost_of
+
+
+@cost_of(
+    *aten("avg_pool1d avg_pool2d avg_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices"),
+    *aten("mkldnn_max_pool2d mkldnn_max_pool3d"),
+)
+def pool(call: Call) -> Cost:
+    source: Tensor = call["self"]  # (N, C, *spatial) or (C, *spatial)
+    pooled: Tensor = call.results[0]
+    kernel = _kernel(call)
+    stride = per_dimension(call["stride"] or kernel, len(kernel))
+    padding, dilation = (per_dimension(call.get(name, 1), len(kernel)) for name in ("padding", "dilation"))
+    read = touched_bytes(source, pooled.shape[-len(kernel) :], kernel, stride, padding, dilation)
+    return Cost(read, distinct_bytes(call.written_tensors), arithmetic(pooled.numel() * prod(kernel), [source]))
+
+
+@cost_of(*aten("avg_pool2d_backward avg_pool3d_backward"))
+def average_pool_backward(call: Call) -> Cost:
+    """Spreads each gradient over its window; of the input only the shape is needed."""
+    return streaming(prod(_kernel(call)), per="grad_output", unread=["self"])(call)
+
+
+def _kernel(call: Call) -> list[int]:
+    """Window size along each spatial dimension, which the operator's name counts ("avg_pool2d")."""
+    name = call.func._schema.name
+    return per_dimension(call["kernel_size"], next(d for d in (1, 2, 3) if f"pool{d}d" in name))
+
+
+# Windows side by side: each element is seen once.
+cost_of(*aten("_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool2d adaptive_avg_pool3d"))(
+    streaming(1, per="self")
+)
+cost_of(*aten("adaptive_max_pool2d adaptive_max_pool3d"))(streaming(1, per="self"))
+cost_of(*aten("_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward adaptive_avg_pool3d_backward"))(
+    streaming(1, unread=["self"])
+)
+# A gradient goes where its index says; the input is not needed.
+cost_of(
+    *aten("adaptive_max_pool2d_backward adaptive_max_pool3d_backward"),
+    *aten("max_pool2d_with_indices_backward max_pool3d_with_indices_backward"),
+)(streaming(1, per="grad_output", unread=["self"]))
+cost_of(*aten("max_unpool2d max_unpool3d"))(streaming())

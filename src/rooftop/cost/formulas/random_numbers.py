@@ -1,0 +1,29 @@
+"""Random numbers and dropout. A draw counts as one flop; what the generator itself does is left out."""
+
+from __future__ import annotations
+
+from rooftop.cost.accounting import Call, Cost
+from rooftop.cost.formulas.streaming import aten, streaming
+from rooftop.cost.registry import cost_of
+
+# Filled with draws: of the tensor that names the shape nothing is read.
+cost_of(
+    *aten("cauchy exponential geometric log_normal normal_ normal_functional rand rand_like randint randint_like"),
+    *aten("randn randn_like random randperm uniform"),
+)(streaming(1, unread=["self"]))
+
+# The arguments are the distribution's parameters, element by element.
+cost_of(*aten("_sample_dirichlet _standard_gamma binomial normal poisson"))(streaming(1))
+cost_of("aten::multinomial")(streaming(1, per="self", and_per_result=1))
+
+
+@cost_of("aten::bernoulli")
+def bernoulli(call: Call) -> Cost:
+    """`bernoulli(p)` reads its tensor, `bernoulli(x, p)` and `bernoulli_` overwrite theirs with draws."""
+    overwrites = call.in_place or "p" in call
+    return streaming(2, unread=["self"] if overwrites else [])(call)
+
+
+# Draw, compare, scale; the mask is part of the result.
+cost_of(*aten("_fused_dropout native_dropout"))(streaming(3))
+cost_of(*aten("_masked_scale native_dropout_backward"))(streaming(2))

@@ -1,0 +1,65 @@
+"""Recurrent networks: single LSTM and GRU cells, and whole layers in one operator.
+
+An LSTM cell per hidden unit: sums of its four gates, three sigmoids and two tanh, and c' = f c + i g, h = o tanh(c').
+A layer reads its weights once for all time steps; two flops for each gate and product stand for sums and activations.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensors_in
+from rooftop.cost.formulas.matmuls import matrix_flops, merged
+from rooftop.cost.formulas.streaming import arithmetic, aten, streaming
+from rooftop.cost.registry import cost_of
+
+
+def _additions(call: Call) -> int:
+    """Of one gate: the products of input and hidden state, and two biases."""
+    return 1 + 2 * (call["input_bias"] is not None)
+
+
+cost_of("aten::_thnn_fused_lstm_cell")(streaming(lambda call: 4 * _additions(call) + 9))
+# Three gates: two sigmoids, a tanh, the reset r · (...), and h' = n + z (h - n).
+cost_of("aten::_thnn_fused_gru_cell")(streaming(lambda call: 3 * _additions(call) + 7))
+cost_of("aten::_thnn_fused_lstm_cell_backward_impl")(streaming(20, per="cx"))
+cost_of("aten::_thnn_fused_gru_cell_backward")(streaming(16, per="grad_hy"))
+
+
+@cost_of(*aten("_cudnn_rnn mkldnn_rnn_layer"))
+def recurrent_layers(call: Call) -> Cost:
+    """Output and last states are written; the workspace for a backward pass belongs to the back end."""
+    weights, states = _weights(call), _arguments(call, "hx", "cx", "hx_", "cx_")
+    read = [call["input"], *weights, *states]
+    return Cost(distinct_bytes(read), distinct_bytes(call.results[:3]), _layer_flops(call["input"], weights))
+
+
+@cost_of(*aten("_cudnn_rnn_backward mkldnn_rnn_layer_backward"))
+def recurrent_layers_backward(call: Call) -> Cost:
+    """Gradients of inputs and of weights: each as many products as the forward pass."""
+    weights = _weights(call)
+    states = _arguments(call, "hx", "cx", "hx_", "cx_tmp", "output", "grad_output", "grad_hy", "grad_cy")
+    flops = _layer_flops(call["input"], weights)
+    return Cost(
+        distinct_bytes([call["input"], *weights, *states]),
+        distinct_bytes(tensors_in(call.results)),
+        merged(flops, flops),
+    )
+
+
+def _arguments(call: Call, *names: str) -> list[Tensor]:
+    return list(tensors_in([call.get(name) for name in names]))
+
+
+def _weights(call: Call) -> list[Tensor]:
+    """Matrices and biases; `weight_buf` is the same memory laid out for the back end."""
+    return _arguments(call, "weight", "weight0", "weight1", "weight2", "weight3", "weight4")
+
+
+def _layer_flops(source: Tensor, weights: list[Tensor]) -> dict[str, int]:
+    steps = source.numel() // max(source.shape[-1], 1)  # time steps of all sequences
+    matrices = [weight for weight in weights if weight.ndim == 2]  # (gates, inputs)
+    return merged(
+        matrix_flops(source, steps * sum(matrix.numel() for matrix in matrices)),
+        arithmetic(2 * steps * sum(matrix.shape[0] for matrix in matrices), [source]),
+    )

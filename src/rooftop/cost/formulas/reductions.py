@@ -1,0 +1,99 @@
+"""Reductions, scans and distances: the input read once; flops per input element, and a few per result.
+
+A sum of n elements counts n additions. A variance counts the mean (1) and the squared deviations (3).
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
+from rooftop.cost.formulas.streaming import Flops, arithmetic, aten, cover, streaming
+from rooftop.cost.registry import cost_of
+
+# operator: (flops per input element, flops per result)
+REDUCTIONS: dict[str, tuple[int, int]] = {
+    "_aminmax": (2, 0),
+    "_foreach_max": (1, 0),
+    "_foreach_norm": (2, 1),
+    "_foreach_powsum": (2, 0),
+    "_is_all_true": (1, 0),
+    "_is_any_true": (1, 0),
+    "all": (1, 0),
+    "amax": (1, 0),
+    "amin": (1, 0),
+    "aminmax": (2, 0),
+    "any": (1, 0),
+    "argmax": (1, 0),
+    "argmin": (1, 0),
+    "bincount": (1, 0),
+    "count_nonzero": (1, 0),
+    "dist": (3, 1),
+    "histc": (2, 0),
+    "linalg__powsum": (2, 0),
+    "linalg_vector_norm": (2, 1),
+    "logsumexp": (4, 2),  # max, subtract, exp, add; log, add
+    "max": (1, 0),
+    "mean": (1, 1),
+    "min": (1, 0),
+    "nansum": (2, 0),
+    "native_norm": (2, 1),
+    "norm": (2, 1),
+    "prod": (1, 0),
+    "std": (4, 3),
+    "std_mean": (4, 3),
+    "sum": (1, 0),
+    "var": (4, 2),
+    "var_mean": (4, 2),
+}
+
+for _name, (_per_input, _per_result) in REDUCTIONS.items():
+    cost_of(f"aten::{_name}")(streaming(_per_input, per="self", and_per_result=_per_result))
+
+SCANS: dict[str, Flops] = {
+    "_cummax_helper": 1,
+    "_cummin_helper": 1,
+    "cummax": 1,
+    "cummin": 1,
+    "cumprod": 1,
+    "cumsum": 1,
+    "logcumsumexp": 4,
+}
+cover(SCANS, lambda flops: streaming(flops, per="self"))
+
+# Comparisons of whole tensors; the answer is a Python bool.
+cover({"allclose": 4, "equal": 1}, lambda flops: streaming(flops, per="self"))
+
+
+@cost_of("aten::_local_scalar_dense")
+def item(call: Call) -> Cost:
+    """`.item()`: one element, read to the host."""
+    return Cost(call["self"].element_size(), 0)
+
+
+@cost_of("aten::_assert_async", "aten::_functional_assert_async")
+def assertion(call: Call) -> Cost:
+    return Cost(tensor_bytes(call["self"]), 0)
+
+
+@cost_of("aten::trace")
+def trace(call: Call) -> Cost:
+    diagonal = min(call["self"].shape)
+    return Cost(diagonal * call["self"].element_size(), tensor_bytes(call.out), arithmetic(diagonal, [call.out]))
+
+
+@cost_of("aten::_cdist_forward")
+def cdist(call: Call) -> Cost:
+    """Distances between all pairs of rows: subtract, power, add for each coordinate, and a root."""
+    flops = call.out.numel() * (3 * call["x1"].shape[-1] + 1)
+    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, call.read_tensors))
+
+
+@cost_of("aten::_cdist_backward")
+def cdist_backward(call: Call) -> Cost:
+    """Gradient of the first operand: for each pair and coordinate subtract, scale, add."""
+    flops = 3 * prod(call["cdist"].shape) * call["x1"].shape[-1]
+    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, call.read_tensors))
+
+
+cost_of(*aten("linalg_cross"))(streaming(3))

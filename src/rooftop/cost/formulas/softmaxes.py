@@ -1,0 +1,19 @@
+"""Softmax and its logarithm along one dimension, forward and backward.
+
+softmax(x)       = exp(x - max) / sum(exp(x - max))      max, subtract, exp, add, divide
+log_softmax(x)   = x - max - log(sum(exp(x - max)))      max, subtract, exp, add, subtract
+softmax'(g)      = y (g - sum(g y))                      multiply, add, subtract, multiply
+log_softmax'(g)  = g - exp(y) sum(g)                     add, exp, multiply, subtract
+"""
+
+from __future__ import annotations
+
+from rooftop.cost.formulas.streaming import cover, each
+
+SOFTMAX_FLOPS = 5
+"""Of one element, forward; attention counts its scores with it too."""
+
+SOFTMAX_BACKWARD_FLOPS = 4
+
+cover(each("_log_softmax _masked_softmax _safe_softmax _softmax", SOFTMAX_FLOPS))
+cover(each("_log_softmax_backward_data _masked_softmax_backward _softmax_backward_data", SOFTMAX_BACKWARD_FLOPS))

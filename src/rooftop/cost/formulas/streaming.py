@@ -1,0 +1,82 @@
+"""The formula that most operators share: their tensors stream through once.
+
+    read  = distinct bytes of the input tensors, but for those of which the definition only needs the shape
+    write = distinct bytes of the output tensors
+    flops = constant × elements (of the output, or of a named argument) + constant × elements of the output
+
+A family then is a table: operator, flops per element. Conventions for the constants: addition, multiplication,
+comparison and each transcendental function (also sigmoid and erf) are 1; moving, selecting (`where`) and converting, 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rooftop.cost.accounting import Call, Cost, distinct_bytes, precision_of, tensors_in
+from rooftop.cost.registry import Formula, cost_of
+
+Flops = int | Callable[[Call], int]
+"""Flops per element; a function where they depend on the arguments."""
+
+
+def streaming(
+    flops: Flops = 0, *, per: str | None = None, and_per_result: int = 0, unread: Iterable[str] = ()
+) -> Formula:
+    """A formula for an operator that reads its inputs once and writes its outputs once.
+
+    Args:
+        flops: for each element of `per`.
+        per: argument whose elements count (all its tensors if it is a list), None: the first result.
+        and_per_result: flops on top for each element of the first result.
+        unread: arguments of which only the shape is needed, or that are overwritten unseen.
+    """
+    unread = tuple(unread)
+
+    def formula(call: Call) -> Cost:
+        read, written = call.read_tensors_except(*unread), call.written_tensors
+        count = 0
+        if flops:
+            counted = call[per] if per is not None else call.results[0]
+            count += (flops if isinstance(flops, int) else flops(call)) * elements(counted)
+        if and_per_result:
+            count += and_per_result * elements(call.results[0])
+        return Cost(distinct_bytes(read), distinct_bytes(written), arithmetic(count, (*read, *written)))
+
+    return formula
+
+
+def each(names: str, flops: Flops) -> dict[str, Flops]:
+    """A table in which all names (between spaces) have the same flops per element."""
+    return dict.fromkeys(names.split(), flops)
+
+
+def cover(table: Mapping[str, Flops], make: Callable[[Flops], Formula] = streaming) -> None:
+    """Register the operators of aten in a table (name to flops per element) with the formulas that `make` makes."""
+    for name, flops in table.items():
+        cost_of(f"aten::{name}")(make(flops))
+
+
+def aten(names: str) -> list[str]:
+    """Schema names of operators of aten, from their names between spaces."""
+    return [f"aten::{name}" for name in names.split()]
+
+
+def elements(value: Any) -> int:
+    """Elements of a tensor, of all tensors in a list; a number is one."""
+    return 1 if isinstance(value, (bool, int, float, complex)) else sum(t.numel() for t in tensors_in(value))
+
+
+def requested(results: Sequence[Any], output_mask: Sequence[bool]) -> list[Any]:
+    """The results that a mask asks for; some implementations return memory for the others too."""
+    return [result for result, wanted in zip(results, output_mask, strict=False) if wanted]
+
+
+def arithmetic(count: int, tensors: Iterable[Tensor | None]) -> dict[str, int]:
+    """So many flops outside matrix units: in fp64 if any tensor is, else in fp32."""
+    if not count:
+        return {}
+    precisions = {precision_of(tensor.dtype) for tensor in tensors if tensor is not None}
+    return {"fp64" if "fp64" in precisions else "fp32": count}

@@ -1,0 +1,46 @@
+"""How much of its input a sliding window touches: all of it, unless the stride is longer than the window.
+
+A 1x1 convolution of stride 2 needs a quarter of its input, and its floor must not charge for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+from torch import Tensor
+
+from rooftop.cost.accounting import tensor_bytes
+
+
+def touched_bytes(
+    tensor: Tensor,
+    windows: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> int:
+    """Bytes of `tensor` (N, C, *spatial) that lie under some window.
+
+    Args:
+        windows: how many windows there are along each spatial dimension.
+        kernel, stride, padding, dilation: of each spatial dimension.
+    """
+    spatial = tensor.shape[-len(windows) :]
+    touched = prod(map(_touched, spatial, windows, kernel, stride, padding, dilation))
+    return tensor_bytes(tensor) * touched // max(prod(spatial), 1)
+
+
+def per_dimension(values: int | Sequence[int], dimensions: int) -> list[int]:
+    """PyTorch lets one number stand for all dimensions."""
+    values = [values] if isinstance(values, int) else list(values)
+    return values * dimensions if len(values) == 1 else values
+
+
+@lru_cache(maxsize=4096)
+def _touched(size: int, windows: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """Positions out of `size` that lie under one of the windows along one dimension."""
+    places = (w * stride - padding + k * dilation for w in range(windows) for k in range(kernel))
+    return len({place for place in places if 0 <= place < size})

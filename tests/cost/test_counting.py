@@ -1,0 +1,192 @@
+"""The counting mode sees every operator that runs, once, and never disturbs the program."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+
+from rooftop.cost import FREE, Call, Cost, CountingMode, cost_of
+
+
+def names(run: Callable[[], object]) -> list[str]:
+    with CountingMode() as counted:
+        run()
+    return [record.name.removeprefix("aten::") for record in counted.records]
+
+
+def test_a_record_says_what_ran() -> None:
+    source, weight = torch.rand(3, 5, dtype=torch.float64), torch.rand(5, 7, dtype=torch.float64)
+    with CountingMode() as counted:
+        source @ weight
+    (record,) = counted.records
+    assert record.name == "aten::mm"
+    assert record.shapes == ((3, 5), (5, 7))
+    assert (record.dtype, record.device) == ("float64", "cpu")
+    assert (record.scope, record.phase, record.uncovered) == ("", "forward", "")
+    assert record.cost == Cost((15 + 35) * 8, 21 * 8, {"fp64": 2 * 3 * 7 * 5})
+
+
+def test_the_dtype_is_that_of_the_first_floating_input() -> None:
+    indices, table = torch.tensor([1, 2]), torch.rand(4, 3, dtype=torch.float16)
+    with CountingMode() as counted:
+        F.embedding(indices, table)
+        torch.arange(3)
+    assert [record.dtype for record in counted.records] == ["float16", "int64"]
+
+
+def test_backward_and_optimizer_are_seen() -> None:
+    weight = torch.rand(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1, foreach=True)
+
+    def step() -> None:
+        F.relu(weight).sum().backward()
+        optimizer.step()
+
+    assert {"relu", "threshold_backward", "_foreach_add_"} <= set(names(step))
+
+
+def test_scope_and_phase_come_from_outside() -> None:
+    places = iter([("net.0", "forward"), ("net.1", "backward")])
+    source = torch.rand(3)
+    with CountingMode(locate=lambda: next(places)) as counted:
+        F.relu(source)
+        source.exp()
+    assert [(record.scope, record.phase) for record in counted.records] == [
+        ("net.0", "forward"),
+        ("net.1", "backward"),
+    ]
+
+
+def test_each_operator_runs_inside_the_context_of_its_index() -> None:
+    entered: list[int] = []
+
+    @contextmanager
+    def label(index: int) -> Iterator[None]:
+        entered.append(index)
+        yield
+
+    source = torch.rand(3)
+    with CountingMode(around=label) as counted:
+        F.relu(source).exp().sum()
+    assert entered == list(range(len(counted.records))) == [0, 1, 2]
+
+
+PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: F.linear(x, torch.rand(4, 8), torch.rand(4)),
+    "convolution": lambda x: F.conv1d(x, torch.rand(3, 6, 3), padding=1),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "resize": lambda x: F.interpolate(x, scale_factor=2),
+    "pool": lambda x: F.max_pool1d(x, 2),
+    "rms_norm": lambda x: F.rms_norm(x, (8,)),
+    "maximum": lambda x: torch.max(x, x + 1),
+    "cross entropy": lambda x: F.cross_entropy(x[0], torch.arange(6)),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_inference_mode_counts_the_same_operators(program: str) -> None:
+    """Composite operators arrive whole under inference_mode, and taken apart otherwise."""
+    source = torch.rand(2, 6, 8)
+    with torch.no_grad():
+        usual = names(lambda: PROGRAMS[program](source))
+    with torch.inference_mode():
+        inference = names(lambda: PROGRAMS[program](source))
+    assert inference == usual
+
+
+def test_the_program_computes_what_it_computes_without() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
+    source = torch.rand(2, 3, 8, 8)
+    network.eval()
+    expected = network(source)
+    with CountingMode():
+        assert torch.equal(network(source), expected)
+    with torch.inference_mode(), CountingMode():
+        assert torch.equal(network(source), expected)
+
+
+def test_fake_tensors_count_as_real_ones() -> None:
+    def program() -> None:
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
+        layer(torch.rand(2, 5, 16)).sum().backward()
+
+    with CountingMode() as real:
+        program()
+    with FakeTensorMode(), CountingMode() as fake:
+        program()
+    # Fake tensors take other views on the way, which are free.
+    real_work, fake_work = ([record for record in mode.records if record.cost != FREE] for mode in (real, fake))
+    assert len(real_work) > 20
+    assert fake_work == real_work
+
+
+def test_an_operator_without_a_formula_is_listed() -> None:
+    source = torch.rand(8)
+    with CountingMode() as counted:
+        torch.fft.rfft(source)
+    uncovered = [record for record in counted.records if record.cost is None]
+    assert [(record.name, record.uncovered) for record in uncovered] == [("aten::_fft_r2c", "no formula")]
+
+
+def test_a_formula_that_fails_is_listed_and_the_program_goes_on() -> None:
+    @torch.library.custom_op("rooftop_test_counting::identity", mutates_args=())
+    def identity(source: Tensor) -> Tensor:
+        return source.clone()
+
+    @cost_of("rooftop_test_counting::identity")
+    def formula(call: Call) -> Cost:
+        raise KeyError("weight")
+
+    with CountingMode() as counted:
+        out = identity(torch.ones(3))
+    assert torch.equal(out, torch.ones(3))
+    assert counted.records[-1].cost is None
+    assert counted.records[-1].uncovered == "formula failed: KeyError: 'weight'"
+
+
+def test_an_operator_of_higher_order_is_listed_and_the_program_goes_on() -> None:
+    from torch._higher_order_ops.flex_attention import flex_attention
+
+    query = torch.rand(1, 1, 4, 8)
+    whole = (torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32))
+    block_mask = (4, 4, *whole, None, None, *whole, None, None, 128, 128, lambda b, h, i, j: torch.tensor(True))
+    with torch.no_grad(), CountingMode() as counted:
+        out, *_ = flex_attention(query, query, query, lambda score, b, h, i, j: score, block_mask, 1.0, {})
+    assert torch.allclose(out, F.scaled_dot_product_attention(query, query, query, scale=1.0), atol=1e-6)
+    (record,) = [record for record in counted.records if record.cost is None]
+    assert (record.name, record.uncovered) == ("higher_order::flex_attention", "no formula")
+
+
+def test_nested_tensors_are_listed_and_the_program_goes_on() -> None:
+    """The inference path of an encoder with a padding mask packs its input into nested tensors."""
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
+    source, padding = torch.rand(2, 5, 16), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        encoder = nn.TransformerEncoder(layer, 1).eval()
+        expected = encoder(source, src_key_padding_mask=padding)
+        with CountingMode() as counted:
+            out = encoder(source, src_key_padding_mask=padding)
+    assert torch.equal(out, expected)
+    uncovered = {record.name: record.uncovered for record in counted.records if record.cost is None}
+    assert "nested tensor" in uncovered["aten::_transformer_encoder_layer_fwd"]
+
+
+def test_wrapper_tensors_count_what_they_wrap() -> None:
+    pair = TwoTensor(torch.rand(3), torch.rand(3))
+    assert names(lambda: pair * 2) == ["mul", "mul"]
+
+
+def test_counting_nests() -> None:
+    source = torch.rand(3)
+    with CountingMode() as outer, CountingMode() as inner:
+        F.relu(source)
+    assert [record.name for record in outer.records] == [record.name for record in inner.records] == ["aten::relu"]
