@@ -90,12 +90,12 @@ def _in_bf16(cost: Cost, name: str) -> Cost:
     return Cost(cost.read_bytes // 2, cost.write_bytes // 2, flops)
 
 
-POINTWISE_OPERATORS = frozenset(
-    ["add", "sub", "mul", "div", "neg", "exp", "clamp", "where", "native_dropout", "native_dropout_backward"]
-    + ["relu", "gelu", "silu", "sigmoid", "tanh", "elu", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid"]
-    + ["threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward"]
-    + ["hardtanh_backward", "_native_batch_norm_legit_no_training"]
-)
+POINTWISE_OPERATORS = {
+    *("add", "sub", "mul", "div", "neg", "exp", "clamp", "where", "native_dropout", "native_dropout_backward"),
+    *("relu", "gelu", "silu", "sigmoid", "tanh", "elu", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid"),
+    *("threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward"),
+    *("hardtanh_backward", "_native_batch_norm_legit_no_training"),
+}
 """Operators that a compiler folds into their neighbours (batch norm in inference is a scale and a shift)."""
 
 

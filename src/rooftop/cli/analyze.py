@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from rooftop.analysis import analyze
-from rooftop.analysis.text import renderable
+from rooftop.analysis.text import WIDTH, renderable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, Target, resolve_target
 from rooftop.hardware.ceilings import Ceilings
@@ -95,7 +95,8 @@ def command(
         report.to_json(json_path)
     if html_path is not None:
         report.to_html(html_path)
-    Console().print(renderable(report, rows))
+    console = Console()
+    console.print(renderable(report, rows), width=None if console.is_terminal else WIDTH)
     for path in (json_path, html_path):
         if path is not None:
             click.echo(f"report: {path}")

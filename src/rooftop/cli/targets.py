@@ -116,9 +116,7 @@ def _find(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None, tuple[
         return model, args, None, False
     if text.endswith(".py"):
         raise TargetError(f"{text!r}: scripts are not supported yet; name a callable in it, e.g. {text[:-3]}:build")
-    entry = models.builtin_models().get(text)
-    if entry is None:
-        raise TargetError(models.unknown_model_message(text))
+    entry = models.model_entry(text)
     return entry.build(), None, (EXAMPLE_BATCH, *entry.input_shape), entry.classifies
 
 

@@ -1,0 +1,19 @@
+"""What this machine is (`devices`), what it can do (`measure_ceilings`), and how time is measured (`timing`)."""
+
+from rooftop.hardware.ceilings import Ceilings, MemoryLevel, MemoryPoint, measure_ceilings
+from rooftop.hardware.device import Cpu, Device, Gpu, devices
+from rooftop.hardware.timing import Timing, compare, measure
+
+__all__ = [
+    "Ceilings",
+    "Cpu",
+    "Device",
+    "Gpu",
+    "MemoryLevel",
+    "MemoryPoint",
+    "Timing",
+    "compare",
+    "devices",
+    "measure",
+    "measure_ceilings",
+]

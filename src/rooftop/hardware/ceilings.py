@@ -1,0 +1,194 @@
+"""Ceilings: what this machine can do, measured; as data, as a file, and in a cache.
+
+A ceiling is an upper bound: the fastest rate that was reproduced, whichever pattern or shape reached it. Figures above
+a ceiling elsewhere mean that the ceiling was measured badly, so every doubt is resolved upwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rooftop.errors import CeilingsFileError
+
+FORMAT = 1
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """Bandwidths at one working set, bytes/s (read plus written): sum, fill, copy, and a = b + s * c."""
+
+    working_set_bytes: int
+    read: float
+    write: float
+    copy: float
+    triad: float
+
+    @property
+    def best(self) -> float:
+        return max(self.read, self.write, self.copy, self.triad)
+
+
+@dataclass(frozen=True)
+class MemoryLevel:
+    """A level of the memory hierarchy: its capacity (None: DRAM) and the fastest rate measured in it, bytes/s."""
+
+    name: str
+    capacity_bytes: int | None
+    rate: float
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What one device can do.
+
+    Attributes:
+        device, device_id, kind: name, UUID (GPU) or model (CPU), "cuda" or "cpu".
+        threads: CPU threads that were used, 1 on a GPU.
+        versions: of everything that could change the figures.
+        measured_at: UTC, ISO 8601.
+        memory: bandwidths over the working set, rising. levels: their summary.
+        flops: best matrix rate for each precision, flop/s.
+        kernel_floor_ms: duration of an empty kernel inside a CUDA graph; on a CPU of the cheapest operator.
+        launch_eager_ms, launch_graph_ms: time for each of many tiny kernels, launched eagerly and from a graph.
+        transfers: bytes/s between host and device, pageable and pinned. links: between GPUs.
+        spread: relative spread of each measurement. disturbed: those above 10%.
+    """
+
+    device: str
+    device_id: str
+    kind: str
+    threads: int
+    versions: Mapping[str, str]
+    measured_at: str
+    memory: tuple[MemoryPoint, ...]
+    levels: tuple[MemoryLevel, ...]
+    flops: Mapping[str, float]
+    kernel_floor_ms: float
+    launch_eager_ms: float
+    launch_graph_ms: float
+    transfers: Mapping[str, float]
+    links: Mapping[str, float]
+    spread: Mapping[str, float]
+    disturbed: tuple[str, ...]
+
+    def rate(self, working_set_bytes: int) -> float:
+        """Upper bound of the bandwidth for work of this size, bytes/s.
+
+        The fastest pattern at the largest measured working set that is not larger than this one, or at any larger one:
+        never pessimistic, and never rising with the working set.
+        """
+        position = bisect_right([point.working_set_bytes for point in self.memory], working_set_bytes) - 1
+        return max(point.best for point in self.memory[max(0, position) :])
+
+    def peak(self, precision: str) -> float:
+        """Best matrix rate in a precision, flop/s.
+
+        Raises:
+            ValueError: not measured on this device.
+        """
+        if precision not in self.flops:
+            raise ValueError(f"no {precision} rate was measured on {self.device}; there are {', '.join(self.flops)}")
+        return self.flops[precision]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        plain: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Ceilings:
+        """What `to_dict` gave.
+
+        Raises:
+            ValueError: not ceilings, or of another format version.
+        """
+        if not isinstance(plain, Mapping) or plain.get("format") != FORMAT:
+            found = plain.get("format") if isinstance(plain, Mapping) else type(plain).__name__
+            raise ValueError(f"expected ceilings of format {FORMAT}, got {found!r}")
+        try:
+            values = {field.name: plain[field.name] for field in fields(cls)}
+            values["memory"] = tuple(MemoryPoint(**point) for point in plain["memory"])
+            values["levels"] = tuple(MemoryLevel(**level) for level in plain["levels"])
+            values["disturbed"] = tuple(plain["disturbed"])
+            rates = [point.best for point in values["memory"]] + list(plain["flops"].values())
+            if not values["memory"] or not all(rate > 0 for rate in rates):
+                raise ValueError("a rate is missing or not positive")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        return cls(**values)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON form, whole or not at all."""
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+            os.replace(temporary, target)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Ceilings:
+        """Read what `save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            CeilingsFileError: it holds something else.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+            raise CeilingsFileError(
+                f"{os.fspath(path)} is not a usable ceilings file ({error}); "
+                f"measure again with: rooftop ceilings --refresh"
+            ) from error
+
+
+def measure_ceilings(
+    device: torch.device | str | None = None,
+    refresh: bool = False,
+    progress: Progress = lambda what, fraction: None,
+) -> Ceilings:
+    """Ceilings of a device, from the cache if it was measured before under the same driver and versions.
+
+    Args:
+        device: "cpu", "cuda", "cuda:1"; None is the GPU if there is one.
+        refresh: measure again (under 30 s on a GPU, under 20 s on a CPU) and replace what is cached.
+        progress: called with (what is being measured, fraction done).
+
+    Raises:
+        ValueError: no such device here.
+        CeilingsFileError: the cached file is corrupt; `refresh=True` replaces it.
+    """
+    from rooftop.hardware.probes import identity, probe
+
+    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"ceilings can be measured on cpu and cuda devices, got {where}")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"{where} is not there: torch can use {torch.cuda.device_count()} GPUs on this machine")
+    path = cache_path(identity(where))
+    if path.exists() and not refresh:
+        return Ceilings.load(path)
+    ceilings = probe(where, progress)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ceilings.save(path)
+    return ceilings
+
+
+def cache_path(identity: tuple[str, ...]) -> Path:
+    """Where the ceilings of a device under given versions are kept: $ROOFTOP_CACHE, or rooftop/ in the user's cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(os.environ.get("ROOFTOP_CACHE") or Path(home) / "rooftop")
+    return folder / f"ceilings-{re.sub(r'[^A-Za-z0-9.+-]+', '_', '-'.join(identity))}.json"

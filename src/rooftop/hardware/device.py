@@ -1,0 +1,250 @@
+"""What this machine is: its GPUs and its CPU, as the drivers and the kernel describe them.
+
+A field that the driver does not tell (in a container, a virtual machine, an old version) is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU. Memory, caches and registers in bytes (registers: count), clocks in MHz, power in W.
+
+    `links` is the number of active NVLink links; `topology` how the other GPUs are reached ("NVLink", "PCIe ...").
+    """
+
+    index: int
+    name: str
+    uuid: str | None
+    compute_capability: tuple[int, int]
+    sm_count: int
+    memory_bytes: int
+    free_bytes: int | None
+    l2_bytes: int
+    shared_memory_per_sm_bytes: int | None
+    shared_memory_per_block_bytes: int | None
+    registers_per_sm: int | None
+    warp_size: int
+    max_threads_per_sm: int | None
+    max_threads_per_block: int | None
+    sm_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    max_memory_clock_mhz: int | None = None
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+    links: int | None = None
+    topology: dict[str, str] = field(default_factory=dict)
+    has_nvdec: bool | None = None
+    has_nvenc: bool | None = None
+    power_limit_w: float | None = None
+    kind: str = "cuda"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "compute_capability": list(self.compute_capability)}
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The CPU: cores, caches in bytes by level, memory in bytes, the instruction sets that matter to kernels."""
+
+    name: str
+    physical_cores: int | None
+    logical_cores: int
+    threads: int
+    caches: dict[str, int]
+    memory_bytes: int
+    free_bytes: int
+    instruction_sets: tuple[str, ...]
+    kind: str = "cpu"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "instruction_sets": list(self.instruction_sets)}
+
+
+Device = Gpu | Cpu
+
+
+def devices() -> list[Device]:
+    """All GPUs that torch can use, then the CPU."""
+    return [*(gpu(index) for index in range(torch.cuda.device_count())), cpu()]
+
+
+def gpu(index: int) -> Gpu:
+    """One GPU.
+
+    Raises:
+        ValueError: there is no such GPU.
+    """
+    if not 0 <= index < torch.cuda.device_count():
+        raise ValueError(f"no GPU {index}: torch can use {torch.cuda.device_count()} on this machine")
+    p = torch.cuda.get_device_properties(index)
+    uuid = f"GPU-{p.uuid}" if hasattr(p, "uuid") else None
+    with _nvml_handle(uuid) as ask:
+        return Gpu(
+            index=index,
+            name=p.name,
+            uuid=uuid,
+            compute_capability=(p.major, p.minor),
+            sm_count=p.multi_processor_count,
+            memory_bytes=p.total_memory,
+            free_bytes=ask(lambda nvml, h: nvml.nvmlDeviceGetMemoryInfo(h).free),
+            l2_bytes=p.L2_cache_size,
+            shared_memory_per_sm_bytes=getattr(p, "shared_memory_per_multiprocessor", None),
+            shared_memory_per_block_bytes=getattr(p, "shared_memory_per_block_optin", None),
+            registers_per_sm=getattr(p, "regs_per_multiprocessor", None),
+            warp_size=p.warp_size,
+            max_threads_per_sm=getattr(p, "max_threads_per_multi_processor", None),
+            max_threads_per_block=getattr(p, "max_threads_per_block", None),
+            sm_clock_mhz=ask(lambda nvml, h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM)),
+            max_sm_clock_mhz=ask(lambda nvml, h: nvml.nvmlDeviceGetMaxClockInfo(h, nvml.NVML_CLOCK_SM)),
+            memory_clock_mhz=ask(lambda nvml, h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_MEM)),
+            max_memory_clock_mhz=ask(lambda nvml, h: nvml.nvmlDeviceGetMaxClockInfo(h, nvml.NVML_CLOCK_MEM)),
+            pcie_generation=ask(lambda nvml, h: nvml.nvmlDeviceGetMaxPcieLinkGeneration(h)),
+            pcie_width=ask(lambda nvml, h: nvml.nvmlDeviceGetMaxPcieLinkWidth(h)),
+            links=ask(_active_links),
+            topology=_topology(index),
+            has_nvdec=ask(lambda nvml, h: nvml.nvmlDeviceGetDecoderUtilization(h) is not None),
+            has_nvenc=ask(lambda nvml, h: nvml.nvmlDeviceGetEncoderUtilization(h) is not None),
+            power_limit_w=ask(lambda nvml, h: nvml.nvmlDeviceGetPowerManagementLimit(h) / 1000),
+        )
+
+
+def _topology(index: int) -> dict[str, str]:
+    """How each other GPU is reached from this one."""
+    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    direct = {other: torch.cuda.can_device_access_peer(index, other) for other in others}
+    return {f"cuda:{other}": "peer access" if direct[other] else "through the host" for other in others}
+
+
+def _active_links(nvml: Any, handle: Any) -> int:
+    """NVLink links that are up; asking beyond the last one is an error that ends the count."""
+    active = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            active += int(nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED)
+        except nvml.NVMLError:
+            break
+    return active
+
+
+@contextmanager
+def _nvml_handle(uuid: str | None) -> Iterator[Callable[[Callable[[Any, Any], Any]], Any]]:
+    """Yields a function that asks NVML about one GPU and gives None where the driver does not say."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield lambda question: None
+        return
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else None
+    except pynvml.NVMLError:
+        handle = None
+
+    def ask(question: Callable[[Any, Any], Any]) -> Any:
+        try:
+            return question(pynvml, handle) if handle is not None else None
+        except pynvml.NVMLError:
+            return None
+
+    try:
+        yield ask
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def cpu() -> Cpu:
+    """The CPU that this process runs on."""
+    info = _cpuinfo()
+    memory = psutil.virtual_memory()
+    flags = set((info.get("flags") or info.get("Features") or "").split())
+    return Cpu(
+        name=info.get("model name") or platform.processor() or platform.machine(),
+        physical_cores=psutil.cpu_count(logical=False),
+        logical_cores=psutil.cpu_count() or os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        caches=_caches(),
+        memory_bytes=memory.total,
+        free_bytes=memory.available,
+        instruction_sets=tuple(name for name in INSTRUCTION_SETS if name in flags),
+    )
+
+
+INSTRUCTION_SETS = (
+    *("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_int8", "amx_bf16", "asimd", "fphp", "bf16", "i8mm", "sve", "sve2", "sme"),
+)
+"""Flags of /proc/cpuinfo (x86 and Arm) that decide which kernels a math library chooses."""
+
+
+@cache
+def _cpuinfo() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; empty where there is none (not Linux)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+@cache
+def _caches() -> dict[str, int]:
+    """Bytes by level ("L1d", "L2", "L3"), of one core's cache; empty where the kernel does not say."""
+    found = {}
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            level, kind = (folder / "level").read_text().strip(), (folder / "type").read_text().strip()
+            size = (folder / "size").read_text().strip()
+        except OSError:
+            continue
+        scale = {"K": 1 << 10, "M": 1 << 20}.get(size[-1:], 1)
+        if kind != "Instruction":
+            found[f"L{level}" + ("d" if kind == "Data" else "")] = int(size.rstrip("KM")) * scale
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides how fast things run."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+        if torch.backends.cudnn.is_available():
+            found["cudnn"] = str(torch.backends.cudnn.version())
+    for package in ("triton", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    driver = _driver_version()
+    return {**found, "driver": driver} if driver else found
+
+
+def _driver_version() -> str | None:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()

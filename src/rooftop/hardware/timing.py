@@ -1,0 +1,172 @@
+"""The one timing policy of the project.
+
+- Warm up by time, so that clocks, caches, allocators and autotuners have settled.
+- On a GPU measure between device events, on a CPU with the host's clock; short calls are timed many at a time, so that
+  the resolution of the events does not matter.
+- Report the median and the spread (interquartile range over median): a disturbed sample moves neither much.
+- Compare variants interleaved in one process (A B A B ...), so that drift hits all alike.
+- Rotate the inputs where a repeated call would find them in L2 and a real program would not.
+- Replay small GPU work from a CUDA graph to see the device's time without the host's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WARM_UP_S = 0.05
+MEASURE_S = 0.25
+LEAST_SAMPLES = 5
+MOST_SAMPLES = 200
+LEAST_SAMPLE_S = 1e-3  # a CUDA event resolves about 0.5 us: 0.05% of this
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one call in ms.
+
+    Attributes:
+        median_ms, best_ms: median and fastest sample.
+        spread: (75th - 25th percentile) / median.
+        samples: how many.
+    """
+
+    median_ms: float
+    best_ms: float
+    spread: float
+    samples: int
+
+
+def measure(
+    fn: Callable[[], object],
+    *,
+    device: torch.device | str,
+    seconds: float = MEASURE_S,
+    warm_up_seconds: float = WARM_UP_S,
+    graph: bool = False,
+) -> Timing:
+    """Time one callable.
+
+    Args:
+        fn: called without arguments; it must run on `device` and, on a GPU, need not synchronize.
+        device: where it runs.
+        seconds, warm_up_seconds: about how long to measure and to warm up (at least `LEAST_SAMPLES` samples).
+        graph: capture the call in a CUDA graph and time its replays (GPU only).
+
+    Raises:
+        ValueError: `graph` on a CPU.
+    """
+    (timing,) = compare({"": fn}, device=device, seconds=seconds, warm_up_seconds=warm_up_seconds, graph=graph).values()
+    return timing
+
+
+def compare(
+    variants: Mapping[str, Callable[[], object]],
+    *,
+    device: torch.device | str,
+    seconds: float = MEASURE_S,
+    warm_up_seconds: float = WARM_UP_S,
+    graph: bool = False,
+) -> dict[str, Timing]:
+    """Time several callables, interleaved; `seconds` and the rest are for each of them (see `measure`)."""
+    device = torch.device(device)
+    if graph and device.type != "cuda":
+        raise ValueError(f"graph=True needs a CUDA device, got {device}")
+    timed: dict[str, Callable[[], float]] = {}
+    for name, fn in variants.items():
+        if graph:
+            fn = captured(fn)
+        timed[name] = _sampler(fn, device, warm_up_seconds)
+    samples: dict[str, list[float]] = {name: [] for name in timed}
+    spent = dict.fromkeys(timed, 0.0)
+    for round_ in range(MOST_SAMPLES):
+        for name, sample in timed.items():
+            if round_ < LEAST_SAMPLES or spent[name] < seconds:
+                began = time.perf_counter()
+                samples[name].append(sample())
+                spent[name] += time.perf_counter() - began
+        if round_ >= LEAST_SAMPLES and all(s >= seconds for s in spent.values()):
+            break
+    return {name: _timing(values) for name, values in samples.items()}
+
+
+def captured(fn: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph's replay. Its inputs and outputs stay where they were at capture."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # lazy initialization must not fall into the capture
+        fn()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    return graph.replay
+
+
+def rotated(fn: Callable[..., object], argument_sets: Sequence[Sequence[Tensor]]) -> Callable[[], object]:
+    """A call that takes the next set of arguments each time."""
+    sets = itertools.cycle(argument_sets)
+    return lambda: fn(*next(sets))
+
+
+def rotated_copies(tensors: Sequence[Tensor], cache_bytes: int) -> list[list[Tensor]]:
+    """The tensors and enough copies of them that together they are at least twice the cache."""
+    size = max(1, sum(t.numel() * t.element_size() for t in tensors))
+    count = max(1, math.ceil(2 * cache_bytes / size))
+    return [list(tensors)] + [
+        [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors] for _ in range(count)
+    ]
+
+
+def _sampler(fn: Callable[[], object], device: torch.device, warm_up_seconds: float) -> Callable[[], float]:
+    """Warms `fn` up, then returns a function that times it once: ms a call, over as many calls as a sample needs."""
+    if device.type != "cuda":
+        calls = _warm_up(fn, warm_up_seconds, lambda: None)
+
+        def on_host() -> float:
+            began = time.perf_counter_ns()
+            for _ in range(calls):
+                fn()
+            return (time.perf_counter_ns() - began) / 1e6 / calls
+
+        return on_host
+
+    calls = _warm_up(fn, warm_up_seconds, torch.cuda.synchronize)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def on_device() -> float:
+        start.record()
+        for _ in range(calls):
+            fn()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / calls
+
+    return on_device
+
+
+def _warm_up(fn: Callable[[], object], seconds: float, synchronize: Callable[[], None]) -> int:
+    """Call for at least `seconds`; returns how many calls make a sample."""
+    fn()
+    synchronize()
+    began, calls = time.perf_counter(), 0
+    while calls == 0 or time.perf_counter() - began < seconds:
+        fn()
+        calls += 1
+        if calls % 64 == 0:  # do not run ahead of the device without end
+            synchronize()
+    synchronize()
+    return max(1, math.ceil(LEAST_SAMPLE_S * calls / (time.perf_counter() - began)))
+
+
+def _timing(samples: list[float]) -> Timing:
+    median = statistics.median(samples)
+    quarters = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(median, min(samples), (quarters[2] - quarters[0]) / median if median > 0 else 0.0, len(samples))
