@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,7 @@ def command(
         report.to_json(json_path)
     if html_path is not None:
         report.to_html(html_path)
-    console = Console()
-    console.print(renderable(report, rows), width=None if console.is_terminal else WIDTH)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(renderable(report, rows))
     for path in (json_path, html_path):
         if path is not None:
             click.echo(f"report: {path}")
