@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from rooftop.hardware.ceilings import Ceilings, MemoryLevel, MemoryPoint
 
 

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from rooftop.hardware.ceilings import Ceilings
 from torch import Tensor, nn
 
 import rooftop
 from rooftop.errors import ModelRunError
+from rooftop.hardware.ceilings import Ceilings
 
 
 def small_net() -> nn.Module:

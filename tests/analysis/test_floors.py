@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rooftop.hardware.ceilings import Ceilings
 from torch import nn
 
 from rooftop.analysis.attribution import ModuleTracker
@@ -12,6 +11,7 @@ from rooftop.analysis.floors import module_tree, operator_rows
 from rooftop.analysis.profiling import MeasuredOperator
 from rooftop.analysis.report import ModuleNode
 from rooftop.cost import CountingMode
+from rooftop.hardware.ceilings import Ceilings
 
 BATCH, WIDTH = 32, 64
 ACTIVATION_BYTES = 4 * BATCH * WIDTH

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from rooftop.hardware.ceilings import Ceilings
 from torch import nn
 
 import rooftop
 from rooftop.analysis.report import FLAGGED_PERCENT, OperatorRow, Report, write_text
+from rooftop.hardware.ceilings import Ceilings
 
 
 @pytest.fixture

@@ -146,7 +146,7 @@ class ModuleTracker:
 
     def _mark(self, scope: str) -> None:
         if torch._C._current_autograd_node() is None:
-            self._numbers.append(torch.autograd._get_sequence_nr())
+            self._numbers.append(torch._C._autograd._get_sequence_nr())
             self._scopes.append(scope if scope != LOSS else AUTOGRAD)
 
     def _add_traffic(self, scope: str, module: nn.Module, inputs: list[Tensor], outputs: list[Tensor]) -> None:

@@ -60,8 +60,8 @@ def kernels_by_label(events: Sequence[Any], prefix: str) -> tuple[dict[int, list
     kernels = device_kernels(events)
     host = [e for e in events if e.device_type().name != "CUDA"]
     labels = _Labels((e for e in host if e.name().startswith(prefix)), prefix)
-    operators = {}  # correlation id of an operator or label on the host -> its event
-    launches = {}  # correlation id of a runtime call -> its event
+    operators: dict[int, Any] = {}  # correlation id of an operator or label on the host -> its event
+    launches: dict[int, Any] = {}  # correlation id of a runtime call -> its event
     for event in host:
         (launches if _is_runtime_call(event) else operators)[event.correlation_id()] = event
     joined: dict[int, list[Kernel]] = defaultdict(list)

@@ -6,9 +6,10 @@ nothing disturbs it, and a sample that long is no accident of the clock. The spr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -306,7 +307,7 @@ def _kernel_duration_ms(replay: Callable[[], object]) -> float:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         replay()
         torch.cuda.synchronize()
-    events: list[torch._C._profiler._KinetoEvent] = profiler.profiler.kineto_results.events()
+    events: Iterable[Any] = profiler.profiler.kineto_results.events()
     durations = [e.duration_ns() for e in events if "empty" in e.name() and e.duration_ns() > 0]
     return min(durations, default=float("inf")) / 1e6
 

@@ -1,0 +1,96 @@
+"""The report as one self-contained HTML page: no network, no other file.
+
+The template renders everything that is text on the server's side, so the page can be read without JavaScript; the
+charts are drawn by plotly, whose script is embedded, from data that is embedded as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from rooftop.errors import MissingExtraError
+
+PARTS = (
+    ("roof", "fused_roof_ms", "inputs, parameters and outputs moved once, all flops: nothing could be faster here"),
+    ("fusion headroom", "fusion_headroom_ms", "intermediates that go through memory between operators: fuse them"),
+    ("kernel gap", "kernel_gap_ms", "kernels slower than this machine allows: use faster ones"),
+    ("launch gap", "launch_gap_ms", "the device waits for the host: graphs, larger batches, fewer operators"),
+)
+
+
+def require_plotly() -> str:
+    """The text of plotly's script.
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise MissingExtraError(
+            'the HTML report needs plotly: pip install "rooftop[report]" (or leave the report out: --no-html)'
+        ) from error
+    script: str = get_plotlyjs()
+    return script
+
+
+def render_page(report: Mapping[str, Any]) -> str:
+    """The page of a report in its JSON form (see `Report.to_dict`).
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+    """
+    files = resources.files("rooftop.analysis") / "page_files"
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(ms=ms, quantity=quantity, shapes=shapes_text)
+    template = environment.from_string((files / "template.html.j2").read_text(encoding="utf-8"))
+    values = {"fused_roof_ms": report["summary"]["fused_roof_ms"], **report["gaps"]}
+    wall_ms = report["summary"]["wall_ms"]
+    parts = [
+        {"label": label, "ms": values[name], "share": max(0.0, values[name] / wall_ms), "meaning": meaning}
+        for label, name, meaning in PARTS
+    ]
+    return template.render(
+        report=report,
+        parts=parts,
+        total_ms=sum(op["measured_ms"] for op in report["ops"]) or 1.0,
+        style=Markup((files / "page.css").read_text(encoding="utf-8")),
+        script=Markup((files / "page.js").read_text(encoding="utf-8")),
+        plotly=Markup(require_plotly().replace("</script", "<\\/script")),
+        data=Markup(_embedded(report)),
+    )
+
+
+def _embedded(report: Mapping[str, Any]) -> str:
+    """JSON that cannot end the script element that it stands in."""
+    plain = {name: report[name] for name in ("ops", "modules", "ceilings", "memory")}
+    text = json.dumps(plain, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def ms(value: float) -> str:
+    """ "12.3 ms", "45.6 us", "1,234 ms": three significant digits."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f} ms"
+    return f"{value:.3g} ms" if abs(value) >= 1 else f"{1e3 * value:.3g} µs"
+
+
+def quantity(value: float, unit: str = "") -> str:
+    """ "65.4 G": three significant digits and a decimal prefix."""
+    for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def shapes_text(shapes: list[list[int]]) -> str:
+    """ "8x3x224x224, 64x3x7x7" """
+    return ", ".join("×".join(map(str, shape)) or "scalar" for shape in shapes)

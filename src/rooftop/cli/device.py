@@ -1,0 +1,74 @@
+"""`rooftop device`: the GPUs and the CPU of this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from rooftop.hardware import Device, devices
+from rooftop.hardware.device import versions
+
+
+@click.command(epilog="Example: rooftop device --json")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(as_json: bool) -> None:
+    """Describe the GPUs and the CPU of this machine, and the versions of what runs on them.
+
+    What the driver does not tell (in a container or a virtual machine) is shown as "-".
+    """
+    found = devices()
+    if as_json:
+        click.echo(json.dumps({"devices": [d.to_dict() for d in found], "versions": versions()}, indent=1))
+        return
+    console = Console()
+    for device in found:
+        console.print(_table(device))
+    if all(device.kind == "cpu" for device in found):
+        console.print(
+            "No GPU that torch can use. Analysis, ceilings and models work on the CPU; with an NVIDIA GPU in the "
+            "machine, check its driver (nvidia-smi) and that torch is a CUDA build."
+        )
+    console.print(", ".join(f"{name} {version}" for name, version in versions().items()), style="dim")
+
+
+def _table(device: Device) -> Table:
+    title = f"{device.name}" + (f" (cuda:{device.index})" if device.kind == "cuda" else "")  # type: ignore[union-attr]
+    table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in device.to_dict().items():
+        if name not in ("name", "kind", "index"):
+            table.add_row(_label(name), _value(name, value))
+    return table
+
+
+def _label(name: str) -> str:
+    for unit in ("_bytes", "_mhz", "_w"):
+        name = name.removesuffix(unit)
+    return name.replace("_", " ")
+
+
+def _value(name: str, value: Any) -> str:
+    if value is None or value in ({}, []):
+        return "-"
+    if name.endswith("_bytes"):
+        return _bytes(value)
+    if name == "caches":
+        return ", ".join(f"{level} {_bytes(size)}" for level, size in value.items())
+    if name == "compute_capability":
+        return ".".join(map(str, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {item}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    unit = {"_mhz": " MHz", "_w": " W"}.get("_" + name.rsplit("_", 1)[-1], "")
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{value:,}{unit}" if unit else str(value)
+
+
+def _bytes(size: int) -> str:
+    for limit, prefix in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= limit:
+            return f"{size / limit:,.4g} {prefix}"
+    return f"{size} B"
