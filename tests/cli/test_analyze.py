@@ -97,7 +97,7 @@ def test_callables_modules_and_their_inputs(run: Run, net: str, tmp_path: Path) 
         [f"{net}:build_with_input"],
         [f"{net}:ready", "--input", "5x8"],
     ):
-        status, out, err = run(*words, "--no-html", "--json", "r.json")
+        status, _, err = run(*words, "--no-html", "--json", "r.json")
         assert (status, err) == (0, ""), words
         assert json.loads((tmp_path / "r.json").read_text())["target"] == words[0]
 

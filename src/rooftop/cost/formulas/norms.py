@@ -1,4 +1,5 @@
-"""Normalizations. Per element: mean 1, variance 3 (subtract, square, add), scaling by 1/σ 1, weight 1, bias 1.
+"""Normalizations. Per element: sum 1, sum of squares 2 (var = E[x²] - E[x]², the least that statistics take whichever
+way an implementation finds numerically better), centring 1, scaling by 1/σ 1, weight 1, bias 1.
 Of a batch norm the constants of a channel fold into one multiplication and one addition.
 
 The few operations on each row's statistics are left out. A backward pass recomputes x̂ = (x - mean)/σ from x (2 flops),
@@ -15,7 +16,8 @@ from rooftop.cost.accounting import Call, Cost, distinct_bytes
 from rooftop.cost.formulas.streaming import arithmetic, aten, requested, streaming
 from rooftop.cost.registry import cost_of
 
-_STATISTICS_FLOPS = 4
+_STATISTICS_FLOPS = 3
+_CENTRING_FLOPS = 1
 _SCALE_AND_SHIFT_FLOPS = 2
 
 
@@ -26,7 +28,7 @@ def _affine_flops(call: Call) -> int:
 @cost_of(*aten("native_layer_norm native_group_norm"))
 def row_norm(call: Call) -> Cost:
     """Normalizes rows (of a layer, of a group of channels); the rows' mean and 1/σ are results too."""
-    return streaming(_STATISTICS_FLOPS + _affine_flops(call), per="input")(call)
+    return streaming(_STATISTICS_FLOPS + _CENTRING_FLOPS + _affine_flops(call), per="input")(call)
 
 
 @cost_of("aten::_fused_rms_norm")
