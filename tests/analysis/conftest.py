@@ -31,6 +31,11 @@ def make_ceilings(**changes: object) -> Ceilings:
     return Ceilings(**{**values, **changes})  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def ceilings() -> Ceilings:
+@pytest.fixture(scope="session")
+def round_ceilings() -> Ceilings:
     return make_ceilings()
+
+
+@pytest.fixture
+def ceilings(round_ceilings: Ceilings) -> Ceilings:
+    return round_ceilings

@@ -75,7 +75,11 @@ function modules() {
     texts.push(`<b>${escapeText(id)}</b> ${escapeText(node.type)}<br>${node.measured_ms.toPrecision(3)} ms, ` +
       `op roof ${node.op_roof_ms.toPrecision(3)} ms, fused roof ${node.fused_roof_ms.toPrecision(3)} ms<br>` +
       percentText(node.percent_of_roof));
-    for (const child of node.children) visit(child, path ? `${path}.${child.name}` : child.name, id);
+    const own = values.length - 1;  // rounding must not make the children's sum larger than their parent
+    let inside = 0;
+    for (const child of node.children) inside += visit(child, path ? `${path}.${child.name}` : child.name, id);
+    values[own] = Math.max(values[own], inside);
+    return values[own];
   };
   visit(report.modules, "", "");
   const known = colours.map((value) => (value === null ? colour("--line") : scaleColour(Math.min(value, 100) / 100)));

@@ -1,0 +1,70 @@
+"""The timing policy: medians, spreads, interleaving and rotation."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from rooftop.hardware.timing import compare, measure, rotated, rotated_copies
+
+
+def test_the_median_is_the_time_of_one_call() -> None:
+    timing = measure(lambda: time.sleep(0.002), device="cpu", seconds=0.05, warm_up_seconds=0.01)
+    assert 2.0 <= timing.best_ms <= timing.median_ms < 20.0
+    assert timing.samples >= 5
+    assert timing.spread >= 0
+
+
+def test_short_calls_are_timed_many_at_a_time() -> None:
+    calls = 0
+
+    def fn() -> None:
+        nonlocal calls
+        calls += 1
+
+    timing = measure(fn, device="cpu", seconds=0.02, warm_up_seconds=0.01)
+    assert calls > 100 * timing.samples
+    assert timing.median_ms < 0.1
+
+
+def test_variants_are_interleaved() -> None:
+    order: list[str] = []
+    variants = {name: lambda name=name: (order.append(name), time.sleep(0.002)) for name in "ab"}
+    timings = compare(variants, device="cpu", seconds=0.02, warm_up_seconds=0.0)
+    assert timings.keys() == {"a", "b"}
+    changes = sum(left != right for left, right in itertools.pairwise(order))
+    assert changes >= 8  # at least five rounds of both
+
+
+def test_rotation_passes_each_set_in_turn() -> None:
+    seen: list[float] = []
+    sets = [[torch.tensor(float(i))] for i in range(3)]
+    call = rotated(lambda t: seen.append(t.item()), sets)
+    for _ in range(5):
+        call()
+    assert seen == [0, 1, 2, 0, 1]
+
+
+def test_copies_together_exceed_the_cache_twice() -> None:
+    x = torch.randn(1000, requires_grad=True)  # 4,000 bytes
+    copies = rotated_copies([x], cache_bytes=10_000)
+    assert copies[0][0] is x
+    assert sum(4 * t.numel() for (t,) in copies) >= 20_000
+    assert all(torch.equal(t, x) and t.requires_grad for (t,) in copies)
+    assert len({t.data_ptr() for (t,) in copies}) == len(copies)
+
+
+def test_a_graph_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="needs a CUDA device, got cpu"):
+        measure(lambda: None, device="cpu", graph=True)
+
+
+@pytest.mark.gpu
+def test_a_replayed_launch_is_cheaper_than_an_eager_one() -> None:
+    x = torch.zeros(1, device="cuda")
+    eager = measure(lambda: x.add_(1), device="cuda")
+    replayed = measure(lambda: x.add_(1), device="cuda", graph=True)
+    assert replayed.median_ms < eager.median_ms

@@ -1,0 +1,81 @@
+"""Photographs become torchvision's tensors; files that are none are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from skimage import data
+
+from rooftop.errors import InputError
+from rooftop.models.images import MEAN, STD, find_images, load_images, preprocess, read_image
+
+
+@pytest.fixture
+def cat() -> Image.Image:
+    return Image.fromarray(data.chelsea())  # 451 x 300
+
+
+def test_preprocessing_is_resize_crop_normalize(cat: Image.Image) -> None:
+    """Against PyTorch's own antialiased resize, to within the rounding of 8-bit pixels."""
+    pixels = torch.from_numpy(np.array(cat)).permute(2, 0, 1)[None].float()
+    resized = torch.nn.functional.interpolate(
+        pixels, size=(256, 256 * 451 // 300), mode="bilinear", antialias=True
+    ).round()
+    left = round((resized.shape[3] - 224) / 2)
+    cropped = resized[0, :, 16:240, left : left + 224] / 255
+    expected = (cropped - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+    torch.testing.assert_close(preprocess(cat), expected, rtol=0, atol=1.01 / 255 / min(STD))
+
+
+def test_a_batch_from_files_and_folders(cat: Image.Image, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("b.png", "a.jpg", "notes.txt"):
+        (folder / name).write_text("") if name.endswith("txt") else cat.save(folder / name)
+    single = tmp_path / "single.bmp"
+    cat.save(single)
+    assert [p.name for p in find_images([folder, single])] == ["a.jpg", "b.png", "single.bmp"]
+    batch = load_images([folder, single])
+    assert (batch.shape, batch.dtype) == ((3, 3, 224, 224), torch.float32)
+    assert torch.equal(batch[1], batch[2])
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "CMYK", "P", "1"])
+def test_other_colour_modes_become_rgb(mode: str, cat: Image.Image, tmp_path: Path) -> None:
+    path = tmp_path / "photo.tif"
+    cat.convert(mode).save(path)
+    assert read_image(path).mode == "RGB"
+
+
+def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
+    path = tmp_path / "deep.png"
+    Image.fromarray(np.array([[0, 32768], [65535, 257]], dtype=np.uint16)).save(path)
+    assert np.array(read_image(path))[..., 0].tolist() == [[0, 128], [255, 1]]
+
+
+def test_exif_orientation_is_respected(cat: Image.Image, tmp_path: Path) -> None:
+    path = tmp_path / "turned.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    cat.save(path, exif=exif)
+    assert read_image(path).size == (cat.height, cat.width)
+
+
+def test_what_is_no_photograph_is_refused_by_name(cat: Image.Image, tmp_path: Path) -> None:
+    (tmp_path / "text.jpg").write_text("no image")
+    cat.save(tmp_path / "whole.jpg")
+    (tmp_path / "half.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:5000])
+    (tmp_path / "empty").mkdir()
+    for name, message in (
+        ("text.jpg", "no image that Pillow can read"),
+        ("half.jpg", "cannot be read"),
+        ("empty", "holds no photographs"),
+        ("missing.jpg", "does not exist"),
+    ):
+        with pytest.raises(InputError, match=message) as caught:
+            load_images([tmp_path / name])
+        assert name in str(caught.value)

@@ -1,0 +1,94 @@
+"""Every ResNet is torchvision's: keys, shapes, order, outputs, gradients and running statistics."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from rooftop import models
+
+NAMES = sorted(models.builtin_models())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_dict_is_key_for_key_torchvisions(name: str, torchvision_models: ModuleType) -> None:
+    with torch.device("meta"):
+        ours, theirs = getattr(models, name)(), getattr(torchvision_models, name)()
+    assert [(k, v.shape, v.dtype) for k, v in ours.state_dict().items()] == [
+        (k, v.shape, v.dtype) for k, v in theirs.state_dict().items()
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_docstrings_state_the_parameters(name: str) -> None:
+    with torch.device("meta"):
+        count = sum(p.numel() for p in getattr(models, name)().parameters())
+    assert f"{count:,} parameters" in (getattr(models, name).__doc__ or "")
+
+
+def test_resnet50_has_the_published_size() -> None:
+    model = models.resnet50()
+    assert sum(p.numel() for p in model.parameters()) == 25_557_032
+    assert len(model.state_dict()) == 320
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("resnet18", {}),
+        ("resnet18", {"zero_init_residual": True, "num_classes": 7}),
+        ("resnet50", {}),
+        ("resnet50", {"replace_stride_with_dilation": (False, True, True)}),
+        ("resnext50_32x4d", {}),
+        ("wide_resnet50_2", {}),
+    ],
+)
+@pytest.mark.parametrize("train", [False, True])
+def test_outputs_gradients_and_statistics_are_torchvisions(
+    name: str, options: dict[str, object], train: bool, torchvision_models: ModuleType
+) -> None:
+    torch.manual_seed(0)
+    ours, theirs = getattr(models, name)(**options), getattr(torchvision_models, name)(**options)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    x = torch.randn(2, 3, 65, 47)
+    results = []
+    for model in (ours, theirs):
+        model.train(train)
+        out = model(x)
+        out.square().sum().backward()
+        results.append((out, [p.grad for p in model.parameters()], dict(model.named_buffers())))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_initialization_follows_the_same_random_numbers(torchvision_models: ModuleType) -> None:
+    torch.manual_seed(3)
+    ours = models.resnet18()
+    torch.manual_seed(3)
+    theirs = torchvision_models.resnet18()
+    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_an_empty_batch_gives_an_empty_result() -> None:
+    assert models.resnet18().eval()(torch.randn(0, 3, 64, 64)).shape == (0, 1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replace_stride_with_dilation": (True,)}, "expected 4 layers and None or 3 values"),
+        ({"groups": 2}, "BasicBlock has no groups"),
+        ({"width_per_group": 128}, "got groups=1, width_per_group=128"),
+    ],
+)
+def test_wrong_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        models.resnet18(**options)
+
+
+def test_norm_layer_is_used() -> None:
+    model = models.resnet18(norm_layer=lambda channels: nn.GroupNorm(4, channels))
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
