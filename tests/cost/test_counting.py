@@ -190,3 +190,15 @@ def test_counting_nests() -> None:
     with CountingMode() as outer, CountingMode() as inner:
         F.relu(source)
     assert [record.name for record in outer.records] == [record.name for record in inner.records] == ["aten::relu"]
+
+
+def test_memory_changed_in_place_counts_once_in_the_working_set() -> None:
+    x, y = torch.randn(1000), torch.randn(1000)
+    with CountingMode() as counted:
+        x.relu_()
+        x.add_(y)
+        x.relu()
+        x.copy_(y)
+    costs = [record.cost for record in counted.records]
+    assert [cost.bytes for cost in costs if cost] == [8000, 12000, 8000, 8000]
+    assert [cost.working_set_bytes for cost in costs if cost] == [4000, 8000, 8000, 8000]

@@ -6,7 +6,7 @@ time; two that save the same time (fusion and a faster kernel) do not add up.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -59,20 +59,25 @@ def half_precision(findings: Findings) -> list[Advice]:
     if "bf16" not in peaks:
         return []
     full_ms, half_ms, count = 0.0, 0.0, 0
+    used: Counter[str] = Counter()  # flops by precision: matrix work decides which peak is compared
     for op in findings.operators:
         cost = op.record.cost
         if cost is None or op.record.dtype != "float32" or op.record.phase == "optimizer" or not cost.bytes:
             continue
         full_ms += op.measured_ms
+        used.update(cost.flops)
         half_ms += op.measured_ms * min(
             1.0, roof(_in_bf16(cost, op.record.name), ceilings).ms / roof(cost, ceilings).ms
         )
         count += 1
+    if not count:
+        return []
+    now = used.most_common(1)[0][0] if used else "fp32"
     return [
         Advice(
             "Run in bfloat16",
             f"{count} operators take {full_ms:.2f} ms in float32; this machine's bf16 peak is "
-            f"{peaks['bf16'] / peaks['fp32']:.1f}x its fp32 peak, and half the bytes would move",
+            f"{peaks['bf16'] / peaks[now]:.1f}x its {now} peak, and half the bytes would move",
             full_ms - half_ms,
             "with torch.autocast(device_type, dtype=torch.bfloat16): ...",
         )

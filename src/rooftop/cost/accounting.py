@@ -33,15 +33,22 @@ class Cost:
         read_bytes: distinct bytes that must be read.
         write_bytes: distinct bytes that must be written.
         flops: operations by precision (a key of `PRECISIONS`).
+        shared_bytes: memory that is both read and written (in place), and so counts once in the working set.
     """
 
     read_bytes: int = 0
     write_bytes: int = 0
     flops: Mapping[str, int] = field(default_factory=dict)
+    shared_bytes: int = 0
 
     @property
     def bytes(self) -> int:
         return self.read_bytes + self.write_bytes
+
+    @property
+    def working_set_bytes(self) -> int:
+        """Memory that is touched: what a cache must hold to serve this work."""
+        return self.bytes - self.shared_bytes
 
     @property
     def total_flops(self) -> int:
@@ -49,7 +56,12 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         flops = {p: self.flops.get(p, 0) + other.flops.get(p, 0) for p in (*self.flops, *other.flops)}
-        return Cost(self.read_bytes + other.read_bytes, self.write_bytes + other.write_bytes, flops)
+        return Cost(
+            self.read_bytes + other.read_bytes,
+            self.write_bytes + other.write_bytes,
+            flops,
+            self.shared_bytes + other.shared_bytes,
+        )
 
 
 FREE = Cost()

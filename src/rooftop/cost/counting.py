@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftop.cost.accounting import Call, Cost, tensors_in
+from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensors_in
 from rooftop.cost.registry import formula_for
 
 Shape = tuple[int, ...]
@@ -139,6 +139,13 @@ def _cost(call: Call) -> tuple[Cost | None, str]:
     if formula is None:
         return None, "no formula"
     try:
-        return formula(call), ""
+        cost = formula(call)
+        return (_in_place(cost, call) if call.func._schema.is_mutable else cost), ""
     except Exception as error:  # a formula must never end the user's program; the report lists it as uncovered
         return None, f"formula failed: {type(error).__name__}: {error}"
+
+
+def _in_place(cost: Cost, call: Call) -> Cost:
+    """The cost with the memory that the call both reads and writes marked as shared."""
+    touched = distinct_bytes([*call.read_tensors, *call.written_tensors])
+    return replace(cost, shared_bytes=max(0, cost.bytes - touched))

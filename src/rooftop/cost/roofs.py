@@ -37,7 +37,7 @@ def roof(cost: Cost, ceilings: Ceilings) -> Roof:
     """
     if cost.bytes == 0 and cost.total_flops == 0:
         return Roof(0.0, "none")
-    memory_ms = 1e3 * cost.bytes / ceilings.rate(cost.bytes)
+    memory_ms = 1e3 * cost.bytes / ceilings.rate(cost.working_set_bytes)
     compute_ms = max((1e3 * flops / ceilings.peak(precision) for precision, flops in cost.flops.items()), default=0.0)
     return max(
         Roof(memory_ms, "memory"),

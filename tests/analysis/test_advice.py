@@ -1,0 +1,74 @@
+"""Advice names its evidence, predicts what can be checked by hand, and is silent where nothing is to gain."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rooftop.analysis.advice import Findings, advise, cuda_graph, half_precision, pointwise_fusion
+from rooftop.analysis.floors import operator_rows
+from rooftop.analysis.profiling import MeasuredOperator
+from rooftop.analysis.report import Gaps, Summary
+from rooftop.cost import Cost, Record
+from rooftop.hardware.ceilings import Ceilings
+
+MEGABYTE = 1_000_000  # 1 ms at 1 GB/s
+
+
+def operator(name: str, cost: Cost, measured_ms: float, phase: str = "forward") -> MeasuredOperator:
+    record = Record(f"aten::{name}", ((1,),), "float32", "cpu", "", phase, cost)
+    return MeasuredOperator(record, measured_ms, ())
+
+
+def findings(ceilings: Ceilings, *operators: MeasuredOperator, launch_gap_ms: float = 0.0) -> Findings:
+    busy_ms = sum(op.measured_ms for op in operators)
+    wall_ms = busy_ms + launch_gap_ms
+    summary = Summary(wall_ms, 0.0, busy_ms, 0.0, 0.0, 0, 0, 0, 100, None, 1)
+    return Findings(operators, operator_rows(operators, ceilings), summary, Gaps(0.0, 0.0, launch_gap_ms), ceilings)
+
+
+def test_a_graph_saves_the_launch_gap_less_the_dispatch_of_each_kernel(ceilings: Ceilings) -> None:
+    gpu = dataclasses.replace(ceilings, kind="cuda")  # 2 us a launch in a graph, 1 us of it the kernel itself
+    work = operator("relu", Cost(MEGABYTE, MEGABYTE), 2.0)
+    (advice,) = cuda_graph(findings(gpu, work, launch_gap_ms=8.0))
+    assert advice.gain_ms == pytest.approx(8.0 - 100 * 0.001)
+    assert "launch gap 8.00 ms of 10.00 ms" in advice.evidence
+    assert cuda_graph(findings(ceilings, work, launch_gap_ms=8.0)) == []
+
+
+def test_half_precision_keeps_each_operators_percent_of_roof(ceilings: Ceilings) -> None:
+    """A product bound by arithmetic gains the ratio of the peaks (4), one bound by memory a factor of 2."""
+    product = operator("mm", Cost(0, 1000, {"fp32": 4_000_000}), 8.0)
+    moved = operator("relu", Cost(MEGABYTE, MEGABYTE), 3.0)
+    (advice,) = half_precision(findings(ceilings, product, moved))
+    assert advice.gain_ms == pytest.approx(8.0 * 3 / 4 + 3.0 / 2)
+    assert "2 operators take 11.00 ms" in advice.evidence
+    assert "4.0x its fp32 peak" in advice.evidence
+
+
+def test_half_precision_is_silent_about_half_precision(ceilings: Ceilings) -> None:
+    half = dataclasses.replace(operator("mm", Cost(1, 1, {"bf16": 9}), 1.0).record, dtype="bfloat16")
+    assert half_precision(findings(ceilings, MeasuredOperator(half, 1.0, ()))) == []
+
+
+def test_fusion_leaves_only_the_second_operand(ceilings: Ceilings) -> None:
+    activation = operator("relu", Cost(MEGABYTE, MEGABYTE), 3.0)
+    residual = operator("add_", Cost(2 * MEGABYTE, MEGABYTE), 4.0)
+    product = operator("mm", Cost(MEGABYTE, MEGABYTE, {"fp32": 10}), 5.0)
+    (advice,) = pointwise_fusion(findings(ceilings, activation, residual, product))
+    assert advice.gain_ms == pytest.approx(3.0 + (4.0 - 1.0))
+    assert advice.evidence.startswith("2 activations")
+
+
+def test_advice_comes_by_falling_gain_and_not_for_trifles(ceilings: Ceilings) -> None:
+    everything = findings(
+        dataclasses.replace(ceilings, kind="cuda"),
+        operator("mm", Cost(0, 1000, {"fp32": 4_000_000}), 8.0),
+        operator("relu", Cost(1000, 1000), 0.002),
+        launch_gap_ms=2.0,
+    )
+    gains = [item.gain_ms for item in advise(everything)]
+    assert gains == sorted(gains, reverse=True)
+    assert len(gains) == 2
+    assert min(gains) >= 0.01 * everything.summary.wall_ms
