@@ -1,0 +1,5 @@
+"""How kernels start."""
+
+from rooftop.launch.triton_launch import INTERPRETED, count_launches, launch
+
+__all__ = ["INTERPRETED", "count_launches", "launch"]

@@ -1,0 +1,66 @@
+"""How Triton kernels start: on the tensor's device, counted, and with a clear error where there is no Triton.
+
+Under TRITON_INTERPRET=1 kernels run on the CPU, one program after another: the tests run each operator so, and
+`count_launches` proves that it was the kernel that ran and not the reference.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.errors import MissingExtraError
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton's kernels run on the CPU. Triton decides when a kernel is defined, so it is fixed at import."""
+
+_counters: list[Counter[str]] = []
+
+
+@contextmanager
+def count_launches() -> Iterator[Counter[str]]:
+    """Counts the kernels that are launched in the `with` block, by name."""
+    counter: Counter[str] = Counter()
+    _counters.append(counter)
+    try:
+        yield counter
+    finally:
+        _counters.remove(counter)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **parameters: Any) -> None:
+    """Launch a Triton kernel on a device's current stream; an empty grid launches nothing.
+
+    Args:
+        kernel: a `triton.jit` function.
+        grid: programs in each dimension.
+        device: where its tensors are.
+        *args, **parameters: the kernel's arguments, constants and launch parameters (num_warps, ...).
+    """
+    if 0 in grid:
+        return
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*args, **parameters)
+    for counter in _counters:
+        counter[kernel.fn.__name__] += 1
+
+
+def require_triton() -> None:
+    """Raises `MissingExtraError` with the command that installs Triton where it cannot be imported."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError('this kernel needs Triton: pip install "rooftop[triton]"') from error
+
+
+def processors(tensor: Tensor) -> int:
+    """Multiprocessors of the tensor's device; a few where kernels are interpreted."""
+    if tensor.device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)

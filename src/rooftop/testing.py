@@ -1,0 +1,70 @@
+"""The numerics gate that every operator passes.
+
+Against a float64 reference, the error must be at most twice that of PyTorch in the same dtype, plus one rounding of the
+output. Both the worst element and the root mean square are held to it, so neither one bad element nor a small bias over
+all of them passes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: str = "result") -> None:
+    """Assert that `actual` is as accurate as `eager` PyTorch, both judged by `exact`.
+
+    Args:
+        actual: what is judged.
+        eager: what PyTorch computes in the same dtype (TF32 and reduced-precision reductions off).
+        exact: the same in float64.
+        what: named in the message.
+
+    Raises:
+        AssertionError: other shape or dtype, NaN or infinity where `exact` has none (or the other way round), or an
+            error above the allowance; the message has the worst element and both errors.
+    """
+    if actual.shape != eager.shape or actual.dtype != eager.dtype or exact.shape != eager.shape:
+        raise AssertionError(
+            f"{what}: expected {tuple(eager.shape)} {eager.dtype}, got {tuple(actual.shape)} {actual.dtype} "
+            f"(reference {tuple(exact.shape)})"
+        )
+    if exact.dtype != torch.float64:
+        raise AssertionError(f"{what}: the reference must be float64, got {exact.dtype}")
+    if actual.numel() == 0:
+        return
+    got, plain, truth = (t.detach().double().cpu() for t in (actual, eager, exact))
+    _assert_same_specials(got, truth, what)
+    finite = truth.isfinite() & plain.isfinite()
+    got, plain, truth = got[finite], plain[finite], truth[finite]
+    if got.numel() == 0:
+        return
+    limits = torch.finfo(actual.dtype)
+    rounding = limits.eps * truth.abs() + limits.tiny
+    error, allowed = (got - truth).abs(), 2 * (plain - truth).abs().max() + rounding
+    if bool((error > allowed).any()):
+        worst = int((error - allowed).argmax())
+        raise AssertionError(
+            f"{what}: element {worst} of the finite ones is {got[worst]:.9g}, exact {truth[worst]:.9g}, "
+            f"eager {plain[worst]:.9g}: error {error[worst]:.3g}, allowed {allowed[worst]:.3g} "
+            f"({int((error > allowed).sum())} of {error.numel()} elements are beyond)"
+        )
+    mean, mean_allowed = _rms(error), 2 * _rms(plain - truth) + _rms(rounding)
+    if mean > mean_allowed:
+        raise AssertionError(f"{what}: root mean square error {mean:.3g}, allowed {mean_allowed:.3g}")
+
+
+def _assert_same_specials(got: Tensor, truth: Tensor, what: str) -> None:
+    """NaN where the truth is NaN and nowhere else; likewise infinities with their sign (overflow may round to them)."""
+    if not torch.equal(got.isnan(), truth.isnan()):
+        raise AssertionError(
+            f"{what}: {int((got.isnan() & ~truth.isnan()).sum())} elements are NaN that should not be, "
+            f"{int((~got.isnan() & truth.isnan()).sum())} should be and are not"
+        )
+    infinite = truth.isinf()
+    if not torch.equal(got[infinite], truth[infinite]):
+        raise AssertionError(f"{what}: infinities differ")
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
