@@ -4,6 +4,7 @@ A row of up to `LARGEST_TILE` elements is read once and held in registers, sever
 row is read three times (mean, variance, result), of which L2 serves the second and third.
 
 Statistics are float32 and of two passes, mean then squared deviations: rows with a large common offset keep theirs.
+A sum is multiplied by 1 / N, not divided by N: the fast division is not exact even for N = 1.
 All offsets of rows are 64-bit.
 """
 
@@ -23,9 +24,9 @@ def layer_norm_forward(
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     values = tl.load(x + row[:, None] * row_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    average = tl.sum(values, axis=1) / columns  # (ROWS,)
+    average = tl.sum(values, axis=1) * (1.0 / columns)  # (ROWS,)
     centred = tl.where(inside, values - average[:, None], 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=1) / columns + eps)
+    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=1) * (1.0 / columns) + eps)
     result = centred * scale[:, None]
     if HAS_WEIGHT:
         result *= tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
@@ -48,13 +49,13 @@ def layer_norm_forward_long(
     total = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, columns, COLUMNS):
         total += tl.load(source + start + at, mask=start + at < columns, other=0.0).to(tl.float32)
-    average = tl.sum(total, axis=0) / columns
+    average = tl.sum(total, axis=0) * (1.0 / columns)
     squares = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, columns, COLUMNS):
         values = tl.load(source + start + at, mask=start + at < columns, other=0.0).to(tl.float32)
         centred = tl.where(start + at < columns, values - average, 0.0)
         squares += centred * centred
-    scale = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / columns + eps)
+    scale = 1.0 / tl.sqrt(tl.sum(squares, axis=0) * (1.0 / columns) + eps)
     for start in range(0, columns, COLUMNS):
         inside = start + at < columns
         result = (tl.load(source + start + at, mask=inside, other=0.0).to(tl.float32) - average) * scale
@@ -94,8 +95,8 @@ def layer_norm_backward(
             bias_sum += tl.sum(gradient, axis=0)
         if HAS_WEIGHT:
             gradient *= tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-        mean_gradient = tl.sum(gradient, axis=1) / columns
-        mean_product = tl.sum(gradient * normal, axis=1) / columns
+        mean_gradient = tl.sum(gradient, axis=1) * (1.0 / columns)
+        mean_product = tl.sum(gradient * normal, axis=1) * (1.0 / columns)
         result = (gradient - mean_gradient[:, None] - normal * mean_product[:, None]) * scale[:, None]
         tl.store(dx + row[:, None] * columns + column[None, :], result.to(dx.dtype.element_ty), mask=inside)
     offset = program.to(tl.int64) * columns + column
@@ -124,8 +125,8 @@ def layer_norm_backward_long(
             gradient *= tl.load(weight + start + at, mask=inside, other=0.0).to(tl.float32)
         gradients += gradient
         products += tl.where(inside, gradient * ((values - average) * scale), 0.0)
-    mean_gradient = tl.sum(gradients, axis=0) / columns
-    mean_product = tl.sum(products, axis=0) / columns
+    mean_gradient = tl.sum(gradients, axis=0) * (1.0 / columns)
+    mean_product = tl.sum(products, axis=0) * (1.0 / columns)
     for start in range(0, columns, COLUMNS):
         inside = start + at < columns
         gradient = tl.load(dy + row * dy_stride + start + at, mask=inside, other=0.0).to(tl.float32)
