@@ -58,6 +58,8 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 LARGEST_TILE = 16384  # longest row held in registers; 32768 float32 values spill
 LONG_BLOCK = 4096  # elements of a longer row at a time
+# In dy * weight - mean(dy * weight) both products must be rounded alike, or what should cancel does not.
+UNFUSED = {"enable_fp_fusion": False}
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def _backward(
     if columns > LARGEST_TILE:
         chunks = max(1, min(rows, 32))
         partial = torch.zeros(2, chunks, columns, dtype=torch.float32, device=x.device)
-        shape = {"HAS_WEIGHT": weight is not None, "COLUMNS": LONG_BLOCK, "num_warps": 8}
+        shape = {"HAS_WEIGHT": weight is not None, "COLUMNS": LONG_BLOCK, "num_warps": 8, **UNFUSED}
         launch(kernels.layer_norm_backward_long, (rows,), x.device, dy, x, weight, mean, rstd, dx, *sizes, **shape)
         if any(mask):
             grid, tile = (-(-columns // 256), chunks), {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}
@@ -141,7 +143,7 @@ def _backward(
         programs = max(1, min(-(-rows // config.rows), processors(x) * config.programs_per_sm))
         partial = torch.empty(2, programs, columns, dtype=torch.float32, device=x.device)
         shape = {"ROWS": config.rows, "COLUMNS": _power_of_two(columns), "num_warps": config.warps}
-        shape["HAS_WEIGHT"] = weight is not None
+        shape |= {"HAS_WEIGHT": weight is not None, **UNFUSED}
         arguments = (dy, x, weight, mean, rstd, dx, partial[0], partial[1], *sizes)
         launch(kernels.layer_norm_backward, (programs,), x.device, *arguments, **sums, **shape)
     zero = torch.zeros(columns, dtype=torch.float32, device=x.device)
