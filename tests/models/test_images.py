@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,7 +12,16 @@ from PIL import Image
 from skimage import data
 
 from rooftop.errors import InputError
-from rooftop.models.images import MEAN, STD, find_images, load_images, preprocess, read_image
+from rooftop.models.images import (
+    MEAN,
+    STD,
+    Preprocessing,
+    check_images,
+    find_images,
+    load_images,
+    preprocess,
+    read_image,
+)
 
 
 @pytest.fixture
@@ -29,6 +39,16 @@ def test_preprocessing_is_resize_crop_normalize(cat: Image.Image) -> None:
     cropped = resized[0, :, 16:240, left : left + 224] / 255
     expected = (cropped - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
     torch.testing.assert_close(preprocess(cat), expected, rtol=0, atol=1.01 / 255 / min(STD))
+
+
+@pytest.mark.parametrize("resize", [256, 232])
+def test_preprocessing_is_torchvisions_bit_for_bit(resize: int, torchvision_models: ModuleType) -> None:
+    from torchvision.transforms._presets import ImageClassification
+
+    theirs = ImageClassification(crop_size=224, resize_size=resize)
+    for pixels in (data.chelsea(), data.astronaut()[:77, :301], data.coffee()[:301, :78]):
+        photo = Image.fromarray(pixels)
+        assert torch.equal(preprocess(photo, Preprocessing(resize=resize)), theirs(photo))
 
 
 def test_a_batch_from_files_and_folders(cat: Image.Image, tmp_path: Path) -> None:
@@ -49,6 +69,21 @@ def test_other_colour_modes_become_rgb(mode: str, cat: Image.Image, tmp_path: Pa
     path = tmp_path / "photo.tif"
     cat.convert(mode).save(path)
     assert read_image(path).mode == "RGB"
+
+
+def test_what_is_transparent_lies_on_white(tmp_path: Path) -> None:
+    path = tmp_path / "logo.png"
+    Image.new("RGBA", (2, 1), (200, 0, 0, 0)).save(path)
+    assert np.array(read_image(path)).tolist() == [[[255, 255, 255]] * 2]
+
+
+def test_beginnings_are_checked_without_decoding(cat: Image.Image, tmp_path: Path) -> None:
+    cat.save(tmp_path / "whole.jpg")
+    (tmp_path / "half.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:5000])
+    check_images([tmp_path / "whole.jpg", tmp_path / "half.jpg"])
+    (tmp_path / "text.jpg").write_text("no image")
+    with pytest.raises(InputError, match=r"text\.jpg is no image"):
+        check_images([tmp_path / "whole.jpg", tmp_path / "text.jpg"])
 
 
 def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:

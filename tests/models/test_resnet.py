@@ -20,6 +20,7 @@ def test_state_dict_is_key_for_key_torchvisions(name: str, torchvision_models: M
     assert [(k, v.shape, v.dtype) for k, v in ours.state_dict().items()] == [
         (k, v.shape, v.dtype) for k, v in theirs.state_dict().items()
     ]
+    assert [name for name, _ in ours.named_modules()] == [name for name, _ in theirs.named_modules()]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,6 +81,7 @@ def test_an_empty_batch_gives_an_empty_result() -> None:
     ("options", "message"),
     [
         ({"replace_stride_with_dilation": (True,)}, "expected 4 layers and None or 3 values"),
+        ({"replace_stride_with_dilation": ()}, "expected 4 layers and None or 3 values"),
         ({"groups": 2}, "BasicBlock has no groups"),
         ({"width_per_group": 128}, "got groups=1, width_per_group=128"),
     ],
@@ -87,6 +89,11 @@ def test_an_empty_batch_gives_an_empty_result() -> None:
 def test_wrong_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         models.resnet18(**options)
+
+
+def test_a_norm_without_weights_needs_no_zeros() -> None:
+    model = models.resnet18(norm_layer=nn.InstanceNorm2d, zero_init_residual=True)
+    assert not any("bn" in name for name, _ in model.named_parameters())
 
 
 def test_norm_layer_is_used() -> None:

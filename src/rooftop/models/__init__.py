@@ -1,7 +1,8 @@
-"""Models with the state dicts of their origins, and the photographs that go into them."""
+"""Models with the state dicts and weights of their origins, and the photographs that go into them."""
 
 from rooftop.models.builtin import ModelEntry, builtin_models, model_entry
-from rooftop.models.images import find_images, load_images
+from rooftop.models.classification import Classified, Guess, classify, load_classifier
+from rooftop.models.images import Preprocessing, find_images, load_images
 from rooftop.models.resnet import (
     ResNet,
     resnet18,
@@ -17,10 +18,15 @@ from rooftop.models.resnet import (
 )
 
 __all__ = [
+    "Classified",
+    "Guess",
     "ModelEntry",
+    "Preprocessing",
     "ResNet",
     "builtin_models",
+    "classify",
     "find_images",
+    "load_classifier",
     "load_images",
     "model_entry",
     "resnet18",

@@ -1,0 +1,214 @@
+"""Published weights by name: found in the cache or downloaded, checked, and loaded into a model.
+
+A published file carries the first eight hex digits of its SHA-256 in its name (`resnet50-11ad3fa6.pth`); the bytes are
+checked against them before the file gets that name, and again whenever it is used. Files lie where torchvision puts
+its own (`torch.hub.get_dir()/checkpoints`), so that what either of them has downloaded serves both.
+
+`ROOFTOP_WEIGHTS_URL` in the environment replaces the address that the file names are appended to: a mirror, or a folder
+as file:///...
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.errors import InputError, WeightsError
+from rooftop.models.downloads import download, sha256_of
+from rooftop.models.images import Preprocessing
+
+PUBLIC_URL = "https://download.pytorch.org/models"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A published file of weights, and how photographs were prepared for them.
+
+    Attributes:
+        file: its name, NAME-SHA256.pth with the first eight hex digits of the checksum.
+        preprocessing: of the evaluation whose accuracy was published.
+    """
+
+    file: str
+    preprocessing: Preprocessing
+
+    @property
+    def sha256(self) -> str:
+        """The first eight hex digits of the file's SHA-256."""
+        return Path(self.file).stem.rpartition("-")[2]
+
+    @property
+    def url(self) -> str:
+        """Where the file is downloaded from."""
+        return f"{(os.environ.get('ROOFTOP_WEIGHTS_URL') or PUBLIC_URL).rstrip('/')}/{self.file}"
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies once it is downloaded."""
+        return Path(torch.hub.get_dir()) / "checkpoints" / self.file
+
+
+_256, _232 = Preprocessing(resize=256), Preprocessing(resize=232)
+
+WEIGHTS: dict[str, dict[str, Weights]] = {
+    builder: {
+        f"IMAGENET1K_V{version}": Weights(f"{builder}-{sha256}.pth", preprocessing)
+        for version, (sha256, preprocessing) in enumerate(files, start=1)
+    }
+    for builder, files in {
+        "resnet18": [("f37072fd", _256)],
+        "resnet34": [("b627a593", _256)],
+        "resnet50": [("0676ba61", _256), ("11ad3fa6", _232)],
+        "resnet101": [("63fe2227", _256), ("cd907fc2", _232)],
+        "resnet152": [("394f9c45", _256), ("f82ba261", _232)],
+        "resnext50_32x4d": [("7cdf4587", _256), ("1a0047aa", _232)],
+        "resnext101_32x8d": [("8ba56ff5", _256), ("110c445d", _232)],
+        "resnext101_64x4d": [("173b62eb", _232)],  # its first weights already come from the second recipe
+        "wide_resnet50_2": [("95faca4d", _256), ("9ba9bcbe", _232)],
+        "wide_resnet101_2": [("32ee1156", _256), ("d733dc28", _232)],
+    }.items()
+}
+"""Builder -> name -> file, oldest first; "DEFAULT" stands for the last."""
+
+
+def load_weights(model: nn.Module, builder: str, weights: str | Path) -> None:
+    """Load published weights of `builder`, or a file, into a model; every key must be there, with its shape.
+
+    Raises:
+        InputError: neither a name nor a file.
+        WeightsError: the file cannot be fetched, is damaged, or belongs to another model.
+    """
+    path = weights_file(builder, weights)
+    load_into(model, read_weights(path), path)
+
+
+def weights_file(builder: str, weights: str | Path) -> Path:
+    """The file that a name (downloaded if need be) or a path stands for. A `Path` is never taken for a name.
+
+    Raises:
+        InputError: neither a name nor a file.
+        WeightsError: it cannot be fetched or does not match its checksum.
+    """
+    published = published_weights(builder, weights)
+    if published is None:
+        return _existing(builder, weights)
+    path = published.path
+    if not path.exists():
+        download(published.url, path, published.sha256)
+    elif (found := sha256_of(path)) != published.sha256:
+        raise WeightsError(
+            f"{path} is damaged: its SHA-256 begins with {found[:8]}, expected {published.sha256}. "
+            f"Delete it to have it downloaded again from {published.url}"
+        )
+    return path
+
+
+def published_weights(builder: str, weights: str | Path) -> Weights | None:
+    """The published file that `weights` names for this builder, if it is a name."""
+    named = {} if isinstance(weights, Path) else WEIGHTS.get(builder, {})
+    return list(named.values())[-1] if named and weights == "DEFAULT" else named.get(str(weights))
+
+
+def preprocessing_of(builder: str, weights: str | Path) -> Preprocessing:
+    """How photographs are prepared for these weights, also where they are a copy that kept its file name.
+
+    For any other file: the shorter side to 256 pixels, the central 224 x 224.
+    """
+    by_file = {entry.file: entry for entry in WEIGHTS.get(builder, {}).values()}
+    published = published_weights(builder, weights) or by_file.get(Path(weights).name)
+    return published.preprocessing if published else Preprocessing()
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file that `torch.save(model.state_dict(), path)` wrote, on the CPU. Runs no code from it.
+
+    A checkpoint that holds the state dict under "state_dict" or "model" is opened as well.
+
+    Raises:
+        WeightsError: damaged, or not a file of tensors.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about what torch cannot read: the errors below say it
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # torch.load has no error of its own: RuntimeError, EOFError, UnpicklingError, ...
+        if forbidden := re.search(r"GLOBAL (\S+)", str(error)):
+            raise WeightsError(
+                f"{path} holds more than tensors: loading {forbidden[1]} could run code, so it is refused. "
+                "Expected what torch.save(model.state_dict(), path) writes"
+            ) from error
+        raise WeightsError(
+            f"{path} is damaged or no file of weights: torch.load(weights_only=True) raised {type(error).__name__}. "
+            "Expected what torch.save(model.state_dict(), path) writes"
+        ) from error
+    for key in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    tensors = isinstance(content, dict) and all(isinstance(value, Tensor) for value in content.values())
+    if not tensors or not all(isinstance(key, str) for key in content):
+        holds = ", ".join(map(str, list(content)[:5])) if isinstance(content, dict) else type(content).__name__
+        raise WeightsError(f"{path} holds {holds}: expected what torch.save(model.state_dict(), path) writes")
+    return content
+
+
+def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Copy tensors into the model's parameters and buffers.
+
+    Raises:
+        WeightsError: a key is missing, unknown or of another shape; `path` is named in the message.
+    """
+    expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    found = {key: tuple(value.shape) for key, value in tensors.items()}
+    # A count of batches has no part in the result, and files from before torch 0.4.1 have none.
+    missing = [key for key in expected if key not in found and not key.endswith("num_batches_tracked")]
+    unexpected = [key for key in found if key not in expected]
+    shapes = [
+        f"{key} (file {found[key]}, model {expected[key]})"
+        for key in expected
+        if key in found and found[key] != expected[key]
+    ]
+    problems = [
+        f"{len(keys)} {what}: {', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}"
+        for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+        if keys
+    ]
+    if problems:
+        raise WeightsError(f"{path} does not fit the model: {'; '.join(problems)}. {_fitting(found)}".rstrip())
+    model.load_state_dict(tensors, strict=False)
+
+
+def _fitting(found: dict[str, tuple[int, ...]]) -> str:
+    """Which built-in models the shapes in a file belong to, as a sentence; "" if none."""
+    from rooftop.models.builtin import builtin_models  # the builders import this file
+
+    classes = (found.get("fc.bias") or (1000,))[0]
+    fitting = []
+    for name, entry in builtin_models().items():
+        with torch.device("meta"):
+            shapes = {key: tuple(value.shape) for key, value in entry.build(num_classes=classes).state_dict().items()}
+        complete = {key: shape for key, shape in shapes.items() if key.endswith("num_batches_tracked")} | found
+        if shapes == complete:
+            fitting.append(f"{name}()" if classes == 1000 else f"{name}(num_classes={classes})")
+    return f"The file fits {' and '.join(fitting)}" if fitting else ""
+
+
+def _existing(builder: str, weights: str | Path) -> Path:
+    path = Path(weights).expanduser()
+    if path.suffix.lower() == ".safetensors":
+        raise InputError(f"{path}: safetensors files are not supported; expected a .pth file that torch.save wrote")
+    if path.is_file():
+        return path
+    names = ["DEFAULT", *WEIGHTS.get(builder, {})]
+    close = difflib.get_close_matches(str(weights), names, n=1, cutoff=0.5)
+    problem = "is a folder" if path.is_dir() else "is neither a file here nor the name of published weights"
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise InputError(f"weights {str(weights)!r} {problem}{hint}; {builder} has {', '.join(names)}, or give a .pth file")
