@@ -48,7 +48,7 @@ def download(url: str, target: Path, sha256: str) -> None:
         problem = error if isinstance(error, _Failure) else f"{target} cannot be written ({error.strerror or error})"
         raise WeightsError(
             f"{url} was not downloaded: {problem}. Expected a file whose SHA-256 begins with {sha256}. "
-            f"Download it elsewhere and put it at {target}, or name a file: --weights FILE.pth"
+            f"Download it elsewhere and put it at {target}, or give a file as weights"
         ) from error
     finally:
         with suppress(OSError):  # it may never have come to be
@@ -91,7 +91,9 @@ def _received(url: str, name: str) -> Generator[bytes]:
         raise _Failure(f"the server cannot be reached ({error.reason})") from error
     except TimeoutError as error:
         raise _Failure(f"nothing came for {STALL_S:g} s, after {received:,} bytes") from error
-    except (OSError, HTTPException, ValueError) as error:  # a connection that broke; an address that is none
+    except ValueError as error:
+        raise _Failure(f"{error} (ROOFTOP_WEIGHTS_URL takes http://, https:// and file:/// addresses)") from error
+    except (OSError, HTTPException) as error:  # a connection that broke
         raise _Failure(f"{error or type(error).__name__}, after {received:,} bytes") from error
     if received < length:
         raise _Failure(f"the connection closed after {received:,} of {length:,} bytes")

@@ -103,7 +103,7 @@ def weights_file(builder: str, weights: str | Path) -> Path:
     path = published.path
     if not path.exists():
         download(published.url, path, published.sha256)
-    elif (found := sha256_of(path)) != published.sha256:
+    elif not (found := sha256_of(path)).startswith(published.sha256):
         raise WeightsError(
             f"{path} is damaged: its SHA-256 begins with {found[:8]}, expected {published.sha256}. "
             f"Delete it to have it downloaded again from {published.url}"
@@ -141,7 +141,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # torch.load has no error of its own: RuntimeError, EOFError, UnpicklingError, ...
-        if forbidden := re.search(r"GLOBAL (\S+)", str(error)):
+        if forbidden := re.search(r"GLOBAL (\w+(?:\.\w+)+)", str(error)):
             raise WeightsError(
                 f"{path} holds more than tensors: loading {forbidden[1]} could run code, so it is refused. "
                 "Expected what torch.save(model.state_dict(), path) writes"
@@ -177,7 +177,7 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> No
         if key in found and found[key] != expected[key]
     ]
     problems = [
-        f"{len(keys)} {what}: {', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}"
+        f"{len(keys)} {what}: {', '.join(keys[:3])}{', and so on' if len(keys) > 3 else ''}"
         for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
         if keys
     ]
