@@ -97,15 +97,20 @@ def compare(
     return {name: _timing(values) for name, values in samples.items()}
 
 
-def captured(fn: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph's replay. Its inputs and outputs stay where they were at capture."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # lazy initialization must not fall into the capture
+def captured(fn: Callable[[], object], stream: torch.cuda.Stream | None = None) -> Callable[[], object]:
+    """The call as a CUDA graph's replay. Its inputs and outputs stay where they were at capture.
+
+    Args:
+        stream: where it is captured. autograd runs a backward on the stream of its forward: to capture a backward, run
+            the forward on this stream before.
+    """
+    stream = stream or torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # lazy initialization must not fall into the capture
         fn()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         fn()
     return graph.replay
 

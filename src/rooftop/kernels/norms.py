@@ -8,15 +8,17 @@ time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
+from rooftop.launch.operators import operator
+from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton, shared_memory_bytes
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -56,38 +58,66 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
-LARGEST_TILE = 16384  # longest row held in registers; 32768 float32 values spill
-LONG_BLOCK = 4096  # elements of a longer row at a time
-# In dy * weight - mean(dy * weight) both products must be rounded alike, or what should cancel does not.
-UNFUSED = {"enable_fp_fusion": False}
-
 
 @dataclass(frozen=True)
-class TileConfig:
-    """How rows of up to `columns` elements are worked on: rows a program, warps, and (backward) programs an SM."""
+class ForwardConfig:
+    """How rows of up to `columns` elements are worked on: rows a program, and warps."""
 
     columns: int
     rows: int
     warps: int
-    programs_per_sm: int = 1
 
 
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Also: how many programs stay on an SM, and how many tiles of rows are on their way at a time."""
+
+    columns: int
+    rows: int
+    warps: int
+    programs_per_sm: int
+    stages: int
+    again: bool = False  # load the rows twice
+
+
+# The best of sweeps on an H200 (bfloat16, 2^27 elements). Fetching rows ahead is what matters in backward: without it
+# (one stage) the same sizes reach 3.0 to 3.7 TB/s, with it 3.8 to 3.9. Rows of more than 8192 elements leave no room
+# for that beside their sums; loading them twice is then the fastest.
 FORWARD = (
-    *(TileConfig(256, 16, 4), TileConfig(512, 8, 4), TileConfig(1024, 4, 4), TileConfig(2048, 2, 4)),
-    *(TileConfig(4096, 1, 4), TileConfig(8192, 1, 8), TileConfig(LARGEST_TILE, 1, 16)),
+    *(ForwardConfig(128, 16, 2), ForwardConfig(256, 8, 2), ForwardConfig(512, 4, 2), ForwardConfig(1024, 2, 2)),
+    *(ForwardConfig(2048, 1, 2), ForwardConfig(4096, 1, 4), ForwardConfig(8192, 1, 4), ForwardConfig(12288, 1, 8)),
+    ForwardConfig(16384, 1, 16),
 )
 BACKWARD = (
-    *(TileConfig(256, 16, 4, 8), TileConfig(512, 8, 4, 6), TileConfig(1024, 4, 4, 4), TileConfig(2048, 2, 4, 3)),
-    *(TileConfig(4096, 1, 8, 2), TileConfig(8192, 1, 16, 1), TileConfig(LARGEST_TILE, 1, 32, 1)),
+    *(BackwardConfig(128, 8, 2, 6, 3), BackwardConfig(256, 4, 2, 6, 3), BackwardConfig(512, 4, 4, 3, 3)),
+    *(BackwardConfig(768, 2, 4, 4, 3), BackwardConfig(1024, 4, 8, 2, 3), BackwardConfig(1536, 2, 4, 4, 4)),
+    *(BackwardConfig(2048, 2, 8, 2, 3), BackwardConfig(4096, 1, 8, 2, 3), BackwardConfig(6144, 1, 8, 2, 4)),
+    *(BackwardConfig(8192, 1, 32, 1, 4), BackwardConfig(16384, 1, 16, 1, 1, again=True)),
 )
+LONG_FORWARD = {"COLUMNS": 4096, "num_warps": 8}  # elements of a long row at a time
+LONG_ROW_SUMS = {"COLUMNS": 2048, "num_warps": 8}
+LONG_BACKWARD = BackwardConfig(columns=2048, rows=1, warps=8, programs_per_sm=2, stages=4)
 
 
-def _config(table: Sequence[TileConfig], columns: int) -> TileConfig:
-    return next(config for config in table if columns <= config.columns)
+Config = TypeVar("Config", ForwardConfig, BackwardConfig)
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+def _config(table: Sequence[Config], columns: int) -> Config | None:
+    """The parameters for rows of so many elements; None where they are too long for a tile."""
+    return next((config for config in table if columns <= config.columns), None)
+
+
+def _unit(*sizes: int) -> int:
+    """The largest group of up to 8 elements (16 bytes of half precision) that divides all sizes."""
+    return math.gcd(8, *sizes)
+
+
+def _exact_products(*tensors: Tensor | None) -> dict[str, bool]:
+    """In dy * weight - mean(dy * weight) both products must be rounded alike, or what should cancel does not.
+
+    Products of half precision are exact in float32; those of float32 must not be fused with the subtraction.
+    """
+    return {"enable_fp_fusion": all(t is None or t.dtype in (torch.bfloat16, torch.float16) for t in tensors)}
 
 
 # ---- implementations -------------------------------------------------------------------------------------------
@@ -101,82 +131,134 @@ def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
     from rooftop.kernels import norm_kernels as kernels
 
     rows, columns = x.shape
-    y = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
-    tensors = (x, weight, bias, y, mean, rstd, rows, columns, x.stride(0), eps)
-    has = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
-    if columns > LARGEST_TILE:
-        shape = {"COLUMNS": LONG_BLOCK, "num_warps": 8}
-        launch(kernels.layer_norm_forward_long, (rows,), x.device, *tensors, **has, **shape)
+    unit = _unit(columns, x.stride(0))
+    tensors, sizes = (x, weight, bias, y, mean, rstd), (columns // unit, x.stride(0) // unit, eps)
+    constants = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "UNIT": unit}
+    config = _config(FORWARD, columns)
+    if config is None:
+        launch(kernels.layer_norm_forward_long, (rows,), x.device, *tensors, *sizes, **constants, **LONG_FORWARD)
     else:
-        config = _config(FORWARD, columns)
-        shape = {"ROWS": config.rows, "COLUMNS": _power_of_two(columns), "num_warps": config.warps}
+        tile = _tile(config, columns)
         grid = (-(-rows // config.rows),)
-        launch(kernels.layer_norm_forward, grid, x.device, *tensors, **has, **shape)
+        launch(kernels.layer_norm_forward, grid, x.device, *tensors, rows, *sizes, **constants, **tile)
     return y, mean, rstd
 
 
 def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, mask: Sequence[bool]
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dy, x (M, N) with unit column stride; `mask`: which of weight and bias need a gradient."""
-    rows, columns = x.shape
+    dweight, dbias = _parameter_gradients(x, weight, bias, mask)
     if x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED):
-        return layer_norm_backward_reference(dy, x, weight, mean, rstd)
+        dx, weight_sum, bias_sum = layer_norm_backward_reference(dy, x, weight, mean, rstd)
+        return dx, weight_sum.to(dweight.dtype) if mask[0] else dweight, bias_sum.to(dbias.dtype) if mask[1] else dbias
     require_triton()
-    from rooftop.kernels import norm_kernels as kernels
+    from rooftop.kernels.norm_kernels import add_partial_sums
 
-    dx = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    sums = {"SUM_WEIGHT": mask[0], "SUM_BIAS": mask[1]}
-    sizes = (rows, columns, dy.stride(0), x.stride(0))
-    if columns > LARGEST_TILE:
-        chunks = max(1, min(rows, 32))
-        partial = torch.zeros(2, chunks, columns, dtype=torch.float32, device=x.device)
-        shape = {"HAS_WEIGHT": weight is not None, "COLUMNS": LONG_BLOCK, "num_warps": 8, **UNFUSED}
-        launch(kernels.layer_norm_backward_long, (rows,), x.device, dy, x, weight, mean, rstd, dx, *sizes, **shape)
-        if any(mask):
-            grid, tile = (-(-columns // 256), chunks), {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}
-            tensors = (dy, x, mean, rstd, partial[0], partial[1], *sizes, -(-rows // chunks))
-            launch(kernels.layer_norm_column_sums, grid if rows else (0,), x.device, *tensors, **sums, **tile)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    columns = x.shape[1]
+    unit = _unit(columns, x.stride(0), dy.stride(0))
+    tensors = (dy, x, weight, mean, rstd)
+    sizes = (x.shape[0], columns // unit, dy.stride(0) // unit, x.stride(0) // unit)
+    constants = {"HAS_WEIGHT": weight is not None, "UNIT": unit, **_exact_products(dy, weight)}
+    sums: Constants = {"SUM_WEIGHT": mask[0], "SUM_BIAS": mask[1]}
+    config = _config(BACKWARD, columns)
+    if config is None:
+        partial = _backward_of_long_rows(LONG_BACKWARD, tensors, dx, sizes, constants, sums)
     else:
-        config = _config(BACKWARD, columns)
-        programs = max(1, min(-(-rows // config.rows), processors(x) * config.programs_per_sm))
-        partial = torch.empty(2, programs, columns, dtype=torch.float32, device=x.device)
-        shape = {"ROWS": config.rows, "COLUMNS": _power_of_two(columns), "num_warps": config.warps}
-        shape |= {"HAS_WEIGHT": weight is not None, **UNFUSED}
-        arguments = (dy, x, weight, mean, rstd, dx, partial[0], partial[1], *sizes)
-        launch(kernels.layer_norm_backward, (programs,), x.device, *arguments, **sums, **shape)
-    zero = torch.zeros(columns, dtype=torch.float32, device=x.device)
-    return dx, partial[0].sum(0) if mask[0] else zero, partial[1].sum(0) if mask[1] else zero.clone()
+        partial = _backward_of_tiles(config, tensors, dx, sizes, constants | sums)
+    if any(mask):
+        block = {"ROWS": 128, "COLUMNS": 16, "num_warps": 4}
+        grid = (-(-columns // block["COLUMNS"]),)
+        programs = partial.shape[1]
+        launch(add_partial_sums, grid, x.device, partial, dweight, dbias, programs, columns, **sums, **block)
+    return dx, dweight, dbias
+
+
+Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]  # dy, x, weight, mean, rstd
+Constants = dict[str, int | bool]
+
+
+def _backward_of_tiles(
+    config: BackwardConfig, tensors: Tensors, dx: Tensor, sizes: tuple[int, ...], constants: Constants
+) -> Tensor:
+    """Fills dx; gives the partial sums (2, programs, N)."""
+    from rooftop.kernels.norm_kernels import layer_norm_backward
+
+    rows, columns = dx.shape
+    programs = max(1, min(-(-rows // config.rows), config.programs_per_sm * processors(dx)))
+    partial = torch.empty((2, programs, columns), dtype=torch.float32, device=dx.device)
+    tile = _tile(config, columns) | {"STAGES": _stages(config, tensors[:2], columns), "AGAIN": config.again}
+    launch(layer_norm_backward, (programs,), dx.device, *tensors, dx, partial, *sizes, **constants, **tile)
+    return partial
+
+
+def _stages(config: BackwardConfig, tensors: Sequence[Tensor], columns: int) -> int:
+    """As many as the configuration says, or as fit into shared memory beside the scratch space of the sums."""
+    stage_bytes = config.rows * (1 << (columns - 1).bit_length()) * sum(t.element_size() for t in tensors)
+    return max(1, min(config.stages, (shared_memory_bytes(tensors[0]) - stage_bytes // 2 - 2048) // stage_bytes))
+
+
+def _backward_of_long_rows(
+    config: BackwardConfig, tensors: Tensors, dx: Tensor, sizes: tuple[int, ...], constants: Constants, sums: Constants
+) -> Tensor:
+    """Fills dx; gives the partial sums (2, chunks of rows, N)."""
+    from rooftop.kernels.norm_kernels import layer_norm_backward_long, layer_norm_row_sums
+
+    rows, columns = dx.shape
+    row_sums = torch.empty((2, rows), dtype=torch.float32, device=dx.device)
+    launch(layer_norm_row_sums, (rows,), dx.device, *tensors, row_sums, *sizes, **constants, **LONG_ROW_SUMS)
+    blocks = -(-columns // config.columns)
+    chunks = max(1, min(-(-rows // config.rows), config.programs_per_sm * processors(dx) // blocks))
+    partial = torch.empty((2, chunks, columns), dtype=torch.float32, device=dx.device)
+    stages = _stages(config, tensors[:2], config.columns)
+    tile = {"ROWS": config.rows, "COLUMNS": config.columns, "STAGES": stages, "num_warps": config.warps}
+    arguments, grid = (*tensors, row_sums, dx, partial, *sizes), (blocks, chunks)
+    launch(layer_norm_backward_long, grid, dx.device, *arguments, **constants, **sums, **tile)
+    return partial
+
+
+def _tile(config: ForwardConfig | BackwardConfig, columns: int) -> Constants:
+    """Launch parameters that both kernels of tiles share."""
+    width = 1 << (columns - 1).bit_length()
+    return {"ROWS": config.rows, "COLUMNS": width, "EVEN": width == columns, "num_warps": config.warps}
+
+
+def _parameter_gradients(x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Sequence[bool]) -> list[Tensor]:
+    """Memory for the gradients of weight and bias; nothing where none is wanted."""
+    wanted = [t if needed else None for t, needed in zip((weight, bias), mask, strict=True)]
+    return [x.new_empty(0) if t is None else x.new_empty(t.shape, dtype=t.dtype) for t in wanted]
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("rooftop::layer_norm", mutates_args=())
+@operator("layer_norm")
 def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(_unit_columns(x), weight, bias, eps)
+    return _forward(_unit_columns(x), _contiguous(weight), _contiguous(bias), eps)
 
 
-@_layer_norm.register_fake
+@torch.library.register_fake("rooftop::layer_norm")
 def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     statistics = x.new_empty(x.shape[0], dtype=_statistics_dtype(x))
     return x.new_empty(x.shape), statistics, torch.empty_like(statistics)
 
 
-@torch.library.custom_op("rooftop::layer_norm_backward", mutates_args=())
+@operator("layer_norm_backward")
 def _layer_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, mask: list[bool]
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, mask: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(_unit_columns(dy), _unit_columns(x), weight, mean, rstd, mask)
+    return _backward(_unit_columns(dy), _unit_columns(x), _contiguous(weight), bias, mean, rstd, mask)
 
 
-@_layer_norm_backward.register_fake
+@torch.library.register_fake("rooftop::layer_norm_backward")
 def _(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, mask: list[bool]
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, mask: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    columns = x.new_empty(x.shape[1], dtype=mean.dtype)
-    return x.new_empty(x.shape), columns, torch.empty_like(columns)
+    dweight, dbias = _parameter_gradients(x, weight, bias, mask)
+    return x.new_empty(x.shape), dweight, dbias
 
 
 def _unit_columns(x: Tensor) -> Tensor:
@@ -184,25 +266,27 @@ def _unit_columns(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def _contiguous(parameter: Tensor | None) -> Tensor | None:
+    return parameter.contiguous() if parameter is not None else None
+
+
 def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
     x, weight, bias, _ = inputs
     _, mean, rstd = output
-    ctx.save_for_backward(x, weight, mean, rstd)
-    ctx.dtypes = (weight.dtype if weight is not None else None, bias.dtype if bias is not None else None)  # type: ignore[attr-defined]
+    ctx.save_for_backward(x, weight, bias, mean, rstd)
     ctx.mark_non_differentiable(mean, rstd)
 
 
 def _differentiate(
     ctx: torch.autograd.function.FunctionCtx, dy: Tensor, _mean: Tensor | None, _rstd: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    x, weight, mean, rstd = ctx.saved_tensors  # type: ignore[attr-defined]
-    weight_dtype, bias_dtype = ctx.dtypes  # type: ignore[attr-defined]
+    x, weight, bias, mean, rstd = ctx.saved_tensors  # type: ignore[attr-defined]
     mask = list(ctx.needs_input_grad[1:3])  # type: ignore[attr-defined]
-    dx, dweight, dbias = torch.ops.rooftop.layer_norm_backward(dy, x, weight, mean, rstd, mask)
-    return dx, dweight.to(weight_dtype) if mask[0] else None, dbias.to(bias_dtype) if mask[1] else None, None
+    dx, dweight, dbias = _layer_norm_backward(dy, x, weight, bias, mean, rstd, mask)
+    return dx, dweight if mask[0] else None, dbias if mask[1] else None, None
 
 
-_layer_norm.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd("rooftop::layer_norm", _differentiate, setup_context=_save)
 
 
 @cost_of("rooftop::layer_norm")
@@ -252,12 +336,12 @@ def layer_norm(
     _check(x, shape, weight, bias)
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         x = x.float()
-    columns = prod(shape)
-    flat = (
-        x.reshape(-1, columns) if columns and x.numel() else x.reshape(prod(x.shape[: x.dim() - len(shape)]), columns)
-    )
+    if x.dim() == 2 and len(shape) == 1:
+        return _layer_norm(x, weight, bias, eps)[0]
+    columns = math.prod(shape)
+    rows = math.prod(x.shape[: x.dim() - len(shape)])
     weight, bias = (t.reshape(columns) if t is not None else None for t in (weight, bias))
-    y, _, _ = torch.ops.rooftop.layer_norm(flat, weight, bias, eps)
+    y, _, _ = _layer_norm(x.reshape(rows, columns), weight, bias, eps)
     return y.reshape(x.shape)
 
 

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,6 +62,14 @@ def require_triton() -> None:
 
 def processors(tensor: Tensor) -> int:
     """Multiprocessors of the tensor's device; a few where kernels are interpreted."""
-    if tensor.device.type != "cuda":
-        return 2
-    return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
+    return int(_properties(tensor.device).multi_processor_count) if tensor.device.type == "cuda" else 2
+
+
+def shared_memory_bytes(tensor: Tensor) -> int:
+    """Shared memory that one program can have on the tensor's device; where kernels are interpreted, much."""
+    return int(_properties(tensor.device).shared_memory_per_block_optin) if tensor.device.type == "cuda" else 1 << 20
+
+
+@cache
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)
