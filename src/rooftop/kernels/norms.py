@@ -80,9 +80,8 @@ class BackwardConfig:
     again: bool = False  # load the rows twice
 
 
-# The best of sweeps on an H200 (bfloat16, 2^27 elements). Fetching rows ahead is what matters in backward: without it
-# (one stage) the same sizes reach 3.0 to 3.7 TB/s, with it 3.8 to 3.9. Rows of more than 8192 elements leave no room
-# for that beside their sums; loading them twice is then the fastest.
+# Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). Fetching rows ahead (stages) is what
+# matters in backward; rows of more than 8192 elements leave no room for it beside their sums, and are loaded twice.
 FORWARD = (
     *(ForwardConfig(128, 16, 2), ForwardConfig(256, 8, 2), ForwardConfig(512, 4, 2), ForwardConfig(1024, 2, 2)),
     *(ForwardConfig(2048, 1, 2), ForwardConfig(4096, 1, 4), ForwardConfig(8192, 1, 4), ForwardConfig(12288, 1, 8)),

@@ -1,0 +1,144 @@
+"""What the launch parameters of the layer norm do to its speed: how the tables in `rooftop.kernels.norms` were chosen.
+
+    python benchmarks/kernels/norm_variants.py [--out benchmarks/results/h200/norm_variants.json] [--sizes 512 1024]
+
+bfloat16, 2^27 elements, TB/s of the bytes that must move, kernels called without autograd; beside them torch's copy and
+its sum of two tensors of the same size. Prints the best few of each size, and the best backward for each number of
+stages; the file has all. Kernels are compiled first, by as many processes as there are cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from rooftop.hardware import measure
+from rooftop.kernels import norms
+from rooftop.kernels.norms import BackwardConfig, ForwardConfig
+
+SIZES = (128, 256, 512, 768, 1024, 2048, 4096, 5120, 8192, 11008, 16384)
+ELEMENTS = 1 << 27
+Variant = ForwardConfig | BackwardConfig | None  # None: the kernels for rows of any length
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other sizes N, at most 16384")
+    parser.add_argument("--compile-only", metavar="I/N", help="only compile every N-th variant from the I-th on")
+    options = parser.parse_args()
+    if options.compile_only:
+        index, count = map(int, options.compile_only.split("/"))
+        for columns in options.sizes:
+            for variant in itertools.islice(variants(columns), index, None, count):
+                run(Problem(16, columns), variant)
+        return
+    compile_ahead(options.sizes)
+    plain = measure_plain()
+    rows = [row for columns in options.sizes for row in measure_size(columns)]
+    if options.out:
+        found = {"device": torch.cuda.get_device_name(), "dtype": "bfloat16", "unit": "TB/s", **plain, "variants": rows}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def variants(columns: int) -> Iterator[Variant]:
+    """Launch parameters with a sensible share of a tile for each thread."""
+    width = 1 << (columns - 1).bit_length()
+    for rows, warps in itertools.product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16)):
+        if 4 <= rows * width / warps / 32 <= 64 and rows * width <= max(4096, width):
+            yield ForwardConfig(columns, rows, warps)
+    for rows, warps, stages in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32), (1, 2, 3, 4)):
+        if 4 <= rows * width / warps / 32 <= 64 and rows * width <= max(4096, width):
+            for programs in (1, 2, 3, 4, 6, 8, 12, 16):
+                if 12 <= programs * warps <= 32:
+                    yield BackwardConfig(columns, rows, warps, programs, stages)
+                    if width >= 8192 and stages == 1:
+                        yield BackwardConfig(columns, rows, warps, programs, stages, again=True)
+    yield None
+
+
+class Problem:
+    """Inputs of both directions."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.x, self.dy = (torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        self.weight, self.bias = (torch.randn(columns, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        self.mean = self.x.float().mean(1)
+        self.rstd = 1 / self.x.float().std(1)
+
+
+def run(problem: Problem, variant: Variant) -> Callable[[], object] | None:
+    """The call with these parameters, made once; None where they do not fit on the GPU."""
+    p = problem
+
+    def forward() -> object:
+        norms.FORWARD = (variant,)  # type: ignore[assignment]
+        return norms._forward(p.x, p.weight, p.bias, 1e-5)
+
+    def backward() -> object:
+        norms.BACKWARD = () if variant is None else (variant,)  # type: ignore[assignment]
+        return norms._backward(p.dy, p.x, p.weight, p.bias, p.mean, p.rstd, (True, True))
+
+    call = forward if isinstance(variant, ForwardConfig) else backward
+    try:
+        call()
+    except OutOfResources:
+        return None
+    return call
+
+
+def compile_ahead(sizes: list[int]) -> None:
+    count = os.cpu_count() or 1
+    command = [sys.executable, __file__, "--sizes", *map(str, sizes), "--compile-only"]
+    workers = [subprocess.Popen([*command, f"{index}/{count}"]) for index in range(count)]
+    if sum(worker.wait() for worker in workers):
+        raise SystemExit("a variant could not be compiled: see above")
+
+
+def measure_plain() -> dict[str, float]:
+    a, b, out = (torch.randn(ELEMENTS, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    found = {"copy": rate(lambda: out.copy_(a), 2), "add": rate(lambda: torch.add(a, b, out=out), 3)}
+    print("  ".join(f"{name} {tb:.2f} TB/s" for name, tb in found.items()))
+    return found
+
+
+def measure_size(columns: int) -> list[dict[str, Any]]:
+    problem = Problem(ELEMENTS // columns, columns)
+    found: dict[str, list[dict[str, Any]]] = {"forward": [], "backward": []}
+    for variant in variants(columns):
+        call = run(problem, variant)
+        if call is None:
+            continue
+        direction, tensors = ("forward", 2) if isinstance(variant, ForwardConfig) else ("backward", 3)
+        parameters = {"any_length": True} if variant is None else asdict(variant) | {"columns": columns}
+        found[direction].append({"columns": columns, "direction": direction, **parameters, "rate": rate(call, tensors)})
+    for direction, rows in found.items():
+        rows.sort(key=lambda row: -row["rate"])
+        print(f"N={columns} {direction}: best of {len(rows)}")
+        by_stages = {row.get("stages"): row for row in reversed(rows)}
+        for row in [*rows[:3], *(by_stages.values() if direction == "backward" else ())]:
+            parameters = {k: v for k, v in row.items() if k not in ("columns", "direction", "rate")}
+            print(f"   {row['rate']:.2f}", *(f"{name} {value}" for name, value in parameters.items()), flush=True)
+    return [row for rows in found.values() for row in rows]
+
+
+def rate(call: Callable[[], object], tensors: int) -> float:
+    """TB/s, for so many tensors of ELEMENTS bfloat16 moved."""
+    timing = measure(call, device="cuda", seconds=0.01, warm_up_seconds=0.003)
+    return tensors * 2 * ELEMENTS / timing.median_ms / 1e9
+
+
+if __name__ == "__main__":
+    main()
