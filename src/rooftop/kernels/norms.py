@@ -80,8 +80,8 @@ class BackwardConfig:
     again: bool = False  # load the rows twice
 
 
-# Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). Fetching rows ahead (stages) is what
-# matters in backward; rows of more than 8192 elements leave no room for it beside their sums, and are loaded twice.
+# Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). Fetching rows ahead (stages) is
+# what matters in backward; rows of more than 8192 elements leave no room for it beside their sums: loaded twice.
 FORWARD = (
     *(ForwardConfig(128, 16, 2), ForwardConfig(256, 8, 2), ForwardConfig(512, 4, 2), ForwardConfig(1024, 2, 2)),
     *(ForwardConfig(2048, 1, 2), ForwardConfig(4096, 1, 4), ForwardConfig(8192, 1, 4), ForwardConfig(12288, 1, 8)),
