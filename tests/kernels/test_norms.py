@@ -98,6 +98,31 @@ def test_views_with_any_strides() -> None:
         )
 
 
+def test_weights_and_gradients_with_any_strides() -> None:
+    x, weight, bias = torch.randn(6, 40), torch.randn(40, 3)[:, 1], torch.randn(1).expand(40)
+    assert_gate(x, weight, bias)
+    ours, theirs = (t.requires_grad_() for t in (x.clone(), x.clone()))
+    layer_norm(ours, 40, weight).sum().backward()  # an expanded gradient: all strides 0
+    F.layer_norm(theirs, (40,), weight).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize("columns", [48, 20_001])
+def test_a_gradient_comes_alone(columns: int, wanted: tuple[bool, bool, bool]) -> None:
+    inputs = [t.requires_grad_(w) for t, w in zip(tensors(5, columns), wanted, strict=True)]
+    dy = torch.randn(5, columns)
+    layer_norm(inputs[0], columns, *inputs[1:]).backward(dy)
+    ours = [t.grad for t in inputs]
+    for t in inputs:
+        t.grad = None
+    F.layer_norm(inputs[0], (columns,), *inputs[1:]).backward(dy)
+    for t, mine, needed in zip(inputs, ours, wanted, strict=True):
+        assert (mine is not None) == needed
+        if mine is not None:
+            torch.testing.assert_close(mine, t.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_several_normalized_dimensions() -> None:
     x, weight = torch.randn(4, 3, 5, 6), torch.randn(5, 6)
     torch.testing.assert_close(layer_norm(x, (5, 6), weight), F.layer_norm(x, (5, 6), weight), rtol=1e-5, atol=1e-5)
