@@ -21,6 +21,7 @@ from rooftop.cost.registry import cost_of
     *aten("mkldnn_convolution slow_conv3d_forward"),
 )
 def convolution(call: Call) -> Cost:
+    """Multiply and add for each weight of each output; fused bias, sum and ReLU one each. Reads what windows touch."""
     source, weight = _source(call), call["weight"]
     out: Tensor = call.results[0]
     bias, addend = call.get("bias"), call.get("z")

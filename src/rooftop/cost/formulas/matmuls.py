@@ -21,6 +21,7 @@ def merged(*parts: dict[str, int]) -> dict[str, int]:
 
 @cost_of(*aten("bmm dot mm mv vdot"))
 def product(call: Call) -> Cost:
+    """(m, k) @ (k, n), batched or not: 2 m n k."""
     left: Tensor = call["self"]  # (..., m, k)
     flops = matrix_flops(left, call.out.numel() * left.shape[-1])
     return Cost(distinct_bytes(call.read_tensors), distinct_bytes([call.out]), flops)

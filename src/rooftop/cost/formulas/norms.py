@@ -78,6 +78,7 @@ def batch_norm_backward(call: Call) -> Cost:
 
 @cost_of(*aten("native_group_norm_backward native_layer_norm_backward"))
 def row_norm_backward(call: Call) -> Cost:
+    """Layer norm and group norm, with the statistics that forward saved."""
     return _norm_backward(call, call["grad_out"], call["mean"], call["rstd"], call["output_mask"])
 
 

@@ -75,6 +75,7 @@ FUSED_STEPS: dict[str, FusedStep] = {
 
 @cost_of(*(f"aten::{name}" for name in FUSED_STEPS))
 def fused_step(call: Call) -> Cost:
+    """One step of all parameters: the flops of the rule for each, and one for the loss scale where there is one."""
     step = FUSED_STEPS[call.func._schema.name.removeprefix("aten::").removesuffix("_")]
     states = [tensor for name in step.states(call) for tensor in tensors_in(call[name])]
     parameters, gradients = call["self"], call["grads"]

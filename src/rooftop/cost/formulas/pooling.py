@@ -20,6 +20,7 @@ from rooftop.cost.registry import cost_of
     *aten("mkldnn_max_pool2d mkldnn_max_pool3d"),
 )
 def pool(call: Call) -> Cost:
+    """One addition or comparison for each element of each window; reads what some window touches."""
     source: Tensor = call["self"]  # (N, C, *spatial) or (C, *spatial)
     pooled: Tensor = call.results[0]
     kernel = _kernel(call)

@@ -73,11 +73,13 @@ def item(call: Call) -> Cost:
 
 @cost_of("aten::_assert_async", "aten::_functional_assert_async")
 def assertion(call: Call) -> Cost:
+    """Reads one truth value."""
     return Cost(tensor_bytes(call["self"]), 0)
 
 
 @cost_of("aten::trace")
 def trace(call: Call) -> Cost:
+    """Adds the diagonal, and reads only that."""
     diagonal = min(call["self"].shape)
     return Cost(diagonal * call["self"].element_size(), tensor_bytes(call.out), arithmetic(diagonal, [call.out]))
 
