@@ -20,6 +20,7 @@ from rooftop.errors import InputError, RooftopError, TargetError
 VERBS = {
     "analyze": "Show how far a model is from what this machine can do, and why.",
     "ceilings": "Measure what this machine can do: bandwidths, matrix rates, launch costs.",
+    "classify": "Show what is on photographs.",
     "device": "Describe the GPUs and the CPU of this machine.",
     "report": "Turn a JSON report into HTML again.",
 }

@@ -1,0 +1,222 @@
+"""`rooftop classify`: a table or JSON of what is on photographs, and one clear line for whatever goes wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from PIL import Image
+from skimage import data
+
+from rooftop import models
+from rooftop.cli import classify as verb
+from rooftop.cli.main import main
+from rooftop.models.images import Preprocessing
+from rooftop.models.weights import WEIGHTS, Weights
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Made-up weights of ResNet-18, by number of classes."""
+    folder = tmp_path_factory.mktemp("weights")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for classes in (3, 1000):
+            torch.save(models.resnet18(num_classes=classes).state_dict(), folder / f"{classes}.pth")
+    return {classes: folder / f"{classes}.pth" for classes in (3, 1000)}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `rooftop classify ...` beside two photographs, without network; returns (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setattr(torch.hub, "_hub_dir", None)
+    monkeypatch.setenv("ROOFTOP_WEIGHTS_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "*")
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    Image.fromarray(data.chelsea()).save(folder / "cat.png")
+    Image.fromarray(data.coffee()).save(folder / "coffee.png")
+
+    def call(*words: str) -> tuple[int, str, str]:
+        status = main(["classify", *words, "--device", "cpu"])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_a_table_of_names_and_probabilities(run: Run, files: dict[int, Path]) -> None:
+    status, out, err = run("photos", "--model", "resnet18", "--weights", str(files[1000]), "--top", "2")
+    assert (status, err) == (0, "")
+    model, preprocessing = models.load_classifier("resnet18", files[1000])
+    expected = [["photograph", "class", "probability"]]
+    for photo in models.classify(model, ["photos"], preprocessing=preprocessing, top=2):
+        first, second = photo.guesses
+        expected.append([str(photo.path), *f"{first.name} {first.probability:.1%}".split()])
+        expected.append(f"{second.name} {second.probability:.1%}".split())
+    assert [line.split() for line in out.splitlines()] == expected
+    assert expected[1][0] == os.path.join("photos", "cat.png")
+
+
+def test_json_beside_the_table(run: Run, files: dict[int, Path]) -> None:
+    status, out, _ = run("photos", "--model", "resnet18", "--weights", str(files[3]), "--json", "r.json")
+    assert status == 0
+    assert "class 0" in out
+    assert out.splitlines()[-1] == "classes: r.json"
+    assert set(os.listdir()) == {"photos", "r.json"}
+    found = json.loads(Path("r.json").read_text())
+    assert (found["model"], found["weights"]) == ("resnet18", str(files[3]))
+    assert [photo["path"] for photo in found["photographs"]] == ["photos/cat.png", "photos/coffee.png"]
+    for photo in found["photographs"]:
+        probabilities = [guess["probability"] for guess in photo["classes"]]
+        assert sum(probabilities) == pytest.approx(1)
+        assert probabilities == sorted(probabilities, reverse=True)
+        assert sorted(guess["index"] for guess in photo["classes"]) == [0, 1, 2]
+        assert {guess["name"] for guess in photo["classes"]} == {None}
+
+
+def test_json_instead_of_the_table(run: Run, files: dict[int, Path]) -> None:
+    words = ["photos/cat.png", "--model", "resnet18", "--weights", str(files[1000]), "--top", "1"]
+    answers = {}
+    for dtype in ("fp32", "fp64", "bf16"):
+        status, out, err = run(*words, "--json", "-", "--dtype", dtype, "--batch-size", "1")
+        assert (status, err) == (0, "")
+        ((answer,),) = (photo["classes"] for photo in json.loads(out)["photographs"])
+        answers[dtype] = answer["probability"]
+    assert answers["fp64"] == pytest.approx(answers["fp32"], rel=1e-4)
+    assert answers["bf16"] == pytest.approx(answers["fp32"], rel=0.2)
+    assert answers["bf16"] != answers["fp32"]
+    assert os.listdir() == ["photos"]
+
+
+def test_default_weights_come_from_the_mirror(
+    run: Run, files: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sha256 = hashlib.sha256(files[3].read_bytes()).hexdigest()
+    weights = Weights(f"resnet18-{sha256[:8]}.pth", Preprocessing())
+    monkeypatch.setitem(WEIGHTS, "resnet18", {"IMAGENET1K_V1": weights})
+    mirror = tmp_path / "mirror"
+    mirror.mkdir()
+    (mirror / weights.file).symlink_to(files[3])
+    monkeypatch.setenv("ROOFTOP_WEIGHTS_URL", mirror.as_uri())
+    for _ in range(2):
+        assert run("photos", "--model", "resnet18")[0] == 0
+        (mirror / weights.file).unlink(missing_ok=True)  # the second time they are in the cache
+    (tmp_path / "torch" / "hub" / "checkpoints" / weights.file).write_bytes(b"damaged")
+    status, out, err = run("photos", "--model", "resnet18")
+    assert (status, out) == (1, "")
+    assert "is damaged" in err
+
+
+def test_names_of_files_are_shown_as_they_are(run: Run, files: dict[int, Path]) -> None:
+    strange = ["[bold]a.png", "l" * 150 + ".png", os.fsdecode(b"\xff.png")]
+    for name in strange:
+        os.link("photos/cat.png", name)
+    status, out, err = run(*strange, "--model", "resnet18", "--weights", str(files[3]), "--top", "1")
+    assert (status, err) == (0, "")
+    assert "[bold]a.png" in out
+    assert out.count("l") >= 150
+    assert click.format_filename(strange[2]) in out
+    assert max(map(len, out.splitlines())) <= 110
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        ([], 2, "PATH"),
+        (["missing.jpg"], 2, "missing.jpg does not exist"),
+        (["empty"], 2, "holds no photographs"),
+        (["photos", "text.jpg"], 2, "text.jpg is no image"),
+        (["half.png", "--model", "resnet18", "--weights", "THREE"], 2, "half.png cannot be read"),
+        (["photos", "--model", "resnet5"], 2, "'resnet5' is not one of 'resnet18', 'resnet34', 'resnet50'"),
+        (["photos", "--weights", "IMAGENET1K_V3"], 2, "did you mean IMAGENET1K_V2?"),
+        (["photos", "--weights", "mine.safetensors"], 2, "expected a .pth file"),
+        (["photos", "--weights", "photos"], 2, "is a folder"),
+        (["photos", "--weights", "THREE"], 1, "The file fits resnet18(num_classes=3)"),
+        (["photos", "--weights", "half.png"], 1, "half.png is damaged or no file of weights"),
+        (["photos"], 1, "resnet50-11ad3fa6.pth was not downloaded: the server cannot be reached"),
+        (["photos", "--model", "resnet18", "--weights", "NAN"], 1, "cat.png is not finite: its weights are damaged"),
+        (["photos", "--top", "0"], 2, "--top"),
+        (["photos", "--batch-size", "-1"], 2, "--batch-size"),
+        (["photos", "--dtype", "int64"], 2, "'int64' is not one of 'bf16'"),
+        (["photos", "--json", "no/such/folder/r.json"], 2, "there is no folder no/such/folder"),
+        (["photos", "--json", "photos"], 2, "is a folder"),
+        (["photos", "--bogus"], 2, "--bogus"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(
+    run: Run, files: dict[int, Path], tmp_path: Path, words: list[str], status: int, message: str
+) -> None:
+    Path("empty").mkdir()
+    Path("text.jpg").write_text("no image")
+    Path("half.png").write_bytes(Path("photos/cat.png").read_bytes()[:9999])
+    if "NAN" in words:
+        state = torch.load(files[3], weights_only=True)
+        state["fc.bias"][0] = float("nan")
+        torch.save(state, "NAN")
+    before = set(os.listdir())
+    got, out, err = run(*(str(files[3]) if word == "THREE" else word for word in words))
+    assert got == status, err
+    assert message in err
+    assert err.startswith("rooftop: error: ")
+    assert len(err.splitlines()) == 1
+    assert out == ""
+    assert set(os.listdir()) - before <= {"torch"}
+    assert not [path for path in (tmp_path / "torch").rglob("*") if path.is_file()]
+
+
+def test_photographs_are_looked_at_before_anything_is_downloaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verb, "load_classifier", lambda *_: pytest.fail("weights were fetched"))
+    Path("text.jpg").write_text("no image")
+    assert run("photos", "text.jpg")[0] == 2
+    assert run("missing.jpg")[0] == 2
+
+
+def test_devices(run: Run, files: dict[int, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["classify", "photos", "--model", "resnet18", "--weights", str(files[3])]
+    assert main([*words, "--device", "auto"]) == 0
+    capsys.readouterr()
+    missing = f"cuda:{torch.cuda.device_count()}"
+    assert main([*words, "--device", missing]) == 2
+    assert f"{missing} is not there" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_a_gpu_finds_what_the_cpu_finds(
+    dtype: str, run: Run, files: dict[int, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["photos", "--model", "resnet18", "--weights", str(files[3]), "--json", "-"]
+    on_cpu = json.loads(run(*words)[1])["photographs"]
+    assert main(["classify", *words, "--device", "cuda", "--dtype", dtype]) == 0
+    on_gpu = json.loads(capsys.readouterr().out)["photographs"]
+    for a, b in zip(on_cpu, on_gpu, strict=True):
+        expected = {guess["index"]: guess["probability"] for guess in a["classes"]}
+        for guess in b["classes"]:
+            assert guess["probability"] == pytest.approx(expected[guess["index"]], abs=0.02)
+
+
+def test_help_lists_the_verb_without_torch() -> None:
+    code = "import sys; from rooftop.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "classify  Show what is on photographs." in done.stdout
+
+
+def test_its_own_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["classify", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "rooftop classify cat.jpg" in out
+    assert all(name in out for name in models.builtin_models())
