@@ -1,8 +1,8 @@
 """Models with the state dicts and weights of their origins, and the photographs that go into them."""
 
-from rooftop.models.builtin import ModelEntry, builtin_models, model_entry
 from rooftop.models.classification import Classified, Guess, classify, load_classifier
 from rooftop.models.images import Preprocessing, find_images, load_images
+from rooftop.models.registry import ModelEntry, builtin_models, model_entry
 from rooftop.models.resnet import (
     ResNet,
     resnet18,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.errors import InputError, ModelRunError
-from rooftop.models.builtin import model_entry
 from rooftop.models.images import IMAGENET, Preprocessing, check_images, find_images, load_images
+from rooftop.models.registry import model_entry
 from rooftop.models.weights import load_into, preprocessing_of, read_weights, weights_file
 
 

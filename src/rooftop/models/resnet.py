@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from rooftop.models.registry import register
 from rooftop.models.weights import load_weights
 
 Norm = Callable[[int], nn.Module]
@@ -219,36 +220,43 @@ class ResNet(nn.Module):
                     nn.init.zeros_(weight)
 
 
+@register
 def resnet18(*, weights: str | Path | None = None, **options: Any) -> ResNet:
     """ResNet-18: 11,689,512 parameters."""
     return _built("resnet18", weights, BasicBlock, (2, 2, 2, 2), options)
 
 
+@register
 def resnet34(*, weights: str | Path | None = None, **options: Any) -> ResNet:
     """ResNet-34: 21,797,672 parameters."""
     return _built("resnet34", weights, BasicBlock, (3, 4, 6, 3), options)
 
 
+@register
 def resnet50(*, weights: str | Path | None = None, **options: Any) -> ResNet:
     """ResNet-50: 25,557,032 parameters."""
     return _built("resnet50", weights, Bottleneck, (3, 4, 6, 3), options)
 
 
+@register
 def resnet101(*, weights: str | Path | None = None, **options: Any) -> ResNet:
     """ResNet-101: 44,549,160 parameters."""
     return _built("resnet101", weights, Bottleneck, (3, 4, 23, 3), options)
 
 
+@register
 def resnet152(*, weights: str | Path | None = None, **options: Any) -> ResNet:
     """ResNet-152: 60,192,808 parameters."""
     return _built("resnet152", weights, Bottleneck, (3, 8, 36, 3), options)
 
 
+@register
 def resnext50_32x4d(*, weights: str | Path | None = None, **options: Any) -> ResNet:
     """ResNeXt-50 with 32 groups of width 4: 25,028,904 parameters."""
     return _built("resnext50_32x4d", weights, Bottleneck, (3, 4, 6, 3), {"groups": 32, "width_per_group": 4, **options})
 
 
+@register
 def resnext101_32x8d(*, weights: str | Path | None = None, **options: Any) -> ResNet:
     """ResNeXt-101 with 32 groups of width 8: 88,791,336 parameters."""
     return _built(
@@ -256,6 +264,7 @@ def resnext101_32x8d(*, weights: str | Path | None = None, **options: Any) -> Re
     )
 
 
+@register
 def resnext101_64x4d(*, weights: str | Path | None = None, **options: Any) -> ResNet:
     """ResNeXt-101 with 64 groups of width 4: 83,455,272 parameters."""
     return _built(
@@ -263,11 +272,13 @@ def resnext101_64x4d(*, weights: str | Path | None = None, **options: Any) -> Re
     )
 
 
+@register
 def wide_resnet50_2(*, weights: str | Path | None = None, **options: Any) -> ResNet:
     """Wide ResNet-50, 3x3 twice as wide: 68,883,240 parameters."""
     return _built("wide_resnet50_2", weights, Bottleneck, (3, 4, 6, 3), {"width_per_group": 128, **options})
 
 
+@register
 def wide_resnet101_2(*, weights: str | Path | None = None, **options: Any) -> ResNet:
     """Wide ResNet-101, 3x3 twice as wide: 126,886,696 parameters."""
     return _built("wide_resnet101_2", weights, Bottleneck, (3, 4, 23, 3), {"width_per_group": 128, **options})

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from rooftop.errors import InputError, WeightsError
 from rooftop.models.downloads import download, sha256_of
 from rooftop.models.images import Preprocessing
+from rooftop.models.registry import builtin_models
 
 PUBLIC_URL = "https://download.pytorch.org/models"
 
@@ -188,8 +189,6 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> No
 
 def _fitting(found: dict[str, tuple[int, ...]]) -> str:
     """Which built-in models the shapes in a file belong to, as a sentence; "" if none."""
-    from rooftop.models.builtin import builtin_models  # the builders import this file
-
     classes = (found.get("fc.bias") or (1000,))[0]
     fitting = []
     for name, entry in builtin_models().items():

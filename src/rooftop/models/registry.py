@@ -1,15 +1,17 @@
-"""The models that the command line knows by name."""
+"""The models that are known by name: builders register themselves, `rooftop.models` imports them all."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
 from rooftop.errors import TargetError
-from rooftop.models import resnet
+
+Build = TypeVar("Build", bound=Callable[..., nn.Module])
 
 
 @dataclass(frozen=True)
@@ -21,16 +23,18 @@ class ModelEntry:
     classifies: bool = True
 
 
-_BUILDERS: tuple[Callable[..., nn.Module], ...] = (
-    *(resnet.resnet18, resnet.resnet34, resnet.resnet50, resnet.resnet101, resnet.resnet152),
-    *(resnet.resnext50_32x4d, resnet.resnext101_32x8d, resnet.resnext101_64x4d),
-    *(resnet.wide_resnet50_2, resnet.wide_resnet101_2),
-)
+_entries: dict[str, ModelEntry] = {}
+
+
+def register(build: Build) -> Build:
+    """Decorator of a builder: its function's name is the model's."""
+    _entries[build.__name__] = ModelEntry(build)
+    return build
 
 
 def builtin_models() -> dict[str, ModelEntry]:
     """All built-in models by name."""
-    return {build.__name__: ModelEntry(build) for build in _BUILDERS}
+    return dict(_entries)
 
 
 def model_entry(name: str) -> ModelEntry:
@@ -39,11 +43,10 @@ def model_entry(name: str) -> ModelEntry:
     Raises:
         TargetError: there is none; the message has the names that come close.
     """
-    entries = builtin_models()
-    if name not in entries:
-        close = difflib.get_close_matches(name, entries, n=3) or list(entries)
+    if name not in _entries:
+        close = difflib.get_close_matches(name, _entries, n=3) or list(_entries)
         raise TargetError(
             f"{name!r} is no built-in model (did you mean {', '.join(close)}?) "
             "and not package.module:callable, e.g. my_pkg.net:build"
         )
-    return entries[name]
+    return _entries[name]
