@@ -3,8 +3,8 @@
     python benchmarks/kernels/norm_variants.py [--out benchmarks/results/h200/norm_variants.json] [--sizes 512 1024]
 
 bfloat16, 2^27 elements, TB/s of the bytes that must move, kernels called without autograd; beside them torch's copy and
-its sum of two tensors of the same size. Prints the best few of each size, and the best backward for each number of
-stages; the file has all. Kernels are compiled first, by as many processes as there are cores.
+its sum of two tensors of the same size. Of each size the five best are kept, and the best backward for each number of
+stages (rows fetched ahead). Kernels are compiled first, by as many processes as there are cores.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from rooftop.hardware import measure
 from rooftop.kernels import norms
 from rooftop.kernels.norms import BackwardConfig, ForwardConfig
 
-SIZES = (128, 256, 512, 768, 1024, 2048, 4096, 5120, 8192, 11008, 16384)
+SIZES = (128, 256, 512, 768, 1024, 2048, 2601, 4096, 5120, 8192, 11008, 16384, 32768, 50257)
 ELEMENTS = 1 << 27
 Variant = ForwardConfig | BackwardConfig | None  # None: the kernels for rows of any length
 
@@ -35,14 +35,15 @@ Variant = ForwardConfig | BackwardConfig | None  # None: the kernels for rows of
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other sizes N, at most 16384")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other sizes N")
     parser.add_argument("--compile-only", metavar="I/N", help="only compile every N-th variant from the I-th on")
     options = parser.parse_args()
     if options.compile_only:
         index, count = map(int, options.compile_only.split("/"))
         for columns in options.sizes:
-            for variant in itertools.islice(variants(columns), index, None, count):
-                run(Problem(16, columns), variant)
+            problem = Problem(64, columns)
+            for variant in itertools.islice(kernels(columns), index, None, count):
+                run(problem, variant)
         return
     compile_ahead(options.sizes)
     plain = measure_plain()
@@ -56,17 +57,28 @@ def main() -> None:
 def variants(columns: int) -> Iterator[Variant]:
     """Launch parameters with a sensible share of a tile for each thread."""
     width = 1 << (columns - 1).bit_length()
-    for rows, warps in itertools.product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16)):
-        if 4 <= rows * width / warps / 32 <= 64 and rows * width <= max(4096, width):
-            yield ForwardConfig(columns, rows, warps)
-    for rows, warps, stages in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32), (1, 2, 3, 4)):
-        if 4 <= rows * width / warps / 32 <= 64 and rows * width <= max(4096, width):
-            for programs in (1, 2, 3, 4, 6, 8, 12, 16):
-                if 12 <= programs * warps <= 32:
-                    yield BackwardConfig(columns, rows, warps, programs, stages)
-                    if width >= 8192 and stages == 1:
-                        yield BackwardConfig(columns, rows, warps, programs, stages, again=True)
+    blocks = [block for block in (width, width // 2, width // 4, width // 8) if block >= 64]
+    for rows, block, warps in itertools.product((1, 2, 4, 8, 16), blocks, (1, 2, 4, 8, 16, 32)):
+        held = rows * -(-columns // block) * block / warps / 32  # elements a thread
+        if held < 8 or rows * block / warps / 32 < 2 or rows * width > max(4096, width):
+            continue
+        if held <= 128:
+            yield ForwardConfig(columns, rows, block, warps)
+        if held > 64 or columns > 16384:
+            continue
+        for stages, programs, hold in itertools.product((1, 3, 4), (1, 2, 3, 4, 6, 8, 12, 16), (False, True)):
+            if 12 <= programs * warps <= 32:
+                yield BackwardConfig(columns, rows, block, warps, programs, stages, hold)
+                if width >= 8192 and stages == 1:
+                    yield BackwardConfig(columns, rows, block, warps, programs, stages, hold, again=True)
     yield None
+
+
+def kernels(columns: int) -> list[Variant]:
+    """One variant for each kernel that is compiled: the number of programs is not compiled in."""
+    found = list(variants(columns))
+    alike = {replace(v, programs_per_sm=1) if isinstance(v, BackwardConfig) else v: v for v in found}
+    return list(alike.values())
 
 
 class Problem:
@@ -124,14 +136,18 @@ def measure_size(columns: int) -> list[dict[str, Any]]:
         direction, tensors = ("forward", 2) if isinstance(variant, ForwardConfig) else ("backward", 3)
         parameters = {"any_length": True} if variant is None else asdict(variant) | {"columns": columns}
         found[direction].append({"columns": columns, "direction": direction, **parameters, "rate": rate(call, tensors)})
-    for direction, rows in found.items():
-        rows.sort(key=lambda row: -row["rate"])
-        print(f"N={columns} {direction}: best of {len(rows)}")
-        by_stages = {row.get("stages"): row for row in reversed(rows)}
-        for row in [*rows[:3], *(by_stages.values() if direction == "backward" else ())]:
-            parameters = {k: v for k, v in row.items() if k not in ("columns", "direction", "rate")}
-            print(f"   {row['rate']:.2f}", *(f"{name} {value}" for name, value in parameters.items()), flush=True)
-    return [row for rows in found.values() for row in rows]
+    best = [row for rows in found.values() for row in best_of(rows)]
+    for row in best:
+        parameters = {k: v for k, v in row.items() if k not in ("columns", "direction", "rate") and v is not False}
+        print(f"N={columns} {row['direction']} {row['rate']:.2f}", *(f"{k} {v}" for k, v in parameters.items()))
+    return best
+
+
+def best_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The five fastest, and the fastest for each number of stages."""
+    ranked = sorted(rows, key=lambda row: -row["rate"])
+    by_stages = {row.get("stages"): row for row in reversed(ranked)}
+    return [row for index, row in enumerate(ranked) if index < 5 or row is by_stages[row.get("stages")]]
 
 
 def rate(call: Callable[[], object], tensors: int) -> float:

@@ -61,10 +61,11 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """How rows of up to `columns` elements are worked on: rows a program, and warps."""
+    """How rows of up to `columns` elements are worked on: rows a program, elements of a block, and warps."""
 
     columns: int
     rows: int
+    block: int
     warps: int
 
 
@@ -74,28 +75,35 @@ class BackwardConfig:
 
     columns: int
     rows: int
+    block: int
     warps: int
     programs_per_sm: int
     stages: int
+    hold: bool = False  # the weight in registers
     again: bool = False  # load the rows twice
 
 
-# Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). Fetching rows ahead (stages) is
-# what matters in backward; rows of more than 8192 elements leave no room for it beside their sums: loaded twice.
+# Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). What matters: that loads are wide
+# (a block gives each thread 16 bytes or more), that little of the last block is masked, and in backward that rows are
+# fetched ahead; where the weight stays in registers there is more shared memory for that.
 FORWARD = (
-    *(ForwardConfig(128, 16, 2), ForwardConfig(256, 8, 2), ForwardConfig(512, 4, 2), ForwardConfig(1024, 2, 2)),
-    *(ForwardConfig(2048, 1, 2), ForwardConfig(4096, 1, 4), ForwardConfig(8192, 1, 4), ForwardConfig(12288, 1, 8)),
-    ForwardConfig(16384, 1, 16),
+    *(ForwardConfig(128, 16, 128, 2), ForwardConfig(256, 8, 128, 2), ForwardConfig(512, 4, 512, 2)),
+    *(ForwardConfig(1024, 1, 256, 2), ForwardConfig(2048, 1, 512, 4), ForwardConfig(3072, 1, 1024, 4)),
+    *(ForwardConfig(6144, 1, 1024, 8), ForwardConfig(8192, 1, 2048, 8), ForwardConfig(16384, 1, 4096, 8)),
+    ForwardConfig(32768, 1, 8192, 16),
 )
 BACKWARD = (
-    *(BackwardConfig(128, 8, 2, 6, 3), BackwardConfig(256, 4, 2, 6, 3), BackwardConfig(512, 4, 4, 3, 3)),
-    *(BackwardConfig(768, 2, 4, 4, 3), BackwardConfig(1024, 4, 8, 2, 3), BackwardConfig(1536, 2, 4, 4, 4)),
-    *(BackwardConfig(2048, 2, 8, 2, 3), BackwardConfig(4096, 1, 8, 2, 3), BackwardConfig(6144, 1, 8, 2, 4)),
-    *(BackwardConfig(8192, 1, 32, 1, 4), BackwardConfig(16384, 1, 16, 1, 1, again=True)),
+    *(BackwardConfig(128, 8, 128, 2, 6, 3), BackwardConfig(256, 4, 256, 2, 6, 3), BackwardConfig(512, 4, 512, 4, 3, 3)),
+    *(BackwardConfig(768, 2, 256, 4, 3, 4, hold=True), BackwardConfig(1023, 1, 256, 2, 6, 3, hold=True)),
+    *(BackwardConfig(1024, 2, 1024, 4, 3, 3), BackwardConfig(1536, 1, 512, 4, 3, 4, hold=True)),
+    *(BackwardConfig(2048, 2, 2048, 8, 2, 3), BackwardConfig(2560, 1, 1024, 4, 4, 4, hold=True)),
+    *(BackwardConfig(3072, 1, 1024, 8, 2, 4, hold=True), BackwardConfig(4096, 1, 4096, 8, 2, 3)),
+    *(BackwardConfig(6144, 1, 2048, 8, 2, 4, hold=True), BackwardConfig(8192, 1, 4096, 16, 1, 4)),
+    *(BackwardConfig(12288, 1, 4096, 16, 1, 3), BackwardConfig(16384, 1, 4096, 16, 1, 1, again=True)),
 )
-LONG_FORWARD = {"COLUMNS": 4096, "num_warps": 8}  # elements of a long row at a time
+LONG_FORWARD = {"COLUMNS": 1024, "num_warps": 8}  # elements of a long row at a time
 LONG_ROW_SUMS = {"COLUMNS": 2048, "num_warps": 8}
-LONG_BACKWARD = BackwardConfig(columns=2048, rows=1, warps=8, programs_per_sm=2, stages=4)
+LONG_BACKWARD = BackwardConfig(columns=0, rows=1, block=2048, warps=8, programs_per_sm=2, stages=4)
 
 
 Config = TypeVar("Config", ForwardConfig, BackwardConfig)
@@ -189,14 +197,19 @@ def _backward_of_tiles(
     rows, columns = dx.shape
     programs = max(1, min(-(-rows // config.rows), config.programs_per_sm * processors(dx)))
     partial = torch.empty((2, programs, columns), dtype=torch.float32, device=dx.device)
-    tile = _tile(config, columns) | {"STAGES": _stages(config, tensors[:2], columns), "AGAIN": config.again}
+    tile = _tile(config, columns) | {
+        "STAGES": _stages(config, tensors[:2], columns),
+        "HOLD": config.hold,
+        "AGAIN": config.again,
+    }
     launch(layer_norm_backward, (programs,), dx.device, *tensors, dx, partial, *sizes, **constants, **tile)
     return partial
 
 
 def _stages(config: BackwardConfig, tensors: Sequence[Tensor], columns: int) -> int:
     """As many as the configuration says, or as fit into shared memory beside the scratch space of the sums."""
-    stage_bytes = config.rows * (1 << (columns - 1).bit_length()) * sum(t.element_size() for t in tensors)
+    elements = config.rows * min(-(-columns // config.block) * config.block, 1 << (columns - 1).bit_length())
+    stage_bytes = elements * sum(t.element_size() for t in tensors)
     return max(1, min(config.stages, (shared_memory_bytes(tensors[0]) - stage_bytes // 2 - 2048) // stage_bytes))
 
 
@@ -209,11 +222,11 @@ def _backward_of_long_rows(
     rows, columns = dx.shape
     row_sums = torch.empty((2, rows), dtype=torch.float32, device=dx.device)
     launch(layer_norm_row_sums, (rows,), dx.device, *tensors, row_sums, *sizes, **constants, **LONG_ROW_SUMS)
-    blocks = -(-columns // config.columns)
+    blocks = -(-columns // config.block)
     chunks = max(1, min(-(-rows // config.rows), config.programs_per_sm * processors(dx) // blocks))
     partial = torch.empty((2, chunks, columns), dtype=torch.float32, device=dx.device)
-    stages = _stages(config, tensors[:2], config.columns)
-    tile = {"ROWS": config.rows, "COLUMNS": config.columns, "STAGES": stages, "num_warps": config.warps}
+    stages = _stages(config, tensors[:2], config.block)
+    tile = {"ROWS": config.rows, "COLUMNS": config.block, "STAGES": stages, "num_warps": config.warps}
     arguments, grid = (*tensors, row_sums, dx, partial, *sizes), (blocks, chunks)
     launch(layer_norm_backward_long, grid, dx.device, *arguments, **constants, **sums, **tile)
     return partial
@@ -221,8 +234,10 @@ def _backward_of_long_rows(
 
 def _tile(config: ForwardConfig | BackwardConfig, columns: int) -> Constants:
     """Launch parameters that both kernels of tiles share."""
-    width = 1 << (columns - 1).bit_length()
-    return {"ROWS": config.rows, "COLUMNS": width, "EVEN": width == columns, "num_warps": config.warps}
+    block = min(config.block, 1 << (columns - 1).bit_length())
+    blocks = -(-columns // block)
+    even = blocks * block == columns
+    return {"ROWS": config.rows, "BLOCKS": blocks, "COLUMNS": block, "EVEN": even, "num_warps": config.warps}
 
 
 def _parameter_gradients(x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Sequence[bool]) -> list[Tensor]:
