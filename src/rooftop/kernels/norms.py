@@ -89,7 +89,12 @@ class BackwardConfig:
 FORWARD = (
     *(ForwardConfig(128, 16, 128, 2), ForwardConfig(256, 8, 128, 2), ForwardConfig(512, 4, 512, 2)),
     *(ForwardConfig(1024, 1, 256, 2), ForwardConfig(2048, 1, 512, 4), ForwardConfig(3072, 1, 1024, 4)),
-    *(ForwardConfig(6144, 1, 1024, 8), ForwardConfig(8192, 1, 2048, 8), ForwardConfig(16384, 1, 4096, 8)),
+    *(
+        ForwardConfig(4096, 1, 4096, 4),
+        ForwardConfig(6144, 1, 1024, 8),
+        ForwardConfig(8192, 1, 2048, 8),
+        ForwardConfig(16384, 1, 4096, 8),
+    ),
     ForwardConfig(32768, 1, 8192, 16),
 )
 BACKWARD = (
@@ -101,7 +106,8 @@ BACKWARD = (
     *(BackwardConfig(6144, 1, 2048, 8, 2, 4, hold=True), BackwardConfig(8192, 1, 4096, 16, 1, 4)),
     *(BackwardConfig(12288, 1, 4096, 16, 1, 3), BackwardConfig(16384, 1, 4096, 16, 1, 1, again=True)),
 )
-LONG_FORWARD = {"COLUMNS": 1024, "num_warps": 8}  # elements of a long row at a time
+LONG_FORWARD = {"COLUMNS": 4096, "num_warps": 8}  # elements of a long row at a time
+LONG_FORWARD_UNALIGNED = {"COLUMNS": 1024, "num_warps": 8}  # one element a load
 LONG_ROW_SUMS = {"COLUMNS": 2048, "num_warps": 8}
 LONG_BACKWARD = BackwardConfig(columns=0, rows=1, block=2048, warps=8, programs_per_sm=2, stages=4)
 
@@ -145,7 +151,8 @@ def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
     constants = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "UNIT": unit}
     config = _config(FORWARD, columns)
     if config is None:
-        launch(kernels.layer_norm_forward_long, (rows,), x.device, *tensors, *sizes, **constants, **LONG_FORWARD)
+        block = LONG_FORWARD if unit > 1 else LONG_FORWARD_UNALIGNED
+        launch(kernels.layer_norm_forward_long, (rows,), x.device, *tensors, *sizes, **constants, **block)
     else:
         tile = _tile(config, columns)
         grid = (-(-rows // config.rows),)
