@@ -20,6 +20,8 @@ from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SMALL = (1, 7, 64, 100, 200, 512, 768, 1000, 1024, 1536, 2048)
+GPU_SIZES = (*SMALL, 2560, 3072, 4096, 5120, 8192, 11008, 16384, 20815, 32768, 50257, 262144)
 
 
 def forward_and_gradients(
@@ -220,10 +222,7 @@ def test_all_of_the_above_through_the_interpreter() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "columns",
-    [1, 7, 64, 512, 768, 1000, 1024, 1536, 2560, 3072, 4096, 5120, 8192, 11008, 16384, 20815, 32768, 50257, 262144],
-)
+@pytest.mark.parametrize("columns", GPU_SIZES)
 def test_gate_on_a_gpu(columns: int, dtype: torch.dtype) -> None:
     assert_gate(*tensors(67, columns, dtype=dtype), device="cuda")
 

@@ -89,13 +89,8 @@ class BackwardConfig:
 FORWARD = (
     *(ForwardConfig(128, 16, 128, 2), ForwardConfig(256, 8, 128, 2), ForwardConfig(512, 4, 512, 2)),
     *(ForwardConfig(1024, 1, 256, 2), ForwardConfig(2048, 1, 512, 4), ForwardConfig(3072, 1, 1024, 4)),
-    *(
-        ForwardConfig(4096, 1, 4096, 4),
-        ForwardConfig(6144, 1, 1024, 8),
-        ForwardConfig(8192, 1, 2048, 8),
-        ForwardConfig(16384, 1, 4096, 8),
-    ),
-    ForwardConfig(32768, 1, 8192, 16),
+    *(ForwardConfig(4096, 1, 4096, 4), ForwardConfig(6144, 1, 1024, 8), ForwardConfig(8192, 1, 2048, 8)),
+    *(ForwardConfig(16384, 1, 4096, 8), ForwardConfig(32768, 1, 8192, 16)),
 )
 BACKWARD = (
     *(BackwardConfig(128, 8, 128, 2, 6, 3), BackwardConfig(256, 4, 256, 2, 6, 3), BackwardConfig(512, 4, 512, 4, 3, 3)),
