@@ -27,6 +27,10 @@ class CeilingsFileError(RooftopError, ValueError):
     """A ceilings file that is corrupt, of another format version or of another device."""
 
 
+class MeasurementError(RooftopError, RuntimeError):
+    """A measurement that needs several processes failed in one of them, or was not done in time."""
+
+
 class WeightsError(RooftopError, RuntimeError):
     """A weights file that cannot be fetched, does not match its checksum or does not fit the model."""
 

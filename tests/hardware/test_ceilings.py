@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rooftop.errors import CeilingsFileError
 from rooftop.hardware import Ceilings, MemoryPoint, measure, measure_ceilings
-from rooftop.hardware.ceilings import cache_path
+from rooftop.hardware.measuring import cache_path
 from rooftop.hardware.probes import identity
 
 
@@ -78,9 +78,41 @@ def test_the_cache_is_used_and_refreshed(measured: Ceilings, tmp_path: Path, mon
         measure_ceilings("cpu")
 
 
-def test_measuring_leaves_switches_and_the_random_precision_as_they_were(measured: Ceilings) -> None:
-    assert torch.backends.cuda.matmul.allow_tf32 is False
-    assert torch.is_grad_enabled()
+def switches() -> dict[str, object]:
+    """Everything global in torch that a measurement could have turned."""
+    cuda = torch.cuda.is_available()
+    return {
+        "matmul tf32": torch.backends.cuda.matmul.allow_tf32,
+        "reduced bf16": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "reduced fp16": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        "cudnn tf32": torch.backends.cudnn.allow_tf32,
+        "cudnn benchmark": torch.backends.cudnn.benchmark,
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+        "random": torch.get_rng_state().tolist(),
+        "random on the GPU": torch.cuda.get_rng_state().tolist() if cuda else None,
+        "device": torch.cuda.current_device() if cuda else None,
+        "allocated": torch.cuda.memory_allocated() if cuda else None,
+    }
+
+
+def test_measuring_leaves_switches_and_random_numbers_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
+    usual = (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
+    try:
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
+        before = switches()
+        measure_ceilings(refresh=True)
+        assert switches() == before
+    finally:
+        torch.set_float32_matmul_precision(usual[0])
+        torch.backends.cudnn.benchmark = usual[1]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"format": 2}', '{"format": 1}', "\x00\xff"])
@@ -129,3 +161,15 @@ def test_gpu_kernel_floor_is_below_an_eager_launch() -> None:
     ceilings = measure_ceilings("cuda")
     assert 0 < ceilings.kernel_floor_ms <= ceilings.launch_graph_ms < ceilings.launch_eager_ms
     assert ceilings.rate(16 << 20) > 1.2 * ceilings.rate(1 << 30)  # L2 is faster than DRAM
+
+
+@pytest.mark.gpu
+def test_no_plain_loop_on_a_gpu_is_more_than_5_percent_above_its_ceiling() -> None:
+    ceilings = measure_ceilings("cuda")
+    x = torch.randn(1 << 28, device="cuda")
+    y = torch.empty_like(x)
+    copied = 2 * x.nbytes / (measure(lambda: y.copy_(x), device="cuda").median_ms / 1e3)
+    assert 0.7 * ceilings.rate(2 * x.nbytes) < copied <= 1.05 * ceilings.rate(2 * x.nbytes)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = 2 * 8192**3 / (measure(lambda: a @ b, device="cuda").median_ms / 1e3)
+    assert 0.7 * ceilings.peak("bf16") < product <= 1.05 * ceilings.peak("bf16")

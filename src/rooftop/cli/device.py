@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from rooftop.hardware import Device, devices
+from rooftop.hardware import Device, Peer, devices
 from rooftop.hardware.device import versions
 
 
@@ -51,10 +52,14 @@ def _label(name: str) -> str:
 
 
 def _value(name: str, value: Any) -> str:
-    if value is None or value in ({}, []):
+    if value is None or value in ({}, [], ()):
         return "-"
     if name.endswith("_bytes"):
         return _bytes(value)
+    if name == "links":
+        return _links(value)
+    if name == "topology":
+        return ", ".join(f"{other}: {Peer(**peer)}" for other, peer in value.items())
     if name == "caches":
         return ", ".join(f"{level} {_bytes(size)}" for level, size in value.items())
     if name == "compute_capability":
@@ -65,6 +70,17 @@ def _value(name: str, value: Any) -> str:
         return ", ".join(map(str, value))
     unit = {"_mhz": " MHz", "_w": " W"}.get("_" + name.rsplit("_", 1)[-1], "")
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{value:,}{unit}" if unit else str(value)
+
+
+def _links(links: list[dict[str, Any]]) -> str:
+    """Links of the same kind as one phrase: "18 x NVLink 4.0 to a switch, 26.6 GB/s each way"."""
+    kinds = Counter((link["version"], link["remote"], link["rate"]) for link in links)
+    return "; ".join(
+        f"{count} x NVLink{f' {version}' if version else ''}"
+        + (f" to a {remote}" if remote in ("gpu", "switch") else "")
+        + (f", {rate / 1e9:.4g} GB/s each way" if rate else "")
+        for (version, remote, rate), count in kinds.items()
+    )
 
 
 def _bytes(size: int) -> str:

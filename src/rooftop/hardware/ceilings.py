@@ -1,4 +1,4 @@
-"""Ceilings: what this machine can do, measured; as data, as a file, and in a cache.
+"""Ceilings: what this machine can do, measured; as data and as a file.
 
 A ceiling is an upper bound: the fastest rate that was reproduced, whichever pattern or shape reached it. Figures above
 a ceiling elsewhere mean that the ceiling was measured badly, so every doubt is resolved upwards.
@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from rooftop.errors import CeilingsFileError
 
@@ -60,7 +57,8 @@ class Ceilings:
         flops: best matrix rate for each precision, flop/s.
         kernel_floor_ms: duration of an empty kernel inside a CUDA graph; on a CPU of the cheapest operator.
         launch_eager_ms, launch_graph_ms: time for each of many tiny kernels, launched eagerly and from a graph.
-        transfers: bytes/s between host and device, pageable and pinned. links: between GPUs.
+        transfers: bytes/s between host and device, pageable and pinned. links: between GPUs, copies and the bus
+            bandwidth of collectives.
         spread: relative spread of each measurement. disturbed: those above 10%.
     """
 
@@ -153,42 +151,3 @@ class Ceilings:
                 f"{os.fspath(path)} is not a usable ceilings file ({error}); "
                 f"measure again with: rooftop ceilings --refresh"
             ) from error
-
-
-def measure_ceilings(
-    device: torch.device | str | None = None,
-    refresh: bool = False,
-    progress: Progress = lambda what, fraction: None,
-) -> Ceilings:
-    """Ceilings of a device, from the cache if it was measured before under the same driver and versions.
-
-    Args:
-        device: "cpu", "cuda", "cuda:1"; None is the GPU if there is one.
-        refresh: measure again (under 30 s on a GPU, under 20 s on a CPU) and replace what is cached.
-        progress: called with (what is being measured, fraction done).
-
-    Raises:
-        ValueError: no such device here.
-        CeilingsFileError: the cached file is corrupt; `refresh=True` replaces it.
-    """
-    from rooftop.hardware.probes import identity, probe
-
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"ceilings can be measured on cpu and cuda devices, got {where}")
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"{where} is not there: torch can use {torch.cuda.device_count()} GPUs on this machine")
-    path = cache_path(identity(where))
-    if path.exists() and not refresh:
-        return Ceilings.load(path)
-    ceilings = probe(where, progress)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ceilings.save(path)
-    return ceilings
-
-
-def cache_path(identity: tuple[str, ...]) -> Path:
-    """Where the ceilings of a device under given versions are kept: $ROOFTOP_CACHE, or rooftop/ in the user's cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(os.environ.get("ROOFTOP_CACHE") or Path(home) / "rooftop")
-    return folder / f"ceilings-{re.sub(r'[^A-Za-z0-9.+-]+', '_', '-'.join(identity))}.json"

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,15 @@ from typing import Any
 import psutil
 import torch
 
+from rooftop.hardware.nvml import Nvml, nvml_session
+from rooftop.hardware.topology import NvLink, Peer, nv_links, peers
+
 
 @dataclass(frozen=True)
 class Gpu:
     """A GPU. Memory, caches and registers in bytes (registers: count), clocks in MHz, power in W.
 
-    `links` is the number of active NVLink links; `topology` how the other GPUs are reached ("NVLink", "PCIe ...").
+    `links` are its NVLink links that are up (None: the driver does not say), `topology` how it reaches each other GPU.
     """
 
     index: int
@@ -46,8 +47,8 @@ class Gpu:
     max_memory_clock_mhz: int | None = None
     pcie_generation: int | None = None
     pcie_width: int | None = None
-    links: int | None = None
-    topology: dict[str, str] = field(default_factory=dict)
+    links: tuple[NvLink, ...] | None = None
+    topology: dict[str, Peer] = field(default_factory=dict)
     has_nvdec: bool | None = None
     has_nvenc: bool | None = None
     power_limit_w: float | None = None
@@ -80,7 +81,10 @@ Device = Gpu | Cpu
 
 def devices() -> list[Device]:
     """All GPUs that torch can use, then the CPU."""
-    return [*(gpu(index) for index in range(torch.cuda.device_count())), cpu()]
+    count = torch.cuda.device_count()
+    with nvml_session() as nvml:
+        links = _links(nvml, count)
+        return [*(_gpu(nvml, index, links) for index in range(count)), cpu()]
 
 
 def gpu(index: int) -> Gpu:
@@ -89,83 +93,58 @@ def gpu(index: int) -> Gpu:
     Raises:
         ValueError: there is no such GPU.
     """
-    if not 0 <= index < torch.cuda.device_count():
-        raise ValueError(f"no GPU {index}: torch can use {torch.cuda.device_count()} on this machine")
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise ValueError(f"no GPU {index}: torch can use {count} on this machine")
+    with nvml_session() as nvml:
+        return _gpu(nvml, index, _links(nvml, count))
+
+
+def gpu_uuid(index: int) -> str | None:
+    """A GPU's UUID as the driver writes it; None where torch does not say."""
     p = torch.cuda.get_device_properties(index)
-    uuid = f"GPU-{p.uuid}" if hasattr(p, "uuid") else None
-    with _nvml_handle(uuid) as ask:
-        return Gpu(
-            index=index,
-            name=p.name,
-            uuid=uuid,
-            compute_capability=(p.major, p.minor),
-            sm_count=p.multi_processor_count,
-            memory_bytes=p.total_memory,
-            free_bytes=ask(lambda nvml, h: nvml.nvmlDeviceGetMemoryInfo(h).free),
-            l2_bytes=p.L2_cache_size,
-            shared_memory_per_sm_bytes=getattr(p, "shared_memory_per_multiprocessor", None),
-            shared_memory_per_block_bytes=getattr(p, "shared_memory_per_block_optin", None),
-            registers_per_sm=getattr(p, "regs_per_multiprocessor", None),
-            warp_size=p.warp_size,
-            max_threads_per_sm=getattr(p, "max_threads_per_multi_processor", None),
-            max_threads_per_block=getattr(p, "max_threads_per_block", None),
-            sm_clock_mhz=ask(lambda nvml, h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM)),
-            max_sm_clock_mhz=ask(lambda nvml, h: nvml.nvmlDeviceGetMaxClockInfo(h, nvml.NVML_CLOCK_SM)),
-            memory_clock_mhz=ask(lambda nvml, h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_MEM)),
-            max_memory_clock_mhz=ask(lambda nvml, h: nvml.nvmlDeviceGetMaxClockInfo(h, nvml.NVML_CLOCK_MEM)),
-            pcie_generation=ask(lambda nvml, h: nvml.nvmlDeviceGetMaxPcieLinkGeneration(h)),
-            pcie_width=ask(lambda nvml, h: nvml.nvmlDeviceGetMaxPcieLinkWidth(h)),
-            links=ask(_active_links),
-            topology=_topology(index),
-            has_nvdec=ask(lambda nvml, h: nvml.nvmlDeviceGetDecoderUtilization(h) is not None),
-            has_nvenc=ask(lambda nvml, h: nvml.nvmlDeviceGetEncoderUtilization(h) is not None),
-            power_limit_w=ask(lambda nvml, h: nvml.nvmlDeviceGetPowerManagementLimit(h) / 1000),
-        )
+    return f"GPU-{p.uuid}" if hasattr(p, "uuid") else None
 
 
-def _topology(index: int) -> dict[str, str]:
-    """How each other GPU is reached from this one."""
-    others = [other for other in range(torch.cuda.device_count()) if other != index]
-    direct = {other: torch.cuda.can_device_access_peer(index, other) for other in others}
-    return {f"cuda:{other}": "peer access" if direct[other] else "through the host" for other in others}
+def _links(nvml: Nvml, count: int) -> list[tuple[NvLink, ...] | None]:
+    return [nv_links(nvml, gpu_uuid(index)) for index in range(count)]
 
 
-def _active_links(nvml: Any, handle: Any) -> int:
-    """NVLink links that are up; asking beyond the last one is an error that ends the count."""
-    active = 0
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            active += int(nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED)
-        except nvml.NVMLError:
-            break
-    return active
-
-
-@contextmanager
-def _nvml_handle(uuid: str | None) -> Iterator[Callable[[Callable[[Any, Any], Any]], Any]]:
-    """Yields a function that asks NVML about one GPU and gives None where the driver does not say."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        yield lambda question: None
-        return
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else None
-    except pynvml.NVMLError:
-        handle = None
-
-    def ask(question: Callable[[Any, Any], Any]) -> Any:
-        try:
-            return question(pynvml, handle) if handle is not None else None
-        except pynvml.NVMLError:
-            return None
-
-    try:
-        yield ask
-    finally:
-        pynvml.nvmlShutdown()
+def _gpu(nvml: Nvml, index: int, links: list[tuple[NvLink, ...] | None]) -> Gpu:
+    """One GPU, given the NVLink links of all."""
+    p = torch.cuda.get_device_properties(index)
+    uuid = gpu_uuid(index)
+    ask = partial(nvml.gpu, uuid)
+    others = [other for other in range(len(links)) if other != index]
+    access = {other: torch.cuda.can_device_access_peer(index, other) for other in others}
+    uuids = [gpu_uuid(each) for each in range(len(links))]
+    return Gpu(
+        index=index,
+        name=p.name,
+        uuid=uuid,
+        compute_capability=(p.major, p.minor),
+        sm_count=p.multi_processor_count,
+        memory_bytes=p.total_memory,
+        free_bytes=ask(lambda nvml, h: nvml.nvmlDeviceGetMemoryInfo(h).free),
+        l2_bytes=p.L2_cache_size,
+        shared_memory_per_sm_bytes=getattr(p, "shared_memory_per_multiprocessor", None),
+        shared_memory_per_block_bytes=getattr(p, "shared_memory_per_block_optin", None),
+        registers_per_sm=getattr(p, "regs_per_multiprocessor", None),
+        warp_size=p.warp_size,
+        max_threads_per_sm=getattr(p, "max_threads_per_multi_processor", None),
+        max_threads_per_block=getattr(p, "max_threads_per_block", None),
+        sm_clock_mhz=ask(lambda nvml, h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM)),
+        max_sm_clock_mhz=ask(lambda nvml, h: nvml.nvmlDeviceGetMaxClockInfo(h, nvml.NVML_CLOCK_SM)),
+        memory_clock_mhz=ask(lambda nvml, h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_MEM)),
+        max_memory_clock_mhz=ask(lambda nvml, h: nvml.nvmlDeviceGetMaxClockInfo(h, nvml.NVML_CLOCK_MEM)),
+        pcie_generation=ask(lambda nvml, h: nvml.nvmlDeviceGetMaxPcieLinkGeneration(h)),
+        pcie_width=ask(lambda nvml, h: nvml.nvmlDeviceGetMaxPcieLinkWidth(h)),
+        links=links[index],
+        topology=peers(nvml, index, uuids, links, access),
+        has_nvdec=ask(lambda nvml, h: nvml.nvmlDeviceGetDecoderUtilization(h) is not None),
+        has_nvenc=ask(lambda nvml, h: nvml.nvmlDeviceGetEncoderUtilization(h) is not None),
+        power_limit_w=ask(lambda nvml, h: nvml.nvmlDeviceGetPowerManagementLimit(h) / 1000),
+    )
 
 
 def cpu() -> Cpu:
@@ -236,15 +215,6 @@ def versions() -> dict[str, str]:
 
 
 def _driver_version() -> str | None:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
+    with nvml_session() as nvml:
+        version = nvml.system(lambda module: module.nvmlSystemGetDriverVersion())
+    return None if version is None else str(version)

@@ -6,6 +6,7 @@ nothing disturbs it, and a sample that long is no accident of the clock. The spr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftop.errors import MeasurementError
 from rooftop.hardware.ceilings import Ceilings, MemoryLevel, MemoryPoint, Progress
 from rooftop.hardware.device import cpu, gpu, versions
 from rooftop.hardware.timing import Timing, captured, measure
@@ -50,14 +52,16 @@ def identity(device: torch.device) -> tuple[str, ...]:
     v = versions()
     if device.type == "cuda":
         g = gpu(device.index or 0)
-        return (g.uuid or g.name, str(v.get("driver")), v["torch"], str(v.get("cuda")), str(v.get("triton")))
+        several = (f"{count}gpus",) if (count := torch.cuda.device_count()) > 1 else ()
+        return (g.uuid or g.name, str(v.get("driver")), v["torch"], str(v.get("cuda")), str(v.get("triton")), *several)
     return (cpu().name, v["torch"], f"{torch.get_num_threads()}threads")
 
 
 def probe(device: torch.device, progress: Progress) -> Ceilings:
-    """Measure everything on one device. Leaves clocks, flags and memory as they were."""
+    """Measure everything on one device. Leaves clocks, flags, memory and random numbers as they were."""
     measure_all = _probe_gpu if device.type == "cuda" else _probe_cpu
-    with torch.no_grad(), _full_precision():
+    gpus = [device.index or 0] if device.type == "cuda" else []
+    with torch.no_grad(), _full_precision(), torch.random.fork_rng(gpus):
         ceilings = measure_all(device, progress)
     progress("done", 1.0)
     return ceilings
@@ -329,13 +333,22 @@ def _copying(to: Tensor, source: Tensor) -> Callable[[], object]:
 
 
 def _links(p: _Probe) -> dict[str, float]:
-    """Copies to the next GPU, if there is one; what collectives reach takes a process for each GPU."""
-    if torch.cuda.device_count() < 2:
+    """Copies to the next GPU, and the best bus bandwidth of collectives over all, if there are several."""
+    from rooftop.hardware.collectives import collective_rates  # its processes run it as their main module
+
+    count = torch.cuda.device_count()
+    if count < 2:
         return {}
     size = 256 * MIB
     here = torch.ones(size, dtype=torch.uint8, device=p.device)
-    there = torch.empty(size, dtype=torch.uint8, device=(p.device.index or 0) ^ 1)
-    return {"device_to_device": size / p.best_s("device to device", _copying(there, here))}
+    there = torch.empty(size, dtype=torch.uint8, device=((p.device.index or 0) + 1) % count)
+    rates = {"device_to_device": size / p.best_s("device to device", _copying(there, here))}
+    try:
+        collectives = collective_rates([f"cuda:{index}" for index in range(count)])
+    except MeasurementError as error:
+        warnings.warn(f"no rates of collectives: {error}", stacklevel=2)
+        return rates
+    return rates | {f"{name}_{count}_gpus": max(by_size.values()) for name, by_size in collectives.items()}
 
 
 def _disturbed(p: _Probe) -> tuple[str, ...]:

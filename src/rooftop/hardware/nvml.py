@@ -1,0 +1,60 @@
+"""What the driver says, through NVML: every question may go unanswered.
+
+In a container, a virtual machine, with an old driver or an old `nvidia-ml-py`, a call may be missing, refused or not
+supported by the GPU. An answer that is not there is None; the caller never sees NVML's errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Question = Callable[[Any, Any], Any]
+"""Asked with (the pynvml module, the GPU's handle)."""
+
+
+class Nvml:
+    """An open session. `gpu(uuid)` asks about one GPU, `system` about the driver."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module  # None: no session could be opened
+        self._handles: dict[str, Any] = {}
+
+    def handle(self, uuid: str | None) -> Any:
+        """The driver's handle of a GPU; None where it does not know it."""
+        if uuid is None:
+            return None
+        if uuid not in self._handles:
+            self._handles[uuid] = self.system(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(uuid))
+        return self._handles[uuid]
+
+    def gpu(self, uuid: str | None, question: Question) -> Any:
+        """The answer about one GPU, or None."""
+        handle = self.handle(uuid)
+        return None if handle is None else self.system(lambda nvml: question(nvml, handle))
+
+    def system(self, question: Callable[[Any], Any]) -> Any:
+        """The answer to a question that names no GPU, or None."""
+        if self._module is None:
+            return None
+        try:
+            return question(self._module)
+        except (self._module.NVMLError, AttributeError):  # refused, or older than the call
+            return None
+
+
+@contextmanager
+def nvml_session() -> Iterator[Nvml]:
+    """A session with the driver; where there is none, one that answers nothing."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield Nvml(None)
+        return
+    try:
+        yield Nvml(pynvml)
+    finally:
+        pynvml.nvmlShutdown()

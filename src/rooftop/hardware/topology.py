@@ -1,0 +1,159 @@
+"""How the GPUs of this machine are wired: their NVLink links, and the path from each GPU to each other.
+
+What decides the path, best first: NVLink straight to the other GPU, NVLink to a switch that the other GPU is on too,
+and otherwise the nearest point that both share on PCIe, in the terms of `nvidia-smi topo -m` (given in brackets).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rooftop.hardware.nvml import Nvml
+
+VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}
+"""NVML_NVLINK_VERSION_*."""
+
+PCIE_PATHS = {
+    0: "same board",
+    10: "one PCIe switch (PIX)",
+    20: "several PCIe switches (PXB)",
+    30: "PCIe host bridge (PHB)",
+    40: "within one NUMA node (NODE)",
+    50: "across sockets (SYS)",
+}
+"""NVML_TOPOLOGY_* -> the nearest point that two GPUs share."""
+
+GPU, SWITCH = 0, 2  # NVML_NVLINK_DEVICE_TYPE_*
+
+
+@dataclass(frozen=True)
+class NvLink:
+    """One NVLink link that is up.
+
+    Attributes:
+        number: of the link on its GPU.
+        version: of NVLink, e.g. "4.0".
+        rate: bytes/s each way, as the driver states it.
+        remote: what is at the other end: "gpu", "switch" or "other".
+        remote_pci: its PCI address.
+    """
+
+    number: int
+    version: str | None = None
+    rate: float | None = None
+    remote: str | None = None
+    remote_pci: str | None = None
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How one GPU reaches another.
+
+    Attributes:
+        path: "NVLink", "NVLink switch", or where on PCIe the two meet; None where the driver does not say.
+        links: NVLink links that serve the path.
+        peer_access: whether it can read and write the other's memory without the host.
+    """
+
+    path: str | None
+    links: int
+    peer_access: bool
+
+    def __str__(self) -> str:
+        path = f"{self.links} x {self.path}" if self.links else self.path or "unknown path"
+        return path if self.peer_access else f"{path}, through the host"
+
+
+def nv_links(nvml: Nvml, uuid: str | None) -> tuple[NvLink, ...] | None:
+    """The links of a GPU that are up, none on a GPU without NVLink; None where the driver does not say."""
+    numbers = nvml.gpu(uuid, _links_up)
+    return None if numbers is None else tuple(_link(nvml, uuid, number) for number in numbers)
+
+
+def _links_up(module: Any, handle: Any) -> list[int]:
+    """Numbers of the links that are up. A link that this GPU does not have is an error of its own kind."""
+    up = []
+    for number in range(module.NVML_NVLINK_MAX_LINKS):
+        try:
+            if module.nvmlDeviceGetNvLinkState(handle, number) == module.NVML_FEATURE_ENABLED:
+                up.append(number)
+        except (module.NVMLError_NotSupported, module.NVMLError_InvalidArgument):
+            break
+    return up
+
+
+def _link(nvml: Nvml, uuid: str | None, number: int) -> NvLink:
+    version = nvml.gpu(uuid, lambda m, h: m.nvmlDeviceGetNvLinkVersion(h, number))
+    remote = nvml.gpu(uuid, lambda m, h: m.nvmlDeviceGetNvLinkRemoteDeviceType(h, number))
+    pci = nvml.gpu(uuid, lambda m, h: m.nvmlDeviceGetNvLinkRemotePciInfo(h, number).busId)
+    rate = nvml.gpu(uuid, lambda m, h: _field(m, h, m.NVML_FI_DEV_NVLINK_GET_SPEED, number))
+    return NvLink(
+        number=number,
+        version=VERSIONS.get(version),
+        rate=1e6 * rate if rate else None,  # the driver's MB/s
+        remote=None if remote is None else {GPU: "gpu", SWITCH: "switch"}.get(remote, "other"),
+        remote_pci=_address(pci),
+    )
+
+
+def _field(module: Any, handle: Any, field: int, scope: int) -> int | None:
+    """One unsigned field of NVML; None where this GPU has none."""
+    (found,) = module.nvmlDeviceGetFieldValues(handle, [(field, scope)])
+    return int(found.value.uiVal) if found.nvmlReturn == 0 else None
+
+
+def _address(pci: str | bytes | None) -> str | None:
+    """A PCI address in one spelling: old versions of NVML give bytes, calls differ in case and in leading zeros."""
+    if not pci:
+        return None
+    text = pci.decode() if isinstance(pci, bytes) else pci
+    domain, _, rest = text.lower().partition(":")
+    return f"{int(domain, 16):08x}:{rest}"
+
+
+def peers(
+    nvml: Nvml,
+    index: int,
+    uuids: Sequence[str | None],
+    links: Sequence[tuple[NvLink, ...] | None],
+    access: Mapping[int, bool],
+) -> dict[str, Peer]:
+    """How GPU `index` reaches each other one.
+
+    Args:
+        uuids, links: of all GPUs, by index.
+        access: for each other index, whether this GPU can access its memory directly.
+    """
+    found = {}
+    for other in range(len(uuids)):
+        if other != index:
+            path, count = _path(nvml, index, other, uuids, links)
+            found[f"cuda:{other}"] = Peer(path, count, access[other])
+    return found
+
+
+def _path(
+    nvml: Nvml, index: int, other: int, uuids: Sequence[str | None], links: Sequence[tuple[NvLink, ...] | None]
+) -> tuple[str | None, int]:
+    """(path, NVLink links that serve it)."""
+    here, there = links[index] or (), links[other] or ()
+    address = _address(nvml.gpu(uuids[other], lambda m, h: m.nvmlDeviceGetPciInfo(h).busId))
+    direct = sum(link.remote == "gpu" and link.remote_pci == address for link in here) if address else 0
+    if direct:
+        return "NVLink", direct
+    if switched := min(_to_switches(here, there), _to_switches(there, here)):
+        return "NVLink switch", switched
+    peer = nvml.handle(uuids[other])
+    if peer is None:
+        return None, 0
+    level = nvml.gpu(uuids[index], lambda m, h: m.nvmlDeviceGetTopologyCommonAncestor(h, peer))
+    return PCIE_PATHS.get(level), 0
+
+
+def _to_switches(here: tuple[NvLink, ...], there: tuple[NvLink, ...]) -> int:
+    """Links of `here` to switches that `there` is on too; a virtual machine may hide which switches they are."""
+    known = {link.remote_pci for link in there if link.remote == "switch"}
+    mine = [link.remote_pci for link in here if link.remote == "switch"]
+    return sum(pci in known or (bool(known) and (pci is None or None in known)) for pci in mine)

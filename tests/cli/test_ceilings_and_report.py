@@ -1,0 +1,117 @@
+"""`rooftop ceilings` and `rooftop report`: what they print and write, and one clear line for what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import rooftop
+from rooftop.cli.main import main
+from rooftop.hardware import Ceilings, measure_ceilings
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds the ceilings of this CPU."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROOFTOP_CACHE", str(folder))
+        measure_ceilings("cpu")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path) -> Run:
+    """Runs `rooftop ...` in an empty folder with that cache, returns (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROOFTOP_CACHE", str(cache))
+
+    def call(*words: str) -> tuple[int, str, str]:
+        status = main(list(words))
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def assert_one_line(result: tuple[int, str, str], status: int, *parts: str) -> None:
+    assert result[0] == status, result
+    assert result[2].startswith("rooftop: error: ")
+    assert result[2].count("\n") == 1
+    for part in parts:
+        assert part in result[2]
+
+
+def test_ceilings_as_tables_as_json_and_as_a_file_are_the_same(run: Run) -> None:
+    status, out, _ = run("ceilings", "--device", "cpu", "-o", "mine.json")
+    assert status == 0
+    assert "working set" in out
+    assert "matrix fp32" in out
+    assert "launch, eager" in out
+    saved = Ceilings.load("mine.json")
+    status, out, _ = run("ceilings", "--device", "cpu", "--json")
+    assert status == 0
+    assert Ceilings.from_dict(json.loads(out)) == saved == measure_ceilings("cpu")
+
+
+def test_a_disturbed_measurement_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    disturbed = Ceilings.from_dict({**measure_ceilings("cpu").to_dict(), "disturbed": ["matrix fp64"]})
+    monkeypatch.setattr("rooftop.cli.ceilings.measure_ceilings", lambda *_, **__: disturbed)
+    status, out, _ = run("ceilings")
+    assert status == 0
+    assert "matrix fp64 varied by more than 10%" in " ".join(out.split())
+
+
+def test_ceilings_refuse_what_cannot_be_done_before_measuring(run: Run) -> None:
+    assert_one_line(run("ceilings", "--device", "tpu"), 2, "tpu")
+    assert_one_line(run("ceilings", "--device", f"cuda:{torch.cuda.device_count()}"), 2, "cuda")
+    assert_one_line(run("ceilings", "--device", "cpu", "-o", "no/such/folder/c.json"), 2, "no/such/folder")
+    assert_one_line(run("ceilings", "--device", "cpu", "-o", "."), 2, "folder")
+    assert_one_line(run("ceilings", "extra"), 2, "extra")
+    assert os.listdir() == []
+
+
+def test_a_corrupt_cache_is_named_and_refresh_mends_it(
+    run: Run, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = measure_ceilings("cpu")
+    file = Path(shutil.copytree(cache, tmp_path / "own"), next(cache.iterdir()).name)
+    monkeypatch.setenv("ROOFTOP_CACHE", str(file.parent))
+    file.write_text(json.dumps(good.to_dict())[:1000])
+    assert_one_line(run("ceilings", "--device", "cpu"), 1, str(file), "rooftop ceilings --refresh")
+    monkeypatch.setattr("rooftop.hardware.measuring.probe", lambda *_: good)
+    assert run("ceilings", "--device", "cpu", "--refresh")[0] == 0
+    assert Ceilings.load(file) == good
+
+
+def test_a_report_becomes_a_page(run: Run) -> None:
+    pytest.importorskip("plotly")
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    rooftop.analyze(model, x).to_json("net.json")
+    assert run("report", "net.json")[:2] == (0, "report: net.html\n")
+    assert run("report", "net.json", "-o", "other.html")[0] == 0
+    page = Path("other.html").read_text(encoding="utf-8")
+    assert page == Path("net.html").read_text(encoding="utf-8")
+    assert "aten::addmm" in page
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 99}', "\x00\xff"])
+def test_a_file_that_is_no_report_is_named_and_nothing_written(run: Run, text: str) -> None:
+    Path("bad.json").write_text(text, encoding="latin-1")
+    assert_one_line(run("report", "bad.json"), 2, "bad.json")
+    assert os.listdir() == ["bad.json"]
+
+
+def test_report_refuses_paths_before_the_work(run: Run) -> None:
+    assert_one_line(run("report", "missing.json"), 2, "missing.json")
+    assert_one_line(run("report", "."), 2, "directory")
+    Path("r.json").write_text("{}")
+    assert_one_line(run("report", "r.json", "-o", "no/such/r.html"), 2, "no/such")

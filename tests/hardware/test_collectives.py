@@ -1,0 +1,63 @@
+"""Collectives are measured in processes of their own, which never outlive the call."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+import pytest
+import torch
+
+from rooftop.errors import MeasurementError
+from rooftop.hardware.collectives import CPU_SIZES, collective_rates
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "rooftop.hardware.collectives" in child.cmdline()]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_collective_at_every_size(count: int) -> None:
+    sizes = [3 * size for size in CPU_SIZES]
+    rates = collective_rates(["cpu"] * count, sizes)
+    assert set(rates) == {"all_reduce", "all_gather"}
+    for by_size in rates.values():
+        assert list(by_size) == sizes
+        assert all(1e5 < rate < 1e12 for rate in by_size.values())
+    assert not children()
+
+
+def test_processes_that_take_too_long_are_ended() -> None:
+    began = time.monotonic()
+    with pytest.raises(MeasurementError, match=r"process 0 of 2 was not done after 0\.1 s"):
+        collective_rates(["cpu", "cpu"], CPU_SIZES, timeout_s=0.1)
+    assert time.monotonic() - began < 5
+    assert not children()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which NCCL fails")
+def test_the_first_failure_ends_all_and_is_named() -> None:
+    with pytest.raises(MeasurementError, match=r"process \d of 2 failed: \w+"):
+        collective_rates(["cuda:0", "cuda:1"])
+    assert not children()
+
+
+@pytest.mark.parametrize("devices", [[], ["cpu"], ["cpu", "cuda:0"], ["meta", "meta"]])
+def test_wrong_devices(devices: list[str]) -> None:
+    with pytest.raises(ValueError, match="expected two or more GPUs"):
+        collective_rates(devices)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [12], [-8]])
+def test_wrong_sizes(sizes: list[int]) -> None:
+    with pytest.raises(ValueError, match="divisible by 8"):
+        collective_rates(["cpu", "cpu"], sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_between_gpus_large_messages_are_faster_than_the_host() -> None:
+    rates = collective_rates([f"cuda:{index}" for index in range(torch.cuda.device_count())])
+    for by_size in rates.values():
+        assert by_size[256 << 20] > by_size[1 << 20]
+        assert by_size[256 << 20] > 5e9
