@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftop
-from rooftop.errors import ModelRunError
+from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware.ceilings import Ceilings
 
 
@@ -68,6 +68,43 @@ def test_state_is_put_back_when_the_model_raises(ceilings: Ceilings) -> None:
     assert net.training
 
 
+def test_buffers_and_the_gradient_of_an_input_are_put_back(ceilings: Ceilings) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("last", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.last = x.detach()
+            return x * 2
+
+    net, x = Counting(), torch.randn(3, requires_grad=True)
+    x.grad = torch.ones(3)
+    rooftop.analyze(net, x, ceilings=ceilings)
+    rooftop.analyze(net, x, train=True, ceilings=ceilings)
+    assert net.calls == 0
+    assert torch.equal(net.last, torch.zeros(3))
+    assert torch.equal(x.grad, torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_modules_that_are_false_or_have_no_length(ceilings: Ceilings) -> None:
+    empty = nn.Sequential().train()
+    assert rooftop.analyze(empty, torch.randn(3), ceilings=ceilings).ops == ()
+    assert empty.training
+    compiled = torch.compile(nn.Linear(8, 4), backend="eager")
+    report = rooftop.analyze(compiled, torch.randn(2, 8), ceilings=ceilings)
+    assert report.summary.flops == 136
+    assert any("is compiled" in note for note in report.notes)
+
+
+def test_a_step_that_writes_to_its_input_says_so(ceilings: Ceilings) -> None:
+    report = rooftop.analyze(lambda x: x.add_(1), torch.zeros(8), ceilings=ceilings)
+    assert any("writes to its inputs" in note for note in report.notes)
+
+
 def test_optimizer_step_is_part_of_the_account(ceilings: Ceilings) -> None:
     net = small_net()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -117,7 +154,10 @@ def test_a_step_that_differs_each_time_says_so(ceilings: Ceilings) -> None:
     [
         ({"target": 3}, TypeError, "expects a module or a callable, got int"),
         ({"target": nn.ReLU(), "loss": torch.sum}, ValueError, "needs train=True"),
-        ({"target": nn.ReLU(), "train": True}, ModelRunError, "no output requires a gradient"),
+        ({"target": nn.ReLU(), "train": True}, InputError, "no output of ReLU requires a gradient"),
+        ({"target": nn.Linear(3, 2), "train": True, "loss": lambda y: y}, InputError, r"one number.*shape \(2,\)"),
+        ({"target": nn.Linear(3, 2), "train": True, "loss": lambda y: 3.0}, InputError, "one number.*got float"),
+        ({"target": nn.Linear(3, 2, device="meta")}, ValueError, "cpu and cuda devices, but Linear .* is on meta"),
     ],
 )
 def test_wrong_arguments(

@@ -64,11 +64,18 @@ def analyze(
     program = Program(target, args, kwargs, train=train, optimizer=optimizer, loss=loss)
     if ceilings is None:
         ceilings = measure_ceilings(program.device, progress=lambda what, done: progress(what, 0.4 * done))
+    versions = program.input_versions()
     profile = profile_program(program, progress=lambda what, done: progress(what, 0.4 + 0.6 * done))
     rows = operator_rows(profile.operators, ceilings)
     root_type = type(target).__name__ if program.module is not None else "step"
     modules = module_tree(profile.operators, profile.tracker, ceilings, root_type)
     summary, gaps, notes = _balance(profile, modules, program)
+    if program.compiled:
+        notes.append(
+            "The model is compiled: the wall time is that of compiled code, the operators are those of eager runs."
+        )
+    if versions != program.input_versions():
+        notes.append("The step writes to its inputs: each of its runs began with what the one before had left there.")
     findings = Findings(profile.operators, rows, summary, gaps, ceilings)
     return Report(
         target=name or program.name,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.cost.accounting import tensors_in
-from rooftop.errors import ModelRunError
+from rooftop.errors import InputError, ModelRunError, RooftopError
 
 
 class Program:
@@ -30,7 +30,7 @@ class Program:
 
     Raises:
         TypeError: `target` is not callable.
-        ValueError: an optimizer or a loss without `train`.
+        ValueError: an optimizer or a loss without `train`, or a device that nothing can be measured on.
     """
 
     def __init__(
@@ -54,10 +54,22 @@ class Program:
         self.optimizer = optimizer
         self._loss = loss
         self._output_gradients: list[Tensor] | None = None
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"analyze measures on cpu and cuda devices, but {self.name} or its input is on {self.device}"
+            )
 
     @property
     def name(self) -> str:
         return type(self.target).__name__ if self.module is not None else getattr(self.target, "__name__", "callable")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the target, or a module in it, is `torch.compile`d."""
+        modules = list(self.module.modules()) if self.module is not None else []
+        return hasattr(self.target, "_torchdynamo_orig_callable") or any(
+            hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules
+        )
 
     @property
     def device(self) -> torch.device:
@@ -74,9 +86,12 @@ class Program:
 
         Raises:
             ModelRunError: the user's code raised; the message names it, the inputs and the place.
+            InputError: there is nothing to run backward from.
         """
         try:
             self._step()
+        except RooftopError:
+            raise
         except Exception as error:
             raise ModelRunError(self._explanation(error)) from error
 
@@ -87,7 +102,7 @@ class Program:
             return
         output = self.target(*self.args, **self.kwargs)
         if self._loss is not None:
-            self._loss(output).backward()
+            _checked(self._loss(output)).backward()
         else:
             self._backward(output)
         if self.optimizer is not None:
@@ -95,11 +110,24 @@ class Program:
             self.optimizer.zero_grad(set_to_none=True)
         elif self.module is not None:
             self.module.zero_grad(set_to_none=True)
+        for tensor in self._leaves():
+            tensor.grad = None
+
+    def input_versions(self) -> list[int]:
+        """Change where the step writes to its arguments."""
+        return [t._version for t in tensors_in([self.args, self.kwargs]) if not t.is_inference()]
+
+    def _leaves(self) -> list[Tensor]:
+        """Arguments that gather gradients."""
+        return [t for t in tensors_in([self.args, self.kwargs]) if t.is_leaf and t.requires_grad]
 
     def _backward(self, output: Any) -> None:
         roots = [t for t in tensors_in(_fields(output)) if t.requires_grad]
         if not roots:
-            raise ValueError("train=True, but no output requires a gradient")
+            raise InputError(
+                f"train=True, but no output of {self.name} requires a gradient: expected parameters or inputs that do, "
+                "and neither torch.no_grad() nor torch.inference_mode() around the call"
+            )
         if len(roots) == 1 and roots[0].numel() == 1:
             roots[0].backward()
             return
@@ -117,28 +145,47 @@ class Program:
     def preserved(self) -> Iterator[None]:
         """Runs in the right train flag; puts flags, buffers, gradients and random state back at the end."""
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), _preserved(self.module, self.train) if self.module else nullcontext():
-            yield
+        gradients = [(tensor, tensor.grad) for tensor in (*self._parameters(), *self._leaves())]
+        for tensor, _ in gradients:
+            tensor.grad = None
+        try:
+            with torch.random.fork_rng(devices), _preserved(self.module, self.train):
+                yield
+        finally:
+            for tensor, gradient in gradients:
+                tensor.grad = gradient
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return self.module.parameters() if self.module is not None else iter(())
 
 
 @contextmanager
-def _preserved(module: nn.Module, train: bool) -> Iterator[None]:
-    flags = [(child, child.training) for child in module.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()] if train else []
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    module.train(train)
-    for parameter, _ in gradients:
-        parameter.grad = None
+def _preserved(module: nn.Module | None, train: bool) -> Iterator[None]:
+    """The module in the right mode, with the flags and buffers that it has now put back at the end."""
+    children = list(module.modules()) if module is not None else []
+    flags = [(child, child.training) for child in children]
+    buffers = [(child, dict(child._buffers)) for child in children]
+    values = [(buffer, buffer.clone()) for _, named in buffers for buffer in named.values() if buffer is not None]
+    if module is not None:
+        module.train(train)
     try:
         yield
     finally:
         for child, flag in flags:
             child.training = flag
+        for child, named in buffers:
+            child._buffers.update(named)
         with torch.no_grad():
-            for buffer, before in buffers:
+            for buffer, before in values:
                 buffer.copy_(before)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+
+
+def _checked(loss: Any) -> Tensor:
+    """The loss, if it is one number that a gradient can come from."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(f"loss must give one number that requires a gradient, got {found}")
+    return loss
 
 
 def describe_tensor(tensor: Tensor) -> str:
