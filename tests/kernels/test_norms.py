@@ -158,6 +158,19 @@ def test_gradients_against_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda x, w, b: layer_norm(x, 5, w, b), (x, weight, bias))
 
 
+def test_derivatives_that_it_has_not_are_refused() -> None:
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer_norm(x, 5).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(gradient.sum(), x)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: layer_norm(x, 5), (x.detach(),), (x.detach(),))
+
+
+def test_on_meta_tensors_only_shapes_are_made() -> None:
+    assert layer_norm(torch.empty(3, 5, device="meta"), 5).shape == (3, 5)
+
+
 def test_operator_checks_of_torch_library() -> None:
     x, weight, bias = (t.requires_grad_() for t in tensors(4, 6))
     torch.library.opcheck(torch.ops.rooftop.layer_norm.default, (x, weight, bias, 1e-5))
@@ -197,6 +210,10 @@ def test_cost_is_what_a_person_counts() -> None:
         ((torch.randn(3, 0), 0), ValueError, "at least one element"),
         ((torch.randn(3, 4), ()), ValueError, "at least one element"),
         ((torch.ones(3, 4, dtype=torch.int64), 4), TypeError, "x must be bfloat16"),
+        (([1.0, 2.0], 2), TypeError, "x must be a tensor, got list"),
+        ((torch.randn(3, 4), 4.0), TypeError, "int or a sequence of ints, got 4.0"),
+        ((torch.randn(3, 4), 4, [1.0] * 4), TypeError, "weight must be a tensor, got list"),
+        ((torch.eye(4).to_sparse(), 4), TypeError, "x must be dense"),
         ((torch.randn(3, 4), 4, torch.randn(3)), ValueError, r"expected weight of shape \(4,\), got \(3,\)"),
         ((torch.randn(3, 4), 4, torch.randn(4, device="meta")), ValueError, "x is on cpu, weight on meta"),
     ],

@@ -71,9 +71,7 @@ def analyze(
     modules = module_tree(profile.operators, profile.tracker, ceilings, root_type)
     summary, gaps, notes = _balance(profile, modules, program)
     if program.compiled:
-        notes.append(
-            "The model is compiled: the wall time is that of compiled code, the operators are those of eager runs."
-        )
+        notes.append("The model is compiled: the wall time is of compiled code, the operators are those of eager runs.")
     if versions != program.input_versions():
         notes.append("The step writes to its inputs: each of its runs began with what the one before had left there.")
     findings = Findings(profile.operators, rows, summary, gaps, ceilings)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import operator
+from rooftop.launch.operators import no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton, shared_memory_bytes
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -303,6 +303,7 @@ def _differentiate(
 
 
 torch.library.register_autograd("rooftop::layer_norm", _differentiate, setup_context=_save)
+torch.library.register_autograd("rooftop::layer_norm_backward", no_second_derivative("layer_norm"))
 
 
 @cost_of("rooftop::layer_norm")
@@ -345,12 +346,14 @@ def layer_norm(
         Like x. Statistics are float32 (float64 for float64 x). Under autocast the result is float32, as PyTorch's.
 
     Raises:
-        TypeError: dtypes that are not floating point.
+        TypeError: no dense tensors, or dtypes that are not floating point.
         ValueError: shapes or devices that do not fit.
+        NotImplementedError: forward-mode differentiation, or a second derivative.
     """
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else _sizes(normalized_shape)
     _check(x, shape, weight, bias)
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    no_tangents("layer_norm", x, weight, bias)
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         x = x.float()
     if x.dim() == 2 and len(shape) == 1:
         return _layer_norm(x, weight, bias, eps)[0]
@@ -364,7 +367,18 @@ def layer_norm(
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+def _sizes(normalized_shape: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(normalized_shape, Sequence) or isinstance(normalized_shape, str):
+        raise TypeError(f"layer_norm: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
+    return tuple(normalized_shape)
+
+
 def _check(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> None:
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name == "x"):
+            raise TypeError(f"layer_norm: {name} must be a tensor, got {type(tensor).__name__}")
+        if tensor is not None and tensor.layout != torch.strided:
+            raise TypeError(f"layer_norm: {name} must be dense, got layout {tensor.layout}: use {name}.to_dense()")
     if not shape or 0 in shape:
         raise ValueError(f"layer_norm: normalized_shape must name at least one element, got {shape}")
     if tuple(x.shape[-len(shape) :]) != shape or x.dim() < len(shape):

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 _library = torch.library.Library("rooftop", "FRAGMENT")
 
@@ -27,3 +29,27 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
         return getattr(torch.ops.rooftop, name).default
 
     return register
+
+
+def no_second_derivative(name: str) -> Callable[..., Any]:
+    """The backward of a backward operator that has none: without it a second derivative would be wrong in silence."""
+
+    def refuse(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError(
+            f"{name} has no second derivative: for one, use torch.nn.functional.{name} in the part that is "
+            "differentiated twice"
+        )
+
+    return refuse
+
+
+def no_tangents(name: str, *tensors: Tensor | None) -> None:
+    """Refuse forward-mode differentiation, for which torch would give tangents of zero.
+
+    Raises:
+        NotImplementedError: a tensor carries a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError(f"{name} has no forward-mode derivative: use torch.nn.functional.{name} under jvp")
