@@ -45,7 +45,11 @@ Examples:
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this.")
 @click.option("--channels-last", is_flag=True, help="Lay images and convolution weights out channels last.")
-@click.option("--ceilings", type=click.Path(path_type=Path), help="Compare with ceilings from this file.")
+@click.option(
+    "--ceilings",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Compare with ceilings from this file.",
+)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the report as JSON.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="The HTML report.  [default: rooftop-TARGET.html]"
@@ -146,10 +150,12 @@ def check_writable(path: Path) -> None:
     """Find out before the work, not after it, that a file cannot be written.
 
     Raises:
-        click.BadParameter: its folder is missing or not writable, or it is a folder itself.
+        click.BadParameter: its folder is missing or not writable, or it is a folder itself, or "-".
     """
     folder = path.parent
-    if path.is_dir():
+    if path == Path("-"):
+        problem = "is no file name: expected a path, standard output has the table"
+    elif path.is_dir():
         problem = "is a folder"
     elif not folder.is_dir():
         problem = f"cannot be written: there is no folder {folder}"
