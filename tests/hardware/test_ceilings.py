@@ -78,6 +78,16 @@ def test_the_cache_is_used_and_refreshed(measured: Ceilings, tmp_path: Path, mon
         measure_ceilings("cpu")
 
 
+def test_a_cache_that_cannot_be_written_loses_no_measurement(
+    measured: Ceilings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("rooftop.hardware.measuring.probe", lambda *_: measured)
+    with pytest.warns(UserWarning, match="could not be kept in .*set ROOFTOP_CACHE"):
+        assert measure_ceilings("cpu") == measured
+
+
 def switches() -> dict[str, object]:
     """Everything global in torch that a measurement could have turned."""
     cuda = torch.cuda.is_available()

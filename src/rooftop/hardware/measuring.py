@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from pathlib import Path
 
 import torch
@@ -37,8 +38,15 @@ def measure_ceilings(
     if path.exists() and not refresh:
         return Ceilings.load(path)
     ceilings = probe(where, progress)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ceilings.save(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ceilings.save(path)
+    except OSError as error:
+        warnings.warn(
+            f"the ceilings could not be kept in {path.parent} ({error.strerror or error}) and will be measured again "
+            "next time: set ROOFTOP_CACHE to a folder that can be written",
+            stacklevel=2,
+        )
     return ceilings
 
 
