@@ -43,9 +43,9 @@ def _heading(report: Report) -> Text:
     heading.append(f"{report.target}", style="bold")
     heading.append(f"  {report.mode}, {', '.join(report.inputs)}, {report.device['name']}\n")
     heading.append(f"{summary.percent_of_roof:.1f}% of roof", style="bold")
-    heading.append(f": {_ms(summary.wall_ms)} a step{rate}, roof {_ms(summary.fused_roof_ms)}; ")
+    heading.append(f": {time_text(summary.wall_ms)} a step{rate}, roof {time_text(summary.fused_roof_ms)}; ")
     heading.append(
-        f"{_quantity(summary.flops)}FLOP, coverage {100 * report.coverage:.1f}% of the operators' time"
+        f"{quantity_text(summary.flops)}FLOP, coverage {100 * report.coverage:.1f}% of the operators' time"
         f"{_uncovered(report)}\n"
     )
     return heading
@@ -67,7 +67,9 @@ def _gaps(report: Report) -> Table:
     for label, name, colour, meaning in PARTS:
         share = max(0.0, values[name] / wall_ms)
         bar = Text("█" * round(24 * min(1.0, share)), style=colour)
-        table.add_row(label, _right(_ms(values[name])), _right(f"{100 * share:.0f}%"), bar, Text(meaning, style="dim"))
+        table.add_row(
+            label, _right(time_text(values[name])), _right(f"{100 * share:.0f}%"), bar, Text(meaning, style="dim")
+        )
     return table
 
 
@@ -77,7 +79,7 @@ def _advice(report: Report) -> Table:
     table.add_column("what")
     table.add_column("evidence", style="dim")
     for item in report.advice[:5]:
-        table.add_row(f"-{_ms(item.gain_ms)}", item.title, item.evidence)
+        table.add_row(f"-{time_text(item.gain_ms)}", item.title, item.evidence)
     return table
 
 
@@ -94,9 +96,9 @@ def _operators(report: Report, rows: int) -> Table:
             row.name.removeprefix("aten::") + {"backward": " (bwd)", "optimizer": " (opt)"}.get(row.phase, ""),
             shapes_text(row.shapes),
             str(row.calls),
-            _ms(row.measured_ms),
+            time_text(row.measured_ms),
             f"{100 * row.measured_ms / total_ms:.1f}%",
-            _ms(row.roof_ms),
+            time_text(row.roof_ms),
             _percent(row),
             row.bound,
         )
@@ -114,13 +116,15 @@ def _percent(row: OperatorRow) -> str:
     return f"{row.percent_of_roof:.0f}%" + (" (!)" if row.flagged else "")
 
 
-def _ms(value: float) -> str:
+def time_text(value: float) -> str:
+    """Milliseconds as "1.5 ms" or "230 us"."""
     if abs(value) >= 1000:
         return f"{value:,.0f} ms"
     return f"{value:.3g} ms" if abs(value) >= 1 else f"{1e3 * value:.3g} us"
 
 
-def _quantity(value: float) -> str:
+def quantity_text(value: float) -> str:
+    """ "65.7 G": with a decimal prefix, ready for a unit."""
     for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.3g} {prefix}"

@@ -21,6 +21,7 @@ VERBS = {
     "analyze": "Show how far a model is from what this machine can do, and why.",
     "ceilings": "Measure what this machine can do: bandwidths, matrix rates, launch costs.",
     "classify": "Show what is on photographs.",
+    "compare": "Show what changed between two reports.",
     "device": "Describe the GPUs and the CPU of this machine.",
     "report": "Turn a JSON report into HTML again.",
 }

@@ -1,0 +1,128 @@
+"""What changed between two reports: the step's figures, its operators, its modules.
+
+Operators are compared by phase and name, over all their shapes and dtypes: a change of dtype, layout or batch is what
+one wants to see the effect of, and not a reason to call every operator a new one. Modules are compared by path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rooftop.analysis.report import ModuleNode, Report
+
+LEAST_NOISE = 0.01  # of the wall time: what two runs of one program differ by on a quiet machine
+
+
+@dataclass(frozen=True)
+class Change:
+    """One quantity before and after; None where it was not there. Times in ms.
+
+    Attributes:
+        name: what is compared: a figure, an operator as "aten::add (backward)", a module's path.
+        before, after: its value. calls_before, calls_after: of an operator.
+    """
+
+    name: str
+    before: float | None
+    after: float | None
+    calls_before: int = 0
+    calls_after: int = 0
+
+    @property
+    def difference(self) -> float:
+        return (self.after or 0.0) - (self.before or 0.0)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What changed from one report to the other.
+
+    Attributes:
+        speedup: wall time before over wall time after.
+        noise: relative; a smaller change of the wall time means nothing.
+        figures: of the step, in the order of the report. operators, modules: by falling size of their change.
+        differences: what else is not the same (device, inputs, versions, mode), each as a sentence.
+    """
+
+    speedup: float
+    noise: float
+    figures: tuple[Change, ...]
+    operators: tuple[Change, ...]
+    modules: tuple[Change, ...]
+    differences: tuple[str, ...]
+
+    @property
+    def significant(self) -> bool:
+        """Whether the wall time changed by more than the noise."""
+        return abs(self.speedup - 1) > self.noise
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "significant": self.significant}
+
+
+def compare_reports(before: Report, after: Report) -> Comparison:
+    """Compare two analyses of the same program, or of two versions of it."""
+    return Comparison(
+        speedup=before.summary.wall_ms / after.summary.wall_ms,
+        noise=max(LEAST_NOISE, before.summary.wall_spread, after.summary.wall_spread),
+        figures=tuple(_figures(before, after)),
+        operators=_by_size(_operators(before), _operators(after)),
+        modules=_by_size(_leaves(before.modules), _leaves(after.modules)),
+        differences=tuple(_differences(before, after)),
+    )
+
+
+def _figures(before: Report, after: Report) -> Iterator[Change]:
+    for name in ("wall_ms", "busy_ms", "op_roof_ms", "fused_roof_ms", "percent_of_roof", "flops", "bytes", "kernels"):
+        yield Change(name, getattr(before.summary, name), getattr(after.summary, name))
+    for name in ("kernel_gap_ms", "fusion_headroom_ms", "launch_gap_ms"):
+        yield Change(name, getattr(before.gaps, name), getattr(after.gaps, name))
+    yield Change("peak_bytes", before.peak_bytes, after.peak_bytes)
+    yield Change("coverage", before.coverage, after.coverage)
+
+
+Totals = Mapping[str, tuple[float, int]]  # name -> (ms, calls)
+
+
+def _operators(report: Report) -> Totals:
+    found: dict[str, tuple[float, int]] = {}
+    for row in report.ops:
+        name = row.name if row.phase == "forward" else f"{row.name} ({row.phase})"
+        ms, calls = found.get(name, (0.0, 0))
+        found[name] = (ms + row.measured_ms, calls + row.calls)
+    return found
+
+
+def _leaves(node: ModuleNode, path: str = "") -> Totals:
+    """Modules without children, by path: their times do not overlap."""
+    if not node.children:
+        return {path or "(model)": (node.measured_ms, node.calls)}
+    found: dict[str, tuple[float, int]] = {}
+    for child in node.children:
+        found |= _leaves(child, f"{path}.{child.name}" if path else child.name)
+    return found
+
+
+def _by_size(before: Totals, after: Totals) -> tuple[Change, ...]:
+    changes = []
+    for name in dict.fromkeys([*before, *after]):
+        (ms_before, calls_before), (ms_after, calls_after) = (side.get(name, (None, 0)) for side in (before, after))
+        changes.append(Change(name, ms_before, ms_after, calls_before, calls_after))
+    return tuple(sorted(changes, key=lambda change: -abs(change.difference)))
+
+
+def _differences(before: Report, after: Report) -> Iterator[str]:
+    for what, old, new in (
+        ("device", before.device.get("name"), after.device.get("name")),
+        ("target", before.target, after.target),
+        ("mode", before.mode, after.mode),
+        ("inputs", ", ".join(before.inputs), ", ".join(after.inputs)),
+    ):
+        if old != new:
+            yield f"{what}: {old} -> {new}"
+    for package in sorted({*before.versions, *after.versions}):
+        old, new = before.versions.get(package), after.versions.get(package)
+        if old != new:
+            yield f"{package}: {old or 'none'} -> {new or 'none'}"

@@ -1,0 +1,120 @@
+"""`rooftop compare`: what changed between two reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from rooftop.analysis import Report
+from rooftop.analysis.comparison import Change, Comparison, compare_reports
+from rooftop.analysis.text import quantity_text, time_text
+from rooftop.errors import InputError
+
+EXAMPLES = """\b
+Example:
+  rooftop analyze resnet50 --no-html --json before.json
+  rooftop analyze resnet50 --no-html --channels-last --json after.json
+  rooftop compare before.json after.json
+"""
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+TITLES = {
+    "wall_ms": "wall",
+    "busy_ms": "busy",
+    "op_roof_ms": "roof, operator by operator",
+    "fused_roof_ms": "roof, fused",
+    "percent_of_roof": "percent of roof",
+    "kernel_gap_ms": "kernel gap",
+    "fusion_headroom_ms": "fusion headroom",
+    "launch_gap_ms": "launch gap",
+    "flops": "flops",
+    "bytes": "bytes",
+    "kernels": "kernels",
+    "peak_bytes": "peak memory, bytes",
+    "coverage": "coverage",
+}
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("before_path", metavar="BEFORE.json", type=FILE)
+@click.argument("after_path", metavar="AFTER.json", type=FILE)
+@click.option(
+    "--rows", type=click.IntRange(min=1), default=10, show_default=True, help="Operators, and modules, listed."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(before_path: Path, after_path: Path, rows: int, as_json: bool) -> None:
+    """Show what changed between two reports that `rooftop analyze --json` wrote.
+
+    The step's figures first, then the operators and the modules whose times changed most. A wall time that changed by
+    less than the runs of one report vary is called noise.
+    """
+    comparison = compare_reports(_report(before_path), _report(after_path))
+    if as_json:
+        click.echo(json.dumps(comparison.to_dict(), indent=1))
+        return
+    console = Console()
+    console.print(_verdict(comparison))
+    for difference in comparison.differences:
+        console.print(f"  {difference}", style="dim", markup=False)
+    console.print(_table("\nthe step", comparison.figures))
+    console.print(_table("\noperators, largest change first", _changed(comparison.operators)[:rows]))
+    console.print(_table("\nmodules, largest change first", _changed(comparison.modules)[:rows]))
+
+
+def _report(path: Path) -> Report:
+    try:
+        return Report.from_json(path)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def _verdict(comparison: Comparison) -> str:
+    if not comparison.significant:
+        return f"[bold]no change[/bold]: the wall times differ by less than the noise of {100 * comparison.noise:.1f}%"
+    factor = comparison.speedup if comparison.speedup > 1 else 1 / comparison.speedup
+    return f"[bold]{factor:.2f}x as {'fast' if comparison.speedup > 1 else 'slow'}[/bold]"
+
+
+def _changed(changes: tuple[Change, ...]) -> tuple[Change, ...]:
+    return tuple(change for change in changes if change.difference or change.calls_before != change.calls_after)
+
+
+def _table(title: str, changes: tuple[Change, ...]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    calls = any(change.calls_before or change.calls_after for change in changes)
+    for name in ("before", "after", "change", *(("calls",) if calls else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    for change in changes:
+        cells = [_value(change.name, value) for value in (change.before, change.after)]
+        count = f"{change.calls_before}" + (
+            f" -> {change.calls_after}" if change.calls_after != change.calls_before else ""
+        )
+        label = TITLES.get(change.name, change.name).replace("[", r"\[")
+        table.add_row(label, *cells, _difference(change), *((count,) if calls else ()))
+    return table
+
+
+def _value(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name == "percent_of_roof":
+        return f"{value:.1f}%"
+    if name == "coverage":
+        return f"{100 * value:.1f}%"
+    if name in TITLES and not name.endswith("_ms"):
+        return quantity_text(value).strip()
+    return time_text(value)
+
+
+def _difference(change: Change) -> str:
+    if change.name in ("percent_of_roof", "coverage"):
+        return f"{(1 if change.name == 'percent_of_roof' else 100) * change.difference:+.1f} points"
+    if change.before is None:
+        return "new"
+    if change.after is None:
+        return "gone"
+    return f"{100 * change.difference / change.before:+.1f}%" if change.before else "-"
