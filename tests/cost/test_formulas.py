@@ -68,6 +68,17 @@ PRODUCTS = [
     Hand("bmm", lambda: x(2, 3, 4) @ x(2, 4, 5), 2 * 2 * 3 * 5 * 4, (2 * 3 * 4 + 2 * 4 * 5) * 4, 2 * 3 * 5 * 4),
     Hand("mv", lambda: x(3, 5) @ x(5), 2 * 3 * 5, (3 * 5 + 5) * 4, 3 * 4),
     Hand("dot", lambda: x(9) @ x(9), 2 * 9, (9 + 9) * 4, 1 * 4),
+    # A complex transform of 8 takes 4 * 8 * 3 - 6 * 8 + 8 = 56 operations, of 4 it takes 16; a real one half.
+    Hand("_fft_r2c", lambda: torch.fft.rfft(x(4, 8)), 4 * 28, 4 * 8 * 4, 4 * 5 * 8),
+    Hand("_fft_c2r", lambda: torch.fft.irfft(x(4, 5, dtype=torch.complex64)), 4 * 28, 4 * 5 * 8, 4 * 8 * 4),
+    Hand(
+        "_fft_c2c",
+        lambda: torch.fft.fft2(x(3, 4, 8, dtype=torch.complex64)),
+        3 * (8 * 16 + 4 * 56),
+        3 * 4 * 8 * 8,
+        3 * 4 * 8 * 8,
+    ),
+    Hand("_fft_c2c", lambda: torch.fft.fft(x(5, 1, dtype=torch.complex64)), 0, 5 * 8, 5 * 8),
     # y = x Wᵀ + b: the bias is one addition for each result.
     Hand(
         "addmm",

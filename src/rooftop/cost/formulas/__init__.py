@@ -21,6 +21,7 @@ from rooftop.cost.formulas import (
     recurrent,
     reductions,
     softmaxes,
+    transforms,
 )
 
 __all__ = [
@@ -41,4 +42,5 @@ __all__ = [
     "recurrent",
     "reductions",
     "softmaxes",
+    "transforms",
 ]

@@ -1,0 +1,38 @@
+"""Fourier transforms: the data once in and once out, and the operations of the split-radix algorithm.
+
+A complex transform of n elements takes 4 n log₂ n - 6 n + 8 real operations (Yavne 1968), a real one half as many;
+several dimensions are transformed one after another. The scale of a norm is folded into the last factors.
+"""
+
+from __future__ import annotations
+
+from math import log2
+
+from torch import Tensor
+
+from rooftop.cost.accounting import Call, Cost, distinct_bytes
+from rooftop.cost.formulas.streaming import arithmetic
+from rooftop.cost.registry import cost_of
+
+
+@cost_of("aten::_fft_c2c")
+def complex_transform(call: Call) -> Cost:
+    """Complex to complex."""
+    return _cost(call, call["self"], 1.0)
+
+
+@cost_of("aten::_fft_r2c", "aten::_fft_c2r")
+def real_transform(call: Call) -> Cost:
+    """Real to complex and back: half the work on the real side's elements."""
+    signal = call.out if call["self"].is_complex() else call["self"]
+    return _cost(call, signal, 0.5)
+
+
+def _cost(call: Call, signal: Tensor, share: float) -> Cost:
+    flops = sum(
+        signal.numel() // length * (4 * length * log2(length) - 6 * length + 8)
+        for length in (signal.shape[dim] for dim in call["dim"])
+        if length > 1
+    )
+    read = distinct_bytes([call["self"]])
+    return Cost(read, distinct_bytes([call.out]), arithmetic(round(share * flops), [call["self"]]))
