@@ -74,9 +74,9 @@ def test_an_operator_without_formula_is_uncovered_not_free(ceilings: Ceilings) -
     with CountingMode() as counted:
         torch.linalg.eigvalsh(torch.eye(3))
     rows = operator_rows([MeasuredOperator(r, 1.0, ()) for r in counted.records], ceilings)
-    transforms = [row for row in rows if "eigh" in row.name]
-    assert transforms
-    assert all(row.bound == "uncovered" and row.percent_of_roof is None and row.uncovered for row in transforms)
+    found = [row for row in rows if "eigh" in row.name]
+    assert found
+    assert all(row.bound == "uncovered" and row.percent_of_roof is None and row.uncovered for row in found)
 
 
 def test_op_roof_counts_intermediates_and_fused_roof_does_not(ceilings: Ceilings) -> None:
