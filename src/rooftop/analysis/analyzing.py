@@ -30,6 +30,7 @@ def analyze(
     train: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[Any], Tensor] | None = None,
+    compile: bool | str = False,
     ceilings: Ceilings | None = None,
     name: str | None = None,
     progress: Progress = lambda what, fraction: None,
@@ -48,6 +49,7 @@ def analyze(
         optimizer: also step this optimizer.
         loss: makes the loss from the output. Without it a one-element output is the loss; others are sent back with
             fixed random gradients.
+        compile: compile the target with `torch.compile` first: True, or one of its modes ("reduce-overhead").
         ceilings: what to compare with; None measures this machine (cached, under 30 s the first time).
         name: what the report calls the target.
         progress: called with (what is being done, fraction done).
@@ -61,7 +63,7 @@ def analyze(
         >>> print(report.table())
         >>> report.to_html("report.html")
     """
-    program = Program(target, args, kwargs, train=train, optimizer=optimizer, loss=loss)
+    program = Program(target, args, kwargs, train=train, optimizer=optimizer, loss=loss, compile=compile)
     if ceilings is None:
         ceilings = measure_ceilings(program.device, progress=lambda what, done: progress(what, 0.4 * done))
     versions = program.input_versions()
@@ -70,8 +72,6 @@ def analyze(
     root_type = type(target).__name__ if program.module is not None else "step"
     modules = module_tree(profile.operators, profile.tracker, ceilings, root_type)
     summary, gaps, notes = _balance(profile, modules, program)
-    if program.compiled:
-        notes.append("The model is compiled: the wall time is of compiled code, the operators are those of eager runs.")
     if versions != program.input_versions():
         notes.append("The step writes to its inputs: each of its runs began with what the one before had left there.")
     findings = Findings(profile.operators, rows, summary, gaps, ceilings)
@@ -91,6 +91,7 @@ def analyze(
         advice=tuple(advise(findings)),
         memory=tuple(_thinned(profile.memory, MEMORY_POINTS)),
         peak_bytes=profile.peak_bytes,
+        compilation=profile.compilation,
         notes=(*profile.notes, *notes, *_disturbances(ceilings)),
     )
 

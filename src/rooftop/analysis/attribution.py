@@ -58,12 +58,17 @@ class ModuleTracker:
     A scope is a module's path in its root ("layer1.0.conv1"; "" is the root) or one of LOSS, AUTOGRAD, OPTIMIZER.
     The first module called from outside any module is the root; later ones have their class name as a prefix.
 
+    Args:
+        root: the module to name others from; None: the first that is called.
+        inside: follow modules as they run. Compiled code runs none of them: what it takes in and gives out is then told
+            by `observe`.
+
     Attributes:
         traffic: scope -> ModuleTraffic of this step. `restart()` clears it for the next.
         optimizers: optimizers whose `step` ran.
     """
 
-    def __init__(self, root: nn.Module | None = None) -> None:
+    def __init__(self, root: nn.Module | None = None, inside: bool = True) -> None:
         self.traffic: dict[str, ModuleTraffic] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
         self._paths: dict[nn.Module, str] = {}
@@ -73,19 +78,29 @@ class ModuleTracker:
         self._numbers: list[int] = []  # autograd sequence number at each entry and exit of a module ...
         self._scopes: list[str] = []  # ... and the scope that is active from there on
         self._optimizing = 0
+        self._inside = inside
         self._hooks = ExitStack()
         if root is not None:
             self._adopt(root)
 
     def __enter__(self) -> ModuleTracker:
-        for handle in (
-            register_module_forward_pre_hook(self._entering),
-            register_module_forward_hook(self._leaving, with_kwargs=True, always_call=True),
+        handles = [
             register_optimizer_step_pre_hook(self._optimizer_entering),
             register_optimizer_step_post_hook(self._optimizer_leaving),
-        ):
+        ]
+        if self._inside:
+            handles += [
+                register_module_forward_pre_hook(self._entering),
+                register_module_forward_hook(self._leaving, with_kwargs=True, always_call=True),
+            ]
+        for handle in handles:
             self._hooks.callback(handle.remove)
         return self
+
+    def observe(self, module: nn.Module | None, inputs: Any, output: Any) -> None:
+        """Count what one call of the root took in and gave out."""
+        if module is not None:
+            self._add_traffic("", module, list(tensors_in(inputs)), list(tensors_in(output)))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._hooks.close()

@@ -7,6 +7,9 @@ Three kinds of runs, because each disturbs something:
 3. labelled runs, in which the counting mode names every operator, give each operator's own time. On a GPU that is the
    time of its kernels, joined through the profiler's correlation ids (see `kernel_join`): labels slow the host down,
    not the kernels. On a CPU it is the host clock around the operator.
+
+A compiled program cannot be labelled (PyTorch does not run compiled code under a mode): its operators are taken from
+what the profiler saw and from what the compiler said of its kernels (see `compiled_join`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from types import TracebackType
@@ -24,8 +27,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rooftop.analysis.attribution import ModuleTracker
+from rooftop.analysis.compiled import CompiledGraphs
+from rooftop.analysis.compiled_join import join_compiled
 from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels, kernels_by_label
 from rooftop.analysis.program import Program
+from rooftop.analysis.report import Compilation
 from rooftop.cost import CountingMode, Record, distinct_bytes
 from rooftop.cost.accounting import tensors_in
 from rooftop.hardware.timing import Timing, measure
@@ -40,6 +46,7 @@ STEP_LABEL = "rooftop step"
 OPERATOR_LABEL = "rooftop operator "
 
 WARM_UP_STEPS = 2
+COMPILED_WARM_UP_STEPS = 5  # compile, warm up and capture CUDA graphs, forward and backward
 LABELLED_SECONDS = 8.0  # bounds the labelled runs of slow programs ...
 LABELLED_RUNS = (3, 9)  # ... to at least and at most this many
 
@@ -67,6 +74,7 @@ class Profile:
         peak_bytes: largest of these.
         tracker: what the modules and optimizers took in and gave out.
         runs: labelled runs.
+        compilation: what `torch.compile` did, None if nothing is compiled.
         notes: what a reader should know about this measurement.
     """
 
@@ -79,6 +87,7 @@ class Profile:
     peak_bytes: int
     tracker: ModuleTracker
     runs: int
+    compilation: Compilation | None
     notes: list[str]
 
 
@@ -90,9 +99,10 @@ def profile_program(program: Program, progress: Progress = lambda what, fraction
     """
     device = program.device
     notes: list[str] = []
-    with program.preserved():
-        progress("warming up", 0.0)
-        for _ in range(WARM_UP_STEPS):
+    graphs = CompiledGraphs() if program.compiled else None
+    with program.preserved(), graphs or nullcontext():
+        progress("compiling" if graphs else "warming up", 0.0)
+        for _ in range(COMPILED_WARM_UP_STEPS if graphs else WARM_UP_STEPS):
             program.step()
         progress("timing the step", 0.1)
         wall = measure(program.step, device=device)
@@ -101,8 +111,9 @@ def profile_program(program: Program, progress: Progress = lambda what, fraction
         progress("profiling each operator", 0.5)
         least, most = LABELLED_RUNS
         runs = max(least, min(most, int(1e3 * LABELLED_SECONDS / max(wall.median_ms, 1e-3))))
-        with ModuleTracker(program.module) as tracker:
-            labelled = _labelled_runs(program, device, tracker, runs, progress)
+        with ModuleTracker(program.module, inside=graphs is None) as tracker:
+            run_once = _compiled_run(graphs) if graphs else _run_on_gpu if device.type == "cuda" else _run_on_cpu
+            labelled = _labelled_runs(program, device, tracker, runs, progress, run_once)
     operators, unattributed_ms = _medians(labelled, notes)
     if device.type == "cuda":
         busy, launches = natural.busy_ms, natural.kernels
@@ -120,6 +131,7 @@ def profile_program(program: Program, progress: Progress = lambda what, fraction
         peak_bytes=max((size for _, size in natural.memory), default=0),
         tracker=tracker,
         runs=runs,
+        compilation=graphs.compilation() if graphs else None,
         notes=notes,
     )
 
@@ -179,10 +191,17 @@ class _Run:
     unattributed_ms: float
 
 
+_RunOnce = Callable[[Program, torch.device, ModuleTracker], _Run]
+
+
 def _labelled_runs(
-    program: Program, device: torch.device, tracker: ModuleTracker, runs: int, progress: Progress
+    program: Program,
+    device: torch.device,
+    tracker: ModuleTracker,
+    runs: int,
+    progress: Progress,
+    run_once: _RunOnce,
 ) -> list[_Run]:
-    run_once = _run_on_gpu if device.type == "cuda" else _run_on_cpu
     done = []
     for run in range(runs):
         tracker.restart()
@@ -230,6 +249,25 @@ def _run_on_gpu(program: Program, device: torch.device, tracker: ModuleTracker) 
         kernels = by_label.get(index, none)
         times.append((sum(k.ms for k in kernels), tuple(k.name for k in kernels)))
     return _Run(counted.records, times, sum(k.ms for k in orphans))
+
+
+def _compiled_run(graphs: CompiledGraphs) -> _RunOnce:
+    """One step of a compiled program under the profiler alone."""
+
+    def run(program: Program, device: torch.device, tracker: ModuleTracker) -> _Run:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        with profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
+            program.step(lambda output: tracker.observe(program.module, [program.args, program.kwargs], output))
+            _synchronize(device)
+        events = profiler.profiler.kineto_results.events()
+        operators, orphans = join_compiled(events, graphs.graphs, str(device))
+        times = [
+            (sum(k.ms for k in op.kernels) if device.type == "cuda" else op.host_ms, tuple(k.name for k in op.kernels))
+            for op in operators
+        ]
+        return _Run([op.record for op in operators], times, sum(k.ms for k in orphans))
+
+    return run
 
 
 def _medians(runs: list[_Run], notes: list[str]) -> tuple[list[MeasuredOperator], float]:

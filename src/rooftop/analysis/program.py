@@ -27,6 +27,7 @@ class Program:
         train: also run the backward pass. The loss is what `loss` makes of the output; without `loss`, an output of one
             element is the loss itself, and other outputs are sent back through with fixed random gradients.
         optimizer: steps after each backward pass (it changes the parameters).
+        compile: compile the target with `torch.compile`: True, or one of its modes ("reduce-overhead").
 
     Raises:
         TypeError: `target` is not callable.
@@ -42,13 +43,15 @@ class Program:
         train: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
         loss: Callable[[Any], Tensor] | None = None,
+        compile: bool | str = False,
     ) -> None:
         if not callable(target):
             raise TypeError(f"analyze expects a module or a callable, got {type(target).__name__}")
         if not train and (optimizer is not None or loss is not None):
             raise ValueError("analyze(optimizer=..., loss=...) needs train=True")
-        self.target = target
         self.module = target if isinstance(target, nn.Module) else None
+        self._name = type(target).__name__ if self.module is not None else getattr(target, "__name__", "callable")
+        self.target = torch.compile(target, mode=_compile_mode(compile)) if compile else target
         self.args, self.kwargs = args, kwargs
         self.train = train
         self.optimizer = optimizer
@@ -61,12 +64,12 @@ class Program:
 
     @property
     def name(self) -> str:
-        return type(self.target).__name__ if self.module is not None else getattr(self.target, "__name__", "callable")
+        return self._name
 
     @property
     def compiled(self) -> bool:
         """Whether the target, or a module in it, is `torch.compile`d."""
-        modules = list(self.module.modules()) if self.module is not None else []
+        modules = list(self.target.modules()) if isinstance(self.target, nn.Module) else []
         return hasattr(self.target, "_torchdynamo_orig_callable") or any(
             hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules
         )
@@ -81,26 +84,30 @@ class Program:
         devices = [t.device for t in tensors]
         return next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.device("cpu"))
 
-    def step(self) -> None:
+    def step(self, observe: Callable[[Any], None] = lambda output: None) -> None:
         """Run once.
+
+        Args:
+            observe: called with the output of the target.
 
         Raises:
             ModelRunError: the user's code raised; the message names it, the inputs and the place.
             InputError: there is nothing to run backward from.
         """
         try:
-            self._step()
+            self._step(observe)
         except RooftopError:
             raise
         except Exception as error:
             raise ModelRunError(self._explanation(error)) from error
 
-    def _step(self) -> None:
+    def _step(self, observe: Callable[[Any], None]) -> None:
         if not self.train:
             with torch.no_grad() if self.module is not None else nullcontext():
-                self.target(*self.args, **self.kwargs)
+                observe(self.target(*self.args, **self.kwargs))
             return
         output = self.target(*self.args, **self.kwargs)
+        observe(output)
         if self._loss is not None:
             _checked(self._loss(output)).backward()
         else:
@@ -157,6 +164,13 @@ class Program:
 
     def _parameters(self) -> Iterator[Tensor]:
         return self.module.parameters() if self.module is not None else iter(())
+
+
+def _compile_mode(compile: bool | str) -> str | None:
+    modes = torch._inductor.list_mode_options()
+    if isinstance(compile, str) and compile not in modes:
+        raise ValueError(f"compile={compile!r}: expected True or one of {', '.join(modes)}")
+    return compile if isinstance(compile, str) else None
 
 
 @contextmanager

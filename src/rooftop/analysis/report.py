@@ -124,6 +124,38 @@ class Advice:
 
 
 @dataclass(frozen=True)
+class GraphBreak:
+    """A place where `torch.compile` had to leave its graph: "file:line", why, and the seconds that compiling what
+    follows it took."""
+
+    line: str
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Recompilation:
+    """A function that was compiled again: "file:line" of its definition, its name, the guard that failed, seconds."""
+
+    line: str
+    function: str
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What `torch.compile` did while the program was analyzed: graphs, the kernels in them, seconds, and what it could
+    not keep in one graph or had to do again."""
+
+    graphs: int
+    kernels: int
+    seconds: float
+    graph_breaks: tuple[GraphBreak, ...] = ()
+    recompilations: tuple[Recompilation, ...] = ()
+
+
+@dataclass(frozen=True)
 class Summary:
     """The step as a whole. `percent_of_roof` is 100 * fused roof / wall; `wall_spread` the relative spread of the wall
     time over its runs; `kernels` the launches of one step; `samples` the first dimension of the first input."""
@@ -156,6 +188,7 @@ class Report:
             a real cost formula.
         ops: by falling time. modules: the tree's root. advice: by falling gain.
         memory: (ms since the step began, allocated bytes) and `peak_bytes`.
+        compilation: what `torch.compile` did, None if nothing is compiled.
         notes: what a reader should know about the measurement.
     """
 
@@ -174,6 +207,7 @@ class Report:
     advice: tuple[Advice, ...]
     memory: tuple[tuple[float, int], ...] = ()
     peak_bytes: int = 0
+    compilation: Compilation | None = None
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     @property
@@ -210,7 +244,8 @@ class Report:
         if plain.get("format") != FORMAT:
             raise ValueError(f"expected a rooftop report of format {FORMAT}, got format {plain.get('format')!r}")
         try:
-            values = {name: plain[name] for name in cls.__dataclass_fields__ if name not in ("memory", "peak_bytes")}
+            later = {"memory", "peak_bytes", "compilation"}
+            values = {name: plain[name] for name in cls.__dataclass_fields__ if name not in later}
             values["inputs"], values["notes"] = tuple(plain["inputs"]), tuple(plain["notes"])
             values["summary"] = _from(Summary, plain["summary"])
             values["gaps"] = _from(Gaps, plain["gaps"])
@@ -218,6 +253,7 @@ class Report:
             values["modules"] = _module(plain["modules"])
             values["advice"] = tuple(_from(Advice, item) for item in plain["advice"])
             values["memory"] = tuple((float(ms), int(size)) for ms, size in plain["memory"]["timeline"])
+            values["compilation"] = _compilation(plain.get("compilation"))
             return cls(**values, peak_bytes=plain["memory"]["peak_bytes"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"damaged rooftop report: {type(error).__name__} {error}") from error
@@ -291,6 +327,14 @@ def _operator(plain: Mapping[str, Any]) -> OperatorRow:
 
 def _module(plain: Mapping[str, Any]) -> ModuleNode:
     return _from(ModuleNode, {**plain, "children": tuple(_module(child) for child in plain["children"])})
+
+
+def _compilation(plain: Mapping[str, Any] | None) -> Compilation | None:
+    if plain is None:
+        return None
+    breaks = tuple(_from(GraphBreak, item) for item in plain["graph_breaks"])
+    again = tuple(_from(Recompilation, item) for item in plain["recompilations"])
+    return Compilation(plain["graphs"], plain["kernels"], plain["seconds"], breaks, again)
 
 
 def _from(kind: Any, plain: Mapping[str, Any]) -> Any:

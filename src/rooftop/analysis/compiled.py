@@ -1,0 +1,161 @@
+"""Compiled programs: what `torch.compile` made of them, and which of its kernels does what.
+
+While `CompiledGraphs` is active, each graph that inductor compiles is kept together with the list of the kernels that
+inductor made of its nodes. The profiler marks each run of a graph with the graph's key, so that a kernel finds its
+graph, and in it its nodes (see `kernel_work`). Graph breaks and recompilations are collected with their lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from rooftop.analysis.kernel_work import KernelWork, kernel_works
+from rooftop.analysis.report import Compilation, GraphBreak, Recompilation
+
+TORCH = os.path.dirname(torch.__file__) + os.sep
+GRAPH_KEY = "rooftop graph "
+SWITCHES = {
+    "trace.provenance_tracking_level": 1,  # keeps which nodes are in which kernel
+    "cpp.enable_kernel_profile": True,  # on a CPU a kernel shows in the profile only if it says so itself
+    "fx_graph_cache": False,  # a graph from a cache comes without its nodes
+    "fx_graph_remote_cache": False,
+}
+"""Of inductor, while it compiles what is analyzed."""
+_BREAKS = "torch._dynamo.symbolic_convert.__graph_breaks"
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """A graph that inductor compiled.
+
+    Attributes:
+        works: its kernels in the order of their launches.
+        backward: whether it is a backward pass.
+    """
+
+    works: list[KernelWork]
+    backward: bool
+
+
+@dataclass
+class CompiledGraphs:
+    """Records what is compiled while active (`with`); graphs by the key that the profiler shows."""
+
+    graphs: dict[str, CompiledGraph] = field(default_factory=dict)
+    _breaks: list[tuple[str, str]] = field(default_factory=list)  # (file:line, reason)
+    _frames_before: int = 0
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> CompiledGraphs:
+        import torch._dynamo.utils
+        from torch._functorch import config as functorch_config
+        from torch._inductor import compile_fx
+
+        self._stack.enter_context(patch.object(compile_fx, "compile_fx", self._recording(compile_fx)))
+        self._stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        self._frames_before = len(torch._dynamo.utils.get_compilation_metrics())
+        self._stack.enter_context(_listening(_BREAKS, self._note_break))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.close()
+
+    def _recording(self, compile_fx: Any) -> Callable[..., Any]:
+        """`compile_fx` with an inner compiler that keeps graph and kernels, forward and backward alike."""
+        from torch._inductor import config, debug
+
+        original, numbers = compile_fx.compile_fx, itertools.count()
+
+        def recording(model: Any, inputs: Any, *args: Any, inner_compile: Any = None, **kwargs: Any) -> Any:
+            inner = inner_compile or compile_fx.compile_fx_inner
+
+            def keeping(gm: Any, example_inputs: Any, **options: Any) -> Any:
+                debug._inductor_triton_kernel_to_post_grad_node_info.clear()
+                with config.patch(SWITCHES):
+                    compiled = inner(gm, example_inputs, **options)
+                kernels = dict(debug._inductor_triton_kernel_to_post_grad_node_info)
+                key = f"{GRAPH_KEY}{next(numbers)}"
+                works = kernel_works(gm.graph, [(name.rpartition(":")[0], nodes) for name, nodes in kernels.items()])
+                self.graphs[key] = CompiledGraph(works, bool(options.get("is_backward")))
+                compiled._fx_graph_cache_key = key
+                return compiled
+
+            return original(model, inputs, *args, inner_compile=keeping, **kwargs)
+
+        return recording
+
+    def _note_break(self, message: str) -> None:
+        found = re.search(r"in user code at (.+:\d+)", message)
+        reason = re.search(r"Graph Break Reason: (.+)", message)
+        lines = [line.strip() for line in message.splitlines() if line.strip()]
+        detail = lines[2] if len(lines) > 2 and not lines[2].startswith(("Explanation", "User code")) else ""
+        self._breaks.append((found[1] if found else "", detail or (reason[1] if reason else lines[0])))
+
+    def compilation(self) -> Compilation:
+        """What was compiled, how long it took, where graphs broke and what was compiled again."""
+        import torch._dynamo.utils
+
+        frames = torch._dynamo.utils.get_compilation_metrics()[self._frames_before :]
+        frames = [frame for frame in frames if frame.compile_id and not frame.is_runtime and frame.co_name]
+        seconds = {f"{frame.co_filename}:{frame.co_firstlineno}": _seconds(frame) for frame in frames}
+        breaks = [GraphBreak(line, reason, seconds.get(line, 0.0)) for line, reason in dict.fromkeys(self._breaks)]
+        again = [
+            Recompilation(
+                f"{frame.co_filename}:{frame.co_firstlineno}",
+                frame.co_name or "",
+                frame.recompile_reason,
+                _seconds(frame),
+            )
+            for frame in frames
+            if frame.recompile_reason and not str(frame.co_filename).startswith(TORCH)
+        ]
+        return Compilation(
+            graphs=len(self.graphs),
+            kernels=sum(len(graph.works) for graph in self.graphs.values()),
+            seconds=sum(_seconds(frame) for frame in frames),
+            graph_breaks=tuple(breaks),
+            recompilations=tuple(again),
+        )
+
+
+def _seconds(frame: Any) -> float:
+    return float(frame.entire_frame_compile_time_s or 0.0)
+
+
+class _Listener(logging.Handler):
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__(logging.DEBUG)
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._note(record.getMessage())
+
+
+class _listening:
+    """Passes a logger's messages to a function instead of to the terminal; its settings are put back."""
+
+    def __init__(self, name: str, note: Callable[[str], None]) -> None:
+        self._logger, self._handler = logging.getLogger(name), _Listener(note)
+
+    def __enter__(self) -> None:
+        logger = self._logger
+        self._before = (logger.level, logger.propagate)
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = logger.propagate and self._before[0] not in (logging.NOTSET,)
+        logger.addHandler(self._handler)
+
+    def __exit__(self, *exception: object) -> None:
+        self._logger.removeHandler(self._handler)
+        self._logger.level, self._logger.propagate = self._before
+        self._logger.setLevel(self._before[0])

@@ -1,0 +1,306 @@
+"""The profile of a compiled step as operators: each event of the host with its kernels, its cost and its module.
+
+The profiler's events nest: a run of a compiled graph holds the launches of its kernels and the operators that it calls.
+From the outside in, the first event that has a cost is an operator:
+
+    a kernel of a compiled graph      the work that its graph knows of it (see `kernel_work`)
+    an operator with a formula        made again on meta tensors (see `reconstruction`)
+    an operator without               uncovered
+
+A graph that is replayed as a CUDA graph has one event and all its kernels: these are matched with the graph's list in
+order, where the names of the generated kernels are the anchors.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rooftop.analysis.attribution import AUTOGRAD, LOSS, OPTIMIZER
+from rooftop.analysis.compiled import GRAPH_KEY, CompiledGraph
+from rooftop.analysis.kernel_join import Kernel, device_kernels
+from rooftop.analysis.kernel_work import KernelWork
+from rooftop.analysis.reconstruction import NotReconstructedError, has_formula, reconstructed
+from rooftop.cost import FREE, Cost, Record
+from rooftop.cost.accounting import tensors_in
+from rooftop.cost.registry import formula_for
+
+_GENERATED = re.compile(r"^(?:graph_\d+_)?((?:triton|cpp)_\S+)$")
+
+
+@dataclass
+class JoinedOperator:
+    """One operator of a profiled step, with the time of its event on the host and its kernels on the device."""
+
+    record: Record
+    host_ms: float
+    kernels: list[Kernel] = field(default_factory=list)
+
+
+@dataclass
+class _Event:
+    """An event of the host and those inside it."""
+
+    source: Any
+    name: str
+    start_ns: int
+    end_ns: int
+    children: list[_Event] = field(default_factory=list)
+
+
+def join_compiled(
+    events: Sequence[Any], graphs: Mapping[str, CompiledGraph], device: str
+) -> tuple[list[JoinedOperator], list[Kernel]]:
+    """The operators of a step in order of execution, and the kernels that belong to none.
+
+    Args:
+        events: of the profiler, recorded with shapes.
+        graphs: what was compiled, by key.
+        device: where it ran, for the records.
+    """
+    host = [e for e in events if e.device_type().name != "CUDA"]
+    walk = _Walk(graphs, device)
+    for roots in _trees(host).values():
+        for event in roots:
+            walk.visit(event, "forward", AUTOGRAD)
+    orphans = walk.assign(device_kernels(events), host)
+    return [operator for _, operator in sorted(walk.operators, key=lambda pair: pair[0])], orphans
+
+
+def _trees(host: Iterable[Any]) -> dict[int, list[_Event]]:
+    """Events by thread as trees, by the times at which they began and ended."""
+    threads: dict[int, list[_Event]] = defaultdict(list)
+    for e in host:
+        if (
+            "::" in e.name()
+            or e.name().startswith(("##", "Optimizer.step", "autograd::"))
+            or _GENERATED.match(e.name())
+        ):
+            start_ns = e.start_ns()
+            threads[e.start_thread_id()].append(_Event(e, e.name(), start_ns, start_ns + e.duration_ns()))
+    for events in threads.values():
+        events.sort(key=lambda event: (event.start_ns, -event.end_ns))
+    return {thread: _nested(events) for thread, events in threads.items()}
+
+
+def _nested(events: list[_Event]) -> list[_Event]:
+    roots: list[_Event] = []
+    open_events: list[_Event] = []
+    for event in events:
+        while open_events and open_events[-1].end_ns < event.end_ns:
+            open_events.pop()
+        (open_events[-1].children if open_events else roots).append(event)
+        open_events.append(event)
+    return roots
+
+
+class _Walk:
+    """Collects operators from the trees, then gives each kernel to its operator."""
+
+    def __init__(self, graphs: Mapping[str, CompiledGraph], device: str) -> None:
+        self.operators: list[tuple[int, JoinedOperator]] = []  # with the time at which they began
+        self._graphs = graphs
+        self._device = device
+        self._owners: dict[int, JoinedOperator] = {}  # correlation id of an event -> the operator it is part of
+        self._regions: list[tuple[int, int, CompiledGraph]] = []
+
+    def visit(self, event: _Event, phase: str, scope: str) -> None:
+        if event.name.startswith("autograd::engine::evaluate_function"):
+            phase, scope = "backward", AUTOGRAD
+        elif event.name.startswith("Optimizer.step"):
+            phase, scope = "optimizer", OPTIMIZER
+        graph = self._graph(event)
+        if graph is not None:
+            self._regions.append((event.start_ns, event.end_ns, graph))
+            works = _Matcher(graph.works)
+            for child in event.children:
+                self._visit_in_graph(child, works, "backward" if graph.backward else "forward")
+        elif _GENERATED.match(event.name) or self._is_operator(event):
+            self._add(event, self._reconstructed(event, phase, scope if phase != "forward" else LOSS))
+        else:
+            for child in event.children:
+                self.visit(child, phase, scope)
+
+    def _graph(self, event: _Event) -> CompiledGraph | None:
+        found = re.search(rf"{GRAPH_KEY}\d+", event.name)
+        return self._graphs.get(found[0]) if found else None
+
+    def _visit_in_graph(self, event: _Event, works: _Matcher, phase: str) -> None:
+        work = works.next(event.name)
+        if work is not None and work.cost is not None:
+            self._add(event, self._known(work, event.name, phase))
+        elif work is not None:
+            reason = f"no formula for {', '.join(work.uncovered)}" if work.uncovered else "its nodes are not known"
+            self._add(event, self._record(_shown(event.name), work.shapes, work.dtype, work.scope, phase, None, reason))
+        elif _GENERATED.match(event.name) or self._is_operator(event):
+            self._add(event, self._reconstructed(event, phase, ""))
+        else:
+            for child in event.children:
+                self._visit_in_graph(child, works, phase)
+
+    def _is_operator(self, event: _Event) -> bool:
+        """The outermost event that has a formula; one without, if nothing inside it is an operator."""
+        if "::" not in event.name or event.name.startswith("autograd::"):
+            return False
+        return has_formula(event.name) or not event.children
+
+    def _known(self, work: KernelWork, name: str, phase: str) -> Record:
+        return self._record(_shown(name), work.shapes, work.dtype, work.scope, phase, work.cost, "")
+
+    def _reconstructed(self, event: _Event, phase: str, scope: str) -> Record:
+        if _GENERATED.match(event.name):
+            reason = "compiled before it was analyzed: what was fused into it is not known"
+            return self._record(_shown(event.name), (), "", scope, phase, None, reason)
+        try:
+            call = reconstructed(event.source)
+            formula = formula_for(call.func)
+            cost = formula(call) if formula is not None else None
+            tensors = call.read_tensors or list(tensors_in(call.out))
+            leading = next((t for t in tensors if t.is_floating_point()), tensors[0] if tensors else None)
+            dtype = str(leading.dtype).removeprefix("torch.") if leading is not None else ""
+            shapes = tuple(tuple(t.shape) for t in call.read_tensors)
+            return self._record(event.name, shapes, dtype, scope, phase, cost, "" if cost is not None else "no formula")
+        except NotReconstructedError as error:
+            return self._record(event.name, (), "", scope, phase, None, f"not reconstructed: {error}")
+        except Exception as error:  # a formula that fails must not end the analysis: it is listed
+            return self._record(event.name, (), "", scope, phase, None, f"formula failed: {error}")
+
+    def _record(
+        self, name: str, shapes: Any, dtype: str, scope: str, phase: str, cost: Cost | None, uncovered: str
+    ) -> Record:
+        return Record(name, shapes, dtype, self._device, scope, phase, cost, uncovered)
+
+    def _add(self, event: _Event, record: Record) -> None:
+        operator = JoinedOperator(record, (event.end_ns - event.start_ns) / 1e6)
+        self.operators.append((event.start_ns, operator))
+        for part in _everything(event):
+            self._owners[part.source.correlation_id()] = operator
+
+    def assign(self, kernels: Sequence[Kernel], host: Sequence[Any]) -> list[Kernel]:
+        """Give each kernel to the operator that launched it; those of CUDA graphs to the works of their graph."""
+        replays = {e.correlation_id(): e for e in host if e.name().startswith("cudaGraphLaunch")}
+        launches = {e.correlation_id(): e.start_ns() for e in host if e.name().startswith("cu")}
+        spans = sorted((start, start + (op.host_ms * 1e6), op) for start, op in self.operators)  # by time, any thread
+        starts = [start for start, _, _ in spans]
+        replayed: dict[int, list[Kernel]] = defaultdict(list)
+        orphans = []
+        for kernel in kernels:
+            owner = self._owners.get(kernel.linked_correlation_id) if kernel.linked_correlation_id else None
+            if owner is None and kernel.correlation_id in replays:
+                replayed[kernel.correlation_id].append(kernel)
+                continue
+            if owner is None and kernel.correlation_id in launches:
+                at = launches[kernel.correlation_id]
+                position = bisect_right(starts, at) - 1
+                if position >= 0 and at <= spans[position][1]:
+                    owner = spans[position][2]
+            if owner is None:
+                orphans.append(kernel)
+            else:
+                owner.kernels.append(kernel)
+        for correlation, members in replayed.items():
+            orphans += self._replayed(replays[correlation].start_ns(), members)
+        return orphans
+
+    def _replayed(self, at_ns: int, kernels: list[Kernel]) -> list[Kernel]:
+        region = next((graph for start, end, graph in self._regions if start <= at_ns <= end), None)
+        if region is None:
+            return kernels
+        phase, orphans = ("backward" if region.backward else "forward"), []
+        for number, (works, members) in enumerate(aligned(region.works, kernels)):
+            costs = [work.cost for work in works if work.cost is not None]
+            if not works:
+                orphans += members
+                continue
+            known = len(costs) == len(works)
+            names = dict.fromkeys(_shown(work.name) for work in works)
+            record = self._record(
+                " + ".join(names),
+                works[0].shapes,
+                works[0].dtype,
+                works[0].scope,
+                phase,
+                sum(costs, FREE) if known else None,
+                "" if known else "no formula for a part of it",
+            )
+            self.operators.append((at_ns + number, JoinedOperator(record, 0.0, list(members))))
+        return orphans
+
+
+def aligned(works: Sequence[KernelWork], kernels: Sequence[Kernel]) -> Iterator[tuple[list[KernelWork], list[Kernel]]]:
+    """Works and the kernels that did them, both in order; generated kernels are found by their names.
+
+    Between two of these, as many calls of libraries as kernels are taken one by one, otherwise all together.
+    """
+    ordered = sorted(kernels, key=lambda kernel: kernel.start_ns)
+    between: list[KernelWork] = []
+    position = 0
+    for work in works:
+        match = _GENERATED.match(work.name)
+        found = None
+        if match is not None:
+            found = next((i for i in range(position, len(ordered)) if ordered[i].name == work.name), None)
+        if found is None:
+            between.append(work)
+            continue
+        yield from _one_by_one(between, ordered[position:found])
+        yield [work], [ordered[found]]
+        between, position = [], found + 1
+    yield from _one_by_one(between, ordered[position:])
+
+
+def _one_by_one(works: list[KernelWork], kernels: list[Kernel]) -> Iterator[tuple[list[KernelWork], list[Kernel]]]:
+    if len(works) == len(kernels):
+        for work, kernel in zip(works, kernels, strict=True):
+            yield [work], [kernel]
+    elif works or kernels:
+        yield works, kernels
+
+
+class _Matcher:
+    """Finds the work of each event of one run of a graph; both come in the same order."""
+
+    def __init__(self, works: Sequence[KernelWork]) -> None:
+        self._works = works
+        self._next = 0
+
+    def next(self, name: str) -> KernelWork | None:
+        plain = _plain(name)
+        for position in range(self._next, len(self._works)):
+            if _plain(self._works[position].name) == plain:
+                self._next = position + 1
+                return self._works[position]
+        return None
+
+
+def _plain(name: str) -> str:
+    """ "mm" of "aten::mm", "extern_kernels.mm" and "torch.ops.aten.mm.default"; of a generated kernel its own name."""
+    generated = _GENERATED.match(name)
+    if generated:
+        return generated[1]
+    if "::" in name:
+        return name.rpartition("::")[2].removesuffix("_")
+    parts = name.split(".")
+    if name.startswith("torch.ops.") and len(parts) > 3:
+        return parts[3]
+    if name.startswith("aten."):
+        return parts[1]
+    return parts[-1].removeprefix("bias_")
+
+
+def _shown(name: str) -> str:
+    """The name of a row: generated kernels without the number that tells them apart, library calls as operators."""
+    generated = _GENERATED.match(name)
+    if generated:
+        return "inductor::" + re.sub(r"^(?:triton|cpp)_(?:poi_|per_|red_|for_|tem_)?|_\d+$", "", generated[1])
+    return name if "::" in name else f"aten::{_plain(name)}"
+
+
+def _everything(event: _Event) -> Iterator[_Event]:
+    yield event
+    for child in event.children:
+        yield from _everything(child)

@@ -1,0 +1,233 @@
+"""What a kernel of a compiled graph must move and compute, from the nodes of the graph that were fused into it.
+
+    read   each value that comes from outside the kernel, once: the part that its operators look at
+    write  each value that somebody outside the kernel uses, once
+    flops  of every operator in it, also of those that another kernel computes again
+
+Inductor splits large reductions into two kernels that carry the same nodes: the second only finishes the first's
+partial results, which are no work that had to be done, so it counts what it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from rooftop.cost.accounting import FREE, Call, Cost, distinct_bytes, tensor_bytes, tensors_in
+from rooftop.cost.registry import formula_for
+
+REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "max", "min", "prod", "argmax", "argmin", "any", "all"}
+"""Operators that inductor may split into two kernels."""
+
+
+@dataclass(frozen=True)
+class KernelWork:
+    """What one kernel of a compiled graph does.
+
+    Attributes:
+        name: of the kernel in the generated code: "triton_poi_fused_add_relu_3", "extern_kernels.mm".
+        cost: None if no node has a formula.
+        uncovered: operators in it without a formula.
+        shapes: of what it reads from outside.
+        dtype: of the first floating-point value that it reads or writes.
+        scope: path of the module that its nodes share.
+    """
+
+    name: str
+    cost: Cost | None
+    uncovered: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    scope: str
+
+
+def kernel_works(graph: fx.Graph, kernels: Sequence[tuple[str, Sequence[str]]]) -> list[KernelWork]:
+    """The work of each kernel of a graph.
+
+    Args:
+        graph: of aten operators, with fake tensors as `meta["val"]`.
+        kernels: (name, names of the nodes fused into it), in the order in which the generated code launches them.
+    """
+    by_name = {node.name: node for node in graph.nodes}
+    groups = [[by_name[name] for name in names if name in by_name] for _, names in kernels]
+    kernels_of: dict[fx.Node, list[int]] = {}
+    for number, group in enumerate(groups):
+        for node in group:
+            kernels_of.setdefault(node, []).append(number)
+    begun: set[fx.Node] = set()  # reductions whose first stage has run
+    works = []
+    for number, ((name, _), group) in enumerate(zip(kernels, groups, strict=True)):
+        works.append(_Kernel(number, group, kernels_of, begun).work(name))
+        begun.update(node for node in group if _is_reduction(node))
+    return works
+
+
+@dataclass
+class _Kernel:
+    number: int
+    group: list[fx.Node]
+    kernels_of: dict[fx.Node, list[int]]
+    begun: set[fx.Node]
+    reads: dict[fx.Node, list[Tensor | int]] = field(default_factory=dict)  # source -> parts of it that are read
+
+    def work(self, name: str) -> KernelWork:
+        members = set(self.group)
+        stored = [node for node in self.group if not _is_view(node) and self._is_stored(node)]
+        flops, uncovered = FREE, []
+        for node in self._needed(stored, members):
+            cost = _cost(node)
+            if cost is None:
+                uncovered.append(str(node.target))
+                continue
+            flops = flops + Cost(flops=cost.flops)
+            self._note_reads(node, cost, members)
+        read = sum(self._read_bytes(source, parts) for source, parts in self.reads.items())
+        written = [tensor for node in stored for tensor in self._stored_tensors(node)]
+        known = bool(stored) and not uncovered
+        values = [*(value for source in self.reads for value in _values(source)), *written]
+        leading = next((v for v in values if v.is_floating_point()), values[0] if values else None)
+        return KernelWork(
+            name=name,
+            cost=Cost(read, distinct_bytes(written), flops.flops) if known else None,
+            uncovered=tuple(dict.fromkeys(uncovered)),
+            shapes=tuple(tuple(_known(v.shape)) for source in self.reads for v in _values(source)[:1]),
+            dtype=str(leading.dtype).removeprefix("torch.") if leading is not None else "",
+            scope=_shared_scope(self.group),
+        )
+
+    def _is_stored(self, node: fx.Node) -> bool:
+        """Whether somebody outside uses the value, and this is the first kernel that can have written it."""
+        if node.target in _MUTATIONS:
+            return True
+        if self.kernels_of[node][0] != self.number and not (
+            node in self.begun and self.kernels_of[node][-1] == self.number
+        ):
+            return False
+        return any(self._uses_from_memory(user, node) for user in node.users)
+
+    def _uses_from_memory(self, user: fx.Node, node: fx.Node) -> bool:
+        if user.op == "output":
+            return True
+        kernels = self.kernels_of.get(user, [])
+        if _is_view(user):
+            return any(self._uses_from_memory(later, node) for later in user.users)
+        return any(number not in self.kernels_of[node] for number in kernels) or not kernels
+
+    def _stored_tensors(self, node: fx.Node) -> list[Tensor]:
+        """Of an operator with several results those that are used."""
+        picked = [user for user in node.users if _is_getitem(user)]
+        if isinstance(node.meta.get("val"), Tensor) or not picked:
+            return _values(node)
+        return [v for user in picked if any(self._uses_from_memory(u, node) for u in user.users) for v in _values(user)]
+
+    def _needed(self, stored: Iterable[fx.Node], members: set[fx.Node]) -> list[fx.Node]:
+        """The nodes that are really computed here: what the stored ones depend on, up to reductions begun before."""
+        needed: dict[fx.Node, None] = {}
+        waiting = list(stored)
+        while waiting:
+            node = waiting.pop()
+            if node in needed or node not in members or node in self.begun:
+                continue
+            if not _is_view(node):
+                needed[node] = None
+            waiting.extend(node.all_input_nodes)
+        return list(needed)
+
+    def _note_reads(self, node: fx.Node, cost: Cost, members: set[fx.Node]) -> None:
+        for value in node.all_input_nodes:
+            source = _source(value)
+            if source in members and source not in self.begun:
+                continue
+            if node.target in _MUTATIONS and value is node.args[0]:
+                continue
+            for tensor in _values(value):
+                whole = tensor_bytes(tensor)
+                # An embedding or an index looks at no more of its table than its formula says.
+                self.reads.setdefault(source, []).append(tensor if cost.read_bytes >= whole else cost.read_bytes)
+
+    def _read_bytes(self, source: fx.Node, parts: list[Tensor | int]) -> int:
+        limit = sum(tensor_bytes(tensor) for tensor in _values(source))
+        counted = sum(part for part in parts if isinstance(part, int))
+        counted += distinct_bytes([part for part in parts if isinstance(part, Tensor)])
+        return min(counted, limit) if limit else counted
+
+
+def _cost(node: fx.Node) -> Cost | None:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return FREE if node.op != "call_function" or _is_getitem(node) else None
+    formula = formula_for(node.target)
+    if formula is None:
+        return None
+    try:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        return formula(Call(node.target, tuple(args), kwargs, node.meta.get("val")))
+    except Exception:  # listed as uncovered
+        return None
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+_MUTATIONS = {torch.ops.aten.copy_.default}
+_ALLOCATIONS = ("empty", "full", "arange", "iota", "zeros", "ones", "scalar_tensor")
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the value is the first argument's memory seen in another way."""
+    if node.op != "call_function" or not node.args:
+        return False
+    if _is_getitem(node):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name = node.target._schema.name.partition("::")[2]
+    return not name.startswith(_ALLOCATIONS) and (_cost(node) == FREE or name in ("reshape", "contiguous"))
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name.partition("::")[2] in REDUCTIONS
+
+
+def _source(node: fx.Node) -> fx.Node:
+    while _is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _values(node: fx.Node) -> list[Tensor]:
+    return list(tensors_in(node.meta.get("val")))
+
+
+def _known(shape: Iterable[Any]) -> list[int]:
+    """Sizes as numbers; of a dynamic dimension the one that it was compiled for."""
+    return [size if isinstance(size, int) else int(size.node.hint or 0) for size in shape]
+
+
+def _shared_scope(nodes: Sequence[fx.Node]) -> str:
+    """The path of the innermost module that all nodes belong to ("layer1.0"), "" if there is none."""
+    paths = []
+    for node in nodes:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if stack and not _is_view(node):
+            paths.append(module_path(str(list(stack.values())[-1][0])))
+    if not paths:
+        return ""
+    shared: list[str] = []
+    for parts in zip(*(path.split(".") for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def module_path(source: str) -> str:
+    """ "layer1.0.conv1" from dynamo's "L['self'].layer1.0.conv1" or "L['self']._modules['layer1']..."."""
+    path = source.partition("].")[2] if source.startswith("L[") else source
+    path = path.replace("_modules['", "").replace("']", "").replace("_orig_mod.", "").removesuffix("_orig_mod")
+    return path.replace("getattr_", "").strip(".")

@@ -1,0 +1,166 @@
+"""An operator that the profiler recorded, as a `Call` that cost formulas understand.
+
+Compiled code cannot be watched by a dispatch mode: with one active it is not run. The profiler still sees each operator
+that the compiled code calls, with the shapes, strides and types of its tensors and the values of its other arguments as
+text. From these the call is made again on meta tensors, which hold no data, so that its cost can be counted.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.cost.accounting import Call
+from rooftop.cost.registry import formula_for
+
+DTYPES = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "c10::Half": torch.float16,
+    "c10::BFloat16": torch.bfloat16,
+    "long": torch.int64,
+    "long int": torch.int64,
+    "int": torch.int32,
+    "short": torch.int16,
+    "short int": torch.int16,
+    "signed char": torch.int8,
+    "unsigned char": torch.uint8,
+    "bool": torch.bool,
+    "c10::complex<float>": torch.complex64,
+    "c10::complex<double>": torch.complex128,
+    "c10::Float8_e4m3fn": torch.float8_e4m3fn,
+    "c10::Float8_e5m2": torch.float8_e5m2,
+}
+"""Element types as the profiler names them."""
+
+
+class NotReconstructedError(Exception):
+    """The recorded event does not say enough to make the call again."""
+
+
+def reconstructed(event: Any) -> Call:
+    """The call that an event of the profiler (recorded with shapes) stands for, made on meta tensors.
+
+    Raises:
+        NotReconstructedError: no operator of this name takes what was recorded.
+    """
+    failures = []
+    for func in _overloads(event.name()):
+        try:
+            args, kwargs = _arguments(event, func)
+            return Call(func, args, kwargs, _result(func, args, kwargs))
+        except Exception as error:  # another overload may fit; if none does, the operator is listed as uncovered
+            failures.append(f"{func}: {error}".splitlines()[0])
+    raise NotReconstructedError("; ".join(failures) or "no such operator")
+
+
+def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the operator gives on meta tensors; None where it gives no tensor (`.item()`, optimizer steps)."""
+    if not any("Tensor" in str(result.type) for result in func._schema.returns):
+        return None
+    with torch.no_grad():
+        return func(*args, **kwargs)
+
+
+@lru_cache(maxsize=4096)
+def has_formula(name: str) -> bool:
+    """Whether the operators of this name ("aten::mm") have a cost formula."""
+    return any(formula_for(func) is not None for func in _overloads(name))
+
+
+def _overloads(name: str) -> Sequence[Any]:
+    namespace, _, operator = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace, None), operator, None) if operator else None
+    return [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+
+
+def _arguments(event: Any, func: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by the operator's schema; the profiler records all of them, defaults included."""
+    schema = func._schema.arguments
+    shapes, kinds = _shapes(event), list(event.dtypes())
+    strides = _strides(event)
+    values = list(event.concrete_inputs() or [])
+    if len(schema) != len(kinds):
+        raise NotReconstructedError(f"{len(kinds)} arguments were recorded, {len(schema)} are expected")
+    args, kwargs = [], {}
+    for position, argument in enumerate(schema):
+        value = _value(
+            argument.type,
+            kinds[position],
+            shapes[position] if position < len(shapes) else [],
+            strides[position] if position < len(strides) else [],
+            values[position] if position < len(values) else "",
+        )
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return tuple(args), kwargs
+
+
+def _value(wanted: Any, kind: str, shape: Any, stride: Any, text: Any) -> Any:
+    """One argument: a tensor, a list of tensors, or a number, a list, a flag or None from its text."""
+    takes_tensor = "Tensor" in str(wanted)
+    if kind in DTYPES:
+        if not takes_tensor:
+            raise NotReconstructedError(f"a tensor was recorded, {wanted} is expected")
+        return _meta(shape, stride, DTYPES[kind])
+    if kind == "TensorList":
+        if "List[" not in str(wanted) and "[]" not in str(wanted):
+            raise NotReconstructedError(f"a list of tensors was recorded, {wanted} is expected")
+        # The element type is not recorded: optimizers and concatenations are mostly of float32.
+        strides = stride if len(stride) == len(shape) else [[]] * len(shape)
+        return [_meta(one, step, torch.float32) for one, step in zip(shape, strides, strict=True)]
+    if takes_tensor:
+        if kind:  # a number where a tensor is expected: another overload
+            raise NotReconstructedError(f"{kind} was recorded, {wanted} is expected")
+        return None
+    return _literal(text, kind, str(wanted))
+
+
+def _meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if len(stride) == len(shape):
+        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def _literal(text: Any, kind: str, wanted: str) -> Any:
+    if not isinstance(text, str):
+        return text
+    if not text:
+        if "Optional" in wanted or wanted.endswith("?"):
+            return None
+        if kind == "ScalarList" or "List" in wanted:
+            return []
+        raise NotReconstructedError(f"the value of an argument of type {wanted} was not recorded")
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    if wanted in ("float", "Optional[float]") and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+def _shapes(event: Any) -> list[Any]:
+    if hasattr(event, "structured_input_shapes"):
+        return list(event.structured_input_shapes())
+    return list(event.shapes())
+
+
+def _strides(event: Any) -> list[Any]:
+    return list(event.structured_input_strides()) if hasattr(event, "structured_input_strides") else []
+
+
+def tensors_of(event: Any) -> Iterator[tuple[int, Tensor]]:
+    """(position among the arguments, meta tensor) of each tensor argument of an event: of a Triton launch, its
+    pointers."""
+    shapes, strides = _shapes(event), _strides(event)
+    for position, kind in enumerate(event.dtypes()):
+        if kind in DTYPES and position < len(shapes):
+            yield position, _meta(shapes[position], strides[position] if position < len(strides) else [], DTYPES[kind])

@@ -1,0 +1,224 @@
+"""Memory: how much is in use (`memory_summary`), how much a block of code needs (`track`), giving back (`release`)."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rooftop.hardware.device import gpu_uuid
+from rooftop.hardware.nvml import nvml_session
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of one device in bytes; None: not known.
+
+    Attributes:
+        device: "cuda:0", ..., or "cpu".
+        allocated_bytes: held by live tensors of this process.
+        reserved_bytes: taken from the device by PyTorch's caching allocator; what no tensor holds it keeps for later.
+        peak_bytes: most allocated since the start or the last reset (`track` resets it).
+        free_bytes: free on the device, whoever holds the rest.
+        total_bytes: of the device.
+        limit_bytes: most that this process may reserve (`torch.cuda.set_per_process_memory_fraction`); None: no limit.
+    """
+
+    device: str
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    peak_bytes: int | None
+    free_bytes: int | None
+    total_bytes: int
+    limit_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Released:
+    """What `release` gave back of one GPU and what it could not, in bytes.
+
+    Attributes:
+        device: "cuda:0", ...
+        released_bytes: given back to the device.
+        allocated_bytes: kept, because live tensors hold it.
+        fragmented_bytes: kept although no tensor holds it, because it shares a segment of the allocator with one.
+    """
+
+    device: str
+    released_bytes: int
+    allocated_bytes: int
+    fragmented_bytes: int
+
+
+@dataclass
+class TrackedMemory:
+    """Memory of a block of code in bytes; complete when the block has ended.
+
+    Attributes:
+        device: whose memory.
+        before_bytes, after_bytes: allocated at the start and at the end.
+        peak_bytes: most allocated at any time in the block.
+    """
+
+    device: torch.device
+    before_bytes: int
+    after_bytes: int
+    peak_bytes: int
+
+    @property
+    def peak_increase_bytes(self) -> int:
+        """How far the peak rose above the start."""
+        return self.peak_bytes - self.before_bytes
+
+
+def memory_summary() -> list[DeviceMemory]:
+    """The memory of each GPU, then of the CPU (whose allocated, reserved and peak bytes PyTorch does not count)."""
+    with nvml_session() as nvml:
+        found = []
+        for index in range(torch.cuda.device_count()):
+            # The driver tells it without the context that torch.cuda.mem_get_info would make on each GPU.
+            free = nvml.gpu(gpu_uuid(index), lambda nvml, h: nvml.nvmlDeviceGetMemoryInfo(h).free)
+            found.append(gpu_memory(index, free))
+    host = psutil.virtual_memory()
+    return [*found, DeviceMemory("cpu", None, None, None, host.available, host.total)]
+
+
+def gpu_memory(index: int, free_bytes: int | None) -> DeviceMemory:
+    """The memory of one GPU, given what is free."""
+    total = torch.cuda.get_device_properties(index).total_memory
+    fraction = torch.cuda.get_per_process_memory_fraction(index)
+    return DeviceMemory(
+        f"cuda:{index}",
+        torch.cuda.memory_allocated(index),
+        torch.cuda.memory_reserved(index),
+        torch.cuda.max_memory_allocated(index),
+        free_bytes,
+        total,
+        int(fraction * total) if fraction < 1 else None,
+    )
+
+
+def release() -> list[Released]:
+    """Give back to each GPU what the caching allocator holds and no tensor needs; [] without a GPU.
+
+    Collects garbage first, so that tensors in reference cycles are gone.
+    """
+    gc.collect()
+    indices = range(torch.cuda.device_count())
+    before = [torch.cuda.memory_reserved(index) for index in indices]
+    torch.cuda.empty_cache()
+    found = []
+    for index in indices:
+        reserved, allocated = torch.cuda.memory_reserved(index), torch.cuda.memory_allocated(index)
+        found.append(Released(f"cuda:{index}", before[index] - reserved, allocated, reserved - allocated))
+    return found
+
+
+@contextmanager
+def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
+    """Measure the memory of a block of code; blocks may be nested.
+
+    On a GPU these are the allocator's figures, of all threads; PyTorch's peak counter is reset at the start.
+    On the CPU it counts the storages that PyTorch operators make in the block, from 0: not what was there before, nor
+    the workspaces of kernels, nor what compiled code (`torch.compile`) allocates.
+
+    Args:
+        device: by default the current GPU, or the CPU where there is none.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with _tracked_gpu(device) if device.type == "cuda" else _tracked_cpu(device) as tracked:
+        yield tracked
+
+
+_open_blocks: list[TrackedMemory] = []
+"""Blocks on GPUs that have not ended: each reset of the peak counter must first tell them what it read."""
+
+
+@contextmanager
+def _tracked_gpu(device: torch.device) -> Iterator[TrackedMemory]:
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    before, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    for outer in _open_blocks:
+        if outer.device == device:
+            outer.peak_bytes = max(outer.peak_bytes, peak)
+    torch.cuda.reset_peak_memory_stats(device)
+    tracked = TrackedMemory(device, before, before, before)
+    _open_blocks.append(tracked)
+    try:
+        yield tracked
+    finally:
+        _open_blocks[:] = [block for block in _open_blocks if block is not tracked]
+        tracked.after_bytes = torch.cuda.memory_allocated(device)
+        tracked.peak_bytes = max(tracked.peak_bytes, torch.cuda.max_memory_allocated(device))
+
+
+@contextmanager
+def _tracked_cpu(device: torch.device) -> Iterator[TrackedMemory]:
+    tracked = TrackedMemory(device, 0, 0, 0)
+    with _StorageCount(tracked) as count:
+        try:
+            yield tracked
+        finally:
+            count.close()
+
+
+class _StorageCount(TorchDispatchMode):
+    """Adds up the storages that operators return and that they were not given, until these are freed."""
+
+    def __init__(self, tracked: TrackedMemory) -> None:
+        super().__init__()
+        self._tracked = tracked
+        self._sizes: dict[int, int | None] = {}  # storage's address in C++ -> bytes; None: it was there before
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._closed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten.lift_fresh.default:  # its argument is the new tensor of torch.tensor(...)
+            for storage in self._storages((args, kwargs)):
+                if storage._cdata not in self._sizes:
+                    self._watch(storage, None)
+        resized = [storage for storage in self._storages((args, kwargs)) if self._sizes.get(storage._cdata) is not None]
+        result = func(*args, **kwargs)
+        for storage in (*self._storages(result), *resized):
+            if storage._cdata not in self._sizes:
+                self._watch(storage, storage.nbytes())
+            elif (counted := self._sizes[storage._cdata]) is not None:
+                self._add(storage.nbytes() - counted)
+                self._sizes[storage._cdata] = storage.nbytes()
+        return result
+
+    def close(self) -> None:
+        """Storages that are freed from here on no longer count."""
+        self._closed = True
+        self._alive.clear()
+
+    def _storages(self, tree: Any) -> list[torch.UntypedStorage]:
+        tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+        return [t.untyped_storage() for t in tensors if t.device.type == "cpu" and t.layout is torch.strided]
+
+    def _watch(self, storage: torch.UntypedStorage, size_bytes: int | None) -> None:
+        key = storage._cdata
+
+        def freed(_: object) -> None:
+            if not self._closed:
+                del self._alive[key]
+                self._add(-(self._sizes.pop(key) or 0))
+
+        self._sizes[key] = size_bytes
+        self._alive[key] = weakref.ref(storage, freed)
+        self._add(size_bytes or 0)
+
+    def _add(self, size_bytes: int) -> None:
+        self._tracked.after_bytes += size_bytes
+        self._tracked.peak_bytes = max(self._tracked.peak_bytes, self._tracked.after_bytes)

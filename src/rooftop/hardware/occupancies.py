@@ -1,0 +1,304 @@
+"""Theoretical occupancy: how many warps of a kernel one multiprocessor holds at a time, and what limits them.
+
+    occupancy = active blocks x warps per block / warps that the multiprocessor can hold
+    active blocks = min over the limits: warps, blocks, registers, shared memory
+
+Registers are allocated per warp, in units, and each warp stays in one of four sub-partitions, each with a quarter of
+the registers. Shared memory is allocated per block, in units, and since 8.0 the driver reserves 1 KiB more per block.
+
+Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; the occupancy calculator of the
+CUDA toolkit 13.0 (cuda_occupancy.h), which the tests compare with. The shared memory is assumed to grow as needed, at
+the cost of L1 (the default carve-out).
+
+Not counted: named barriers (a kernel with more than one or two per block may have less), thread block clusters,
+`setmaxnreg`. Occupancy hides latency; beyond what that takes, more of it is no faster.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+KIB = 1024
+WARP = 32  # threads
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """What one multiprocessor holds, and in which units it gives it out.
+
+    Attributes:
+        max_warps, max_blocks: resident at a time.
+        shared_carveouts: bytes of shared memory that it can set aside, rising; the rest of the store is L1.
+        shared_unit: bytes in which a block gets shared memory.
+        reserved_shared_bytes: that the driver adds to each block.
+        registers: of 32 bits. A block can have all of them.
+        register_unit: registers in which a warp gets its own.
+        sub_partitions: among which warps and registers are divided (the calculator's "warp allocation granularity").
+        max_registers_per_thread, max_threads_per_block: of any launch.
+    """
+
+    max_warps: int
+    max_blocks: int
+    shared_carveouts: tuple[int, ...]
+    shared_unit: int = 128
+    reserved_shared_bytes: int = 1 * KIB
+    registers: int = 65536
+    register_unit: int = 256
+    sub_partitions: int = 4
+    max_registers_per_thread: int = 255
+    max_threads_per_block: int = 1024
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory at the largest carve-out."""
+        return self.shared_carveouts[-1]
+
+    @property
+    def max_shared_bytes_per_block(self) -> int:
+        """Static and dynamic shared memory that a block can have once the kernel opts in to it."""
+        return self.shared_bytes - self.reserved_shared_bytes
+
+
+def _carveouts(*kib: int) -> tuple[int, ...]:
+    return tuple(each * KIB for each in kib)
+
+
+_UP_TO_100 = _carveouts(0, 8, 16, 32, 64, 100)
+_UP_TO_164 = _carveouts(0, 8, 16, 32, 64, 100, 132, 164)
+_UP_TO_228 = _carveouts(0, 8, 16, 32, 64, 100, 132, 164, 196, 228)
+
+MULTIPROCESSORS: dict[tuple[int, int], Multiprocessor] = {
+    (7, 0): Multiprocessor(64, 32, _carveouts(0, 8, 16, 32, 64, 96), shared_unit=256, reserved_shared_bytes=0),
+    (7, 5): Multiprocessor(32, 16, _carveouts(32, 64), shared_unit=256, reserved_shared_bytes=0),
+    (8, 0): Multiprocessor(64, 32, _UP_TO_164),
+    (8, 6): Multiprocessor(48, 16, _UP_TO_100),
+    (8, 7): Multiprocessor(48, 16, _UP_TO_164),
+    (8, 9): Multiprocessor(48, 24, _UP_TO_100),
+    (9, 0): Multiprocessor(64, 32, _UP_TO_228),
+    (10, 0): Multiprocessor(64, 32, _UP_TO_228),
+    (10, 3): Multiprocessor(64, 32, _UP_TO_228),
+    (12, 0): Multiprocessor(48, 24, _UP_TO_100),
+}
+"""By compute capability."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another value for one resource of a launch, and the occupancy with it.
+
+    Attributes:
+        resource: "registers per thread", "bytes of shared memory per block" or "threads per block".
+        before, after: its value.
+        fraction: the occupancy that `after` reaches.
+    """
+
+    resource: str
+    before: int
+    after: int
+    fraction: float
+
+    @property
+    def size(self) -> float:
+        """|after - before| / before: what makes changes of different resources comparable."""
+        return abs(self.after - self.before) / self.before
+
+    def __str__(self) -> str:
+        return f"{self.after:,} {self.resource} instead of {self.before:,} reach {self.fraction:.0%}"
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """The occupancy of one launch on one multiprocessor.
+
+    Attributes:
+        capability: compute capability.
+        threads_per_block, registers_per_thread, shared_bytes_per_block: of the launch; shared memory is static plus
+            dynamic.
+        limits: blocks that each of "warps", "blocks", "registers" and "shared memory" has room for. None: the kernel
+            uses none of it. 0: the launch fails.
+    """
+
+    capability: tuple[int, int]
+    threads_per_block: int
+    registers_per_thread: int
+    shared_bytes_per_block: int
+    limits: dict[str, int | None]
+
+    @property
+    def multiprocessor(self) -> Multiprocessor:
+        return MULTIPROCESSORS[self.capability]
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        """Resident blocks; 0 where the registers of one block do not fit: such a launch fails."""
+        return min(limit for limit in self.limits.values() if limit is not None)
+
+    @property
+    def active_warps(self) -> int:
+        """Resident warps; the last warp of a block counts as one even when the block does not fill it."""
+        return self.blocks_per_multiprocessor * _warps(self.threads_per_block)
+
+    @property
+    def fraction(self) -> float:
+        """Resident warps / warps that the multiprocessor can hold, 0 to 1."""
+        return self.active_warps / self.multiprocessor.max_warps
+
+    @property
+    def limiters(self) -> tuple[str, ...]:
+        """Every resource whose limit is the lowest: with several, raising one alone changes nothing."""
+        return tuple(name for name, limit in self.limits.items() if limit == self.blocks_per_multiprocessor)
+
+    @property
+    def limiter(self) -> str:
+        """What limits the blocks; the first of `limiters` in the order of `limits`."""
+        return self.limiters[0]
+
+    @property
+    def shared_carveout(self) -> int:
+        """Bytes: the smallest carve-out that holds the shared memory of all resident blocks."""
+        sm = self.multiprocessor
+        used = self.blocks_per_multiprocessor * _shared_allocated(sm, self.shared_bytes_per_block)
+        return next(size for size in sm.shared_carveouts if size >= used)
+
+    def changes(self) -> tuple[Change, ...]:
+        """For each resource that can raise the occupancy alone, its smallest change that does, smallest first.
+
+        Fewer registers per thread, less shared memory per block, or another block size (in whole warps, registers per
+        thread and shared memory per block kept).
+        """
+        found = [
+            self._less("registers_per_thread", least=1),
+            self._less("shared_bytes_per_block", least=0),
+            self._other_block_size(),
+        ]
+        return tuple(sorted((change for change in found if change is not None), key=lambda change: change.size))
+
+    def nearest_change(self) -> Change | None:
+        """The smallest change of a single resource that raises the occupancy, relative to its value.
+
+        None: no such change raises it.
+        """
+        return next(iter(self.changes()), None)
+
+    @property
+    def advice(self) -> str:
+        """The occupancy, its limiter and the nearest change, in one sentence."""
+        sm, change = self.multiprocessor, self.nearest_change()
+        now = f"{self.active_warps} of {sm.max_warps} warps ({self.fraction:.0%}), limited by {_and(self.limiters)}"
+        if change is not None:
+            return f"{now}: {change}"
+        return now if self.active_warps == sm.max_warps else f"{now}: no change of one resource alone raises it"
+
+    def _with(self, field: str, value: int) -> Occupancy:
+        changed = replace(self, **{field: value})  # type: ignore[arg-type]
+        return replace(changed, limits=_limits(changed))
+
+    def _raised_by(self, field: str, value: int) -> bool:
+        return self._with(field, value).active_warps > self.active_warps
+
+    def _less(self, field: str, least: int) -> Change | None:
+        """The largest smaller value that raises the occupancy. What a value allows, any smaller one allows too."""
+        before: int = getattr(self, field)
+        smaller = range(least, before)
+        raising = bisect_left(smaller, True, key=lambda value: not self._raised_by(field, value))
+        return self._change(field, smaller[raising - 1]) if raising else None
+
+    def _other_block_size(self) -> Change | None:
+        sizes = range(WARP, self.multiprocessor.max_threads_per_block + 1, WARP)
+        for size in sorted(sizes, key=lambda size: abs(size - self.threads_per_block)):
+            if self._raised_by("threads_per_block", size):
+                return self._change("threads_per_block", size)
+        return None
+
+    def _change(self, field: str, value: int) -> Change:
+        return Change(RESOURCES[field], getattr(self, field), value, self._with(field, value).fraction)
+
+
+RESOURCES = {
+    "registers_per_thread": "registers per thread",
+    "shared_bytes_per_block": "bytes of shared memory per block",
+    "threads_per_block": "threads per block",
+}
+"""Fields of `Occupancy` that a `Change` can change, in words."""
+
+
+def occupancy(
+    threads_per_block: int, registers_per_thread: int, shared_bytes_per_block: int, capability: tuple[int, int]
+) -> Occupancy:
+    """The theoretical occupancy of a launch, as cudaOccupancyMaxActiveBlocksPerMultiprocessor computes it.
+
+    Args:
+        threads_per_block: 1 to 1024.
+        registers_per_thread: as the compiler reports them (`ptxas -v`, CU_FUNC_ATTRIBUTE_NUM_REGS), 0 to 255.
+        shared_bytes_per_block: static plus dynamic; above 48 KiB the kernel must opt in to its dynamic part.
+        capability: compute capability of the GPU, e.g. (9, 0).
+
+    Raises:
+        ValueError: a compute capability that is not in `MULTIPROCESSORS`, or a value that no launch can have. A block
+            whose registers do not fit has occupancy 0 instead, so that `nearest_change` says what would fit.
+    """
+    sm = MULTIPROCESSORS.get(capability)
+    if sm is None:
+        known = ", ".join(f"{major}.{minor}" for major, minor in MULTIPROCESSORS)
+        raise ValueError(
+            f"the multiprocessor of compute capability {'.'.join(map(str, capability))} is not known: expected one of "
+            f"{known}; a new one needs a row in rooftop.hardware.occupancies.MULTIPROCESSORS"
+        )
+    if not 1 <= threads_per_block <= sm.max_threads_per_block:
+        raise ValueError(
+            f"a block of {threads_per_block} threads cannot be launched: expected 1 to {sm.max_threads_per_block}; "
+            "launch more blocks of fewer threads"
+        )
+    if not 0 <= registers_per_thread <= sm.max_registers_per_thread:
+        raise ValueError(
+            f"{registers_per_thread} registers per thread: expected 0 to {sm.max_registers_per_thread}; beyond that "
+            "the compiler spills to local memory, so pass the count that it reports (ptxas -v)"
+        )
+    if not 0 <= shared_bytes_per_block <= sm.max_shared_bytes_per_block:
+        raise ValueError(
+            f"{shared_bytes_per_block:,} bytes of shared memory per block: compute capability "
+            f"{capability[0]}.{capability[1]} allows 0 to {sm.max_shared_bytes_per_block:,}, static and dynamic "
+            "together; use a smaller tile or fewer stages"
+        )
+    launch = Occupancy(capability, threads_per_block, registers_per_thread, shared_bytes_per_block, {})
+    return replace(launch, limits=_limits(launch))
+
+
+def _limits(launch: Occupancy) -> dict[str, int | None]:
+    """Blocks that each resource has room for."""
+    sm, warps = launch.multiprocessor, _warps(launch.threads_per_block)
+    shared = _shared_allocated(sm, launch.shared_bytes_per_block)
+    return {
+        "warps": sm.max_warps // warps,
+        "blocks": sm.max_blocks,
+        "registers": _register_limit(sm, warps, launch.registers_per_thread),
+        "shared memory": sm.shared_bytes // shared if shared else None,
+    }
+
+
+def _register_limit(sm: Multiprocessor, warps: int, registers_per_thread: int) -> int | None:
+    per_warp = _round_up(registers_per_thread * WARP, sm.register_unit)
+    if not per_warp:
+        return None
+    # A launch is checked as if each sub-partition held as many of the block's warps as the fullest one.
+    if per_warp * _round_up(warps, sm.sub_partitions) > sm.registers:
+        return 0
+    warps_per_partition = sm.registers // sm.sub_partitions // per_warp
+    return warps_per_partition * sm.sub_partitions // warps
+
+
+def _shared_allocated(sm: Multiprocessor, shared_bytes_per_block: int) -> int:
+    return _round_up(shared_bytes_per_block + sm.reserved_shared_bytes, sm.shared_unit)
+
+
+def _warps(threads: int) -> int:
+    return -(-threads // WARP)
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _and(names: tuple[str, ...]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -1,0 +1,454 @@
+"""What fills a GPU's memory, tensor by tensor: which module and which line allocated it, and what would help.
+
+`explained_memory` records, while it is active, every allocation with its Python stack (`torch.cuda.memory`'s history),
+and marks each with the module that is running. When memory runs out, the error leaves with a note that lists the
+largest live tensors. Parameters, gradients, buffers and optimizer states are known by their address; what else was
+allocated during a forward pass is an activation.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from rooftop.hardware.memory import DeviceMemory, gpu_memory
+from rooftop.hardware.source_lines import SourceLine, user_line
+
+PARAMETER, GRADIENT, BUFFER, OPTIMIZER_STATE = "parameters", "gradients", "buffers", "optimizer states"
+ACTIVATION, BACKWARD, OTHER = "activations", "backward pass", "other tensors"
+
+ADVICE = {
+    PARAMETER: "hold them in bfloat16, or shard them over several GPUs (FSDP)",
+    GRADIENT: "free them before the forward pass (zero_grad(set_to_none=True)), or shard them over several GPUs (FSDP)",
+    OPTIMIZER_STATE: "use an optimizer with a smaller state (SGD, Adafactor, 8-bit Adam), or shard it (FSDP)",
+    ACTIVATION: "use a smaller batch, activation checkpointing (torch.utils.checkpoint) or bfloat16 autocast; "
+    "without a backward pass, torch.inference_mode()",
+    BACKWARD: "use a smaller batch or bfloat16 autocast",
+    OTHER: "look at the lines above: inputs, losses or outputs that are kept from step to step",
+}
+"""What makes each kind smaller."""
+
+ADVISED_SHARE = 0.2  # of all allocated bytes: less is not worth a sentence
+MOST_ENTRIES = 200_000
+"""Allocations in the allocator's history; a stack takes about 1 KB. The oldest tensors lose their module beyond it."""
+
+MODULE_MARK, OPTIMIZER_MARK = "module ", "optimizer"
+
+
+@dataclass(frozen=True)
+class KnownTensor:
+    """A tensor found at the start of its allocation. `kind` and `name` are None unless it belongs to a module."""
+
+    kind: str | None
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """An allocation that a tensor holds.
+
+    Attributes:
+        size_bytes: as requested, before the allocator's rounding.
+        kind: one of the kinds above ("parameters", "activations", ...).
+        name: of a parameter, gradient, buffer or optimizer state: "encoder.layers.3.linear1.weight".
+        module: path of the module that was running; None: none was, or the allocation was not recorded.
+        line: of the user's program; None: not recorded, or made by autograd's own thread.
+        shape, dtype: None where no Python object holds the tensor (those that autograd saved).
+    """
+
+    size_bytes: int
+    kind: str
+    name: str | None
+    module: str | None
+    line: SourceLine | None
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """Live tensors of one kind that the same line allocated in the same module."""
+
+    kind: str
+    module: str | None
+    line: SourceLine | None
+    count: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryExplanation:
+    """What holds the memory of one GPU; `str` of it is a text to read.
+
+    Attributes:
+        memory: allocated, reserved, free and total bytes.
+        requested_bytes: what could not be allocated; None: memory has not run out.
+        module, line: where that was.
+        by_kind: kind -> bytes, largest first; they add up to what live tensors requested.
+        tensors: the largest, in order.
+        groups: the largest, in order.
+        advice: sentences, most helpful first.
+    """
+
+    memory: DeviceMemory
+    requested_bytes: int | None
+    module: str | None
+    line: SourceLine | None
+    by_kind: dict[str, int]
+    tensors: tuple[LiveTensor, ...]
+    groups: tuple[MemoryGroup, ...]
+    advice: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(_text(self))
+
+
+@dataclass
+class MemoryRecording:
+    """What `explained_memory` yields; `explanation` is that of the error that ended the block, or None."""
+
+    explanation: MemoryExplanation | None = None
+    _names: _ModuleNames = field(default_factory=lambda: _ModuleNames())
+    _optimizers: list[Optimizer] = field(default_factory=list)
+
+    def explain(self, device: int | None = None, *, most: int = 10) -> MemoryExplanation:
+        """What holds the memory now (see `explain_memory`)."""
+        return _explain(self._names, self._optimizers, device, most, error=None)
+
+
+def explain_memory(
+    module: nn.Module | None = None,
+    *,
+    optimizers: Sequence[Optimizer] = (),
+    device: int | None = None,
+    most: int = 10,
+) -> MemoryExplanation:
+    """What holds the memory of a GPU now.
+
+    Modules and lines are known only of what was allocated inside `explained_memory`.
+
+    Args:
+        module: its parameters, gradients and buffers are named.
+        optimizers: whose states are named.
+        device: index of the GPU; by default the current one.
+        most: how many tensors and groups to list.
+
+    Raises:
+        RuntimeError: there is no GPU.
+    """
+    names = _ModuleNames()
+    if module is not None:
+        names.adopt(module)
+    return _explain(names, optimizers, device, most, error=None)
+
+
+@contextmanager
+def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iterator[MemoryRecording]:
+    """While active, an out-of-memory error leaves with a note that explains what holds the memory.
+
+    Costs some microseconds an allocation. Without a GPU it does nothing. A history that is already being recorded
+    (`torch.cuda.memory._record_memory_history`) is used as it is.
+
+    Args:
+        module: gives the paths their root; by default the first module that is called.
+        most: how many tensors and groups to list.
+
+    Raises:
+        torch.OutOfMemoryError: the very one that ended the block, with the explanation as a note (`add_note`).
+    """
+    recording = MemoryRecording()
+    if module is not None:
+        recording._names.adopt(module)
+    if not torch.cuda.is_available():
+        yield recording
+        return
+    with ExitStack() as ending:
+        if not torch._C._cuda_isHistoryEnabled():
+            torch.cuda.memory._record_memory_history(
+                context="alloc",
+                stacks="python",
+                max_entries=MOST_ENTRIES,
+                clear_history=True,
+                skip_actions=["free_requested", "free_completed", "segment_alloc", "segment_free", "snapshot"],
+            )
+            ending.callback(torch.cuda.memory._record_memory_history, None)
+        ending.enter_context(_marking(recording._names, recording._optimizers, torch.cuda.memory._set_memory_metadata))
+        try:
+            yield recording
+        except torch.OutOfMemoryError as error:
+            try:
+                recording.explanation = _explain(recording._names, recording._optimizers, None, most, error)
+                error.add_note(str(recording.explanation))
+            except Exception as trouble:  # must not hide the error that it explains
+                error.add_note(f"rooftop could not explain it: {type(trouble).__name__}: {trouble}")
+            raise
+
+
+class _ModuleNames:
+    """The path of each module. The first root's start at it; those of later ones with their class's name."""
+
+    def __init__(self) -> None:
+        self.roots: list[tuple[str, nn.Module]] = []  # prefix, module
+        self._paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+    def adopt(self, root: nn.Module) -> None:
+        prefix = f"{type(root).__name__}." if self.roots else ""
+        self.roots.append((prefix, root))
+        for name, child in root.named_modules():
+            self._paths.setdefault(child, prefix + name if name else type(root).__name__)
+
+    def path(self, module: nn.Module) -> str:
+        if module not in self._paths:
+            self.adopt(module)
+        return self._paths[module]
+
+
+@contextmanager
+def _marking(names: _ModuleNames, optimizers: list[Optimizer], mark: Callable[[str], object]) -> Iterator[None]:
+    """Calls `mark` whenever another module, or an optimizer, begins to run in this thread ("": none)."""
+    running = threading.local()  # torch keeps the mark for each thread, too: backward passes have their own
+
+    def enter(text: str) -> None:
+        running.marks = [*getattr(running, "marks", [""]), text]
+        mark(text)
+
+    def leave() -> None:
+        marks = getattr(running, "marks", [""])
+        running.marks = marks[:-1] or [""]  # a module that was running before the hooks leaves only
+        mark(running.marks[-1])
+
+    def optimizer_enters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(known is optimizer for known in optimizers):
+            optimizers.append(optimizer)
+        enter(OPTIMIZER_MARK)
+
+    with ExitStack() as hooks:
+        hooks.callback(mark, "")
+        for handle in (
+            register_module_forward_pre_hook(lambda module, args: enter(MODULE_MARK + names.path(module))),
+            register_module_forward_hook(lambda module, args, output: leave(), always_call=True),
+            register_optimizer_step_pre_hook(optimizer_enters),
+            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: leave()),
+        ):
+            hooks.callback(handle.remove)
+        yield
+
+
+def _explain(
+    names: _ModuleNames, optimizers: Iterable[Optimizer], device: int | None, most: int, error: Exception | None
+) -> MemoryExplanation:
+    if not torch.cuda.is_available():
+        raise RuntimeError("the allocator's snapshot needs an NVIDIA GPU, and torch finds none")
+    snapshot = torch.cuda.memory._snapshot()
+    if device is None:
+        found = re.search(r"GPU (\d+) has", str(error or ""))
+        device = int(found[1]) if found else torch.cuda.current_device()
+    free, _ = torch.cuda.mem_get_info(device)
+    known = _known_tensors(names.roots, optimizers)
+    return explanation_of(snapshot, gpu_memory(device, free), known, device, out=error is not None, most=most)
+
+
+def explanation_of(
+    snapshot: Mapping[str, Any],
+    memory: DeviceMemory,
+    known: Mapping[int, KnownTensor],
+    device: int,
+    *,
+    out: bool,
+    most: int = 10,
+) -> MemoryExplanation:
+    """The explanation of an allocator's snapshot (`torch.cuda.memory._snapshot`).
+
+    Args:
+        snapshot: its trace entries' "user_metadata" hold the marks of modules.
+        memory: the figures of the GPU.
+        known: address -> the tensor that starts there.
+        device: index of the GPU in the snapshot.
+        out: memory ran out: the trace's last "oom" entry says where.
+        most: how many tensors and groups to list.
+    """
+    traces = snapshot["device_traces"]
+    trace = traces[device] if device < len(traces) else []
+    allocations = {entry["addr"]: entry for entry in trace if entry["action"] == "alloc"}  # the last at each address
+    tensors = [
+        _live_tensor(block, address, allocations.get(address), known.get(address))
+        for segment in snapshot["segments"]
+        if segment["device"] == device
+        for address, block in _addressed(segment)
+        if block["state"] == "active_allocated"
+    ]
+    tensors.sort(key=lambda tensor: tensor.size_bytes, reverse=True)
+    by_kind: dict[str, int] = {}
+    grouped: dict[tuple[str, str | None, SourceLine | None], list[int]] = {}
+    for tensor in tensors:
+        by_kind[tensor.kind] = by_kind.get(tensor.kind, 0) + tensor.size_bytes
+        grouped.setdefault((tensor.kind, tensor.module, tensor.line), []).append(tensor.size_bytes)
+    by_kind = dict(sorted(by_kind.items(), key=lambda item: -item[1]))
+    groups = [MemoryGroup(*key, len(sizes), sum(sizes)) for key, sizes in grouped.items()]
+    groups.sort(key=lambda group: group.total_bytes, reverse=True)
+
+    last: Mapping[str, Any] = next((entry for entry in reversed(trace) if out and entry["action"] == "oom"), {})
+    requested = last.get("size")
+    return MemoryExplanation(
+        memory=memory,
+        requested_bytes=requested,
+        module=_module(last),
+        line=_line(last),
+        by_kind=by_kind,
+        tensors=tuple(tensors[:most]),
+        groups=tuple(groups[:most]),
+        advice=_advice(memory, requested, by_kind),
+    )
+
+
+def _addressed(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    address = segment["address"]
+    for block in segment["blocks"]:
+        yield block.get("address", address), block
+        address += block["size"]
+
+
+def _live_tensor(
+    block: Mapping[str, Any], address: int, allocation: Mapping[str, Any] | None, known: KnownTensor | None
+) -> LiveTensor:
+    record = allocation or block  # both have frames; only the trace's entry has the mark
+    return LiveTensor(
+        size_bytes=block.get("requested_size", block["size"]),
+        kind=(known and known.kind) or _kind(allocation),
+        name=known and known.name,
+        module=_module(record),
+        line=_line(record) or _line(block),
+        shape=known and known.shape,
+        dtype=known and known.dtype,
+    )
+
+
+def _kind(allocation: Mapping[str, Any] | None) -> str:
+    """Of a tensor that belongs to no module or optimizer."""
+    if allocation is None:
+        return OTHER
+    frames = allocation.get("frames", [])
+    if not frames or any(frame["name"] == "_engine_run_backward" for frame in frames):
+        return BACKWARD  # on its own threads autograd has no Python frames
+    return ACTIVATION if _module(allocation) is not None else OTHER
+
+
+def _module(record: Mapping[str, Any]) -> str | None:
+    mark = str(record.get("user_metadata", ""))
+    return mark.removeprefix(MODULE_MARK) if mark.startswith(MODULE_MARK) else None
+
+
+def _line(record: Mapping[str, Any]) -> SourceLine | None:
+    return user_line((frame["filename"], frame["line"]) for frame in record.get("frames", []))
+
+
+def _known_tensors(roots: Iterable[tuple[str, nn.Module]], optimizers: Iterable[Optimizer]) -> dict[int, KnownTensor]:
+    """Address of its storage -> tensor: of modules and optimizers with their names, then all that Python holds."""
+    found: dict[int, KnownTensor] = {}
+
+    def note(kind: str | None, name: str | None, tensor: object) -> None:
+        if not issubclass(type(tensor), Tensor):  # isinstance would ask proxies, too
+            return
+        try:
+            if not tensor.is_cuda or tensor.layout is not torch.strided:  # type: ignore[attr-defined]
+                return
+            storage = tensor.untyped_storage()  # type: ignore[attr-defined]
+            shape, dtype = tuple(tensor.shape), tensor.dtype  # type: ignore[attr-defined]
+            if name is None and tensor.nbytes != storage.nbytes():  # type: ignore[attr-defined]
+                return  # a view of a part says nothing of the whole
+            found.setdefault(storage.data_ptr(), KnownTensor(kind, name, shape, dtype))
+        except (RuntimeError, NotImplementedError, ReferenceError):  # subclasses without a storage
+            return
+
+    names: dict[int, str] = {}
+    for prefix, root in roots:
+        for name, parameter in root.named_parameters():
+            names[id(parameter)] = prefix + name
+            note(PARAMETER, prefix + name, parameter)
+            note(GRADIENT, prefix + name, parameter.grad)
+        for name, buffer in root.named_buffers():
+            note(BUFFER, prefix + name, buffer)
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                note(OPTIMIZER_STATE, f"{names.get(id(parameter), '?')} ({key})", value)
+    for tensor in gc.get_objects():
+        note(None, None, tensor)
+    return found
+
+
+def _advice(memory: DeviceMemory, requested: int | None, by_kind: Mapping[str, int]) -> tuple[str, ...]:
+    """What would help, most helpful first."""
+    most = memory.limit_bytes or memory.total_bytes
+    allocated, reserved = memory.allocated_bytes or 0, memory.reserved_bytes or 0
+    found = []
+    if requested is not None and requested > most:
+        found.append(f"The request alone ({_size(requested)}) is more than the {_size(most)} that there are.")
+    elif requested is not None and requested <= reserved - allocated:
+        found.append(
+            f"{_size(reserved - allocated)} are reserved and not allocated, but in pieces: "
+            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts."
+        )
+    others = memory.total_bytes - (memory.free_bytes or 0) - reserved if memory.free_bytes is not None else 0
+    if others > 0.1 * memory.total_bytes:
+        found.append(f"{_size(others)} are held outside PyTorch's allocator: by other processes or libraries.")
+    total = sum(by_kind.values())
+    for kind, size in by_kind.items():
+        if kind in ADVICE and size >= ADVISED_SHARE * total:
+            found.append(f"{kind.capitalize()} take {_size(size)} ({size / total:.0%}): {ADVICE[kind]}.")
+    return tuple(found)
+
+
+def _text(explanation: MemoryExplanation) -> Iterator[str]:
+    memory = explanation.memory
+    if explanation.requested_bytes is not None:
+        where = _where(explanation.module, explanation.line)
+        yield f"{memory.device} is out of memory: {_size(explanation.requested_bytes)} asked for {where}"
+    else:
+        yield f"memory of {memory.device}:"
+    figures = [
+        f"{_size(memory.total_bytes)} in total",
+        *([f"{_size(memory.limit_bytes)} of them for this process"] if memory.limit_bytes is not None else []),
+        *([f"{_size(memory.free_bytes)} free"] if memory.free_bytes is not None else []),
+        f"{_size(memory.reserved_bytes or 0)} reserved by PyTorch",
+        f"{_size(memory.allocated_bytes or 0)} allocated by tensors",
+    ]
+    yield "  " + ", ".join(figures)
+    yield "  " + ", ".join(f"{kind} {_size(size)}" for kind, size in explanation.by_kind.items())
+    yield "largest tensors:"
+    for tensor in explanation.tensors:
+        what = tensor.kind if tensor.name is None else f"{tensor.name} ({tensor.kind})"
+        shape = "" if tensor.shape is None else f" {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        yield f"  {_size(tensor.size_bytes):>10}  {what}{shape} {_where(tensor.module, tensor.line)}"
+    yield "by module and line:"
+    for group in explanation.groups:
+        place = _where(group.module, group.line)
+        yield f"  {_size(group.total_bytes):>10}  {group.count} x {group.kind} {place}"
+    if explanation.advice:
+        yield "what would help:"
+        yield from (f"  {sentence}" for sentence in explanation.advice)
+
+
+def _where(module: str | None, line: SourceLine | None) -> str:
+    parts = ([] if module is None else [f"in {module}"]) + ([] if line is None else [f"at {line}"])
+    return " ".join(parts) or "(place not recorded)"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.2f} {unit}"
+    return f"{size_bytes} B"

@@ -1,0 +1,43 @@
+"""The line of the user's program that made a call: the innermost that is neither in torch nor in Rooftop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+LIBRARIES = tuple(f"{path}/" for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A file and a line in it, counted from 1."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def user_line(frames: Iterable[tuple[str, int]]) -> SourceLine | None:
+    """The first of (file, line), innermost first, that is neither in torch nor in Rooftop; None: there is none."""
+    for file, line in frames:
+        if not file.startswith((*LIBRARIES, "<frozen ")) and line > 0:
+            return SourceLine(file, line)
+    return None
+
+
+def current_user_line() -> SourceLine | None:
+    """The line that is running now."""
+    return user_line(_frames())
+
+
+def _frames() -> Iterator[tuple[str, int]]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno or 0
+        frame = frame.f_back  # type: ignore[assignment]
