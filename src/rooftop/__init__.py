@@ -14,12 +14,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rooftop.analysis import Report, analyze
+    from rooftop.analysis import Report, analyze, predict
 
 __version__ = "0.1.0"
-__all__ = ["Report", "__version__", "analyze"]
+__all__ = ["Report", "__version__", "analyze", "predict"]
 
-_HOME = {"Report": "rooftop.analysis", "analyze": "rooftop.analysis"}
+_HOME = {"Report": "rooftop.analysis", "analyze": "rooftop.analysis", "predict": "rooftop.analysis"}
 
 
 def __getattr__(name: str) -> Any:

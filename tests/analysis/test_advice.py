@@ -8,7 +8,7 @@ import pytest
 
 from rooftop.analysis.advice import Findings, advise, cuda_graph, half_precision, pointwise_fusion
 from rooftop.analysis.floors import operator_rows
-from rooftop.analysis.profiling import MeasuredOperator
+from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.report import Gaps, Summary
 from rooftop.cost import Cost, Record
 from rooftop.hardware.ceilings import Ceilings

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rooftop.cost import FREE, Call, Cost, distinct_bytes, matrix_precision, precision_of, tensor_bytes
+from rooftop.cost import FREE, Call, Cost, CountingMode, distinct_bytes, matrix_precision, precision_of, tensor_bytes
+from rooftop.cost.accounting import stored_elements
 
 aten = torch.ops.aten
 
@@ -82,10 +83,30 @@ def test_fake_and_meta_tensors_count_as_real_ones() -> None:
         assert count() == real
 
 
-def test_sparse_coordinates_count_their_values() -> None:
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+def test_sparse_tensors_count_their_indices_and_their_values() -> None:
+    coordinates = torch.eye(4).to_sparse()
+    assert tensor_bytes(coordinates) == 4 * 2 * 8 + 4 * 4
+    assert distinct_bytes([coordinates, coordinates, coordinates.values()]) == 4 * 2 * 8 + 4 * 4
+    rows = coordinates.to_sparse_csr()  # five pointers to rows, four columns; the values may be those of `coordinates`
+    assert tensor_bytes(rows) == (4 + 1) * 8 + 4 * 8 + 4 * 4
+    assert tensor_bytes(torch.eye(4).to_sparse_csc()) == tensor_bytes(rows)
+    blocks = torch.eye(4).to_sparse_bsr((2, 2))  # three pointers, two blocks of four
+    assert tensor_bytes(blocks) == (2 + 1) * 8 + 2 * 8 + 2 * 4 * 4
+    assert (stored_elements(coordinates), stored_elements(rows), stored_elements(blocks)) == (4, 4, 8)
+
+
+def test_sparse_tensors_that_share_their_values_count_them_once() -> None:
+    indices, values = torch.tensor([[0, 1], [2, 0]]), torch.rand(2, 3)
+    left, right = (torch.sparse_coo_tensor(i, values, (3, 3, 3), check_invariants=False) for i in (indices, indices.clone()))
+    assert distinct_bytes([left, right]) == 2 * (4 * 8) + 6 * 4
+
+
+def test_looking_into_a_sparse_tensor_is_no_part_of_the_program() -> None:
     sparse = torch.eye(4).to_sparse()
-    assert tensor_bytes(sparse) == 4 * 4
-    assert distinct_bytes([sparse, sparse]) == 4 * 4
+    with CountingMode() as counted:
+        tensor_bytes(sparse)
+    assert counted.records == []
 
 
 def test_arguments_go_by_their_schema_names_with_defaults() -> None:

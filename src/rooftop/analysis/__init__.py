@@ -1,6 +1,7 @@
 """Where the time goes: a step of a program against the roofs of its operators, its modules and itself."""
 
 from rooftop.analysis.analyzing import analyze
+from rooftop.analysis.predicting import fake_tensors, predict
 from rooftop.analysis.report import Advice, Gaps, ModuleNode, OperatorRow, Report, Summary
 
-__all__ = ["Advice", "Gaps", "ModuleNode", "OperatorRow", "Report", "Summary", "analyze"]
+__all__ = ["Advice", "Gaps", "ModuleNode", "OperatorRow", "Report", "Summary", "analyze", "fake_tensors", "predict"]

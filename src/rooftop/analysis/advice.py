@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rooftop.analysis.profiling import MeasuredOperator
+from rooftop.analysis.instruments import MeasuredOperator, Plain
 from rooftop.analysis.report import Advice, Gaps, OperatorRow, Summary
 from rooftop.cost import Cost, roof
 from rooftop.hardware.ceilings import Ceilings
@@ -28,6 +28,7 @@ class Findings:
     summary: Summary
     gaps: Gaps
     ceilings: Ceilings
+    plain: Plain | None = None
 
 
 def advise(findings: Findings) -> list[Advice]:

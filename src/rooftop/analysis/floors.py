@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rooftop.analysis.attribution import OPTIMIZER, ModuleTracker, ModuleTraffic
-from rooftop.analysis.profiling import MeasuredOperator
+from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.report import ModuleNode, OperatorRow
 from rooftop.cost import FREE, Cost, distinct_bytes, roof
 from rooftop.cost.accounting import tensors_in

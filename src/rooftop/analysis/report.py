@@ -189,6 +189,7 @@ class Report:
         ops: by falling time. modules: the tree's root. advice: by falling gain.
         memory: (ms since the step began, allocated bytes) and `peak_bytes`.
         compilation: what `torch.compile` did, None if nothing is compiled.
+        predicted: nothing was measured: each operator takes its roof (see `rooftop.predict`).
         notes: what a reader should know about the measurement.
     """
 
@@ -208,6 +209,7 @@ class Report:
     memory: tuple[tuple[float, int], ...] = ()
     peak_bytes: int = 0
     compilation: Compilation | None = None
+    predicted: bool = False
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     @property
@@ -244,7 +246,7 @@ class Report:
         if plain.get("format") != FORMAT:
             raise ValueError(f"expected a rooftop report of format {FORMAT}, got format {plain.get('format')!r}")
         try:
-            later = {"memory", "peak_bytes", "compilation"}
+            later = {"memory", "peak_bytes", "compilation", "predicted"}
             values = {name: plain[name] for name in cls.__dataclass_fields__ if name not in later}
             values["inputs"], values["notes"] = tuple(plain["inputs"]), tuple(plain["notes"])
             values["summary"] = _from(Summary, plain["summary"])
@@ -254,6 +256,7 @@ class Report:
             values["advice"] = tuple(_from(Advice, item) for item in plain["advice"])
             values["memory"] = tuple((float(ms), int(size)) for ms, size in plain["memory"]["timeline"])
             values["compilation"] = _compilation(plain.get("compilation"))
+            values["predicted"] = bool(plain.get("predicted", False))
             return cls(**values, peak_bytes=plain["memory"]["peak_bytes"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"damaged rooftop report: {type(error).__name__} {error}") from error

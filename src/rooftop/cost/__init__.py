@@ -1,6 +1,6 @@
 """What work costs, whichever kernel does it: bytes that must move, flops that must be done, and the roof of both."""
 
-from rooftop.cost.accounting import FREE, Call, Cost, distinct_bytes, matrix_precision, precision_of, tensor_bytes
+from rooftop.cost.accounting import FREE, Call, Cost, counted_for, distinct_bytes, matrix_precision, precision_of, tensor_bytes
 from rooftop.cost.counting import CountingMode, Record
 from rooftop.cost.registry import cost_of, covered_operators
 from rooftop.cost.roofs import Roof, roof
@@ -13,6 +13,7 @@ __all__ = [
     "Record",
     "Roof",
     "cost_of",
+    "counted_for",
     "covered_operators",
     "distinct_bytes",
     "matrix_precision",

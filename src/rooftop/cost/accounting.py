@@ -13,6 +13,8 @@ Formulas receive a `Call` (one execution seen by the dispatcher, arguments by th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
 """Peaks that hardware distinguishes; integer and boolean arithmetic is counted as fp32."""
@@ -166,11 +169,44 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def is_sparse(tensor: Tensor) -> bool:
+    """Whether a tensor is kept as indices and values: coordinates (COO), compressed rows or columns, or blocks."""
+    return tensor.layout in _SPARSE_PARTS
+
+
+def parts(tensor: Tensor) -> list[Tensor]:
+    """The strided tensors that hold a tensor's data: of a sparse one its indices and, last, its values; else itself."""
+    if not is_sparse(tensor):
+        return [tensor]
+    with _disable_current_modes():  # to look is no part of the program
+        return [getattr(tensor, name)() for name in _SPARSE_PARTS[tensor.layout]]
+
+
+_COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
+_COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
+
+
+def stored_elements(tensor: Tensor) -> int:
+    """Elements that are kept: of a sparse tensor those that it has values for, else all."""
+    return parts(tensor)[-1].numel()
+
+
 def distinct_elements(tensor: Tensor) -> int:
-    """Elements of memory that a tensor covers: repeated ones (stride 0) once, overlapping windows at most the span."""
-    if tensor.layout != torch.strided:
-        # Of sparse coordinates the values; opaque layouts all they hold.
-        return tensor._nnz() * prod(tensor.shape[tensor.sparse_dim() :]) if tensor.is_sparse else tensor.numel()
+    """Elements of memory that a tensor covers: repeated ones (stride 0) once, overlapping windows at most the span.
+
+    Of a sparse tensor those of its values.
+    """
+    if is_sparse(tensor):
+        return distinct_elements(parts(tensor)[-1])
+    if tensor.layout != torch.strided:  # an opaque layout holds all
+        return tensor.numel()
     if tensor.numel() == 0 or tensor.is_contiguous():
         return tensor.numel()
     covered = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
@@ -178,8 +214,12 @@ def distinct_elements(tensor: Tensor) -> int:
 
 
 def tensor_bytes(tensor: Tensor | None) -> int:
-    """Distinct bytes of one tensor, 0 for None."""
-    return 0 if tensor is None else distinct_elements(tensor) * tensor.element_size()
+    """Distinct bytes of one tensor, 0 for None; of a sparse one the indices too."""
+    if tensor is None:
+        return 0
+    if is_sparse(tensor):
+        return sum(tensor_bytes(part) for part in parts(tensor))
+    return distinct_elements(tensor) * tensor.element_size()
 
 
 def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -187,12 +227,13 @@ def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
     by_memory: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         if tensor is not None:
-            by_memory.setdefault(_memory(tensor), []).append(tensor)
+            for part in parts(tensor):
+                by_memory.setdefault(_memory(part), []).append(part)
     return sum(tensor_bytes(views[0]) if len(views) == 1 else _bytes_of_views(views) for views in by_memory.values())
 
 
 def _memory(tensor: Tensor) -> int:
-    """A key for the tensor's memory; tensors without a storage (sparse, opaque) stand for themselves."""
+    """A key for the tensor's memory; tensors without a storage (opaque layouts) stand for themselves."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
@@ -233,13 +274,27 @@ _MATRIX_PRECISION = {
 }
 
 
+_COUNTED_FOR: ContextVar[str | None] = ContextVar("counted_for", default=None)
+
+
+@contextmanager
+def counted_for(device_type: str) -> Iterator[None]:
+    """Inside, costs are counted as on a device of this type ("cuda"), wherever the tensors are."""
+    token = _COUNTED_FOR.set(device_type)
+    try:
+        yield
+    finally:
+        _COUNTED_FOR.reset(token)
+
+
 def matrix_precision(tensor: Tensor, *, convolution: bool = False) -> str:
     """The precision whose peak bounds a matrix product or convolution on this tensor.
 
     fp32 on a GPU counts as tf32 where PyTorch's own switches let the back end use it
     (by default for convolutions, on request for matrix products).
     """
-    if tensor.dtype in (torch.float32, torch.complex64) and tensor.device.type == "cuda":
+    device_type = _COUNTED_FOR.get() or tensor.device.type
+    if tensor.dtype in (torch.float32, torch.complex64) and device_type == "cuda":
         # `allow_tf32` raises once a program has used these newer switches; they follow the older ones too.
         switch = torch.backends.cudnn.conv if convolution else torch.backends.cuda.matmul  # type: ignore[attr-defined]
         return "tf32" if switch.fp32_precision == "tf32" else "fp32"

@@ -11,6 +11,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,27 @@ class Ceilings:
                 f"{os.fspath(path)} is not a usable ceilings file ({error}); "
                 f"measure again with: rooftop ceilings --refresh"
             ) from error
+
+
+def known_machines() -> list[str]:
+    """Names of the machines whose measured ceilings come with Rooftop ("h200")."""
+    folder = resources.files("rooftop.hardware") / "machines"
+    return sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json"))
+
+
+def ceilings_of(machine: str | os.PathLike[str]) -> Ceilings:
+    """Ceilings of a machine that need not be this one: a known name ("h200"), or a file that `Ceilings.save` wrote.
+
+    Raises:
+        ValueError: neither a known machine nor a file.
+        CeilingsFileError: the file holds something else.
+    """
+    if str(machine) in known_machines():
+        file = resources.files("rooftop.hardware") / "machines" / f"{machine}.json"
+        return Ceilings.from_dict(json.loads(file.read_text(encoding="utf-8")))
+    if not Path(machine).is_file():
+        raise ValueError(
+            f"{os.fspath(machine)!r} is neither a known machine ({', '.join(known_machines())}) nor a ceilings file; "
+            "write one on that machine with: rooftop ceilings --json FILE"
+        )
+    return Ceilings.load(machine)

@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,6 +40,7 @@ ADVICE = {
 """What makes each kind smaller."""
 
 ADVISED_SHARE = 0.2  # of all allocated bytes: less is not worth a sentence
+OTHERS_SHARE = 0.1  # of the GPU: a CUDA context alone takes less
 MOST_ENTRIES = 200_000
 """Allocations in the allocator's history; a stack takes about 1 KB. The oldest tensors lose their module beyond it."""
 
@@ -116,13 +117,17 @@ class MemoryExplanation:
         return "\n".join(_text(self))
 
 
-@dataclass
 class MemoryRecording:
-    """What `explained_memory` yields; `explanation` is that of the error that ended the block, or None."""
+    """What `explained_memory` yields.
 
-    explanation: MemoryExplanation | None = None
-    _names: _ModuleNames = field(default_factory=lambda: _ModuleNames())
-    _optimizers: list[Optimizer] = field(default_factory=list)
+    Attributes:
+        explanation: of the error that ended the block, or None.
+    """
+
+    def __init__(self) -> None:
+        self.explanation: MemoryExplanation | None = None
+        self._names = _ModuleNames()
+        self._optimizers: list[Optimizer] = []
 
     def explain(self, device: int | None = None, *, most: int = 10) -> MemoryExplanation:
         """What holds the memory now (see `explain_memory`)."""
@@ -160,7 +165,8 @@ def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iter
     """While active, an out-of-memory error leaves with a note that explains what holds the memory.
 
     Costs some microseconds an allocation. Without a GPU it does nothing. A history that is already being recorded
-    (`torch.cuda.memory._record_memory_history`) is used as it is.
+    (`torch.cuda.memory._record_memory_history`) is used as it is. Tensors that only the failing expression held are
+    gone before they can be counted.
 
     Args:
         module: gives the paths their root; by default the first module that is called.
@@ -175,6 +181,7 @@ def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iter
     if not torch.cuda.is_available():
         yield recording
         return
+    torch.cuda.init()  # before it there is no allocator that could record
     with ExitStack() as ending:
         if not torch._C._cuda_isHistoryEnabled():
             torch.cuda.memory._record_memory_history(
@@ -300,6 +307,13 @@ def explanation_of(
     groups = [MemoryGroup(*key, len(sizes), sum(sizes)) for key, sizes in grouped.items()]
     groups.sort(key=lambda group: group.total_bytes, reverse=True)
 
+    free = [
+        block["size"]
+        for segment in snapshot["segments"]
+        if segment["device"] == device
+        for block in segment["blocks"]
+        if block["state"] == "inactive"
+    ]
     last: Mapping[str, Any] = next((entry for entry in reversed(trace) if out and entry["action"] == "oom"), {})
     requested = last.get("size")
     return MemoryExplanation(
@@ -310,7 +324,7 @@ def explanation_of(
         by_kind=by_kind,
         tensors=tuple(tensors[:most]),
         groups=tuple(groups[:most]),
-        advice=_advice(memory, requested, by_kind),
+        advice=_advice(memory, requested, free, by_kind),
     )
 
 
@@ -327,12 +341,12 @@ def _live_tensor(
     record = allocation or block  # both have frames; only the trace's entry has the mark
     return LiveTensor(
         size_bytes=block.get("requested_size", block["size"]),
-        kind=(known and known.kind) or _kind(allocation),
-        name=known and known.name,
+        kind=_kind(allocation) if known is None or known.kind is None else known.kind,
+        name=None if known is None else known.name,
         module=_module(record),
         line=_line(record) or _line(block),
-        shape=known and known.shape,
-        dtype=known and known.dtype,
+        shape=None if known is None else known.shape,
+        dtype=None if known is None else known.dtype,
     )
 
 
@@ -382,28 +396,31 @@ def _known_tensors(roots: Iterable[tuple[str, nn.Module]], optimizers: Iterable[
         for name, buffer in root.named_buffers():
             note(BUFFER, prefix + name, buffer)
     for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
+        for owner, state in optimizer.state.items():
             for key, value in state.items() if isinstance(state, dict) else ():
-                note(OPTIMIZER_STATE, f"{names.get(id(parameter), '?')} ({key})", value)
+                note(OPTIMIZER_STATE, f"{names.get(id(owner), '?')} ({key})", value)
     for tensor in gc.get_objects():
         note(None, None, tensor)
     return found
 
 
-def _advice(memory: DeviceMemory, requested: int | None, by_kind: Mapping[str, int]) -> tuple[str, ...]:
-    """What would help, most helpful first."""
+def _advice(
+    memory: DeviceMemory, requested: int | None, free: Sequence[int], by_kind: Mapping[str, int]
+) -> tuple[str, ...]:
+    """What would help, most helpful first; `free` are the sizes of the allocator's free blocks."""
     most = memory.limit_bytes or memory.total_bytes
-    allocated, reserved = memory.allocated_bytes or 0, memory.reserved_bytes or 0
     found = []
     if requested is not None and requested > most:
         found.append(f"The request alone ({_size(requested)}) is more than the {_size(most)} that there are.")
-    elif requested is not None and requested <= reserved - allocated:
+    # A free block that is large enough was freed by the error itself, as it left the frames that held it.
+    elif requested is not None and max(free, default=0) < requested <= sum(free):
         found.append(
-            f"{_size(reserved - allocated)} are reserved and not allocated, but in pieces: "
+            f"{_size(sum(free))} are reserved and free, but no piece is larger than {_size(max(free))}: "
             "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts."
         )
-    others = memory.total_bytes - (memory.free_bytes or 0) - reserved if memory.free_bytes is not None else 0
-    if others > 0.1 * memory.total_bytes:
+    free_bytes = memory.total_bytes if memory.free_bytes is None else memory.free_bytes
+    others = memory.total_bytes - free_bytes - (memory.reserved_bytes or 0)
+    if others > OTHERS_SHARE * memory.total_bytes:
         found.append(f"{_size(others)} are held outside PyTorch's allocator: by other processes or libraries.")
     total = sum(by_kind.values())
     for kind, size in by_kind.items():

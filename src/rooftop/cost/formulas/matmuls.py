@@ -1,11 +1,15 @@
-"""Matrix products: 2 m n k flops, every operand moved once."""
+"""Matrix products: 2 m n k flops, every operand moved once.
+
+A sparse factor counts by its stored elements: 2 nnz n flops with a dense (k, n), of which the rows addressed are read.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from rooftop.cost.accounting import Call, Cost, distinct_bytes, matrix_precision
-from rooftop.cost.formulas.streaming import arithmetic, aten, streaming
+from rooftop.cost.formulas.sparse_operands import factor_bytes, multiply_adds
+from rooftop.cost.formulas.streaming import arithmetic, aten, elements, streaming
 from rooftop.cost.registry import cost_of
 
 
@@ -19,28 +23,29 @@ def merged(*parts: dict[str, int]) -> dict[str, int]:
     return {p: sum(part.get(p, 0) for part in parts) for p in dict.fromkeys(p for part in parts for p in part)}
 
 
-@cost_of(*aten("bmm dot mm mv vdot"))
+@cost_of(*aten("_int_mm _sparse_sparse_matmul bmm dot hspmm mm mv vdot"))
 def product(call: Call) -> Cost:
     """(m, k) @ (k, n), batched or not: 2 m n k."""
-    left: Tensor = call["self"]  # (..., m, k)
-    flops = matrix_flops(left, call.out.numel() * left.shape[-1])
-    return Cost(distinct_bytes(call.read_tensors), distinct_bytes([call.out]), flops)
+    left, right = call.read_tensors  # (..., m, k), (..., k, n) or (k,)
+    return Cost(
+        factor_bytes(left, right), distinct_bytes([call.out]), matrix_flops(left, multiply_adds(left, right, call.out))
+    )
 
 
-@cost_of(*aten("_addmm_activation addbmm addmm addmv baddbmm"))
+@cost_of(*aten("_addmm_activation _sparse_addmm addbmm addmm addmv baddbmm sspaddmm"))
 def product_and_sum(call: Call) -> Cost:
     """`beta * self + alpha * (left @ right)`: with beta 0, `self` is not read; a factor of 1 is no multiplication."""
-    left: Tensor = next(call[name] for name in ("mat1", "batch1", "mat") if name in call)  # (..., m, k)
-    contracted = left.shape[-1]
+    left, right = call.read_tensors_except("self")  # (..., m, k), (..., k, n) or (k,)
+    products = multiply_adds(left, right, call.out)
     if call.func._schema.name.startswith("aten::addbmm"):
-        contracted *= left.shape[0]  # the batch is summed too
+        products *= left.shape[0]  # the batch is summed too
     beta, alpha = call["beta"], call["alpha"]
     epilogue = (beta != 0) + (beta not in (0, 1)) + (alpha != 1)
     if "use_gelu" in call:
         epilogue += 9 if call["use_gelu"] else 1  # gelu's tanh form, or relu
-    read = call.read_tensors if beta != 0 else call.read_tensors_except("self")
-    flops = merged(matrix_flops(left, call.out.numel() * contracted), arithmetic(epilogue * call.out.numel(), [left]))
-    return Cost(distinct_bytes(read), distinct_bytes([call.out]), flops)
+    addends = [call["self"]] if beta != 0 else []
+    flops = merged(matrix_flops(left, products), arithmetic(epilogue * elements(call.out), [left]))
+    return Cost(factor_bytes(left, right, *addends), distinct_bytes([call.out]), flops)
 
 
 # The outer product added to a matrix: one multiplication, one addition.
@@ -58,7 +63,7 @@ def scaled_product(call: Call) -> Cost:
     return Cost(distinct_bytes(call.read_tensors), distinct_bytes([call.out]), flops)
 
 
-@cost_of(*aten("_grouped_mm _scaled_grouped_mm"))
+@cost_of(*aten("_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2"))
 def grouped_product(call: Call) -> Cost:
     """One product for each group of rows (mixture of experts). Two matrices: the groups split the contraction."""
     left, right = call["self"], call["mat2"]  # (m, k) or (g, m, k); (k, n) or (g, k, n)

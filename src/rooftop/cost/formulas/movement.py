@@ -9,8 +9,9 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
-from rooftop.cost.formulas.streaming import aten, streaming
+from rooftop.cost.accounting import Call, Cost, distinct_bytes, is_sparse, tensor_bytes
+from rooftop.cost.formulas.sparse_operands import addressed_bytes, index_bytes, value_bytes
+from rooftop.cost.formulas.streaming import aten, elements, streaming
 from rooftop.cost.registry import Formula, cost_of
 
 # Only written: of the tensor that names the shape (`zeros_like`, `fill_`) nothing is read.
@@ -48,7 +49,9 @@ def gathering(table: str) -> Formula:
 
     def formula(call: Call) -> Cost:
         source: Tensor = call[table]
-        picked = min(call.out.numel() * source.element_size(), tensor_bytes(source))
+        picked = addressed_bytes(source, elements(call.out))
+        if is_sparse(source):  # the indices say which values are meant
+            picked = index_bytes(source) + value_bytes(call.out)
         return Cost(picked + distinct_bytes(call.read_tensors_except(table)), tensor_bytes(call.out))
 
     return formula

@@ -4,6 +4,8 @@
     write = distinct bytes of the output tensors
     flops = constant × elements (of the output, or of a named argument) + constant × elements of the output
 
+Of sparse tensors the elements are those that are stored, and the bytes are `sparse_operands`' matter.
+
 A family then is a table: operator, flops per element. Conventions for the constants: addition, multiplication,
 comparison and each transcendental function (also sigmoid and erf) are 1; moving, selecting (`where`) and converting, 0.
 """
@@ -15,7 +17,16 @@ from typing import Any
 
 from torch import Tensor
 
-from rooftop.cost.accounting import Call, Cost, distinct_bytes, precision_of, tensors_in
+from rooftop.cost.accounting import (
+    Call,
+    Cost,
+    distinct_bytes,
+    is_sparse,
+    precision_of,
+    stored_elements,
+    tensors_in,
+)
+from rooftop.cost.formulas.sparse_operands import elementwise_bytes
 from rooftop.cost.registry import Formula, cost_of
 
 Flops = int | Callable[[Call], int]
@@ -37,13 +48,20 @@ def streaming(
 
     def formula(call: Call) -> Cost:
         read, written = call.read_tensors_except(*unread), call.written_tensors
+        sparse = [tensor for tensor in read if is_sparse(tensor)]
         count = 0
         if flops:
+            # A dense result changes where a sparse operand has elements.
             counted = call[per] if per is not None else call.results[0]
+            counted = sparse if per is None and sparse and not is_sparse(written[0]) else counted
             count += (flops if isinstance(flops, int) else flops(call)) * elements(counted)
         if and_per_result:
             count += and_per_result * elements(call.results[0])
-        return Cost(distinct_bytes(read), distinct_bytes(written), arithmetic(count, (*read, *written)))
+        if sparse or any(is_sparse(tensor) for tensor in written):
+            read_bytes, write_bytes = elementwise_bytes(call, read, written)
+        else:
+            read_bytes, write_bytes = distinct_bytes(read), distinct_bytes(written)
+        return Cost(read_bytes, write_bytes, arithmetic(count, (*read, *written)))
 
     return formula
 
@@ -65,8 +83,8 @@ def aten(names: str) -> list[str]:
 
 
 def elements(value: Any) -> int:
-    """Elements of a tensor, of all tensors in a list; a number is one."""
-    return 1 if isinstance(value, (bool, int, float, complex)) else sum(t.numel() for t in tensors_in(value))
+    """Elements of a tensor (of a sparse one those stored), of all tensors in a list; a number is one."""
+    return 1 if isinstance(value, (bool, int, float, complex)) else sum(map(stored_elements, tensors_in(value)))
 
 
 def requested(results: Sequence[Any], output_mask: Sequence[bool]) -> list[Any]:

@@ -1,0 +1,275 @@
+"""What a step is watched with. Each instrument is a context around one step and has its `result` afterwards.
+
+    Plain        the profiler alone: when the device works, memory over time, waits, transfers
+    Labelled     every operator by name, module and time (the counting mode and, on a GPU, the profiler)
+    Compiled     every operator of compiled code, from the profiler alone
+
+On a GPU an operator's time is that of its kernels, joined through the profiler's correlation ids (see `kernel_join`):
+labels slow the host down, not the kernels. On a CPU it is the host's clock around the operator.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rooftop.analysis.attribution import ModuleTracker
+from rooftop.analysis.compiled import CompiledGraph
+from rooftop.analysis.compiled_join import join_compiled
+from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels, kernels_by_label
+from rooftop.cost import CountingMode, Record
+
+# The profiler's native part announces itself on stderr at each start unless told not to before it is first used.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+STEP_LABEL = "rooftop step"
+OPERATOR_LABEL = "rooftop operator "
+WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+"""Calls of the CUDA runtime that may hold the host until the device is done (`cudaMemcpy` with all it begins)."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """One step under the profiler alone.
+
+    Attributes:
+        busy_ms: time during which the device works: the union of its kernels; 0 on a CPU.
+        kernels: what ran on the device.
+        memory: (ms since the start of the step, bytes allocated) at each change.
+        waiting_ms: time for which the device had nothing to do because the host was waiting for it and only then could
+            launch what comes next.
+        loading_ms: time in which the step waited for a `DataLoader`.
+        compiled: whether compiled code ran.
+    """
+
+    busy_ms: float
+    kernels: list[Kernel]
+    memory: list[tuple[float, int]]
+    waiting_ms: float
+    loading_ms: float
+    compiled: bool
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """One step by operator: records, and for each (ms, kernel names); ms of kernels that belong to none."""
+
+    records: list[Record]
+    times: list[tuple[float, tuple[str, ...]]]
+    unattributed_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOperator:
+    """One executed operator, its time (ms, median over the labelled runs) and the kernels that it launched."""
+
+    record: Record
+    measured_ms: float
+    kernels: tuple[str, ...]
+
+
+class _Profiled:
+    """The profiler around a step, on the host and, if that is where the step runs, on the GPU."""
+
+    def __init__(self, device: torch.device, **options: Any) -> None:
+        self.device = device
+        gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+        self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True, **options)
+
+    def __enter__(self) -> _Profiled:
+        self.profiler.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        synchronize(self.device)
+        self.profiler.__exit__(kind, error, tb)
+
+    @property
+    def events(self) -> Sequence[Any]:
+        results: Any = self.profiler.profiler
+        events: Sequence[Any] = results.kineto_results.events()
+        return events
+
+
+class PlainInstrument:
+    """See `Plain`.
+
+    Args:
+        device: where the step runs.
+        base_bytes: what is allocated before it.
+        trace: a file for the profiler's trace in Chrome's format, which Perfetto opens.
+    """
+
+    def __init__(self, device: torch.device, base_bytes: int, trace: str | os.PathLike[str] | None = None) -> None:
+        self._device, self._base_bytes, self._trace = device, base_bytes, trace
+        self._profiled = _Profiled(device, profile_memory=True, record_shapes=trace is not None)
+        self._stack = ExitStack()
+        self.result: Plain
+
+    def __enter__(self) -> PlainInstrument:
+        self._stack.enter_context(self._profiled)
+        self._stack.enter_context(record_function(STEP_LABEL))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.close()
+        if error is not None:
+            return
+        events = self._profiled.events
+        kernels = device_kernels(events)
+        self.result = Plain(
+            busy_ms=busy_ms(kernels),
+            kernels=kernels,
+            memory=_memory_timeline(events, self._device, self._base_bytes),
+            waiting_ms=_waiting_ms(events, kernels),
+            loading_ms=sum(e.duration_ns() for e in events if e.name().startswith("enumerate(DataLoader)")) / 1e6,
+            compiled=any(e.name().startswith(("## Call CompiledFxGraph", "Torch-Compiled Region")) for e in events),
+        )
+        if self._trace is not None:
+            self._profiled.profiler.export_chrome_trace(os.fspath(self._trace))
+
+
+def _waiting_ms(events: Iterable[Any], kernels: Sequence[Kernel]) -> float:
+    """Idle time of the device between the end of a call that waited for it and the next kernel."""
+    idle_ns, position = 0, 0
+    starts = sorted(kernel.start_ns for kernel in kernels)
+    ends = sorted(kernel.end_ns for kernel in kernels)
+    returns = sorted(e.start_ns() + e.duration_ns() for e in events if _waits(e))
+    seen: set[int] = set()
+    for returned in returns:
+        while position < len(starts) and starts[position] < returned:
+            position += 1
+        if position == 0 or position == len(starts) or position in seen:
+            continue
+        seen.add(position)
+        # Idle since the last kernel before ended; what ran past the return of the call is no wait.
+        idle_ns += max(0, starts[position] - max(ends[position - 1], 0))
+    return idle_ns / 1e6
+
+
+def _waits(event: Any) -> bool:
+    name = event.name()
+    return name.startswith(WAITING_CALLS) and not name.startswith("cudaMemcpyAsync") and event.duration_ns() > 0
+
+
+def _memory_timeline(events: Iterable[Any], device: torch.device, base_bytes: int) -> list[tuple[float, int]]:
+    """Allocated bytes after each allocation and release on the device, ms since the step began."""
+    changes, start_ns = [], None
+    for event in events:
+        if event.name() == STEP_LABEL and start_ns is None:
+            start_ns = event.start_ns()
+        elif event.name() == "[memory]" and (event.device_type().name == "CUDA") == (device.type == "cuda"):
+            changes.append((event.start_ns(), event.nbytes()))
+    changes.sort()
+    timeline, allocated = [(0.0, base_bytes)], base_bytes
+    for at_ns, delta in changes:
+        allocated += delta
+        timeline.append((max(0.0, (at_ns - (start_ns or changes[0][0])) / 1e6), allocated))
+    return timeline
+
+
+class _HostClock:
+    """Times what runs inside its `with` block; one instance serves one run."""
+
+    def __init__(self) -> None:
+        self.times_ms: list[float] = []
+
+    def __call__(self, index: int) -> AbstractContextManager[Any]:
+        return self
+
+    def __enter__(self) -> None:
+        self._start_ns = time.perf_counter_ns()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.times_ms.append((time.perf_counter_ns() - self._start_ns) / 1e6)
+
+
+class LabelledInstrument:
+    """See `Labelled`; `tracker`, which is active, knows modules and phases."""
+
+    def __init__(self, device: torch.device, tracker: ModuleTracker) -> None:
+        self._clock = _HostClock()
+        self._profiled = _Profiled(device) if device.type == "cuda" else None
+        self._counted = CountingMode(tracker.locate, self._clock if self._profiled is None else _label)
+        self._stack = ExitStack()
+        self.result: Labelled
+
+    def __enter__(self) -> LabelledInstrument:
+        if self._profiled is not None:
+            self._stack.enter_context(self._profiled)
+        self._stack.enter_context(self._counted)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.close()
+        if error is not None:
+            return
+        records = self._counted.records
+        if self._profiled is None:
+            self.result = Labelled(records, [(ms, ()) for ms in self._clock.times_ms[: len(records)]], 0.0)
+            return
+        by_label, orphans = kernels_by_label(self._profiled.events, OPERATOR_LABEL)
+        kernels = [by_label.get(index, []) for index in range(len(records))]
+        self.result = Labelled(records, [_times(group) for group in kernels], sum(k.ms for k in orphans))
+
+
+def _label(index: int) -> AbstractContextManager[Any]:
+    return record_function(f"{OPERATOR_LABEL}{index}")
+
+
+def _times(kernels: Sequence[Kernel]) -> tuple[float, tuple[str, ...]]:
+    return sum(kernel.ms for kernel in kernels), tuple(kernel.name for kernel in kernels)
+
+
+class CompiledInstrument:
+    """A `Labelled` of compiled code, of which `graphs` are known."""
+
+    def __init__(self, device: torch.device, graphs: Mapping[str, CompiledGraph]) -> None:
+        self._device, self._graphs = device, graphs
+        self._profiled = _Profiled(device, record_shapes=True)
+        self.result: Labelled
+
+    def __enter__(self) -> CompiledInstrument:
+        self._profiled.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._profiled.__exit__(kind, error, tb)
+        if error is not None:
+            return
+        operators, orphans = join_compiled(self._profiled.events, self._graphs, str(self._device))
+        on_gpu = self._device.type == "cuda"
+        times = [_times(op.kernels) if on_gpu else (op.host_ms, ()) for op in operators]
+        self.result = Labelled([op.record for op in operators], times, sum(k.ms for k in orphans))
+
+
+def medians(runs: Sequence[Labelled], notes: list[str]) -> tuple[list[MeasuredOperator], float]:
+    """Each operator's median time over the runs, if all runs executed the same operators; else the last run alone.
+
+    Also the median time of kernels that belong to no operator. `notes` is told of runs that differ.
+    """
+    last = runs[-1]
+    names = [record.name for record in last.records]
+    if any([record.name for record in run.records] != names for run in runs):
+        notes.append("The step runs other operators each time; times are those of its last run.")
+        runs = [last]
+    operators = [
+        MeasuredOperator(record, median(run.times[i][0] for run in runs), last.times[i][1])
+        for i, record in enumerate(last.records)
+    ]
+    return operators, median(run.unattributed_ms for run in runs)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,210 @@
+"""`rooftop.predict`: what a step would cost on another machine, without running it.
+
+The step is run on fake tensors, which have shapes and no data, so neither the other machine nor its memory is needed; a
+model of 7 billion parameters is counted on a laptop. Each operator takes its roof on the other machine, so the report
+is a lower bound: the kernel gap is zero, and the launch gap is what eager launches cost beyond the kernels.
+
+What a GPU does otherwise than a CPU is taken into account: attention in one kernel, TF32 where PyTorch allows it, the
+optimizer on lists of tensors. Recurrent layers are counted step by step, as a CPU runs them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from rooftop.analysis.advice import Findings, advise
+from rooftop.analysis.attribution import ModuleTracker
+from rooftop.analysis.floors import module_tree, operator_rows
+from rooftop.analysis.instruments import MeasuredOperator
+from rooftop.analysis.program import Program, describe_tensor
+from rooftop.analysis.report import Gaps, Report, Summary
+from rooftop.cost import CountingMode, counted_for, roof
+from rooftop.cost.accounting import tensors_in
+from rooftop.errors import InputError
+from rooftop.hardware.ceilings import Ceilings
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def predict(
+    target: Callable[..., Any],
+    *args: Any,
+    ceilings: Ceilings,
+    train: bool = False,
+    optimizer: MakeOptimizer | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    name: str | None = None,
+    **kwargs: Any,
+) -> Report:
+    """The least that one step of a model costs on the machine that has these ceilings.
+
+    Nothing is computed, and nothing of the model changes.
+
+    Args:
+        target: a module or callable; its weights may be real, fake (see `fake_tensors`) or on the meta device.
+        *args, **kwargs: its arguments; of tensors only shape, strides and dtype are used.
+        ceilings: of the other machine (`rooftop.hardware.ceilings_of("h200")`, or `Ceilings.load(file)`).
+        train: also the backward pass. loss: as for `analyze`.
+        optimizer: also a step of the optimizer that this makes from the parameters (`torch.optim.AdamW`).
+        name: what the report calls the target.
+
+    Raises:
+        InputError: the model looks at values (`.item()`, `nonzero`), which fake tensors do not have.
+        ModelRunError: the model raised.
+
+    Example:
+        >>> report = rooftop.predict(model, x, ceilings=rooftop.hardware.ceilings_of("h200"), train=True)
+        >>> report.summary.op_roof_ms
+    """
+    with fake_tensors() as mode:
+        fake_target, fake_args, fake_kwargs = _fake(target, mode), _fake(args, mode), _fake(kwargs, mode)
+        stepper = None
+        if optimizer is not None:
+            stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
+        program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
+        tracker = ModuleTracker(program.module)
+        with counted_for(ceilings.kind), _DeviceAttention() if ceilings.kind == "cuda" else _Unchanged():
+            if stepper is not None:
+                _counted(program, ModuleTracker(program.module))  # the first step makes the optimizer's state
+            records = _counted(program, tracker)
+    operators = [MeasuredOperator(r, roof(r.cost, ceilings).ms if r.cost is not None else 0.0, ()) for r in records]
+    rows = operator_rows(operators, ceilings)
+    modules = module_tree(operators, tracker, ceilings, type(target).__name__)
+    launches = sum(1 for op in operators if op.measured_ms > 0)
+    wall_ms = max(modules.op_roof_ms, launches * ceilings.launch_eager_ms)
+    first = next(iter(tensors_in([args, kwargs])), None)
+    summary = Summary(
+        wall_ms=wall_ms,
+        wall_spread=0.0,
+        busy_ms=modules.op_roof_ms,
+        op_roof_ms=modules.op_roof_ms,
+        fused_roof_ms=modules.fused_roof_ms,
+        flops=modules.flops,
+        bytes=modules.bytes,
+        parameters=modules.parameters,
+        kernels=launches,
+        samples=first.shape[0] if first is not None and first.dim() > 0 else None,
+        repeats=0,
+    )
+    gaps = Gaps(0.0, modules.op_roof_ms - modules.fused_roof_ms, wall_ms - modules.op_roof_ms)
+    working = [op for op in operators if op.record.cost is None or op.record.cost.bytes or op.record.cost.total_flops]
+    uncovered = dict.fromkeys(op.record.name for op in working if op.record.cost is None)
+    notes = [
+        f"Predicted for {ceilings.device} from ceilings measured there: each operator at its roof, launched eagerly. "
+        "Nothing was run; real kernels are slower."
+    ]
+    if uncovered:
+        notes.append(f"Operators without a formula are missing from the prediction: {', '.join(uncovered)}.")
+    return Report(
+        target=name or program.name,
+        mode="training" if train else "inference" if program.module is not None else "callable",
+        inputs=tuple(describe_tensor(t).replace(":", " ") for t in tensors_in([args, kwargs])),
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        device={"kind": ceilings.kind, "name": ceilings.device},
+        versions=dict(ceilings.versions),
+        ceilings=ceilings.to_dict(),
+        summary=summary,
+        gaps=gaps,
+        coverage=1 - sum(op.record.cost is None for op in working) / max(1, len(working)),
+        ops=tuple(rows),
+        modules=modules,
+        advice=tuple(advise(Findings(operators, rows, summary, gaps, ceilings))),
+        predicted=True,
+        notes=tuple(notes),
+    )
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Inside, tensors have no data: a model that is built here takes no memory, however large it is."""
+    active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    with active if active is not None else FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode
+
+
+def _counted(program: Program, tracker: ModuleTracker) -> list[Any]:
+    with program.preserved(), tracker, CountingMode(tracker.locate) as counted:
+        try:
+            program.step()
+        except Exception as error:
+            cause = error.__cause__ or error
+            if type(cause).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+                raise InputError(
+                    f"{program.name} cannot be predicted: what it runs depends on values ({cause}), and a prediction "
+                    "has only shapes; analyze it on a machine instead"
+                ) from error
+            raise
+    return counted.records
+
+
+def _fake(value: Any, mode: FakeTensorMode) -> Any:
+    """The value with fake tensors on the CPU in place of real ones; modules are copied without their weights."""
+    if isinstance(value, nn.Module):
+        held = [*value.parameters(), *value.buffers()]
+        return copy.deepcopy(value, {id(tensor): _fake(tensor, mode) for tensor in held})
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(_fake(value.detach(), mode), requires_grad=value.requires_grad)
+    if isinstance(value, FakeTensor) and value.device.type == "cpu":
+        return value
+    if isinstance(value, Tensor):
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return FakeTensor(mode, meta, torch.device("cpu")).requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {key: _fake(item, mode) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_fake(item, mode) for item in value)
+    return value
+
+
+def _parameters(target: Any) -> Iterable[nn.Parameter]:
+    return target.parameters() if isinstance(target, nn.Module) else ()
+
+
+class _Unchanged(TorchFunctionMode):
+    """Every function as it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _DeviceAttention(TorchFunctionMode):
+    """Scaled dot-product attention as a GPU runs it: in one kernel, also where a CPU takes it apart (dropout)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    # (B, H, S, D); fewer key heads than query heads are shared, without a copy of them being needed
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), float("-inf"))
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        heads = query.shape[1] // key.shape[1]
+        key, value = (t.unsqueeze(2).expand(-1, -1, heads, -1, -1).flatten(1, 2) for t in (key, value))
+    result = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, torch.is_grad_enabled() and query.requires_grad, dropout_p, is_causal, scale=scale
+    )
+    output: Tensor = result[0]
+    return output

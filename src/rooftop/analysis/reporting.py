@@ -1,0 +1,134 @@
+"""A finished report from what was measured: rows, tree, gaps, coverage and advice."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rooftop
+from rooftop.analysis.advice import Findings, advise
+from rooftop.analysis.floors import module_tree, operator_rows
+from rooftop.analysis.profiling import Profile
+from rooftop.analysis.program import describe_tensor
+from rooftop.analysis.report import Gaps, ModuleNode, OperatorRow, Report, Summary
+from rooftop.hardware import devices
+from rooftop.hardware.ceilings import Ceilings
+
+MEMORY_POINTS = 2000
+"""Most points of the memory curve that a report keeps."""
+
+
+def report_of(
+    profile: Profile,
+    ceilings: Ceilings,
+    *,
+    target: str,
+    mode: str,
+    inputs: Sequence[Tensor] = (),
+    root_type: str = "step",
+    notes: Sequence[str] = (),
+) -> Report:
+    """The report of a profile.
+
+    Args:
+        profile: what was measured. ceilings: what it is compared with.
+        target, mode, inputs: what was measured, as the report shows it.
+        root_type: the class of the outermost module.
+        notes: what a reader should know besides what the profile says itself.
+    """
+    rows = operator_rows(profile.operators, ceilings)
+    modules = module_tree(profile.operators, profile.tracker, ceilings, root_type)
+    summary, gaps, balance_notes = _balance(profile, modules, inputs)
+    findings = Findings(profile.operators, rows, summary, gaps, ceilings, profile.plain)
+    return Report(
+        target=target,
+        mode=mode,
+        inputs=tuple(describe_tensor(t).replace(":", " ") for t in inputs),
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        device=_device(profile.device),
+        versions=_versions(ceilings),
+        ceilings=ceilings.to_dict(),
+        summary=summary,
+        gaps=gaps,
+        coverage=_coverage(rows, profile),
+        ops=tuple(rows),
+        modules=modules,
+        advice=tuple(advise(findings)),
+        memory=tuple(_thinned(profile.plain.memory, MEMORY_POINTS)),
+        peak_bytes=max((size for _, size in profile.plain.memory), default=0),
+        compilation=profile.compilation,
+        notes=(*profile.notes, *balance_notes, *notes, *_disturbances(ceilings)),
+    )
+
+
+def _balance(profile: Profile, modules: ModuleNode, inputs: Sequence[Tensor]) -> tuple[Summary, Gaps, list[str]]:
+    """wall = fused roof + fusion headroom + kernel gap + launch gap."""
+    notes = []
+    wall_ms, busy_ms = profile.wall.median_ms, profile.busy_ms
+    if busy_ms > wall_ms:
+        notes.append(
+            f"The operators alone took {busy_ms:.3g} ms in their labelled runs, more than the {wall_ms:.3g} ms of a "
+            "plain step (operators of microseconds, or a machine that was disturbed): the launch gap is shown as 0."
+        )
+        busy_ms = wall_ms
+    first = next(iter(inputs), None)
+    summary = Summary(
+        wall_ms=wall_ms,
+        wall_spread=profile.wall.spread,
+        busy_ms=busy_ms,
+        op_roof_ms=modules.op_roof_ms,
+        fused_roof_ms=modules.fused_roof_ms,
+        flops=modules.flops,
+        bytes=modules.bytes,
+        parameters=modules.parameters,
+        kernels=profile.kernel_launches,
+        samples=first.shape[0] if first is not None and first.dim() > 0 else None,
+        repeats=profile.runs,
+    )
+    gaps = Gaps(
+        kernel_gap_ms=busy_ms - modules.op_roof_ms,
+        fusion_headroom_ms=modules.op_roof_ms - modules.fused_roof_ms,
+        launch_gap_ms=wall_ms - busy_ms,
+    )
+    return summary, gaps, notes
+
+
+def _coverage(rows: Sequence[OperatorRow], profile: Profile) -> float:
+    """Fraction of the operators' time that has a cost formula; time of kernels outside any operator has none."""
+    total_ms = sum(row.measured_ms for row in rows) + profile.unattributed_ms
+    covered_ms = sum(row.measured_ms for row in rows if row.bound != "uncovered")
+    return covered_ms / total_ms if total_ms > 0 else 1.0
+
+
+def _thinned(curve: list[tuple[float, int]], points: int) -> list[tuple[float, int]]:
+    """At most about this many points of a step curve; of each stretch the lowest and the highest are kept."""
+    if len(curve) <= points:
+        return curve
+    stretch = -(-2 * len(curve) // points)
+    kept = []
+    for start in range(0, len(curve), stretch):
+        part = curve[start : start + stretch]
+        kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
+    return kept
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    """The device that ran, as `rooftop device` describes it."""
+    kinds = [d for d in devices() if d.kind == device.type]
+    return kinds[device.index or 0 if device.type == "cuda" else 0].to_dict()
+
+
+def _versions(ceilings: Ceilings) -> dict[str, str]:
+    now = {"rooftop": rooftop.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    return {**ceilings.versions, **now}
+
+
+def _disturbances(ceilings: Ceilings) -> list[str]:
+    if not ceilings.disturbed:
+        return []
+    return [f"Ceilings that varied by more than 10% while measured: {', '.join(ceilings.disturbed)}."]
