@@ -14,12 +14,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rooftop.analysis import Report, analyze, predict
+    from rooftop.analysis import Report, analyze, predict, recording
 
 __version__ = "0.1.0"
-__all__ = ["Report", "__version__", "analyze", "predict"]
+__all__ = ["Report", "__version__", "analyze", "predict", "recording"]
 
-_HOME = {"Report": "rooftop.analysis", "analyze": "rooftop.analysis", "predict": "rooftop.analysis"}
+_HOME = dict.fromkeys(("Report", "analyze", "predict", "recording"), "rooftop.analysis")
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,19 @@
 
 from rooftop.analysis.analyzing import analyze
 from rooftop.analysis.predicting import fake_tensors, predict
+from rooftop.analysis.recordings import Recording, recording
 from rooftop.analysis.report import Advice, Gaps, ModuleNode, OperatorRow, Report, Summary
 
-__all__ = ["Advice", "Gaps", "ModuleNode", "OperatorRow", "Report", "Summary", "analyze", "fake_tensors", "predict"]
+__all__ = [
+    "Advice",
+    "Gaps",
+    "ModuleNode",
+    "OperatorRow",
+    "Recording",
+    "Report",
+    "Summary",
+    "analyze",
+    "fake_tensors",
+    "predict",
+    "recording",
+]

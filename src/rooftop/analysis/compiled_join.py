@@ -18,15 +18,17 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from rooftop.analysis.attribution import AUTOGRAD, LOSS, OPTIMIZER
 from rooftop.analysis.compiled import GRAPH_KEY, CompiledGraph
 from rooftop.analysis.kernel_join import Kernel, device_kernels
-from rooftop.analysis.kernel_work import KernelWork
-from rooftop.analysis.reconstruction import NotReconstructedError, has_formula, reconstructed
+from rooftop.analysis.kernel_work import KernelWork, is_generated
+from rooftop.analysis.reconstruction import NotReconstructedError, has_formula, reconstructed, tensors_of
 from rooftop.cost import FREE, Cost, Record
-from rooftop.cost.accounting import tensors_in
+from rooftop.cost.accounting import tensor_bytes, tensors_in
 from rooftop.cost.registry import formula_for
 
 _GENERATED = re.compile(r"^(?:graph_\d+_)?((?:triton|cpp)_\S+)$")
@@ -131,8 +133,10 @@ class _Walk:
 
     def _visit_in_graph(self, event: _Event, works: _Matcher, phase: str) -> None:
         work = works.next(event.name)
-        if work is not None and work.cost is not None:
-            self._add(event, self._known(work, event.name, phase))
+        cost = _cost_of_launch(work, event) if work is not None else None
+        if work is not None and cost is not None:
+            name = _shown(event.name)
+            self._add(event, self._record(name, work.shapes, work.dtype, work.scope, phase, cost, ""))
         elif work is not None:
             reason = f"no formula for {', '.join(work.uncovered)}" if work.uncovered else "its nodes are not known"
             self._add(event, self._record(_shown(event.name), work.shapes, work.dtype, work.scope, phase, None, reason))
@@ -147,9 +151,6 @@ class _Walk:
         if "::" not in event.name or event.name.startswith("autograd::"):
             return False
         return has_formula(event.name) or not event.children
-
-    def _known(self, work: KernelWork, name: str, phase: str) -> Record:
-        return self._record(_shown(name), work.shapes, work.dtype, work.scope, phase, work.cost, "")
 
     def _reconstructed(self, event: _Event, phase: str, scope: str) -> Record:
         if _GENERATED.match(event.name):
@@ -229,6 +230,44 @@ class _Walk:
             )
             self.operators.append((at_ns + number, JoinedOperator(record, 0.0, list(members))))
         return orphans
+
+
+def _cost_of_launch(work: KernelWork, event: _Event) -> Cost | None:
+    """The cost of a kernel's work; what it moves is at most what its pointers hold.
+
+    Of a kernel that only lays out an operand of a library they tell which one it is.
+    """
+    pointers = _pointer_bytes(event.source) if is_generated(work.name) else None
+    if pointers is None or work.uncovered:
+        return work.cost
+    if work.lays_out:
+        return Cost(*pointers)
+    if work.cost is None:
+        return None
+    return work.cost if work.cost.bytes <= sum(pointers) else Cost(*pointers, work.cost.flops)
+
+
+def _pointer_bytes(event: Any) -> tuple[int, int] | None:
+    """(read, written) bytes behind the pointers of a launch of a generated Triton kernel, by their names."""
+    file = dict(event.kwinputs() or {}).get("kernel_file") if hasattr(event, "kwinputs") else None
+    names = _pointer_names(str(file)) if file else ()
+    tensors = dict(tensors_of(event))
+    if not names or sorted(tensors) != list(range(len(names))):
+        return None
+    read = sum(tensor_bytes(tensors[i]) for i, name in enumerate(names) if name.startswith("in_"))
+    written = sum(tensor_bytes(tensors[i]) for i, name in enumerate(names) if name.startswith(("out_", "in_out_")))
+    return read, written
+
+
+@lru_cache(maxsize=4096)
+def _pointer_names(file: str) -> tuple[str, ...]:
+    """The names of the pointers that a generated kernel takes: "in_ptr0", "out_ptr0", "in_out_ptr0"."""
+    try:
+        source = Path(file).read_text(encoding="utf-8")
+    except OSError:
+        return ()
+    found = re.search(r"^def triton_\w+\(([^)]*)\)", source, re.MULTILINE)
+    return tuple(name.strip() for name in found[1].split(",") if "_ptr" in name) if found else ()
 
 
 def aligned(works: Sequence[KernelWork], kernels: Sequence[Kernel]) -> Iterator[tuple[list[KernelWork], list[Kernel]]]:

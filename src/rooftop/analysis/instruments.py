@@ -11,6 +11,7 @@ labels slow the host down, not the kernels. On a CPU it is the host's clock arou
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -194,14 +195,22 @@ class _HostClock:
 
 
 class LabelledInstrument:
-    """See `Labelled`; `tracker`, which is active, knows modules and phases."""
+    """See `Labelled`; `tracker`, which is active, knows modules and phases.
 
-    def __init__(self, device: torch.device, tracker: ModuleTracker) -> None:
+    Attributes:
+        full_at: when (`time.perf_counter`) `limit` operators had been recorded and the rest ran unseen, else None.
+    """
+
+    def __init__(self, device: torch.device, tracker: ModuleTracker, limit: int = sys.maxsize) -> None:
         self._clock = _HostClock()
         self._profiled = _Profiled(device) if device.type == "cuda" else None
-        self._counted = CountingMode(tracker.locate, self._clock if self._profiled is None else _label)
+        self._counted = CountingMode(tracker.locate, self._clock if self._profiled is None else _label, limit)
         self._stack = ExitStack()
         self.result: Labelled
+
+    @property
+    def full_at(self) -> float | None:
+        return self._counted.full_at
 
     def __enter__(self) -> LabelledInstrument:
         if self._profiled is not None:

@@ -35,6 +35,8 @@ class KernelWork:
         shapes: of what it reads from outside.
         dtype: of the first floating-point value that it reads or writes.
         scope: path of the module that its nodes share.
+        lays_out: it only lays out an operand of a library's call. Which one the graph does not tell, so the cost is that
+            of its smallest.
     """
 
     name: str
@@ -43,6 +45,42 @@ class KernelWork:
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
     scope: str
+
+
+def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:
+    """A kernel that copies operands of these calls into the layout that the library wants."""
+    operands = [
+        min((v for n in node.all_input_nodes for v in _values(n) if v.dim() > 1), key=tensor_bytes, default=None)
+        for node in served
+    ]
+    copied = [tensor for tensor in operands if tensor is not None]
+    size = distinct_bytes(copied)
+    return KernelWork(
+        name=name,
+        cost=Cost(size, size),
+        uncovered=(),
+        shapes=tuple(tuple(_known(tensor.shape)) for tensor in copied),
+        dtype=str(copied[0].dtype).removeprefix("torch.") if copied else "",
+        scope=_shared_scope(served),
+        lays_out=True,
+    )
+
+
+def _without(group: list[fx.Node], called: set[fx.Node]) -> list[fx.Node]:
+    """The group without the calls of libraries in it and without what these take in."""
+    dropped: set[fx.Node] = set()
+    waiting = [node for node in group if node in called]
+    while waiting:
+        node = waiting.pop()
+        if node not in dropped and node in group:
+            dropped.add(node)
+            waiting.extend(node.all_input_nodes)
+    return [node for node in group if node not in dropped]
+
+
+def is_generated(name: str) -> bool:
+    """Whether inductor wrote the kernel; others are calls of libraries."""
+    return name.startswith(("triton_", "cpp_"))
 
 
 def kernel_works(graph: fx.Graph, kernels: Sequence[tuple[str, Sequence[str]]]) -> list[KernelWork]:
@@ -54,14 +92,25 @@ def kernel_works(graph: fx.Graph, kernels: Sequence[tuple[str, Sequence[str]]]) 
     """
     by_name = {node.name: node for node in graph.nodes}
     groups = [[by_name[name] for name in names if name in by_name] for _, names in kernels]
+    # What a library does is done there alone. Generated kernels name it as their origin too: one that adds its bias, or
+    # one that lays out its operands, of which the nodes behind these operands are no part.
+    called = {
+        node for (name, _), group in zip(kernels, groups, strict=True) if not is_generated(name) for node in group
+    }
+    groups = [
+        _without(group, called) if is_generated(name) else group
+        for (name, _), group in zip(kernels, groups, strict=True)
+    ]
     kernels_of: dict[fx.Node, list[int]] = {}
     for number, group in enumerate(groups):
         for node in group:
             kernels_of.setdefault(node, []).append(number)
     begun: set[fx.Node] = set()  # reductions whose first stage has run
     works = []
-    for number, ((name, _), group) in enumerate(zip(kernels, groups, strict=True)):
-        works.append(_Kernel(number, group, kernels_of, begun).work(name))
+    for number, ((name, nodes), group) in enumerate(zip(kernels, groups, strict=True)):
+        served = [by_name[node] for node in nodes if by_name.get(node) in called]
+        laying_out = not group and bool(served)
+        works.append(_laying_out(name, served) if laying_out else _Kernel(number, group, kernels_of, begun).work(name))
         begun.update(node for node in group if _is_reduction(node))
     return works
 

@@ -42,6 +42,7 @@ def predict(
     train: bool = False,
     optimizer: MakeOptimizer | None = None,
     loss: Callable[[Any], Tensor] | None = None,
+    dtype: torch.dtype | None = None,
     name: str | None = None,
     **kwargs: Any,
 ) -> Report:
@@ -55,6 +56,7 @@ def predict(
         ceilings: of the other machine (`rooftop.hardware.ceilings_of("h200")`, or `Ceilings.load(file)`).
         train: also the backward pass. loss: as for `analyze`.
         optimizer: also a step of the optimizer that this makes from the parameters (`torch.optim.AdamW`).
+        dtype: cast floating-point weights and arguments to this.
         name: what the report calls the target.
 
     Raises:
@@ -66,7 +68,7 @@ def predict(
         >>> report.summary.op_roof_ms
     """
     with fake_tensors() as mode:
-        fake_target, fake_args, fake_kwargs = _fake(target, mode), _fake(args, mode), _fake(kwargs, mode)
+        fake_target, fake_args, fake_kwargs = (_fake(value, mode, dtype) for value in (target, args, kwargs))
         stepper = None
         if optimizer is not None:
             stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
@@ -146,22 +148,23 @@ def _counted(program: Program, tracker: ModuleTracker) -> list[Any]:
     return counted.records
 
 
-def _fake(value: Any, mode: FakeTensorMode) -> Any:
+def _fake(value: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> Any:
     """The value with fake tensors on the CPU in place of real ones; modules are copied without their weights."""
     if isinstance(value, nn.Module):
         held = [*value.parameters(), *value.buffers()]
-        return copy.deepcopy(value, {id(tensor): _fake(tensor, mode) for tensor in held})
+        return copy.deepcopy(value, {id(tensor): _fake(tensor, mode, dtype) for tensor in held})
     if isinstance(value, nn.Parameter):
-        return nn.Parameter(_fake(value.detach(), mode), requires_grad=value.requires_grad)
-    if isinstance(value, FakeTensor) and value.device.type == "cpu":
-        return value
+        return nn.Parameter(_fake(value.detach(), mode, dtype), requires_grad=value.requires_grad)
     if isinstance(value, Tensor):
-        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        if isinstance(value, FakeTensor) and value.device.type == "cpu" and value.dtype == kind:
+            return value
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=kind, device="meta")
         return FakeTensor(mode, meta, torch.device("cpu")).requires_grad_(value.requires_grad)
     if isinstance(value, dict):
-        return {key: _fake(item, mode) for key, item in value.items()}
+        return {key: _fake(item, mode, dtype) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_fake(item, mode) for item in value)
+        return type(value)(_fake(item, mode, dtype) for item in value)
     return value
 
 

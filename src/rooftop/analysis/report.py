@@ -6,6 +6,7 @@ Rows of operators and modules hold totals over their calls.
 
 from __future__ import annotations
 
+import html
 import json
 import os
 from collections.abc import Mapping
@@ -290,6 +291,18 @@ class Report:
         from rooftop.analysis.page import render_page
 
         write_text(path, render_page(self.to_dict()))
+
+    def _repr_html_(self) -> str:
+        """The report inside a notebook: the page in a frame of its own; the table where plotly is not installed."""
+        from rooftop.analysis.page import render_page
+        from rooftop.errors import MissingExtraError
+
+        try:
+            page = render_page(self.to_dict())
+        except MissingExtraError:
+            return f"<pre>{html.escape(self.table())}</pre>"
+        style = "width: 100%; height: 48rem; border: 1px solid #8884"
+        return f'<iframe title="Rooftop report" srcdoc="{html.escape(page, quote=True)}" style="{style}"></iframe>'
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -41,7 +41,7 @@ def _heading(report: Report) -> Text:
     rate = f" ({1e3 * summary.samples / summary.wall_ms:,.0f} samples/s)" if summary.samples else ""
     heading = Text()
     heading.append(f"{report.target}", style="bold")
-    heading.append(f"  {report.mode}, {', '.join(report.inputs)}, {report.device['name']}\n")
+    heading.append(f"  {', '.join([report.mode, *report.inputs, report.device['name']])}\n")
     heading.append(f"{summary.percent_of_roof:.1f}% of roof", style="bold")
     heading.append(f": {time_text(summary.wall_ms)} a step{rate}, roof {time_text(summary.fused_roof_ms)}; ")
     heading.append(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from rooftop.analysis import analyze
+from rooftop.analysis import Report, analyze, fake_tensors, predict
+from rooftop.analysis.scripts import analyze_script
 from rooftop.analysis.text import WIDTH, renderable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, Target, resolve_target
-from rooftop.hardware.ceilings import Ceilings
+from rooftop.errors import CeilingsFileError
+from rooftop.hardware.ceilings import Ceilings, ceilings_of
 
 EXAMPLES = """\b
 Examples:
@@ -27,11 +31,15 @@ Examples:
   rooftop analyze resnet50 --input my_photographs/
   rooftop analyze my_pkg.net:build --input 8x3x224x224 --json report.json
   rooftop analyze my_pkg.text:build --input 8x128:int64:50257
+  rooftop analyze my_pkg.net:build --compile max-autotune
+  rooftop analyze my_pkg.net:build --train --predict h200
+  rooftop analyze train.py -- --epochs 1
 """
 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("target")
+@click.argument("script_arguments", metavar="[-- SCRIPT ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--input",
     "inputs",
@@ -46,10 +54,25 @@ Examples:
 @click.option("--dtype", type=click.Choice(list(DTYPES)), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this.")
 @click.option("--channels-last", is_flag=True, help="Lay images and convolution weights out channels last.")
 @click.option(
+    "--compile",
+    "compile_mode",
+    is_flag=False,
+    flag_value="default",
+    metavar="[MODE]",
+    help="Compile the model with torch.compile first, in this mode (default, reduce-overhead, max-autotune).",
+)
+@click.option(
+    "--predict",
+    "machine",
+    metavar="MACHINE",
+    help="Run nothing: predict the roofs on another machine, a known one (h200) or a ceilings file from there.",
+)
+@click.option(
     "--ceilings",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Compare with ceilings from this file.",
 )
+@click.option("--trace", type=click.Path(path_type=Path), help="Also write a trace of one step for Perfetto.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the report as JSON.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="The HTML report.  [default: rooftop-TARGET.html]"
@@ -58,12 +81,16 @@ Examples:
 @click.option("--rows", default=12, show_default=True, help="Operators in the printed table.")
 def command(
     target: str,
+    script_arguments: tuple[str, ...],
     inputs: tuple[str, ...],
     train: bool,
     device: str | None,
     dtype: str | None,
     channels_last: bool,
+    compile_mode: str | None,
+    machine: str | None,
     ceilings: Path | None,
+    trace: Path | None,
     json_path: Path | None,
     output: Path | None,
     no_html: bool,
@@ -71,45 +98,101 @@ def command(
 ) -> None:
     """Show how far TARGET is from what this machine can do, and why.
 
-    TARGET is a built-in model (resnet50), or package.module:callable, where the callable returns a module or
-    (module, inputs).
+    TARGET is a built-in model (resnet50), package.module:callable, where the callable returns a module or
+    (module, inputs), or a Python script, which is run as it is, with what stands after -- as its arguments.
 
     Every operator is timed and set against its roof: the shortest time in which this machine could move its bytes
     and do its arithmetic. The difference between the wall time and the roof of the whole model is split into three
     gaps: slow kernels, missing fusion, and waiting for the host.
     """
     html_path = None if no_html else output or Path(f"rooftop-{re.sub(r'[^A-Za-z0-9_.-]+', '-', target)}.html")
-    for path in (json_path, html_path):
+    for path in (json_path, html_path, trace):
         if path is not None:
             check_writable(path)
     if html_path is not None:
         _check_plotly()
-    where = pick_device(device)
+    _check_combination(target, script_arguments, machine, compile_mode, trace)
     given_ceilings = Ceilings.load(ceilings) if ceilings is not None else None
-    found = resolve_target(target, inputs, where, DTYPES[dtype] if dtype else None, channels_last)
+    kind = DTYPES[dtype] if dtype else None
     with progress_bar() as progress:
-        report = analyze(
-            found.model,
-            *found.args,
-            **(_training(found) if train else {}),
-            ceilings=given_ceilings,
-            name=target,
-            progress=progress,
-        )
+        if machine is not None:
+            report = _predicted(target, inputs, train, kind, machine)
+        elif target.endswith(".py"):
+            report = analyze_script(
+                target, script_arguments, device=pick_device(device), ceilings=given_ceilings, trace=trace
+            )
+        else:
+            found = resolve_target(target, inputs, pick_device(device), kind, channels_last)
+            report = analyze(
+                found.model,
+                *found.args,
+                **(_training(found) if train else {}),
+                compile=compile_mode or False,
+                trace=trace,
+                ceilings=given_ceilings,
+                name=target,
+                progress=progress,
+            )
     if json_path is not None:
         report.to_json(json_path)
     if html_path is not None:
         report.to_html(html_path)
     Console(width=None if sys.stdout.isatty() else WIDTH).print(renderable(report, rows))
-    for path in (json_path, html_path):
+    for what, path in (("report", json_path), ("report", html_path), ("trace", trace)):
         if path is not None:
-            click.echo(f"report: {path}")
+            click.echo(f"{what}: {path}")
+
+
+def _check_combination(
+    target: str, arguments: Sequence[str], machine: str | None, compile_mode: str | None, trace: Path | None
+) -> None:
+    """Refuse what does not go together before anything is run.
+
+    Raises:
+        click.UsageError: it does not.
+    """
+    script = target.endswith(".py")
+    if arguments and not script:
+        raise click.UsageError(f"only scripts take arguments, got {' '.join(arguments)!r} for {target!r}")
+    if script and (machine or compile_mode):
+        option = "--predict" if machine else "--compile"
+        raise click.UsageError(f"{option} needs a model: a script is run as it is; name a callable in it instead")
+    if machine and (compile_mode or trace):
+        raise click.UsageError("--predict runs nothing, so there is nothing to compile or to trace")
+    if machine is not None:
+        _ceilings_of(machine)
+
+
+def _ceilings_of(machine: str) -> Ceilings:
+    try:
+        return ceilings_of(machine)
+    except CeilingsFileError:
+        raise
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--predict") from error
+
+
+def _predicted(
+    target: str, inputs: Sequence[str], train: bool, dtype: torch.dtype | None, machine: str
+) -> Report:
+    """The report of `--predict`: the model is built without weights, however large it is."""
+    with fake_tensors():
+        found = resolve_target(target, inputs, None, None)
+        training: dict[str, Any] = {}
+        if train:
+            loss = _ClassLoss() if found.classifies else None
+            training = {"train": True, "loss": loss, "optimizer": partial(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM, foreach=True)}
+        return predict(found.model, *found.args, **training, ceilings=_ceilings_of(machine), dtype=dtype, name=target)
+
+
+LEARNING_RATE, MOMENTUM = 1e-4, 0.9
+"""Of the optimizer step of `--train`."""
 
 
 def _training(found: Target) -> dict[str, Any]:
     """Arguments of `analyze` for a training step of a model that nobody else uses: SGD with momentum."""
     parameters = [p for p in found.model.parameters() if p.requires_grad]  # type: ignore[attr-defined]
-    arguments: dict[str, Any] = {"train": True, "optimizer": torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)}
+    arguments: dict[str, Any] = {"train": True, "optimizer": torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)}
     if found.classifies:
         arguments["loss"] = _ClassLoss()
     return arguments

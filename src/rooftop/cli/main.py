@@ -22,7 +22,9 @@ VERBS = {
     "ceilings": "Measure what this machine can do: bandwidths, matrix rates, launch costs.",
     "classify": "Show what is on photographs.",
     "compare": "Show what changed between two reports.",
+    "crossover": "Show from which size on a GPU beats the CPU, with and without transfers.",
     "device": "Describe the GPUs and the CPU of this machine.",
+    "doctor": "Say what works here, what does not, and what mends it.",
     "report": "Turn a JSON report into HTML again.",
 }
 

@@ -53,9 +53,11 @@ class Target:
 
 
 def resolve_target(
-    text: str, inputs: Sequence[str], device: torch.device, dtype: torch.dtype | None, channels_last: bool = False
+    text: str, inputs: Sequence[str], device: torch.device | None, dtype: torch.dtype | None, channels_last: bool = False
 ) -> Target:
     """Build the model that `text` names and the tensors that `inputs` describe, on the device and in the dtype.
+
+    Without a device everything stays as it was built: what is only to be predicted needs no place.
 
     Raises:
         TargetError: nothing has that name.
@@ -73,6 +75,8 @@ def resolve_target(
                 "or return (module, inputs)"
             )
         args = (make_input("x".join(map(str, example)), dtype or torch.float32),)
+    if device is None:
+        return Target(text, model, args, classifies)
     memory_format = torch.channels_last if channels_last else torch.preserve_format
     try:
         if isinstance(model, nn.Module):
@@ -114,8 +118,6 @@ def _find(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None, tuple[
     if ":" in text:
         model, args = _imported(text)
         return model, args, None, False
-    if text.endswith(".py"):
-        raise TargetError(f"{text!r}: scripts are not supported yet; name a callable in it, e.g. {text[:-3]}:build")
     entry = models.model_entry(text)
     return entry.build(), None, (EXAMPLE_BATCH, *entry.input_shape), entry.classifies
 

@@ -1,6 +1,15 @@
 """What work costs, whichever kernel does it: bytes that must move, flops that must be done, and the roof of both."""
 
-from rooftop.cost.accounting import FREE, Call, Cost, counted_for, distinct_bytes, matrix_precision, precision_of, tensor_bytes
+from rooftop.cost.accounting import (
+    FREE,
+    Call,
+    Cost,
+    counted_for,
+    distinct_bytes,
+    matrix_precision,
+    precision_of,
+    tensor_bytes,
+)
 from rooftop.cost.counting import CountingMode, Record
 from rooftop.cost.registry import cost_of, covered_operators
 from rooftop.cost.roofs import Roof, roof

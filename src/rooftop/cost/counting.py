@@ -10,6 +10,8 @@ and works on fake tensors: nothing needs to be computed to be counted.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -58,6 +60,7 @@ class CountingMode(TorchDispatchMode):
     Args:
         locate: called at each operator, returns its (scope, phase).
         around: called with the record's index, returns a context in which the operator runs: the profiler's label.
+        limit: after this many records operators run unrecorded, and `full_at` says since when (`time.perf_counter`).
     """
 
     supports_higher_order_operators = True  # without it PyTorch ends the program at the first of them
@@ -66,11 +69,14 @@ class CountingMode(TorchDispatchMode):
         self,
         locate: Callable[[], tuple[str, str]] = lambda: ("", "forward"),
         around: Callable[[int], AbstractContextManager[Any]] = lambda index: nullcontext(),
+        limit: int = sys.maxsize,
     ) -> None:
         super().__init__()
         self.records: list[Record] = []
         self._locate = locate
         self._around = around
+        self._limit = limit
+        self.full_at: float | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,6 +93,9 @@ class CountingMode(TorchDispatchMode):
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         index = len(self.records)
+        if index >= self._limit:
+            self.full_at = self.full_at or time.perf_counter()
+            return func(*args, **kwargs)
         scope, phase = self._locate()
         with self._around(index):
             out = func(*args, **kwargs)

@@ -188,12 +188,11 @@ class _StorageCount(TorchDispatchMode):
             for storage in self._storages((args, kwargs)):
                 if storage._cdata not in self._sizes:
                     self._watch(storage, None)
-        resized = [storage for storage in self._storages((args, kwargs)) if self._sizes.get(storage._cdata) is not None]
         result = func(*args, **kwargs)
-        for storage in (*self._storages(result), *resized):
+        for storage in self._storages(result):
             if storage._cdata not in self._sizes:
                 self._watch(storage, storage.nbytes())
-            elif (counted := self._sizes[storage._cdata]) is not None:
+            elif (counted := self._sizes[storage._cdata]) is not None:  # may have been resized
                 self._add(storage.nbytes() - counted)
                 self._sizes[storage._cdata] = storage.nbytes()
         return result

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import prod
+
+from rooftop.cost.accounting import Call, Cost
 from rooftop.cost.formulas.streaming import streaming
 from rooftop.cost.registry import cost_of
 
@@ -10,3 +13,13 @@ cost_of("prims::iota", "prims::inductor_seeds", "prims::inductor_seed")(streamin
 cost_of("prims::inductor_lookup_seed")(streaming(unread=["seeds"]))
 cost_of("prims::inductor_random", "prims::inductor_randint")(streaming(1, unread=["seed"]))
 cost_of("prims::fma")(streaming(2))
+
+
+@cost_of("prims::_low_memory_max_pool_with_offsets")
+def max_pool_with_offsets(call: Call) -> Cost:
+    """One comparison for each element of each window."""
+    window = prod(call["kernel_size"])
+    return streaming(window)(call)
+
+
+cost_of("prims::_low_memory_max_pool_offsets_to_indices")(streaming(2))

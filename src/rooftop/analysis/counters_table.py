@@ -1,0 +1,125 @@
+"""Counters as a table: what each kernel moved beside what Rooftop says that its operators must move."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rooftop.analysis.counters import KernelRow
+from rooftop.analysis.report import OperatorRow, Report
+from rooftop.analysis.text import quantity_text, time_text
+
+REREADING = 1.3
+"""Moved over counted from which a kernel is said to move data more than once."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes that the operators of a kernel must move, as Rooftop counts them.
+
+    Attributes:
+        bytes: None where no operator names the kernel, or one that does has no cost formula.
+        shared: some of these operators run other kernels too; their bytes were divided among the kernels in proportion
+            to what these moved, so that the ratio is that of the operators.
+    """
+
+    bytes: float | None
+    shared: bool = False
+
+
+def counted_bytes(rows: Sequence[KernelRow], operators: Sequence[OperatorRow]) -> dict[str, Counted]:
+    """Kernel name -> what the operators that launched it must move.
+
+    Copies and fills of the driver are no kernels: ncu does not count them, and an operator's bytes are then those of
+    its kernels.
+    """
+    by_name = {row.name: row for row in rows}
+    counted: dict[str, Counted] = {}
+    for operator in operators:
+        kernels = [by_name[name] for name in operator.kernels if name in by_name]
+        moved = sum(kernel.dram_bytes for kernel in kernels)
+        for kernel in kernels:
+            before = counted.get(kernel.name, Counted(0.0))
+            if before.bytes is None or operator.bound == "uncovered" or not moved > 0:
+                counted[kernel.name] = Counted(None)
+                continue
+            part = operator.bytes * kernel.dram_bytes / moved
+            counted[kernel.name] = Counted(before.bytes + part, before.shared or len(kernels) > 1)
+    return {row.name: counted.get(row.name, Counted(None)) for row in rows}
+
+
+def counters_table(rows: Sequence[KernelRow], report: Report, limit: int = 12) -> RenderableType:
+    """The kernels by falling time, at most `limit` of them, beside the operators of the report that launched them."""
+    title = f"\nwhat the hardware counted, by kernel ({min(limit, len(rows))} of {len(rows)}), caches empty before each"
+    table = Table(box=None, padding=(0, 1), title=title, title_justify="left")
+    table.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=34)
+    columns = ("calls", 5), ("time", 7), ("DRAM", 7), ("rate", 9), ("of DRAM", 7)
+    for name, width in (*columns, ("tensor", 6), ("occup.", 6), ("must move", 9), ("ratio", 5)):
+        table.add_column(name, justify="right", no_wrap=True, min_width=width)
+    ceiling = _dram_ceiling(report)
+    counted = counted_bytes(rows, report.ops)
+    for row in rows[:limit]:
+        must = counted[row.name]
+        table.add_row(
+            short_name(row.name),
+            str(row.calls),
+            time_text(row.ms),
+            _bytes_text(row.dram_bytes),
+            "-" if math.isnan(row.dram_rate) else f"{row.dram_rate / 1e9:,.0f} GB/s",
+            _percent(100 * row.dram_rate / ceiling),
+            _percent(row.tensor_percent),
+            _percent(row.occupancy_percent),
+            ("~" if must.shared else "") + _bytes_text(must.bytes),
+            _ratio(row.dram_bytes, must.bytes),
+        )
+    return Group(table, *(Text(note, style="dim") for note in _notes(rows, counted)))
+
+
+def _notes(rows: Sequence[KernelRow], counted: dict[str, Counted]) -> list[str]:
+    both = [(row.dram_bytes, must) for row in rows if (must := counted[row.name].bytes) is not None]
+    moved, must = sum(row for row, _ in both), sum(must for _, must in both)
+    notes = [
+        f"{_bytes_text(moved)} moved where {_bytes_text(must)} must be, over the kernels whose operators have a cost "
+        "formula"
+    ]
+    if any(must > 0 and moved > REREADING * must for moved, must in both):
+        notes.append(f"ratio above {REREADING} (!): data goes through DRAM more than once, or in parts of sectors")
+    if any(must.shared for must in counted.values()):
+        notes.append("~: of operators that run several kernels; the ratio is theirs")
+    return [f"note: {note}" for note in notes]
+
+
+def _dram_ceiling(report: Report) -> float:
+    """Bytes/s, read and written."""
+    rates = [level["rate"] for level in report.ceilings["levels"] if level["capacity_bytes"] is None]
+    return float(rates[0]) if rates else math.nan
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without its return type, its namespaces and its arguments; template arguments stay."""
+    name = re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", name).removeprefix("void ")
+    match = re.match(r"(?:\w+::)*(\w+)(<.*>)?(\(|$)", name)
+    if match is None:
+        return name
+    return match[1] + re.sub(r"\w+::", "", match[2] or "")
+
+
+def _bytes_text(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{quantity_text(value)}B"
+
+
+def _percent(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.0f}%"
+
+
+def _ratio(moved: float, must: float | None) -> Text:
+    if not must or math.isnan(moved):
+        return Text("-")
+    ratio = moved / must
+    return Text(f"{ratio:.2f} (!)", style="yellow") if ratio > REREADING else Text(f"{ratio:.2f}")

@@ -1,0 +1,313 @@
+"""`rooftop.recording`: the report of a program as it runs, a training loop or a whole script.
+
+    with rooftop.recording() as r:
+        for batch in loader:
+            ...
+            r.step()
+    r.report.to_html("report.html")
+
+With `step()` at the end of each iteration, the first steps warm up, one runs under the profiler alone, a few are
+labelled, the next are timed undisturbed, and the rest run as if nobody were watching. A block without steps is one
+step: it is labelled as a whole, which slows the host down, so what the labels cost is measured and taken off its wall
+time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import median, quantiles
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from rooftop.analysis.attribution import ModuleTracker
+from rooftop.analysis.compiled import CompiledGraphs
+from rooftop.analysis.instruments import (
+    CompiledInstrument,
+    Labelled,
+    LabelledInstrument,
+    Plain,
+    PlainInstrument,
+    synchronize,
+)
+from rooftop.analysis.profiling import assembled
+from rooftop.analysis.report import Report
+from rooftop.analysis.reporting import report_of
+from rooftop.errors import InputError
+from rooftop.hardware import measure_ceilings
+from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.timing import Timing
+
+WARM_UP = 3  # steps that nobody looks at: allocators, autotuners, compilation
+LABELLED = 3
+LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 200, 3.0  # undisturbed steps: at least, and until either is reached
+MOST_OPERATORS = 200_000  # of a block without steps: about 1 GB of records
+NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
+"""Steps after which a recording has all that it wants."""
+
+
+@dataclass
+class _Stage:
+    """What the recording does during the step that runs now: "whole", "warm", "plain", "labelled", "settling",
+    "timed", "off"."""
+
+    name: str
+    steps: int = 0
+    began: float = 0.0
+
+
+class Recording:
+    """What runs inside the `with` block; `report` afterwards. Made by `rooftop.recording`.
+
+    Attributes:
+        steps: how many times `step()` was called.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        device: torch.device,
+        ceilings: Ceilings | None,
+        name: str,
+        trace: str | os.PathLike[str] | None,
+        every_optimizer_step: bool,
+    ) -> None:
+        self.steps = 0
+        self._module, self._device, self._ceilings = module, device, ceilings
+        self._name, self._trace = name, trace
+        self._every_optimizer_step = every_optimizer_step
+        self._leading_optimizer: int | None = None
+        self._graphs = CompiledGraphs()
+        self._tracker = ModuleTracker(module)
+        self._around = ExitStack()
+        self._now = ExitStack()  # what watches the step that runs now
+        self._instrument: Any = None
+        self._stage = _Stage("whole")
+        self._durations_ms: list[float] = []
+        self._plain: Plain | None = None
+        self._labelled: list[Labelled] = []
+        self._whole: tuple[Labelled, float] | None = None
+        self._cut = False  # whether the block went on after what was recorded
+        self._report: Report | None = None
+        self._failed = False
+
+    def __enter__(self) -> Recording:
+        if self._ceilings is None:
+            self._ceilings = measure_ceilings(self._device)
+        self._around.enter_context(self._graphs)
+        self._around.enter_context(self._tracker)
+        if self._every_optimizer_step:
+            handle = register_optimizer_step_post_hook(self._optimizer_stepped)
+            self._around.callback(handle.remove)
+        synchronize(self._device)
+        self._begin("whole")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._failed = error is not None and not isinstance(error, SystemExit)
+        try:
+            self._end()
+        finally:
+            self._around.close()
+
+    def step(self) -> None:
+        """Say that one step of the program has ended (call it last in the loop's body).
+
+        Raises:
+            RuntimeError: outside the `with` block.
+        """
+        if self._report is not None or (self._instrument is None and self.steps == 0 and self._whole is None):
+            raise RuntimeError("step() belongs inside the block: with rooftop.recording() as r: ... r.step()")
+        self.steps += 1
+        stage = self._stage
+        if stage.name == "off":
+            return
+        stage.steps += 1
+        if stage.name == "timed":
+            self._durations_ms.append(self._elapsed_ms())
+            stage.began = time.perf_counter()
+        following = self._following()
+        if following != stage.name or stage.name in ("labelled", "plain"):
+            self._end()
+            self._begin(following)
+
+    def _following(self) -> str:
+        """What happens in the next step. The first step was watched as a whole, and warmed up."""
+        name, steps = self._stage.name, self._stage.steps
+        if name == "whole":
+            return "warm"
+        if name == "warm":
+            return "warm" if steps < WARM_UP - 1 else "plain"
+        if name == "plain":
+            return "labelled"
+        if name == "labelled":
+            return "labelled" if len(self._labelled) + 1 < LABELLED else "settling"
+        if name == "settling":
+            return "timed"
+        enough = steps >= TIMED_STEPS or sum(self._durations_ms) >= 1e3 * TIMED_SECONDS
+        return "off" if enough and steps >= LEAST_TIMED else "timed"
+
+    def _begin(self, name: str) -> None:
+        if name != self._stage.name:
+            self._stage = _Stage(name)
+        if name == "plain":
+            self._watch(PlainInstrument(self._device, self._allocated_bytes(), self._trace))
+        elif name in ("whole", "labelled"):
+            self._tracker.restart()
+            self._watch(
+                CompiledInstrument(self._device, self._graphs.graphs)
+                if self._plain is not None and self._plain.compiled
+                else LabelledInstrument(self._device, self._tracker, MOST_OPERATORS)
+            )
+        elif name == "timed":
+            synchronize(self._device)
+        self._stage.began = time.perf_counter()
+
+    def _watch(self, instrument: Any) -> None:
+        self._instrument = instrument
+        self._now.enter_context(instrument)
+
+    def _end(self) -> None:
+        name = self._stage.name
+        if name == "timed" and self._durations_ms:
+            synchronize(self._device)
+            self._durations_ms[-1] += self._elapsed_ms()  # what the device had yet to do belongs to the steps
+        if name in ("whole", "labelled", "plain"):
+            synchronize(self._device)
+            elapsed_ms = self._elapsed_ms()
+            self._now.close()
+            result = self._instrument.result
+            if name == "plain":
+                self._plain = result
+            elif name == "labelled" and result.records:
+                self._labelled.append(result)
+            elif name == "whole":
+                full_at = self._instrument.full_at
+                self._cut = full_at is not None
+                self._whole = (result, 1e3 * (full_at - self._stage.began) if full_at is not None else elapsed_ms)
+        self._stage = _Stage("off")
+
+    def _elapsed_ms(self) -> float:
+        return 1e3 * (time.perf_counter() - self._stage.began)
+
+    def _allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Every step of the first optimizer ends a step of the program."""
+        if self._leading_optimizer is None:
+            self._leading_optimizer = id(optimizer)
+        if id(optimizer) == self._leading_optimizer:
+            self.step()
+
+    @property
+    def report(self) -> Report:
+        """What was recorded (made when it is first asked for).
+
+        Raises:
+            RuntimeError: the block has not ended, or ended with an exception.
+            InputError: nothing ran in it.
+        """
+        if self._report is None:
+            if self._failed or self._whole is None:
+                raise RuntimeError("there is no report: the recorded block has not ended, or ended with an exception")
+            self._report = self._assembled()
+        return self._report
+
+    def _assembled(self) -> Report:
+        assert self._whole is not None
+        assert self._ceilings is not None
+        notes: list[str] = []
+        first, first_ms = self._whole
+        if self._plain is not None and len(self._durations_ms) >= LEAST_TIMED:
+            labelled, plain, wall = self._labelled, self._plain, _timing(self._durations_ms)
+            mode = f"{self.steps} recorded steps"
+        else:
+            if not first.records:
+                raise InputError("nothing to report: no operator of PyTorch ran in the recorded block")
+            labelled = [first]
+            plain = _plain_of(first)
+            taken_off_ms = max(0.0, first_ms - _overhead_ms(first, self._device))
+            wall = Timing(max(taken_off_ms, plain.busy_ms), max(taken_off_ms, plain.busy_ms), 0.0, 1)
+            mode = "recorded"
+            what = f"its first step of {self.steps}" if self.steps else "the block"
+            if self._cut:
+                what = f"the first {len(first.records):,} operators of {what}"
+            notes.append(
+                f"The report is of {what}, run once and labelled, start-up included; what the labels cost is taken off "
+                f"the wall time. With {NEEDED} steps or more (r.step() after each) steps are timed undisturbed."
+            )
+        profile = assembled(self._device, labelled, wall, plain, self._tracker, self._graphs)
+        inputs: list[Tensor] = []
+        return report_of(
+            profile, self._ceilings, target=self._name, mode=mode, inputs=inputs, root_type="step", notes=notes
+        )
+
+
+def _timing(durations_ms: list[float]) -> Timing:
+    """The mean, as steps run ahead of the device: only together they are as long as they look."""
+    mean = sum(durations_ms) / len(durations_ms)
+    quarters = quantiles(durations_ms, n=4, method="inclusive") if len(durations_ms) > 1 else [mean, mean, mean]
+    return Timing(mean, min(durations_ms), (quarters[2] - quarters[0]) / median(durations_ms), len(durations_ms))
+
+
+def _plain_of(labelled: Labelled) -> Plain:
+    """What a labelled run alone tells: the operators' time as busy time."""
+    busy_ms = sum(ms for ms, _ in labelled.times) + labelled.unattributed_ms
+    return Plain(busy_ms, [], [], 0.0, 0.0, compiled=False)
+
+
+def _overhead_ms(labelled: Labelled, device: torch.device) -> float:
+    """What labelling cost the host: measured on an operator that does nothing, times the operators that ran."""
+    count = len(labelled.records)
+    one, samples = torch.zeros(1), 50
+    tracker = ModuleTracker()
+    began = time.perf_counter()
+    for _ in range(samples):
+        one.view(1)
+    bare_s = time.perf_counter() - began
+    with LabelledInstrument(torch.device("cpu"), tracker):
+        began = time.perf_counter()
+        for _ in range(samples):
+            one.view(1)
+        labelled_s = time.perf_counter() - began
+    return 1e3 * count * max(0.0, labelled_s - bare_s) / samples
+
+
+def recording(
+    module: nn.Module | None = None,
+    *,
+    device: torch.device | str | None = None,
+    ceilings: Ceilings | None = None,
+    name: str = "recording",
+    trace: str | os.PathLike[str] | None = None,
+    every_optimizer_step: bool = False,
+) -> Recording:
+    """Record what runs inside a `with` block, for a report.
+
+    Args:
+        module: the model whose modules are named without a prefix; None: the first that is called.
+        device: where the work is; None is the GPU if there is one.
+        ceilings: what to compare with; None measures this machine before the block begins (cached).
+        name: what the report calls the program.
+        trace: also write the profiler's trace of one step to this file, for Perfetto.
+        every_optimizer_step: each step of the first optimizer ends a step, without calls of `step()`.
+
+    Example:
+        >>> with rooftop.recording() as r:
+        ...     for x, y in loader:
+        ...         loss(model(x), y).backward()
+        ...         optimizer.step()
+        ...         r.step()
+        >>> r.report
+    """
+    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"recording(device={device!r}): expected a cpu or cuda device")
+    return Recording(module, where, ceilings, name, trace, every_optimizer_step)

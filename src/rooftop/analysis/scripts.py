@@ -1,0 +1,79 @@
+"""A Python script, run as it is and recorded: `rooftop analyze train.py -- --epochs 1`."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rooftop.analysis.recordings import recording
+from rooftop.analysis.report import Report
+from rooftop.errors import InputError, ModelRunError
+from rooftop.hardware.ceilings import Ceilings
+
+
+def analyze_script(
+    path: str | os.PathLike[str],
+    arguments: Sequence[str] = (),
+    *,
+    device: torch.device | str | None = None,
+    ceilings: Ceilings | None = None,
+    trace: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Run a script as `python SCRIPT ARGUMENTS` would and report on it.
+
+    A script with an optimizer is recorded step by step (each step of its first optimizer ends one); any other is one
+    step, recorded as a whole.
+
+    Args:
+        path: the script. arguments: what it finds in `sys.argv[1:]`.
+        device, ceilings, trace: as for `rooftop.recording`.
+
+    Raises:
+        InputError: no such file, or no operator of PyTorch ran in it.
+        ModelRunError: the script raised, or ended with an exit status other than 0.
+    """
+    script = Path(path)
+    if not script.is_file():
+        raise InputError(f"{os.fspath(path)}: there is no such script")
+    recorded = recording(device=device, ceilings=ceilings, name=script.name, trace=trace, every_optimizer_step=True)
+    with recorded, _as_main(script, arguments):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise ModelRunError(f"{script} ended with exit status {end.code}") from end
+        except Exception as error:
+            raise ModelRunError(f"{script} raised {type(error).__name__}: {error}{_line(error, script)}") from error
+    return recorded.report
+
+
+@contextmanager
+def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """`sys.argv`, `sys.path` and `sys.modules["__main__"]` as the script expects them."""
+    argv, path, main = sys.argv, list(sys.path), sys.modules.get("__main__")
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+        if main is not None:
+            sys.modules["__main__"] = main
+
+
+def _line(error: BaseException, script: Path) -> str:
+    """The innermost line of the script that led to an error."""
+    line, trace = None, error.__traceback__
+    while trace is not None:
+        frame: Any = trace.tb_frame
+        if os.path.basename(frame.f_code.co_filename) == script.name:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f" ({script}:{line})" if line is not None else ""

@@ -1,0 +1,205 @@
+"""`rooftop crossover`: from which size on the GPU beats the CPU."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import sys
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rooftop.analysis.page import ms
+from rooftop.analysis.report import write_text
+from rooftop.analysis.text import WIDTH
+from rooftop.cli.analyze import check_writable, pick_device
+from rooftop.cli.progress import progress_bar
+from rooftop.cli.targets import DTYPES as NAMES
+from rooftop.errors import MeasurementError, MissingExtraError
+from rooftop.hardware.crossovers import DTYPES, NEEDS_GPU, OPERATIONS, BreakEven, Crossover, measure_crossover
+
+EXAMPLES = """\b
+Examples:
+  rooftop crossover matmul
+  rooftop crossover add --dtype bf16 -o add.html
+  rooftop crossover layer_norm --json - > layer_norm.json
+"""
+
+CURVES = (  # attribute of a point, name, color
+    ("cpu", "CPU", "#e0a130"),
+    ("gpu", "GPU", "#2a9d6f"),
+    ("gpu_with_transfers", "GPU with transfers", "#4c9fd6"),
+)
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("operation", type=click.Choice(list(OPERATIONS)), metavar="|".join(OPERATIONS))
+@click.option(
+    "--dtype",
+    type=click.Choice([name for name, dtype in NAMES.items() if dtype in DTYPES]),
+    default="fp32",
+    show_default=True,
+    metavar="bf16|fp16|fp32|fp64",
+    help="Of operands and result.",
+)
+@click.option("--device", default="cuda", show_default=True, metavar="cuda[:N]", help="Which GPU.")
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, allow_dash=True),
+    metavar="FILE",
+    help="Also write the times as JSON; - prints JSON instead of the table.",
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Also draw a chart (HTML).")
+def command(operation: str, dtype: str, device: str, json_path: Path | None, output: Path | None) -> None:
+    """Show from which size on the GPU beats the CPU, with and without the transfers between them.
+
+    "GPU" has its operands on the device already; "GPU with transfers" fetches the inputs from pinned host memory,
+    brings the result back and waits for it. Sizes are elements (add), rows and columns of square matrices (matmul),
+    or rows of 1024 (linear, layer_norm). Each call allocates its result, as eager code does; above 32 MiB the CPU
+    pays for fresh memory each time. Takes about ten seconds.
+    """
+    to_stdout = json_path == Path("-")
+    for path in (None if to_stdout else json_path, output):
+        if path is not None:
+            check_writable(path)
+    if output is not None:
+        _check_plotly()
+    where = _pick_gpu(device)
+    with progress_bar() as progress:
+        crossover = measure_crossover(operation, dtype=NAMES[dtype], device=where, progress=progress)
+    text = json.dumps(crossover.to_dict(), indent=1)
+    if json_path is not None and not to_stdout:
+        write_text(json_path, text + "\n")
+    if output is not None:
+        write_text(output, _page(crossover))
+    if to_stdout:
+        click.echo(text)
+        return
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console.print(f"[bold]{operation}[/bold] {crossover.dtype}: {escape(_machine(crossover))}")
+    console.print(_table(crossover))
+    console.print()
+    for sentence in _sentences(crossover):
+        console.print(sentence)
+    if crossover.unsteady:
+        sizes = ", ".join(f"{size:,}" for size in crossover.unsteady)
+        console.print(f"[yellow]unsteady[/yellow]: times at {sizes} varied by more than 10%.")
+    for name, written in (("times", json_path), ("chart", output)):
+        if written is not None:
+            click.echo(f"{name}: {written}")
+
+
+def _pick_gpu(text: str) -> torch.device:
+    """The GPU that --device names.
+
+    Raises:
+        click.BadParameter: it names something else.
+        MeasurementError: there is none on this machine.
+    """
+    if text == "cpu":
+        raise click.BadParameter("the CPU is the other side: expected cuda or cuda:N", param_hint="--device")
+    if text.split(":")[0] == "cuda" and not torch.cuda.is_available():
+        raise MeasurementError(NEEDS_GPU)
+    return pick_device(text)
+
+
+def _machine(crossover: Crossover) -> str:
+    return f"{crossover.host}, {crossover.threads} threads, against {crossover.device}"
+
+
+def _table(crossover: Crossover) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    columns = (crossover.unit, "CPU", "GPU", "CPU/GPU", "GPU with transfers", "CPU/GPU")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for point in crossover.points:
+        cells = [f"{point.size:,}", ms(point.cpu.median_ms)]
+        for timing in (point.gpu, point.gpu_with_transfers):
+            ratio = point.cpu.median_ms / timing.median_ms
+            style = "green" if ratio > 1 else "yellow"
+            cells += [ms(timing.median_ms), f"[{style}]{ratio:.3g}x[/{style}]"]
+        table.add_row(*cells)
+    return table
+
+
+def _sentences(crossover: Crossover) -> list[str]:
+    """What the break-even sizes say, one sentence for each."""
+    variants = (
+        ("Without transfers", crossover.break_even),
+        ("With transfers", crossover.break_even_with_transfers),
+    )
+    return [f"{name}: {_sentence(found, crossover)}." for name, found in variants]
+
+
+def _sentence(found: BreakEven, crossover: Crossover) -> str:
+    smallest, largest = (f"{crossover.points[end].size:,}" for end in (0, -1))
+    if found.size is not None:
+        return f"the GPU is faster from about {_rounded(found.size)} {crossover.unit} on"
+    return {
+        "always": f"the GPU is always faster, from {smallest} to {largest} {crossover.unit}",
+        "never": f"the GPU is never faster, from {smallest} to {largest} {crossover.unit}",
+        "mixed": f"no break-even: the GPU is faster at some sizes, but not at the largest ({largest} {crossover.unit})",
+    }[found.verdict]
+
+
+def _rounded(size: float) -> str:
+    """To two significant digits: an interpolated size is no better than that."""
+    if size < 10:
+        return f"{size:.2g}"
+    scale = 10 ** (math.floor(math.log10(size)) - 1)
+    return f"{round(size / scale) * scale:,}"
+
+
+def _check_plotly() -> None:
+    """The chart needs plotly: find out before the work.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        import plotly.graph_objects  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError('the chart needs plotly: pip install "rooftop[report]" (or leave -o out)') from error
+
+
+def _page(crossover: Crossover) -> str:
+    """One HTML page with the chart, plotly's script in it."""
+    from plotly import graph_objects
+
+    figure = graph_objects.Figure()
+    sizes = [point.size for point in crossover.points]
+    for attribute, name, color in CURVES:
+        times = [getattr(point, attribute).median_ms for point in crossover.points]
+        figure.add_scatter(x=sizes, y=times, name=name, mode="lines+markers", line_color=color)
+    breaks = (crossover.break_even, crossover.break_even_with_transfers)
+    for found, (_, _, color) in zip(breaks, CURVES[1:], strict=True):
+        if found.size is not None:
+            figure.add_vline(found.size, line_dash="dot", line_color=color)
+    figure.update_xaxes(type="log", title=crossover.unit)
+    figure.update_yaxes(type="log", title="ms a call")
+    figure.update_layout(template="plotly_white", height=560, legend={"orientation": "h", "y": 1.1})
+    title, machine = (html.escape(text) for text in (f"{crossover.operation} {crossover.dtype}", _machine(crossover)))
+    sentences = "".join(f"<p>{html.escape(sentence)}</p>\n" for sentence in _sentences(crossover))
+    chart = figure.to_html(full_html=False, include_plotlyjs=True, div_id="crossover")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{title}: CPU against GPU</title>
+<style>body {{ max-width: 1100px; margin: 0 auto; padding: 24px 20px; font: 16px/1.5 system-ui, sans-serif; }}</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>{machine}</p>
+{sentences}{chart}
+</body>
+</html>
+"""

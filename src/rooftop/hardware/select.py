@@ -1,0 +1,404 @@
+"""Which GPUs to use, and work on several of them at a time from one process.
+
+`select_devices` chooses by free memory, compute capability and NVLink; `on_each` hands jobs to devices as they become
+free; `Ensemble` runs one model on each device.
+
+The host starts the work of each device from a thread of its own, in the grad mode, inference mode and autocast of the
+thread that called. Other state of a thread is not carried over: a TorchDispatchMode (such as a counting mode) of the
+calling thread does not see what the threads run. Threads serve two to eight devices whose work takes some ms at a time;
+a training loop wants a process for each (torchrun).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rooftop.errors import RooftopError
+from rooftop.hardware.device import Gpu, devices
+
+Result = TypeVar("Result")
+
+NVLINK_PATHS = ("NVLink", "NVLink switch")
+"""Of `rooftop.hardware.topology.Peer`."""
+
+
+class DeviceSelectionError(RooftopError, ValueError):
+    """Fewer GPUs qualify than were asked for; the message says why each of the others does not."""
+
+
+def select_devices(
+    count: int = 1,
+    min_free_bytes: int = 0,
+    min_capability: tuple[int, int] | None = None,
+    near: torch.device | str | int | None = None,
+) -> list[torch.device]:
+    """GPUs that qualify, those with the most free memory first.
+
+    Args:
+        count: how many.
+        min_free_bytes: free on each. The driver counts what torch keeps cached in this process as used.
+        min_capability: least compute capability, e.g. (9, 0).
+        near: a GPU that the others are to work with; it is not chosen itself. GPUs that it has NVLink to come first,
+            then those whose memory it can access directly, then the rest, each by free memory.
+
+    Raises:
+        DeviceSelectionError: fewer than `count` qualify.
+        ValueError: `count` below 1, `near` that is no GPU of this machine.
+    """
+    if count < 1:
+        raise ValueError(f"count is the number of GPUs to choose: expected 1 or more, got {count}")
+    gpus = [device for device in devices() if isinstance(device, Gpu)]
+    partner = None if near is None else _gpu_of(near, gpus)
+    free = {gpu.index: _free_bytes(gpu) for gpu in gpus}
+    reasons = {gpu.index: _reasons(gpu, free[gpu.index], min_free_bytes, min_capability, partner) for gpu in gpus}
+    fit = [gpu for gpu in gpus if not reasons[gpu.index]]
+    if len(fit) < count:
+        raise DeviceSelectionError(_refusal(gpus, reasons, count, min_free_bytes, min_capability))
+    fit.sort(key=lambda gpu: (_distance(partner, gpu), -free[gpu.index], gpu.index))
+    return [torch.device("cuda", gpu.index) for gpu in fit[:count]]
+
+
+def _gpu_of(near: torch.device | str | int, gpus: list[Gpu]) -> Gpu:
+    device = torch.device("cuda", near) if isinstance(near, int) else _with_index(torch.device(near))
+    found = next((gpu for gpu in gpus if device == torch.device("cuda", gpu.index)), None)
+    if found is None:
+        raise ValueError(f"near={near!r} is no GPU of this machine: torch can use {len(gpus)} (cuda:0 is the first)")
+    return found
+
+
+def _free_bytes(gpu: Gpu) -> int:
+    """As NVML says; where it does not, as CUDA says, which makes a context on that GPU (some 100 MB)."""
+    return torch.cuda.mem_get_info(gpu.index)[0] if gpu.free_bytes is None else gpu.free_bytes
+
+
+def _reasons(
+    gpu: Gpu, free: int, min_free_bytes: int, min_capability: tuple[int, int] | None, partner: Gpu | None
+) -> list[str]:
+    """Why a GPU does not qualify; empty where it does."""
+    reasons = []
+    if free < min_free_bytes:
+        reasons.append(f"{_size(free)} free of {_size(gpu.memory_bytes)}")
+    if min_capability is not None and gpu.compute_capability < min_capability:
+        reasons.append(f"compute capability {_dotted(gpu.compute_capability)}")
+    if partner is not None and gpu.index == partner.index:
+        reasons.append("the one that the others are to be near")
+    return reasons
+
+
+def _distance(partner: Gpu | None, gpu: Gpu) -> int:
+    peer = None if partner is None else partner.topology.get(f"cuda:{gpu.index}")
+    if peer is None:
+        return 0 if partner is None else 2
+    return 0 if peer.path in NVLINK_PATHS else 1 if peer.peer_access else 2
+
+
+def _refusal(
+    gpus: list[Gpu],
+    reasons: dict[int, list[str]],
+    count: int,
+    min_free_bytes: int,
+    min_capability: tuple[int, int] | None,
+) -> str:
+    wanted = [f"{_size(min_free_bytes)} free"] if min_free_bytes else []
+    wanted += [f"compute capability {_dotted(min_capability)}"] if min_capability else []
+    asked = f"{count} GPU{'s' if count > 1 else ''}" + (f" with at least {' and '.join(wanted)}" if wanted else "")
+    if not gpus:
+        return f"asked for {asked}, but torch can use no GPU on this machine: check the driver (nvidia-smi)"
+    each = [f"cuda:{g.index} ({g.name}): {', '.join(reasons[g.index]) or 'qualifies'}" for g in gpus]
+    fit = sum(not why for why in reasons.values())
+    return f"asked for {asked}, {fit} of {len(gpus)} qualify: {'; '.join(each)}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.3g} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def on_each(
+    jobs: Sequence[Callable[[torch.device], Result]], devices: Sequence[torch.device | str] | None = None
+) -> list[Result]:
+    """Run jobs on several devices at a time: a queue, from which each device takes the next job when it is free.
+
+    Each device has a thread and, on a GPU, a stream of its own that is current there, as is the device. It begins after
+    what the calling thread has launched on its current streams of all the devices. A job ends when its work on the
+    stream has ended.
+
+    Args:
+        jobs: each is called with its device; its result may lie there.
+        devices: default: all GPUs that torch can use, the CPU where there are none. One named twice runs two at a time.
+
+    Returns:
+        The results, in the order of the jobs. Their tensors (in lists, tuples and dicts) are safe to use on the
+        calling thread's current stream.
+
+    Raises:
+        ValueError: no devices.
+        BaseException: the first that a job raised, with its number and device as a note. No job is started after it,
+            and it is raised when those that were running have ended.
+    """
+    places = _places(devices)
+    modes = _Modes.of_this_thread()
+    waiting = deque(enumerate(jobs))
+    results: dict[int, Result] = {}
+
+    def serve(device: torch.device, stream: torch.cuda.Stream | None) -> None:
+        with modes.entered(), _current(stream):
+            for caller in callers:
+                if stream is not None and caller is not None:
+                    stream.wait_stream(caller)
+            while waiting:
+                try:
+                    number, job = waiting.popleft()
+                except IndexError:  # another device took the last one
+                    return
+                with _noted(f"job {number} on {device}"):
+                    results[number] = job(device)
+                    if stream is not None:
+                        stream.synchronize()
+
+    callers = {_caller_stream(device) for device in places}
+    calls = [partial(serve, device, _own_stream(device, n)) for n, device in enumerate(places[: len(jobs)])]
+    with ThreadPoolExecutor(max(1, len(calls)), "rooftop-on-each") as threads:
+        _run_together(threads, calls, cancel=waiting.clear)
+    ordered = [results[number] for number in range(len(jobs))]
+    for tensor in tree_leaves(ordered):
+        if isinstance(tensor, Tensor) and tensor.is_cuda:  # its memory belongs to the stream that it was made on
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return ordered
+
+
+class Ensemble(nn.Module):
+    """Models that all get the same input, each on a device of its own, at the same time.
+
+    Each model runs on the calling thread's current stream of its device; `forward` does not wait for the GPUs. Two
+    models on one GPU run one after the other. Gradients flow back to the input and to every model.
+
+    Args:
+        modules: the models; they are moved to their devices, in place. They may not share parameters across devices.
+        devices: one for each. Default: those of `select_devices`, the CPU where there are no GPUs.
+        combine: makes one result of the list of outputs, all of them on the first device. Default: `torch.stack`.
+
+    Raises:
+        ValueError: no modules, another number of devices than of modules, a parameter that two of them share.
+        DeviceSelectionError: there are fewer GPUs than modules, and no devices are named.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        devices: Sequence[torch.device | str] | None = None,
+        combine: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if not modules:
+            raise ValueError("an ensemble needs at least one module")
+        if devices is None and torch.cuda.is_available():
+            devices = select_devices(len(modules))
+        self.devices = _places(["cpu"] * len(modules) if devices is None else devices)
+        if len(self.devices) != len(modules):
+            raise ValueError(
+                f"{len(modules)} modules need {len(modules)} devices, got {len(self.devices)}: name one for each (a "
+                "device may be named twice)"
+            )
+        self.combine = _stacked if combine is None else combine
+        self.models = nn.ModuleList(module.to(device) for module, device in zip(modules, self.devices, strict=True))
+        self._check_places()
+        self._threads: ThreadPoolExecutor | None = None  # made at the first call
+        self._process = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all models on the same arguments.
+
+        Args:
+            *args, **kwargs: of each model. Their tensors (in lists, tuples and dicts) are copied to its device, from
+                whichever device they are on.
+
+        Returns:
+            (models, *shape of an output) on the first device, or what `combine` makes of the outputs.
+
+        Raises:
+            TypeError: outputs that are no tensors, and no `combine`.
+            BaseException: the first that a model raised, with its number and device as a note, when all have ended.
+        """
+        modes = _Modes.of_this_thread()
+        streams = [_caller_stream(device) for device in self.devices]
+        # A copy from a GPU runs on that GPU's stream: it must be there before that GPU's own model is.
+        inputs = [_copied((args, kwargs), device, from_gpu=True) for device in self.devices]
+        outputs: dict[int, Any] = {}
+
+        def run(number: int, device: torch.device) -> None:
+            with modes.entered(), _current(streams[number]), _noted(f"model {number} on {device}"):
+                # A copy from pageable memory keeps the host busy: each thread makes its own.
+                own_args, own_kwargs = _copied(inputs[number], device, from_gpu=False)
+                outputs[number] = self.models[number](*own_args, **own_kwargs)
+
+        _run_together(
+            self._running_threads(), [partial(run, number, device) for number, device in enumerate(self.devices)]
+        )
+        first = self.devices[0]
+        gathered = [_copied(outputs[n], first, from_gpu=None) for n in range(len(self.devices))]
+        return self.combine(gathered)
+
+    def _running_threads(self) -> ThreadPoolExecutor:
+        """Kept between calls: two threads take 0.2 ms to start, and 0.06 ms to be handed a call."""
+        if self._threads is None or self._process != os.getpid():  # threads do not survive a fork
+            self._threads = ThreadPoolExecutor(len(self.devices), "rooftop-ensemble")
+            self._process = os.getpid()
+        return self._threads
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: all but the threads."""
+        return {**self.__dict__, "_threads": None}
+
+    def _check_places(self) -> None:
+        """Each parameter and buffer is where its model is: one that two models share went with the last of them."""
+        for number, (model, device) in enumerate(zip(self.models, self.devices, strict=True)):
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                if tensor.device != device:
+                    raise ValueError(
+                        f"{name} of module {number} is on {tensor.device}, not on {device}: modules on different "
+                        "devices cannot share a parameter; give the ensemble copies (copy.deepcopy)"
+                    )
+
+
+def _stacked(outputs: list[Any]) -> Tensor:
+    for number, output in enumerate(outputs):
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"model {number} gave a {type(output).__name__}, and only tensors can be stacked: pass "
+                "combine=, a function of the list of outputs"
+            )
+    return torch.stack(outputs)
+
+
+def _copied(values: Any, device: torch.device, from_gpu: bool | None) -> Any:
+    """The values with their tensors on the device. from_gpu: only those on a GPU, only the others, or (None) all."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        if from_gpu is not None and tensor.is_cuda != from_gpu:
+            return tensor
+        # Towards the host only a blocking copy is safe: nothing tells the reader when another would be done.
+        return tensor.to(device, non_blocking=device.type == "cuda")
+
+    return tree_map_only(Tensor, copy, values)
+
+
+def _places(named: Sequence[torch.device | str] | None) -> list[torch.device]:
+    """The devices, with their indices; by default all GPUs, the CPU where there are none."""
+    if named is None:
+        named = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
+    if not named:
+        raise ValueError("devices is empty: name at least one, or leave it out for all GPUs")
+    return [_with_index(torch.device(device)) for device in named]
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """As tensors name their device: a GPU with its index, the CPU without."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+@dataclass(frozen=True)
+class _Modes:
+    """What of a thread's state decides what an operator does."""
+
+    grad: bool
+    inference: bool
+    autocasts: tuple[tuple[str, torch.dtype], ...]  # device type, dtype
+    autocast_cache: bool
+
+    @classmethod
+    def of_this_thread(cls) -> _Modes:
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))  # sets the grad mode too: the next line corrects
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocasts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
+            yield
+
+
+def _caller_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+@cache
+def _own_stream(device: torch.device, worker: int) -> torch.cuda.Stream | None:
+    """Kept: libraries keep a workspace for every stream that they have seen."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def _current(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Makes the stream, its device and its context current in this thread."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        stream.record_event()  # CUDA makes the context current at a thread's first call; cuBLAS warns without one
+        yield
+
+
+@contextmanager
+def _noted(note: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(note)
+        raise
+
+
+def _run_together(
+    threads: ThreadPoolExecutor, calls: Sequence[Callable[[], None]], cancel: Callable[[], None] = lambda: None
+) -> None:
+    """Run each call in a thread; when all have ended, raise the first exception (in time) of any.
+
+    Args:
+        threads: at least as many as calls.
+        cancel: called at an exception, of a call or of this thread (a keyboard interrupt).
+    """
+    failures: list[BaseException] = []
+
+    def guarded(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            failures.append(error)
+            cancel()
+
+    running = [threads.submit(guarded, call) for call in calls]
+    try:
+        wait(running)
+    except BaseException:
+        cancel()
+        wait(running)
+        raise
+    try:
+        if failures:
+            raise failures[0]
+    finally:
+        failures.clear()  # they hold this frame, and it would hold them

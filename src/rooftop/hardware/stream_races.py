@@ -1,0 +1,316 @@
+"""Finds tensors that one CUDA stream uses before another has written them, or whose memory is reused too early.
+
+The bookkeeping of which stream has waited for which is that of `torch.cuda._sanitizer`; here each finding is told in
+the lines of the user's program, the program goes on, and three cases are told apart that torch's sanitizer does not:
+views of one storage (by the range of their bytes), the new tensors of `zeros_like` and the like (which are written),
+and memory that was freed while another stream still used it (a missing `record_stream`).
+
+What it cannot see: kernels that PyTorch does not launch (custom kernels, Triton), what is inside a CUDA graph or
+compiled code, waits in other libraries, host memory (`non_blocking` copies from it), and what ran before the block,
+which counts as done. It is made for one thread and one GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rooftop.hardware.source_lines import SourceLine, current_user_line
+
+READS, WRITES = "reads", "writes"
+DEFAULT_STREAM = 0
+
+
+@dataclass(frozen=True)
+class StreamAccess:
+    """One use of a tensor.
+
+    Attributes:
+        operator: "aten::sum".
+        action: "reads" or "writes".
+        stream: handle of the CUDA stream; 0: the default stream.
+        line: of the user's program; None: it was in no Python code (autograd's threads).
+        shape: of the tensor, or of the view of it.
+    """
+
+    operator: str
+    action: str
+    stream: int
+    line: SourceLine | None
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        stream = "the default stream" if self.stream == DEFAULT_STREAM else f"stream {self.stream:#x}"
+        return f"{self.operator} {self.action} {list(self.shape)} on {stream} at {self.line or '(no Python line)'}"
+
+
+@dataclass(frozen=True)
+class StreamRace:
+    """Two uses of the same bytes, at least one of them a write, on streams of which the second does not wait.
+
+    Attributes:
+        first, second: in the order in which they were launched.
+        reused: the first used a tensor that was freed since, and the second another in the same memory.
+    """
+
+    first: StreamAccess
+    second: StreamAccess
+    reused: bool
+
+    @property
+    def message(self) -> str:
+        """What happened and how to fix it."""
+        if self.reused:
+            head = "memory was freed and reused while another stream may still use it"
+            fix = "call record_stream on the first tensor (rooftop.hardware.streams does), or keep it longer"
+        else:
+            head = "a stream uses a tensor without waiting for the other stream that used it before"
+            fix = "let it wait between the two: stream.wait_stream(other), or rooftop.hardware.streams"
+        return f"{head}:\n  first:  {self.first}\n  second: {self.second}\n  {fix}"
+
+
+class StreamRaceError(RuntimeError):
+    """Raised by `check_streams`; `races` are all that were found."""
+
+    def __init__(self, races: Iterable[StreamRace]) -> None:
+        self.races = tuple(races)
+        super().__init__("\n".join(race.message for race in self.races))
+
+
+@dataclass
+class StreamCheck:
+    """What `check_streams` yields. `races`: found so far, each once, in the order of their second use."""
+
+    races: list[StreamRace] = field(default_factory=list)
+
+
+@contextmanager
+def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
+    """Watch the operators of the block, and what waits for what; without CUDA it does nothing.
+
+    Every operator costs some 100 us in the block. PyTorch cannot switch its tracing of streams and allocations off
+    again: afterwards each costs about a microsecond more for as long as the process lives.
+
+    Args:
+        raises: raise at the end when something was found.
+
+    Raises:
+        StreamRaceError: something was found. An exception of the block itself goes before.
+    """
+    check = StreamCheck()
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        _listen()
+        watcher = _Watcher(check.races)
+        _active.append(watcher)
+        try:
+            with _Launches(watcher, "cuda", lambda: torch.cuda.current_stream().cuda_stream):
+                yield check
+        finally:
+            _active.remove(watcher)
+    else:
+        yield check
+    if raises and check.races:
+        raise StreamRaceError(check.races)
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One use of a storage by an operator: bytes [begin, end) of it."""
+
+    written: bool
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What torch's records carry of an operator: uses by the address of the storage."""
+
+    operator: str
+    line: SourceLine | None
+    uses: Mapping[int, _Use]
+    in_backward: bool = False
+
+
+class _Watcher:
+    """Who used which storage last, and who has waited for whom. Hears of launches, allocations and synchronization."""
+
+    def __init__(self, races: list[StreamRace]) -> None:
+        self._races = races
+        self._events = _sanitizer().EventHandler()
+        self._left: dict[int, list[Any]] = {}  # address -> uses of the freed tensor that was there
+        self._allocated: dict[int, int] = {}  # address -> number of the last launch before its allocation
+        self._recorded: dict[int, set[int]] = {}  # address -> streams of which the allocator knows
+
+    def hear(self, event: str, *args: int) -> None:
+        """An event of torch's GPU trace, by its name there."""
+        if event == "memory_allocation":
+            self._allocation(*args)
+        elif event == "memory_deallocation":
+            self._deallocation(*args)
+        else:
+            getattr(self._events, f"_handle_{event}")(*args)
+
+    def record_stream(self, address: int, stream: int) -> None:
+        """The allocator will keep the storage until this stream is done with it."""
+        self._recorded.setdefault(address, set()).add(stream)
+
+    def launch(self, stream: int, launch: _Launch) -> None:
+        """An operator was launched."""
+        written = {address for address, use in launch.uses.items() if use.written}
+        read = set(launch.uses) - written
+        aliases: dict[int, list[str]] = {address: [] for address in launch.uses}
+        for error in self._events._handle_kernel_launch(stream, read, written, set(), launch, aliases):
+            self._report(error)
+
+    def _allocation(self, address: int) -> None:
+        tensors = self._events.tensors_accessed
+        tensors.ensure_tensor_does_not_exist(address)
+        tensors.create_tensor(address, None)
+        # Whoever writes the new tensor must wait for those that still use the old one.
+        tensors.accesses[address].reads.extend(self._left.pop(address, []))
+        self._allocated[address] = self._events.seq_num
+
+    def _deallocation(self, address: int) -> None:
+        info = self._events.tensors_accessed.accesses.pop(address, None)
+        recorded = self._recorded.pop(address, set())
+        if info is not None:
+            uses = [*info.reads, *([] if info.write is None else [info.write])]
+            # autograd records its streams in C++, unseen here.
+            self._left[address] = [use for use in uses if use.stream not in recorded and not use.operator.in_backward]
+
+    def _report(self, error: Any) -> None:
+        before, after = error.previous_access, error.current_access
+        ours, theirs = before.operator.uses[error.data_ptr], after.operator.uses[error.data_ptr]
+        if ours.begin >= theirs.end or theirs.begin >= ours.end:
+            return  # different parts of one storage
+        reused = before.seq_num <= self._allocated.get(error.data_ptr, -1)
+        race = StreamRace(_access(before, ours), _access(after, theirs), reused)
+        if race not in self._races:
+            self._races.append(race)
+
+
+def _access(access: Any, use: _Use) -> StreamAccess:
+    launch = access.operator
+    return StreamAccess(launch.operator, WRITES if use.written else READS, access.stream, launch.line, use.shape)
+
+
+class _Launches(TorchDispatchMode):
+    """Tells the watcher of each operator on tensors of one kind of device."""
+
+    def __init__(self, watcher: _Watcher, device_type: str, current_stream: Callable[[], int]) -> None:
+        super().__init__()
+        self._watcher, self._device_type, self._current_stream = watcher, device_type, current_stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.record_stream.default:
+            tensor, stream = args
+            handle = torch.cuda.Stream(
+                stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+            ).cuda_stream
+            self._watcher.record_stream(tensor.untyped_storage().data_ptr(), handle)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        uses = _uses(func._schema, args, kwargs, result, self._device_type)
+        if uses:
+            in_backward = torch._C._current_autograd_node() is not None
+            launch = _Launch(func._schema.name, current_user_line(), uses, in_backward)
+            self._watcher.launch(self._current_stream(), launch)
+        return result
+
+
+METADATA_ONLY = re.compile(r"aten::(new_.*|.*_like)")
+"""Operators that take only shape, dtype and device of their arguments."""
+
+
+def _uses(schema: Any, args: Any, kwargs: Any, result: Any, device_type: str) -> dict[int, _Use]:
+    """Address of a storage -> how the operator uses it. Views of an argument are no use of it."""
+    found: dict[int, _Use] = {}
+
+    def note(tree: Any, written: bool) -> None:
+        for leaf in pytree.tree_leaves(tree):
+            if isinstance(leaf, Tensor) and leaf.device.type == device_type and leaf.layout is torch.strided:
+                address = leaf.untyped_storage().data_ptr()
+                if leaf.numel() and address:
+                    use = _use_of(leaf, written)
+                    found[address] = _joined(found[address], use) if address in found else use
+
+    for index, argument in enumerate(schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written or (argument.alias_info is None and not METADATA_ONLY.match(schema.name)):
+            note(value, written)
+    results = result if len(schema.returns) > 1 else (result,)
+    for returned, value in zip(schema.returns, results, strict=False):
+        if returned.alias_info is None or returned.alias_info.is_write:
+            note(value, True)
+    return found
+
+
+def _use_of(tensor: Tensor, written: bool) -> _Use:
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    reach = sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return _Use(written, begin, begin + reach * tensor.element_size(), tuple(tensor.shape))
+
+
+def _joined(one: _Use, other: _Use) -> _Use:
+    shape = other.shape if other.written and not one.written else one.shape
+    return _Use(one.written or other.written, min(one.begin, other.begin), max(one.end, other.end), shape)
+
+
+EVENTS = (
+    *("event_creation", "event_deletion", "event_record", "event_wait", "event_synchronization"),
+    *("memory_allocation", "memory_deallocation"),
+    *("stream_creation", "stream_synchronization", "device_synchronization"),
+)
+"""What torch's GPU trace tells of; its registering functions and the handler's methods are named after these."""
+
+_active: list[_Watcher] = []
+"""Watchers of the `check_streams` blocks that are running; one listener in torch serves them all."""
+
+
+@functools.cache
+def _listen() -> None:
+    """Listen to torch's GPU trace, once: what is registered there stays."""
+    from torch.cuda import _gpu_trace
+
+    _sanitizer()
+    torch._C._activate_gpu_trace()
+    for event in EVENTS:
+        getattr(_gpu_trace, f"register_callback_for_{event}")(functools.partial(_heard, event))
+
+
+def _heard(event: str, *args: int) -> None:
+    for watcher in _active:
+        watcher.hear(event, *args)
+
+
+@functools.cache
+def _sanitizer() -> ModuleType:
+    """torch's sanitizer, without the listeners that its import registers: they would slow every allocation for ever."""
+    from torch.cuda import _gpu_trace
+
+    name = "torch.cuda._sanitizer"
+    if name in sys.modules:  # somebody uses it
+        return sys.modules[name]
+    registries = [registry for attribute, registry in vars(_gpu_trace).items() if attribute.endswith("Callbacks")]
+    before = [list(registry.callback_list) for registry in registries]
+    from torch.cuda import _sanitizer as module
+
+    for registry, callbacks in zip(registries, before, strict=True):
+        registry.callback_list = callbacks
+    return module

@@ -1,0 +1,71 @@
+"""Work on a second CUDA stream, with the two things that are easily forgotten: waiting, and `record_stream`.
+
+    side = side_stream()
+    with on_stream(side, x):     # side waits for the current stream, and x lives until side is done with it
+        y = f(x)
+    g()                          # runs at the same time as f
+    join(side, y)                # the current stream waits for side, and y lives until it is done with it
+
+A kernel on one stream does not wait for those on another: without the wait it reads what is not yet there. And the
+caching allocator hands freed memory out again to the stream that allocated it, at once: without `record_stream` it
+does so while the other stream still reads. `rooftop.hardware.stream_races.check_streams` finds both mistakes.
+
+Without CUDA there are no streams: `side_stream` is None, and the code runs as if the others were not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def side_stream(device: torch.device | int | None = None, *, priority: int = 0) -> torch.cuda.Stream | None:
+    """A stream beside the current one, of PyTorch's pool; None without CUDA.
+
+    Args:
+        device: by default the current GPU.
+        priority: lower runs first (0 or negative).
+    """
+    return torch.cuda.Stream(device, priority=priority) if torch.cuda.is_available() else None
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None, *inputs: Any) -> Iterator[None]:
+    """Run the block's kernels on `stream`, after what the current stream has been given so far.
+
+    Args:
+        stream: None: the block runs where it would without.
+        inputs: every tensor that the block uses and that another stream allocated (or lists, tuples, dicts of them).
+    """
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    _record(inputs, stream)
+    with torch.cuda.stream(stream):
+        yield
+
+
+def join(stream: torch.cuda.Stream | None, *outputs: Any) -> None:
+    """Make the current stream wait for what `stream` has been given so far; the host does not wait.
+
+    Args:
+        stream: None: nothing happens.
+        outputs: every tensor that `stream` allocated and the current stream will use (or lists, tuples, dicts of them).
+    """
+    if stream is None:
+        return
+    current = torch.cuda.current_stream(stream.device)
+    current.wait_stream(stream)
+    _record(outputs, current)
+
+
+def _record(tree: Any, stream: torch.cuda.Stream) -> None:
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.is_cuda:
+            leaf.record_stream(stream)
