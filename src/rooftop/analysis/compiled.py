@@ -42,10 +42,12 @@ class CompiledGraph:
     Attributes:
         works: its kernels in the order of their launches.
         backward: whether it is a backward pass.
+        problem: why its kernels could not be told, "" if they could.
     """
 
     works: list[KernelWork]
     backward: bool
+    problem: str = ""
 
 
 @dataclass
@@ -86,8 +88,7 @@ class CompiledGraphs:
                     compiled = inner(gm, example_inputs, **options)
                 kernels = dict(debug._inductor_triton_kernel_to_post_grad_node_info)
                 key = f"{GRAPH_KEY}{next(numbers)}"
-                works = kernel_works(gm.graph, [(name.rpartition(":")[0], nodes) for name, nodes in kernels.items()])
-                self.graphs[key] = CompiledGraph(works, bool(options.get("is_backward")))
+                self.graphs[key] = _graph(gm, kernels, bool(options.get("is_backward")))
                 compiled._fx_graph_cache_key = key
                 return compiled
 
@@ -127,6 +128,15 @@ class CompiledGraphs:
             graph_breaks=tuple(breaks),
             recompilations=tuple(again),
         )
+
+
+def _graph(module: Any, kernels: dict[str, list[str]], backward: bool) -> CompiledGraph:
+    """The graph, with its kernels ("name:number" -> nodes) in the order of their numbers."""
+    try:
+        works = kernel_works(module.graph, [(name.rpartition(":")[0], nodes) for name, nodes in kernels.items()])
+    except Exception as error:  # a compiler's graph that we cannot read must not end the user's compilation
+        return CompiledGraph([], backward, f"its compiled graph could not be read: {type(error).__name__}: {error}")
+    return CompiledGraph(works, backward)
 
 
 def _seconds(frame: Any) -> float:

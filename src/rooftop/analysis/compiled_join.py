@@ -120,7 +120,7 @@ class _Walk:
             self._regions.append((event.start_ns, event.end_ns, graph))
             works = _Matcher(graph.works)
             for child in event.children:
-                self._visit_in_graph(child, works, "backward" if graph.backward else "forward")
+                self._visit_in_graph(child, works, "backward" if graph.backward else "forward", graph.problem)
         elif _GENERATED.match(event.name) or self._is_operator(event):
             self._add(event, self._reconstructed(event, phase, scope if phase != "forward" else LOSS))
         else:
@@ -131,7 +131,7 @@ class _Walk:
         found = re.search(rf"{GRAPH_KEY}\d+", event.name)
         return self._graphs.get(found[0]) if found else None
 
-    def _visit_in_graph(self, event: _Event, works: _Matcher, phase: str) -> None:
+    def _visit_in_graph(self, event: _Event, works: _Matcher, phase: str, problem: str) -> None:
         work = works.next(event.name)
         cost = _cost_of_launch(work, event) if work is not None else None
         if work is not None and cost is not None:
@@ -141,10 +141,10 @@ class _Walk:
             reason = f"no formula for {', '.join(work.uncovered)}" if work.uncovered else "its nodes are not known"
             self._add(event, self._record(_shown(event.name), work.shapes, work.dtype, work.scope, phase, None, reason))
         elif _GENERATED.match(event.name) or self._is_operator(event):
-            self._add(event, self._reconstructed(event, phase, ""))
+            self._add(event, self._reconstructed(event, phase, "", problem))
         else:
             for child in event.children:
-                self._visit_in_graph(child, works, phase)
+                self._visit_in_graph(child, works, phase, problem)
 
     def _is_operator(self, event: _Event) -> bool:
         """The outermost event that has a formula; one without, if nothing inside it is an operator."""
@@ -152,9 +152,9 @@ class _Walk:
             return False
         return has_formula(event.name) or not event.children
 
-    def _reconstructed(self, event: _Event, phase: str, scope: str) -> Record:
+    def _reconstructed(self, event: _Event, phase: str, scope: str, problem: str = "") -> Record:
         if _GENERATED.match(event.name):
-            reason = "compiled before it was analyzed: what was fused into it is not known"
+            reason = problem or "compiled before it was analyzed: what was fused into it is not known"
             return self._record(_shown(event.name), (), "", scope, phase, None, reason)
         try:
             call = reconstructed(event.source)

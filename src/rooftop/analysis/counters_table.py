@@ -17,6 +17,9 @@ from rooftop.analysis.text import quantity_text, time_text
 
 REREADING = 1.3
 """Moved over counted from which a kernel is said to move data more than once."""
+LEAST_BYTES = 1 << 18
+"""Kernels that must move less have no ratio: on an H200 a kernel with 4 bytes to read reads 5 kB, its own code and
+constants."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,11 @@ def counted_bytes(rows: Sequence[KernelRow], operators: Sequence[OperatorRow]) -
 
 def counters_table(rows: Sequence[KernelRow], report: Report, limit: int = 12) -> RenderableType:
     """The kernels by falling time, at most `limit` of them, beside the operators of the report that launched them."""
-    title = f"\nwhat the hardware counted, by kernel ({min(limit, len(rows))} of {len(rows)}), caches empty before each"
+    title = f"\nwhat the hardware counted ({min(limit, len(rows))} of {len(rows)} kernels, caches empty before each)"
     table = Table(box=None, padding=(0, 1), title=title, title_justify="left")
-    table.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=34)
-    columns = ("calls", 5), ("time", 7), ("DRAM", 7), ("rate", 9), ("of DRAM", 7)
-    for name, width in (*columns, ("tensor", 6), ("occup.", 6), ("must move", 9), ("ratio", 5)):
+    table.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=30)
+    columns = ("calls", 5), ("time", 7), ("moved", 7), ("GB/s", 5), ("of DRAM", 7)
+    for name, width in (*columns, ("tensor", 6), ("occup.", 6), ("must move", 9), ("ratio", 8)):
         table.add_column(name, justify="right", no_wrap=True, min_width=width)
     ceiling = _dram_ceiling(report)
     counted = counted_bytes(rows, report.ops)
@@ -71,7 +74,7 @@ def counters_table(rows: Sequence[KernelRow], report: Report, limit: int = 12) -
             str(row.calls),
             time_text(row.ms),
             _bytes_text(row.dram_bytes),
-            "-" if math.isnan(row.dram_rate) else f"{row.dram_rate / 1e9:,.0f} GB/s",
+            "-" if math.isnan(row.dram_rate) else f"{row.dram_rate / 1e9:,.0f}",
             _percent(100 * row.dram_rate / ceiling),
             _percent(row.tensor_percent),
             _percent(row.occupancy_percent),
@@ -88,7 +91,7 @@ def _notes(rows: Sequence[KernelRow], counted: dict[str, Counted]) -> list[str]:
         f"{_bytes_text(moved)} moved where {_bytes_text(must)} must be, over the kernels whose operators have a cost "
         "formula"
     ]
-    if any(must > 0 and moved > REREADING * must for moved, must in both):
+    if any(must >= LEAST_BYTES and moved > REREADING * must for moved, must in both):
         notes.append(f"ratio above {REREADING} (!): data goes through DRAM more than once, or in parts of sectors")
     if any(must.shared for must in counted.values()):
         notes.append("~: of operators that run several kernels; the ratio is theirs")
@@ -103,7 +106,7 @@ def _dram_ceiling(report: Report) -> float:
 
 def short_name(name: str) -> str:
     """A kernel's name without its return type, its namespaces and its arguments; template arguments stay."""
-    name = re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", name).removeprefix("void ")
+    name = re.sub(r"\(anonymous namespace\)::|^void |^std::enable_if<.*?>::type ", "", name)
     match = re.match(r"(?:\w+::)*(\w+)(<.*>)?(\(|$)", name)
     if match is None:
         return name
@@ -119,7 +122,7 @@ def _percent(value: float) -> str:
 
 
 def _ratio(moved: float, must: float | None) -> Text:
-    if not must or math.isnan(moved):
+    if must is None or must < LEAST_BYTES or math.isnan(moved):
         return Text("-")
     ratio = moved / must
     return Text(f"{ratio:.2f} (!)", style="yellow") if ratio > REREADING else Text(f"{ratio:.2f}")

@@ -35,8 +35,8 @@ class KernelWork:
         shapes: of what it reads from outside.
         dtype: of the first floating-point value that it reads or writes.
         scope: path of the module that its nodes share.
-        lays_out: it only lays out an operand of a library's call. Which one the graph does not tell, so the cost is that
-            of its smallest.
+        lays_out: it only lays out an operand of a library's call. Which one the graph does not tell, so the cost is
+            that of its smallest.
     """
 
     name: str
@@ -45,6 +45,7 @@ class KernelWork:
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
     scope: str
+    lays_out: bool = False
 
 
 def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:

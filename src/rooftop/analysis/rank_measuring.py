@@ -1,0 +1,201 @@
+"""Measures a rank's part of a step: when it communicates, and what else runs meanwhile.
+
+Where the figures come from (PyTorch 2.13): on a GPU, from its kernels: NCCL's have "nccl" in their names. On a CPU,
+from the spans "gloo:all_reduce", "gloo:broadcast", "gloo:recv", ..., which last from the call of a collective to its
+end, waiting included, also where it runs beside the operators of the calling thread; those are the other work. Time
+that Python itself spends while a collective is under way counts as exposed, and so does that of compiled CPU kernels,
+which leave no events.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rooftop.analysis.kernel_join import device_kernels
+from rooftop.analysis.lockstep import barrier, exchange, on_all_ranks, rank_name, several_ranks
+from rooftop.analysis.program import Program
+from rooftop.analysis.ranks import RankRow, Ranks, compared
+
+RANK_STEP_LABEL = "rooftop step of a rank"
+STEPS = 10
+RANK_WARM_UP_STEPS = 2  # DistributedDataParallel puts its buckets into their final order after the first
+
+
+def measure_ranks(program: Program, device: torch.device, steps: int = STEPS) -> Ranks | None:
+    """Measure all ranks together; None if this process is the only one. Every rank must call this, and gets the same.
+
+    Raises:
+        MeasurementError: a rank failed; names it and says why.
+    """
+    if not several_ranks():
+        return None
+    return compared(on_all_ranks(lambda: measure_rank(program, device, steps)))
+
+
+def gather_ranks(row: RankRow | Exception) -> Ranks | None:
+    """What every rank measured, or why it could not; None if this process is the only one.
+
+    Every rank must call this, and gets the same.
+
+    Raises:
+        MeasurementError: a rank gave an exception; names it and says why.
+        Exception: the given one, if this process is the only one.
+    """
+    if several_ranks():
+        return compared(exchange(row))
+    if isinstance(row, Exception):
+        raise row
+    return None
+
+
+def measure_rank(program: Program, device: torch.device, steps: int = STEPS) -> RankRow:
+    """This rank's part of some steps under the profiler, which start together. Every rank must call this.
+
+    The program's state is preserved (see `Program.preserved`).
+
+    Raises:
+        ValueError: no steps.
+        ModelRunError: the program raised.
+    """
+    if steps < 1:
+        raise ValueError(f"measure_rank expects at least one step, got steps={steps}")
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with program.preserved():
+        for _ in range(RANK_WARM_UP_STEPS):
+            program.step()
+        _synchronize(device)
+        with profile(activities=activities, acc_events=True) as profiler:
+            if several_ranks():
+                barrier(device)  # the profiler starts sooner on one rank than on another
+            for _ in range(steps):
+                with record_function(RANK_STEP_LABEL):
+                    program.step()
+                    _synchronize(device)
+    rank = dist.get_rank() if several_ranks() else 0
+    return rank_row(profiler.profiler.kineto_results.events(), rank, device)
+
+
+def rank_row(events: Sequence[Any], rank: int, device: torch.device) -> RankRow:
+    """A row from the profiler's events of some steps, each inside a label `RANK_STEP_LABEL` that ends synchronized."""
+    work = _work_on_gpu(events, device) if device.type == "cuda" else _work_on_cpu(events)
+    communication, other = merged(work[0]), merged(work[1])
+    both = merged([*communication, *other])
+    host = [event for event in events if event.device_type().name == "CPU"]
+    walls, busy, communicating, exposed = [], [], [], []
+    for start, end in sorted(_span(event) for event in host if event.name() == RANK_STEP_LABEL):
+        step_communication = clipped(communication, start, end)
+        walls.append((end - start) / 1e6)
+        busy.append(length(clipped(both, start, end)) / 1e6)
+        communicating.append(length(step_communication) / 1e6)
+        exposed.append(length(without(step_communication, other)) / 1e6)
+    own = [wall - part for wall, part in zip(walls, exposed, strict=True)]
+    quarters = quantiles(own, n=4, method="inclusive") if len(own) > 1 else [0.0, 0.0, 0.0]
+    return RankRow(
+        rank=rank,
+        device=rank_name(device),
+        wall_ms=median(walls),
+        busy_ms=median(busy),
+        communication_ms=median(communicating),
+        exposed_ms=median(exposed),
+        own_spread_ms=quarters[2] - quarters[0],
+    )
+
+
+Interval = tuple[int, int]
+"""Start and end in ns."""
+
+HOST_COLLECTIVE = re.compile(r"(gloo|mpi|ucc):")
+NO_WORK = re.compile(r"c10d::|_?c10d_functional::|_c10d_functional_autograd::|record_param_comms|nccl:")
+"""Operators that only start a collective or wait for one."""
+
+
+def _work_on_gpu(events: Sequence[Any], device: torch.device) -> tuple[list[Interval], list[Interval]]:
+    """Communication and other work of this device; collectives on the host (gloo) count as communication too."""
+    here = (e for e in events if e.device_type().name != "CUDA" or e.device_index() == (device.index or 0))
+    communication = [_span(event) for event in events if HOST_COLLECTIVE.match(event.name())]
+    other: list[Interval] = []
+    for kernel in device_kernels(here):
+        (communication if "nccl" in kernel.name.lower() else other).append((kernel.start_ns, kernel.end_ns))
+    return communication, other
+
+
+def _work_on_cpu(events: Sequence[Any]) -> tuple[list[Interval], list[Interval]]:
+    """Communication and other work: the innermost operators (one that waits inside for a collective does not work)."""
+    communication = [_span(event) for event in events if HOST_COLLECTIVE.match(event.name())]
+    threads: dict[int, list[tuple[int, int, str]]] = defaultdict(
+        list
+    )  # (start, -end, name): the outer before the inner
+    for event in events:
+        if not event.is_user_annotation() and not HOST_COLLECTIVE.match(event.name()) and event.duration_ns() > 0:
+            start, end = _span(event)
+            threads[event.start_thread_id()].append((start, -end, event.name()))
+    other = []
+    for spans in threads.values():
+        spans.sort()
+        following = [start for start, _, _ in spans[1:]]
+        for (start, minus_end, name), next_start in zip(spans, [*following, None], strict=True):
+            innermost = next_start is None or next_start >= -minus_end
+            if innermost and not NO_WORK.match(name):
+                other.append((start, -minus_end))
+    return communication, other
+
+
+def _span(event: Any) -> Interval:
+    return event.start_ns(), event.start_ns() + event.duration_ns()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---- intervals ---------------------------------------------------------------------------------------------------
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Their union, as intervals that neither overlap nor touch, in order."""
+    union: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        else:
+            union.append((start, end))
+    return union
+
+
+def clipped(intervals: Iterable[Interval], start: int, end: int) -> list[Interval]:
+    """Their parts between two times."""
+    return [(max(start, a), min(end, b)) for a, b in intervals if min(end, b) > max(start, a)]
+
+
+def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """What of the intervals no other one covers. Both are as `merged` gives them."""
+    left: list[Interval] = []
+    first = 0  # of the others, the first that may still cover something
+    for start, end in intervals:
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        index = first
+        while index < len(others) and others[index][0] < end:
+            if others[index][0] > start:
+                left.append((start, others[index][0]))
+            start = max(start, others[index][1])
+            index += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    """Of intervals that do not overlap, together."""
+    return sum(end - start for start, end in intervals)
