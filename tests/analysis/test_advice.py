@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 
-from rooftop.analysis.advice import Findings, advise, cuda_graph, half_precision, pointwise_fusion
+from rooftop.analysis.advice import advise, half_precision, pointwise_fusion
+from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import operator_rows
+from rooftop.analysis.host_advice import cuda_graph
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.report import Gaps, Summary
 from rooftop.cost import Cost, Record

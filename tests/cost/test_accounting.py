@@ -98,8 +98,17 @@ def test_sparse_tensors_count_their_indices_and_their_values() -> None:
 
 def test_sparse_tensors_that_share_their_values_count_them_once() -> None:
     indices, values = torch.tensor([[0, 1], [2, 0]]), torch.rand(2, 3)
-    left, right = (torch.sparse_coo_tensor(i, values, (3, 3, 3), check_invariants=False) for i in (indices, indices.clone()))
+    left, right = (
+        torch.sparse_coo_tensor(i, values, (3, 3, 3), check_invariants=False) for i in (indices, indices.clone())
+    )
     assert distinct_bytes([left, right]) == 2 * (4 * 8) + 6 * 4
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_tensors_count_what_they_hold() -> None:
+    nested = torch.nested.nested_tensor([torch.rand(2, 8), torch.rand(3, 8)])
+    assert distinct_bytes([nested, nested]) == (2 + 3) * 8 * 4
+    assert tensor_bytes(nested.transpose(1, 2)) == (2 + 3) * 8 * 4
 
 
 def test_looking_into_a_sparse_tensor_is_no_part_of_the_program() -> None:

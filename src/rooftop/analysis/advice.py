@@ -1,34 +1,23 @@
 """What would make the step faster, and by how much: computed from what was measured, never canned.
 
-Each rule looks at the measured operators, predicts a gain in ms and names its evidence. Gains are predicted one at a
+Each rule looks at the measured operators (those about the host are in `host_advice`), predicts a gain in ms and names
+its evidence. Gains are predicted one at a
 time; two that save the same time (fusion and a faster kernel) do not add up.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from rooftop.analysis.instruments import MeasuredOperator, Plain
-from rooftop.analysis.report import Advice, Gaps, OperatorRow, Summary
+from rooftop.analysis.findings import Findings
+from rooftop.analysis.host_advice import HOST_RULES
+from rooftop.analysis.report import Advice, OperatorRow
 from rooftop.cost import Cost, roof
-from rooftop.hardware.ceilings import Ceilings
 
 LEAST_GAIN = 0.01
 """Advice that would gain less than this fraction of the wall time is left out."""
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What the rules look at."""
-
-    operators: Sequence[MeasuredOperator]
-    rows: Sequence[OperatorRow]
-    summary: Summary
-    gaps: Gaps
-    ceilings: Ceilings
-    plain: Plain | None = None
 
 
 def advise(findings: Findings) -> list[Advice]:
@@ -36,22 +25,6 @@ def advise(findings: Findings) -> list[Advice]:
     advice = [item for rule in RULES for item in rule(findings)]
     worth_it = [item for item in advice if item.gain_ms >= LEAST_GAIN * findings.summary.wall_ms]
     return sorted(worth_it, key=lambda item: -item.gain_ms)
-
-
-def cuda_graph(findings: Findings) -> list[Advice]:
-    """Replayed from a graph, the device waits only for the dispatch of each kernel, not for the host."""
-    if findings.ceilings.kind != "cuda":
-        return []
-    per_kernel_ms = max(0.0, findings.ceilings.launch_graph_ms - findings.ceilings.kernel_floor_ms)
-    kernels, gap_ms, wall_ms = findings.summary.kernels, findings.gaps.launch_gap_ms, findings.summary.wall_ms
-    return [
-        Advice(
-            "Replay the step from a CUDA graph",
-            f"launch gap {gap_ms:.2f} ms of {wall_ms:.2f} ms: the GPU waits while the host launches {kernels} kernels",
-            gap_ms - kernels * per_kernel_ms,
-            'torch.compile(model, mode="reduce-overhead")',
-        )
-    ]
 
 
 def half_precision(findings: Findings) -> list[Advice]:
@@ -111,7 +84,7 @@ def pointwise_fusion(findings: Findings) -> list[Advice]:
     for op in findings.operators:
         cost = op.record.cost
         plain = op.record.name.removeprefix("aten::").removesuffix("_")
-        inference_norm = plain in ("native_batch_norm", "cudnn_batch_norm") and not _is_training(findings)
+        inference_norm = plain in ("native_batch_norm", "cudnn_batch_norm") and not findings.training
         if cost is None or op.record.phase == "optimizer" or not (plain in POINTWISE_OPERATORS or inference_norm):
             continue
         second_operand = max(0, cost.read_bytes - cost.write_bytes)
@@ -127,10 +100,6 @@ def pointwise_fusion(findings: Findings) -> list[Advice]:
             "torch.compile(model)",
         )
     ]
-
-
-def _is_training(findings: Findings) -> bool:
-    return any(row.phase == "backward" for row in findings.rows)
 
 
 def uneven_kernels(findings: Findings) -> list[Advice]:
@@ -161,4 +130,59 @@ def uneven_kernels(findings: Findings) -> list[Advice]:
     return advice
 
 
-RULES: tuple[Callable[[Findings], list[Advice]], ...] = (cuda_graph, half_precision, pointwise_fusion, uneven_kernels)
+def channels_last(findings: Findings) -> list[Advice]:
+    """Kernels that turn images round for the tensor cores, and back, are not needed if they lie that way already."""
+    if findings.plain is None:
+        return []
+    turning = [kernel for kernel in findings.plain.kernels if LAYOUT_KERNEL.search(kernel.name)]
+    convolutions = sum(row.calls for row in findings.rows if "convolution" in row.name)
+    if not turning or not convolutions:
+        return []
+    return [
+        Advice(
+            "Lay images out channels last",
+            f"{len(turning)} kernels turn images and weights of {convolutions} convolutions from channels first to "
+            "channels last and back",
+            sum(kernel.ms for kernel in turning),
+            "model = model.to(memory_format=torch.channels_last); x = x.to(memory_format=torch.channels_last)",
+        )
+    ]
+
+
+LAYOUT_KERNEL = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
+"""cuDNN's kernels between the two layouts."""
+
+
+def layer_norms(findings: Findings) -> list[Advice]:
+    """Rooftop's layer norm, timed here and now on the shapes that the step has."""
+    if findings.ceilings.kind != "cuda" or findings.plain is None:
+        return []
+    rows = [row for row in findings.rows if row.name in LAYER_NORMS and row.measured_ms > 0]
+    if sum(row.measured_ms for row in rows) < LEAST_GAIN * findings.summary.wall_ms:
+        return []
+    from rooftop.analysis.alternatives import layer_norm_ms
+
+    now_ms = sum(row.measured_ms for row in rows)
+    ours_ms = sum(min(row.measured_ms, row.calls * layer_norm_ms(row)) for row in rows)
+    roof_ms = sum(row.roof_ms for row in rows)
+    return [
+        Advice(
+            "Use rooftop.kernels.layer_norm",
+            f"{sum(row.calls for row in rows)} layer norms take {now_ms:.2f} ms at {100 * roof_ms / now_ms:.0f}% of "
+            f"roof; rooftop.kernels.layer_norm, timed on these shapes here, reaches {100 * roof_ms / ours_ms:.0f}%",
+            now_ms - ours_ms,
+            "from rooftop.kernels import layer_norm",
+        )
+    ]
+
+
+LAYER_NORMS = ("aten::native_layer_norm", "aten::native_layer_norm_backward")
+
+RULES: tuple[Callable[[Findings], list[Advice]], ...] = (
+    *HOST_RULES,
+    half_precision,
+    channels_last,
+    pointwise_fusion,
+    layer_norms,
+    uneven_kernels,
+)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rooftop.analysis.lockstep import SharedProgram, several_ranks
 from rooftop.analysis.profiling import Progress, profile_program
 from rooftop.analysis.program import Program
+from rooftop.analysis.rank_measuring import measure_ranks
+from rooftop.analysis.ranks import rank_advice
 from rooftop.analysis.report import Report
 from rooftop.analysis.reporting import report_of
 from rooftop.cost.accounting import tensors_in
@@ -59,20 +63,35 @@ def analyze(
         >>> print(report.table())
         >>> report.to_html("report.html")
     """
-    program = Program(target, args, kwargs, train=train, optimizer=optimizer, loss=loss, compile=compile)
-    if ceilings is None:
-        ceilings = measure_ceilings(program.device, progress=lambda what, done: progress(what, 0.4 * done))
-    versions = program.input_versions()
-    profile = profile_program(program, lambda what, done: progress(what, 0.4 + 0.6 * done), trace)
-    notes = []
-    if versions != program.input_versions():
-        notes.append("The step writes to its inputs: each of its runs began with what the one before had left there.")
-    return report_of(
-        profile,
-        ceilings,
-        target=name or program.name,
-        mode="training" if train else "inference" if program.module is not None else "callable",
-        inputs=list(tensors_in([args, kwargs])),
-        root_type=type(target).__name__ if program.module is not None else "step",
-        notes=notes,
-    )
+    kind = SharedProgram if several_ranks() else Program
+    program = kind(target, args, kwargs, train=train, optimizer=optimizer, loss=loss, compile=compile)
+    mode = "training" if train else "inference" if program.module is not None else "callable"
+
+    def report() -> Report:
+        against = ceilings or measure_ceilings(program.device, progress=lambda what, done: progress(what, 0.4 * done))
+        versions = program.input_versions()
+        profile = profile_program(program, lambda what, done: progress(what, 0.4 + 0.6 * done), trace)
+        notes = []
+        if versions != program.input_versions():
+            notes.append(
+                "The step writes to its inputs: each of its runs began with what the one before had left there."
+            )
+        return report_of(
+            profile,
+            against,
+            target=name or program.name,
+            mode=mode,
+            inputs=list(tensors_in([args, kwargs])),
+            root_type=type(target).__name__ if program.module is not None else "step",
+            notes=notes,
+        )
+
+    if not isinstance(program, SharedProgram):
+        return report()
+    of_first = program.lead(report)  # rank 0 measures, the others run each of its steps with it; all get its report
+    ranks = measure_ranks(program, program.device)
+    assert ranks is not None
+    advice = sorted([*of_first.advice, *rank_advice(ranks)], key=lambda item: -item.gain_ms)
+    gap = "kernel gap" if program.device.type == "cuda" else "launch gap"  # NCCL's kernels keep a GPU busy
+    note = f"Rank 0's {gap} contains {ranks.rows[0].exposed_ms:.3g} ms of exposed communication, waiting included."
+    return replace(of_first, ranks=ranks, advice=tuple(advice), notes=(*of_first.notes, note))

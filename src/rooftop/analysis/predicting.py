@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from rooftop.analysis.advice import Findings, advise
+from rooftop.analysis.advice import advise
 from rooftop.analysis.attribution import ModuleTracker
+from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import module_tree, operator_rows
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.program import Program, describe_tensor

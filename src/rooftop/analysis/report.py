@@ -12,7 +12,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rooftop.analysis.ranks import Ranks
 
 FORMAT = 1
 FLAGGED_PERCENT = 105.0
@@ -190,6 +193,7 @@ class Report:
         ops: by falling time. modules: the tree's root. advice: by falling gain.
         memory: (ms since the step began, allocated bytes) and `peak_bytes`.
         compilation: what `torch.compile` did, None if nothing is compiled.
+        ranks: of a distributed step, None in a single process; the rest is then about rank 0.
         predicted: nothing was measured: each operator takes its roof (see `rooftop.predict`).
         notes: what a reader should know about the measurement.
     """
@@ -210,6 +214,7 @@ class Report:
     memory: tuple[tuple[float, int], ...] = ()
     peak_bytes: int = 0
     compilation: Compilation | None = None
+    ranks: Ranks | None = None
     predicted: bool = False
     notes: tuple[str, ...] = field(default_factory=tuple)
 
@@ -229,6 +234,7 @@ class Report:
         plain: dict[str, Any] = {"format": FORMAT, **asdict(self)}
         plain["summary"]["percent_of_roof"] = self.summary.percent_of_roof
         plain["memory"] = {"peak_bytes": plain.pop("peak_bytes"), "timeline": [list(p) for p in self.memory]}
+        plain["ranks"] = self.ranks.to_dict() if self.ranks is not None else None
         plain["ops"] = [_operator_dict(row) for row in self.ops]
         plain["modules"] = _module_dict(self.modules)
         plain["uncovered"] = [
@@ -244,10 +250,12 @@ class Report:
         Raises:
             ValueError: not a report, or of another format version.
         """
+        from rooftop.analysis.ranks import Ranks
+
         if plain.get("format") != FORMAT:
             raise ValueError(f"expected a rooftop report of format {FORMAT}, got format {plain.get('format')!r}")
         try:
-            later = {"memory", "peak_bytes", "compilation", "predicted"}
+            later = {"memory", "peak_bytes", "compilation", "predicted", "ranks"}
             values = {name: plain[name] for name in cls.__dataclass_fields__ if name not in later}
             values["inputs"], values["notes"] = tuple(plain["inputs"]), tuple(plain["notes"])
             values["summary"] = _from(Summary, plain["summary"])
@@ -257,6 +265,7 @@ class Report:
             values["advice"] = tuple(_from(Advice, item) for item in plain["advice"])
             values["memory"] = tuple((float(ms), int(size)) for ms, size in plain["memory"]["timeline"])
             values["compilation"] = _compilation(plain.get("compilation"))
+            values["ranks"] = Ranks.from_dict(plain["ranks"]) if plain.get("ranks") else None
             values["predicted"] = bool(plain.get("predicted", False))
             return cls(**values, peak_bytes=plain["memory"]["peak_bytes"])
         except (KeyError, TypeError) as error:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import rooftop
-from rooftop.analysis.advice import Findings, advise
+from rooftop.analysis.advice import advise
+from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import module_tree, operator_rows
 from rooftop.analysis.profiling import Profile
 from rooftop.analysis.program import describe_tensor

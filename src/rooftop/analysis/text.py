@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rooftop.analysis.report import OperatorRow, Report
+from rooftop.analysis.report import Compilation, OperatorRow, Report
 
 WIDTH = 110
 PARTS = (  # of the wall time, in the order in which they stack up; with the colour of their bar
@@ -31,7 +31,13 @@ def renderable(report: Report, rows: int) -> RenderableType:
     parts: list[RenderableType] = [_heading(report), _gaps(report)]
     if report.advice:
         parts.append(_advice(report))
+    if report.ranks is not None:
+        from rooftop.analysis.ranks import ranks_table
+
+        parts += [ranks_table(report.ranks), Text(report.ranks.sentence)]
     parts.append(_operators(report, rows))
+    if report.compilation is not None:
+        parts.append(_compilation(report.compilation))
     parts.extend(Text(f"note: {note}", style="dim") for note in report.notes)
     return Group(*parts)
 
@@ -42,7 +48,8 @@ def _heading(report: Report) -> Text:
     heading = Text()
     heading.append(f"{report.target}", style="bold")
     heading.append(f"  {', '.join([report.mode, *report.inputs, report.device['name']])}\n")
-    heading.append(f"{summary.percent_of_roof:.1f}% of roof", style="bold")
+    best = "predicted, at best " if report.predicted else ""
+    heading.append(f"{best}{summary.percent_of_roof:.1f}% of roof", style="bold")
     heading.append(f": {time_text(summary.wall_ms)} a step{rate}, roof {time_text(summary.fused_roof_ms)}; ")
     heading.append(
         f"{quantity_text(summary.flops)}FLOP, coverage {100 * report.coverage:.1f}% of the operators' time"
@@ -83,6 +90,20 @@ def _advice(report: Report) -> Table:
     return table
 
 
+def _compilation(compilation: Compilation) -> Text:
+    lines = [
+        f"\ncompiled: {compilation.graphs} graphs of {compilation.kernels} kernels in {compilation.seconds:.1f} s, "
+        f"{len(compilation.graph_breaks)} graph breaks, {len(compilation.recompilations)} recompilations"
+    ]
+    lines += [
+        f"  break at {b.line}: {b.reason} ({b.seconds:.1f} s to compile what follows)" for b in compilation.graph_breaks
+    ]
+    lines += [
+        f"  {r.function} ({r.line}) compiled again: {r.reason} ({r.seconds:.1f} s)" for r in compilation.recompilations
+    ]
+    return Text("\n".join(lines))
+
+
 def _operators(report: Report, rows: int) -> Table:
     title = f"\nslowest operators ({min(rows, len(report.ops))} of {len(report.ops)})"
     table = Table(box=None, padding=(0, 1), title=title, title_justify="left")
@@ -99,7 +120,7 @@ def _operators(report: Report, rows: int) -> Table:
             time_text(row.measured_ms),
             f"{100 * row.measured_ms / total_ms:.1f}%",
             time_text(row.roof_ms),
-            _percent(row),
+            "-" if report.predicted else _percent(row),
             row.bound,
         )
     return table

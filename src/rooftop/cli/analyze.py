@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from rooftop.analysis import Report, analyze, fake_tensors, predict
+from rooftop.analysis.lockstep import distributed, first_rank, process_group
 from rooftop.analysis.scripts import analyze_script
 from rooftop.analysis.text import WIDTH, renderable
 from rooftop.cli.progress import progress_bar
@@ -122,17 +123,20 @@ def command(
                 target, script_arguments, device=pick_device(device), ceilings=given_ceilings, trace=trace
             )
         else:
-            found = resolve_target(target, inputs, pick_device(device), kind, channels_last)
-            report = analyze(
-                found.model,
-                *found.args,
-                **(_training(found) if train else {}),
-                compile=compile_mode or False,
-                trace=trace,
-                ceilings=given_ceilings,
-                name=target,
-                progress=progress,
-            )
+            with process_group(pick_device(device)) as where:
+                found = resolve_target(target, inputs, where, kind, channels_last)
+                report = analyze(
+                    distributed(found.model, where) if train else found.model,
+                    *found.args,
+                    **(_training(found) if train else {}),
+                    compile=compile_mode or False,
+                    trace=trace,
+                    ceilings=given_ceilings,
+                    name=target,
+                    progress=progress,
+                )
+    if not first_rank():
+        return
     if json_path is not None:
         report.to_json(json_path)
     if html_path is not None:
@@ -172,16 +176,18 @@ def _ceilings_of(machine: str) -> Ceilings:
         raise click.BadParameter(str(error), param_hint="--predict") from error
 
 
-def _predicted(
-    target: str, inputs: Sequence[str], train: bool, dtype: torch.dtype | None, machine: str
-) -> Report:
+def _predicted(target: str, inputs: Sequence[str], train: bool, dtype: torch.dtype | None, machine: str) -> Report:
     """The report of `--predict`: the model is built without weights, however large it is."""
     with fake_tensors():
         found = resolve_target(target, inputs, None, None)
         training: dict[str, Any] = {}
         if train:
             loss = _ClassLoss() if found.classifies else None
-            training = {"train": True, "loss": loss, "optimizer": partial(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM, foreach=True)}
+            training = {
+                "train": True,
+                "loss": loss,
+                "optimizer": partial(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM, foreach=True),
+            }
         return predict(found.model, *found.args, **training, ceilings=_ceilings_of(machine), dtype=dtype, name=target)
 
 
@@ -192,7 +198,10 @@ LEARNING_RATE, MOMENTUM = 1e-4, 0.9
 def _training(found: Target) -> dict[str, Any]:
     """Arguments of `analyze` for a training step of a model that nobody else uses: SGD with momentum."""
     parameters = [p for p in found.model.parameters() if p.requires_grad]  # type: ignore[attr-defined]
-    arguments: dict[str, Any] = {"train": True, "optimizer": torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)}
+    arguments: dict[str, Any] = {
+        "train": True,
+        "optimizer": torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM),
+    }
     if found.classifies:
         arguments["loss"] = _ClassLoss()
     return arguments

@@ -53,7 +53,11 @@ class Target:
 
 
 def resolve_target(
-    text: str, inputs: Sequence[str], device: torch.device | None, dtype: torch.dtype | None, channels_last: bool = False
+    text: str,
+    inputs: Sequence[str],
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+    channels_last: bool = False,
 ) -> Target:
     """Build the model that `text` names and the tensors that `inputs` describe, on the device and in the dtype.
 

@@ -205,7 +205,7 @@ def distinct_elements(tensor: Tensor) -> int:
     """
     if is_sparse(tensor):
         return distinct_elements(parts(tensor)[-1])
-    if tensor.layout != torch.strided:  # an opaque layout holds all
+    if _is_opaque(tensor):
         return tensor.numel()
     if tensor.numel() == 0 or tensor.is_contiguous():
         return tensor.numel()
@@ -233,13 +233,18 @@ def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def _memory(tensor: Tensor) -> int:
-    """A key for the tensor's memory; tensors without a storage (opaque layouts) stand for themselves."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+    """A key for the tensor's memory; opaque tensors stand for themselves."""
+    return id(tensor) if _is_opaque(tensor) else tensor.untyped_storage()._cdata
+
+
+def _is_opaque(tensor: Tensor) -> bool:
+    """Whether there are no strides to look at (MKL-DNN's blocks, nested tensors): such a tensor holds what it shows."""
+    return tensor.layout != torch.strided or tensor.is_nested
 
 
 def _bytes_of_views(views: list[Tensor]) -> int:
     """Distinct bytes of views of one memory: at most the sum of all, at most the union of the spans they lie in."""
-    if views[0].layout != torch.strided:
+    if _is_opaque(views[0]):
         return tensor_bytes(views[0])
     spans: dict[tuple[Any, ...], tuple[Any, Any, int]] = {}
     for view in views:

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensors_in
 from rooftop.cost.registry import formula_for
+from rooftop.hardware.source_lines import current_user_line
 
 Shape = tuple[int, ...]
 
@@ -42,6 +44,8 @@ class Record:
         phase: "forward", "backward" or "optimizer".
         cost: None if the operator is uncovered.
         uncovered: why there is no cost, "" if there is one.
+        place: of operators that make the host wait for a GPU, or the GPU for the host's memory, the line of the program
+            ("train.py:12"); "" of others, and where no line of the program is running (backward).
     """
 
     name: str
@@ -52,6 +56,7 @@ class Record:
     phase: str
     cost: Cost | None
     uncovered: str = ""
+    place: str = ""
 
 
 class CountingMode(TorchDispatchMode):
@@ -140,7 +145,22 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         phase=phase,
         cost=cost,
         uncovered=uncovered,
+        place=_place(name, tensors, out),
     )
+
+
+_ANSWERED_ON_THE_HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
+"""Operators of which the host must know the result before it can go on."""
+_COPIES = {"aten::copy_", "aten::_to_copy"}
+
+
+def _place(name: str, tensors: Sequence[Tensor], out: Any) -> str:
+    """Where the program waits: the line of an operator that synchronizes, or that copies between host and GPU."""
+    waits = name in _ANSWERED_ON_THE_HOST and any(t.is_cuda for t in tensors)
+    if not waits and name in _COPIES:
+        waits = len({t.is_cuda for t in (*tensors, *tensors_in(out))}) > 1
+    line = current_user_line() if waits else None
+    return str(line) if line is not None else ""
 
 
 def _cost(call: Call) -> tuple[Cost | None, str]:

@@ -173,6 +173,6 @@ def ceilings_of(machine: str | os.PathLike[str]) -> Ceilings:
     if not Path(machine).is_file():
         raise ValueError(
             f"{os.fspath(machine)!r} is neither a known machine ({', '.join(known_machines())}) nor a ceilings file; "
-            "write one on that machine with: rooftop ceilings --json FILE"
+            "write one on that machine with: rooftop ceilings -o FILE"
         )
     return Ceilings.load(machine)

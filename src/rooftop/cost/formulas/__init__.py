@@ -4,11 +4,15 @@ Each formula follows the operator's definition, not an implementation; tests che
 """
 
 from rooftop.cost.formulas import (
+    attention_kernels,
     attentions,
+    collectives,
     convolutions,
+    detection,
     elementwise,
     indexing,
     interpolation,
+    linear_algebra,
     losses,
     matmuls,
     metadata,
@@ -18,19 +22,25 @@ from rooftop.cost.formulas import (
     ordering,
     pooling,
     prims,
+    quantized,
     random_numbers,
     recurrent,
     reductions,
     softmaxes,
+    sparse_tensors,
     transforms,
 )
 
 __all__ = [
+    "attention_kernels",
     "attentions",
+    "collectives",
     "convolutions",
+    "detection",
     "elementwise",
     "indexing",
     "interpolation",
+    "linear_algebra",
     "losses",
     "matmuls",
     "metadata",
@@ -40,9 +50,11 @@ __all__ = [
     "ordering",
     "pooling",
     "prims",
+    "quantized",
     "random_numbers",
     "recurrent",
     "reductions",
     "softmaxes",
+    "sparse_tensors",
     "transforms",
 ]

@@ -38,25 +38,36 @@ def _gelu_backward(call: Call) -> int:
 
 UNARY = each(
     """
-    abs acos acosh angle asin asinh atan atanh bitwise_not ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1
-    floor frac i0 isinf isnan isneginf isposinf lgamma log log10 log1p log2 logical_not nan_to_num neg rad2deg
-    reciprocal relu round rsqrt sgn sigmoid sign signbit sin sinc sinh special_bessel_j0 special_bessel_j1 special_entr
-    special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri sqrt square tan tanh threshold trunc
+    _standard_gamma_grad abs acos acosh angle asin asinh atan atanh bitwise_not ceil cos cosh deg2rad digamma erf
+    erfc erfinv exp exp2 expm1 floor frac i0 isinf isnan isneginf isposinf lgamma log log10 log1p log2 logical_not
+    nan_to_num neg polygamma rad2deg reciprocal relu round rsqrt sgn sigmoid sign signbit sin sinc sinh
+    special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr
+    special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0
+    special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
+    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 sqrt square tan
+    tanh threshold trunc
     """,
     1,
 ) | {"conj_physical": 0, "_conj_physical": 0, "complex": 0, "frexp": 1, "logit": 3, "polar": 4}
 
 BINARY = each(
     """
-    __ilshift__ __irshift__ __lshift__ __rshift__ atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift
-    bitwise_xor copysign eq floor_divide fmax fmin fmod gcd ge gt heaviside hypot igamma igammac lcm le logical_and
-    logical_or logical_xor lt maximum minimum ne nextafter pow remainder special_zeta
+    __ilshift__ __irshift__ __lshift__ __rshift__ atan2 bitwise_and bitwise_left_shift bitwise_or
+    bitwise_right_shift bitwise_xor copysign eq floor_divide fmax fmin fmod gcd ge gt heaviside hypot igamma igammac
+    lcm le logical_and logical_or logical_xor lt maximum minimum ne nextafter pow remainder
+    special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+    special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he
+    special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t
+    special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
+    special_shifted_chebyshev_polynomial_w special_zeta
     """,
     1,
 ) | {
     "add": _scaled(1),
     "sub": _scaled(1),
     "rsub": _scaled(1),
+    "_add_relu": _scaled(2),
+    "_dirichlet_grad": 1,
     "mul": _product,
     "div": 1,
     "ldexp": 2,

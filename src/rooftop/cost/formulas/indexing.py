@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
 from rooftop.cost.formulas.movement import gathering
+from rooftop.cost.formulas.sparse_operands import addressed_bytes, new_bytes
 from rooftop.cost.formulas.streaming import arithmetic, aten, streaming
 from rooftop.cost.registry import Formula, cost_of
 
@@ -24,6 +25,8 @@ cost_of("aten::embedding")(gathering("weight"))
 cost_of(*aten("masked_fill nonzero nonzero_static argwhere"))(streaming())
 cost_of("aten::masked_fill_")(streaming(unread=["self"]))
 cost_of("aten::repeat_interleave")(streaming())
+# The gradients of what the mask let through, one after another, and zeros.
+cost_of("aten::masked_scatter_backward")(streaming())
 cost_of("aten::embedding_dense_backward")(streaming(1, per="grad_output"))
 
 
@@ -47,9 +50,47 @@ def embedding_bag_backward(call: Call) -> Cost:
     To which bag an index belongs is said more than once (`offset2bag`, `offsets`, `bag_size`); it is read once.
     """
     gradient, indices = call["grad"], call["indices"]  # (bags, E), (indices,)
-    read = [gradient, indices, call["offset2bag"], call["per_sample_weights"]]
+    read = [gradient, indices, _bags(call), call["per_sample_weights"]]
     flops = indices.numel() * gradient.shape[-1] * (1 if call["per_sample_weights"] is None else 2)
-    return Cost(distinct_bytes(read), distinct_bytes([call.out]), arithmetic(flops, [gradient]))
+    # A sparse gradient names its rows by the indices themselves.
+    return Cost(distinct_bytes(read), new_bytes([call.out], [indices]), arithmetic(flops, [gradient]))
+
+
+def _bags(call: Call) -> Tensor:
+    """What says which bag an index belongs to; for sums PyTorch leaves the longer form empty."""
+    bags: Tensor = call["offset2bag"]
+    return bags if bags.numel() or "offsets" not in call else call["offsets"]
+
+
+@cost_of("aten::_embedding_bag_per_sample_weights_backward")
+def embedding_bag_weights_backward(call: Call) -> Cost:
+    """The weight of each index gets the product of its row and the gradient of its bag."""
+    table, indices, gradient = call["weight"], call["indices"], call["grad"]
+    count = indices.numel() * table.shape[1]
+    read = addressed_bytes(table, count) + distinct_bytes([gradient, indices, _bags(call)])
+    return Cost(read, tensor_bytes(call.out), arithmetic(2 * count, [table]))
+
+
+@cost_of("aten::embedding_renorm")
+def embedding_renorm(call: Call) -> Cost:
+    """The norm of each row that is named (2 flops for each element), and its scale."""
+    table, indices = call["self"], call["indices"]
+    count = indices.numel() * table.shape[1]
+    rows = addressed_bytes(table, count)
+    return Cost(rows + tensor_bytes(indices), rows, arithmetic(3 * count, [table]))
+
+
+# Consecutive rows, as many as `lengths` says, become one; backward a gradient is repeated (and a mean divided).
+cost_of("aten::segment_reduce")(streaming(1, per="data"))
+
+
+@cost_of("aten::_segment_reduce_backward")
+def segment_reduce_backward(call: Call) -> Cost:
+    """Of sums and means the data is not needed; extrema look for the elements that are equal to the result."""
+    extremum = call["reduce"] not in ("sum", "mean")
+    read = call.read_tensors if extremum else call.read_tensors_except("data", "output")
+    flops = call["data"].numel() * (0 if call["reduce"] == "sum" else 1)
+    return Cost(distinct_bytes(read), tensor_bytes(call.out), arithmetic(flops, [call.out]))
 
 
 def scattering(addressed: Callable[[Call], int], flops: int = 0, *, accumulates: bool | str = False) -> Formula:
@@ -115,4 +156,4 @@ cost_of("aten::index_fill")(scattering(_rows_of_index))
 cost_of("aten::scatter")(scattering(_elements_of("index"), 1, accumulates="reduce"))
 cost_of(*aten("scatter_add scatter_reduce"))(scattering(_elements_of("index"), 1, accumulates=True))
 cost_of("aten::put")(scattering(_elements_of("index"), 1, accumulates="accumulate"))
-cost_of(*aten("diagonal_scatter select_scatter slice_scatter"))(scattering(_elements_of("src")))
+cost_of(*aten("as_strided_scatter diagonal_scatter select_scatter slice_scatter"))(scattering(_elements_of("src")))

@@ -38,6 +38,12 @@ def _pointwise(flops: Flops) -> Formula:
 
 
 cover(POINTWISE, _pointwise)
+# For each class: subtract from the target's score, add the margin, clamp, add up.
+cost_of("aten::multi_margin_loss")(streaming(4, per="self"))
+cost_of("aten::multi_margin_loss_backward")(streaming(4, per="self"))
+# The same for each target; how many there are is a matter of values, so one is counted.
+cost_of("aten::multilabel_margin_loss_forward")(streaming(4, per="self"))
+cost_of("aten::multilabel_margin_loss_backward")(streaming(4, per="self"))
 cover(GRADIENTS)
 
 
@@ -58,3 +64,34 @@ def nll_loss(call: Call) -> Cost:
 
 # Writes -weight / total at each target and zero elsewhere; the log-probabilities are not needed.
 cost_of(*aten("nll_loss_backward nll_loss2d_backward"))(streaming(1, per="target", unread=["self"]))
+
+
+CTC_STATE = 9
+"""Of a state of the CTC recursion: log(exp(a) + exp(b) + exp(c)) + log-probability: maximum 2, three differences with
+their exponentials counted as one, 2 additions, logarithm and the last addition 2."""
+
+
+@cost_of("aten::_ctc_loss")
+def ctc_loss(call: Call) -> Cost:
+    """The forward recursion over T steps and 2 S + 1 states of each sequence (Graves et al. 2006, section 4.1).
+
+    A step needs the log-probabilities of the S labels and of the blank.
+    """
+    log_probability, alpha = call["log_probs"], call.results[1]  # (T, N, C), (N, T, 2 S + 1)
+    steps, batch, classes = log_probability.shape
+    labels = (alpha.shape[-1] - 1) // 2
+    read = steps * batch * min(labels + 1, classes) * log_probability.element_size()
+    return Cost(
+        read + distinct_bytes(call.read_tensors_except("log_probs")),
+        distinct_bytes(call.written_tensors),
+        arithmetic(CTC_STATE * alpha.numel(), [log_probability]),
+    )
+
+
+@cost_of("aten::_ctc_loss_backward")
+def ctc_loss_backward(call: Call) -> Cost:
+    """The recursion backwards, α + β gathered by label (3 for each state), and for each class
+    (exp(lp) - exp(gathered + nll - lp)) · grad: 6."""
+    log_probability, alpha = call["log_probs"], call["log_alpha"]
+    flops = (CTC_STATE + 3) * alpha.numel() + 6 * log_probability.numel()
+    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, [log_probability]))

@@ -5,11 +5,15 @@ A sparse factor counts by its stored elements: 2 nnz n flops with a dense (k, n)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
+import torch
 from torch import Tensor
 
 from rooftop.cost.accounting import Call, Cost, distinct_bytes, matrix_precision
 from rooftop.cost.formulas.sparse_operands import factor_bytes, multiply_adds
-from rooftop.cost.formulas.streaming import arithmetic, aten, elements, streaming
+from rooftop.cost.formulas.streaming import arithmetic, aten, elements, requested, streaming
 from rooftop.cost.registry import cost_of
 
 
@@ -72,3 +76,57 @@ def grouped_product(call: Call) -> Cost:
     else:
         products = call.out.numel() * left.shape[-1]
     return Cost(distinct_bytes(call.read_tensors), distinct_bytes([call.out]), matrix_flops(left, products))
+
+
+@cost_of("aten::_foreach_mm")
+def products(call: Call) -> Cost:
+    """A list of products."""
+    pairs = zip(call["self"], call["mat2"], strict=True)
+    flops = merged(*(matrix_flops(left, left.shape[0] * left.shape[1] * right.shape[1]) for left, right in pairs))
+    return Cost(distinct_bytes(call.read_tensors), distinct_bytes(call.written_tensors), flops)
+
+
+@cost_of("aten::_trilinear")
+def trilinear(call: Call) -> Cost:
+    """Sums of products of three tensors (`nn.Bilinear`): one multiply-add for each combination of their dimensions;
+    the third factor comes in after the longest sum."""
+    first, second, third = call["i1"], call["i2"], call["i3"]
+    sizes = torch.broadcast_shapes(
+        *(
+            _expanded(tensor, call[name])
+            for tensor, name in ((first, "expand1"), (second, "expand2"), (third, "expand3"))
+        )
+    )
+    return Cost(distinct_bytes([first, second, third]), distinct_bytes([call.out]), matrix_flops(first, prod(sizes)))
+
+
+def _expanded(tensor: Tensor, dimensions: Sequence[int]) -> tuple[int, ...]:
+    """The shape with a dimension of one at each of these places of the result."""
+    sizes = list(tensor.shape)
+    for dimension in sorted(dimensions):
+        sizes.insert(dimension, 1)
+    return tuple(sizes)
+
+
+@cost_of(*aten("linear mkldnn_linear"))
+def linear(call: Call) -> Cost:
+    """Whole where a back end has it whole: nested tensors, opaque layouts."""
+    source, weight, bias = call.read_tensors[0], call["weight"], call["bias"]  # (..., k), (n, k), (n,)
+    flops = merged(
+        matrix_flops(source, source.numel() * weight.shape[0]),
+        arithmetic((bias is not None) * call.out.numel(), [source]),
+    )
+    return Cost(distinct_bytes(call.read_tensors), distinct_bytes([call.out]), flops)
+
+
+@cost_of("aten::linear_backward")
+def linear_backward(call: Call) -> Cost:
+    """Gradients of the input (needs the weights), of the weights (needs the input), of the bias (a sum)."""
+    source, gradient, weight = call["self"], call["grad_output"], call["weight"]
+    to_input, to_weight, to_bias = call["output_mask"]
+    flops = merged(
+        matrix_flops(source, source.numel() * weight.shape[0] * (to_input + to_weight)),
+        arithmetic(to_bias * gradient.numel(), [source]),
+    )
+    read = [gradient, source if to_weight else None, weight if to_input else None]
+    return Cost(distinct_bytes(read), distinct_bytes(requested(call.results, call["output_mask"])), flops)

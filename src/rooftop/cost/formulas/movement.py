@@ -16,16 +16,21 @@ from rooftop.cost.registry import Formula, cost_of
 
 # Only written: of the tensor that names the shape (`zeros_like`, `fill_`) nothing is read.
 FILLS = """
-    arange eye fft_fftfreq fft_rfftfreq fill full full_like linspace logspace new_full new_ones new_zeros ones ones_like
-    range scalar_tensor tril_indices triu_indices zero zeros zeros_like
+    arange eye fft_fftfreq fft_rfftfreq fill full full_like linspace logspace new_full new_ones new_zeros ones
+    ones_like range scalar_tensor tril_indices triu_indices zero zeros zeros_like
 """
 
 COPIES = """
-    _chunk_cat _conj_copy _copy_from _neg_view_copy _pin_memory _reshape_copy _stack _to_copy alias_copy
-    block_diag cat channel_shuffle clone contiguous detach_copy diag_embed expand_copy flip lift_fresh_copy
-    permute_copy pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d repeat
-    replication_pad1d replication_pad2d replication_pad3d roll rot90 split_copy split_with_sizes_copy squeeze_copy
-    stack t_copy transpose_copy unbind_copy unsqueeze_copy view_as_complex_copy view_as_real_copy view_copy im2col
+    _chunk_cat _conj_copy _copy_from _fw_primal_copy _indices_copy _jagged_to_padded_dense_forward _make_dual_copy
+    _neg_view_copy _nested_from_padded _nested_get_values_copy _nested_tensor_from_mask
+    _nested_tensor_from_tensor_list _nested_view_from_buffer_copy _nested_view_from_jagged_copy
+    _pack_padded_sequence _padded_dense_to_jagged_forward _pin_memory _reshape_alias_copy _reshape_copy _stack
+    _to_copy _values_copy alias_copy block_diag cat ccol_indices_copy channel_shuffle clone col_indices_copy
+    contiguous crow_indices_copy detach_copy diag_embed expand_copy flip im2col indices_copy lift_fresh_copy
+    native_channel_shuffle permute_copy pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d
+    reflection_pad3d repeat replication_pad1d replication_pad2d replication_pad3d roll rot90 row_indices_copy
+    split_copy split_with_sizes_copy squeeze_copy stack t_copy to_mkldnn to_padded_tensor transpose_copy unbind_copy
+    unsqueeze_copy values_copy view_as_complex_copy view_as_real_copy view_copy
 """
 
 # The gradient of a view: its elements and zeros around them.
@@ -35,6 +40,10 @@ cost_of(*aten(FILLS))(streaming(unread=["self"]))
 cost_of(*aten(COPIES))(streaming())
 cost_of(*aten(VIEW_GRADIENTS))(streaming())
 cost_of(*aten("copy"))(streaming(unread=["self"]))  # `self` only says where to
+# Looks at the mask only for whether its ones are on the left.
+cost_of("aten::_nested_tensor_from_mask_left_aligned")(streaming(1, per="mask", unread=["t"]))
+# The weights, one after another in the layout of cuDNN.
+cost_of("aten::_cudnn_rnn_flatten_weight")(streaming())
 # Elements that were repeated are added up again.
 cost_of(*aten("unfold_backward"))(streaming(1, per="grad_in"))
 cost_of(*aten("col2im"))(streaming(1, per="self"))

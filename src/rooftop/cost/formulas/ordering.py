@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rooftop.cost.accounting import Call, Cost, distinct_bytes
+from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensors_in
 from rooftop.cost.formulas.streaming import arithmetic, aten, elements, streaming
 from rooftop.cost.registry import cost_of
+
+
+def comparison_depth(count: int) -> int:
+    """Comparisons of a binary search among so many: log₂, rounded up."""
+    return max(count - 1, 0).bit_length()
 
 
 @cost_of(*aten("argsort msort sort"))
@@ -14,7 +19,7 @@ def sort(call: Call) -> Cost:
     """n log₂ n comparisons for each line of n elements."""
     keys: Tensor = call["self"]
     length = (keys.shape[call.get("dim", 0)] if keys.ndim else 1) or 1
-    comparisons = keys.numel() * _bits(length)
+    comparisons = keys.numel() * comparison_depth(length)
     read, written = call.read_tensors, call.written_tensors
     return Cost(distinct_bytes(read), distinct_bytes(written), arithmetic(comparisons, read))
 
@@ -23,18 +28,38 @@ def sort(call: Call) -> Cost:
 def binary_search(call: Call) -> Cost:
     """log₂ n comparisons for each value; the boundaries are read once."""
     boundaries: Tensor = call["boundaries"] if "boundaries" in call else call["sorted_sequence"]
-    comparisons = elements(call["self"]) * _bits(boundaries.shape[-1])
+    comparisons = elements(call["self"]) * comparison_depth(boundaries.shape[-1])
     read = call.read_tensors
     return Cost(distinct_bytes(read), distinct_bytes([call.out]), arithmetic(comparisons, read))
 
 
-# One comparison for each element is the least that selects; `unique` needs to have seen each of them too.
-cost_of(*aten("kthvalue median mode nanmedian topk _unique _unique2 unique_consecutive unique_dim"))(
-    streaming(1, per="self")
+@cost_of(
+    *aten("_histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors histogram"),
 )
+def histogram(call: Call) -> Cost:
+    """(..., D) points: a binary search among the edges of each dimension, and one addition for each point.
+
+    Bins given by their number need their bounds first, two comparisons for each coordinate, and are found by a
+    subtraction and a division.
+    """
+    points: Tensor = call["self"]
+    bins, name = call["bins"], call.func._schema.name
+    if name == "aten::_histogramdd_bin_edges":  # only bounds and edges
+        return streaming(2, per="self")(call)
+    edges = list(tensors_in(bins))
+    if edges:
+        dimensions = len(edges) if isinstance(bins, (list, tuple)) else 1
+        search = sum(points.numel() // dimensions * comparison_depth(edge.numel()) for edge in edges)
+    else:
+        dimensions = len(bins) if isinstance(bins, (list, tuple)) else 1
+        search = points.numel() * (2 + 2 * (call["range"] is None))
+    read = call.read_tensors
+    flops = search + points.numel() // dimensions
+    return Cost(distinct_bytes(read), distinct_bytes(call.written_tensors), arithmetic(flops, read))
+
+
+# One comparison for each element is the least that selects; `unique` needs to have seen each of them too.
+cost_of(
+    *aten("kthvalue median mode nanmedian topk _unique _unique2 unique_consecutive unique_dim unique_dim_consecutive")
+)(streaming(1, per="self"))
 cost_of("aten::isin")(streaming(1))
-
-
-def _bits(count: int) -> int:
-    """log₂ of a count, rounded up."""
-    return max(count - 1, 0).bit_length()

@@ -9,7 +9,8 @@ from math import prod
 
 from torch import Tensor
 
-from rooftop.cost.accounting import Call, Cost, distinct_bytes
+from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
+from rooftop.cost.formulas.sparse_operands import addressed_bytes
 from rooftop.cost.formulas.streaming import arithmetic, aten, streaming
 from rooftop.cost.formulas.windows import per_dimension, touched_bytes
 from rooftop.cost.registry import cost_of
@@ -42,6 +43,15 @@ def _kernel(call: Call) -> list[int]:
     return per_dimension(call["kernel_size"], next(d for d in (1, 2, 3) if f"pool{d}d" in name))
 
 
+@cost_of(*aten("fractional_max_pool2d fractional_max_pool3d"))
+def fractional_pool(call: Call) -> Cost:
+    """Windows at random places, as many as there are results; they may leave some of the input out."""
+    source, pooled = call["self"], call.results[0]
+    taps = prod(per_dimension(call["kernel_size"], len(call["output_size"])))
+    read = addressed_bytes(source, pooled.numel() * taps) + tensor_bytes(call["random_samples"])
+    return Cost(read, distinct_bytes(call.written_tensors), arithmetic(pooled.numel() * taps, [source]))
+
+
 # Windows side by side: each element is seen once.
 cost_of(*aten("_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool2d adaptive_avg_pool3d"))(
     streaming(1, per="self")
@@ -55,4 +65,7 @@ cost_of(
     *aten("adaptive_max_pool2d_backward adaptive_max_pool3d_backward"),
     *aten("max_pool2d_with_indices_backward max_pool3d_with_indices_backward"),
 )(streaming(1, per="grad_output", unread=["self"]))
+cost_of(*aten("fractional_max_pool2d_backward fractional_max_pool3d_backward"))(
+    streaming(1, per="grad_output", unread=["self"])
+)
 cost_of(*aten("max_unpool2d max_unpool3d"))(streaming())

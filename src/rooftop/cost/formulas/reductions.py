@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from math import prod
 
+from torch import Tensor
+
 from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
+from rooftop.cost.formulas.matmuls import matrix_flops, merged
 from rooftop.cost.formulas.streaming import Flops, arithmetic, aten, cover, streaming
 from rooftop.cost.registry import cost_of
 
@@ -29,6 +32,7 @@ REDUCTIONS: dict[str, tuple[int, int]] = {
     "bincount": (1, 0),
     "count_nonzero": (1, 0),
     "dist": (3, 1),
+    "hash_tensor": (1, 0),
     "histc": (2, 0),
     "linalg__powsum": (2, 0),
     "linalg_vector_norm": (2, 1),
@@ -82,6 +86,36 @@ def trace(call: Call) -> Cost:
     """Adds the diagonal, and reads only that."""
     diagonal = min(call["self"].shape)
     return Cost(diagonal * call["self"].element_size(), tensor_bytes(call.out), arithmetic(diagonal, [call.out]))
+
+
+@cost_of("aten::_euclidean_dist")
+def euclidean_distances(call: Call) -> Cost:
+    """Distances of all pairs of rows by |x|² + |y|² - 2 x·y: a product, and a few flops around it."""
+    left, right = call["x1"], call["x2"]  # (..., m, d), (..., n, d)
+    pointwise = 2 * (left.numel() + right.numel()) + 4 * call.out.numel()  # two sums, a scale, a root
+    flops = merged(matrix_flops(left, call.out.numel() * left.shape[-1]), arithmetic(pointwise, [left]))
+    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), flops)
+
+
+@cost_of("aten::_pdist_forward")
+def pair_distances(call: Call) -> Cost:
+    """The same for each pair of different rows once: subtract, power, add for each coordinate, and a root."""
+    points: Tensor = call["self"]
+    flops = call.out.numel() * (3 * points.shape[-1] + 1)
+    return Cost(tensor_bytes(points), tensor_bytes(call.out), arithmetic(flops, [points]))
+
+
+@cost_of("aten::_pdist_backward")
+def pair_distances_backward(call: Call) -> Cost:
+    """For each pair and coordinate subtract, scale, and add to either row."""
+    flops = 4 * call["pdist"].numel() * call["self"].shape[-1]
+    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, call.read_tensors))
+
+
+@cost_of("aten::renorm")
+def renorm(call: Call) -> Cost:
+    """The norm of each slice (2 flops for each element), and its scale."""
+    return streaming(3, per="self")(call)
 
 
 @cost_of("aten::_cdist_forward")

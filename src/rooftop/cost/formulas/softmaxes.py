@@ -8,7 +8,8 @@ log_softmax'(g)  = g - exp(y) sum(g)                     add, exp, multiply, sub
 
 from __future__ import annotations
 
-from rooftop.cost.formulas.streaming import cover, each
+from rooftop.cost.formulas.streaming import cover, each, streaming
+from rooftop.cost.registry import cost_of
 
 SOFTMAX_FLOPS = 5
 """Of one element, forward; attention counts its scores with it too."""
@@ -16,4 +17,5 @@ SOFTMAX_FLOPS = 5
 SOFTMAX_BACKWARD_FLOPS = 4
 
 cover(each("_log_softmax _masked_softmax _safe_softmax _softmax", SOFTMAX_FLOPS))
+cost_of("aten::_nested_tensor_softmax_with_shape")(streaming(SOFTMAX_FLOPS, unread=["query"]))
 cover(each("_log_softmax_backward_data _masked_softmax_backward _softmax_backward_data", SOFTMAX_BACKWARD_FLOPS))

@@ -1,0 +1,123 @@
+"""Advice about what happens between host and device: launches, waits, transfers, data, batch size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from rooftop.analysis.findings import Findings
+from rooftop.analysis.report import Advice
+
+
+def cuda_graph(findings: Findings) -> list[Advice]:
+    """Replayed from a graph, the device waits only for the dispatch of each kernel, not for the host."""
+    if findings.ceilings.kind != "cuda":
+        return []
+    per_kernel_ms = max(0.0, findings.ceilings.launch_graph_ms - findings.ceilings.kernel_floor_ms)
+    kernels, gap_ms, wall_ms = findings.summary.kernels, findings.gaps.launch_gap_ms, findings.summary.wall_ms
+    return [
+        Advice(
+            "Replay the step from a CUDA graph",
+            f"launch gap {gap_ms:.2f} ms of {wall_ms:.2f} ms: the GPU waits while the host launches {kernels} kernels",
+            gap_ms - kernels * per_kernel_ms,
+            'torch.compile(model, mode="reduce-overhead")',
+        )
+    ]
+
+
+def larger_batch(findings: Findings) -> list[Advice]:
+    """Twice the samples in one step cost the host as much as one: the device then has as long again to keep up."""
+    wall_ms, busy_ms, samples = findings.summary.wall_ms, findings.summary.busy_ms, findings.summary.samples
+    if findings.ceilings.kind != "cuda" or not samples:
+        return []
+    doubled_ms = max(wall_ms, 2 * busy_ms) / 2
+    return [
+        Advice(
+            f"Double the batch to {2 * samples}",
+            f"the GPU is busy for {busy_ms:.2f} ms of {wall_ms:.2f} ms and could do two steps' work in the time in "
+            "which the host launches one, if its memory holds them; the gain is of the time for as many samples as now",
+            wall_ms - doubled_ms,
+        )
+    ]
+
+
+def host_synchronizations(findings: Findings) -> list[Advice]:
+    """Where the host waits for a value, the device then waits for the host."""
+    if findings.plain is None or not findings.plain.waiting_ms:
+        return []
+    places = Counter(
+        f"{_short(op.record.name)} at {op.record.place}"
+        for op in findings.operators
+        if (op.record.place and op.record.name != "aten::copy_") or _to_host(op.record.name, op.kernels)
+    )
+    places.pop(" at ", None)
+    named = "; ".join(f"{place} ({count} times)" if count > 1 else place for place, count in places.most_common(4))
+    return [
+        Advice(
+            "Do not wait for the GPU inside the step",
+            f"the GPU stood still for {findings.plain.waiting_ms:.2f} ms after the host had waited for it"
+            + (f": {named}" if named else ""),
+            min(findings.plain.waiting_ms, findings.gaps.launch_gap_ms),
+            "keep values on the GPU (torch.where, masks), log them every few steps, copy with non_blocking=True",
+        )
+    ]
+
+
+def _to_host(name: str, kernels: tuple[str, ...]) -> bool:
+    return name == "aten::copy_" and any("DtoH" in kernel for kernel in kernels)
+
+
+def _short(name: str) -> str:
+    return {"aten::_local_scalar_dense": ".item()"}.get(name, name.removeprefix("aten::"))
+
+
+def unpinned_transfers(findings: Findings) -> list[Advice]:
+    """Copies from memory that may be paged go through a buffer of the driver; from pinned memory they do not."""
+    if findings.plain is None:
+        return []
+    rates, gain_ms, total_ms, count = findings.ceilings.transfers, 0.0, 0.0, 0
+    for kernel in findings.plain.kernels:
+        if "Pageable" not in kernel.name:
+            continue
+        direction = "host_to_device" if "HtoD" in kernel.name else "device_to_host"
+        pageable, pinned = rates.get(f"{direction}_pageable", 0.0), rates.get(f"{direction}_pinned", 0.0)
+        if pageable and pinned:
+            gain_ms += kernel.ms * max(0.0, 1 - pageable / pinned)
+        total_ms += kernel.ms
+        count += 1
+    places = dict.fromkeys(
+        op.record.place for op in findings.operators if op.record.place and any("Pageable" in k for k in op.kernels)
+    )
+    return [
+        Advice(
+            "Pin the host's memory",
+            f"{count} copies between host and GPU take {total_ms:.2f} ms from memory that is not pinned"
+            + (f" ({', '.join(list(places)[:4])})" if places else ""),
+            gain_ms,
+            "DataLoader(..., pin_memory=True); x.to(device, non_blocking=True)",
+        )
+    ]
+
+
+def data_loading(findings: Findings) -> list[Advice]:
+    """Batches that are not ready when the step wants them."""
+    if findings.plain is None:
+        return []
+    loading_ms = findings.plain.loading_ms
+    return [
+        Advice(
+            "Load data beside the step",
+            f"the step waits {loading_ms:.2f} ms of {findings.summary.wall_ms:.2f} ms for its DataLoader",
+            min(loading_ms, findings.gaps.launch_gap_ms or loading_ms),
+            "DataLoader(..., num_workers=4, persistent_workers=True, prefetch_factor=4)",
+        )
+    ]
+
+
+HOST_RULES: tuple[Callable[[Findings], list[Advice]], ...] = (
+    cuda_graph,
+    larger_batch,
+    host_synchronizations,
+    unpinned_transfers,
+    data_loading,
+)

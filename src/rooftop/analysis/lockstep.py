@@ -1,0 +1,271 @@
+"""Several processes that analyze one program together, and do not hang when one of them fails.
+
+A step of a distributed program contains collectives: it ends only if every rank runs it. Measurements repeat a step as
+often as the clock asks for, which differs from rank to rank. So one rank leads: `SharedProgram.lead` measures on rank 0
+and calls the others to each of its steps.
+
+Outcomes travel through the store of torch.distributed, not through a collective: a rank that has failed cannot be
+counted on to join one, but it can still say why. The first failure is the one that all ranks report; later ones are
+mostly "connection closed" at those that were waiting for it. What waits inside a collective is freed when the failed
+process ends (gloo), when a thread that watches the store aborts the communicators (NCCL), or at the group's timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rooftop.analysis.program import Program
+from rooftop.errors import MeasurementError, RooftopError
+
+T = TypeVar("T")
+
+GLOO_TIMEOUT = timedelta(minutes=2)  # of a collective in the groups made here; only a rank that is gone takes so long
+LEADER_TIMEOUT = timedelta(hours=2)  # between two steps of the leading rank: it may be compiling
+OUTCOME_TIMEOUT = timedelta(minutes=15)  # between the first and the last rank that finish the same work
+WATCH_S = 0.2
+
+_STEP, _STOP = b"step", b"stop"
+
+
+def several_ranks() -> bool:
+    """Whether this process is one of several in an initialised torch.distributed."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def first_rank() -> bool:
+    """Whether this process is the one that prints and writes files; also before and after torch.distributed is up."""
+    if several_ranks():
+        return dist.get_rank() == 0
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[torch.device]:
+    """torch.distributed as `torchrun` asks for it; ends what it began, and leaves alone what was there before.
+
+    Args:
+        device: its type picks the backend: NCCL for "cuda", gloo for "cpu".
+
+    Yields:
+        Where this rank runs: the GPU number LOCAL_RANK if `torchrun` started several ranks, else `device`.
+
+    Raises:
+        MeasurementError: there are fewer GPUs than ranks on this machine.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1 or not dist.is_available():
+        yield device
+        return
+    if device.type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise MeasurementError(
+                f"rank {os.environ.get('RANK', '?')} is number {local} on this machine, which has "
+                f"{torch.cuda.device_count()} GPUs: expected --nproc-per-node of at most that, or --device cpu"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        yield device
+        return
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=GLOO_TIMEOUT)
+    try:
+        yield device
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def distributed(target: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A module as data-parallel training runs it: wrapped in DistributedDataParallel, which averages the gradients.
+
+    What is no module, is distributed already, has nothing to train or runs in one process alone is returned as it is.
+    Every rank must call this: the wrapper sends rank 0's parameters to the others.
+    """
+    if not several_ranks() or not isinstance(target, nn.Module):
+        return target
+    if any(_is_distributed(part) for part in target.modules()) or not any(p.requires_grad for p in target.parameters()):
+        return target
+    return DistributedDataParallel(target, device_ids=[device] if device.type == "cuda" else None)
+
+
+def _is_distributed(part: nn.Module) -> bool:
+    """DistributedDataParallel, FullyShardedDataParallel, `fully_shard` and tensor parallelism (sharded parameters)."""
+    return type(part).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel") or any(
+        type(p).__name__ == "DTensor" for p in part.parameters(recurse=False)
+    )
+
+
+def rank_name(device: torch.device | str) -> str:
+    """The device as a row of the table names it: with its host where there are several."""
+    here, everywhere = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    several_hosts = here is not None and here != everywhere
+    return f"{socket.gethostname()}/{device}" if several_hosts else str(device)
+
+
+def barrier(device: torch.device) -> None:
+    """Wait for all ranks, on the device of a rank where the group is NCCL's."""
+    dist.barrier(device_ids=[device.index or 0] if "nccl" in dist.get_backend() and device.type == "cuda" else None)
+
+
+def on_all_ranks(work: Callable[[], T]) -> list[T]:
+    """Do the work on every rank; every rank gets the outcomes of all, by rank.
+
+    Every rank must call this, in the same order as other calls of it. Outcomes must be picklable.
+
+    Raises:
+        MeasurementError: it raised on some rank; names that rank and why. The rank that failed does not wait for the
+            others.
+    """
+    number = _store().add(f"rooftop/calls/{dist.get_rank()}", 1)  # the same at every rank
+    with _watching(number):
+        try:
+            outcome = pickle.dumps(work())
+        except Exception as error:
+            raise _failure(number, error) from error
+    return cast(list[T], _exchanged(number, outcome))
+
+
+def exchange(outcome: T | Exception) -> list[T]:
+    """What every rank has, by rank; an exception is reported at all of them (see `on_all_ranks`)."""
+
+    def give() -> T:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return on_all_ranks(give)
+
+
+def _exchanged(number: int, outcome: bytes) -> list[Any]:
+    store, rank, ranks = _store(), dist.get_rank(), range(dist.get_world_size())
+    store.set(f"rooftop/{number}/{rank}", outcome)
+    outcomes = []
+    for other in ranks:
+        try:
+            store.wait([f"rooftop/{number}/{other}"], OUTCOME_TIMEOUT)
+        except Exception as error:  # the store is with rank 0, or with torchrun, and may be gone
+            what = f"did not finish within {OUTCOME_TIMEOUT} of rank {rank}"
+            raise MeasurementError(f"rank {other} of {len(ranks)} {what} ({error})") from error
+        outcomes.append(store.get(f"rooftop/{number}/{other}"))
+    if any(not plain for plain in outcomes):
+        raise _failure(number, None)
+    return [pickle.loads(plain) for plain in outcomes]
+
+
+def _failure(number: int, error: Exception | None) -> MeasurementError:
+    """The failure that came first, as an error; records this one (at this rank) if there was none before."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = f"rank {rank} of {ranks} failed: {_reason(error)}" if error is not None else "a rank failed"
+    if isinstance(error, MeasurementError) and str(error).startswith("rank "):
+        mine = str(error)  # of an inner call: says it already
+    try:
+        store = _store()
+        first = store.compare_set(f"rooftop/{number}/failed", "", mine).decode()
+        if error is not None:
+            store.set(f"rooftop/{number}/{rank}", b"")
+    except Exception:  # the store is gone with the rank that held it
+        first = mine
+    return MeasurementError(first or mine)
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, RooftopError) and text else f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def _watching(number: int) -> Iterator[None]:
+    """With NCCL, a rank that waits in a collective for one that failed is let go: its communicators are aborted.
+
+    gloo cannot be aborted; it notices the end of the failed process by itself.
+    """
+    if "nccl" not in dist.get_backend():
+        yield
+        return
+    done = threading.Event()
+    store = _store().clone()  # a connection of its own: the other may be waiting
+
+    def watch() -> None:
+        try:
+            while not done.wait(WATCH_S):
+                if store.check([f"rooftop/{number}/failed"]):
+                    break
+            else:
+                return
+            groups = sorted(dist.distributed_c10d._world.pg_names.items(), key=lambda item: item[1], reverse=True)
+            for group, _ in groups:
+                group.abort()
+        except RuntimeError:  # neither the store nor the groups outlive the program
+            return
+
+    thread = threading.Thread(target=watch, name="rooftop watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(timeout=10 * WATCH_S)
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+class SharedProgram(Program):
+    """A program whose step all ranks run together. Every rank makes one, of the same target (see `Program`).
+
+    Outside `lead` a step is a rank's own, and every rank must call it equally often.
+    """
+
+    _announced: Iterator[str] | None = None
+
+    def lead(self, work: Callable[[], T]) -> T:
+        """Rank 0 does the work; each step that it runs in it, the others run with it. All get what the work made.
+
+        Raises:
+            MeasurementError: a step failed on some rank, or the work on rank 0; names the rank and why.
+        """
+        run = str(_store().add(f"rooftop/runs/{dist.get_rank()}", 1))
+        keys = (f"rooftop/run {run}/step {number}" for number in count())
+        if dist.get_rank() == 0:
+            return on_all_ranks(lambda: self._led(work, keys))[0]
+        return cast(T, on_all_ranks(lambda: self._follow(keys))[0])
+
+    def step(self, observe: Callable[[Any], None] = lambda output: None) -> None:
+        """Run once; in `lead`, on all ranks (see `Program.step`)."""
+        if self._announced is not None:
+            _store().set(next(self._announced), _STEP)
+        super().step(observe)
+
+    def _led(self, work: Callable[[], T], keys: Iterator[str]) -> T:
+        self._announced = keys
+        try:
+            return work()
+        finally:
+            self._announced = None
+            _store().set(next(keys), _STOP)
+
+    def _follow(self, keys: Iterator[str]) -> Any:
+        store = _store()
+        with self.preserved():
+            for key in keys:
+                store.wait([key], LEADER_TIMEOUT)
+                if store.get(key) == _STOP:
+                    break
+                super().step()

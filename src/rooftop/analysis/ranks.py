@@ -1,0 +1,200 @@
+"""The ranks of a distributed step beside each other: exposed communication, stragglers, imbalance.
+
+Communication is *exposed* while nothing else runs on the device: this part of it makes the step longer.
+
+All ranks leave a collective together, so all need the same time for a step, whoever is to blame. What tells them apart
+is a rank's *own* time, the wall time without the exposed communication: a late rank finds the others waiting for it and
+has the least exposed communication and the largest own time. What the others are exposed to beyond that, they *waited*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from rich.table import Table
+
+from rooftop.analysis.report import Advice
+from rooftop.analysis.text import time_text
+
+LEAST_IMBALANCE = 0.10
+"""A rank that needs less than this fraction more than the mean by itself is no straggler."""
+NOISE_SPREADS = 3.0
+"""Nor is one whose excess is less than this many times what its own time varies by from step to step."""
+LEAST_GAIN = 0.01
+"""Advice that would gain less than this fraction of the step is left out."""
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One rank's step: medians over some steps under the profiler, in ms.
+
+    Attributes:
+        rank, device: which; the device with its host where there are several.
+        wall_ms: of a step.
+        busy_ms: the device works (GPU), or operators or collectives run (CPU).
+        communication_ms: collectives, sends and receives are under way.
+        exposed_ms: the part of it in which nothing else runs on the device.
+        waited_ms: the part of that in which the rank waits for a later one (0 until the ranks are gathered).
+        own_spread_ms: interquartile range of the own time over the steps.
+    """
+
+    rank: int
+    device: str
+    wall_ms: float
+    busy_ms: float
+    communication_ms: float
+    exposed_ms: float
+    waited_ms: float = 0.0
+    own_spread_ms: float = 0.0
+
+    @property
+    def own_ms(self) -> float:
+        """What the rank needs by itself."""
+        return self.wall_ms - self.exposed_ms
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All ranks of a step, by rank (see `compared`)."""
+
+    rows: tuple[RankRow, ...]
+
+    @property
+    def slowest(self) -> RankRow:
+        """The rank with the largest own time."""
+        return max(self.rows, key=lambda row: row.own_ms)
+
+    @property
+    def mean_own_ms(self) -> float:
+        return fmean(row.own_ms for row in self.rows)
+
+    @property
+    def imbalance(self) -> float:
+        """(largest own time - mean own time) / mean own time."""
+        return (self.slowest.own_ms - self.mean_own_ms) / self.mean_own_ms if self.mean_own_ms > 0 else 0.0
+
+    @property
+    def straggler(self) -> int | None:
+        """The rank that the others wait for, or would if they communicated: its own time exceeds the mean by more than
+        10%, and by more than three times what any rank's own time varies by. None if there is none."""
+        excess_ms = self.slowest.own_ms - self.mean_own_ms
+        noise_ms = NOISE_SPREADS * max(row.own_spread_ms for row in self.rows)
+        late = len(self.rows) > 1 and self.imbalance > LEAST_IMBALANCE and excess_ms > noise_ms
+        return self.slowest.rank if late else None
+
+    @property
+    def wall_ms(self) -> float:
+        """Of a step: the mean over the ranks."""
+        return fmean(row.wall_ms for row in self.rows)
+
+    @property
+    def waited_ms(self) -> float:
+        """Of the rank that waits longest."""
+        return max(row.waited_ms for row in self.rows)
+
+    @property
+    def transfer_ms(self) -> float:
+        """Exposed communication that is nobody's waiting: that of the rank with the least of it."""
+        return min(row.exposed_ms for row in self.rows)
+
+    @property
+    def exposed_share(self) -> float:
+        """Exposed communication over wall time, of all ranks together."""
+        return fmean(row.exposed_ms for row in self.rows) / self.wall_ms if self.wall_ms > 0 else 0.0
+
+    @property
+    def sentence(self) -> str:
+        """What the rows show, in words."""
+        exposed = (
+            f"On average {100 * self.exposed_share:.0f}% of a step is exposed communication, "
+            f"{time_text(self.transfer_ms)} of it without waiting for another rank."
+        )
+        if self.straggler is None:
+            return f"No rank of {len(self.rows)} holds the others up (imbalance {100 * self.imbalance:.0f}%). {exposed}"
+        late = self.slowest
+        others_ms = fmean(row.own_ms for row in self.rows if row is not late)
+        verb = "holds the others up" if self.waited_ms > 0 else "is slower than the others"
+        return (
+            f"Rank {late.rank} ({late.device}) {verb}: by itself it needs {time_text(late.own_ms)} a "
+            f"step, {time_text(late.own_ms - others_ms)} more than they do. {exposed}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers, with what follows from the rows."""
+        return {
+            "rows": [{**asdict(row), "own_ms": row.own_ms} for row in self.rows],
+            "straggler": self.straggler,
+            "imbalance": self.imbalance,
+            "exposed_share": self.exposed_share,
+            "sentence": self.sentence,
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Ranks:
+        """What `to_dict` gave.
+
+        Raises:
+            ValueError: it is not that.
+        """
+        try:
+            names = RankRow.__dataclass_fields__
+            rows = tuple(RankRow(**{name: row[name] for name in names}) for row in plain["rows"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"damaged rows of ranks: {type(error).__name__} {error}") from error
+        if not rows:
+            raise ValueError("damaged rows of ranks: there are none")
+        return cls(rows)
+
+
+def compared(rows: Iterable[RankRow]) -> Ranks:
+    """The rows by rank, each with what it waited: its exposed communication beyond that of the least exposed rank."""
+    rows = sorted(rows, key=lambda row: row.rank)
+    least_ms = min(row.exposed_ms for row in rows)
+    return Ranks(tuple(replace(row, waited_ms=row.exposed_ms - least_ms) for row in rows))
+
+
+def rank_advice(ranks: Ranks) -> list[Advice]:
+    """What would make the step of all ranks faster, by falling gain."""
+    rows, late = ranks.rows, ranks.slowest
+    advice = [
+        Advice(
+            "Overlap communication with computation",
+            f"collectives take {fmean(row.communication_ms for row in rows):.2f} ms of a step of "
+            f"{ranks.wall_ms:.2f} ms; for {ranks.transfer_ms:.2f} ms of them nothing else runs on any rank, waiting "
+            "for others not counted: reduce gradients in buckets while the backward pass runs, or less often over "
+            "larger micro-batches",
+            min(ranks.transfer_ms, max(0.0, late.own_ms)),  # it can hide behind no more work than there is
+            "DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=25)",
+        )
+    ]
+    if ranks.straggler is not None:
+        second_ms = max(row.own_ms for row in rows if row is not late)
+        advice.append(
+            Advice(
+                f"Make rank {late.rank} ({late.device}) as fast as the others",
+                f"without communication it needs {late.own_ms:.2f} ms a step, the next slowest rank "
+                f"{second_ms:.2f} ms; the others wait for it, up to {ranks.waited_ms:.2f} ms a step",
+                min(late.own_ms - second_ms, ranks.waited_ms),
+            )
+        )
+    worth_it = [item for item in advice if item.gain_ms >= LEAST_GAIN * ranks.wall_ms]
+    return sorted(worth_it, key=lambda item: -item.gain_ms)
+
+
+def ranks_table(ranks: Ranks) -> Table:
+    """The ranks as a table for the terminal."""
+    table = Table(box=None, padding=(0, 1), title="\nranks, a step of each", title_justify="left")
+    for name in ("rank", "device"):
+        table.add_column(name, no_wrap=True, justify="right" if name == "rank" else "left")
+    for name in ("wall", "busy", "communication", "exposed", "waited", "own"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=8)
+    table.add_column("")
+    for row in ranks.rows:
+        late = row.rank == ranks.straggler
+        times = (row.wall_ms, row.busy_ms, row.communication_ms, row.exposed_ms, row.waited_ms, row.own_ms)
+        mark = "the straggler" if late else ""
+        table.add_row(str(row.rank), row.device, *map(time_text, times), mark, style="bold" if late else "")
+    return table

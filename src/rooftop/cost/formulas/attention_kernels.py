@@ -1,0 +1,100 @@
+"""The kernels below `scaled_dot_product_attention`, as libraries and nested tensors call them: heads after positions.
+
+Queries are (B, S, H, D), or with `cum_seq` (1, T, H, D) or (T, H, D): sequences of different lengths end to end. Their
+lengths are values, which a cost does not look at. Sequences that attend to themselves need no fewer pairs than B equal
+ones of T / B positions (the sum of squares is least when all are equal), so that many are counted.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from torch import Tensor
+
+from rooftop.cost.accounting import Call, Cost, distinct_bytes
+from rooftop.cost.formulas.matmuls import matrix_flops, merged
+from rooftop.cost.formulas.softmaxes import SOFTMAX_BACKWARD_FLOPS, SOFTMAX_FLOPS
+from rooftop.cost.formulas.streaming import arithmetic, aten
+from rooftop.cost.registry import cost_of
+
+
+@cost_of(
+    *aten("_cudnn_attention_forward _efficient_attention_forward _flash_attention_forward"),
+    *aten("_flash_attention_forward_no_dropout_inplace"),
+)
+def attention_kernel(call: Call) -> Cost:
+    """Reads queries, keys, values, lengths and the bias; writes the output and each row's log-sum-exp."""
+    query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
+    pairs = _pairs(call)
+    flops = merged(
+        matrix_flops(query, pairs * (key.shape[-1] + value.shape[-1])),
+        arithmetic(pairs * (SOFTMAX_FLOPS + (bias is not None)), [query]),
+    )
+    written = [call["out"], call.out] if "out" in call else call.results[:2]
+    return Cost(distinct_bytes([query, key, value, bias, *_lengths(call)]), distinct_bytes(written), flops)
+
+
+@cost_of(*aten("_cudnn_attention_backward _efficient_attention_backward _flash_attention_backward"))
+def attention_kernel_backward(call: Call) -> Cost:
+    """The scores again, and the gradients of queries, keys and values (and of the bias, a sum)."""
+    query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
+    gradient = call["grad_out"] if "grad_out" in call else call["grad_out_"]
+    pairs = _pairs(call)
+    flops = merged(
+        matrix_flops(query, pairs * (3 * key.shape[-1] + 2 * value.shape[-1])),
+        arithmetic(pairs * (2 + (bias is not None) + SOFTMAX_BACKWARD_FLOPS), [query]),
+    )
+    read = [gradient, query, key, value, bias, call["out"], call["logsumexp"], *_lengths(call)]
+    written = [*call.results[:3], *(call.results[3:] if call.get("bias_requires_grad") else [])]
+    return Cost(distinct_bytes(read), distinct_bytes(written), flops)
+
+
+def _bias(call: Call) -> Tensor | None:
+    bias: Tensor | None = call.get("bias", call.get("attn_bias"))
+    return bias
+
+
+def _lengths(call: Call) -> list[Tensor | None]:
+    names = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k", "seqlen_k", "seqused_k")
+    return [call.get(name) for name in names]
+
+
+def _pairs(call: Call) -> int:
+    """Pairs of a query and a key that it may see, of all heads and sequences."""
+    query, key = call["query"], call["key"]
+    starts: Tensor | None = call.get("cum_seq_q", call.get("cu_seqlens_q"))
+    heads = query.shape[-2]
+    # No mask, positions up to its own (from the first or from the last query on).
+    causal = call["is_causal"] if "is_causal" in call else call["custom_mask_type"] != 0
+    left, right = _window(call, causal)
+    if starts is None or starts.numel() == 0:
+        return query.shape[0] * heads * windowed_pairs(query.shape[-3], key.shape[-3], left, right)
+    positions, sequences = query.shape[-3], starts.numel() - 1
+    if key.shape[-3] != positions:
+        raise ValueError("the lengths of packed sequences are values, which a cost does not look at")
+    length, longer = divmod(positions, sequences)
+    pairs = (sequences - longer) * windowed_pairs(length, length, left, right)
+    return heads * (pairs + longer * windowed_pairs(length + 1, length + 1, left, right))
+
+
+def _window(call: Call, causal: bool) -> tuple[int | None, int | None]:
+    """How many positions before and after its own a query sees, None: all."""
+    left, right = call.get("window_size_left"), call.get("window_size_right")
+    if call.get("window_size"):  # of the memory-efficient kernel: so many positions up to its own
+        left = call["window_size"] - 1
+    left = None if left is None or left < 0 else left
+    right = None if right is None or right < 0 else right
+    return left, (0 if causal else right)
+
+
+@lru_cache(maxsize=1024)
+def windowed_pairs(queries: int, keys: int, left: int | None, right: int | None) -> int:
+    """Pairs (i, j) with i - left ≤ j ≤ i + right; None is no limit."""
+    if left is None and right is None:
+        return queries * keys
+    total = 0
+    for i in range(queries):
+        first = 0 if left is None else max(0, i - left)
+        last = keys - 1 if right is None else min(keys - 1, i + right)
+        total += max(0, last - first + 1)
+    return total

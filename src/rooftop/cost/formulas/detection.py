@@ -1,0 +1,92 @@
+"""Operators of torchvision for detection: boxes, regions and deformable convolutions. Registered by name alone.
+
+A bilinear sample is 8 flops: four neighbours, each weighted and added.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import Tensor
+
+from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
+from rooftop.cost.formulas.matmuls import matrix_flops, merged
+from rooftop.cost.formulas.ordering import comparison_depth
+from rooftop.cost.formulas.sparse_operands import addressed_bytes
+from rooftop.cost.formulas.streaming import arithmetic, streaming
+from rooftop.cost.registry import cost_of
+
+AREA = 3
+"""Of a box (x1, y1, x2, y2): width, height, their product."""
+
+OVERLAP = 13
+"""Of two boxes with known areas: four bounds, two clamped differences, intersection, union (2), ratio, comparison."""
+
+SAMPLE = 8
+
+
+@cost_of("torchvision::nms")
+def nms(call: Call) -> Cost:
+    """Sorts the scores, then compares boxes. How many pairs is a matter of their values; at the least, each box that is
+    kept was compared with all others that are kept, and each that is not, once."""
+    boxes, kept = call["dets"].shape[0], call.out.shape[0]
+    pairs = kept * (kept - 1) // 2 + boxes - kept
+    flops = boxes * (comparison_depth(boxes) + AREA) + pairs * OVERLAP
+    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, [call["dets"]]))
+
+
+@cost_of("torchvision::roi_align", "torchvision::ps_roi_align")
+def roi_align(call: Call) -> Cost:
+    """Each bin the mean of a grid of bilinear samples: `sampling_ratio`² of them, with 0 at least one."""
+    source, regions, pooled = call["input"], call["rois"], call.results[0]  # (N, C, H, W), (R, 5), (R, C, h, w)
+    samples = max(call["sampling_ratio"], 1) ** 2
+    read = tensor_bytes(regions) + addressed_bytes(source, pooled.numel() * samples * 4)
+    flops = pooled.numel() * (samples * (SAMPLE + 1))
+    return Cost(read, distinct_bytes(call.written_tensors), arithmetic(flops, [source]))
+
+
+@cost_of("torchvision::_roi_align_backward", "torchvision::_ps_roi_align_backward")
+def roi_align_backward(call: Call) -> Cost:
+    """Spreads each gradient over the samples of its bin; writes the whole gradient of the input."""
+    samples = max(call["sampling_ratio"], 1) ** 2
+    return streaming(samples * (SAMPLE + 1), per="grad")(call)
+
+
+@cost_of("torchvision::roi_pool", "torchvision::ps_roi_pool")
+def roi_pool(call: Call) -> Cost:
+    """The maximum (or mean) of each bin, of at least one element."""
+    source, pooled = call["input"], call.results[0]
+    read = tensor_bytes(call["rois"]) + addressed_bytes(source, pooled.numel())
+    return Cost(read, distinct_bytes(call.written_tensors), arithmetic(pooled.numel(), [source]))
+
+
+cost_of("torchvision::_roi_pool_backward", "torchvision::_ps_roi_pool_backward")(streaming(1, per="grad"))
+
+
+@cost_of("torchvision::deform_conv2d")
+def deformable_convolution(call: Call) -> Cost:
+    """A convolution of samples: one for each tap, input channel and position, scaled by a mask where there is one."""
+    source, weight, masked = call["input"], call["weight"], call["use_mask"]
+    out: Tensor = call.out  # (N, filters, h, w)
+    positions = out.numel() // weight.shape[0]
+    samples = positions * source.shape[1] * prod(weight.shape[2:])
+    flops = merged(
+        matrix_flops(source, out.numel() * prod(weight.shape[1:])),
+        arithmetic(samples * (SAMPLE + masked) + out.numel(), [source]),  # and the bias
+    )
+    read = call.read_tensors if masked else call.read_tensors_except("mask")
+    return Cost(distinct_bytes(read), tensor_bytes(out), flops)
+
+
+@cost_of("torchvision::_deform_conv2d_backward")
+def deformable_convolution_backward(call: Call) -> Cost:
+    """Two convolutions; a sample's gradient goes to the input, to the offset's two coordinates and to the mask."""
+    source, weight, gradient, masked = call["input"], call["weight"], call["grad"], call["use_mask"]
+    positions = gradient.numel() // weight.shape[0]
+    samples = positions * source.shape[1] * prod(weight.shape[2:])
+    flops = merged(
+        matrix_flops(source, 2 * gradient.numel() * prod(weight.shape[1:])),
+        arithmetic(samples * (3 + masked) * SAMPLE + gradient.numel(), [source]),
+    )
+    read = call.read_tensors_except("bias") if masked else call.read_tensors_except("bias", "mask")
+    return Cost(distinct_bytes(read), distinct_bytes(call.written_tensors), flops)

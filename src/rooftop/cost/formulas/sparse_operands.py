@@ -1,0 +1,99 @@
+"""What a sparse operand changes: flops by stored element, and of the dense operands only what is addressed is moved.
+
+Which places the indices address is a matter of their values, which a cost does not look at. As in `indexing`, they are
+taken as different, up to the size of what they point into. Indices count wherever a tensor's pattern is read or made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from rooftop.cost.accounting import Call, distinct_bytes, is_sparse, parts, stored_elements, tensor_bytes
+
+
+def addressed_bytes(dense: Tensor, count: int) -> int:
+    """Bytes of so many elements of a tensor, at most of all."""
+    return min(count * dense.element_size(), tensor_bytes(dense))
+
+
+def value_bytes(sparse: Tensor) -> int:
+    """Bytes of the values alone."""
+    return tensor_bytes(parts(sparse)[-1])
+
+
+def index_bytes(sparse: Tensor) -> int:
+    """Bytes of the indices alone."""
+    return distinct_bytes(parts(sparse)[:-1])
+
+
+def new_bytes(written: Sequence[Tensor], read: Sequence[Tensor]) -> int:
+    """Bytes of results that are not memory of the operands: a conversion may keep the values where they are."""
+    return distinct_bytes([*read, *written]) - distinct_bytes(read)
+
+
+def multiply_adds(left: Tensor, right: Tensor, out: Tensor) -> int:
+    """Products in `left @ right`, (..., m, k) @ (..., k, n) or (..., m, k) @ (k,).
+
+    Of two sparse ones the count is a matter of where the elements lie; each stored result needs at least one.
+    """
+    if is_sparse(left) and is_sparse(right):
+        return stored_elements(out)
+    if is_sparse(left):
+        return stored_elements(left) * (right.shape[-1] if right.ndim > 1 else 1)
+    if is_sparse(right):
+        return left.shape[-2] * stored_elements(right)
+    return out.numel() * left.shape[-1]
+
+
+def factor_bytes(left: Tensor, right: Tensor, *addends: Tensor) -> int:
+    """Bytes of both factors, of a dense one the rows (right) or columns (left) that the sparse one addresses, and of
+    what is added to the product."""
+    if is_sparse(left) == is_sparse(right):
+        return distinct_bytes([left, right, *addends])
+    if is_sparse(left):
+        columns = right.shape[-1] if right.ndim > 1 else 1
+        factors = tensor_bytes(left) + addressed_bytes(right, _lines(left, -1) * columns)
+    else:
+        factors = tensor_bytes(right) + addressed_bytes(left, _lines(right, -2) * left.shape[-2])
+    return factors + distinct_bytes(addends)
+
+
+def _lines(sparse: Tensor, dimension: int) -> int:
+    """Rows (-2) or columns (-1), in all matrices of a batch, that have a stored element: at most one for each of them,
+    or for each row or column of each block."""
+    values = parts(sparse)[-1]
+    if sparse.layout in (torch.sparse_bsr, torch.sparse_bsc):  # (..., blocks, rows, columns)
+        stored = values.numel() // (values.shape[-2] * values.shape[-1]) * values.shape[dimension]
+    else:
+        stored = values.numel()
+    return min(stored, prod(sparse.shape[:-2]) * sparse.shape[dimension])
+
+
+def elementwise_bytes(call: Call, read: Sequence[Tensor], written: Sequence[Tensor]) -> tuple[int, int]:
+    """Bytes read and written by an operator that goes through its tensors once, some of them sparse.
+
+    A sparse result needs of a dense operand the elements that it has a place for; a dense tensor that is changed in
+    place changes at the places of the sparse operand. What a sparse tensor that is changed in place held before can no
+    longer be seen: it is taken to have held what it holds now.
+    """
+    target = written[0]
+    sparse = [tensor for tensor in read if is_sparse(tensor)]
+    dense = [tensor for tensor in read if not is_sparse(tensor)]
+    if not call.in_place:
+        places = stored_elements(target)
+        dense_bytes = sum(addressed_bytes(t, places) for t in dense) if is_sparse(target) else distinct_bytes(dense)
+        return distinct_bytes(sparse) + dense_bytes, new_bytes(written, sparse)
+    if not is_sparse(target):
+        places = sum(map(stored_elements, sparse))
+        return distinct_bytes(sparse) + sum(addressed_bytes(t, places) for t in dense), addressed_bytes(target, places)
+    if any(tensor is not target for tensor in sparse):  # its elements were in one operand or the other, or in both
+        overwritten = all(tensor is not target for tensor in sparse)
+        return distinct_bytes(sparse if overwritten else [target]), tensor_bytes(target)
+    # The pattern stays: a number is applied to the values as they lie, a dense operand is looked up by the indices.
+    lookup = index_bytes(target) if any(tensor.ndim for tensor in dense) else 0
+    read_bytes = value_bytes(target) * len(sparse)
+    return read_bytes + lookup + sum(addressed_bytes(t, stored_elements(target)) for t in dense), value_bytes(target)

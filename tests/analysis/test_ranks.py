@@ -1,0 +1,473 @@
+"""Ranks beside each other: what is exposed, who waits for whom, and that a failed rank leaves nobody hanging."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from rooftop.analysis.lockstep import distributed, process_group, several_ranks
+from rooftop.analysis.program import Program
+from rooftop.analysis.rank_measuring import (
+    RANK_STEP_LABEL,
+    clipped,
+    gather_ranks,
+    length,
+    measure_rank,
+    measure_ranks,
+    merged,
+    rank_row,
+    without,
+)
+from rooftop.analysis.ranks import RankRow, Ranks, compared, rank_advice, ranks_table
+
+# ---- intervals ---------------------------------------------------------------------------------------------------
+
+intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
+
+
+def points(given_intervals: list[tuple[int, int]]) -> set[int]:
+    """Each unit of time that some interval covers."""
+    return {time for start, end in given_intervals for time in range(start, end)}
+
+
+@given(intervals)
+def test_merged_covers_the_same_times_once_each(some: list[tuple[int, int]]) -> None:
+    union = merged(some)
+    assert points(union) == points(some)
+    assert length(union) == len(points(some))
+    assert all(before[1] < after[0] for before, after in pairwise(union))
+
+
+@given(intervals, intervals)
+def test_without_leaves_what_no_other_covers(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    left = without(merged(some), merged(others))
+    assert points(left) == points(some) - points(others)
+    assert length(left) == len(points(left))
+
+
+@given(intervals, st.integers(0, 30), st.integers(0, 30))
+def test_clipped_keeps_what_is_between(some: list[tuple[int, int]], start: int, end: int) -> None:
+    assert points(clipped(merged(some), start, end)) == points(some) & set(range(start, end))
+
+
+# ---- events ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Named:
+    name: str
+
+
+@dataclass
+class Event:
+    """As the profiler gives them; times in ms."""
+
+    label: str
+    start: float
+    end: float
+    device: str = "CPU"
+    thread: int = 1
+    annotation: bool = False
+    index: int = 0
+
+    def name(self) -> str:
+        return self.label
+
+    def start_ns(self) -> int:
+        return round(self.start * 1e6)
+
+    def duration_ns(self) -> int:
+        return round((self.end - self.start) * 1e6)
+
+    def device_type(self) -> Named:
+        return Named(self.device)
+
+    def device_index(self) -> int:
+        return self.index
+
+    def start_thread_id(self) -> int:
+        return self.thread
+
+    def is_user_annotation(self) -> bool:
+        return self.annotation
+
+    def correlation_id(self) -> int:
+        return 0
+
+    def linked_correlation_id(self) -> int:
+        return 0
+
+
+def test_on_a_gpu_what_no_other_kernel_of_the_device_hides_is_exposed() -> None:
+    events = [
+        Event(RANK_STEP_LABEL, 0, 20, annotation=True),
+        Event(RANK_STEP_LABEL, 0, 20, device="CUDA", annotation=True),
+        Event("gemm", 1, 8, device="CUDA"),
+        Event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 5, 15, device="CUDA"),
+        Event("gemm", 10, 11, device="CUDA"),
+        Event("gemm", 0, 20, device="CUDA", index=1),
+        Event("ncclDevKernel_AllReduce", 30, 40, device="CUDA"),  # after the step
+    ]
+    row = rank_row(events, 3, torch.device("cuda", 0))
+    assert (row.rank, row.device) == (3, "cuda:0")
+    assert (row.wall_ms, row.busy_ms, row.communication_ms, row.exposed_ms) == (20, 14, 10, 6)
+    assert row.own_ms == 14
+
+
+def test_on_a_cpu_an_operator_hides_a_collective_unless_it_waits_for_it() -> None:
+    events = [
+        Event(RANK_STEP_LABEL, 0, 20, annotation=True),
+        Event("c10d::allreduce_", 1, 2),
+        Event("gloo:all_reduce", 1, 11, thread=2, annotation=True),
+        Event("aten::linear", 3, 6),
+        Event("aten::addmm", 3, 5),
+        Event("aten::add", 6, 12),  # of an AsyncCollectiveTensor: waits first
+        Event("_c10d_functional::wait_tensor", 6, 11),
+        Event("aten::add", 11, 12),
+    ]
+    row = rank_row(events, 0, torch.device("cpu"))
+    assert (row.wall_ms, row.communication_ms, row.exposed_ms, row.busy_ms) == (20, 10, 8, 11)
+
+
+def test_figures_are_medians_over_the_steps() -> None:
+    steps = [(0, 10), (100, 112), (200, 260)]
+    events = [Event(RANK_STEP_LABEL, start, end, annotation=True) for start, end in steps]
+    events += [Event("gloo:barrier", start + 1, start + 3, thread=2, annotation=True) for start, _ in steps]
+    row = rank_row(events, 0, torch.device("cpu"))
+    assert (row.wall_ms, row.exposed_ms, row.own_ms) == (12, 2, 10)
+    assert row.own_spread_ms == 25  # own times 8, 10, 58: quartiles 9 and 34
+
+
+# ---- rows --------------------------------------------------------------------------------------------------------
+
+
+def make_row(rank: int, own_ms: float, wall_ms: float = 100.0, spread_ms: float = 0.5) -> RankRow:
+    exposed_ms = wall_ms - own_ms
+    return RankRow(rank, f"cuda:{rank}", wall_ms, own_ms, exposed_ms + 4, exposed_ms, own_spread_ms=spread_ms)
+
+
+def test_the_rank_that_waits_least_is_the_straggler() -> None:
+    ranks = compared([make_row(1, 90), make_row(0, 40), make_row(2, 50)])
+    assert [row.rank for row in ranks.rows] == [0, 1, 2]
+    assert [row.waited_ms for row in ranks.rows] == [50, 0, 40]
+    assert ranks.straggler == 1
+    assert ranks.imbalance == pytest.approx((90 - 60) / 60)
+    assert ranks.exposed_share == pytest.approx(0.4)
+    assert "Rank 1 (cuda:1) holds the others up" in ranks.sentence
+    assert "90 ms a step, 45 ms more" in ranks.sentence
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [make_row(0, 80), make_row(1, 85)],
+        [make_row(0, 40, spread_ms=20), make_row(1, 90)],
+        [make_row(0, 40)],
+    ],
+    ids=["less than 10%", "no more than the noise", "a rank alone"],
+)
+def test_no_straggler(rows: list[RankRow]) -> None:
+    assert compared(rows).straggler is None
+    assert "No rank" in compared(rows).sentence
+
+
+times = st.floats(0.1, 1e4)
+rows_of_ranks = st.lists(st.tuples(times, st.floats(0, 1), times), min_size=1, max_size=8).map(
+    lambda drawn: [
+        RankRow(rank, "cpu", wall, wall, share * wall, share * wall, own_spread_ms=spread)
+        for rank, (wall, share, spread) in enumerate(drawn)
+    ]
+)
+
+
+@given(rows_of_ranks)
+def test_laws_of_the_rows(rows: list[RankRow]) -> None:
+    ranks = compared(rows)
+    assert min(row.waited_ms for row in ranks.rows) == 0
+    assert all(0 <= row.waited_ms <= row.exposed_ms <= row.wall_ms for row in ranks.rows)
+    assert ranks.imbalance >= -1e-9
+    assert 0 <= ranks.exposed_share <= 1 + 1e-9
+    gains = [item.gain_ms for item in rank_advice(ranks)]
+    assert gains == sorted(gains, reverse=True)
+    assert all(0 <= gain <= max(row.wall_ms for row in rows) for gain in gains)
+    assert Ranks.from_dict(json.loads(json.dumps(ranks.to_dict()))) == ranks
+
+
+@pytest.mark.parametrize("plain", [{}, {"rows": [{"rank": 0}]}, {"rows": None}, {"rows": []}])
+def test_damaged_json(plain: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="damaged"):
+        Ranks.from_dict(plain)
+
+
+def test_advice_names_the_straggler_and_what_could_be_overlapped() -> None:
+    straggler, overlap = rank_advice(compared([make_row(0, 40), make_row(1, 90), make_row(2, 50)]))
+    assert straggler.title == "Make rank 1 (cuda:1) as fast as the others"
+    assert straggler.gain_ms == 40
+    assert overlap.gain_ms == 10
+    assert "10.00 ms of them" in overlap.evidence
+
+
+def test_nobody_waits_where_nothing_is_communicated() -> None:
+    ranks = compared([RankRow(0, "cpu", 40, 40, 0, 0), RankRow(1, "cpu", 90, 90, 0, 0)])
+    assert ranks.straggler == 1
+    assert "is slower than the others" in ranks.sentence
+    assert rank_advice(ranks) == []
+
+
+def test_table() -> None:
+    console = Console(width=110, color_system=None)
+    with console.capture() as capture:
+        console.print(ranks_table(compared([make_row(0, 40), make_row(1, 90)])))
+    first, second = capture.get().splitlines()[-2:]
+    assert " ".join(first.split()) == "0 cuda:0 100 ms 40 ms 64 ms 60 ms 50 ms 40 ms"
+    assert second.rstrip().endswith("the straggler")
+
+
+# ---- one process -------------------------------------------------------------------------------------------------
+
+
+def test_alone() -> None:
+    device, module = torch.device("cpu"), torch.nn.Linear(8, 8)
+    with process_group(device) as where:
+        assert where == device
+        assert not several_ranks()
+    assert distributed(module, device) is module
+    program = Program(module, (torch.randn(4, 8),), {}, train=True)
+    assert measure_ranks(program, device) is None
+    row = measure_rank(program, device, steps=3)
+    assert row.communication_ms == 0
+    assert row.own_ms == row.wall_ms > row.busy_ms > 0
+    assert gather_ranks(row) is None
+    with pytest.raises(ZeroDivisionError):
+        gather_ranks(ZeroDivisionError())
+    with pytest.raises(ValueError, match="steps=0"):
+        measure_rank(program, device, steps=0)
+
+
+# ---- several processes -------------------------------------------------------------------------------------------
+
+PROLOGUE = """
+import json, os, sys, time
+import torch
+import torch.distributed as dist
+from rooftop.analysis.lockstep import SharedProgram, distributed, process_group
+from rooftop.analysis.program import Program
+from rooftop.analysis.rank_measuring import gather_ranks, measure_rank, measure_ranks
+from rooftop.errors import MeasurementError
+
+rank = int(os.environ["RANK"])
+
+def write(found):
+    with open(os.path.join(sys.argv[1], f"{rank}.json"), "w") as file:
+        json.dump(found, file)
+
+class Net(torch.nn.Module):
+    def __init__(self, seconds, wrong=False):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+        self.seconds, self.wrong, self.calls = seconds, wrong, 0
+
+    def forward(self, x):
+        self.calls += 1
+        time.sleep(self.seconds)
+        if self.wrong and self.calls == 5:
+            raise KeyError("no such voxel")
+        return self.layers(x)
+
+x = torch.randn(16, 64)
+"""
+
+Launch = Callable[..., tuple[list[Any], int, str]]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    """Runs a program on two ranks; gives what each wrote, the exit status and stderr."""
+
+    def run(body: str, torchrun: bool = False) -> tuple[list[Any], int, str]:
+        script = tmp_path / "script.py"
+        script.write_text(PROLOGUE + textwrap.dedent(body), encoding="utf-8")
+        command = [sys.executable, str(script), str(tmp_path)]
+        everywhere = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
+        if torchrun:
+            command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            environments = [everywhere]
+        else:  # torchrun ends all ranks as soon as one has failed, perhaps before they could say why
+            port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+            environments = [{**everywhere, **port, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        processes, errors = [], tmp_path / "errors"
+        try:
+            with errors.open("wb") as output:
+                processes += [subprocess.Popen(command, env=env, stdout=output, stderr=output) for env in environments]
+            status = max(abs(process.wait(timeout=60)) for process in processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        files = [tmp_path / f"{rank}.json" for rank in range(2)]
+        return [json.loads(f.read_text()) if f.exists() else None for f in files], status, errors.read_text()
+
+    return run
+
+
+def free_port() -> int:
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port: int = chosen.getsockname()[1]
+        return port
+
+
+TRAINING = """
+    with process_group(torch.device("cpu")) as device:
+        model = distributed(Net({seconds}), device)
+        assert distributed(model, device) is model
+        program = Program(model, (x,), {{}}, train=True)
+        write(measure_ranks(program, device).to_dict())
+"""
+
+
+def test_balanced_ranks_have_no_straggler(launch: Launch) -> None:
+    found, status, errors = launch(TRAINING.format(seconds=0.03), torchrun=True)
+    assert status == 0, errors
+    assert found[0] == found[1]
+    ranks = Ranks.from_dict(found[0])
+    assert ranks.straggler is None
+    assert [row.device for row in ranks.rows] == ["cpu", "cpu"]
+    assert all(0 < row.exposed_ms <= row.communication_ms < row.wall_ms for row in ranks.rows)
+    assert all(row.own_ms > 30 for row in ranks.rows)
+
+
+def test_a_delayed_rank_is_the_straggler(launch: Launch) -> None:
+    found, status, errors = launch(TRAINING.format(seconds="0.05 * rank"))
+    assert status == 0, errors
+    ranks = Ranks.from_dict(found[0])
+    prompt, late = ranks.rows
+    assert ranks.straggler == 1
+    assert prompt.waited_ms > 35
+    assert late.waited_ms == 0
+    assert late.own_ms - prompt.own_ms == pytest.approx(50, abs=15)
+    assert late.wall_ms == pytest.approx(prompt.wall_ms, rel=0.2)
+
+
+def test_a_rank_that_raises_is_named_at_all(launch: Launch) -> None:
+    began = time.monotonic()
+    found, status, errors = launch("""
+        with process_group(torch.device("cpu")) as device:
+            program = Program(distributed(Net(0.0, wrong=rank == 1), device), (x,), {}, train=True)
+            try:
+                measure_ranks(program, device)
+            except MeasurementError as error:
+                write(str(error))
+                os._exit(1)  # as a program ends that does not catch it
+    """)
+    assert status != 0
+    assert found[0] == found[1], errors
+    assert found[0].startswith("rank 1 of 2 failed: DistributedDataParallel raised KeyError for inputs 16x64:float32")
+    assert time.monotonic() - began < 40
+
+
+def test_a_rank_that_raised_before_gathering_is_named_at_all(launch: Launch) -> None:
+    found, status, errors = launch("""
+        with process_group(torch.device("cpu")) as device:
+            program = Program(Net(0.0), (x,), {})
+            row = measure_rank(program, device, steps=2)
+            try:
+                gather_ranks(row if rank == 0 else ZeroDivisionError("half a step"))
+            except MeasurementError as error:
+                write([str(error), len(gather_ranks(row).rows)])  # and they can go on together
+    """)
+    assert status == 0, errors
+    assert found == [["rank 1 of 2 failed: ZeroDivisionError: half a step", 2]] * 2
+
+
+def test_the_others_follow_each_step_of_the_leading_rank(launch: Launch) -> None:
+    found, status, errors = launch("""
+        from rooftop.analysis.profiling import profile_program
+        with process_group(torch.device("cpu")) as device:
+            net = Net(0.0)
+            program = SharedProgram(distributed(net, device), (x,), {}, train=True)
+            names = program.lead(lambda: [op.record.name for op in profile_program(program).operators])
+            again = program.lead(lambda: rank)
+            write([net.calls, names, again, len(measure_ranks(program, device).rows)])
+    """)
+    assert status == 0, errors
+    assert found[0] == found[1]
+    calls, names, again, rows = found[0]
+    assert calls > 20
+    assert "aten::addmm" in names
+    assert (again, rows) == (0, 2)
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_failure_while_one_rank_leads_is_named_at_all(launch: Launch, wrong: int) -> None:
+    found, status, errors = launch(f"""
+        with process_group(torch.device("cpu")) as device:
+            program = SharedProgram(Net(0.0, wrong=rank == {wrong}), (x,), {{}})
+            try:
+                program.lead(lambda: [program.step() for _ in range(8)])
+            except MeasurementError as error:
+                write(str(error))
+    """)
+    assert status == 0, errors
+    assert found[0] == found[1]
+    assert found[0].startswith(f"rank {wrong} of 2 failed: Net raised KeyError")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_between_gpus_the_rank_with_more_work_is_the_straggler(launch: Launch) -> None:
+    found, status, errors = launch("""
+        class Heavy(Net):
+            def forward(self, x):
+                busy = self.heavy = torch.ones(4096, 4096, device=x.device)
+                for _ in range(20 * rank):
+                    busy = busy @ self.heavy / 4096
+                return super().forward(x)
+
+        with process_group(torch.device("cuda")) as device:
+            model = distributed(Heavy(0.0).to(device), device)
+            program = SharedProgram(model, (x.to(device),), {}, train=True)
+            program.lead(lambda: [program.step() for _ in range(4)])
+            write(measure_ranks(program, device).to_dict())
+    """)
+    assert status == 0, errors
+    ranks = Ranks.from_dict(found[0])
+    assert found[0] == found[1]
+    assert [row.device for row in ranks.rows] == ["cuda:0", "cuda:1"]
+    assert ranks.straggler == 1
+    assert ranks.rows[0].exposed_ms > ranks.rows[1].exposed_ms > 0
+    assert ranks.rows[1].busy_ms > ranks.rows[1].communication_ms
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_between_gpus_a_rank_that_raises_is_named_though_it_lives_on(launch: Launch) -> None:
+    found, _, errors = launch("""
+        with process_group(torch.device("cuda")) as device:
+            model = distributed(Net(0.0, wrong=rank == 1).to(device), device)
+            program = Program(model, (x.to(device),), {}, train=True)
+            try:
+                measure_ranks(program, device)
+            except MeasurementError as error:
+                write(str(error))
+                time.sleep(5 * rank)
+                os._exit(0)
+    """)
+    assert found[0] == found[1], errors
+    assert found[0].startswith("rank 1 of 2 failed: DistributedDataParallel raised KeyError")
