@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import re
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 
-from rooftop.analysis.kernel_work import KernelWork, kernel_works
+from rooftop.analysis.kernel_work import KernelWork, is_dynamic, kernel_works
 from rooftop.analysis.report import Compilation, GraphBreak, Recompilation
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -50,13 +51,25 @@ class CompiledGraph:
     problem: str = ""
 
 
+_numbers = itertools.count()  # of graphs, in this process: code of an earlier analysis keeps its key
+_RECORDED: dict[str, CompiledGraph] = {}
+"""Graphs of all analyses: code that one of them compiled is not compiled again when another runs it.
+
+Only those of fixed sizes: the kernels of others are told for the sizes that they were compiled for."""
+
+
+def recorded_graph(key: str) -> CompiledGraph | None:
+    """The graph of that key, whichever analysis compiled it; None if none did."""
+    return _RECORDED.get(key)
+
+
 @dataclass
 class CompiledGraphs:
     """Records what is compiled while active (`with`); graphs by the key that the profiler shows."""
 
     graphs: dict[str, CompiledGraph] = field(default_factory=dict)
     _breaks: list[tuple[str, str]] = field(default_factory=list)  # (file:line, reason)
-    _frames_before: int = 0
+    _frames: deque[Any] = field(default_factory=deque)  # dynamo's metrics of each compilation; it keeps the last 64
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> CompiledGraphs:
@@ -64,9 +77,10 @@ class CompiledGraphs:
         from torch._functorch import config as functorch_config
         from torch._inductor import compile_fx
 
+        self._stack.callback(torch._dynamo.utils._compilation_metrics.extend, self._frames)
+        self._stack.enter_context(patch.object(torch._dynamo.utils, "_compilation_metrics", self._frames))
         self._stack.enter_context(patch.object(compile_fx, "compile_fx", self._recording(compile_fx)))
         self._stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
-        self._frames_before = len(torch._dynamo.utils.get_compilation_metrics())
         self._stack.enter_context(_listening(_BREAKS, self._note_break))
         return self
 
@@ -77,7 +91,7 @@ class CompiledGraphs:
         """`compile_fx` with an inner compiler that keeps graph and kernels, forward and backward alike."""
         from torch._inductor import config, debug
 
-        original, numbers = compile_fx.compile_fx, itertools.count()
+        original = compile_fx.compile_fx
 
         def recording(model: Any, inputs: Any, *args: Any, inner_compile: Any = None, **kwargs: Any) -> Any:
             inner = inner_compile or compile_fx.compile_fx_inner
@@ -87,9 +101,12 @@ class CompiledGraphs:
                 with config.patch(SWITCHES):
                     compiled = inner(gm, example_inputs, **options)
                 kernels = dict(debug._inductor_triton_kernel_to_post_grad_node_info)
-                key = f"{GRAPH_KEY}{next(numbers)}"
+                key = str(getattr(compiled, "_fx_graph_cache_key", None))
+                if not key.startswith(GRAPH_KEY):  # else kept already: with options `compile_fx` calls itself
+                    key = compiled._fx_graph_cache_key = f"{GRAPH_KEY}{next(_numbers)}"
                 self.graphs[key] = _graph(gm, kernels, bool(options.get("is_backward")))
-                compiled._fx_graph_cache_key = key
+                if not is_dynamic(gm.graph):  # else its kernels are those of other sizes
+                    _RECORDED[key] = self.graphs[key]
                 return compiled
 
             return original(model, inputs, *args, inner_compile=keeping, **kwargs)
@@ -105,10 +122,7 @@ class CompiledGraphs:
 
     def compilation(self) -> Compilation:
         """What was compiled, how long it took, where graphs broke and what was compiled again."""
-        import torch._dynamo.utils
-
-        frames = torch._dynamo.utils.get_compilation_metrics()[self._frames_before :]
-        frames = [frame for frame in frames if frame.compile_id and not frame.is_runtime and frame.co_name]
+        frames = [frame for frame in self._frames if frame.compile_id and not frame.is_runtime and frame.co_name]
         seconds = {f"{frame.co_filename}:{frame.co_firstlineno}": _seconds(frame) for frame in frames}
         breaks = [GraphBreak(line, reason, seconds.get(line, 0.0)) for line, reason in dict.fromkeys(self._breaks)]
         again = [
@@ -167,5 +181,5 @@ class _listening:
 
     def __exit__(self, *exception: object) -> None:
         self._logger.removeHandler(self._handler)
-        self._logger.level, self._logger.propagate = self._before
-        self._logger.setLevel(self._before[0])
+        level, self._logger.propagate = self._before
+        self._logger.setLevel(level)

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.analysis.attribution import AUTOGRAD, LOSS, OPTIMIZER
-from rooftop.analysis.compiled import GRAPH_KEY, CompiledGraph
+from rooftop.analysis.compiled import GRAPH_KEY, CompiledGraph, recorded_graph
 from rooftop.analysis.kernel_join import Kernel, device_kernels
 from rooftop.analysis.kernel_work import KernelWork, is_generated
 from rooftop.analysis.reconstruction import NotReconstructedError, has_formula, reconstructed, tensors_of
 from rooftop.cost import FREE, Cost, Record
-from rooftop.cost.accounting import tensor_bytes, tensors_in
+from rooftop.cost.accounting import counted_for, tensor_bytes, tensors_in
 from rooftop.cost.registry import formula_for
 
 _GENERATED = re.compile(r"^(?:graph_\d+_)?((?:triton|cpp)_\S+)$")
@@ -129,7 +129,7 @@ class _Walk:
 
     def _graph(self, event: _Event) -> CompiledGraph | None:
         found = re.search(rf"{GRAPH_KEY}\d+", event.name)
-        return self._graphs.get(found[0]) if found else None
+        return (self._graphs.get(found[0]) or recorded_graph(found[0])) if found else None
 
     def _visit_in_graph(self, event: _Event, works: _Matcher, phase: str, problem: str) -> None:
         work = works.next(event.name)
@@ -159,7 +159,8 @@ class _Walk:
         try:
             call = reconstructed(event.source)
             formula = formula_for(call.func)
-            cost = formula(call) if formula is not None else None
+            with counted_for(self._device.partition(":")[0]):
+                cost = formula(call) if formula is not None else None
             tensors = call.read_tensors or list(tensors_in(call.out))
             leading = next((t for t in tensors if t.is_floating_point()), tensors[0] if tensors else None)
             dtype = str(leading.dtype).removeprefix("torch.") if leading is not None else ""
@@ -301,18 +302,25 @@ def _one_by_one(works: list[KernelWork], kernels: list[Kernel]) -> Iterator[tupl
 
 
 class _Matcher:
-    """Finds the work of each event of one run of a graph; both come in the same order."""
+    """Finds the work of each event of one run of a graph; both come in the same order.
+
+    A generated kernel is known by its name. A library call may be one that the graph does not know (a copy of an
+    input): it is looked for no further than to the next generated kernel, which has an event of its own.
+    """
 
     def __init__(self, works: Sequence[KernelWork]) -> None:
         self._works = works
         self._next = 0
 
     def next(self, name: str) -> KernelWork | None:
-        plain = _plain(name)
+        plain, anchor = _plain(name), _GENERATED.match(name)
         for position in range(self._next, len(self._works)):
-            if _plain(self._works[position].name) == plain:
+            work = self._works[position]
+            if _plain(work.name) == plain:
                 self._next = position + 1
-                return self._works[position]
+                return work
+            if anchor is None and is_generated(work.name):
+                return None
         return None
 
 
@@ -321,14 +329,16 @@ def _plain(name: str) -> str:
     generated = _GENERATED.match(name)
     if generated:
         return generated[1]
-    if "::" in name:
-        return name.rpartition("::")[2].removesuffix("_")
     parts = name.split(".")
-    if name.startswith("torch.ops.") and len(parts) > 3:
-        return parts[3]
-    if name.startswith("aten."):
-        return parts[1]
-    return parts[-1].removeprefix("bias_")
+    if "::" in name:
+        plain = name.rpartition("::")[2]
+    elif name.startswith("torch.ops.") and len(parts) > 3:
+        plain = parts[3]
+    elif name.startswith("aten."):
+        plain = parts[1]
+    else:
+        plain = parts[-1].removeprefix("bias_")
+    return plain.removesuffix("_")
 
 
 def _shown(name: str) -> str:

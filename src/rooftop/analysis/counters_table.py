@@ -86,7 +86,9 @@ def counters_table(rows: Sequence[KernelRow], report: Report, limit: int = 12) -
 
 def _notes(rows: Sequence[KernelRow], counted: dict[str, Counted]) -> list[str]:
     both = [(row.dram_bytes, must) for row in rows if (must := counted[row.name].bytes) is not None]
-    moved, must = sum(row for row, _ in both), sum(must for _, must in both)
+    if not both:
+        return []
+    moved, must = sum(moved for moved, _ in both), sum(must for _, must in both)
     notes = [
         f"{_bytes_text(moved)} moved where {_bytes_text(must)} must be, over the kernels whose operators have a cost "
         "formula"

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
-from rooftop.cost.accounting import FREE, Call, Cost, distinct_bytes, tensor_bytes, tensors_in
+from rooftop.cost.accounting import FREE, Call, Cost, distinct_bytes, distinct_elements, tensor_bytes, tensors_in
 from rooftop.cost.registry import formula_for
 
 REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "max", "min", "prod", "argmax", "argmin", "any", "all"}
@@ -60,7 +62,7 @@ def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:
         name=name,
         cost=Cost(size, size),
         uncovered=(),
-        shapes=tuple(tuple(_known(tensor.shape)) for tensor in copied),
+        shapes=tuple(tuple(tensor.shape) for tensor in copied),
         dtype=str(copied[0].dtype).removeprefix("torch.") if copied else "",
         scope=_shared_scope(served),
         lays_out=True,
@@ -90,7 +92,11 @@ def kernel_works(graph: fx.Graph, kernels: Sequence[tuple[str, Sequence[str]]]) 
     Args:
         graph: of aten operators, with fake tensors as `meta["val"]`.
         kernels: (name, names of the nodes fused into it), in the order in which the generated code launches them.
+
+    Raises:
+        ValueError: sizes in it depend on data.
     """
+    graph = _with_known_sizes(graph)
     by_name = {node.name: node for node in graph.nodes}
     groups = [[by_name[name] for name in names if name in by_name] for _, names in kernels]
     # What a library does is done there alone. Generated kernels name it as their origin too: one that adds its bias, or
@@ -128,13 +134,16 @@ class _Kernel:
         members = set(self.group)
         stored = [node for node in self.group if not _is_view(node) and self._is_stored(node)]
         flops, uncovered = FREE, []
-        for node in self._needed(stored, members):
+        needed = self._needed(stored, members)
+        demand = self._demand(needed, stored)
+        for node in needed:
             cost = _cost(node)
             if cost is None:
                 uncovered.append(str(node.target))
                 continue
-            flops = flops + Cost(flops=cost.flops)
-            self._note_reads(node, cost, members)
+            share = demand.get(node, 1.0)
+            flops = flops + Cost(flops={precision: int(share * count) for precision, count in cost.flops.items()})
+            self._note_reads(node, cost, members, share)
         read = sum(self._read_bytes(source, parts) for source, parts in self.reads.items())
         written = [tensor for node in stored for tensor in self._stored_tensors(node)]
         known = bool(stored) and not uncovered
@@ -144,7 +153,7 @@ class _Kernel:
             name=name,
             cost=Cost(read, distinct_bytes(written), flops.flops) if known else None,
             uncovered=tuple(dict.fromkeys(uncovered)),
-            shapes=tuple(tuple(_known(v.shape)) for source in self.reads for v in _values(source)[:1]),
+            shapes=tuple(tuple(v.shape) for source in self.reads for v in _values(source)[:1]),
             dtype=str(leading.dtype).removeprefix("torch.") if leading is not None else "",
             scope=_shared_scope(self.group),
         )
@@ -171,6 +180,11 @@ class _Kernel:
         """Of an operator with several results those that are used."""
         picked = [user for user in node.users if _is_getitem(user)]
         if isinstance(node.meta.get("val"), Tensor) or not picked:
+            # Of a value that is only looked at through views (a slice), these.
+            views = [user for user in node.users if self._uses_from_memory(user, node)]
+            if views and all(_is_view(view) for view in views):
+                parts = [tensor for view in views for tensor in _values(view)]
+                return parts if distinct_bytes(parts) < distinct_bytes(_values(node)) else _values(node)
             return _values(node)
         return [v for user in picked if any(self._uses_from_memory(u, node) for u in user.users) for v in _values(user)]
 
@@ -187,7 +201,26 @@ class _Kernel:
             waiting.extend(node.all_input_nodes)
         return list(needed)
 
-    def _note_reads(self, node: fx.Node, cost: Cost, members: set[fx.Node]) -> None:
+    def _demand(self, needed: Sequence[fx.Node], stored: Sequence[fx.Node]) -> dict[fx.Node, float]:
+        """The share of each value that somebody asks for: a slice, or a gather, makes all before it compute no more."""
+        position = {node: number for number, node in enumerate(self.group[0].graph.nodes)} if self.group else {}
+        elements: dict[fx.Node, float] = {}
+        for node in stored:
+            elements[node] = sum(distinct_elements(tensor) for tensor in self._stored_tensors(node))
+        for node in sorted(needed, key=position.__getitem__, reverse=True):
+            size = sum(tensor.numel() for tensor in _values(node)) or 1
+            asked = min(1.0, elements.get(node, size) / size)
+            for value in node.all_input_nodes:
+                whole = sum(tensor.numel() for tensor in _values(value))
+                picks = _is_gather(node) and value is node.args[0]
+                share = asked * size if picks or whole <= size else whole
+                source = _source(value)
+                elements[source] = max(elements.get(source, 0.0), min(share, whole))
+        sizes = {node: sum(tensor.numel() for tensor in _values(node)) for node in needed}
+        return {node: min(1.0, elements.get(node, size) / size) if size else 1.0 for node, size in sizes.items()}
+
+    def _note_reads(self, node: fx.Node, cost: Cost, members: set[fx.Node], share: float) -> None:
+        size = sum(tensor.numel() for tensor in _values(node))
         for value in node.all_input_nodes:
             source = _source(value)
             if source in members and source not in self.begun:
@@ -196,8 +229,10 @@ class _Kernel:
                 continue
             for tensor in _values(value):
                 whole = tensor_bytes(tensor)
-                # An embedding or an index looks at no more of its table than its formula says.
-                self.reads.setdefault(source, []).append(tensor if cost.read_bytes >= whole else cost.read_bytes)
+                # An embedding or an index looks at no more of its table than its formula says, and no operator at more
+                # than is asked of it.
+                least = cost.read_bytes if tensor.numel() > size else int(share * size) * tensor.element_size()
+                self.reads.setdefault(source, []).append(tensor if least >= whole else least)
 
     def _read_bytes(self, source: fx.Node, parts: list[Tensor | int]) -> int:
         limit = sum(tensor_bytes(tensor) for tensor in _values(source))
@@ -206,7 +241,53 @@ class _Kernel:
         return min(counted, limit) if limit else counted
 
 
+def is_dynamic(graph: fx.Graph) -> bool:
+    """Whether it was compiled for sizes that may change."""
+    values = [value for node in graph.nodes for value in tree_leaves(node.meta.get("val"))]
+    sizes = [size for v in values if isinstance(v, Tensor) for size in (*v.shape, *_strides(v))]
+    return any(isinstance(value, _SYMBOLS) for value in (*values, *sizes))
+
+
+def _with_known_sizes(graph: fx.Graph) -> fx.Graph:
+    """The graph with numbers for dynamic sizes: those that it was compiled for."""
+    if not is_dynamic(graph):
+        return graph
+    memories: dict[int, Tensor] = {}
+    known = fx.Graph()
+    known.output(known.graph_copy(graph, {}))
+    for node in known.nodes:
+        node.meta["val"] = tree_map(lambda value: _known(value, memories), node.meta.get("val"))
+    return known
+
+
+def _known(value: Any, memories: dict[int, Tensor]) -> Any:
+    """A number for a symbol; for a tensor one of known sizes, where the memory of the former one is."""
+    if isinstance(value, _SYMBOLS):
+        if value.node.hint is None:
+            raise ValueError("its sizes depend on data")
+        return value.node.hint
+    if not isinstance(value, FakeTensor) or value.layout != torch.strided:
+        return value
+    with value.fake_mode:
+        shape, strides = ([_known(size, memories) for size in sizes] for sizes in (value.shape, _strides(value)))
+        storage = value.untyped_storage()
+        if storage._cdata not in memories:
+            room = _known(storage.nbytes(), memories) // 16 + 1
+            memories[storage._cdata] = torch.empty(16 * room, dtype=torch.uint8, device=value.device)
+        offset = _known(value.storage_offset(), memories)
+        return memories[storage._cdata].view(value.dtype).as_strided(shape, strides, offset)
+
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _strides(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.stride() if tensor.layout == torch.strided else ()
+
+
 def _cost(node: fx.Node) -> Cost | None:
+    if node.op == "call_function" and isinstance(node.meta.get("val"), (int, float)):
+        return FREE  # arithmetic on sizes
     if not isinstance(node.target, torch._ops.OpOverload):
         return FREE if node.op != "call_function" or _is_getitem(node) else None
     formula = formula_for(node.target)
@@ -239,6 +320,14 @@ def _is_view(node: fx.Node) -> bool:
     return not name.startswith(_ALLOCATIONS) and (_cost(node) == FREE or name in ("reshape", "contiguous"))
 
 
+def _is_gather(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name.partition("::")[2] in GATHERS
+
+
+GATHERS = {"gather", "index", "index_select", "embedding", "_unsafe_index"}
+
+
 def _is_reduction(node: fx.Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.name.partition("::")[2] in REDUCTIONS
@@ -252,11 +341,6 @@ def _source(node: fx.Node) -> fx.Node:
 
 def _values(node: fx.Node) -> list[Tensor]:
     return list(tensors_in(node.meta.get("val")))
-
-
-def _known(shape: Iterable[Any]) -> list[int]:
-    """Sizes as numbers; of a dynamic dimension the one that it was compiled for."""
-    return [size if isinstance(size, int) else int(size.node.hint or 0) for size in shape]
 
 
 def _shared_scope(nodes: Sequence[fx.Node]) -> str:

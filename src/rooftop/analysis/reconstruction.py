@@ -113,6 +113,8 @@ def _value(wanted: Any, kind: str, shape: Any, stride: Any, text: Any) -> Any:
     if kind == "TensorList":
         if "List[" not in str(wanted) and "[]" not in str(wanted):
             raise NotReconstructedError(f"a list of tensors was recorded, {wanted} is expected")
+        if not shape or not isinstance(shape[0], (list, tuple)):
+            raise NotReconstructedError("this version of the profiler does not record the tensors of a list")
         # The element type is not recorded: optimizers and concatenations are mostly of float32.
         strides = stride if len(stride) == len(shape) else [[]] * len(shape)
         return [_meta(one, step, torch.float32) for one, step in zip(shape, strides, strict=True)]

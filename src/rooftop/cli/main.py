@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]  # accepted before and after the verb
     try:
-        result = command.main(words, prog_name="rooftop", standalone_mode=False)
+        result = command.main(words, prog_name="rooftop", standalone_mode=False, obj=words)
         return result if isinstance(result, int) else 0
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", 130, debug)

@@ -10,17 +10,19 @@ from rooftop.cost.accounting import (
     precision_of,
     tensor_bytes,
 )
-from rooftop.cost.counting import CountingMode, Record
+from rooftop.cost.counting import CallSpec, CountingMode, Record, TensorSpec
 from rooftop.cost.registry import cost_of, covered_operators
 from rooftop.cost.roofs import Roof, roof
 
 __all__ = [
     "FREE",
     "Call",
+    "CallSpec",
     "Cost",
     "CountingMode",
     "Record",
     "Roof",
+    "TensorSpec",
     "cost_of",
     "counted_for",
     "covered_operators",

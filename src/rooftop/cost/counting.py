@@ -32,6 +32,24 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a tensor was, without its data."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpec:
+    """A call that can be made again on other tensors of the same shapes: the operator, and its arguments with a
+    `TensorSpec` for each tensor."""
+
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """One executed operator.
 
@@ -46,6 +64,8 @@ class Record:
         uncovered: why there is no cost, "" if there is one.
         place: of operators that make the host wait for a GPU, or the GPU for the host's memory, the line of the program
             ("train.py:12"); "" of others, and where no line of the program is running (backward).
+        spec: of matrix products, convolutions, batch norms and attention on a GPU: what it takes to time them in
+            another type or layout.
     """
 
     name: str
@@ -57,6 +77,7 @@ class Record:
     cost: Cost | None
     uncovered: str = ""
     place: str = ""
+    spec: CallSpec | None = None
 
 
 class CountingMode(TorchDispatchMode):
@@ -93,7 +114,11 @@ class CountingMode(TorchDispatchMode):
         if func.namespace == "prim":
             # Fake tensors are asked for their device through the dispatcher, real ones are not: no part of the program.
             return func(*args, **kwargs)
-        if _has_decomposition(func) and not _has_kernel(func, _device_type((args, kwargs))):
+        if (
+            _has_decomposition(func)
+            and not _has_kernel(func, _device_type((args, kwargs)))
+            and not any(tensor.is_nested for tensor in tensors_in((args, kwargs)))  # these have kernels of their own
+        ):
             # Under inference_mode composite operators (linear, conv2d) arrive whole: take them apart as autograd does.
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
@@ -146,7 +171,29 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         cost=cost,
         uncovered=uncovered,
         place=_place(name, tensors, out),
+        spec=_spec(func, args, kwargs) if name in _REPEATABLE and leading is not None and leading.is_cuda else None,
     )
+
+
+_REPEATABLE = {
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::convolution_backward"),
+    *("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::native_batch_norm_backward"),
+    *("aten::cudnn_batch_norm_backward", "aten::_scaled_dot_product_efficient_attention"),
+    *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention"),
+    *("aten::_scaled_dot_product_efficient_attention_backward", "aten::_scaled_dot_product_flash_attention_backward"),
+    "aten::_scaled_dot_product_cudnn_attention_backward",
+}
+
+
+def _spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec:
+    def described(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return TensorSpec(tuple(value.shape), value.dtype)
+        if isinstance(value, (list, tuple)):
+            return tuple(described(item) for item in value)
+        return value
+
+    return CallSpec(func, described(args), tuple((name, described(value)) for name, value in kwargs.items()))
 
 
 _ANSWERED_ON_THE_HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
