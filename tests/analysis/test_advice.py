@@ -6,10 +6,12 @@ import dataclasses
 
 import pytest
 
-from rooftop.analysis.advice import advise, half_precision, pointwise_fusion
+from rooftop.analysis.advice import advise
+from rooftop.analysis.advice.format_rules import half_precision
+from rooftop.analysis.advice.host_rules import cuda_graph
+from rooftop.analysis.advice.kernel_rules import pointwise_fusion
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import operator_rows
-from rooftop.analysis.host_advice import cuda_graph
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.report import Gaps, Summary
 from rooftop.cost import Cost, Record

@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rooftop.analysis.lockstep import distributed, process_group, several_ranks
 from rooftop.analysis.program import Program
-from rooftop.analysis.rank_measuring import (
+from rooftop.analysis.ranks.lockstep import distributed, process_group, several_ranks
+from rooftop.analysis.ranks.measuring import (
     RANK_STEP_LABEL,
     clipped,
     gather_ranks,
@@ -34,7 +34,7 @@ from rooftop.analysis.rank_measuring import (
     rank_row,
     without,
 )
-from rooftop.analysis.ranks import RankRow, Ranks, compared, rank_advice, ranks_table
+from rooftop.analysis.ranks.merging import RankRow, Ranks, compared, rank_advice, ranks_table
 
 # ---- intervals ---------------------------------------------------------------------------------------------------
 
@@ -266,9 +266,9 @@ PROLOGUE = """
 import json, os, sys, time
 import torch
 import torch.distributed as dist
-from rooftop.analysis.lockstep import SharedProgram, distributed, process_group
+from rooftop.analysis.ranks.lockstep import SharedProgram, distributed, process_group
 from rooftop.analysis.program import Program
-from rooftop.analysis.rank_measuring import gather_ranks, measure_rank, measure_ranks
+from rooftop.analysis.ranks.measuring import gather_ranks, measure_rank, measure_ranks
 from rooftop.errors import MeasurementError
 
 rank = int(os.environ["RANK"])

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.analysis.lockstep import SharedProgram, several_ranks
 from rooftop.analysis.profiling import Progress, profile_program
 from rooftop.analysis.program import Program
-from rooftop.analysis.rank_measuring import measure_ranks
-from rooftop.analysis.ranks import rank_advice
+from rooftop.analysis.ranks.lockstep import SharedProgram, several_ranks
+from rooftop.analysis.ranks.measuring import measure_ranks
+from rooftop.analysis.ranks.merging import rank_advice
 from rooftop.analysis.report import Report
 from rooftop.analysis.reporting import report_of
 from rooftop.cost.accounting import tensors_in

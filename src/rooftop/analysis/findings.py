@@ -30,3 +30,7 @@ class Findings:
     @property
     def training(self) -> bool:
         return any(row.phase == "backward" for row in self.rows)
+
+
+LEAST_GAIN = 0.01
+"""Advice that would gain less than this fraction of the wall time is left out."""

@@ -24,8 +24,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rooftop.analysis.attribution import ModuleTracker
-from rooftop.analysis.compiled import CompiledGraph
-from rooftop.analysis.compiled_join import join_compiled
+from rooftop.analysis.compiled.graphs import CompiledGraph
+from rooftop.analysis.compiled.joining import join_compiled
 from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels, kernels_by_label
 from rooftop.cost import CountingMode, Record
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from rooftop.analysis.attribution import ModuleTracker
-from rooftop.analysis.compiled import CompiledGraphs
+from rooftop.analysis.compiled.graphs import CompiledGraphs
 from rooftop.analysis.instruments import (
     CompiledInstrument,
     Labelled,

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rooftop.analysis.attribution import ModuleTracker
-from rooftop.analysis.compiled import CompiledGraphs
+from rooftop.analysis.compiled.graphs import CompiledGraphs
 from rooftop.analysis.instruments import (
     CompiledInstrument,
     Labelled,

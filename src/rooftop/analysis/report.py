@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rooftop.analysis.ranks import Ranks
+    from rooftop.analysis.ranks.merging import Ranks
 
 FORMAT = 1
 FLAGGED_PERCENT = 105.0
@@ -250,7 +250,7 @@ class Report:
         Raises:
             ValueError: not a report, or of another format version.
         """
-        from rooftop.analysis.ranks import Ranks
+        from rooftop.analysis.ranks.merging import Ranks
 
         if plain.get("format") != FORMAT:
             raise ValueError(f"expected a rooftop report of format {FORMAT}, got format {plain.get('format')!r}")

@@ -32,7 +32,7 @@ def renderable(report: Report, rows: int) -> RenderableType:
     if report.advice:
         parts.append(_advice(report))
     if report.ranks is not None:
-        from rooftop.analysis.ranks import ranks_table
+        from rooftop.analysis.ranks.merging import ranks_table
 
         parts += [ranks_table(report.ranks), Text(report.ranks.sentence)]
     parts.append(_operators(report, rows))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from rooftop.analysis import Report, analyze, fake_tensors, predict
-from rooftop.analysis.lockstep import distributed, first_rank, process_group
+from rooftop.analysis.ranks.lockstep import distributed, first_rank, process_group
 from rooftop.analysis.scripts import analyze_script
 from rooftop.analysis.text import WIDTH, renderable
 from rooftop.cli.progress import progress_bar

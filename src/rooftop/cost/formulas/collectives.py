@@ -1,7 +1,7 @@
 """Collectives between ranks: what each rank must read and write in its own memory.
 
 What must go over the links is not counted here: ceilings know bandwidths of memory, and the report of several ranks
-shows communication as time (see `rooftop.analysis.ranks`).
+shows communication as time (see `rooftop.analysis.ranks.measuring`).
 """
 
 from __future__ import annotations

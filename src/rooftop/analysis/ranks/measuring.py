@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rooftop.analysis.kernel_join import device_kernels
-from rooftop.analysis.lockstep import barrier, exchange, on_all_ranks, rank_name, several_ranks
 from rooftop.analysis.program import Program
-from rooftop.analysis.ranks import RankRow, Ranks, compared
+from rooftop.analysis.ranks.lockstep import barrier, exchange, on_all_ranks, rank_name, several_ranks
+from rooftop.analysis.ranks.merging import RankRow, Ranks, compared
 
 RANK_STEP_LABEL = "rooftop step of a rank"
 STEPS = 10

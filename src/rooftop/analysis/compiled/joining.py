@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.analysis.attribution import AUTOGRAD, LOSS, OPTIMIZER
-from rooftop.analysis.compiled import GRAPH_KEY, CompiledGraph, recorded_graph
+from rooftop.analysis.compiled.graphs import GRAPH_KEY, CompiledGraph, recorded_graph
+from rooftop.analysis.compiled.kernel_work import KernelWork, is_generated
+from rooftop.analysis.compiled.reconstruction import NotReconstructedError, has_formula, reconstructed, tensors_of
 from rooftop.analysis.kernel_join import Kernel, device_kernels
-from rooftop.analysis.kernel_work import KernelWork, is_generated
-from rooftop.analysis.reconstruction import NotReconstructedError, has_formula, reconstructed, tensors_of
 from rooftop.cost import FREE, Cost, Record
 from rooftop.cost.accounting import counted_for, tensor_bytes, tensors_in
 from rooftop.cost.registry import formula_for

@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 
-from rooftop.analysis.kernel_work import KernelWork, is_dynamic, kernel_works
+from rooftop.analysis.compiled.kernel_work import KernelWork, is_dynamic, kernel_works
 from rooftop.analysis.report import Compilation, GraphBreak, Recompilation
 
 TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -1,73 +1,11 @@
-"""What would make the step faster, and by how much: computed from what was measured, never canned.
-
-Each rule looks at the measured operators (those about the host are in `host_advice`), predicts a gain in ms and names
-its evidence. Gains are predicted one at a
-time; two that save the same time (fusion and a faster kernel) do not add up.
-"""
+"""Rules about kernels: which could be merged, and which are slower than others of their kind."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import defaultdict
 
-from rooftop.analysis.findings import Findings
-from rooftop.analysis.host_advice import HOST_RULES
+from rooftop.analysis.findings import LEAST_GAIN, Findings
 from rooftop.analysis.report import Advice, OperatorRow
-from rooftop.cost import Cost, roof
-
-LEAST_GAIN = 0.01
-"""Advice that would gain less than this fraction of the wall time is left out."""
-
-
-def advise(findings: Findings) -> list[Advice]:
-    """All advice worth giving, by falling gain."""
-    advice = [item for rule in RULES for item in rule(findings)]
-    worth_it = [item for item in advice if item.gain_ms >= LEAST_GAIN * findings.summary.wall_ms]
-    return sorted(worth_it, key=lambda item: -item.gain_ms)
-
-
-def half_precision(findings: Findings) -> list[Advice]:
-    """Each fp32 operator keeps its percent of roof; its roof becomes that of half the bytes at the bf16 peak."""
-    peaks, ceilings = findings.ceilings.flops, findings.ceilings
-    if "bf16" not in peaks:
-        return []
-    full_ms, half_ms, count = 0.0, 0.0, 0
-    used: Counter[str] = Counter()  # flops by precision: matrix work decides which peak is compared
-    for op in findings.operators:
-        cost = op.record.cost
-        if cost is None or op.record.dtype != "float32" or op.record.phase == "optimizer" or not cost.bytes:
-            continue
-        full_ms += op.measured_ms
-        used.update(cost.flops)
-        half_ms += op.measured_ms * min(
-            1.0, roof(_in_bf16(cost, op.record.name), ceilings).ms / roof(cost, ceilings).ms
-        )
-        count += 1
-    if not count:
-        return []
-    now = used.most_common(1)[0][0] if used else "fp32"
-    return [
-        Advice(
-            "Run in bfloat16",
-            f"{count} operators take {full_ms:.2f} ms in float32; this machine's bf16 peak is "
-            f"{peaks['bf16'] / peaks[now]:.1f}x its {now} peak, and half the bytes would move",
-            full_ms - half_ms,
-            "with torch.autocast(device_type, dtype=torch.bfloat16): ...",
-        )
-    ]
-
-
-MATRIX_OPERATORS = ("convolution", "mm", "attention", "linear")
-"""Parts of the names of operators that run on matrix units."""
-
-
-def _in_bf16(cost: Cost, name: str) -> Cost:
-    flops = dict(cost.flops)
-    if any(part in name for part in MATRIX_OPERATORS):
-        flops = {"bf16": cost.total_flops}
-    return Cost(cost.read_bytes // 2, cost.write_bytes // 2, flops)
-
 
 POINTWISE_OPERATORS = {
     *("add", "sub", "mul", "div", "neg", "exp", "clamp", "where", "native_dropout", "native_dropout_backward"),
@@ -130,29 +68,6 @@ def uneven_kernels(findings: Findings) -> list[Advice]:
     return advice
 
 
-def channels_last(findings: Findings) -> list[Advice]:
-    """Kernels that turn images round for the tensor cores, and back, are not needed if they lie that way already."""
-    if findings.plain is None:
-        return []
-    turning = [kernel for kernel in findings.plain.kernels if LAYOUT_KERNEL.search(kernel.name)]
-    convolutions = sum(row.calls for row in findings.rows if "convolution" in row.name)
-    if not turning or not convolutions:
-        return []
-    return [
-        Advice(
-            "Lay images out channels last",
-            f"{len(turning)} kernels turn images and weights of {convolutions} convolutions from channels first to "
-            "channels last and back",
-            sum(kernel.ms for kernel in turning),
-            "model = model.to(memory_format=torch.channels_last); x = x.to(memory_format=torch.channels_last)",
-        )
-    ]
-
-
-LAYOUT_KERNEL = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
-"""cuDNN's kernels between the two layouts."""
-
-
 def layer_norms(findings: Findings) -> list[Advice]:
     """Rooftop's layer norm, timed here and now on the shapes that the step has."""
     if findings.ceilings.kind != "cuda" or findings.plain is None:
@@ -160,7 +75,7 @@ def layer_norms(findings: Findings) -> list[Advice]:
     rows = [row for row in findings.rows if row.name in LAYER_NORMS and row.measured_ms > 0]
     if sum(row.measured_ms for row in rows) < LEAST_GAIN * findings.summary.wall_ms:
         return []
-    from rooftop.analysis.alternatives import layer_norm_ms
+    from rooftop.analysis.advice.alternatives import layer_norm_ms
 
     now_ms = sum(row.measured_ms for row in rows)
     ours_ms = sum(min(row.measured_ms, row.calls * layer_norm_ms(row)) for row in rows)
@@ -177,12 +92,3 @@ def layer_norms(findings: Findings) -> list[Advice]:
 
 
 LAYER_NORMS = ("aten::native_layer_norm", "aten::native_layer_norm_backward")
-
-RULES: tuple[Callable[[Findings], list[Advice]], ...] = (
-    *HOST_RULES,
-    half_precision,
-    channels_last,
-    pointwise_fusion,
-    layer_norms,
-    uneven_kernels,
-)

@@ -1,0 +1,1 @@
+"""Several processes that run one step: measured together, shown in one report."""
