@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from rooftop.analysis import Report, analyze, fake_tensors, predict
+from rooftop.analysis.counters import KernelCounters, counted_step, hardware_counters, kernel_rows
+from rooftop.analysis.counters_table import counters_table
+from rooftop.analysis.program import Program
 from rooftop.analysis.ranks.lockstep import distributed, first_rank, process_group
 from rooftop.analysis.scripts import analyze_script
 from rooftop.analysis.text import WIDTH, renderable
@@ -74,13 +77,19 @@ Examples:
     help="Compare with ceilings from this file.",
 )
 @click.option("--trace", type=click.Path(path_type=Path), help="Also write a trace of one step for Perfetto.")
+@click.option(
+    "--counters", is_flag=True, help="Also show what the GPU's hardware counters say of each kernel (needs ncu)."
+)
+@click.option("--counted-step", "step_only", is_flag=True, hidden=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the report as JSON.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="The HTML report.  [default: rooftop-TARGET.html]"
 )
 @click.option("--no-html", is_flag=True, help="Write no HTML report.")
 @click.option("--rows", default=12, show_default=True, help="Operators in the printed table.")
+@click.pass_obj
 def command(
+    words: Sequence[str],
     target: str,
     script_arguments: tuple[str, ...],
     inputs: tuple[str, ...],
@@ -92,6 +101,8 @@ def command(
     machine: str | None,
     ceilings: Path | None,
     trace: Path | None,
+    counters: bool,
+    step_only: bool,
     json_path: Path | None,
     output: Path | None,
     no_html: bool,
@@ -112,9 +123,15 @@ def command(
             check_writable(path)
     if html_path is not None:
         _check_plotly()
-    _check_combination(target, script_arguments, machine, compile_mode, trace)
+    _check_combination(target, script_arguments, machine, compile_mode, trace, counters)
     given_ceilings = Ceilings.load(ceilings) if ceilings is not None else None
     kind = DTYPES[dtype] if dtype else None
+    if step_only:
+        found = resolve_target(target, inputs, pick_device(device), kind, channels_last)
+        training = _training(found) if train else {}
+        counted_step(Program(found.model, found.args, {}, **training, compile=compile_mode or False))
+        return
+    launches = _counted(words) if counters else []
     with progress_bar() as progress:
         if machine is not None:
             report = _predicted(target, inputs, train, kind, machine)
@@ -141,14 +158,29 @@ def command(
         report.to_json(json_path)
     if html_path is not None:
         report.to_html(html_path)
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(renderable(report, rows))
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(renderable(report, rows))
+    if counters:
+        console.print(counters_table(kernel_rows(launches), report, rows))
     for what, path in (("report", json_path), ("report", html_path), ("trace", trace)):
         if path is not None:
             click.echo(f"{what}: {path}")
 
 
+def _counted(words: Sequence[str]) -> list[KernelCounters]:
+    """Counters of the same step, which a second process runs under ncu."""
+    with Console(stderr=True).status("Nsight Compute counts each kernel of one step"):
+        verb = words.index("analyze") + 1
+        return hardware_counters([sys.executable, "-m", "rooftop", *words[:verb], "--counted-step", *words[verb:]])
+
+
 def _check_combination(
-    target: str, arguments: Sequence[str], machine: str | None, compile_mode: str | None, trace: Path | None
+    target: str,
+    arguments: Sequence[str],
+    machine: str | None,
+    compile_mode: str | None,
+    trace: Path | None,
+    counters: bool,
 ) -> None:
     """Refuse what does not go together before anything is run.
 
@@ -163,6 +195,8 @@ def _check_combination(
         raise click.UsageError(f"{option} needs a model: a script is run as it is; name a callable in it instead")
     if machine and (compile_mode or trace):
         raise click.UsageError("--predict runs nothing, so there is nothing to compile or to trace")
+    if counters and (script or machine or "RANK" in os.environ):
+        raise click.UsageError("--counters needs a model that one process runs: no script, no --predict, no torchrun")
     if machine is not None:
         _ceilings_of(machine)
 
