@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import json, sys, time
 import torch
@@ -24,3 +26,24 @@ def test_importing_adds_little_and_nothing_heavy() -> None:
     ours = {name for name in modules if name.startswith("rooftop")}
     assert ours <= {"rooftop", "rooftop.errors"}
     assert seconds < 0.3
+
+
+def test_hardware_names_are_loaded_when_used_and_none_needs_more_than_torch() -> None:
+    """`rooftop doctor` imports the package where torch is broken."""
+    import rooftop.hardware as hardware
+
+    program = "import sys, rooftop.hardware, rooftop.cli.doctor; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    assert sorted(hardware._HOME) == hardware.__all__
+    for name in hardware.__all__:
+        assert getattr(hardware, name).__module__.startswith("rooftop.hardware.") or name == "Device", name
+    files = {home.rpartition(".")[2] for home in hardware._HOME.values()}
+    assert not files & set(hardware.__all__)  # a lazy import of the one would replace the other
+
+
+def test_what_hardware_does_not_have_is_said() -> None:
+    import rooftop.hardware as hardware
+
+    with pytest.raises(AttributeError, match=r"'rooftop\.hardware' has no attribute 'mesure'"):
+        hardware.mesure  # noqa: B018

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import click
 from rich.console import Console
 from rich.text import Text
 
-import rooftop
+from rooftop.hardware import Finding, diagnosis
 
 EXAMPLES = """\b
 Examples:
@@ -36,7 +31,6 @@ def command(ctx: click.Context, as_json: bool, install_kernel: bool) -> None:
     Tiny kernels run on each GPU. Nothing is installed or changed but by --install-kernel. What is optional and absent
     is shown with how to get it. Exit status 1 if something that is needed is broken.
     """
-    diagnosis = _diagnosis()
     if install_kernel:
         diagnosis.install_kernel()
     findings = diagnosis.diagnose()
@@ -48,19 +42,7 @@ def command(ctx: click.Context, as_json: bool, install_kernel: bool) -> None:
     ctx.exit(1 if broken else 0)
 
 
-def _diagnosis() -> ModuleType:
-    """`rooftop.hardware.diagnosis`. It needs no torch, but its package does: where that is broken, without the rest."""
-    name = "rooftop.hardware"
-    try:
-        import_module(name)
-    except Exception:
-        package = ModuleType(name)
-        package.__path__ = [str(Path(rooftop.__file__).with_name("hardware"))]
-        sys.modules[name] = package
-    return import_module(f"{name}.diagnosis")
-
-
-def _show(findings: list[Any], broken: list[str]) -> None:
+def _show(findings: list[Finding], broken: list[str]) -> None:
     """A line for each part; under it what is wrong and the command. Long lines are left whole, to be copied."""
     console = Console(highlight=False)
     width = max(len(finding.part) for finding in findings)

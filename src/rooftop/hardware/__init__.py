@@ -1,23 +1,113 @@
-"""What this machine is (`devices`), what it can do (`measure_ceilings`), and how time is measured (`timing`)."""
+"""What this machine is, what it can do, and how its memory, streams and GPUs are used well.
 
-from rooftop.hardware.ceilings import Ceilings, MemoryLevel, MemoryPoint
-from rooftop.hardware.device import Cpu, Device, Gpu, devices
-from rooftop.hardware.measuring import measure_ceilings
-from rooftop.hardware.timing import Timing, compare, measure
-from rooftop.hardware.topology import NvLink, Peer
+    devices, measure_ceilings, ceilings_of    what a machine is, and what it can do: measured here, or kept in a file
+    measure, compare                          how time is measured
+    memory_summary, track, release            memory in use, what a block of code needs, giving back
+    explained_memory, explain_memory          which tensors fill a GPU, and what would help
+    side_stream, on_stream, join              work on a second stream; check_streams finds what does not wait
+    select_devices, on_each, Ensemble         which GPUs to use, and several at a time
+    occupancy                                 warps of a kernel that a multiprocessor holds, and what limits them
+    measure_crossover                         from which size on the GPU beats the CPU
+    diagnose                                  what works here and what does not
+
+Names are loaded when they are first used: `rooftop doctor` imports this package where torch is broken.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rooftop.hardware.ceilings import Ceilings, MemoryLevel, MemoryPoint, ceilings_of, known_machines
+    from rooftop.hardware.crossovers import BreakEven, Crossover, CrossoverPoint, measure_crossover
+    from rooftop.hardware.device import Cpu, Device, Gpu, devices
+    from rooftop.hardware.diagnosis import diagnose
+    from rooftop.hardware.findings import Finding
+    from rooftop.hardware.measuring import measure_ceilings
+    from rooftop.hardware.memory import DeviceMemory, Released, TrackedMemory, memory_summary, release, track
+    from rooftop.hardware.occupancies import Change, Occupancy, occupancy
+    from rooftop.hardware.out_of_memory import MemoryExplanation, MemoryRecording, explain_memory, explained_memory
+    from rooftop.hardware.select import DeviceSelectionError, Ensemble, on_each, select_devices
+    from rooftop.hardware.stream_races import StreamCheck, StreamRace, StreamRaceError, check_streams
+    from rooftop.hardware.streams import join, on_stream, side_stream
+    from rooftop.hardware.timing import Timing, compare, measure
+    from rooftop.hardware.topology import NvLink, Peer
 
 __all__ = [
+    "BreakEven",
     "Ceilings",
+    "Change",
     "Cpu",
+    "Crossover",
+    "CrossoverPoint",
     "Device",
+    "DeviceMemory",
+    "DeviceSelectionError",
+    "Ensemble",
+    "Finding",
     "Gpu",
+    "MemoryExplanation",
     "MemoryLevel",
     "MemoryPoint",
+    "MemoryRecording",
     "NvLink",
+    "Occupancy",
     "Peer",
+    "Released",
+    "StreamCheck",
+    "StreamRace",
+    "StreamRaceError",
     "Timing",
+    "TrackedMemory",
+    "ceilings_of",
+    "check_streams",
     "compare",
     "devices",
+    "diagnose",
+    "explain_memory",
+    "explained_memory",
+    "join",
+    "known_machines",
     "measure",
     "measure_ceilings",
+    "measure_crossover",
+    "memory_summary",
+    "occupancy",
+    "on_each",
+    "on_stream",
+    "release",
+    "select_devices",
+    "side_stream",
+    "track",
 ]
+
+_NAMES = {
+    "ceilings": "Ceilings MemoryLevel MemoryPoint ceilings_of known_machines",
+    "crossovers": "BreakEven Crossover CrossoverPoint measure_crossover",
+    "device": "Cpu Device Gpu devices",
+    "diagnosis": "diagnose",
+    "findings": "Finding",
+    "measuring": "measure_ceilings",
+    "memory": "DeviceMemory Released TrackedMemory memory_summary release track",
+    "occupancies": "Change Occupancy occupancy",
+    "out_of_memory": "MemoryExplanation MemoryRecording explain_memory explained_memory",
+    "select": "DeviceSelectionError Ensemble on_each select_devices",
+    "stream_races": "StreamCheck StreamRace StreamRaceError check_streams",
+    "streams": "join on_stream side_stream",
+    "timing": "Timing compare measure",
+    "topology": "NvLink Peer",
+}
+_HOME = {name: f"{__name__}.{file}" for file, names in _NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
