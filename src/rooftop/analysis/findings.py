@@ -18,6 +18,7 @@ class Findings:
         operators: in order of execution. rows: the same, grouped.
         summary, gaps: the step as a whole. ceilings: what it is compared with.
         plain: the run under the profiler alone, None where nothing was run.
+        host_ms: how long the host needs for the step, None where that is not known.
     """
 
     operators: Sequence[MeasuredOperator]
@@ -26,10 +27,23 @@ class Findings:
     gaps: Gaps
     ceilings: Ceilings
     plain: Plain | None = None
+    host_ms: float | None = None
 
     @property
     def training(self) -> bool:
         return any(row.phase == "backward" for row in self.rows)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the step's operators can be timed again here: it ran, and on this machine's GPU."""
+        return self.plain is not None and self.ceilings.kind == "cuda"
+
+    def saved_ms(self, busy_ms: float, more_launches: int = 0) -> float:
+        """What the step gains when the device has less to do: nothing beyond where the host becomes the slower one."""
+        if self.host_ms is None:
+            return busy_ms
+        host_ms = self.host_ms + more_launches * self.ceilings.launch_eager_ms
+        return self.summary.wall_ms - max(host_ms, self.summary.wall_ms - busy_ms)
 
 
 LEAST_GAIN = 0.01

@@ -5,15 +5,17 @@ Three kinds of runs, because each disturbs something (see `instruments`):
 1. plain runs give the wall time;
 2. a run under the profiler alone gives the time the device is busy, and memory over time;
 3. labelled runs give each operator's own time. A compiled program cannot be labelled (PyTorch does not run compiled
-   code under a mode): its operators are taken from what the profiler saw and the compiler said (see `compiled_join`).
+   code under a mode): its operators are taken from what the profiler saw and the compiler said (see `compiled`).
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -39,6 +41,8 @@ Progress = Callable[[str, float], None]
 
 WARM_UP_STEPS = 2
 COMPILED_WARM_UP_STEPS = 5  # compile, warm up and capture CUDA graphs, forward and backward
+LAUNCHING_RUNS = 5
+QUEUE_LENGTH = 1000  # a GPU takes about this many launches before the host must wait
 LABELLED_SECONDS = 8.0  # bounds the labelled runs of slow programs ...
 LABELLED_RUNS = (3, 9)  # ... to at least and at most this many
 
@@ -51,6 +55,8 @@ class Profile:
         device: where it ran.
         operators: in order of execution.
         wall: of a plain step.
+        host_ms: how long the host needs to launch a step, None if it is not known (a CPU, or a step of so many kernels
+            that the host must wait for a place in the queue).
         busy_ms: time during which the device works: union of its kernels (GPU), sum of the operators (CPU).
         kernel_launches: kernels, copies and fills on the device in one step (GPU), operators (CPU).
         unattributed_ms: device time of kernels that no operator launched, already part of `busy_ms`.
@@ -64,6 +70,7 @@ class Profile:
     device: torch.device
     operators: list[MeasuredOperator]
     wall: Timing
+    host_ms: float | None
     busy_ms: float
     kernel_launches: int
     unattributed_ms: float
@@ -97,6 +104,7 @@ def profile_program(
             program.step()
         progress("timing the step", 0.1)
         wall = measure(program.step, device=device)
+        launching_ms = _launching_ms(program) if device.type == "cuda" else None
         progress("profiling", 0.4)
         with PlainInstrument(device, _allocated_bytes(program), trace) as plain:
             program.step()
@@ -109,7 +117,19 @@ def profile_program(
                 tracker.restart()
                 labelled.append(_labelled(program, tracker, graphs))
                 progress("profiling each operator", 0.5 + 0.5 * (run + 1) / runs)
-    return assembled(device, labelled, wall, plain.result, tracker, graphs)
+    return assembled(device, labelled, wall, plain.result, tracker, graphs, launching_ms)
+
+
+def _launching_ms(program: Program) -> float:
+    """From the call of a step until it returns, the device being idle at first."""
+    taken = []
+    for _ in range(LAUNCHING_RUNS):
+        torch.cuda.synchronize(program.device)
+        began = time.perf_counter()
+        program.step()
+        taken.append(1e3 * (time.perf_counter() - began))
+    torch.cuda.synchronize(program.device)
+    return median(taken)
 
 
 def _labelled(program: Program, tracker: ModuleTracker, graphs: CompiledGraphs | None) -> Labelled:
@@ -129,6 +149,7 @@ def assembled(
     plain: Plain,
     tracker: ModuleTracker,
     graphs: CompiledGraphs | None,
+    launching_ms: float | None = None,
 ) -> Profile:
     """What several runs of a step say together."""
     notes: list[str] = []
@@ -143,6 +164,7 @@ def assembled(
         device=device,
         operators=operators,
         wall=wall,
+        host_ms=launching_ms if launches < QUEUE_LENGTH else None,
         busy_ms=busy,
         kernel_launches=launches,
         unattributed_ms=unattributed_ms,

@@ -45,7 +45,7 @@ def report_of(
     rows = operator_rows(profile.operators, ceilings)
     modules = module_tree(profile.operators, profile.tracker, ceilings, root_type)
     summary, gaps, balance_notes = _balance(profile, modules, inputs)
-    findings = Findings(profile.operators, rows, summary, gaps, ceilings, profile.plain)
+    findings = Findings(profile.operators, rows, summary, gaps, ceilings, profile.plain, profile.host_ms)
     return Report(
         target=target,
         mode=mode,

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -33,10 +33,18 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor was, without its data."""
+    """What a tensor was, without its data.
+
+    Attributes:
+        channels_last: whether it is a batch of images, or convolution weights, that lie channels last.
+        memory: which memory it lay in: the same for views of one tensor, and for what came after a released one; 0 if
+            it has none of its own. Not part of what makes two specs equal.
+    """
 
     shape: Shape
     dtype: torch.dtype
+    channels_last: bool = False
+    memory: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,20 @@ class CallSpec:
     func: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        """E.g. "aten::convolution"."""
+        name: str = self.func._schema.name
+        return name
+
+    def __getitem__(self, argument: str) -> Any:
+        """The argument of that name, its default where the call left it out."""
+        for position, declared in enumerate(self.func._schema.arguments):
+            if declared.name == argument:
+                given = self.args[position] if position < len(self.args) else declared.default_value
+                return dict(self.kwargs).get(argument, given)
+        raise KeyError(f"{self.name} has no argument {argument}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +86,9 @@ class Record:
         uncovered: why there is no cost, "" if there is one.
         place: of operators that make the host wait for a GPU, or the GPU for the host's memory, the line of the program
             ("train.py:12"); "" of others, and where no line of the program is running (backward).
-        spec: of matrix products, convolutions, batch norms and attention on a GPU: what it takes to time them in
+        spec: of matrix products, convolutions, batch norms, pooling and attention: what it takes to time them in
             another type or layout.
+        inputs, outputs: its tensors, in order; empty in the optimizer and where only the profiler saw the operator.
     """
 
     name: str
@@ -78,6 +101,8 @@ class Record:
     uncovered: str = ""
     place: str = ""
     spec: CallSpec | None = None
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
 
 
 class CountingMode(TorchDispatchMode):
@@ -160,6 +185,7 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         name, inputs = func._schema.name, call.read_tensors
         cost, uncovered = _cost(call)
     tensors = inputs or list(tensors_in(out))
+    flowing = phase != "optimizer"
     leading = next((t for t in tensors if t.is_floating_point() or t.is_complex()), tensors[0] if tensors else None)
     return Record(
         name=name,
@@ -171,7 +197,9 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         cost=cost,
         uncovered=uncovered,
         place=_place(name, tensors, out),
-        spec=_spec(func, args, kwargs) if name in _REPEATABLE and leading is not None and leading.is_cuda else None,
+        spec=_spec(func, args, kwargs) if name in _REPEATABLE else None,
+        inputs=tuple(_tensor_spec(t) for t in inputs) if flowing else (),
+        outputs=tuple(_tensor_spec(t) for t in tensors_in(out)) if flowing else (),
     )
 
 
@@ -182,18 +210,28 @@ _REPEATABLE = {
     *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention"),
     *("aten::_scaled_dot_product_efficient_attention_backward", "aten::_scaled_dot_product_flash_attention_backward"),
     "aten::_scaled_dot_product_cudnn_attention_backward",
+    *("aten::max_pool2d_with_indices", "aten::max_pool2d_with_indices_backward"),
 }
 
 
 def _spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec:
     def described(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return TensorSpec(tuple(value.shape), value.dtype)
+            return _tensor_spec(value)
         if isinstance(value, (list, tuple)):
             return tuple(described(item) for item in value)
         return value
 
     return CallSpec(func, described(args), tuple((name, described(value)) for name, value in kwargs.items()))
+
+
+def _tensor_spec(tensor: Tensor) -> TensorSpec:
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return TensorSpec((), tensor.dtype)
+    channels_last = (
+        tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, channels_last, tensor.untyped_storage()._cdata)
 
 
 _ANSWERED_ON_THE_HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}

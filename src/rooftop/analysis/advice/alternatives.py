@@ -8,20 +8,67 @@ no model of the hardware tells that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn.functional import batch_norm, max_pool2d, scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
+from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.report import OperatorRow
 from rooftop.cost import CallSpec, TensorSpec
 from rooftop.hardware.timing import measure
 
 SECONDS = 0.05
-REPEATED_SECONDS, WARM_UP_SECONDS = 0.01, 0.005  # of one operator among many: a third of a second for thirty shapes
+REPEATED_SECONDS, WARM_UP_SECONDS = 0.01, 0.005  # of one call among many
+MOST_TIME = 0.95  # of the operators' time that is timed again; small calls go by their larger likes
+
+Make = Callable[[TensorSpec], Tensor]
+
+
+def repeated_ratios(
+    operators: Sequence[MeasuredOperator],
+    *,
+    dtype: torch.dtype | None = None,
+    channels_last: bool = False,
+    device: str = "cuda",
+) -> dict[CallSpec | None, float]:
+    """For recorded calls, the time in another dtype or layout over the time as they are.
+
+    The longest calls are timed, together `MOST_TIME` of the time; the rest gets the mean ratio of its operator.
+
+    Args:
+        operators: those without a `CallSpec` are left out.
+        dtype: in place of floating-point dtypes. channels_last: images and convolution weights lie that way.
+        device: where they are timed.
+    """
+    times: Counter[CallSpec] = Counter()
+    for op in operators:
+        if op.record.spec is not None:
+            times[op.record.spec] += op.measured_ms  # type: ignore[assignment]
+    ratios: dict[CallSpec | None, float] = {}
+    seen_ms, total_ms = 0.0, sum(times.values())
+    before: Counter[str] = Counter()
+    after: Counter[str] = Counter()
+    for spec, ms in times.most_common():
+        if seen_ms > MOST_TIME * total_ms:
+            break
+        seen_ms += ms
+        now_ms = repeated_ms(spec, device=device)
+        other_ms = repeated_ms(spec, dtype, channels_last, device)
+        if not now_ms or other_ms is None:
+            continue
+        ratios[spec] = other_ms / now_ms
+        before[spec.name] += ms  # type: ignore[assignment]
+        after[spec.name] += ms * ratios[spec]  # type: ignore[assignment]
+    for spec in times:
+        if spec not in ratios and before[spec.name]:
+            ratios[spec] = after[spec.name] / before[spec.name]
+    return ratios
 
 
 @lru_cache(maxsize=4096)
@@ -33,23 +80,22 @@ def repeated_ms(
     Args:
         spec: the call.
         dtype: in place of its floating-point dtypes.
-        channels_last: images and convolution weights lie channels last.
+        channels_last: images and convolution weights lie channels last; else as they lay.
         device: where.
 
     Returns:
-        None if PyTorch has no such operator for that dtype or layout.
+        None if PyTorch has no such operator for that dtype or layout, or no room.
     """
     make = partial(_tensor, dtype=dtype, channels_last=channels_last, device=device)
-    name = spec.func._schema.name.removeprefix("aten::")
+    family = next((part for part in _PUBLIC if part in spec.name), None)
     try:
         with torch.random.fork_rng([device] if device != "cpu" else []):
-            if "batch_norm" in name:
-                return _batch_norm_ms(spec, make, name.endswith("_backward"), device)
-            if "attention" in name:
-                return _attention_ms(spec, make, name.endswith("_backward"), device)
+            if family is not None:
+                forward, inputs = _PUBLIC[family](spec, make)
+                backward = spec.name.endswith("_backward")
+                return _gradient_ms(forward, inputs, device) if backward else _forward_ms(forward, device)
             args, kwargs = tree_map_only(TensorSpec, make, (spec.args, dict(spec.kwargs)))
-            with torch.no_grad():
-                return _measured(lambda: spec.func(*args, **kwargs), device)
+            return _forward_ms(lambda: spec.func(*args, **kwargs), device)
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -59,39 +105,53 @@ def _tensor(spec: TensorSpec, dtype: torch.dtype | None, channels_last: bool, de
     if not kind.is_floating_point:
         return torch.zeros(spec.shape, dtype=kind, device=device)
     tensor = torch.randn(spec.shape, device=device).to(kind)
-    return tensor.to(memory_format=torch.channels_last) if channels_last and tensor.dim() == 4 else tensor
+    if tensor.dim() == 4 and (channels_last or spec.channels_last):
+        return tensor.to(memory_format=torch.channels_last)
+    return tensor
 
 
-def _batch_norm_ms(spec: CallSpec, make: Callable[[TensorSpec], Tensor], backward: bool, device: str) -> float:
-    """Through the public function: which operator serves a batch norm depends on dtype and layout."""
+def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[Tensor]]:
     tensors = [item for item in spec.args if isinstance(item, TensorSpec)]
-    x = make(next(t for t in tensors if len(t.shape) > 1)).requires_grad_(backward)
-    channels = x.shape[1]
-    weight, bias, mean, variance = (torch.ones(channels, device=device, dtype=x.dtype) for _ in range(4))
-    weight.requires_grad_(backward)
-    bias.requires_grad_(backward)
-    training = backward or bool(spec.args[5])
-
-    def forward() -> Tensor:
-        return torch.nn.functional.batch_norm(x, mean, variance, weight, bias, training)
-
-    return _gradient_ms(forward, [x, weight, bias], device) if backward else _measured(forward, device)
+    x = make(next(t for t in tensors if len(t.shape) > 1))
+    parameters = next(t.dtype for t in tensors if len(t.shape) == 1)  # autocast leaves them in float32
+    weight, bias, mean, variance = (torch.ones(x.shape[1], device=x.device, dtype=parameters) for _ in range(4))
+    training = spec.name.endswith("_backward") or spec["training"]
+    return lambda: batch_norm(x, mean, variance, weight, bias, training), [x, weight, bias]
 
 
-def _attention_ms(spec: CallSpec, make: Callable[[TensorSpec], Tensor], backward: bool, device: str) -> float:
-    """Through the public function: which kernel serves an attention depends on the dtype."""
-    arguments = [item for item in spec.args if isinstance(item, TensorSpec)]
-    query, key, value = (make(item).requires_grad_(backward) for item in arguments[backward : 3 + backward])
-    causal = next((item for item in reversed(spec.args) if isinstance(item, bool)), False)
+def _attention(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    tensors = [item for item in spec.args if isinstance(item, TensorSpec)]
+    first = 1 if spec.name.endswith("_backward") else 0  # after the gradient
+    query, key, value = (make(item) for item in tensors[first : first + 3])
+    options = {"is_causal": spec["is_causal"], "dropout_p": spec["dropout_p"]}
+    return lambda: scaled_dot_product_attention(query, key, value, **options), [query, key, value]
 
-    def forward() -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
-    return _gradient_ms(forward, [query, key, value], device) if backward else _measured(forward, device)
+def _max_pool(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    first = 1 if spec.name.endswith("_backward") else 0
+    x, *window = spec.args[first:]
+    image = make(x)
+    return lambda: max_pool2d(image, *window[:5]), [image]
+
+
+_PUBLIC: dict[str, Callable[[CallSpec, Make], tuple[Callable[[], Tensor], list[Tensor]]]] = {
+    "batch_norm": _batch_norm,
+    "attention": _attention,
+    "max_pool2d": _max_pool,
+}
+"""Operators made again through the public function, forward and backward: which of them serves it depends on dtype
+and layout, and their backward takes what only their forward can make."""
+
+
+def _forward_ms(call: Callable[[], object], device: str) -> float:
+    with torch.no_grad():
+        return _measured(call, device)
 
 
 def _gradient_ms(forward: Callable[[], Tensor], inputs: list[Tensor], device: str) -> float:
     """The backward pass alone: both passes less the forward pass."""
+    for tensor in inputs:
+        tensor.requires_grad_()
     gradient = torch.randn_like(forward())
 
     def both() -> object:

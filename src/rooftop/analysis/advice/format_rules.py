@@ -1,75 +1,90 @@
-"""Rules about the formats of numbers and images: bfloat16 in place of float32, channels last in place of first."""
+"""Rules about the formats of numbers and images: bfloat16 in place of float32, channels last in place of first.
+
+On a GPU the operators that decide, matrix work and norms, are timed in the other format, on their own shapes
+(`alternatives`): how much faster they are depends on which kernels the libraries have, and no model of the hardware
+tells that. All others keep their percent of roof.
+"""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
+import torch
 
+from rooftop.analysis.advice.alternatives import repeated_ratios
+from rooftop.analysis.advice.autocast import Recast, under_autocast
 from rooftop.analysis.findings import Findings
+from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.report import Advice
 from rooftop.cost import Cost, roof
 
 
 def half_precision(findings: Findings) -> list[Advice]:
-    """Each fp32 operator keeps its percent of roof; its roof becomes that of half the bytes at the bf16 peak."""
-    peaks, ceilings = findings.ceilings.flops, findings.ceilings
-    if "bf16" not in peaks:
+    """What autocast to bfloat16 saves, less the casts that it adds."""
+    ceilings = findings.ceilings
+    recasts = under_autocast(op.record for op in findings.operators)
+    changed = [
+        (op, recast)
+        for op, recast in zip(findings.operators, recasts, strict=True)
+        if recast.bytes_ratio < 1 and op.record.cost is not None and op.record.cost.bytes
+    ]
+    if "bf16" not in ceilings.flops or not changed:
         return []
-    full_ms, half_ms, count = 0.0, 0.0, 0
-    used: Counter[str] = Counter()  # flops by precision: matrix work decides which peak is compared
-    for op in findings.operators:
-        cost = op.record.cost
-        if cost is None or op.record.dtype != "float32" or op.record.phase == "optimizer" or not cost.bytes:
-            continue
-        full_ms += op.measured_ms
-        used.update(cost.flops)
-        half_ms += op.measured_ms * min(
-            1.0, roof(_in_bf16(cost, op.record.name), ceilings).ms / roof(cost, ceilings).ms
-        )
-        count += 1
-    if not count:
-        return []
-    now = used.most_common(1)[0][0] if used else "fp32"
+    timed = repeated_ratios([op for op, _ in changed], dtype=torch.bfloat16) if findings.repeatable else {}
+    now_ms = after_ms = 0.0
+    for op, recast in changed:
+        now_ms += op.measured_ms
+        after_ms += op.measured_ms * (timed.get(op.record.spec) or _roof_ratio(op, recast, findings))
+    casts = [elements for recast in recasts for elements in recast.casts] * (2 if findings.training else 1)
+    casts_ms = sum(roof(Cost(4 * elements, 2 * elements), ceilings).ms for elements in casts)
     return [
         Advice(
             "Run in bfloat16",
-            f"{count} operators take {full_ms:.2f} ms in float32; this machine's bf16 peak is "
-            f"{peaks['bf16'] / peaks[now]:.1f}x its {now} peak, and half the bytes would move",
-            full_ms - half_ms,
-            "with torch.autocast(device_type, dtype=torch.bfloat16): ...",
+            f"{len(changed)} operators that take {now_ms:.2f} ms in float32 would take {after_ms:.2f} ms"
+            + (", timed here on their shapes" if timed else ", at their percent of roof")
+            + (f"; {len(casts)} casts would take {casts_ms:.2f} ms" if casts else ""),
+            findings.saved_ms(now_ms - after_ms - casts_ms, more_launches=len(casts)),
+            f'with torch.autocast("{ceilings.kind}", dtype=torch.bfloat16): ...',
         )
     ]
 
 
-MATRIX_OPERATORS = ("convolution", "mm", "attention", "linear")
-"""Parts of the names of operators that run on matrix units."""
+def _roof_ratio(op: MeasuredOperator, recast: Recast, findings: Findings) -> float:
+    """The roof under autocast over the roof of now."""
+    cost = op.record.cost
+    if cost is None or not cost.bytes:
+        return 1.0
+    flops = {"bf16": cost.total_flops} if recast.matrix and cost.total_flops else cost.flops
+    recast_cost = Cost(round(cost.read_bytes * recast.bytes_ratio), round(cost.write_bytes * recast.bytes_ratio), flops)
+    return min(1.0, roof(recast_cost, findings.ceilings).ms / roof(cost, findings.ceilings).ms)
 
 
-def _in_bf16(cost: Cost, name: str) -> Cost:
-    flops = dict(cost.flops)
-    if any(part in name for part in MATRIX_OPERATORS):
-        flops = {"bf16": cost.total_flops}
-    return Cost(cost.read_bytes // 2, cost.write_bytes // 2, flops)
+IMAGE_OPERATORS = ("convolution", "batch_norm", "max_pool2d")
+"""Parts of the names of operators that have kernels of their own for images that lie channels last."""
 
 
 def channels_last(findings: Findings) -> list[Advice]:
-    """Kernels that turn images round for the tensor cores, and back, are not needed if they lie that way already."""
-    if findings.plain is None:
+    """Convolutions, batch norms and pooling of the step, timed channels last."""
+    images = [
+        op
+        for op in findings.operators
+        if any(part in op.record.name for part in IMAGE_OPERATORS) and op.record.spec is not None
+    ]
+    convolutions = [op for op in images if "convolution" in op.record.name]
+    first = [op for op in convolutions if not any(t.channels_last for t in op.record.inputs)]
+    if not findings.repeatable or 2 * _total(first) <= _total(convolutions):
         return []
-    turning = [kernel for kernel in findings.plain.kernels if LAYOUT_KERNEL.search(kernel.name)]
-    convolutions = sum(row.calls for row in findings.rows if "convolution" in row.name)
-    if not turning or not convolutions:
-        return []
+    timed = repeated_ratios(images, channels_last=True)
+    now_ms = _total(images)
+    after_ms = sum(op.measured_ms * timed.get(op.record.spec, 1.0) for op in images)
     return [
         Advice(
             "Lay images out channels last",
-            f"{len(turning)} kernels turn images and weights of {convolutions} convolutions from channels first to "
-            "channels last and back",
-            sum(kernel.ms for kernel in turning),
+            f"{len(images)} convolutions, batch norms and poolings take {now_ms:.2f} ms; timed here on their shapes, "
+            f"channels last, they take {after_ms:.2f} ms",
+            findings.saved_ms(now_ms - after_ms),
             "model = model.to(memory_format=torch.channels_last); x = x.to(memory_format=torch.channels_last)",
         )
     ]
 
 
-LAYOUT_KERNEL = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
-"""cuDNN's kernels between the two layouts."""
+def _total(operators: list[MeasuredOperator]) -> float:
+    return sum(op.measured_ms for op in operators)

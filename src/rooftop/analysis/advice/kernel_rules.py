@@ -62,7 +62,7 @@ def uneven_kernels(findings: Findings) -> list[Advice]:
                 f"{sum(row.calls for row in slow)} calls take {time_ms:.2f} ms at "
                 f"{100 * sum(row.roof_ms for row in slow) / time_ms:.0f}% of roof; a quarter of its shapes reach "
                 f"{attainable:.0f}% in this run",
-                gain_ms,
+                findings.saved_ms(gain_ms),
             )
         )
     return advice
@@ -85,7 +85,7 @@ def layer_norms(findings: Findings) -> list[Advice]:
             "Use rooftop.kernels.layer_norm",
             f"{sum(row.calls for row in rows)} layer norms take {now_ms:.2f} ms at {100 * roof_ms / now_ms:.0f}% of "
             f"roof; rooftop.kernels.layer_norm, timed on these shapes here, reaches {100 * roof_ms / ours_ms:.0f}%",
-            now_ms - ours_ms,
+            findings.saved_ms(now_ms - ours_ms),
             "from rooftop.kernels import layer_norm",
         )
     ]

@@ -1,0 +1,110 @@
+"""What autocast would make of a step that runs in float32: which tensors would be bfloat16, and what is cast.
+
+Autocast decides operator by operator: matrix work takes bfloat16, sums and logarithms take float32, and all others take
+what they are given. So the memory of a recorded step is followed from operator to operator: what matrix work wrote is
+bfloat16 until something else is written there. Autocast's lists are those of PyTorch 2.11 for CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from rooftop.cost import Record
+
+IN_BFLOAT16 = {
+    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "addr", "convolution", "_cudnn_rnn", "_prelu_kernel"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+    *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable"),
+}
+"""Operators that autocast gives bfloat16. Their backward operators follow: gradients have the dtype of the outputs."""
+
+IN_FLOAT32 = {
+    *("native_layer_norm", "native_group_norm", "_softmax", "_log_softmax", "softplus", "cumsum", "cumprod"),
+    *("pow", "prod", "sum", "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "norm", "renorm"),
+    *("linalg_vector_norm", "_cdist_forward", "_pdist_forward", "cosh", "sinh", "tan", "acos", "asin", "erfinv"),
+    *("mse_loss", "smooth_l1_loss", "soft_margin_loss", "nll_loss_forward", "nll_loss2d_forward"),
+    *("multi_margin_loss", "multilabel_margin_loss_forward", "binary_cross_entropy_with_logits"),
+}
+"""Operators that autocast gives float32."""
+
+BY_FIRST_INPUT = {
+    *("native_batch_norm", "cudnn_batch_norm", "native_batch_norm_backward", "cudnn_batch_norm_backward"),
+    *("_native_batch_norm_legit", "_native_batch_norm_legit_no_training"),
+}
+"""Operators whose parameters stay float32 beside inputs of bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recast:
+    """An operator of the step, under autocast.
+
+    Attributes:
+        matrix: whether it does matrix work in bfloat16.
+        bytes_ratio: bytes of its tensors, over those of now.
+        casts: elements of each tensor that is cast between float32 and bfloat16 for it, a kernel each.
+    """
+
+    matrix: bool
+    bytes_ratio: float
+    casts: tuple[int, ...] = ()
+
+
+def under_autocast(records: Iterable[Record]) -> list[Recast]:
+    """Each operator of a step as autocast would run it.
+
+    Casts are counted in the forward pass. In training each has a twin in the backward pass, which casts the gradient
+    back: that is the caller's to count.
+    """
+    half: set[int] = set()  # memory that would hold bfloat16
+    written: set[int] = set()
+    cached: set[int] = set()  # what comes from outside the step, parameters above all, is cast once
+    return [_recast(record, half, written, cached) for record in records]
+
+
+def _recast(record: Record, half: set[int], written: set[int], cached: set[int]) -> Recast:
+    if record.phase == "optimizer" or record.dtype != "float32":
+        _write(record, half, written, becomes_half=False)
+        return Recast(False, 1.0)
+    name = record.name.removeprefix("aten::")
+    plain = name.removesuffix("_")
+    matrix = name.removesuffix("_backward") in IN_BFLOAT16
+    if not record.outputs:  # only the profiler saw it
+        return Recast(matrix, 1.0 if plain in IN_FLOAT32 else 0.5)
+    forward = record.phase == "forward"
+    floats = [t for t in record.inputs if t.dtype == torch.float32 and t.shape]
+    were_half = [t.memory in half for t in floats]
+    casts: tuple[int, ...] = ()
+    if matrix:
+        takes_half = [True] * len(floats)
+        gives_half = True
+        wanted = [t for t, is_half in zip(floats, were_half, strict=True) if not is_half and t.memory not in cached]
+        cached.update(t.memory for t in wanted if t.memory not in written)
+        casts = tuple(prod(t.shape) for t in wanted) if forward else ()
+    elif forward and plain in IN_FLOAT32:
+        takes_half = [False] * len(floats)
+        gives_half = False
+        casts = tuple(prod(t.shape) for t, is_half in zip(floats, were_half, strict=True) if is_half)
+    else:
+        takes_half = were_half
+        gives_half = (were_half[:1] == [True]) if name in BY_FIRST_INPUT else (bool(floats) and all(were_half))
+    _write(record, half, written, gives_half)
+    sizes = [prod(t.shape) for t in (*floats, *record.outputs)]
+    halves = [*takes_half, *(gives_half and t.dtype == torch.float32 for t in record.outputs)]
+    saved = sum(2 * size for size, is_half in zip(sizes, halves, strict=True) if is_half)
+    full = sum(prod(t.shape) * t.dtype.itemsize for t in (*record.inputs, *record.outputs))
+    return Recast(matrix, 1.0 - saved / full if full else 1.0, casts)
+
+
+def _write(record: Record, half: set[int], written: set[int], becomes_half: bool) -> None:
+    read = {t.memory for t in record.inputs}
+    for tensor in record.outputs:
+        if tensor.memory not in read:  # neither a view of an input nor the input itself, changed in place
+            written.add(tensor.memory)
+        if becomes_half and tensor.dtype == torch.float32:
+            half.add(tensor.memory)
+        else:
+            half.discard(tensor.memory)

@@ -1,0 +1,181 @@
+"""Autocast predicted from a float32 step is autocast as PyTorch runs it; recorded calls can be made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rooftop import models
+from rooftop.analysis.advice import alternatives
+from rooftop.analysis.advice.alternatives import repeated_ms, repeated_ratios
+from rooftop.analysis.advice.autocast import under_autocast
+from rooftop.analysis.instruments import MeasuredOperator
+from rooftop.cost import CallSpec, CountingMode, Record
+
+CASTS = {"aten::_to_copy", "aten::copy_", "aten::detach", "aten::empty", "aten::t", "aten::view", "aten::transpose"}
+
+
+class Residual(nn.Module):
+    """Products, a pointwise function and a sum of both precisions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.relu(self.widen(x)))
+
+
+class Perceptron(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 8), nn.Tanh())
+
+
+def phase() -> tuple[str, str]:
+    return "", "backward" if torch._C._current_graph_task_id() >= 0 else "forward"
+
+
+def recorded(step: Callable[[], Tensor]) -> list[Record]:
+    with CountingMode(phase) as counted:
+        step().sum().backward()
+    return counted.records
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [(models.model_entry("resnet18").build, (2, 3, 32, 32)), (Residual, (4, 16)), (Perceptron, (4, 16))],
+    ids=["resnet18", "residual", "perceptron"],
+)
+def test_operators_take_the_types_that_autocast_gives_them(build: Callable[[], nn.Module], shape: list[int]) -> None:
+    module, x = build().train(), torch.randn(*shape)
+
+    def mixed() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out: Tensor = module(x)
+        return out.float()
+
+    full = recorded(lambda: module(x))
+    expected = [(r.name, r.dtype) for r in recorded(mixed) if r.name not in CASTS and r.phase == "forward"]
+    predicted = [
+        (record.name, "bfloat16" if recast.bytes_ratio < 0.75 else "float32")
+        for record, recast in zip(full, under_autocast(full), strict=True)
+        if record.name not in CASTS and record.phase == "forward"
+    ]
+    names = {name for name, _ in expected} & {name for name, _ in predicted}
+    moving = names - {"aten::sum", "aten::add_"}  # the step's own sum; counters of batch norms
+    assert [item for item in predicted if item[0] in moving] == [item for item in expected if item[0] in moving]
+
+
+def test_weights_are_cast_once_and_activations_where_they_meet_a_product() -> None:
+    layer, x = nn.Linear(16, 8), torch.randn(4, 16)
+
+    def twice() -> Tensor:
+        return layer(x) + layer(x)
+
+    casts = [recast.casts for recast in under_autocast(recorded(twice)) if recast.casts]
+    # Bias, input and weight for the first product, none for the second, and what the last sum takes.
+    assert casts == [(8, 4 * 16, 16 * 8), (4 * 8,)]
+
+
+def test_losses_take_float32() -> None:
+    layer, x, labels = nn.Linear(16, 8), torch.randn(4, 16), torch.zeros(4, dtype=torch.long)
+    records = recorded(lambda: nn.functional.cross_entropy(layer(x), labels))
+    by_name = dict(zip((r.name for r in records if r.phase == "forward"), under_autocast(records), strict=False))
+    assert by_name["aten::_log_softmax"].bytes_ratio == 1.0
+    assert by_name["aten::_log_softmax"].casts == (32,)
+    assert by_name["aten::addmm"].bytes_ratio == 0.5
+
+
+def images(channels_last: bool = False) -> list[Record]:
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    x = torch.randn(2, 3, 14, 14)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    return recorded(lambda: layers(x))
+
+
+def specs(records: list[Record]) -> list[CallSpec]:
+    return [record.spec for record in records if record.spec is not None]
+
+
+def test_recorded_calls_run_again_in_another_type_and_layout() -> None:
+    found = specs(images())
+    assert len(found) == 6  # convolution, batch norm and pooling, forward and backward
+    for spec in found:
+        assert repeated_ms(spec, device="cpu") is not None
+        assert repeated_ms(spec, torch.bfloat16, channels_last=True, device="cpu") is not None
+
+
+def test_attention_and_products_run_again() -> None:
+    def attention() -> Tensor:
+        q, k, v = (torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3))
+        attended: Tensor = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attended
+
+    layer = nn.Linear(16, 8)
+    for spec in specs(recorded(lambda: layer(torch.randn(4, 16)))):
+        assert repeated_ms(spec, torch.bfloat16, device="cpu")
+    assert all(spec["is_causal"] for spec in specs(recorded(attention)))
+
+
+def test_layouts_are_recorded() -> None:
+    first, last = (specs(images(channels_last=given))[0].args[0] for given in (False, True))
+    assert not first.channels_last
+    assert last.channels_last
+    assert first != last
+
+
+def test_what_cannot_run_again_is_not_timed() -> None:
+    assert repeated_ms(specs(images())[0], torch.float8_e4m3fn, device="cpu") is None
+
+
+def test_small_calls_go_by_their_larger_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(16, 8)
+    large = specs(recorded(lambda: layer(torch.randn(64, 16))))[0]
+    small = specs(recorded(lambda: layer(torch.randn(2, 16))))[0]
+    asked = []
+
+    def fake(spec: CallSpec, dtype: object = None, *rest: object, **device: str) -> float:
+        asked.append(spec)
+        return 2.0 if dtype is None else 1.0
+
+    monkeypatch.setattr(alternatives, "repeated_ms", fake)
+    operators = [
+        MeasuredOperator(record, ms, ())
+        for rows, ms in ((64, 97.0), (2, 1.0))
+        for record in recorded(lambda rows=rows: layer(torch.randn(rows, 16)))
+        if record.spec in (large, small)
+    ]
+    ratios = repeated_ratios(operators, dtype=torch.bfloat16)
+    assert ratios[large] == ratios[small] == 0.5
+    assert small not in asked
+
+
+@pytest.mark.gpu
+def test_a_transformer_takes_the_types_that_autocast_gives_it() -> None:
+    """GPT-2 mixes both: its norms, powers and sums of residuals stay in float32."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=100, use_cache=False)
+    module = transformers.GPT2LMHeadModel(config).cuda().train()
+    ids = torch.randint(100, (2, 32), device="cuda")
+    full = recorded(lambda: module(ids, labels=ids).loss)
+
+    def mixed() -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss: Tensor = module(ids, labels=ids).loss
+        return loss
+
+    real = [(r.name, r.dtype) for r in recorded(mixed) if r.name not in CASTS and r.phase == "forward"]
+    predicted = [
+        (record.name, "bfloat16" if recast.bytes_ratio < 0.75 else "float32")
+        for record, recast in zip(full, under_autocast(full), strict=True)
+        if record.name not in CASTS and record.phase == "forward"
+    ]
+    products = {"aten::addmm", "aten::mm", "aten::bmm", "aten::native_layer_norm", "aten::pow", "aten::_log_softmax"}
+    assert [item for item in predicted if item[0] in products] == [item for item in real if item[0] in products]
+    casts = sum(len(recast.casts) for recast in under_autocast(full))
+    made = sum(r.name in ("aten::_to_copy", "aten::copy_") for r in recorded(mixed) if r.phase == "forward")
+    assert casts == pytest.approx(made, rel=0.25)
