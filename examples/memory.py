@@ -1,0 +1,120 @@
+"""How much memory a training step needs, what makes it need less, and what fills a GPU that has run out.
+
+    python examples/memory.py [--depth 8] [--width 512] [--batch 2048]
+
+Three figures are easily mixed up. *Allocated* is what live tensors hold. *Reserved* is what PyTorch's allocator has
+taken from the GPU, allocated or kept for later: other programs see this one. *Peak* is the most that was ever allocated
+at a time, and it decides whether a step fits. `track()` gives the peak of a block of code.
+
+The same step is run four ways. A forward pass for training keeps what the backward pass will need, so its peak grows
+with depth; one without gradients frees each intermediate at once. Checkpointing keeps only the inputs of each block and
+computes the rest again. A smaller batch halves what grows with the batch, and not what the parameters take.
+
+All of this runs on the CPU. On a GPU the example then runs out of memory on purpose, with a limit of its own, and shows
+which module and which line hold it (`explained_memory`).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rooftop.hardware import explained_memory, memory_summary, release, track
+
+MIB = 1 << 20
+LIMIT_BYTES = 512 * MIB  # on a GPU: what the example leaves to itself, to run out of it
+
+
+class Block(nn.Module):
+    """x + W2 gelu(W1 norm(x)): keeps about ten values for each of its inputs, for the backward pass."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, width)
+        hidden: Tensor = nn.functional.gelu(self.up(self.norm(x)))  # (B, 4 * width)
+        return x + self.down(hidden)
+
+
+class Network(nn.Module):
+    """Blocks, one after another; `checkpointed` keeps only what goes into each of them."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+def train_step(network: Network, x: Tensor) -> None:
+    network(x).square().mean().backward()
+    network.zero_grad()
+
+
+def show(name: str, network: Network, x: Tensor, training: bool = True) -> None:
+    """Runs one step and prints how far its peak rose above what was allocated before."""
+    with track(x.device) as memory:
+        if training:
+            train_step(network, x)
+        else:
+            with torch.no_grad():
+                network(x)
+    print(f"{name:36} {memory.peak_increase_bytes / MIB:10,.1f} MiB at most")
+
+
+def run_out(network: Network, x: Tensor) -> None:
+    """Trains on ever larger batches until the limit is reached; prints the explanation that the error carries."""
+    release()
+    limit = (torch.cuda.memory_allocated() + LIMIT_BYTES) / torch.cuda.get_device_properties(x.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(limit)
+    try:
+        with explained_memory(network, most=3):
+            while True:
+                train_step(network, x)
+                x = torch.cat([x, x])
+    except torch.OutOfMemoryError as error:
+        print("\n" + "\n".join(error.__notes__))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=2048)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network = Network(options.depth, options.width).to(device)
+    x = torch.randn(options.batch, options.width, device=device)
+
+    show("forward without gradients", network, x, training=False)
+    show("training step", network, x)
+    network.checkpointed = True
+    show("training step, checkpointed", network, x)
+    network.checkpointed = False
+    show("training step, half the batch", network, x[: options.batch // 2])
+
+    print("\ndevice    allocated   reserved       peak       free  of total (MiB; -: not counted)")
+    for memory in memory_summary():
+        figures = (memory.allocated_bytes, memory.reserved_bytes, memory.peak_bytes, memory.free_bytes)
+        cells = " ".join("         -" if each is None else f"{each / MIB:10,.0f}" for each in figures)
+        print(f"{memory.device:8} {cells} {memory.total_bytes / MIB:10,.0f}")
+    if device.type == "cuda":
+        run_out(network, x)
+    else:
+        print("\nThe explanation of an out-of-memory error needs an NVIDIA GPU: it reads the allocator's snapshot.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What a training step would cost at best on a machine that is not here, and which batch it would need there.
+
+    python examples/predict.py [--machine h200] [--layers 12] [--width 768] [--tokens 1024]
+
+Nothing is run and nothing is allocated: the model is built on fake tensors, which have shapes and no data, and each
+operator takes its roof on the other machine, whose ceilings were measured there. What comes out is a lower bound for
+eager PyTorch; real kernels are slower. It still answers what a purchase or a queue of hours would be for: is the step
+bound by launches (then a larger batch is free), by memory or by arithmetic, and what does bfloat16 change?
+
+`--machine` takes a machine that Rooftop knows, or a file that was written there with `rooftop ceilings -o FILE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+
+import rooftop
+from rooftop.analysis import fake_tensors
+from rooftop.errors import CeilingsFileError
+from rooftop.hardware import ceilings_of, known_machines
+
+VOCABULARY = 32_000
+
+
+class LanguageModel(nn.Module):
+    """Token numbers (B, T) to scores of the next token (B, T, vocabulary)."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, max(1, width // 64), 4 * width, 0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)  # (B, T, width)
+        later = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=x.dtype)
+        for layer in self.layers:
+            x = layer(x, src_mask=later, is_causal=True)
+        scores: Tensor = self.head(x)
+        return scores
+
+
+def loss(scores: Tensor) -> Tensor:
+    """Against the first token everywhere: a prediction has no values, only their shapes."""
+    targets = torch.zeros(scores.shape[:-1], dtype=torch.int64).flatten()
+    return nn.functional.cross_entropy(scores.flatten(0, -2), targets)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", default="h200", help=f"{', '.join(known_machines())}, or a ceilings file")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    options = parser.parse_args()
+    try:
+        ceilings = ceilings_of(options.machine)
+    except (ValueError, CeilingsFileError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+    with fake_tensors():
+        model = LanguageModel(options.layers, options.width)
+    parameters = sum(each.numel() for each in model.parameters())
+    print(f"{parameters / 1e6:,.0f} M parameters, {options.tokens} tokens, AdamW, on {ceilings.device}, at best:")
+    for batch in options.batches:
+        for dtype in (torch.float32, torch.bfloat16):
+            with fake_tensors():
+                tokens = torch.zeros(batch, options.tokens, dtype=torch.int64)
+            report = rooftop.predict(
+                model, tokens, ceilings=ceilings, train=True, optimizer=torch.optim.AdamW, loss=loss, dtype=dtype
+            )
+            found = report.summary
+            launch = max(0.0, report.gaps.launch_gap_ms) / found.wall_ms
+            rate = batch * options.tokens / found.wall_ms * 1e3
+            print(
+                f"  batch {batch:4} {str(dtype).removeprefix('torch.'):9} {found.wall_ms:9,.2f} ms a step, "
+                f"{rate:12,.0f} tokens/s, {launch:4.0%} of it waiting for launches"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Each example runs as it is, with small sizes, and says what it promises.
+
+They run in this process (`python examples/NAME.py`, without the seconds that importing torch takes again).
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rooftop.hardware import Ceilings, ceilings_of
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples"
+TESTED_ELSEWHERE = {"classify"}  # tests/models/test_classification.py
+Run = Callable[..., str]
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what the example says where there is no GPU")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs an example with these words on its command line; returns what it printed."""
+
+    def run_example(name: str, *words: object) -> str:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, words)])
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_example
+
+
+def test_every_example_is_tested_and_teaches() -> None:
+    names = {path.stem for path in FOLDER.glob("*.py")}
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert names - TESTED_ELSEWHERE == set(re.findall(r'run\(\s*"(\w+)"', source))
+    for name in names:
+        text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+        assert f"python examples/{name}.py" in text.split('"""')[1], f"{name} does not say how it is run"
+
+
+def line_of(name: str, text: str) -> int:
+    """The number of the line of an example that holds a text."""
+    lines = (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    return 1 + next(number for number, line in enumerate(lines) if text in line)
+
+
+def mebibytes(printed: str, what: str) -> float:
+    return float(re.search(rf"^{what} +([\d,.]+) MiB", printed, re.MULTILINE)[1].replace(",", ""))  # type: ignore[index]
+
+
+def test_memory_shows_what_makes_a_step_need_less(run: Run) -> None:
+    out = run("memory", "--depth", 6, "--width", 64, "--batch", 512)
+    training, halved = mebibytes(out, "training step"), mebibytes(out, "training step, half the batch")
+    assert mebibytes(out, "forward without gradients") < mebibytes(out, "training step, checkpointed") < training
+    assert halved == pytest.approx(training / 2, rel=0.2)
+    assert re.search(r"^cpu +- +- +- +[\d,]+", out, re.MULTILINE)
+    if not torch.cuda.is_available():
+        assert "needs an NVIDIA GPU" in out
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu_runs_out_and_explains_it(run: Run) -> None:
+    out = run("memory")
+    assert "cuda:0 is out of memory" in out
+    assert "activations" in out
+    assert "memory.py:" in out
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
+@on_cpu
+def test_streams_without_a_gpu_run_in_order(run: Run) -> None:
+    out = run("streams", "--size", 32, "--steps", 3)
+    assert "the same result" in out
+    assert "need an NVIDIA GPU" in out
+
+
+@pytest.mark.gpu
+def test_streams_on_a_gpu_name_both_lines_of_the_mistake(run: Run) -> None:
+    out = run("streams", "--size", 128, "--steps", 5)
+    assert f"streams.py:{line_of('streams', 'values.normal_()')}\n" in out
+    assert f"streams.py:{line_of('streams', 'values.sum()')}\n" in out
+
+
+def test_an_ensemble_is_at_least_as_good_as_its_models_are_on_average(run: Run) -> None:
+    out = run("ensemble", "--models", 3, "--epochs", 60)
+    alone = [float(share) for share in re.findall(r"^model .*: ([\d.]+)% right", out, re.MULTILINE)]
+    together = float(re.search(r"all together: ([\d.]+)%", out)[1])  # type: ignore[index]
+    agreed = float(re.search(r"of these ([\d.]+)% right", out)[1])  # type: ignore[index]
+    assert len(alone) == 3
+    assert sum(alone) / 3 <= together <= agreed
+
+
+def test_occupancy_names_what_limits_and_what_would_help(run: Run) -> None:
+    out = run("occupancy", "--threads", 256, "--registers", 128, "--shared", 49152)
+    # By hand: 256 threads of 128 registers are half of the 65,536 registers, so 2 blocks of 8 warps of 64.
+    assert out.startswith(
+        "16 of 64 warps (25%), limited by registers: 80 registers per thread instead of 128 reach 38%"
+    )
+    assert re.search(r"registers +room for 2 blocks \(limits\)", out)
+    assert re.search(r"shared memory +room for 4 blocks", out)
+    refused = run("occupancy", "--shared", 120 << 10)
+    assert re.search(r"8\.6 +cannot launch: more shared memory", refused)
+
+
+def test_occupancy_refuses_what_no_launch_can_have(run: Run) -> None:
+    with pytest.raises(SystemExit, match="error: a block of 2048 threads cannot be launched"):
+        run("occupancy", "--threads", 2048)
+
+
+@on_cpu
+def test_crossover_without_a_gpu_says_what_it_needs(run: Run) -> None:
+    with pytest.raises(SystemExit, match="error: a crossover needs an NVIDIA GPU"):
+        run("crossover")
+
+
+@pytest.mark.gpu
+def test_crossover_on_a_gpu(run: Run) -> None:
+    out = run("crossover", "--operations", "matmul", "--sizes", 16, 1024)
+    assert out.count("rows and columns: CPU") == 2
+    assert "the GPU is faster: from about" in out
+
+
+def test_the_report_of_a_training_loop(run: Run, tmp_path: Path) -> None:
+    out = run("training_loop", "--steps", 14, "--batch", 4, "-o", tmp_path / "report.html")
+    assert "14 recorded steps" in out
+    assert "convolution" in out
+    assert "<html" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_step_predicted_for_another_machine(run: Run, tmp_path: Path) -> None:
+    small = ("--layers", 1, "--width", 64, "--tokens", 16, "--batches", 1)
+    out = run("predict", *small)
+    times = [float(ms.replace(",", "")) for ms in re.findall(r"([\d,.]+) ms a step", out)]
+    assert len(times) == 2
+    assert "NVIDIA H200" in out
+    half = ceilings_of("h200").to_dict()
+    slow = {**half, "launch_eager_ms": 2 * half["launch_eager_ms"], "device": "Slow"}  # launches bound so small a step
+    Ceilings.from_dict(slow).save(tmp_path / "slow.json")
+    out = run("predict", *small, "--machine", tmp_path / "slow.json")
+    slower = [float(ms.replace(",", "")) for ms in re.findall(r"([\d,.]+) ms a step", out)]
+    assert slower == pytest.approx([2 * ms for ms in times], rel=0.02)
+    with pytest.raises(SystemExit, match="neither a known machine"):
+        run("predict", "--machine", "abacus")
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_a_compiled_model_beside_the_same_one_uncompiled(run: Run) -> None:
+    out = run("compiled", "--batch", 16, "--features", 32)
+    line = line_of("compiled", "hidden.abs().max().item()")
+    assert f"compiled.py:{line}: " in out.replace("\n", "")  # the graph break
+    before, after = re.search(r"launches +(\d+) -> (\d+)", out).groups()  # type: ignore[union-attr]
+    assert int(after) < int(before)
+
+
+def test_photographs_are_written(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("skimage")
+    assert run("photographs", tmp_path, "--count", 3) == f"3 photographs in {tmp_path}\n"
+    assert len(list(tmp_path.glob("*.png"))) == 3
