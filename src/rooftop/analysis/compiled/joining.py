@@ -24,14 +24,12 @@ from typing import Any
 
 from rooftop.analysis.attribution import AUTOGRAD, LOSS, OPTIMIZER
 from rooftop.analysis.compiled.graphs import GRAPH_KEY, CompiledGraph, recorded_graph
-from rooftop.analysis.compiled.kernel_work import KernelWork, is_generated
+from rooftop.analysis.compiled.kernel_work import GENERATED, KernelWork, is_generated, plain_name
 from rooftop.analysis.compiled.reconstruction import NotReconstructedError, has_formula, reconstructed, tensors_of
 from rooftop.analysis.kernel_join import Kernel, device_kernels
 from rooftop.cost import FREE, Cost, Record
 from rooftop.cost.accounting import counted_for, tensor_bytes, tensors_in
 from rooftop.cost.registry import formula_for
-
-_GENERATED = re.compile(r"^(?:graph_\d+_)?((?:triton|cpp)_\S+)$")
 
 
 @dataclass
@@ -77,11 +75,7 @@ def _trees(host: Iterable[Any]) -> dict[int, list[_Event]]:
     """Events by thread as trees, by the times at which they began and ended."""
     threads: dict[int, list[_Event]] = defaultdict(list)
     for e in host:
-        if (
-            "::" in e.name()
-            or e.name().startswith(("##", "Optimizer.step", "autograd::"))
-            or _GENERATED.match(e.name())
-        ):
+        if "::" in e.name() or e.name().startswith(("##", "Optimizer.step", "autograd::")) or GENERATED.match(e.name()):
             start_ns = e.start_ns()
             threads[e.start_thread_id()].append(_Event(e, e.name(), start_ns, start_ns + e.duration_ns()))
     for events in threads.values():
@@ -121,7 +115,7 @@ class _Walk:
             works = _Matcher(graph.works)
             for child in event.children:
                 self._visit_in_graph(child, works, "backward" if graph.backward else "forward", graph.problem)
-        elif _GENERATED.match(event.name) or self._is_operator(event):
+        elif GENERATED.match(event.name) or self._is_operator(event):
             self._add(event, self._reconstructed(event, phase, scope if phase != "forward" else LOSS))
         else:
             for child in event.children:
@@ -140,7 +134,7 @@ class _Walk:
         elif work is not None:
             reason = f"no formula for {', '.join(work.uncovered)}" if work.uncovered else "its nodes are not known"
             self._add(event, self._record(_shown(event.name), work.shapes, work.dtype, work.scope, phase, None, reason))
-        elif _GENERATED.match(event.name) or self._is_operator(event):
+        elif GENERATED.match(event.name) or self._is_operator(event):
             self._add(event, self._reconstructed(event, phase, "", problem))
         else:
             for child in event.children:
@@ -153,7 +147,7 @@ class _Walk:
         return has_formula(event.name) or not event.children
 
     def _reconstructed(self, event: _Event, phase: str, scope: str, problem: str = "") -> Record:
-        if _GENERATED.match(event.name):
+        if GENERATED.match(event.name):
             reason = problem or "compiled before it was analyzed: what was fused into it is not known"
             return self._record(_shown(event.name), (), "", scope, phase, None, reason)
         try:
@@ -280,7 +274,7 @@ def aligned(works: Sequence[KernelWork], kernels: Sequence[Kernel]) -> Iterator[
     between: list[KernelWork] = []
     position = 0
     for work in works:
-        match = _GENERATED.match(work.name)
+        match = GENERATED.match(work.name)
         found = None
         if match is not None:
             found = next((i for i in range(position, len(ordered)) if ordered[i].name == work.name), None)
@@ -313,10 +307,10 @@ class _Matcher:
         self._next = 0
 
     def next(self, name: str) -> KernelWork | None:
-        plain, anchor = _plain(name), _GENERATED.match(name)
+        plain, anchor = plain_name(name), GENERATED.match(name)
         for position in range(self._next, len(self._works)):
             work = self._works[position]
-            if _plain(work.name) == plain:
+            if plain_name(work.name) == plain:
                 self._next = position + 1
                 return work
             if anchor is None and is_generated(work.name):
@@ -324,29 +318,12 @@ class _Matcher:
         return None
 
 
-def _plain(name: str) -> str:
-    """ "mm" of "aten::mm", "extern_kernels.mm" and "torch.ops.aten.mm.default"; of a generated kernel its own name."""
-    generated = _GENERATED.match(name)
-    if generated:
-        return generated[1]
-    parts = name.split(".")
-    if "::" in name:
-        plain = name.rpartition("::")[2]
-    elif name.startswith("torch.ops.") and len(parts) > 3:
-        plain = parts[3]
-    elif name.startswith("aten."):
-        plain = parts[1]
-    else:
-        plain = parts[-1].removeprefix("bias_")
-    return plain.removesuffix("_")
-
-
 def _shown(name: str) -> str:
     """The name of a row: generated kernels without the number that tells them apart, library calls as operators."""
-    generated = _GENERATED.match(name)
+    generated = GENERATED.match(name)
     if generated:
         return "inductor::" + re.sub(r"^(?:triton|cpp)_(?:poi_|per_|red_|for_|tem_)?|_\d+$", "", generated[1])
-    return name if "::" in name else f"aten::{_plain(name)}"
+    return name if "::" in name else f"aten::{plain_name(name)}"
 
 
 def _everything(event: _Event) -> Iterator[_Event]:

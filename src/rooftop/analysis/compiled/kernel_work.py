@@ -10,6 +10,7 @@ partial results, which are no work that had to be done, so it counts what it wri
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,16 +70,40 @@ def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:
     )
 
 
-def _without(group: list[fx.Node], called: set[fx.Node]) -> list[fx.Node]:
-    """The group without the calls of libraries in it and without what these take in."""
-    dropped: set[fx.Node] = set()
-    waiting = [node for node in group if node in called]
-    while waiting:
-        node = waiting.pop()
-        if node not in dropped and node in group:
-            dropped.add(node)
-            waiting.extend(node.all_input_nodes)
-    return [node for node in group if node not in dropped]
+def _calls(name: str, group: list[fx.Node]) -> list[fx.Node]:
+    """Of a library's kernel the call itself: with it inductor lists what it computed before to lay operands out."""
+    plain = plain_name(name)
+    return [node for node in group if plain_name(_operator(node)) == plain] or group
+
+
+def _without(group: list[fx.Node], called: set[fx.Node], done: set[fx.Node]) -> list[fx.Node]:
+    """The group without the calls of libraries in it and without those of their operands that are done already.
+
+    These are in memory and only laid out; one that is not done is computed here, in the layout that is wanted.
+    """
+    operands = {_source(value) for node in group if node in called for value in node.all_input_nodes}
+    return [node for node in group if node not in called and not (node in operands and node in done)]
+
+
+GENERATED = re.compile(r"^(?:graph_\d+_)?((?:triton|cpp)_\S+)$")
+"""Names of kernels that inductor wrote, as they are in its code and in a profile."""
+
+
+def plain_name(name: str) -> str:
+    """ "mm" of "aten::mm", "extern_kernels.mm" and "torch.ops.aten.mm.default"; of a generated kernel its own name."""
+    generated = GENERATED.match(name)
+    if generated:
+        return generated[1]
+    parts = name.split(".")
+    if "::" in name:
+        plain = name.rpartition("::")[2]
+    elif name.startswith("torch.ops.") and len(parts) > 3:
+        plain = parts[3]
+    elif name.startswith("aten."):
+        plain = parts[1]
+    else:
+        plain = parts[-1].removeprefix("bias_")
+    return plain.removesuffix("_")
 
 
 def is_generated(name: str) -> bool:
@@ -100,14 +125,18 @@ def kernel_works(graph: fx.Graph, kernels: Sequence[tuple[str, Sequence[str]]]) 
     by_name = {node.name: node for node in graph.nodes}
     groups = [[by_name[name] for name in names if name in by_name] for _, names in kernels]
     # What a library does is done there alone. Generated kernels name it as their origin too: one that adds its bias, or
-    # one that lays out its operands, of which the nodes behind these operands are no part.
+    # one that lays out its operands.
+    groups = [
+        group if is_generated(name) else _calls(name, group) for (name, _), group in zip(kernels, groups, strict=True)
+    ]
     called = {
         node for (name, _), group in zip(kernels, groups, strict=True) if not is_generated(name) for node in group
     }
-    groups = [
-        _without(group, called) if is_generated(name) else group
-        for (name, _), group in zip(kernels, groups, strict=True)
-    ]
+    done: set[fx.Node] = set()
+    for number, (name, _) in enumerate(kernels):
+        if is_generated(name):
+            groups[number] = _without(groups[number], called, done)
+            done.update(groups[number])
     kernels_of: dict[fx.Node, list[int]] = {}
     for number, group in enumerate(groups):
         for node in group:
@@ -116,8 +145,8 @@ def kernel_works(graph: fx.Graph, kernels: Sequence[tuple[str, Sequence[str]]]) 
     works = []
     for number, ((name, nodes), group) in enumerate(zip(kernels, groups, strict=True)):
         served = [by_name[node] for node in nodes if by_name.get(node) in called]
-        laying_out = not group and bool(served)
-        works.append(_laying_out(name, served) if laying_out else _Kernel(number, group, kernels_of, begun).work(name))
+        kernel = _Kernel(number, group, kernels_of, begun)
+        works.append(_laying_out(name, served) if served and not kernel.stored() else kernel.work(name))
         begun.update(node for node in group if _is_reduction(node))
     return works
 
@@ -130,9 +159,13 @@ class _Kernel:
     begun: set[fx.Node]
     reads: dict[fx.Node, list[Tensor | int]] = field(default_factory=dict)  # source -> parts of it that are read
 
+    def stored(self) -> list[fx.Node]:
+        """The nodes whose values it leaves in memory."""
+        return [node for node in self.group if not _is_view(node) and self._is_stored(node)]
+
     def work(self, name: str) -> KernelWork:
         members = set(self.group)
-        stored = [node for node in self.group if not _is_view(node) and self._is_stored(node)]
+        stored = self.stored()
         flops, uncovered = FREE, []
         needed = self._needed(stored, members)
         demand = self._demand(needed, stored)
@@ -144,6 +177,8 @@ class _Kernel:
             share = demand.get(node, 1.0)
             flops = flops + Cost(flops={precision: int(share * count) for precision, count in cost.flops.items()})
             self._note_reads(node, cost, members, share)
+            if node.op == "placeholder":  # an input of the graph, copied into the layout that a library wants
+                self.reads.setdefault(node, []).extend(_values(node))
         read = sum(self._read_bytes(source, parts) for source, parts in self.reads.items())
         written = [tensor for node in stored for tensor in self._stored_tensors(node)]
         known = bool(stored) and not uncovered
@@ -162,10 +197,11 @@ class _Kernel:
         """Whether somebody outside uses the value, and this is the first kernel that can have written it."""
         if node.target in _MUTATIONS:
             return True
-        if self.kernels_of[node][0] != self.number and not (
-            node in self.begun and self.kernels_of[node][-1] == self.number
-        ):
+        first, *later = self.kernels_of[node]
+        if first != self.number and not (node in self.begun and self.kernels_of[node][-1] == self.number):
             return False
+        if later and first == self.number and _is_reduction(node):  # its partial results, for the next stage
+            return True
         return any(self._uses_from_memory(user, node) for user in node.users)
 
     def _uses_from_memory(self, user: fx.Node, node: fx.Node) -> bool:
@@ -229,9 +265,15 @@ class _Kernel:
                 continue
             for tensor in _values(value):
                 whole = tensor_bytes(tensor)
-                # An embedding or an index looks at no more of its table than its formula says, and no operator at more
-                # than is asked of it.
-                least = cost.read_bytes if tensor.numel() > size else int(share * size) * tensor.element_size()
+                # A gather looks at no more of its table than its formula says, and no operator at more than is asked of
+                # it.
+                if _is_gather(node) and value is node.args[0]:
+                    others = (t for v in node.all_input_nodes if v is not value for t in _values(v))
+                    least = int(share * (cost.read_bytes - distinct_bytes(others)))
+                elif tensor.numel() > size:
+                    least = cost.read_bytes
+                else:
+                    least = int(share * size) * tensor.element_size()
                 self.reads.setdefault(source, []).append(tensor if least >= whole else least)
 
     def _read_bytes(self, source: fx.Node, parts: list[Tensor | int]) -> int:
@@ -316,21 +358,25 @@ def _is_view(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    name = node.target._schema.name.partition("::")[2]
-    return not name.startswith(_ALLOCATIONS) and (_cost(node) == FREE or name in ("reshape", "contiguous"))
+    name = _operator(node)
+    free = _cost(node) == FREE and any(value.numel() for value in _values(node))  # without elements all is free
+    return not name.startswith(_ALLOCATIONS) and (free or name in ("reshape", "contiguous"))
+
+
+def _operator(node: fx.Node) -> str:
+    """ "mm" of a node that calls aten::mm, "" of one that calls no operator."""
+    return node.target._schema.name.partition("::")[2] if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def _is_gather(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.name.partition("::")[2] in GATHERS
+    return _operator(node) in GATHERS
 
 
 GATHERS = {"gather", "index", "index_select", "embedding", "_unsafe_index"}
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.name.partition("::")[2] in REDUCTIONS
+    return _operator(node) in REDUCTIONS
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -345,11 +391,7 @@ def _values(node: fx.Node) -> list[Tensor]:
 
 def _shared_scope(nodes: Sequence[fx.Node]) -> str:
     """The path of the innermost module that all nodes belong to ("layer1.0"), "" if there is none."""
-    paths = []
-    for node in nodes:
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        if stack and not _is_view(node):
-            paths.append(module_path(str(list(stack.values())[-1][0])))
+    paths = [path for node in nodes if not _is_view(node) and (path := _path(node)) is not None]
     if not paths:
         return ""
     shared: list[str] = []
@@ -358,6 +400,17 @@ def _shared_scope(nodes: Sequence[fx.Node]) -> str:
             break
         shared.append(parts[0])
     return ".".join(shared)
+
+
+def _path(node: fx.Node) -> str | None:
+    """Of the module that ran the node, "" of the outermost one, which dynamo does not name; None of what nobody wrote:
+    constants, the sums of gradients, and the copies that end a graph."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if stack:
+        return module_path(str(list(stack.values())[-1][0]))
+    added = str(node.meta.get("stack_trace")).startswith("Gradient addition")
+    written = node.op == "call_function" and node.meta.get("seq_nr") is not None
+    return "" if written and not added and node.target not in _MUTATIONS and node.all_input_nodes else None
 
 
 def module_path(source: str) -> str:
