@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from rooftop.cost import CountingMode
 from rooftop.cost.formulas.linear_algebra import reflectors, singular_value_flops
-from rooftop.cost.registry import formula_for
 
 aten = torch.ops.aten
 
@@ -102,6 +101,11 @@ FACTORIZATIONS = [
         45 * 4,
     ),
     Hand("linalg_eig", lambda: torch.linalg.eig(x(6, 6)), 25 * 216, 36 * 4, (6 + 36) * 8),
+    # One triangle of 21 elements is read; vectors are 36 more results.
+    Hand("_linalg_eigh", lambda: torch.linalg.eigh(definite(2)), 2 * 9 * 216, 2 * 21 * 4, 2 * (6 + 36) * 4),
+    Hand("_linalg_eigh", lambda: aten._linalg_eigh(definite(), compute_v=False), 4 * 216 // 3, 21 * 4, 6 * 4),
+    # Two error codes.
+    Hand("_linalg_check_errors", lambda: torch.linalg.cholesky(definite(2)), 2, 2 * 4, 0),
     Hand("_linalg_eigvals", lambda: aten._linalg_eigvals(x(6, 6)), 10 * 216, 36 * 4, 6 * 8),
     # (9, 6), values alone: the lesser of 4 * 9 * 36 - 4 * 72 = 1008 and 2 * 9 * 36 + 2 * 216 = 1080.
     Hand("_linalg_svd", lambda: aten._linalg_svd(x(9, 6), False, False), 1008, 54 * 4, 6 * 4),
@@ -233,11 +237,6 @@ def test_cost_is_what_a_person_counts(hand: Hand) -> None:
     cost = records[-1].cost
     assert cost is not None, records[-1].uncovered
     assert (cost.total_flops, cost.read_bytes, cost.write_bytes) == (hand.flops, hand.read, hand.write)
-
-
-def test_symmetric_eigenvalues_stay_uncovered() -> None:
-    """Other tests take them as the example of an operator without a formula."""
-    assert formula_for(aten._linalg_eigh.default) is None
 
 
 @pytest.mark.parametrize("size", [3, 30, 300])

@@ -8,6 +8,7 @@ Counts are the leading terms of Golub & Van Loan, Matrix Computations, 4th editi
     LU, square                     2 n³ / 3               inverse 2 n³
     triangular solve               n² k                   with both factors 2 n² k
     QR (Householder), m ≥ n        2 n² (m - n / 3)       Q's columns as many again
+    eigenvalues, symmetric         4 n³ / 3               with vectors 9 n³
     eigenvalues, nonsymmetric      10 n³                  with vectors 25 n³
     singular values, m ≥ n         the lesser of the Golub-Reinsch and R-SVD algorithms (figure 8.6.1)
 
@@ -137,6 +138,23 @@ def _triangle_bytes(matrix: Tensor, *, diagonal: bool) -> int:
     """Bytes of a triangle of each (n, n) matrix of a batch."""
     n = matrix.shape[-1]
     return distinct_bytes([matrix]) * (n + 1 if diagonal else n - 1) // max(2 * n, 1)
+
+
+@cost_of("aten::_linalg_check_errors")
+def check_errors(call: Call) -> Cost:
+    """Compares the error code of each matrix with zero."""
+    codes: Tensor = call["info"]
+    return Cost(distinct_bytes([codes]), 0, arithmetic(codes.numel(), [codes]))
+
+
+@cost_of("aten::_linalg_eigh")
+def symmetric_eigenvalues(call: Call) -> Cost:
+    """One triangle is read; without `compute_v` the vectors stay empty."""
+    matrix: Tensor = call["A"]
+    n = matrix.shape[-1]
+    written = requested(call.results, [True, call["compute_v"]])
+    cost = _cost(call, matrix, 9 * n**3 if call["compute_v"] else 4 * n**3 / 3, [], written)
+    return cost + Cost(_triangle_bytes(matrix, diagonal=True))
 
 
 @cost_of("aten::linalg_solve_triangular")
