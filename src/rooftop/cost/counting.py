@@ -183,7 +183,7 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     else:
         call = Call(func, args, kwargs, out)
         name, inputs = func._schema.name, call.read_tensors
-        cost, uncovered = _cost(call)
+        cost, uncovered = counted(call)
     tensors = inputs or list(tensors_in(out))
     flowing = phase != "optimizer"
     leading = next((t for t in tensors if t.is_floating_point() or t.is_complex()), tensors[0] if tensors else None)
@@ -248,7 +248,8 @@ def _place(name: str, tensors: Sequence[Tensor], out: Any) -> str:
     return str(line) if line is not None else ""
 
 
-def _cost(call: Call) -> tuple[Cost | None, str]:
+def counted(call: Call) -> tuple[Cost | None, str]:
+    """The cost of a call by its formula, what it changes in place marked as shared; None and why if there is none."""
     formula = formula_for(call.func)
     if formula is None:
         return None, "no formula"

@@ -29,7 +29,7 @@ from rooftop.analysis.compiled.reconstruction import NotReconstructedError, has_
 from rooftop.analysis.kernel_join import Kernel, device_kernels
 from rooftop.cost import FREE, Cost, Record
 from rooftop.cost.accounting import counted_for, tensor_bytes, tensors_in
-from rooftop.cost.registry import formula_for
+from rooftop.cost.counting import counted
 
 
 @dataclass
@@ -152,18 +152,15 @@ class _Walk:
             return self._record(_shown(event.name), (), "", scope, phase, None, reason)
         try:
             call = reconstructed(event.source)
-            formula = formula_for(call.func)
-            with counted_for(self._device.partition(":")[0]):
-                cost = formula(call) if formula is not None else None
-            tensors = call.read_tensors or list(tensors_in(call.out))
-            leading = next((t for t in tensors if t.is_floating_point()), tensors[0] if tensors else None)
-            dtype = str(leading.dtype).removeprefix("torch.") if leading is not None else ""
-            shapes = tuple(tuple(t.shape) for t in call.read_tensors)
-            return self._record(event.name, shapes, dtype, scope, phase, cost, "" if cost is not None else "no formula")
         except NotReconstructedError as error:
             return self._record(event.name, (), "", scope, phase, None, f"not reconstructed: {error}")
-        except Exception as error:  # a formula that fails must not end the analysis: it is listed
-            return self._record(event.name, (), "", scope, phase, None, f"formula failed: {error}")
+        with counted_for(self._device.partition(":")[0]):
+            cost, uncovered = counted(call)
+        tensors = call.read_tensors or list(tensors_in(call.out))
+        leading = next((t for t in tensors if t.is_floating_point()), tensors[0] if tensors else None)
+        dtype = str(leading.dtype).removeprefix("torch.") if leading is not None else ""
+        shapes = tuple(tuple(t.shape) for t in call.read_tensors)
+        return self._record(event.name, shapes, dtype, scope, phase, cost, uncovered)
 
     def _record(
         self, name: str, shapes: Any, dtype: str, scope: str, phase: str, cost: Cost | None, uncovered: str

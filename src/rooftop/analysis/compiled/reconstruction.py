@@ -107,7 +107,7 @@ def _value(wanted: Any, kind: str, shape: Any, stride: Any, text: Any) -> Any:
     """One argument: a tensor, a list of tensors, or a number, a list, a flag or None from its text."""
     takes_tensor = "Tensor" in str(wanted)
     if kind in DTYPES:
-        if not takes_tensor:
+        if not takes_tensor or "List[" in str(wanted):
             raise NotReconstructedError(f"a tensor was recorded, {wanted} is expected")
         return _meta(shape, stride, DTYPES[kind])
     if kind == "TensorList":
@@ -121,6 +121,8 @@ def _value(wanted: Any, kind: str, shape: Any, stride: Any, text: Any) -> Any:
     if takes_tensor:
         if kind:  # a number where a tensor is expected: another overload
             raise NotReconstructedError(f"{kind} was recorded, {wanted} is expected")
+        if not str(wanted).startswith("Optional["):  # the indices of `index`: a list in which some may be missing
+            raise NotReconstructedError(f"an argument of type {wanted} was not recorded")
         return None
     return _literal(text, kind, str(wanted))
 

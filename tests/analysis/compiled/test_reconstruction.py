@@ -1,0 +1,185 @@
+"""A recorded operator, made again on meta tensors, is the call that was recorded; what was not recorded raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from rooftop.analysis.compiled.reconstruction import (
+    DTYPES,
+    NotReconstructedError,
+    has_formula,
+    reconstructed,
+    tensors_of,
+)
+from rooftop.cost import CountingMode
+from rooftop.cost.counting import counted
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Event:
+    """An event with the interface of the profiler's."""
+
+    label: str
+    kinds: Sequence[str]
+    sizes: Sequence[Any]
+    values: Sequence[Any] = ()
+    steps: Sequence[Any] = field(default_factory=list)
+
+    def name(self) -> str:
+        return self.label
+
+    def dtypes(self) -> list[str]:
+        return list(self.kinds)
+
+    def structured_input_shapes(self) -> list[Any]:
+        return list(self.sizes)
+
+    def structured_input_strides(self) -> list[Any]:
+        return list(self.steps) or [[] for _ in self.sizes]
+
+    def concrete_inputs(self) -> list[Any]:
+        return list(self.values)
+
+
+def recorded(name: str, run: Callable[[], Any]) -> Any:
+    """The first event of that name that the profiler records of a run."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
+        run()
+    results: Any = profiled.profiler
+    return next(e for e in results.kineto_results.events() if e.name() == name)
+
+
+def described(value: Any) -> Any:
+    """A nest of arguments with tensors as what can be told of them."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return [described(item) for item in value]
+    return value
+
+
+f32, bf16 = torch.float32, torch.bfloat16
+CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+    (aten.mm.default, (torch.ones(3, 4).t(), torch.ones(3, 5)), {}),
+    (aten.addmm.default, (torch.ones(3), torch.ones(2, 5), torch.ones(5, 3)), {"beta": 2, "alpha": 0.5}),
+    (aten.bmm.default, (torch.ones(2, 3, 4, dtype=bf16), torch.ones(2, 4, 5, dtype=bf16)), {}),
+    (aten.sum.dim_IntList, (torch.ones(2, 3, 4), [0, 2]), {}),
+    (aten._softmax.default, (torch.ones(3, 4), -1, False), {}),
+    (aten.add.Tensor, (torch.ones(3, 4), torch.ones(4)), {"alpha": 2}),
+    (aten.clamp.default, (torch.ones(3), 0, None), {}),
+    (aten.embedding.default, (torch.ones(10, 4), torch.ones(3, dtype=torch.long)), {}),
+    (aten.native_layer_norm.default, (torch.ones(3, 4), [4], torch.ones(4), None, 1e-5), {}),
+    (aten.cat.default, ([torch.ones(2, 3), torch.ones(4, 3)], 0), {}),
+    (aten.add_.Tensor, (torch.ones(3), torch.ones(3)), {}),
+    (aten._local_scalar_dense.default, (torch.ones(()),), {}),
+    (aten.bitwise_and.Tensor, (torch.ones(5, dtype=torch.bool), torch.ones(5, dtype=torch.bool)), {}),
+    (
+        aten.convolution.default,
+        (torch.ones(2, 3, 8, 8), torch.ones(5, 3, 3, 3), None, [2, 1], [1, 0], [1, 1], False, [0, 0], 1),
+        {},
+    ),
+]
+
+
+@pytest.mark.parametrize(("func", "args", "kwargs"), CALLS, ids=[str(func) for func, *_ in CALLS])
+def test_what_the_profiler_records_is_made_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    call = reconstructed(recorded(func._schema.name, lambda: func(*args, **kwargs)))
+    assert call.func is func
+    assert described(call.args)[: len(args)] == described(args)
+    assert {name: call.kwargs[name] for name in kwargs} == kwargs
+    assert all(t.is_meta for t in call.read_tensors)
+    with CountingMode() as mode:
+        func(*args, **kwargs)
+    (record,) = mode.records
+    assert counted(call) == (record.cost, "")
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 5), min_size=0, max_size=4), st.sampled_from(sorted(DTYPES)), st.data())
+def test_shapes_strides_and_types_are_those_of_the_tensor(shape: list[int], kind: str, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(shape))))
+    tensor = torch.empty(shape, dtype=DTYPES[kind], device="meta").permute(order)
+    event = Event("aten::clone", [kind, ""], [list(tensor.shape), []], ["", ""], [list(tensor.stride()), []])
+    call = reconstructed(event)
+    assert described(call.args[0]) == described(tensor)
+    assert (call.out.shape, call.out.dtype) == (tensor.shape, tensor.dtype)
+
+
+def test_values_that_older_profilers_record_as_text_are_read() -> None:
+    kinds = ["float", "ScalarList", "Scalar", ""]
+    call = reconstructed(Event("aten::sum", kinds, [[2, 3, 4], [], [], []], ["", "[0, 2]", "True", ""]))
+    assert call.args[1:] == ([0, 2], True)
+    assert call.out.shape == (1, 3, 1)
+    threshold = Event("aten::softplus", ["float", "Scalar", "Scalar"], [[3], [], []], ["", "1", "20"])
+    assert reconstructed(threshold).args[1:] == (1, 20)
+
+
+def test_a_list_of_tensors_without_shapes_is_not_made_up() -> None:
+    with pytest.raises(NotReconstructedError, match="does not record the tensors of a list"):
+        reconstructed(Event("aten::cat", ["TensorList", "Scalar"], [[], []], ["", "0"]))
+
+
+def test_a_list_in_which_tensors_may_be_missing_is_not_made_up() -> None:
+    """The profiler shows nothing of the indices of `x[indices]`."""
+    event = recorded("aten::index", lambda: aten.index.Tensor(torch.ones(5, 6), [torch.tensor([1, 2])]))
+    with pytest.raises(NotReconstructedError, match="was not recorded"):
+        reconstructed(event)
+
+
+def test_an_argument_that_is_a_word_is_not_made_up() -> None:
+    """The profiler does not record which approximation of GELU it was."""
+    event = recorded("aten::gelu", lambda: aten.gelu.default(torch.ones(3, 4), approximate="tanh"))
+    with pytest.raises(NotReconstructedError, match="approximate"):
+        reconstructed(event)
+
+
+@pytest.mark.parametrize("name", ["aten::no_such_operator", "nowhere::mm", "ProfilerStep", "", "aten::"])
+def test_an_unknown_operator_says_so(name: str) -> None:
+    with pytest.raises(NotReconstructedError, match="no such operator"):
+        reconstructed(Event(name, ["float"], [[3]]))
+    assert not has_formula(name)
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (Event("aten::mm", ["float"], [[3, 4]]), "1 arguments were recorded, 2 are expected"),
+        (Event("aten::mm", ["float", "float"], [[3, 4], [5, 6]]), "aten.mm.default"),
+        (Event("aten::mm", ["float", "Scalar"], [[3, 4], []], ["", "2"]), "Scalar was recorded, Tensor is expected"),
+        (Event("aten::mm", ["float", "TensorList"], [[3, 4], [[4, 5]]]), "a list of tensors was recorded"),
+        (Event("aten::cat", ["float", "Scalar"], [[3], []], ["", "0"]), "a tensor was recorded"),
+    ],
+)
+def test_a_call_that_no_overload_takes_says_why(event: Event, message: str) -> None:
+    with pytest.raises(NotReconstructedError, match=message):
+        reconstructed(event)
+
+
+def test_operators_with_a_formula_are_known_by_name() -> None:
+    assert has_formula("aten::mm")
+    assert has_formula("aten::add_")
+
+
+def test_pointers_of_a_launch_are_told_with_their_positions() -> None:
+    event = Event(
+        "triton_poi_fused_0",
+        ["c10::BFloat16", "Scalar", "float"],
+        [[4, 6], [], [3]],
+        ["", "24", ""],
+        [[1, 4], [], [1]],
+    )
+    assert [(position, described(tensor)) for position, tensor in tensors_of(event)] == [
+        (0, ((4, 6), (1, 4), bf16)),
+        (2, ((3,), (1,), f32)),
+    ]
