@@ -11,15 +11,21 @@ The same hooks add up what each module takes in and gives out, which is what its
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_right
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rooftop.cost import distinct_bytes
@@ -84,18 +90,37 @@ class ModuleTracker:
             self._adopt(root)
 
     def __enter__(self) -> ModuleTracker:
-        handles = [
+        for handle in (
             register_optimizer_step_pre_hook(self._optimizer_entering),
             register_optimizer_step_post_hook(self._optimizer_leaving),
-        ]
-        if self._inside:
-            handles += [
-                register_module_forward_pre_hook(self._entering),
-                register_module_forward_hook(self._leaving, with_kwargs=True, always_call=True),
-            ]
-        for handle in handles:
+        ):
             self._hooks.callback(handle.remove)
+        if self._inside:
+            self._hooks.enter_context(self.following())
         return self
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Inside, follow modules as they run, where `inside` is False and so nothing else does.
+
+        Code that is compiled meanwhile would contain the hooks, or not compile at all.
+        """
+        with ExitStack() as hooks:
+            entering = register_module_forward_pre_hook(self._entering)
+            leaving = register_module_forward_hook(self._leaving, with_kwargs=True, always_call=True)
+            hooks.callback(entering.remove)
+            hooks.callback(leaving.remove)
+            # `remove` does not know of this one, and while it is there torch takes the slow way through each module.
+            hooks.callback(_global_forward_hooks_with_kwargs.pop, leaving.id, None)
+            hooks.enter_context(_unwarned())
+            yield
+
+    def snapshot(self) -> ModuleTracker:
+        """A tracker that is never active and keeps the `traffic` and `optimizers` of now."""
+        kept = ModuleTracker()
+        kept.traffic = {scope: replace(traffic) for scope, traffic in self.traffic.items()}
+        kept.optimizers = list(self.optimizers)
+        return kept
 
     def observe(self, module: nn.Module | None, inputs: Any, output: Any) -> None:
         """Count what one call of the root took in and gave out."""
@@ -185,3 +210,15 @@ class ModuleTracker:
 
     def _optimizer_leaving(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizing -= 1
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Without the warning that a compiled module runs under hooks: they are ours. Other filters stay the program's."""
+    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+    ours = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if ours in warnings.filters:
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from rooftop.analysis.advice import advise
 from rooftop.analysis.attribution import ModuleTracker
@@ -49,7 +52,7 @@ def predict(
 ) -> Report:
     """The least that one step of a model costs on the machine that has these ceilings.
 
-    Nothing is computed, and nothing of the model changes.
+    Nothing is computed, and nothing of the model changes, also where a callable holds it.
 
     Args:
         target: a module or callable; its weights may be real, fake (see `fake_tensors`) or on the meta device.
@@ -61,6 +64,7 @@ def predict(
         name: what the report calls the target.
 
     Raises:
+        TypeError: `ceilings` are none (a machine's name, for example).
         InputError: the model looks at values (`.item()`, `nonzero`), which fake tensors do not have.
         ModelRunError: the model raised.
 
@@ -68,16 +72,25 @@ def predict(
         >>> report = rooftop.predict(model, x, ceilings=rooftop.hardware.ceilings_of("h200"), train=True)
         >>> report.summary.op_roof_ms
     """
+    if not isinstance(ceilings, Ceilings):
+        raise TypeError(
+            f"predict(ceilings={ceilings!r}): expected Ceilings, those of a known machine or of a file are "
+            'rooftop.hardware.ceilings_of("h200"), rooftop.hardware.ceilings_of("file.json")'
+        )
+    on_gpu = ceilings.kind == "cuda"
     with fake_tensors() as mode:
         fake_target, fake_args, fake_kwargs = (_fake(value, mode, dtype) for value in (target, args, kwargs))
         stepper = None
         if optimizer is not None:
             stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
+            if on_gpu:
+                _step_on_lists(stepper)
         program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
         tracker = ModuleTracker(program.module)
-        with counted_for(ceilings.kind), _DeviceAttention() if ceilings.kind == "cuda" else _Unchanged():
-            if stepper is not None:
-                _counted(program, ModuleTracker(program.module))  # the first step makes the optimizer's state
+        with _Untouched(mode), counted_for(ceilings.kind), _DeviceAttention() if on_gpu else nullcontext():
+            if program.module is None or (train and (stepper is not None or loss is None)):
+                # The first step makes the optimizer's state, or draws the gradients that are sent back.
+                _counted(program, ModuleTracker(program.module))
             records = _counted(program, tracker)
     operators = [MeasuredOperator(r, roof(r.cost, ceilings).ms if r.cost is not None else 0.0, ()) for r in records]
     rows = operator_rows(operators, ceilings)
@@ -153,7 +166,8 @@ def _fake(value: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> Any:
     """The value with fake tensors on the CPU in place of real ones; modules are copied without their weights."""
     if isinstance(value, nn.Module):
         held = [*value.parameters(), *value.buffers()]
-        return copy.deepcopy(value, {id(tensor): _fake(tensor, mode, dtype) for tensor in held})
+        with _FakeCopies(mode):
+            return copy.deepcopy(value, {id(tensor): _fake(tensor, mode, dtype) for tensor in held})
     if isinstance(value, nn.Parameter):
         return nn.Parameter(_fake(value.detach(), mode, dtype), requires_grad=value.requires_grad)
     if isinstance(value, Tensor):
@@ -173,11 +187,77 @@ def _parameters(target: Any) -> Iterable[nn.Parameter]:
     return target.parameters() if isinstance(target, nn.Module) else ()
 
 
-class _Unchanged(TorchFunctionMode):
-    """Every function as it is."""
+def _step_on_lists(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer take its parameters as lists where that is left to PyTorch: so it does on a GPU."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+class _FakeCopies(TorchFunctionMode):
+    """Deep copies of tensors (which are neither parameters nor buffers) are fake ones."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        return memo.setdefault(id(tensor), _fake(tensor, self._mode, None))
+
+
+class _Untouched(TorchDispatchMode):
+    """Real tensors that a callable holds stay as they are.
+
+    Each gets a fake twin that operators work on: `FakeTensorMode` alone computes what is done in place on real tensors.
+    Gradients and the state of optimizers are put back at the end.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+        self._twins: dict[int, tuple[Tensor, FakeTensor, Tensor | None]] = {}  # id -> real, fake, its gradient before
+        self._states: dict[torch.optim.Optimizer, dict[Any, Any]] = {}
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> _Untouched:
+        self._hooks.callback(register_optimizer_step_pre_hook(self._optimizer_entering).remove)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.close()
+        for real, _, gradient in self._twins.values():
+            if real.is_leaf and real.grad is not gradient:
+                real.grad = gradient
+        for optimizer, state in self._states.items():
+            optimizer.state.clear()
+            optimizer.state.update(state)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self._mode.lift_fns:  # torch.tensor(...): FakeTensorMode makes what is new a fake tensor itself
+            args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
         return func(*args, **(kwargs or {}))
+
+    def _twin(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in self._twins:
+            if tensor.numel() == 1 and tensor.device.type == "cpu":  # an optimizer's count of steps: it is looked at
+                with _disable_current_modes():
+                    value = tensor.detach().clone()
+                fake = self._mode.fake_tensor_converter.from_real_tensor(self._mode, value, make_constant=True)
+            else:
+                fake = _fake(tensor.detach(), self._mode, None)
+            self._twins[id(tensor)] = (tensor, fake, tensor.grad if tensor.is_leaf else None)
+        return self._twins[id(tensor)][1]
+
+    def _optimizer_entering(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in self._states:
+            self._states[optimizer] = {parameter: dict(state) for parameter, state in optimizer.state.items()}
 
 
 class _DeviceAttention(TorchFunctionMode):

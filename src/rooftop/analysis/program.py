@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError, ModelRunError, RooftopError
+from rooftop.hardware.source_lines import LIBRARIES
 
 
 class Program:
@@ -222,7 +223,7 @@ def _place(error: Exception) -> str:
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in file and "/rooftop/analysis/" not in file:
+        if not file.startswith(LIBRARIES):
             place = f" ({file}:{trace.tb_lineno})"
         trace = trace.tb_next
     return place

@@ -9,7 +9,8 @@
 With `step()` at the end of each iteration, the first steps warm up, one runs under the profiler alone, a few are
 labelled, the next are timed undisturbed, and the rest run as if nobody were watching. A block without steps is one
 step: it is labelled as a whole, which slows the host down, so what the labels cost is measured and taken off its wall
-time.
+time. So is the first step of others, in case there are too few of them. Nothing is compiled in it: PyTorch would not
+compile later what it had met under labels.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rooftop.analysis.instruments import (
     PlainInstrument,
     synchronize,
 )
-from rooftop.analysis.profiling import assembled
+from rooftop.analysis.profiling import COMPILED_WARM_UP_STEPS, assembled
 from rooftop.analysis.report import Report
 from rooftop.analysis.reporting import report_of
 from rooftop.errors import InputError
@@ -44,12 +45,13 @@ from rooftop.hardware import measure_ceilings
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.timing import Timing
 
-WARM_UP = 3  # steps that nobody looks at: allocators, autotuners, compilation
+WARM_UP = 3  # steps, the first of them watched as a whole: allocators, autotuners
+COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS  # where something is compiled in them
 LABELLED = 3
 LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 200, 3.0  # undisturbed steps: at least, and until either is reached
 MOST_OPERATORS = 200_000  # of a block without steps: about 1 GB of records
 NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
-"""Steps after which a recording has all that it wants."""
+"""Steps after which a recording has all that it wants (more where something is compiled)."""
 
 
 @dataclass
@@ -84,7 +86,9 @@ class Recording:
         self._every_optimizer_step = every_optimizer_step
         self._leading_optimizer: int | None = None
         self._graphs = CompiledGraphs()
-        self._tracker = ModuleTracker(module)
+        self._tracker = ModuleTracker(module, inside=False)
+        self._seen: dict[str, ModuleTracker] = {}  # stage -> its traffic
+        self._open = False
         self._around = ExitStack()
         self._now = ExitStack()  # what watches the step that runs now
         self._instrument: Any = None
@@ -98,6 +102,8 @@ class Recording:
         self._failed = False
 
     def __enter__(self) -> Recording:
+        if self._open or self._whole is not None or self._failed:
+            raise RuntimeError("a recording serves one block: call rooftop.recording() again for another")
         if self._ceilings is None:
             self._ceilings = measure_ceilings(self._device)
         self._around.enter_context(self._graphs)
@@ -106,11 +112,13 @@ class Recording:
             handle = register_optimizer_step_post_hook(self._optimizer_stepped)
             self._around.callback(handle.remove)
         synchronize(self._device)
+        self._open = True
         self._begin("whole")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._failed = error is not None and not isinstance(error, SystemExit)
+        self._open = False
         try:
             self._end()
         finally:
@@ -122,7 +130,7 @@ class Recording:
         Raises:
             RuntimeError: outside the `with` block.
         """
-        if self._report is not None or (self._instrument is None and self.steps == 0 and self._whole is None):
+        if not self._open:
             raise RuntimeError("step() belongs inside the block: with rooftop.recording() as r: ... r.step()")
         self.steps += 1
         stage = self._stage
@@ -143,7 +151,7 @@ class Recording:
         if name == "whole":
             return "warm"
         if name == "warm":
-            return "warm" if steps < WARM_UP - 1 else "plain"
+            return "warm" if steps < (COMPILED_WARM_UP if self._graphs.graphs else WARM_UP) - 1 else "plain"
         if name == "plain":
             return "labelled"
         if name == "labelled":
@@ -160,11 +168,13 @@ class Recording:
             self._watch(PlainInstrument(self._device, self._allocated_bytes(), self._trace))
         elif name in ("whole", "labelled"):
             self._tracker.restart()
-            self._watch(
-                CompiledInstrument(self._device, self._graphs.graphs)
-                if self._plain is not None and self._plain.compiled
-                else LabelledInstrument(self._device, self._tracker, MOST_OPERATORS)
-            )
+            if self._plain is not None and self._plain.compiled:
+                self._watch(CompiledInstrument(self._device, self._graphs.graphs))
+            else:
+                if name == "whole":
+                    self._now.enter_context(torch.compiler.set_stance("force_eager"))
+                self._now.enter_context(self._tracker.following())
+                self._watch(LabelledInstrument(self._device, self._tracker, MOST_OPERATORS))
         elif name == "timed":
             synchronize(self._device)
         self._stage.began = time.perf_counter()
@@ -183,6 +193,7 @@ class Recording:
             elapsed_ms = self._elapsed_ms()
             self._now.close()
             result = self._instrument.result
+            self._seen[name] = self._tracker.snapshot()
             if name == "plain":
                 self._plain = result
             elif name == "labelled" and result.records:
@@ -225,8 +236,10 @@ class Recording:
         assert self._ceilings is not None
         notes: list[str] = []
         first, first_ms = self._whole
+        seen = self._seen["whole"]
         if self._plain is not None and len(self._durations_ms) >= LEAST_TIMED:
             labelled, plain, wall = self._labelled, self._plain, _timing(self._durations_ms)
+            seen = self._seen["labelled"]
             mode = f"{self.steps} recorded steps"
         else:
             if not first.records:
@@ -239,11 +252,18 @@ class Recording:
             what = f"its first step of {self.steps}" if self.steps else "the block"
             if self._cut:
                 what = f"the first {len(first.records):,} operators of {what}"
+            more = COMPILED_WARM_UP - WARM_UP if self._graphs.graphs else 0
             notes.append(
-                f"The report is of {what}, run once and labelled, start-up included; what the labels cost is taken off "
-                f"the wall time. With {NEEDED} steps or more (r.step() after each) steps are timed undisturbed."
+                f"The report is of {what}, run once and labelled, start-up included and without torch.compile; what "
+                f"the labels cost is taken off the wall time. With {NEEDED + more} steps or more (r.step() after each) "
+                "steps are timed undisturbed."
             )
-        profile = assembled(self._device, labelled, wall, plain, self._tracker, self._graphs)
+        if self._trace is not None and self._plain is None:
+            notes.append(
+                "No trace was written: it is of one step after the warm-up, recorded without labels, and there were "
+                f"only {self.steps}."
+            )
+        profile = assembled(self._device, labelled, wall, plain, seen, self._graphs)
         inputs: list[Tensor] = []
         return report_of(
             profile, self._ceilings, target=self._name, mode=mode, inputs=inputs, root_type="step", notes=notes
@@ -296,8 +316,11 @@ def recording(
         device: where the work is; None is the GPU if there is one.
         ceilings: what to compare with; None measures this machine before the block begins (cached).
         name: what the report calls the program.
-        trace: also write the profiler's trace of one step to this file, for Perfetto.
+        trace: also write the profiler's trace of one step to this file, for Perfetto (if there are enough steps).
         every_optimizer_step: each step of the first optimizer ends a step, without calls of `step()`.
+
+    Raises:
+        ValueError: no such device here.
 
     Example:
         >>> with rooftop.recording() as r:
@@ -307,7 +330,12 @@ def recording(
         ...         r.step()
         >>> r.report
     """
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except RuntimeError as error:
+        raise ValueError(f"recording(device={device!r}): expected a cpu or cuda device") from error
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"recording(device={device!r}): expected a cpu or cuda device")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"recording(device={device!r}): there are {torch.cuda.device_count()} GPUs here")
     return Recording(module, where, ceilings, name, trace, every_optimizer_step)
