@@ -1,4 +1,4 @@
-"""Each example runs as it is, with small sizes, and says what it promises.
+"""Each example, and each snippet of the pages about hardware and cost, runs as it is and says what it promises.
 
 They run in this process (`python examples/NAME.py`, without the seconds that importing torch takes again).
 """
@@ -16,8 +16,15 @@ import torch
 
 from rooftop.hardware import Ceilings, ceilings_of
 
-FOLDER = Path(__file__).resolve().parents[1] / "examples"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "examples"
 TESTED_ELSEWHERE = {"classify"}  # tests/models/test_classification.py
+SNIPPETS = [
+    pytest.param(match[1], id=f"{page}-line-{text[: match.start()].count(chr(10)) + 1}")
+    for page in ("cost", "hardware")
+    for text in [(ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")]
+    for match in re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
+]
 Run = Callable[..., str]
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what the example says where there is no GPU")
@@ -162,3 +169,15 @@ def test_photographs_are_written(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("skimage")
     assert run("photographs", tmp_path, "--count", 3) == f"3 photographs in {tmp_path}\n"
     assert len(list(tmp_path.glob("*.png"))) == 3
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_snippets_of_the_pages_print_what_they_say(
+    snippet: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A comment below a `print`, at the start of a line, is what it prints."""
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
+    printed = capsys.readouterr().out
+    for said in re.findall(r"^# (.*)", snippet, re.MULTILINE):
+        assert said in printed
