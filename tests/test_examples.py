@@ -181,3 +181,16 @@ def test_snippets_of_the_pages_print_what_they_say(
     printed = capsys.readouterr().out
     for said in re.findall(r"^# (.*)", snippet, re.MULTILINE):
         assert said in printed
+
+
+def test_the_architecture_names_every_file() -> None:
+    """By its name, or by its folder (`formulas/`)."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    source = ROOT / "src" / "rooftop"
+    files = [path.relative_to(source) for path in source.rglob("*.py") if not path.name.startswith("__")]
+    unnamed = [
+        str(path) for path in files if path.name not in page and path.parent.name not in ("formulas", "page_files")
+    ]
+    assert not unnamed, "docs/architecture.md should say in a few words what these are for"
+    for name in re.findall(r"\w+\.py", page):
+        assert name in {path.name for path in files}, f"docs/architecture.md names {name}, which is not there"
