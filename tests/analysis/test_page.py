@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 import rooftop
-from rooftop.analysis.page import render_page
-from rooftop.analysis.report import Report
+from rooftop.analysis.page import RANK_PARTS, render_page
+from rooftop.analysis.ranks.merging import RankRow, compared
+from rooftop.analysis.report import Compilation, GraphBreak, Recompilation, Report
 from rooftop.hardware.ceilings import Ceilings
 
 HOSTILE = "</script><script>alert(1)</script><b>&\"'"
@@ -26,11 +28,36 @@ def report(round_ceilings: Ceilings) -> dict[str, Any]:
     return rooftop.analyze(net, torch.randn(4, 3, 16, 16), train=True, ceilings=round_ceilings).to_dict()
 
 
+@pytest.fixture(scope="module")
+def prediction(round_ceilings: Ceilings) -> dict[str, Any]:
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    return rooftop.predict(net, torch.randn(4, 64), train=True, ceilings=round_ceilings).to_dict()
+
+
+ROWS = [RankRow(0, "cuda:0", 50, 30, 24, 20), RankRow(1, "cuda:1", 50, 48, 8, 4), RankRow(2, "cuda:2", 48, 30, 24, 18)]
+GUARD = "0/0: n == 3    # for i in range(n):  (HINT: mark it dynamic)\nUser stack trace:\n  net.py, line 9"
+
+
+def with_ranks(report: dict[str, Any]) -> dict[str, Any]:
+    return {**report, "ranks": compared(ROWS).to_dict()}
+
+
+def compiled(report: dict[str, Any]) -> dict[str, Any]:
+    breaks = (GraphBreak("net.py:7", "Tensor.item()", 1.5),)
+    again = tuple(Recompilation("net.py:8", "forward", GUARD, 0.5) for _ in range(30))
+    uncovered = [{"name": "triton_poi_fused_0", "calls": 1, "measured_ms": 1.0, "reason": "not_reconstructed_" * 9}]
+    return {**report, "compilation": asdict(Compilation(2, 12, 12.25, breaks, again)), "uncovered": uncovered}
+
+
 def hostile(report: dict[str, Any]) -> dict[str, Any]:
     ops = [{**op, "name": HOSTILE, "modules": [HOSTILE]} for op in report["ops"]]
     child = {**report["modules"], "name": HOSTILE, "type": HOSTILE, "children": []}
     modules = {**report["modules"], "children": [*report["modules"]["children"], child]}
-    return {**report, "target": HOSTILE, "notes": [HOSTILE], "ops": ops, "modules": modules}
+    ranks = compared([replace(row, device=HOSTILE) for row in ROWS]).to_dict()
+    breaks, again = (GraphBreak(HOSTILE, HOSTILE, 1.5),), (Recompilation(HOSTILE, HOSTILE, HOSTILE + "\n", 0.5),)
+    compilation = asdict(Compilation(2, 12, 12.25, breaks, again))
+    named = {"target": HOSTILE, "notes": [HOSTILE], "ranks": ranks, "compilation": compilation}
+    return {**report, **named, "ops": ops, "modules": modules}
 
 
 def empty(report: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +101,47 @@ def test_the_figures_are_in_the_text_without_scripts(report: dict[str, Any]) -> 
 
 def test_the_page_is_the_same_each_time(report: dict[str, Any]) -> None:
     assert render_page(report) == render_page(report)
+
+
+def test_what_is_not_there_has_no_section(report: dict[str, Any]) -> None:
+    page = without_plotly(render_page(report))
+    assert "Ranks</h2>" not in page
+    assert "Compilation</h2>" not in page
+
+
+def test_ranks_are_in_the_text(report: dict[str, Any]) -> None:
+    page = without_plotly(render_page(with_ranks(report)))
+    ranks = compared(ROWS)
+    assert ranks.straggler == 1
+    assert ranks.sentence in page
+    assert page.count("straggler</em>") == 1
+    assert "training, 3 ranks" in page
+    late = re.search(r'<tr class="late">(.*?)</tr>', page, flags=re.S)
+    assert late is not None
+    figures = re.findall(r'data-label="(\w+)">([^<]+)<', late[1])
+    assert figures == [
+        *(("wall", "50 ms"), ("own", "46 ms"), ("exposed", "4 ms"), ("waited", "0 µs"), ("collectives", "8 ms")),
+    ]
+
+
+def test_a_compiler_speaks_briefly_unless_asked(report: dict[str, Any]) -> None:
+    page = without_plotly(render_page(compiled(report)))
+    shown = re.sub(r"<details>.*?</details>", "", page, flags=re.S)
+    assert "0/0: n == 3" in shown
+    assert "HINT" not in shown
+    assert "HINT: mark it dynamic" in page
+    assert "<b>12.2 s</b>" in page
+    assert "Tensor.item()" in shown
+
+
+def test_a_prediction_pretends_no_measurement(prediction: dict[str, Any]) -> None:
+    page = without_plotly(render_page(prediction))
+    text = re.sub(r"<(style|script).*?</\1>", "", page, flags=re.S)
+    for word in ("of roof", "measured</button>", "kernel gap", "achieved", "busy", "wall time"):
+        assert word not in text, word
+    assert "<b>≥ " in text
+    assert "predicted" in text
+    assert "aten::addmm" in text
 
 
 def test_a_large_report_stays_small(report: dict[str, Any]) -> None:
@@ -121,7 +189,7 @@ def browser() -> Iterator[Any]:
 @needs_chromium
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("change", [dict, hostile, empty])
+@pytest.mark.parametrize("change", [dict, hostile, empty, compiled, with_ranks])
 def test_it_opens_without_a_word(
     change: Any, scheme: str, width: int, browser: Any, report: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -131,6 +199,84 @@ def test_it_opens_without_a_word(
     assert opened.page.evaluate("document.documentElement.dataset.theme") == scheme
     points = opened.page.evaluate("document.querySelectorAll('#roofline .points path').length")
     assert points == sum(op["flops"] > 0 for op in change(report)["ops"])
+
+
+@pytest.mark.browser
+@needs_chromium
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_a_prediction_opens_without_a_word(
+    width: int, scheme: str, browser: Any, prediction: dict[str, Any], tmp_path: Path
+) -> None:
+    opened = Page(browser, tmp_path, prediction, width, scheme)
+    assert opened.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    headings = "[...document.querySelectorAll('#operators th')].map(h => h.textContent)"
+    assert opened.page.evaluate(headings) == ["operator", "phase", "shapes", "dtype", "calls", "share", "roof", "bound"]
+    opened.page.click("#operators th:nth-child(7) button")  # from falling to rising
+    roofs = opened.page.evaluate(
+        "[...document.querySelectorAll('#operators td:nth-child(7)')].map(c => +c.dataset.value)"
+    )
+    assert roofs == sorted(roofs)
+    hovers = opened.page.evaluate("[...document.getElementById('roofline').data].at(-1).text")
+    assert hovers
+    assert not any("of roof" in hover for hover in hovers)
+    assert opened.said == []
+
+
+@pytest.mark.browser
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 390])
+def test_bars_of_the_ranks_are_to_scale(width: int, browser: Any, report: dict[str, Any], tmp_path: Path) -> None:
+    page = Page(browser, tmp_path, with_ranks(report), width, "light").page
+    bars = page.evaluate(
+        "[...document.querySelectorAll('#ranks .bar .stack')].map(bar => "
+        "[...bar.children].map(part => part.getBoundingClientRect().width / bar.getBoundingClientRect().width))"
+    )
+    assert len(RANK_PARTS) == 3
+    expected = [[30 / 50, 4 / 50, 16 / 50], [46 / 50, 4 / 50, 0], [30 / 50, 4 / 50, 14 / 50]]
+    assert bars == [pytest.approx(row, abs=0.01) for row in expected]
+    colours = "[...document.querySelectorAll('#ranks .parts i')].map(i => getComputedStyle(i).background)"
+    assert len(set(page.evaluate(colours))) == 3
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_labels_of_modules_stand_out_from_their_colours(browser: Any, report: dict[str, Any], tmp_path: Path) -> None:
+    page = Page(browser, tmp_path, report, 1280, "light").page
+    luminance = "c => (([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b)(c.match(/\\d+/g).map(Number))"
+    contrasts = page.evaluate(
+        f"(() => {{ const l = {luminance}; return [...document.querySelectorAll('#modules .slice')]"
+        ".filter(s => s.querySelector('text')?.textContent).map(s => Math.abs("
+        "l(getComputedStyle(s.querySelector('path')).fill) - l(getComputedStyle(s.querySelector('text')).fill))) })()"
+    )
+    assert len(contrasts) > 3
+    assert min(contrasts) > 90
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_in_a_notebook_it_stays_in_its_frame(browser: Any, report: dict[str, Any], tmp_path: Path) -> None:
+    shown = Report.from_dict(hostile(report))._repr_html_()
+    assert len(shown) < 7_000_000
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text(
+        f"<!doctype html><meta charset='utf-8'><title>mine</title><main>{shown}</main>", encoding="utf-8"
+    )
+    page, said = browser.new_page(viewport={"width": 900, "height": 900}), []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("dialog", lambda dialog: said.append(dialog.message))
+    page.goto(notebook.as_uri())
+    frame = page.frame_locator("iframe").locator("#modules .slice").first
+    frame.wait_for(state="attached")
+    assert page.evaluate("document.querySelectorAll('main > *').length") == 1
+    box = page.locator("iframe").bounding_box()
+    assert box is not None
+    assert box["width"] < 900 < box["width"] + 40
+    assert 500 < box["height"] < 900
+    (inside,) = [f for f in page.frames if f != page.main_frame]
+    assert inside.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert inside.evaluate("(() => { try { return parent.document.title } catch { return null } })()") is None
+    assert said == []
 
 
 @pytest.mark.browser

@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from rooftop.analysis.text import short_reason
 from rooftop.errors import MissingExtraError
 
 PARTS = (
@@ -21,6 +22,16 @@ PARTS = (
     ("fusion headroom", "fusion_headroom_ms", "intermediates that go through memory between operators: fuse them"),
     ("kernel gap", "kernel_gap_ms", "kernels slower than this machine allows: use faster ones"),
     ("launch gap", "launch_gap_ms", "the device waits for the host: graphs, larger batches, fewer operators"),
+)
+PREDICTED_PARTS = (  # kernels at their roofs have no gap
+    PARTS[0],
+    PARTS[1],
+    ("launch gap", "launch_gap_ms", "launched eagerly the device would wait for the host: graphs, larger batches"),
+)
+RANK_PARTS = (
+    ("own", "what the rank needs by itself"),
+    ("transfer", "exposed communication that is nobody's waiting: collectives that nothing else runs beside"),
+    ("waited", "exposed communication in which the rank waits for a later one"),
 )
 
 
@@ -50,17 +61,14 @@ def render_page(report: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(ms=ms, quantity=quantity, shapes=shapes_text)
+    environment.filters.update(ms=ms, quantity=quantity, shapes=shapes_text, short_reason=short_reason)
     template = environment.from_string((files / "template.html.j2").read_text(encoding="utf-8"))
-    values = {"fused_roof_ms": report["summary"]["fused_roof_ms"], **report["gaps"]}
-    wall_ms = report["summary"]["wall_ms"]
-    parts = [
-        {"label": label, "ms": values[name], "share": max(0.0, values[name] / wall_ms), "meaning": meaning}
-        for label, name, meaning in PARTS
-    ]
     return template.render(
         report=report,
-        parts=parts,
+        parts=_parts(report),
+        columns=[column for column in COLUMNS if not (report["predicted"] and column[0] in MEASURED_COLUMNS)],
+        ranks=_rank_bars(report["ranks"]) if report["ranks"] else None,
+        rank_parts=RANK_PARTS,
         total_ms=sum(op["measured_ms"] for op in report["ops"]) or 1.0,
         style=Markup((files / "page.css").read_text(encoding="utf-8")),
         script=Markup((files / "page.js").read_text(encoding="utf-8")),
@@ -69,9 +77,48 @@ def render_page(report: Mapping[str, Any]) -> str:
     )
 
 
+COLUMNS = (  # of the operators: (heading, whether it holds numbers)
+    *(("operator", False), ("phase", False), ("shapes", False), ("dtype", False), ("calls", True), ("measured", True)),
+    *(("share", True), ("roof", True), ("% of roof", True), ("bound", False), ("gap", True)),
+)
+MEASURED_COLUMNS = ("measured", "% of roof", "gap")
+"""Columns that a prediction does not have: each of its operators takes its roof."""
+
+
+def _parts(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The parts of the wall time: label, ms, share of the wall time, what it means, number of its colour."""
+    values = {"fused_roof_ms": report["summary"]["fused_roof_ms"], **report["gaps"]}
+    wall_ms = report["summary"]["wall_ms"]
+    colours = {name: number for number, (_, name, _) in enumerate(PARTS, 1)}
+    return [
+        {
+            "label": label,
+            "ms": values[name],
+            "share": max(0.0, values[name] / wall_ms),
+            "meaning": meaning,
+            "colour": colours[name],
+        }
+        for label, name, meaning in (PREDICTED_PARTS if report["predicted"] else PARTS)
+    ]
+
+
+def _rank_bars(ranks: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each rank's row with the parts of its bar (see `RANK_PARTS`) as shares of the longest step of any rank."""
+    longest_ms = max(row["wall_ms"] for row in ranks["rows"]) or 1.0
+    bars = []
+    for row in ranks["rows"]:
+        parts_ms = (row["own_ms"], row["exposed_ms"] - row["waited_ms"], row["waited_ms"])
+        parts = [
+            {"label": label, "ms": part_ms, "share": max(0.0, part_ms / longest_ms)}
+            for (label, _), part_ms in zip(RANK_PARTS, parts_ms, strict=True)
+        ]
+        bars.append({**row, "parts": parts, "late": row["rank"] == ranks["straggler"]})
+    return bars
+
+
 def _embedded(report: Mapping[str, Any]) -> str:
     """JSON that cannot end the script element that it stands in."""
-    plain = {name: report[name] for name in ("ops", "modules", "ceilings", "memory")}
+    plain = {name: report[name] for name in ("ops", "modules", "ceilings", "memory", "predicted")}
     text = json.dumps(plain, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -91,6 +138,11 @@ def quantity(value: float, unit: str = "") -> str:
     return f"{value:.3g} {unit}"
 
 
+SHAPES_SHOWN = 8
+"""An optimizer's operator on lists takes a tensor for each parameter."""
+
+
 def shapes_text(shapes: list[list[int]]) -> str:
-    """ "8x3x224x224, 64x3x7x7" """
-    return ", ".join("×".join(map(str, shape)) or "scalar" for shape in shapes)
+    """ "8×3×224×224, 64×3×7×7"; of very many the first ones and how many more."""
+    more = f", {len(shapes) - SHAPES_SHOWN} more" if len(shapes) > SHAPES_SHOWN else ""
+    return ", ".join("×".join(map(str, shape)) or "scalar" for shape in shapes[:SHAPES_SHOWN]) + more

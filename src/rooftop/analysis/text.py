@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -48,13 +49,17 @@ def _heading(report: Report) -> Text:
     heading = Text()
     heading.append(f"{report.target}", style="bold")
     heading.append(f"  {', '.join([report.mode, *report.inputs, report.device['name']])}\n")
-    best = "predicted, at best " if report.predicted else ""
-    heading.append(f"{best}{summary.percent_of_roof:.1f}% of roof", style="bold")
-    heading.append(f": {time_text(summary.wall_ms)} a step{rate}, roof {time_text(summary.fused_roof_ms)}; ")
-    heading.append(
-        f"{quantity_text(summary.flops)}FLOP, coverage {100 * report.coverage:.1f}% of the operators' time"
-        f"{_uncovered(report)}\n"
-    )
+    if report.predicted:
+        heading.append(f"predicted: at least {time_text(summary.wall_ms)} a step", style="bold")
+        heading.append(
+            f"{rate.replace('(', '(at most ')}, {time_text(summary.op_roof_ms)} with every operator at its roof"
+        )
+    else:
+        heading.append(f"{summary.percent_of_roof:.1f}% of roof", style="bold")
+        heading.append(f": {time_text(summary.wall_ms)} a step{rate}")
+    heading.append(f", roof {time_text(summary.fused_roof_ms)}; {quantity_text(summary.flops)}FLOP, ")
+    of_what = "operators" if report.predicted else "operators' time"
+    heading.append(f"coverage {100 * report.coverage:.1f}% of the {of_what}{_uncovered(report)}\n")
     return heading
 
 
@@ -72,6 +77,8 @@ def _gaps(report: Report) -> Table:
     wall_ms = report.summary.wall_ms
     values = {"fused_roof_ms": report.summary.fused_roof_ms, **vars(report.gaps)}
     for label, name, colour, meaning in PARTS:
+        if report.predicted and name == "kernel_gap_ms":
+            continue  # each kernel takes its roof
         share = max(0.0, values[name] / wall_ms)
         bar = Text("█" * round(24 * min(1.0, share)), style=colour)
         table.add_row(
@@ -96,31 +103,42 @@ def _compilation(compilation: Compilation) -> Text:
         f"{len(compilation.graph_breaks)} graph breaks, {len(compilation.recompilations)} recompilations"
     ]
     lines += [
-        f"  break at {b.line}: {b.reason} ({b.seconds:.1f} s to compile what follows)" for b in compilation.graph_breaks
+        f"  break at {b.line}: {short_reason(b.reason)} ({b.seconds:.1f} s to compile what follows)"
+        for b in compilation.graph_breaks
     ]
     lines += [
-        f"  {r.function} ({r.line}) compiled again: {r.reason} ({r.seconds:.1f} s)" for r in compilation.recompilations
+        f"  {r.function} ({r.line}) compiled again: {short_reason(r.reason)} ({r.seconds:.1f} s)"
+        for r in compilation.recompilations
     ]
     return Text("\n".join(lines))
 
 
+def short_reason(reason: str) -> str:
+    """What a compiler gives as its reason, without its hints, its copy of the line and its stack trace."""
+    return re.split(r"\n|\s{2,}#|\s*\(HINT:", reason.strip(), maxsplit=1)[0].strip()
+
+
 def _operators(report: Report, rows: int) -> Table:
-    title = f"\nslowest operators ({min(rows, len(report.ops))} of {len(report.ops)})"
+    what = "operators by predicted time" if report.predicted else "slowest operators"
+    title = f"\n{what} ({min(rows, len(report.ops))} of {len(report.ops)})"
     table = Table(box=None, padding=(0, 1), title=title, title_justify="left")
     for name, width in (("operator", 30), ("shapes", 28)):
         table.add_column(name, overflow="ellipsis", no_wrap=True, max_width=width)
-    for name, width in (("calls", 5), ("measured", 8), ("share", 5), ("roof", 8), ("of roof", 7), ("bound", 7)):
-        table.add_column(name, justify="right", no_wrap=True, min_width=width)
+    columns = [("calls", 5), ("measured", 8), ("share", 5), ("roof", 8), ("of roof", 7), ("bound", 7)]
+    for name, width in columns:
+        if not (report.predicted and name in ("measured", "of roof")):
+            table.add_column(name, justify="right", no_wrap=True, min_width=width)
     total_ms = sum(row.measured_ms for row in report.ops) or 1.0
     for row in report.ops[:rows]:
+        measured, percent = ([], []) if report.predicted else ([time_text(row.measured_ms)], [_percent(row)])
         table.add_row(
             row.name.removeprefix("aten::") + {"backward": " (bwd)", "optimizer": " (opt)"}.get(row.phase, ""),
             shapes_text(row.shapes),
             str(row.calls),
-            time_text(row.measured_ms),
+            *measured,
             f"{100 * row.measured_ms / total_ms:.1f}%",
             time_text(row.roof_ms),
-            "-" if report.predicted else _percent(row),
+            *percent,
             row.bound,
         )
     return table

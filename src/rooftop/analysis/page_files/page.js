@@ -23,6 +23,9 @@ const config = { responsive: true, displaylogo: false, displayModeBar: false };
 
 const escapeText = (text) => text.replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
 const percentText = (value) => (value === null ? "no roof to compare with" : `${value.toFixed(0)}% of roof`);
+const boundText = (op) => (report.predicted ? `its roof, bound by ${op.bound}` : percentText(op.percent_of_roof));
+const fusedText = (node) => (report.predicted ? "" : `<br>${percentText(node.percent_of_roof)}`);
+const shapesText = (shapes) => shapes.slice(0, 6).map((s) => s.join("×")).join(", ") + (shapes.length > 6 ? ", …" : "");
 const SCALE = [[0, "#7b1e5a"], [0.25, "#c4496a"], [0.5, "#ee8f58"], [0.75, "#f4c95d"], [1, "#3fa796"]];
 
 // ---- roofline ----------------------------------------------------------------------------------------------------
@@ -33,12 +36,13 @@ function roofline() {
   const points = {
     type: "scatter", mode: "markers", name: "operators", showlegend: false, x: intensity,
     y: ops.map((op) => op.flops / op.measured_ms * 1e3),
-    text: ops.map((op) => `<b>${escapeText(op.name)}</b> (${op.phase})<br>${op.shapes.map((s) => s.join("×")).join(", ")}` +
-      ` ${op.dtype}<br>${op.measured_ms.toPrecision(3)} ms in ${op.calls} calls, ${percentText(op.percent_of_roof)}`),
+    text: ops.map((op) => `<b>${escapeText(op.name)}</b> (${op.phase})<br>${shapesText(op.shapes)}` +
+      ` ${op.dtype}<br>${op.measured_ms.toPrecision(3)} ms in ${op.calls} calls, ${boundText(op)}`),
     hovertemplate: "%{text}<extra></extra>",
-    marker: { size: ops.map((op) => 6 + 34 * Math.sqrt(op.measured_ms / largest)), color: ops.map((op) => op.percent_of_roof),
-      colorscale: SCALE, cmin: 0, cmax: 100, line: { width: 1, color: colour("--panel") }, opacity: 0.85,
-      colorbar: { title: { text: "% of roof" }, thickness: 12, len: 0.9 } },
+    marker: { size: ops.map((op) => 6 + 34 * Math.sqrt(op.measured_ms / largest)), line: { width: 1, color: colour("--panel") },
+      opacity: 0.85, ...(report.predicted ? { color: colour("--part2") } : {
+        color: ops.map((op) => op.percent_of_roof), colorscale: SCALE, cmin: 0, cmax: 100,
+        colorbar: { title: { text: "% of roof" }, thickness: 12, len: 0.9 } }) },
   };
   const left = Math.min(...intensity, 0.1) / 2, right = Math.max(...intensity, 100) * 2;
   const used = new Set(report.ops.flatMap((op) => Object.keys(op.flops_by_precision)));
@@ -72,9 +76,9 @@ function modules() {
     const id = path || "(model)";
     ids.push(id); parents.push(parent); values.push(node.measured_ms); colours.push(node.percent_of_roof);
     labels.push(escapeText(node.name || node.type));
-    texts.push(`<b>${escapeText(id)}</b> ${escapeText(node.type)}<br>${node.measured_ms.toPrecision(3)} ms, ` +
-      `op roof ${node.op_roof_ms.toPrecision(3)} ms, fused roof ${node.fused_roof_ms.toPrecision(3)} ms<br>` +
-      percentText(node.percent_of_roof));
+    const measured = report.predicted ? "" : `${node.measured_ms.toPrecision(3)} ms, `;
+    texts.push(`<b>${escapeText(id)}</b> ${escapeText(node.type)}<br>${measured}` +
+      `op roof ${node.op_roof_ms.toPrecision(3)} ms, fused roof ${node.fused_roof_ms.toPrecision(3)} ms${fusedText(node)}`);
     const own = values.length - 1;  // rounding must not make the children's sum larger than their parent
     let inside = 0;
     for (const child of node.children) inside += visit(child, path ? `${path}.${child.name}` : child.name, id);
@@ -85,6 +89,7 @@ function modules() {
   const known = colours.map((value) => (value === null ? colour("--line") : scaleColour(Math.min(value, 100) / 100)));
   const tree = { type: "icicle", ids, labels, parents, values, branchvalues: "total", tiling: { orientation: "v" },
     text: texts, hovertemplate: "%{text}<extra></extra>", textinfo: "label", maxdepth: 4, sort: false,
+    leaf: { opacity: 1 }, textfont: { color: known.map(readableOn) },
     marker: { colors: known, line: { width: 1, color: colour("--panel") } }, pathbar: { visible: true } };
   Plotly.react("modules", [tree], layout({ margin: { l: 0, r: 0, t: 26, b: 0 } }), config);
 }
@@ -98,6 +103,13 @@ function scaleColour(fraction) {
   const parts = [1, 3, 5].map((i) => Math.round(
     parseInt(a.slice(i, i + 2), 16) * (1 - mix) + parseInt(b.slice(i, i + 2), 16) * mix));
   return `rgb(${parts.join(",")})`;
+}
+
+// Black or white, whichever stands out more against a colour given as #rrggbb or rgb(...).
+function readableOn(background) {
+  const hex = background.startsWith("#");
+  const [r, g, b] = hex ? [1, 3, 5].map((i) => parseInt(background.slice(i, i + 2), 16)) : background.match(/\d+/g).map(Number);
+  return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#15181b" : "#ffffff";
 }
 
 // ---- memory ------------------------------------------------------------------------------------------------------
