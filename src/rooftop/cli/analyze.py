@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -20,12 +22,18 @@ from rooftop.analysis import Report, analyze, fake_tensors, predict
 from rooftop.analysis.counters import KernelCounters, counted_step, hardware_counters, kernel_rows
 from rooftop.analysis.counters_table import counters_table
 from rooftop.analysis.program import Program
-from rooftop.analysis.ranks.lockstep import distributed, first_rank, process_group
+from rooftop.analysis.ranks.lockstep import (
+    distributed,
+    first_rank,
+    on_all_ranks,
+    process_group,
+    several_ranks,
+)
 from rooftop.analysis.scripts import analyze_script
 from rooftop.analysis.text import WIDTH, renderable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, Target, resolve_target
-from rooftop.errors import CeilingsFileError
+from rooftop.errors import CeilingsFileError, MeasurementError
 from rooftop.hardware.ceilings import Ceilings, ceilings_of
 
 EXAMPLES = """\b
@@ -118,6 +126,8 @@ def command(
     gaps: slow kernels, missing fusion, and waiting for the host.
     """
     html_path = None if no_html else output or Path(f"rooftop-{re.sub(r'[^A-Za-z0-9_.-]+', '-', target)}.html")
+    if not first_rank():  # only one rank writes
+        json_path = html_path = trace = None
     for path in (json_path, html_path, trace):
         if path is not None:
             check_writable(path)
@@ -140,8 +150,8 @@ def command(
                 target, script_arguments, device=pick_device(device), ceilings=given_ceilings, trace=trace
             )
         else:
-            with process_group(pick_device(device)) as where:
-                found = resolve_target(target, inputs, where, kind, channels_last)
+            with process_group(pick_device(device)) as where, _told_once():
+                found = _on_each_rank(lambda: resolve_target(target, inputs, where, kind, channels_last))
                 report = analyze(
                     distributed(found.model, where) if train else found.model,
                     *found.args,
@@ -163,8 +173,34 @@ def command(
     if counters:
         console.print(counters_table(kernel_rows(launches), report, rows))
     for what, path in (("report", json_path), ("report", html_path), ("trace", trace)):
-        if path is not None:
+        if path is not None and path.exists():  # a recording of few steps has no trace; a note says so
             click.echo(f"{what}: {path}")
+
+
+def _on_each_rank(work: Callable[[], Target]) -> Target:
+    """What the work gives here; where there are several ranks, it must succeed on all of them."""
+    if not several_ranks():
+        return work()
+    here: list[Target] = []
+    on_all_ranks(lambda: here.append(work()))  # a target itself is not sent: it may be large, or not picklable
+    return here[0]
+
+
+@contextmanager
+def _told_once() -> Iterator[None]:
+    """All ranks get the failure of one as their error: that one prints it, the others end without a word.
+
+    It prints before its process group ends, which may wait: torchrun kills all ranks as soon as one has ended.
+    """
+    try:
+        yield
+    except MeasurementError as error:
+        named = re.match(r"rank (\d+) of \d+ failed", str(error))
+        if named is None or not several_ranks() or "--debug" in sys.argv:
+            raise
+        if int(named[1]) == dist.get_rank():
+            click.echo(f"rooftop: error: {error}", err=True)
+        raise click.exceptions.Exit(1) from error
 
 
 def _counted(words: Sequence[str]) -> list[KernelCounters]:

@@ -1,0 +1,139 @@
+"""`torchrun -m rooftop analyze`: one report of all ranks, written once; a rank that fails ends all, with one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rooftop.analysis.report import Report
+from rooftop.hardware.ceilings import Ceilings, MemoryLevel, MemoryPoint
+
+Run = Callable[..., tuple[int, str, str]]
+
+NET = """
+import os, time
+import torch
+from torch import nn
+
+RANK = int(os.environ["RANK"])
+
+class Net(nn.Module):
+    def __init__(self, seconds=0.0, wrong=False):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        self.seconds, self.wrong, self.calls = seconds, wrong, 0
+
+    def forward(self, x):
+        self.calls += 1
+        time.sleep(self.seconds)
+        if self.wrong and self.calls == 5:
+            raise KeyError("no such voxel")
+        return self.layers(x)
+
+x = torch.randn(16, 64)
+def delayed(): return Net(0.05 * RANK), x
+def wrong_first(): return Net(wrong=RANK == 0), x
+def wrong_second(): return Net(wrong=RANK == 1), x
+def unbuilt():
+    if RANK == 1:
+        raise OSError("weights.bin is not on this machine")
+    return Net(), x
+"""
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(12):
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs `rooftop analyze ...` on two ranks in a folder of its own, returns (status, stdout, stderr)."""
+    rates = tuple(MemoryPoint(size, 1e9, 1e9, 1e9, 1e9) for size in (1 << 14, 1 << 30))
+    measured = {"launch_eager_ms": 0.01, "launch_graph_ms": 0.002, "transfers": {}, "links": {}, "spread": {}}
+    ceilings = Ceilings(
+        "Test machine", "test", "cpu", 1, {}, "2026-01-01T00:00:00Z", memory=rates, kernel_floor_ms=0.001,
+        levels=(MemoryLevel("DRAM", None, 1e9),), flops={"fp32": 1e9}, disturbed=(), **measured,  # type: ignore[arg-type]
+    )  # fmt: skip
+    ceilings.save(tmp_path / "ceilings.json")
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99", "PYTHONPATH": str(tmp_path)}
+
+    def call(*words: str) -> tuple[int, str, str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        analyze = ["-m", "rooftop", "analyze", *words, "--device", "cpu", "--ceilings", str(tmp_path / "ceilings.json")]
+        done = subprocess.run(
+            [*torchrun, *analyze], cwd=tmp_path / "work", env=environment, capture_output=True, text=True, timeout=100
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    return call
+
+
+def files(tmp_path: Path) -> set[str]:
+    return {path.name for path in (tmp_path / "work").iterdir()} - {"script.py", "__pycache__"}
+
+
+def test_one_report_names_the_delayed_rank(run: Run, tmp_path: Path) -> None:
+    status, out, err = run("net:delayed", "--train", "--json", "r.json", "-o", "r.html", "--trace", "t.json")
+    assert status == 0, err
+    assert files(tmp_path) == {"r.json", "r.html", "t.json"}
+    for once in ("Rank 1 (cpu) holds the others up", "the straggler", "report: r.json", "of roof: "):
+        assert out.count(once) == 1, once
+    ranks = Report.from_json(tmp_path / "work" / "r.json").ranks
+    assert ranks is not None
+    assert ranks.straggler == 1
+    assert ranks.rows[0].waited_ms > 35
+    assert ranks.rows[1].own_ms > 50
+    assert ranks.sentence in (tmp_path / "work" / "r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("net:wrong_first", "rank 0 of 2 failed: DistributedDataParallel raised KeyError for inputs 16x64:float32"),
+        ("net:wrong_second", "rank 1 of 2 failed: DistributedDataParallel raised KeyError for inputs 16x64:float32"),
+        ("net:unbuilt", "rank 1 of 2 failed: net:unbuilt raised OSError: weights.bin is not on this machine"),
+        ("resnet5", "failed: 'resnet5' is no built-in model"),
+    ],
+)
+def test_a_rank_that_fails_ends_all_with_one_line(run: Run, tmp_path: Path, target: str, message: str) -> None:
+    began = time.monotonic()
+    status, out, err = run(target, "--train", "--json", "r.json")
+    assert status == 1
+    assert time.monotonic() - began < 60
+    (line,) = [line for line in err.splitlines() if line.startswith("rooftop: error: ")]
+    assert message in line
+    assert out == ""
+    assert files(tmp_path) == set()
+
+
+def test_a_folder_that_is_missing_is_said_by_the_rank_that_writes(run: Run) -> None:
+    status, _, err = run("net:delayed", "--json", "missing/r.json")
+    assert status == 1
+    assert err.count("rooftop: error: ") == err.count("there is no folder missing") == 1
+
+
+def test_a_distributed_script_is_reported_by_its_first_rank(run: Run, tmp_path: Path) -> None:
+    status, out, err = run("script.py", "--json", "r.json", "--no-html", "--trace", "t.json")
+    assert status == 0, err
+    assert files(tmp_path) == {"r.json", "t.json"}
+    assert out.count("of roof: ") == 1
+    operators = {op["name"] for op in json.loads((tmp_path / "work" / "r.json").read_text())["ops"]}
+    assert "c10d::allreduce_" in operators
