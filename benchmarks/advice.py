@@ -1,0 +1,264 @@
+"""What the advice promises beside what following it gains, on this GPU.
+
+    python benchmarks/advice.py [--out benchmarks/results/h200/advice.json]
+
+Each case is analyzed; then the program is changed as one item of the advice says, and both are timed interleaved in
+this process. Exits with 1 if a CUDA graph gains more than 25% less or more than predicted, or bfloat16 or channels
+last more than 30%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from programs import Results, Step, gpt2_step, resnet_step
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import rooftop
+from rooftop.hardware import Ceilings, compare, measure_ceilings
+from rooftop.hardware.timing import captured
+from rooftop.kernels import layer_norm
+
+TOLERANCES = {"graph": 0.25, "bfloat16": 0.30, "channels last": 0.30}
+
+
+@dataclass
+class Case:
+    """A program, a word of the advice's title, and the program with the advice followed."""
+
+    name: str
+    build: Callable[[], Step]
+    changes: dict[str, Callable[[Step], Callable[[], Any]]]
+
+
+def in_graph(step: Step) -> Callable[[], Any]:
+    return captured(step.run)
+
+
+def in_bfloat16(step: Step) -> Callable[[], Any]:
+    def run() -> Any:
+        with torch.autocast(step.args[0].device.type, dtype=torch.bfloat16):
+            out = step.model(*step.args, **step.kwargs)
+            loss = step.loss(out) if step.training else out
+        if step.training:
+            loss.backward()
+        return loss
+
+    def whole() -> Any:
+        if step.training:
+            step.model.train()
+            for parameter in step.model.parameters():
+                parameter.grad = None
+            return run()
+        with torch.no_grad():
+            return run()
+
+    return whole
+
+
+def channels_last(step: Step) -> Callable[[], Any]:
+    model = step.model.to(memory_format=torch.channels_last)
+    args = tuple(x.to(memory_format=torch.channels_last) for x in step.args)
+    return Step(model, args, step.kwargs, step.training).run
+
+
+def with_layer_norm(step: Step) -> Callable[[], Any]:
+    for module in step.model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.forward = _layer_norm_of(module)  # type: ignore[method-assign]
+    return step.run
+
+
+def _layer_norm_of(module: nn.LayerNorm) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
+
+
+def cases(quick: bool) -> list[Case]:
+    device = "cpu" if quick else "cuda"
+    large, small, tokens = (2, 2, 16) if quick else (256, 64, 512)
+    size = 32 if quick else 224
+
+    def resnet(batch: int, **kind: Any) -> Callable[[], Step]:
+        return lambda: resnet_step(batch, device=device, size=size, **kind)
+
+    def gpt2(batch: int, length: int = tokens, **kind: Any) -> Callable[[], Step]:
+        return lambda: gpt2_step(batch, length, device=device, **kind)
+
+    formats = {"bfloat16": in_bfloat16, "channels last": channels_last}
+    half = {"dtype": torch.bfloat16}
+    return [
+        Case("ResNet-50 inference batch 1", resnet(1), {"graph": in_graph}),
+        Case("GPT-2 inference batch 1, 64 tokens", gpt2(1, 64), {"graph": in_graph}),
+        Case(f"ResNet-50 inference batch {large}", resnet(large), formats),
+        Case(f"ResNet-50 training batch {small}", resnet(small, train=True), formats),
+        Case(f"ResNet-50 inference batch {large} bfloat16", resnet(large, **half), {"channels last": channels_last}),
+        Case(
+            f"ResNet-50 training batch {small} bfloat16",
+            resnet(small, train=True, **half),
+            {"channels last": channels_last},
+        ),
+        Case(
+            f"ResNet-50 training batch {small} channels last",
+            resnet(small, train=True, channels_last=True),
+            {"bfloat16": in_bfloat16},
+        ),
+        Case(f"GPT-2 inference batch 8, {tokens} tokens", gpt2(8), {"bfloat16": in_bfloat16}),
+        Case(f"GPT-2 training batch 8, {tokens} tokens", gpt2(8, train=True), {"bfloat16": in_bfloat16}),
+        Case(
+            f"GPT-2 training batch 8, {tokens} tokens, bfloat16",
+            gpt2(8, train=True, **half),
+            {"layer_norm": with_layer_norm},
+        ),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/advice.json"))
+    parser.add_argument("--quick", action="store_true", help="tiny programs on the CPU, to try the script")
+    options = parser.parse_args()
+    device = "cpu" if options.quick else "cuda"
+    ceilings = measure_ceilings(device)
+    results, failures = Results(options.out, ceilings), []
+    for case in cases(options.quick):
+        for row in verified(case, ceilings, device):
+            results.add(row)
+            tolerance = TOLERANCES.get(row["advice"])
+            if tolerance is not None and abs(row["predicted_ms"] / row["real_ms"] - 1) > tolerance:
+                failures.append(row)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    for host_case in (waiting, unpinned, batches, loading):
+        results.add(host_case(ceilings, device))
+    for row in failures:
+        print(
+            "FAILED", row["case"], row["advice"], f"predicted {row['predicted_ms']:.2f}, real {row['real_ms']:.2f} ms"
+        )
+    return 1 if failures else 0
+
+
+def verified(case: Case, ceilings: Ceilings, device: str) -> list[dict[str, Any]]:
+    """A row for each change: what the report predicted, what the change really gains."""
+    step = case.build()
+    began = time.perf_counter()
+    report = rooftop.analyze(step.model, *step.args, ceilings=ceilings, **step.kwargs, **step.training)
+    seconds = time.perf_counter() - began
+    rows = []
+    for word, change in case.changes.items():
+        if device == "cpu" and word in ("graph", "layer_norm"):
+            continue
+        plain, changed = case.build(), change(case.build())
+        times = compare({"as is": plain.run, "changed": changed}, device=device)
+        row = row_of(case.name, word, report, times["as is"].median_ms, times["changed"].median_ms)
+        rows.append({**row, "analysis_s": seconds, "busy_ms": report.summary.busy_ms})
+    return rows
+
+
+def row_of(name: str, word: str, report: rooftop.Report, as_is_ms: float, changed_ms: float) -> dict[str, Any]:
+    """The first advice whose title has the word, beside what following it gained."""
+    promised = [item for item in report.advice if word.lower() in item.title.lower()]
+    return {
+        "case": name,
+        "advice": word,
+        "predicted_ms": promised[0].gain_ms if promised else 0.0,
+        "real_ms": as_is_ms - changed_ms,
+        "wall_ms": report.summary.wall_ms,
+        "as_is_ms": as_is_ms,
+        "changed_ms": changed_ms,
+        "evidence": promised[0].evidence if promised else "",
+    }
+
+
+class Waiting:
+    """A chain of small products; with `asks` the host asks for a value in the middle."""
+
+    def __init__(self, device: str, asks: bool) -> None:
+        self.weight = torch.randn(2048, 2048, device=device) / 2048**0.5
+        self.asks = asks
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        for index in range(120):
+            x = x @ self.weight
+            if index % 40 == 39 and self.asks and not x.sum().item() < float("inf"):
+                raise ValueError("diverged")
+        return x
+
+
+def waiting(ceilings: Ceilings, device: str) -> dict[str, Any]:
+    """`.item()` in a step."""
+    x = torch.randn(64 if device == "cpu" else 2048, 2048, device=device)
+    report = rooftop.analyze(Waiting(device, asks=True), x, ceilings=ceilings)
+    asking, silent = Waiting(device, asks=True), Waiting(device, asks=False)
+    times = compare({"as is": lambda: asking(x), "changed": lambda: silent(x)}, device=device)
+    return row_of("120 products, three .item()", "wait", report, times["as is"].median_ms, times["changed"].median_ms)
+
+
+def unpinned(ceilings: Ceilings, device: str) -> dict[str, Any]:
+    """A batch of images copied to the GPU from memory that is not pinned."""
+    images = torch.randn(2 if device == "cpu" else 256, 3, 224, 224)
+    pinned = images.pin_memory() if device == "cuda" else images
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.to(device, non_blocking=True).mul_(2).sum()
+
+    weight = torch.ones(1, device=device)  # tells analyze where the step runs
+    report = rooftop.analyze(lambda x, weight: step(x) * weight, images, weight, ceilings=ceilings)
+    times = compare({"as is": lambda: step(images), "changed": lambda: step(pinned)}, device=device)
+    return row_of("256 images to the GPU", "pin", report, times["as is"].median_ms, times["changed"].median_ms)
+
+
+def batches(ceilings: Ceilings, device: str) -> dict[str, Any]:
+    """Twice the batch, for as many samples."""
+    one, two = (resnet_step(batch, device=device, size=64 if device == "cpu" else 224) for batch in (1, 2))
+    report = rooftop.analyze(one.model, *one.args, ceilings=ceilings)
+    times = compare({"as is": one.run, "changed": two.run}, device=device)
+    return row_of(
+        "ResNet-50 inference batch 1", "batch", report, times["as is"].median_ms, times["changed"].median_ms / 2
+    )
+
+
+class SlowImages(Dataset[torch.Tensor]):
+    """Images whose decoding takes the host 2 ms each."""
+
+    def __len__(self) -> int:
+        return 16 * 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.002)
+        return torch.full((3, 224, 224), float(index))
+
+
+def loading(ceilings: Ceilings, device: str) -> dict[str, Any]:
+    """A training loop that waits for its data."""
+    step = resnet_step(16, train=True, device=device, size=64 if device == "cpu" else 224)
+    labels = torch.randint(1000, (16,), device=device)
+
+    def epoch(workers: int, recording: Any) -> float:
+        loader = DataLoader(SlowImages(), batch_size=16, num_workers=workers, persistent_workers=workers > 0)
+        durations, began = [], time.perf_counter()
+        for images in loader:
+            loss = nn.functional.cross_entropy(step.model(images.to(device)), labels)
+            loss.backward()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            durations.append(1e3 * (time.perf_counter() - began))
+            began = time.perf_counter()
+            if recording is not None:
+                recording.step()
+        return sorted(durations[5:])[len(durations[5:]) // 2]
+
+    with rooftop.recording(step.model, ceilings=ceilings) as recording:
+        epoch(0, recording)
+    return row_of("a loop over slow images", "load data", recording.report, epoch(0, None), epoch(4, None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
