@@ -215,7 +215,9 @@ def _fields(output: Any) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+    """What the error says in one line; dynamo only says in its second line what a compiler raised."""
+    first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{first} {rest[0]}" if first.endswith(":") and rest else first
 
 
 def _place(error: Exception) -> str:
