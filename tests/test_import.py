@@ -47,3 +47,15 @@ def test_what_hardware_does_not_have_is_said() -> None:
 
     with pytest.raises(AttributeError, match=r"'rooftop\.hardware' has no attribute 'mesure'"):
         hardware.mesure  # noqa: B018
+
+
+def test_packages_are_reached_through_the_name_alone() -> None:
+    """As messages and docstrings write it: rooftop.hardware.ceilings_of("h200")."""
+    program = """
+import rooftop
+print(rooftop.hardware.ceilings_of("h200").device)
+print([getattr(rooftop, name).__name__ for name in rooftop._PACKAGES])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == "NVIDIA H200"
+    assert "rooftop.cost" in done.stdout

@@ -14,15 +14,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rooftop import cost, hardware
     from rooftop.analysis import Report, analyze, predict, recording
 
 __version__ = "0.1.0"
-__all__ = ["Report", "__version__", "analyze", "predict", "recording"]
+__all__ = ["Report", "__version__", "analyze", "cost", "hardware", "predict", "recording"]
 
+_PACKAGES = ("cost", "hardware")
 _HOME = dict.fromkeys(("Report", "analyze", "predict", "recording"), "rooftop.analysis")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"rooftop.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'rooftop' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
