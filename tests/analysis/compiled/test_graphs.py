@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftop
+import rooftop.models
 from rooftop.analysis.compiled.graphs import CompiledGraphs
 from rooftop.analysis.report import OperatorRow, Report
 from rooftop.errors import ModelRunError
@@ -368,9 +369,48 @@ def test_the_recorder_passes_results_through() -> None:
     assert not graph.backward
 
 
-def test_code_compiled_before_any_analysis_is_uncovered_and_says_so(ceilings: Ceilings) -> None:
-    compiled, inputs = torch.compile(Pointwise()), (torch.randn(8, 4), torch.randn(4))
-    with torch._inductor.config.patch({"cpp.enable_kernel_profile": True}):
+@pytest.mark.parametrize("shown", [False, True], ids=["kernels-hidden", "kernels-shown"])
+def test_code_compiled_before_any_analysis_is_uncovered_not_dropped(shown: bool, ceilings: Ceilings) -> None:
+    compiled, inputs = torch.compile(Pointwise()), (torch.randn(64, 4), torch.randn(4))
+    with torch.no_grad(), torch._inductor.config.patch({"cpp.enable_kernel_profile": shown, "fx_graph_cache": False}):
         compiled(*inputs)
     report = rooftop.analyze(compiled, *inputs, ceilings=ceilings)
-    assert report.compilation is not None or report.coverage == 0
+    assert report.compilation is None
+    assert report.coverage == 0
+    (row,) = report.uncovered
+    assert "compiled before it was analyzed" in row.uncovered
+    assert row.measured_ms > 0
+
+
+# On a GPU: kernels of Triton, libraries, and CUDA graphs.
+
+
+def small_resnet() -> tuple[nn.Module, tuple[Any, ...]]:
+    return rooftop.models.resnet18().cuda(), (torch.randn(8, 3, 64, 64, device="cuda"),)
+
+
+def small_gpt2() -> tuple[nn.Module, tuple[Any, ...]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=1000, use_cache=False)
+    return transformers.GPT2LMHeadModel(config).cuda(), (torch.randint(0, 1000, (4, 128), device="cuda"),)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("mode", [True, "reduce-overhead"], ids=["plain", "cuda-graphs"])
+@pytest.mark.parametrize("build", [small_resnet, small_gpt2])
+def test_nearly_all_the_gpu_time_of_a_compiled_network_has_a_cost(
+    build: Callable[[], tuple[nn.Module, tuple[Any, ...]]], mode: bool | str, train: bool, round_ceilings: Ceilings
+) -> None:
+    model, inputs = build()
+    ceilings = replace(round_ceilings, kind="cuda")
+    report = rooftop.analyze(model, *inputs, train=train, compile=mode, ceilings=ceilings)
+    eager = rooftop.analyze(model, *inputs, train=train, ceilings=ceilings)
+    assert report.coverage >= 0.9, report.uncovered
+    assert report.compilation is not None
+    assert report.compilation.graphs == 1 + train
+    assert report.summary.flops == pytest.approx(eager.summary.flops, rel=0.1)
+    assert report.summary.bytes < eager.summary.bytes
+    assert sum(row.measured_ms for row in report.ops) <= 1.1 * report.summary.busy_ms
+    assert {row.phase for row in report.ops} >= ({"forward", "backward"} if train else {"forward"})

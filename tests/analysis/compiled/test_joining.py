@@ -180,6 +180,16 @@ def test_code_compiled_before_it_was_analyzed_is_uncovered_not_dropped() -> None
     assert orphans == []
 
 
+def test_time_in_an_unknown_graph_whose_kernels_do_not_show_is_uncovered_not_dropped() -> None:
+    events = [Event("## Call CompiledFxGraph fabc123 ##", 0, 1000, 1), mm(100, 400, 2)]
+    operators, _ = join_compiled(events, {}, "cpu")
+    assert sorted((op.record.name, op.host_ms) for op in operators) == [
+        ("aten::mm", pytest.approx(4e-4)),
+        ("inductor::graph", pytest.approx(6e-4)),
+    ]
+    assert [op.record.cost is None for op in operators] == [True, False]
+
+
 def test_operators_beside_graphs_are_made_again_from_the_profile() -> None:
     events = [
         mm(0, 10, 1),

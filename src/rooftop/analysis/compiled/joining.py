@@ -31,6 +31,10 @@ from rooftop.cost import FREE, Cost, Record
 from rooftop.cost.accounting import counted_for, tensor_bytes, tensors_in
 from rooftop.cost.counting import counted
 
+COMPILED_REGION = "## Call CompiledFxGraph"
+"""How the profile's events of a run of a compiled graph begin."""
+COMPILED_BEFORE = "compiled before it was analyzed: what was fused into it is not known"
+
 
 @dataclass
 class JoinedOperator:
@@ -118,8 +122,20 @@ class _Walk:
         elif GENERATED.match(event.name) or self._is_operator(event):
             self._add(event, self._reconstructed(event, phase, scope if phase != "forward" else LOSS))
         else:
+            before = len(self.operators)
             for child in event.children:
                 self.visit(child, phase, scope)
+            if event.name.startswith(COMPILED_REGION) and self._device == "cpu":
+                self._add_unseen(event, self.operators[before:], phase)
+
+    def _add_unseen(self, event: _Event, seen: Sequence[tuple[int, JoinedOperator]], phase: str) -> None:
+        """Time in an unknown graph of which the profile shows no kernels: on a CPU they show only if they are asked."""
+        if any(operator.record.uncovered == COMPILED_BEFORE for _, operator in seen):
+            return
+        record = self._record("inductor::graph", (), "", "", phase, None, COMPILED_BEFORE)
+        inside_ms = sum(operator.host_ms for _, operator in seen)
+        host_ms = max(0.0, (event.end_ns - event.start_ns) / 1e6 - inside_ms)
+        self.operators.append((event.start_ns, JoinedOperator(record, host_ms)))
 
     def _graph(self, event: _Event) -> CompiledGraph | None:
         found = re.search(rf"{GRAPH_KEY}\d+", event.name)
@@ -148,8 +164,7 @@ class _Walk:
 
     def _reconstructed(self, event: _Event, phase: str, scope: str, problem: str = "") -> Record:
         if GENERATED.match(event.name):
-            reason = problem or "compiled before it was analyzed: what was fused into it is not known"
-            return self._record(_shown(event.name), (), "", scope, phase, None, reason)
+            return self._record(_shown(event.name), (), "", scope, phase, None, problem or COMPILED_BEFORE)
         try:
             call = reconstructed(event.source)
         except NotReconstructedError as error:
