@@ -9,8 +9,7 @@ Three variants of the same eager call on the same random values, each as a progr
 
 Operands are warm on both sides, as if the program had just written them. Each call allocates its result, as eager code
 does. torch keeps freed device and pinned memory for the next call, but the CPU's goes back to the system once it is
-large (over 32 MiB with glibc), and the next call pays for fresh pages: a jump in the CPU's time, and a real one (adding
-vectors of 64 MiB on a Xeon took 21 times as long as of 16 MiB).
+large (over 32 MiB with glibc), and the next call pays for fresh pages: a jump in the CPU's time, and a real one.
 
 The break-even size is where the times cross. Times are close to power laws of the size, so between two measured sizes
 the logarithm of their ratio is taken as linear in the logarithm of the size. Nothing is said beyond the sizes measured.
