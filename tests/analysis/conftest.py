@@ -1,8 +1,12 @@
-"""A machine with round figures, so that roofs can be computed in one's head."""
+"""A machine with round figures, so that roofs can be computed in one's head; and other people's models."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import ModuleType
+
 import pytest
+import torch
 
 from rooftop.hardware.ceilings import Ceilings, MemoryLevel, MemoryPoint
 
@@ -39,3 +43,20 @@ def round_ceilings() -> Ceilings:
 @pytest.fixture
 def ceilings(round_ceilings: Ceilings) -> Ceilings:
     return round_ceilings
+
+
+@pytest.fixture(scope="session")
+def torchvision_models() -> Iterator[ModuleType]:
+    """torchvision beside a CPU torch: the operators of its compiled part are declared first (see tests/models)."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    if not hasattr(torch.ops.torchvision, "nms"):
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    yield pytest.importorskip("torchvision.models")  # noqa: PT022 (the library must outlive the tests)
+
+
+@pytest.fixture(scope="session")
+def transformers(torchvision_models: ModuleType) -> ModuleType:
+    """It imports torchvision where that is installed."""
+    module: ModuleType = pytest.importorskip("transformers")
+    return module

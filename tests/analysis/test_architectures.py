@@ -47,23 +47,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session")
-def torchvision_models() -> Iterator[ModuleType]:
-    """torchvision beside a CPU torch: the operators of its compiled part are declared first (see tests/models)."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    if not hasattr(torch.ops.torchvision, "nms"):
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    yield pytest.importorskip("torchvision.models")  # noqa: PT022 (the library must outlive the tests)
-
-
-@pytest.fixture(scope="session")
-def transformers(torchvision_models: ModuleType) -> ModuleType:
-    """It imports torchvision where that is installed."""
-    module: ModuleType = pytest.importorskip("transformers")
-    return module
-
-
 class FourierMixer(nn.Module):
     """A block of FNet (Lee-Thorp et al. 2021): a Fourier transform over features and positions mixes the tokens."""
 

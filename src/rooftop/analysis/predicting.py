@@ -153,7 +153,8 @@ def _counted(program: Program, tracker: ModuleTracker) -> list[Any]:
             program.step()
         except Exception as error:
             cause = error.__cause__ or error
-            if type(cause).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+            looks = type(cause).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
+            if looks or "() is not supported for tensor subclasses" in str(cause):  # .numpy(), .tolist()
                 raise InputError(
                     f"{program.name} cannot be predicted: what it runs depends on values ({cause}), and a prediction "
                     "has only shapes; analyze it on a machine instead"

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median, quantiles
 from types import TracebackType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +108,7 @@ class Recording:
             raise RuntimeError("a recording serves one block: call rooftop.recording() again for another")
         if self._ceilings is None:
             self._ceilings = measure_ceilings(self._device)
+        self._around.enter_context(_inference_mode_settled())
         self._around.enter_context(self._graphs)
         self._around.enter_context(self._tracker)
         if self._every_optimizer_step:
@@ -268,6 +271,25 @@ class Recording:
         return report_of(
             profile, self._ceilings, target=self._name, mode=mode, inputs=inputs, root_type="step", notes=notes
         )
+
+
+@contextmanager
+def _inference_mode_settled() -> Iterator[None]:
+    """Lets `torch.inference_mode` end in another stage than it began in.
+
+    At its end it puts back which dispatch modes PyTorch asks, as that was at its beginning: modes that have ended since
+    would be called, and those that have begun would not.
+    """
+    original = torch.inference_mode.__exit__
+
+    def settled(self: torch.inference_mode, *error: Any) -> None:
+        original(self, *error)
+        active = torch._C._len_torch_dispatch_stack() > 0
+        for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
+            torch._C._dispatch_tls_set_dispatch_key_included(key, active)
+
+    with patch.object(torch.inference_mode, "__exit__", settled):
+        yield
 
 
 def _timing(durations_ms: list[float]) -> Timing:

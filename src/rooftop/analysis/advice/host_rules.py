@@ -48,9 +48,8 @@ def host_synchronizations(findings: Findings) -> list[Advice]:
     places = Counter(
         f"{_short(op.record.name)} at {op.record.place}"
         for op in findings.operators
-        if (op.record.place and op.record.name != "aten::copy_") or _to_host(op.record.name, op.kernels)
+        if op.record.place and _waits(op.record.name, op.kernels)
     )
-    places.pop(" at ", None)
     named = "; ".join(f"{place} ({count} times)" if count > 1 else place for place, count in places.most_common(4))
     return [
         Advice(
@@ -63,8 +62,11 @@ def host_synchronizations(findings: Findings) -> list[Advice]:
     ]
 
 
-def _to_host(name: str, kernels: tuple[str, ...]) -> bool:
-    return name == "aten::copy_" and any("DtoH" in kernel for kernel in kernels)
+def _waits(name: str, kernels: tuple[str, ...]) -> bool:
+    """Whether the host waits for an operator with a place: of copies only for those to it, or from memory that may be
+    paged."""
+    is_copy = name in ("aten::copy_", "aten::_to_copy")
+    return not is_copy or any("DtoH" in kernel or "Pageable" in kernel for kernel in kernels)
 
 
 def _short(name: str) -> str:
@@ -103,12 +105,14 @@ def data_loading(findings: Findings) -> list[Advice]:
     """Batches that are not ready when the step wants them."""
     if findings.plain is None:
         return []
-    loading_ms = findings.plain.loading_ms
+    loading_ms, gain_ms = findings.plain.loading_ms, findings.plain.loading_ms
+    if findings.ceilings.kind == "cuda":  # what the GPU works meanwhile is hidden already
+        gain_ms = min(loading_ms, findings.gaps.launch_gap_ms)
     return [
         Advice(
             "Load data beside the step",
             f"the step waits {loading_ms:.2f} ms of {findings.summary.wall_ms:.2f} ms for its DataLoader",
-            min(loading_ms, findings.gaps.launch_gap_ms or loading_ms),
+            gain_ms,
             "DataLoader(..., num_workers=4, persistent_workers=True, prefetch_factor=4)",
         )
     ]

@@ -1,0 +1,260 @@
+"""`rooftop.recording` watches a loop without changing what it computes, and says when it has seen too little."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.data import DataLoader, Dataset
+
+import rooftop
+from rooftop.analysis import Recording, recordings
+from rooftop.analysis.recordings import NEEDED
+from rooftop.errors import InputError
+from rooftop.hardware.ceilings import Ceilings
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small_net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.ReLU(), nn.Linear(16, 4))
+
+
+def train(steps: int, recorded: Recording | None = None) -> tuple[list[float], dict[str, Tensor], Tensor]:
+    """Losses, weights and the state of the random numbers after a loop, which a recording may watch."""
+    torch.manual_seed(0)
+    net = small_net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    losses = []
+    for _ in range(steps):
+        loss = net(torch.randn(6, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if recorded is not None:
+            recorded.step()
+    return losses, net.state_dict(), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("steps", [1, NEEDED - 1, NEEDED, NEEDED + 30])
+def test_nothing_of_a_loop_changes(steps: int, ceilings: Ceilings) -> None:
+    losses, weights, random_state = train(steps)
+    with rooftop.recording(ceilings=ceilings) as recorded:
+        again, same_weights, same_state = train(steps, recorded)
+    assert again == losses
+    assert all(torch.equal(value, weights[name]) for name, value in same_weights.items())
+    assert torch.equal(same_state, random_state)
+    assert recorded.steps == steps
+    recorded.report.table()
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_step_of_a_loop_is_counted_as_one_step_of_analyze(ceilings: Ceilings) -> None:
+    """However many steps follow the labelled ones."""
+    with rooftop.recording(ceilings=ceilings) as recorded:
+        train(NEEDED + 30, recorded)
+    report = recorded.report
+    net = small_net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    alone = rooftop.analyze(
+        net, torch.randn(6, 8), train=True, optimizer=optimizer, loss=lambda y: y.square().mean(), ceilings=ceilings
+    )
+    assert {row.phase for row in report.ops} == {"forward", "backward", "optimizer"}
+    for path in ("0", "1", "4", "(optimizer)"):
+        ours, theirs = report.modules.find(path), alone.modules.find(path)
+        assert (ours.type, ours.calls, ours.parameters) == (theirs.type, theirs.calls, theirs.parameters)
+        assert (ours.flops, ours.bytes) == (theirs.flops, theirs.bytes)
+        assert ours.fused_roof_ms == pytest.approx(theirs.fused_roof_ms)
+    assert (report.modules.type, report.modules.calls) == ("Sequential", 1)
+    assert report.mode == f"{NEEDED + 30} recorded steps"
+    assert report.summary.repeats == recordings.LABELLED
+    assert not any("first step" in note for note in report.notes)
+
+
+def test_too_few_steps_are_a_report_of_the_first_one_that_says_so(ceilings: Ceilings) -> None:
+    """Of the first alone: not of a later one that was under way when the block ended."""
+    with rooftop.recording(ceilings=ceilings) as recorded:
+        train(5, recorded)
+    (note,) = [note for note in recorded.report.notes if "first step" in note]
+    assert "its first step of 5, run once and labelled" in note
+    assert f"With {NEEDED} steps or more" in note
+    assert (recorded.report.mode, recorded.report.summary.repeats) == ("recorded", 1)
+    assert recorded.report.modules.find("4").calls == 1
+    assert recorded.report.modules.find("(optimizer)").parameters == 0
+
+
+def test_a_block_without_steps_is_one_step(ceilings: Ceilings) -> None:
+    with rooftop.recording(ceilings=ceilings, name="three products") as recorded:
+        for _ in range(3):
+            torch.mm(torch.ones(4, 5), torch.ones(5, 6))
+    report = recorded.report
+    assert report.target == "three products"
+    assert {row.name: row.calls for row in report.ops if row.flops} == {"aten::mm": 3}
+    assert report.summary.flops == 3 * 2 * 4 * 5 * 6
+    assert any("The report is of the block" in note for note in report.notes)
+    assert recorded.report is report
+
+
+def test_inference_and_the_names_of_modules(ceilings: Ceilings) -> None:
+    net = small_net().eval()
+    with rooftop.recording(net[4], ceilings=ceilings) as recorded, torch.inference_mode():
+        for _ in range(NEEDED):
+            net(torch.ones(2, 8))
+            recorded.step()
+    assert {row.phase for row in recorded.report.ops} == {"forward"}
+    assert recorded.report.modules.find("").type == "Linear"
+    assert recorded.report.modules.find("Sequential.0").calls == 1
+
+
+@pytest.mark.parametrize("at", [0, 2, 3, 5, 7, NEEDED])
+def test_exceptions_pass_through_and_leave_nothing_behind(at: int, ceilings: Ceilings) -> None:
+    """In each stage: watched as a whole, warming up, plain, labelled, settling, timed."""
+    net, recorded = small_net(), rooftop.recording(ceilings=ceilings)
+
+    def loop() -> None:
+        with recorded:
+            for step in range(NEEDED + 1):
+                net(torch.ones(2, 8))
+                if step == at:
+                    raise KeyError("mine")
+                recorded.step()
+
+    with pytest.raises(KeyError, match="mine"):
+        loop()
+    with pytest.raises(RuntimeError, match="ended with an exception"):
+        _ = recorded.report
+    assert not _has_any_global_hook()
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_hooks_are_there_only_while_operators_are_labelled(ceilings: Ceilings) -> None:
+    hooked = []
+    with rooftop.recording(ceilings=ceilings) as recorded:
+        for _ in range(NEEDED + 2):
+            torch.ones(3).relu()
+            hooked.append(bool(_has_any_global_hook()))
+            recorded.step()
+    first_labelled = recordings.WARM_UP + 1
+    expected = [0, *range(first_labelled, first_labelled + recordings.LABELLED)]
+    assert [step for step, there in enumerate(hooked) if there] == expected
+    rooftop.analyze(nn.ReLU(), torch.ones(3), ceilings=ceilings)
+    assert not _has_any_global_hook()
+
+
+def test_what_the_program_compiles_is_compiled(ceilings: Ceilings) -> None:
+    """PyTorch never compiles what it has once met under labels: not even after the recording."""
+    net = torch.compile(nn.Linear(8, 4))
+    with rooftop.recording(ceilings=ceilings) as recorded, torch.no_grad():
+        for _ in range(NEEDED + 3):
+            net(torch.randn(6, 8))
+            recorded.step()
+    compilation = recorded.report.compilation
+    assert compilation is not None
+    assert (compilation.graphs, compilation.graph_breaks, compilation.recompilations) == (1, (), ())
+    assert recorded.report.mode == f"{NEEDED + 3} recorded steps"
+
+
+@pytest.mark.parametrize("first", [0, 2, 4, 6])
+def test_inference_mode_may_begin_and_end_in_any_stage(first: int, ceilings: Ceilings) -> None:
+    @torch.inference_mode()
+    def validate(steps: int) -> None:
+        for _ in range(steps):
+            torch.ones(3).relu()
+            recorded.step()
+
+    with rooftop.recording(ceilings=ceilings) as recorded:
+        for _ in range(first):
+            torch.ones(3).relu()
+            recorded.step()
+        validate(2)
+        for _ in range(NEEDED):
+            torch.ones(3).relu()
+            recorded.step()
+    assert torch.ones(3).relu().sum() == 3
+    assert {row.name: row.calls for row in recorded.report.ops if row.flops} == {"aten::relu": 1}
+
+
+def test_every_step_of_the_first_optimizer_can_end_a_step(ceilings: Ceilings) -> None:
+    first, second = (torch.optim.SGD(nn.Linear(2, 2).parameters()) for _ in range(2))
+    with rooftop.recording(ceilings=ceilings, every_optimizer_step=True) as recorded:
+        for _ in range(NEEDED):
+            torch.ones(3).relu()
+            first.step()
+            second.step()
+    assert recorded.steps == NEEDED
+    assert recorded.report.mode == f"{NEEDED} recorded steps"
+
+
+class Slow(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 4 * (NEEDED + 2)
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(0.002)
+        return torch.ones(8)
+
+
+def test_waiting_for_data_is_noticed(ceilings: Ceilings) -> None:
+    net = small_net()
+    with rooftop.recording(ceilings=ceilings) as recorded:
+        for batch in DataLoader(Slow(), batch_size=4):
+            net(batch).sum().backward()
+            recorded.step()
+    (advice,) = [item for item in recorded.report.advice if item.title == "Load data beside the step"]
+    assert advice.gain_ms >= 4 * 2  # four samples of 2 ms
+    assert advice.gain_ms <= recorded.report.summary.wall_ms
+
+
+def test_a_trace_of_one_step(ceilings: Ceilings, tmp_path: Path) -> None:
+    with rooftop.recording(ceilings=ceilings, trace=tmp_path / "trace.json") as recorded:
+        train(NEEDED, recorded)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event.get("name") == "Optimizer.step#AdamW.step" for event in events) == 1
+
+
+def test_wrong_use(ceilings: Ceilings) -> None:
+    recorded = rooftop.recording(ceilings=ceilings)
+    with pytest.raises(RuntimeError, match="belongs inside the block"):
+        recorded.step()
+    with pytest.raises(RuntimeError, match="has not ended"):
+        _ = recorded.report
+    with recorded:
+        pass
+    with pytest.raises(InputError, match="no operator of PyTorch ran"):
+        _ = recorded.report
+    with pytest.raises(RuntimeError, match="belongs inside the block"):
+        recorded.step()
+    with pytest.raises(RuntimeError, match="serves one block"), recorded:
+        pass
+    for device in ("mps", "tpu", f"cuda:{torch.cuda.device_count()}"):
+        with pytest.raises(ValueError, match=rf"recording\(device='{device}'\)"):
+            rooftop.recording(device=device)
+
+
+@pytest.mark.gpu
+def test_waits_are_named_with_their_line() -> None:
+    net = nn.Linear(64, 64, device="cuda")
+    x = torch.randn(8, 64, device="cuda")
+    with rooftop.recording() as recorded:
+        for _ in range(NEEDED):
+            value = net(x).sum()
+            value.item()
+            net(x).cpu()
+            recorded.step()
+    (advice,) = [item for item in recorded.report.advice if "Do not wait" in item.title]
+    line = test_waits_are_named_with_their_line.__code__.co_firstlineno + 7  # pytest's mark stands above the name
+    assert f".item() at {__file__}:{line}" in advice.evidence
+    assert f"{__file__}:{line + 1}" in advice.evidence
