@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -385,28 +385,28 @@ def test_code_compiled_before_any_analysis_is_uncovered_not_dropped(shown: bool,
 # On a GPU: kernels of Triton, libraries, and CUDA graphs.
 
 
-def small_resnet() -> tuple[nn.Module, tuple[Any, ...]]:
-    return rooftop.models.resnet18().cuda(), (torch.randn(8, 3, 64, 64, device="cuda"),)
-
-
-def small_gpt2() -> tuple[nn.Module, tuple[Any, ...]]:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=1000, use_cache=False)
-    return transformers.GPT2LMHeadModel(config).cuda(), (torch.randint(0, 1000, (4, 128), device="cuda"),)
+@pytest.fixture
+def gpu_network(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
+    if request.param == "resnet":
+        return rooftop.models.resnet18().cuda(), torch.randn(8, 3, 64, 64, device="cuda")
+    transformers = request.getfixturevalue("transformers")
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=1000, use_cache=False, **ends)
+    return transformers.GPT2LMHeadModel(config).cuda(), torch.randint(0, 1000, (4, 128), device="cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("mode", [True, "reduce-overhead"], ids=["plain", "cuda-graphs"])
-@pytest.mark.parametrize("build", [small_resnet, small_gpt2])
+@pytest.mark.parametrize("gpu_network", ["resnet", "gpt2"], indirect=True)
 def test_nearly_all_the_gpu_time_of_a_compiled_network_has_a_cost(
-    build: Callable[[], tuple[nn.Module, tuple[Any, ...]]], mode: bool | str, train: bool, round_ceilings: Ceilings
+    gpu_network: tuple[nn.Module, Tensor], mode: bool | str, train: bool, round_ceilings: Ceilings
 ) -> None:
-    model, inputs = build()
+    model, x = gpu_network
     ceilings = replace(round_ceilings, kind="cuda")
-    report = rooftop.analyze(model, *inputs, train=train, compile=mode, ceilings=ceilings)
-    eager = rooftop.analyze(model, *inputs, train=train, ceilings=ceilings)
+    report = rooftop.analyze(model, x, train=train, compile=mode, ceilings=ceilings)
+    eager = rooftop.analyze(model, x, train=train, ceilings=ceilings)
     assert report.coverage >= 0.9, report.uncovered
     assert report.compilation is not None
     assert report.compilation.graphs == 1 + train

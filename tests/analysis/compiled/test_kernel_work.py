@@ -321,6 +321,21 @@ def test_the_scope_is_that_of_the_innermost_module_that_all_nodes_share() -> Non
     assert scope("head", "", "head") == ""
 
 
+def test_sums_of_gradients_and_final_copies_belong_to_the_modules_beside_them() -> None:
+    graph = traced(lambda x, y: y.copy_(x.exp().sin() + x), torch.zeros(8), torch.zeros(8))
+    exp, sin, add, copy = (node for node in graph.nodes if node.op == "call_function")
+    names = [node.name for node in (exp, sin, add, copy)]
+    for node in (exp, sin, add, copy):
+        node.meta.update(seq_nr=1)
+    for node in (exp, sin):
+        node.meta["fwd_nn_module_stack"] = {"0": ("L['self'].block.norm", object)}
+    (own,) = kernel_works(graph, [("triton_0", names)])
+    assert own.scope == ""  # the sum is the model's own
+    add.meta["is_gradient_acc"] = True
+    (work,) = kernel_works(graph, [("triton_0", names)])
+    assert work.scope == "block.norm"
+
+
 @pytest.mark.parametrize(
     ("source", "path"),
     [

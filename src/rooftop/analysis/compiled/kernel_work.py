@@ -408,9 +408,8 @@ def _path(node: fx.Node) -> str | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if stack:
         return module_path(str(list(stack.values())[-1][0]))
-    added = str(node.meta.get("stack_trace")).startswith("Gradient addition")
-    written = node.op == "call_function" and node.meta.get("seq_nr") is not None
-    return "" if written and not added and node.target not in _MUTATIONS and node.all_input_nodes else None
+    written = node.op == "call_function" and node.meta.get("seq_nr") is not None and "is_gradient_acc" not in node.meta
+    return "" if written and node.target not in _MUTATIONS and node.all_input_nodes else None
 
 
 def module_path(source: str) -> str:
