@@ -47,6 +47,8 @@ def analyze_script(
         try:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:
+            if isinstance(end.code, str):  # Python prints it and ends with status 1
+                raise ModelRunError(f"{script} ended with exit status 1: {end.code}") from end
             if end.code not in (None, 0):
                 raise ModelRunError(f"{script} ended with exit status {end.code}") from end
         except Exception as error:

@@ -49,6 +49,18 @@ Examples:
 """
 
 
+def _known_mode(context: click.Context, option: click.Parameter, mode: str | None) -> str | None:
+    """The mode of --compile.
+
+    Raises:
+        click.BadParameter: torch.compile has none of that name (or it is the target, which stands in its place).
+    """
+    modes = torch._inductor.list_mode_options() if mode is not None else {}
+    if mode is not None and mode not in modes:
+        raise click.BadParameter(f"{mode!r} is not one of {', '.join(modes)}; without a mode put it after TARGET")
+    return mode
+
+
 @click.command(epilog=EXAMPLES)
 @click.argument("target")
 @click.argument("script_arguments", metavar="[-- SCRIPT ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
@@ -70,6 +82,7 @@ Examples:
     "compile_mode",
     is_flag=False,
     flag_value="default",
+    callback=_known_mode,
     metavar="[MODE]",
     help="Compile the model with torch.compile first, in this mode (default, reduce-overhead, max-autotune).",
 )
@@ -134,6 +147,8 @@ def command(
     if html_path is not None:
         _check_plotly()
     _check_combination(target, script_arguments, machine, compile_mode, trace, counters)
+    if target.endswith(".py"):
+        _check_script_options({"--input": inputs, "--train": train, "--dtype": dtype, "--channels-last": channels_last})
     given_ceilings = Ceilings.load(ceilings) if ceilings is not None else None
     kind = DTYPES[dtype] if dtype else None
     if step_only:
@@ -235,6 +250,17 @@ def _check_combination(
         raise click.UsageError("--counters needs a model that one process runs: no script, no --predict, no torchrun")
     if machine is not None:
         _ceilings_of(machine)
+
+
+def _check_script_options(options: dict[str, Any]) -> None:
+    """Refuse what would change the model of a script.
+
+    Raises:
+        click.UsageError: one of these is given.
+    """
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise click.UsageError(f"{', '.join(given)}: a script is run as it is; name a callable in it instead")
 
 
 def _ceilings_of(machine: str) -> Ceilings:

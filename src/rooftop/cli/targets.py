@@ -99,7 +99,7 @@ def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
     """
     match = re.fullmatch(r"(\d+(?:x\d+)*)(?::([a-z0-9]+))?(?::(\d+))?", text)
     if match is None:
-        if Path(text).exists():
+        if text and Path(text).exists():
             return models.load_images([text])
         raise InputError(
             f"--input {text!r} is neither a shape (8x3x224x224, 8x128:int64:50257) nor an existing photograph or folder"
@@ -110,6 +110,10 @@ def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
     dtype = DTYPES[match[2]] if match[2] else float_dtype
     if not dtype.is_floating_point:
         high = 2 if dtype == torch.bool else int(match[3] or 2)
+        if high < 1:
+            raise InputError(
+                f"--input {text!r}: the exclusive upper bound {high} leaves no integer, expected 1 or more"
+            )
         return torch.randint(high, shape).to(dtype)
     return torch.randn(shape).to(dtype)
 

@@ -1,0 +1,218 @@
+"""What TARGET, --input and the options of `rooftop analyze` mean, and one line for what does not go together."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rooftop.analysis import Report
+from rooftop.cli import analyze as verb
+from rooftop.cli.main import main
+from rooftop.cli.targets import DTYPES, make_input, resolve_target
+from rooftop.errors import InputError, ModelRunError, TargetError
+from rooftop.hardware import ceilings_of
+
+CPU = torch.device("cpu")
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+    def forward(self, x):
+        return self.convolution(x).mean((2, 3))
+
+pair = lambda: (nn.Linear(8, 4), torch.ones(2, 8))
+several = lambda: [nn.Bilinear(3, 4, 5), (torch.ones(2, 3), torch.ones(2, 4))]
+tupled = lambda: (nn.Bilinear(3, 4, 5), (torch.ones(2, 3), torch.ones(2, 4)))
+def raises(): raise KeyError("weights")
+empty = None
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a module in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    name = f"targets_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(NET)
+    (tmp_path / f"{name}_broken.py").write_text("import nowhere_at_all")
+    (tmp_path / f"{name}_raises.py").write_text("1 / 0")
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_callables_bring_their_inputs_or_take_those_given(net: str) -> None:
+    found = resolve_target(f"{net}:pair", (), CPU, None)
+    assert isinstance(found.model, nn.Linear)
+    assert [tuple(arg.shape) for arg in found.args] == [(2, 8)]
+    assert [tuple(a.shape) for a in resolve_target(f"{net}:pair", ["5x8"], CPU, None).args] == [(5, 8)]
+    assert [tuple(a.shape) for a in resolve_target(f"{net}:tupled", (), CPU, None).args] == [(2, 3), (2, 4)]
+    half = resolve_target(f"{net}:pair", (), CPU, torch.bfloat16)
+    assert {half.model.weight.dtype, half.args[0].dtype} == {torch.bfloat16}  # type: ignore[attr-defined]
+
+
+def test_channels_last_is_for_images(net: str) -> None:
+    found = resolve_target(f"{net}:Net", ["2x3x8x8"], CPU, None, channels_last=True)
+    assert found.model.convolution.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[attr-defined]
+    assert found.args[0].is_contiguous(memory_format=torch.channels_last)
+    assert resolve_target(f"{net}:pair", (), CPU, None, channels_last=True).args[0].is_contiguous()
+
+
+def test_builtin_models_have_an_example() -> None:
+    found = resolve_target("resnet18", (), None, None)
+    assert found.classifies
+    assert [tuple(arg.shape) for arg in found.args] == [(8, 3, 224, 224)]
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        ("NET:Net", InputError, "returned a module without inputs: give their shapes"),
+        ("NET:several", TargetError, "returned list, expected an nn.Module or"),
+        ("NET:raises", ModelRunError, "raised KeyError: 'weights'"),
+        ("NET:empty", TargetError, "has no 'empty'; it has Net, pair, several"),
+        ("NET:missing", TargetError, "has no 'missing'"),
+        ("NET_broken:Net", ModelRunError, "No module named 'nowhere_at_all'"),
+        ("NET_raises:Net", ModelRunError, "raised ZeroDivisionError"),
+        ("NET.inner:Net", TargetError, "no module"),
+        ("NET:", TargetError, "expected package.module:callable"),
+        ("resnet5", TargetError, "resnet50"),
+    ],
+)
+def test_targets_that_are_none(target: str, error: type[Exception], message: str, net: str) -> None:
+    with pytest.raises(error, match=message):
+        resolve_target(target.replace("NET", net), (), CPU, None)
+
+
+@settings(deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    high=st.one_of(st.none(), st.integers(1, 200)),
+)
+def test_an_input_has_the_shape_dtype_and_bound_that_it_says(shape: list[int], dtype: str, high: int | None) -> None:
+    text = f"{'x'.join(map(str, shape))}:{dtype}{'' if high is None else f':{high}'}"
+    made = make_input(text, torch.float32)
+    assert (tuple(made.shape), made.dtype) == (tuple(shape), DTYPES[dtype])
+    if not made.is_floating_point() and made.numel():
+        assert int(made.min()) >= 0
+        assert int(made.max()) < (2 if dtype == "bool" else high or 2)
+
+
+@pytest.mark.parametrize("text", ["", "8x", "x8", "8,3", "2x3:", "2x3:int64:", "2x3:int64:x", "-1x3", "2x3:complex9"])
+def test_inputs_that_are_none(text: str) -> None:
+    with pytest.raises(InputError, match="--input"):
+        make_input(text, torch.float32)
+
+
+def test_an_integer_input_needs_a_bound_above_zero() -> None:
+    with pytest.raises(InputError, match="upper bound"):
+        make_input("2x3:int64:0", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [
+        ([], None),
+        (["--compile"], "default"),
+        (["--compile", "reduce-overhead"], "reduce-overhead"),
+        (["--compile=max-autotune"], "max-autotune"),
+        (["--compile", "--no-html"], "default"),
+    ],
+)
+def test_compile_takes_a_mode_or_none(words: list[str], mode: str | None) -> None:
+    with verb.command.make_context("analyze", ["resnet18", *words], obj=[]) as context:
+        assert (context.params["target"], context.params["compile_mode"]) == ("resnet18", mode)
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(net: str, capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*words: str) -> tuple[int, str, str]:
+        status = main(["analyze", *(word.replace("NET", net) for word in words)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_predictions_of_a_known_machine_and_of_a_file_agree(run: Run, tmp_path: Path) -> None:
+    ceilings_of("h200").save(tmp_path / "there.json")
+    reports = []
+    for machine in ("h200", "there.json"):
+        words = ["NET:Net", "--input", "2x3x8x8", "--train", "--predict", machine, "--json", "r.json", "--no-html"]
+        status, out, err = run(*words)
+        assert (status, err) == (0, "")
+        assert "predicted" in out
+        reports.append(Report.from_json(tmp_path / "r.json"))
+    assert reports[0].ops == reports[1].ops
+    assert reports[0].predicted
+    assert {row.phase for row in reports[0].ops} == {"forward", "backward", "optimizer"}
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_a_trace_is_one_that_chrome_reads(run: Run, tmp_path: Path) -> None:
+    replace(ceilings_of("h200"), kind="cpu").save(tmp_path / "there.json")  # whose figures do not matter here
+    words = ["NET:pair", "--device", "cpu", "--ceilings", "there.json", "--trace", "trace.json", "--no-html"]
+    status, out, _ = run(*words)
+    assert status == 0
+    assert "trace: trace.json" in out
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    operators = [event for event in events if event.get("cat") == "cpu_op"]
+    assert {"aten::addmm"} <= {event["name"] for event in operators}
+    assert all(event["ph"] == "X" and event["dur"] >= 0 for event in operators)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["NET:pair", "--predict", "b9000"], "'b9000' is neither a known machine (h200) nor a ceilings file"),
+        (["NET:pair", "--predict", "h200", "--compile"], "nothing to compile"),
+        (["NET:pair", "--predict", "h200", "--trace", "t.json"], "nothing to compile or to trace"),
+        (["NET:pair", "--predict", "h200", "--counters"], "--counters needs a model that one process runs"),
+        (["train.py", "--counters"], "--counters needs a model that one process runs"),
+        (["train.py", "--predict", "h200"], "--predict needs a model: a script is run as it is"),
+        (["train.py", "--compile"], "--compile needs a model"),
+        (["train.py", "--train", "--input", "2x3"], "--input, --train: a script is run as it is"),
+        (["train.py", "--dtype", "bf16"], "--dtype: a script is run as it is"),
+        (["NET:pair", "--compile", "fastest"], "'fastest' is not one of default"),
+        (["--compile", "NET:pair"], "is not one of default"),
+        (["NET:pair", "--", "--epochs", "1"], "only scripts take arguments, got '--epochs 1'"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(words: list[str], message: str, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('was run')")
+    before = set(tmp_path.iterdir())
+    status, out, err = run(*words)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.startswith("rooftop: error: ")
+    assert len(err.splitlines()) == 1
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_exit_status_of_a_script(run: Run, tmp_path: Path) -> None:
+    replace(ceilings_of("h200"), kind="cpu").save(tmp_path / "there.json")
+    words = ["train.py", "--device", "cpu", "--ceilings", "there.json", "--no-html", "--", "7"]
+    (tmp_path / "train.py").write_text("import sys, torch\ntorch.ones(3).relu()\nsys.exit(int(sys.argv[1]) - 7)")
+    assert run(*words)[0] == 0
+    (tmp_path / "train.py").write_text("import sys\nsys.exit(int(sys.argv[1]))")
+    status, _, err = run(*words)
+    assert status == 1
+    assert "train.py ended with exit status 7" in err
+    assert len(err.splitlines()) == 1
