@@ -51,10 +51,12 @@ SCRIPT = """
 import torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(12):
     model(torch.randn(4, 8)).sum().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
     optimizer.step()
 dist.destroy_process_group()
 """
