@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -176,3 +177,18 @@ def test_memory_over_time_rises_above_what_was_there(ceilings: Ceilings) -> None
     assert report.memory[0][1] >= held
     assert report.peak_bytes >= held + 2 * activations
     assert [ms for ms, _ in report.memory] == sorted(ms for ms, _ in report.memory)
+
+
+def test_a_slow_step_is_run_few_times(ceilings: Ceilings) -> None:
+    """Two to warm up, two of the clock's own, five timed, one profiled, at most nine labelled."""
+
+    class Slow(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Slow.calls += 1
+            time.sleep(0.1)  # so that no minimum time is left to fill
+            return x.relu()
+
+    rooftop.analyze(Slow(), torch.ones(3), ceilings=ceilings)
+    assert Slow.calls <= 2 + 2 + 5 + 1 + 9
