@@ -220,9 +220,8 @@ def batches(ceilings: Ceilings, device: str) -> dict[str, Any]:
     one, two = (resnet_step(batch, device=device, size=64 if device == "cpu" else 224) for batch in (1, 2))
     report = rooftop.analyze(one.model, *one.args, ceilings=ceilings)
     times = compare({"as is": one.run, "changed": two.run}, device=device)
-    return row_of(
-        "ResNet-50 inference batch 1", "batch", report, times["as is"].median_ms, times["changed"].median_ms / 2
-    )
+    as_is_ms, changed_ms = times["as is"].median_ms, times["changed"].median_ms / 2
+    return row_of("ResNet-50 inference batch 1", "double the batch", report, as_is_ms, changed_ms)
 
 
 class SlowImages(Dataset[torch.Tensor]):

@@ -24,11 +24,11 @@ class ModelRunError(RooftopError, RuntimeError):
 
 
 class CeilingsFileError(RooftopError, ValueError):
-    """A ceilings file that is corrupt, of another format version or of another device."""
+    """Ceilings that cannot be compared with: a corrupt file, another format version, another kind of device."""
 
 
 class MeasurementError(RooftopError, RuntimeError):
-    """A measurement that needs several processes failed in one of them, or was not done in time."""
+    """A measurement could not be made: no GPU, no permission, or a process of it failed or was not done in time."""
 
 
 class WeightsError(RooftopError, RuntimeError):

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from rooftop.analysis.advice.rank_rules import rank_advice
 from rooftop.analysis.program import Program
 from rooftop.analysis.ranks.lockstep import distributed, process_group, several_ranks
 from rooftop.analysis.ranks.measuring import (
@@ -34,7 +35,8 @@ from rooftop.analysis.ranks.measuring import (
     rank_row,
     without,
 )
-from rooftop.analysis.ranks.merging import RankRow, Ranks, compared, rank_advice, ranks_table
+from rooftop.analysis.ranks.merging import RankRow, Ranks, compared
+from rooftop.analysis.text import ranks_table
 
 # ---- intervals ---------------------------------------------------------------------------------------------------
 

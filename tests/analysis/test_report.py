@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 import rooftop
 from rooftop.analysis.report import FLAGGED_PERCENT, OperatorRow, Report, write_text
+from rooftop.errors import CeilingsFileError
 from rooftop.hardware.ceilings import Ceilings
 
 
@@ -79,3 +82,16 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
         write_text(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["report.html"]
+
+
+def test_a_report_names_itself_in_one_line(ceilings: Ceilings) -> None:
+    report = rooftop.analyze(nn.Linear(4, 4), torch.randn(2, 4), ceilings=ceilings, name="layer")
+    assert re.fullmatch(r"<Report of layer inference: [\d.,]+ (us|ms), [\d.]+% of roof>", repr(report))
+
+
+def test_ceilings_of_another_kind_of_device_are_refused(ceilings: Ceilings) -> None:
+    gpu = dataclasses.replace(ceilings, kind="cuda")
+    with pytest.raises(CeilingsFileError, match="the step runs on a cpu device: leave them out"):
+        rooftop.analyze(nn.Linear(4, 4), torch.randn(2, 4), ceilings=gpu)
+    with pytest.raises(CeilingsFileError, match=r"rooftop\.predict"):
+        rooftop.recording(device="cpu", ceilings=gpu)

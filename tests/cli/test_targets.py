@@ -184,6 +184,8 @@ def test_a_trace_is_one_that_chrome_reads(run: Run, tmp_path: Path) -> None:
         (["NET:pair", "--predict", "b9000"], "'b9000' is neither a known machine (h200) nor a ceilings file"),
         (["NET:pair", "--predict", "h200", "--compile"], "nothing to compile"),
         (["NET:pair", "--predict", "h200", "--trace", "t.json"], "nothing to compile or to trace"),
+        (["NET:pair", "--predict", "h200", "--channels-last"], "--channels-last with --predict: nothing is run"),
+        (["NET:pair", "--predict", "h200", "--device", "cpu"], "--device with --predict: nothing is run"),
         (["NET:pair", "--predict", "h200", "--counters"], "--counters needs a model that one process runs"),
         (["train.py", "--counters"], "--counters needs a model that one process runs"),
         (["train.py", "--predict", "h200"], "--predict needs a model: a script is run as it is"),

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftop.analysis.advice.rank_rules import rank_advice
 from rooftop.analysis.profiling import Progress, profile_program
 from rooftop.analysis.program import Program
 from rooftop.analysis.ranks.lockstep import SharedProgram, several_ranks
 from rooftop.analysis.ranks.measuring import measure_ranks
-from rooftop.analysis.ranks.merging import rank_advice
 from rooftop.analysis.report import Report
 from rooftop.analysis.reporting import report_of
 from rooftop.cost.accounting import tensors_in
@@ -56,6 +56,7 @@ def analyze(
 
     Raises:
         TypeError, ValueError: wrong arguments.
+        CeilingsFileError: the ceilings are those of another kind of device.
         ModelRunError: the model raised or ran out of memory.
 
     Example:
@@ -63,8 +64,10 @@ def analyze(
         >>> print(report.table())
         >>> report.to_html("report.html")
     """
-    kind = SharedProgram if several_ranks() else Program
-    program = kind(target, args, kwargs, train=train, optimizer=optimizer, loss=loss, compile=compile)
+    program_of = SharedProgram if several_ranks() else Program
+    program = program_of(target, args, kwargs, train=train, optimizer=optimizer, loss=loss, compile=compile)
+    if ceilings is not None:
+        ceilings.require_kind(program.device.type)
     mode = "training" if train else "inference" if program.module is not None else "callable"
 
     def report() -> Report:

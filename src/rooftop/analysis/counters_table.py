@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rooftop.analysis.counters import KernelRow
+from rooftop.analysis.formats import quantity_text, time_text
 from rooftop.analysis.report import OperatorRow, Report
-from rooftop.analysis.text import quantity_text, time_text
 
 REREADING = 1.3
 """Moved over counted from which a kernel is said to move data more than once."""

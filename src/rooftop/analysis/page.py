@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from rooftop.analysis.text import short_reason
+from rooftop.analysis.formats import quantity_text, short_reason, time_text
 from rooftop.errors import MissingExtraError
 
 PARTS = (
@@ -124,18 +124,13 @@ def _embedded(report: Mapping[str, Any]) -> str:
 
 
 def ms(value: float) -> str:
-    """ "12.3 ms", "45.6 us", "1,234 ms": three significant digits."""
-    if abs(value) >= 1000:
-        return f"{value:,.0f} ms"
-    return f"{value:.3g} ms" if abs(value) >= 1 else f"{1e3 * value:.3g} µs"
+    """ "12.3 ms", "45.6 µs", "1,234 ms"."""
+    return time_text(value).replace(" us", " µs")
 
 
 def quantity(value: float, unit: str = "") -> str:
-    """ "65.4 G": three significant digits and a decimal prefix."""
-    for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
+    """ "65.4 GB": with a decimal prefix and the unit."""
+    return quantity_text(value) + unit
 
 
 SHAPES_SHOWN = 8

@@ -123,7 +123,7 @@ def predict(
     return Report(
         target=name or program.name,
         mode="training" if train else "inference" if program.module is not None else "callable",
-        inputs=tuple(describe_tensor(t).replace(":", " ") for t in tensors_in([args, kwargs])),
+        inputs=tuple(describe_tensor(t).replace(":", " ") for t in tensors_in([program.args, program.kwargs])),
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         device={"kind": ceilings.kind, "name": ceilings.device},
         versions=dict(ceilings.versions),

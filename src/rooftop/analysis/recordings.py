@@ -360,4 +360,6 @@ def recording(
         raise ValueError(f"recording(device={device!r}): expected a cpu or cuda device")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"recording(device={device!r}): there are {torch.cuda.device_count()} GPUs here")
+    if ceilings is not None:
+        ceilings.require_kind(where.type)
     return Recording(module, where, ceilings, name, trace, every_optimizer_step)

@@ -12,10 +12,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rooftop.analysis.ranks.merging import Ranks
+from rooftop.analysis.formats import time_text
+from rooftop.analysis.ranks.merging import Ranks
 
 FORMAT = 1
 FLAGGED_PERCENT = 105.0
@@ -181,7 +181,7 @@ class Summary:
         return 100 * self.fused_roof_ms / self.wall_ms
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The result of `rooftop.analyze`.
 
@@ -250,8 +250,6 @@ class Report:
         Raises:
             ValueError: not a report, or of another format version.
         """
-        from rooftop.analysis.ranks.merging import Ranks
-
         if plain.get("format") != FORMAT:
             raise ValueError(f"expected a rooftop report of format {FORMAT}, got format {plain.get('format')!r}")
         try:
@@ -300,6 +298,10 @@ class Report:
         from rooftop.analysis.page import render_page
 
         write_text(path, render_page(self.to_dict()))
+
+    def __repr__(self) -> str:
+        share = "predicted" if self.predicted else f"{self.summary.percent_of_roof:.1f}% of roof"
+        return f"<Report of {self.target} {self.mode}: {time_text(self.summary.wall_ms)}, {share}>"
 
     def _repr_html_(self) -> str:
         """The report inside a notebook: the page in a frame of its own; the table where plotly is not installed.

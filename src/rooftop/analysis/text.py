@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-import re
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rooftop.analysis.formats import quantity_text, shapes_text, short_reason, time_text
+from rooftop.analysis.ranks.merging import Ranks
 from rooftop.analysis.report import Compilation, OperatorRow, Report
 
 WIDTH = 110
@@ -33,8 +34,6 @@ def renderable(report: Report, rows: int) -> RenderableType:
     if report.advice:
         parts.append(_advice(report))
     if report.ranks is not None:
-        from rooftop.analysis.ranks.merging import ranks_table
-
         parts += [ranks_table(report.ranks), Text(report.ranks.sentence)]
     parts.append(_operators(report, rows))
     if report.compilation is not None:
@@ -113,9 +112,20 @@ def _compilation(compilation: Compilation) -> Text:
     return Text("\n".join(lines))
 
 
-def short_reason(reason: str) -> str:
-    """What a compiler gives as its reason, without its hints, its copy of the line and its stack trace."""
-    return re.split(r"\n|\s{2,}#|\s*\(HINT:", reason.strip(), maxsplit=1)[0].strip()
+def ranks_table(ranks: Ranks) -> Table:
+    """The ranks as a table for the terminal."""
+    table = Table(box=None, padding=(0, 1), title="\nranks, a step of each", title_justify="left")
+    for name in ("rank", "device"):
+        table.add_column(name, no_wrap=True, justify="right" if name == "rank" else "left")
+    for name in ("wall", "busy", "communication", "exposed", "waited", "own"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=8)
+    table.add_column("")
+    for row in ranks.rows:
+        late = row.rank == ranks.straggler
+        times = (row.wall_ms, row.busy_ms, row.communication_ms, row.exposed_ms, row.waited_ms, row.own_ms)
+        mark = "the straggler" if late else ""
+        table.add_row(str(row.rank), row.device, *map(time_text, times), mark, style="bold" if late else "")
+    return table
 
 
 def _operators(report: Report, rows: int) -> Table:
@@ -144,30 +154,10 @@ def _operators(report: Report, rows: int) -> Table:
     return table
 
 
-def shapes_text(shapes: tuple[tuple[int, ...], ...]) -> str:
-    """ "8x3x224x224, 64x3x7x7": the shapes of an operator's inputs."""
-    return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
-
-
 def _percent(row: OperatorRow) -> str:
     if row.percent_of_roof is None:
         return "-"
     return f"{row.percent_of_roof:.0f}%" + (" (!)" if row.flagged else "")
-
-
-def time_text(value: float) -> str:
-    """Milliseconds as "1.5 ms" or "230 us"."""
-    if abs(value) >= 1000:
-        return f"{value:,.0f} ms"
-    return f"{value:.3g} ms" if abs(value) >= 1 else f"{1e3 * value:.3g} us"
-
-
-def quantity_text(value: float) -> str:
-    """ "65.7 G": with a decimal prefix, ready for a unit."""
-    for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.3g} {prefix}"
-    return f"{value:.3g} "
 
 
 def _right(text: str) -> Text:

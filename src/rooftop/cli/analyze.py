@@ -147,6 +147,8 @@ def command(
     if html_path is not None:
         _check_plotly()
     _check_combination(target, script_arguments, machine, compile_mode, trace, counters)
+    if machine is not None:
+        _check_prediction({"--channels-last": channels_last, "--ceilings": ceilings, "--device": device})
     if target.endswith(".py"):
         _check_script_options({"--input": inputs, "--train": train, "--dtype": dtype, "--channels-last": channels_last})
     given_ceilings = Ceilings.load(ceilings) if ceilings is not None else None
@@ -250,6 +252,20 @@ def _check_combination(
         raise click.UsageError("--counters needs a model that one process runs: no script, no --predict, no torchrun")
     if machine is not None:
         _ceilings_of(machine)
+
+
+def _check_prediction(options: dict[str, Any]) -> None:
+    """Refuse what a prediction would ignore.
+
+    Raises:
+        click.UsageError: one of these is given.
+    """
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise click.UsageError(
+            f"{', '.join(given)} with --predict: nothing is run, the machine is the one that --predict names, and "
+            "layouts have no roof of their own"
+        )
 
 
 def _check_script_options(options: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rooftop.analysis import Report
 from rooftop.analysis.comparison import Change, Comparison, compare_reports
-from rooftop.analysis.text import quantity_text, time_text
+from rooftop.analysis.formats import quantity_text, time_text
 from rooftop.errors import InputError
 
 EXAMPLES = """\b

@@ -99,6 +99,18 @@ class Ceilings:
             raise ValueError(f"no {precision} rate was measured on {self.device}; there are {', '.join(self.flops)}")
         return self.flops[precision]
 
+    def require_kind(self, kind: str) -> None:
+        """See that a step on this kind of device can be compared with these ceilings.
+
+        Raises:
+            CeilingsFileError: they are those of the other kind.
+        """
+        if kind != self.kind:
+            raise CeilingsFileError(
+                f"the ceilings are those of {self.device} ({self.kind}), but the step runs on a {kind} device: leave "
+                "them out to measure this machine, or predict for that one (rooftop analyze --predict, rooftop.predict)"
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
         plain: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))

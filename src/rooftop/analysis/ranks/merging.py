@@ -14,17 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from rich.table import Table
-
-from rooftop.analysis.report import Advice
-from rooftop.analysis.text import time_text
+from rooftop.analysis.formats import time_text
 
 LEAST_IMBALANCE = 0.10
 """A rank that needs less than this fraction more than the mean by itself is no straggler."""
 NOISE_SPREADS = 3.0
 """Nor is one whose excess is less than this many times what its own time varies by from step to step."""
-LEAST_GAIN = 0.01
-"""Advice that would gain less than this fraction of the step is left out."""
 
 
 @dataclass(frozen=True)
@@ -154,47 +149,3 @@ def compared(rows: Iterable[RankRow]) -> Ranks:
     rows = sorted(rows, key=lambda row: row.rank)
     least_ms = min(row.exposed_ms for row in rows)
     return Ranks(tuple(replace(row, waited_ms=row.exposed_ms - least_ms) for row in rows))
-
-
-def rank_advice(ranks: Ranks) -> list[Advice]:
-    """What would make the step of all ranks faster, by falling gain."""
-    rows, late = ranks.rows, ranks.slowest
-    advice = [
-        Advice(
-            "Overlap communication with computation",
-            f"collectives take {fmean(row.communication_ms for row in rows):.2f} ms of a step of "
-            f"{ranks.wall_ms:.2f} ms; for {ranks.transfer_ms:.2f} ms of them nothing else runs on any rank, waiting "
-            "for others not counted: reduce gradients in buckets while the backward pass runs, or less often over "
-            "larger micro-batches",
-            min(ranks.transfer_ms, max(0.0, late.own_ms)),  # it can hide behind no more work than there is
-            "DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=25)",
-        )
-    ]
-    if ranks.straggler is not None:
-        second_ms = max(row.own_ms for row in rows if row is not late)
-        advice.append(
-            Advice(
-                f"Make rank {late.rank} ({late.device}) as fast as the others",
-                f"without communication it needs {late.own_ms:.2f} ms a step, the next slowest rank "
-                f"{second_ms:.2f} ms; the others wait for it, up to {ranks.waited_ms:.2f} ms a step",
-                min(late.own_ms - second_ms, ranks.waited_ms),
-            )
-        )
-    worth_it = [item for item in advice if item.gain_ms >= LEAST_GAIN * ranks.wall_ms]
-    return sorted(worth_it, key=lambda item: -item.gain_ms)
-
-
-def ranks_table(ranks: Ranks) -> Table:
-    """The ranks as a table for the terminal."""
-    table = Table(box=None, padding=(0, 1), title="\nranks, a step of each", title_justify="left")
-    for name in ("rank", "device"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "rank" else "left")
-    for name in ("wall", "busy", "communication", "exposed", "waited", "own"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=8)
-    table.add_column("")
-    for row in ranks.rows:
-        late = row.rank == ranks.straggler
-        times = (row.wall_ms, row.busy_ms, row.communication_ms, row.exposed_ms, row.waited_ms, row.own_ms)
-        mark = "the straggler" if late else ""
-        table.add_row(str(row.rank), row.device, *map(time_text, times), mark, style="bold" if late else "")
-    return table

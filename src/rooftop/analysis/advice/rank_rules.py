@@ -1,0 +1,37 @@
+"""Advice about several ranks: communication that nothing hides, and a rank that the others wait for."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from rooftop.analysis.findings import LEAST_GAIN
+from rooftop.analysis.ranks.merging import Ranks
+from rooftop.analysis.report import Advice
+
+
+def rank_advice(ranks: Ranks) -> list[Advice]:
+    """What would make the step of all ranks faster, by falling gain."""
+    rows, late = ranks.rows, ranks.slowest
+    advice = [
+        Advice(
+            "Overlap communication with computation",
+            f"collectives take {fmean(row.communication_ms for row in rows):.2f} ms of a step of "
+            f"{ranks.wall_ms:.2f} ms; for {ranks.transfer_ms:.2f} ms of them nothing else runs on any rank, waiting "
+            "for others not counted: reduce gradients in buckets while the backward pass runs, or less often over "
+            "larger micro-batches",
+            min(ranks.transfer_ms, max(0.0, late.own_ms)),  # it can hide behind no more work than there is
+            "DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=25)",
+        )
+    ]
+    if ranks.straggler is not None:
+        second_ms = max(row.own_ms for row in rows if row is not late)
+        advice.append(
+            Advice(
+                f"Make rank {late.rank} ({late.device}) as fast as the others",
+                f"without communication it needs {late.own_ms:.2f} ms a step, the next slowest rank "
+                f"{second_ms:.2f} ms; the others wait for it, up to {ranks.waited_ms:.2f} ms a step",
+                min(late.own_ms - second_ms, ranks.waited_ms),
+            )
+        )
+    worth_it = [item for item in advice if item.gain_ms >= LEAST_GAIN * ranks.wall_ms]
+    return sorted(worth_it, key=lambda item: -item.gain_ms)

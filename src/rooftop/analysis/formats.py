@@ -1,0 +1,30 @@
+"""Times, quantities, shapes and reasons as people read them."""
+
+from __future__ import annotations
+
+import re
+
+
+def time_text(value: float) -> str:
+    """Milliseconds as "1.5 ms" or "230 us"."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f} ms"
+    return f"{value:.3g} ms" if abs(value) >= 1 else f"{1e3 * value:.3g} us"
+
+
+def quantity_text(value: float) -> str:
+    """ "65.7 G": with a decimal prefix, ready for a unit."""
+    for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g} {prefix}"
+    return f"{value:.3g} "
+
+
+def shapes_text(shapes: tuple[tuple[int, ...], ...]) -> str:
+    """ "8x3x224x224, 64x3x7x7": the shapes of an operator's inputs."""
+    return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
+
+
+def short_reason(reason: str) -> str:
+    """What a compiler gives as its reason, without its hints, its copy of the line and its stack trace."""
+    return re.split(r"\n|\s{2,}#|\s*\(HINT:", reason.strip(), maxsplit=1)[0].strip()
