@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +94,91 @@ def test_buffers_and_the_gradient_of_an_input_are_put_back(ceilings: Ceilings) -
     assert torch.equal(x.grad, torch.ones(3))
 
 
+class Resizing(nn.Module):
+    """Writes a longer value into its own buffer at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.resize_(self.seen.numel() + 1)  # type: ignore[operator, union-attr]
+        return x + 1
+
+
+def made_for_inference() -> nn.Module:
+    with torch.inference_mode():
+        return nn.BatchNorm1d(3)
+
+
+def with_buffer(buffer: Tensor) -> nn.Module:
+    net = nn.Linear(3, 3)
+    net.register_buffer("kept", buffer)
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "build",
+    [
+        Resizing,
+        made_for_inference,
+        lambda: with_buffer(torch.ones(1).expand(5)),
+        lambda: with_buffer(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        lambda: with_buffer(torch.eye(3).to_sparse()),
+        lambda: torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))),
+        lambda: nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()),
+    ],
+    ids=["resized", "inference", "expanded", "nested", "sparse", "script", "lazy"],
+)
+def test_buffers_of_any_kind_are_put_back(build: Callable[[], nn.Module], ceilings: Ceilings) -> None:
+    net = build()
+    lazy = any(nn.parameter.is_lazy(value) for value in net.state_dict().values())
+    before = {name: str(value) for name, value in net.state_dict().items()}
+    rooftop.analyze(net, torch.randn(4, 3), ceilings=ceilings)
+    assert lazy or {name: str(value) for name, value in net.state_dict().items()} == before
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("train", [False, True])
+def test_a_nested_input_has_no_shape_to_show(train: bool, ceilings: Ceilings) -> None:
+    ragged = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(5, 3)])
+    report = rooftop.analyze(nn.Linear(3, 4), ragged, train=train, ceilings=ceilings)
+    assert report.inputs == ("nested float32",)
+    assert report.summary.samples == 2
+
+
+@dataclass(slots=True)
+class Output:
+    logits: Tensor
+    more: list[Any]
+
+
+def test_outputs_in_dataclasses_are_sent_back_and_counted(ceilings: Ceilings) -> None:
+    class Wrapping(nn.Module):
+        def __init__(self, wraps: bool) -> None:
+            super().__init__()
+            self.linear, self.wraps = nn.Linear(3, 3), wraps
+
+        def forward(self, x: Tensor) -> Any:
+            first, second = self.linear(x), self.linear(x)
+            return Output(first, [Output(second, [])]) if self.wraps else (first, second)
+
+    x = torch.randn(4, 3)
+    wrapped, bare = (rooftop.analyze(Wrapping(wraps), x, train=True, ceilings=ceilings) for wraps in (True, False))
+    assert wrapped.summary.flops == bare.summary.flops
+    assert wrapped.summary.fused_roof_ms == bare.summary.fused_roof_ms
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path, ceilings: Ceilings) -> None:
+    def step() -> None:
+        pytest.fail("it ran")
+
+    for trace in (tmp_path, tmp_path / "missing" / "trace.json"):
+        with pytest.raises(ValueError, match=r"trace='.*': expected a file in a folder that is there"):
+            rooftop.analyze(step, trace=trace, ceilings=ceilings)
+
+
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
 def test_modules_that_are_false_or_have_no_length(ceilings: Ceilings) -> None:
     empty = nn.Sequential().train()
@@ -158,6 +247,8 @@ def test_a_step_that_differs_each_time_says_so(ceilings: Ceilings) -> None:
         ({"target": nn.ReLU(), "train": True}, InputError, "no output of ReLU requires a gradient"),
         ({"target": nn.Linear(3, 2), "train": True, "loss": lambda y: y}, InputError, r"one number.*shape \(2,\)"),
         ({"target": nn.Linear(3, 2), "train": True, "loss": lambda y: 3.0}, InputError, "one number.*got float"),
+        ({"target": nn.Linear(3, 2), "train": True, "loss": "mse"}, TypeError, "loss='mse': expected a function"),
+        ({"target": nn.Linear(3, 2), "train": True, "optimizer": torch.optim.SGD}, TypeError, "expected an optimizer"),
         ({"target": nn.Linear(3, 2, device="meta")}, ValueError, "cpu and cuda devices, but Linear .* is on meta"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rooftop.cost import FREE, Call, Cost, CountingMode, distinct_bytes, matrix_precision, precision_of, tensor_bytes
-from rooftop.cost.accounting import stored_elements
+from rooftop.cost.accounting import stored_elements, tensors_in
 
 aten = torch.ops.aten
 
@@ -199,3 +200,16 @@ def test_tf32_follows_the_switches_of_pytorch() -> None:
     finally:
         matmul.fp32_precision, convolution.fp32_precision = before
     assert matrix_precision(torch.empty(2, 2)) == "fp32"
+
+
+@dataclass
+class Branch:
+    tensor: Tensor
+    other: Branch | None = None
+
+
+def test_tensors_are_found_in_dataclasses_that_name_each_other() -> None:
+    a, b = torch.ones(1), torch.ones(2)
+    first, second = Branch(a), Branch(b)
+    first.other, second.other = second, first
+    assert [id(tensor) for tensor in tensors_in({"in": [first], "class": Branch})] == [id(a), id(b)]

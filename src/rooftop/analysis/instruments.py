@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Any
@@ -99,6 +100,19 @@ class _Profiled:
         results: Any = self.profiler.profiler
         events: Sequence[Any] = results.kineto_results.events()
         return events
+
+
+def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
+    """See that a trace can be written before anything is run: the profiler would only print that it could not.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if trace is None:
+        return
+    path = Path(trace)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"trace={os.fspath(trace)!r}: expected a file in a folder that is there and can be written")
 
 
 class PlainInstrument:

@@ -29,6 +29,7 @@ from rooftop.analysis.instruments import (
     Plain,
     PlainInstrument,
     medians,
+    require_folder_of,
 )
 from rooftop.analysis.program import Program
 from rooftop.analysis.report import Compilation
@@ -95,7 +96,9 @@ def profile_program(
 
     Raises:
         ModelRunError: the program raised.
+        ValueError: the trace cannot be written.
     """
+    require_folder_of(trace)
     device = program.device
     graphs = CompiledGraphs() if program.compiled else None
     with program.preserved(), graphs or nullcontext():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError, ModelRunError, RooftopError
@@ -31,7 +32,7 @@ class Program:
         compile: compile the target with `torch.compile`: True, or one of its modes ("reduce-overhead").
 
     Raises:
-        TypeError: `target` is not callable.
+        TypeError: `target` or `loss` is not callable, or `optimizer` is none.
         ValueError: an optimizer or a loss without `train`, or a device that nothing can be measured on.
     """
 
@@ -50,6 +51,12 @@ class Program:
             raise TypeError(f"analyze expects a module or a callable, got {type(target).__name__}")
         if not train and (optimizer is not None or loss is not None):
             raise ValueError("analyze(optimizer=..., loss=...) needs train=True")
+        if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "step")):
+            raise TypeError(
+                f"optimizer={optimizer!r}: expected an optimizer, e.g. torch.optim.SGD(model.parameters(), lr=0.1)"
+            )
+        if loss is not None and not callable(loss):
+            raise TypeError(f"loss={loss!r}: expected a function of the output, e.g. lambda output: output.mean()")
         self.module = target if isinstance(target, nn.Module) else None
         self._name = type(target).__name__ if self.module is not None else getattr(target, "__name__", "callable")
         self.target = torch.compile(target, mode=_compile_mode(compile)) if compile else target
@@ -130,7 +137,7 @@ class Program:
         return [t for t in tensors_in([self.args, self.kwargs]) if t.is_leaf and t.requires_grad]
 
     def _backward(self, output: Any) -> None:
-        roots = [t for t in tensors_in(_fields(output)) if t.requires_grad]
+        roots = [t for t in tensors_in(output) if t.requires_grad]
         if not roots:
             raise InputError(
                 f"train=True, but no output of {self.name} requires a gradient: expected parameters or inputs that do, "
@@ -180,7 +187,8 @@ def _preserved(module: nn.Module | None, train: bool) -> Iterator[None]:
     children = list(module.modules()) if module is not None else []
     flags = [(child, child.training) for child in children]
     buffers = [(child, dict(child._buffers)) for child in children]
-    values = [(buffer, buffer.clone()) for _, named in buffers for buffer in named.values() if buffer is not None]
+    held = [buffer for _, named in buffers for buffer in named.values() if buffer is not None]
+    values = [(buffer, buffer.clone()) for buffer in held if not (is_lazy(buffer) or _repeats_elements(buffer))]
     if module is not None:
         module.train(train)
     try:
@@ -189,10 +197,20 @@ def _preserved(module: nn.Module | None, train: bool) -> Iterator[None]:
         for child, flag in flags:
             child.training = flag
         for child, named in buffers:
-            child._buffers.update(named)
-        with torch.no_grad():
-            for buffer, before in values:
-                buffer.copy_(before)
+            for name, buffer in named.items():  # not `update`, which TorchScript's modules do not have
+                child._buffers[name] = buffer  # type: ignore[assignment]
+        for value, before in values:
+            with torch.inference_mode() if value.is_inference() else torch.no_grad():
+                if not value.is_nested and value.shape != before.shape:
+                    value.resize_(before.shape)
+                value.copy_(before)
+
+
+def _repeats_elements(buffer: Tensor) -> bool:
+    """Whether a buffer is expanded: PyTorch lets nobody write to it in place."""
+    if buffer.layout != torch.strided or buffer.is_nested:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
 
 
 def _checked(loss: Any) -> Tensor:
@@ -204,14 +222,10 @@ def _checked(loss: Any) -> Tensor:
 
 
 def describe_tensor(tensor: Tensor) -> str:
-    """Shape and dtype as `--input` takes them: "8x3x224x224:float32"."""
-    shape = "x".join(str(size) for size in tensor.shape) or "scalar"
+    """Shape and dtype as `--input` takes them: "8x3x224x224:float32"; a nested tensor may have no shape."""
+    strided = not tensor.is_nested or tensor.layout != torch.strided
+    shape = ("x".join(str(size) for size in tensor.shape) or "scalar") if strided else "nested"
     return f"{shape}:{str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _fields(output: Any) -> Any:
-    """The tensors of a dataclass-like output (transformers' ModelOutput is a dict already)."""
-    return vars(output) if hasattr(output, "__dataclass_fields__") and not isinstance(output, dict) else output
 
 
 def _first_line(error: Exception) -> str:

@@ -88,7 +88,7 @@ def _balance(profile: Profile, modules: ModuleNode, inputs: Sequence[Tensor]) ->
         bytes=modules.bytes,
         parameters=modules.parameters,
         kernels=profile.kernel_launches,
-        samples=first.shape[0] if first is not None and first.dim() > 0 else None,
+        samples=first.size(0) if first is not None and first.dim() > 0 else None,
         repeats=profile.runs,
     )
     gaps = Gaps(

@@ -157,16 +157,19 @@ def _signature(func: torch._ops.OpOverload) -> _Signature:
     )
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a nest of tuples, lists and dicts, in order."""
+def tensors_in(value: Any, _inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """The tensors in a nest of tuples, lists, dicts and dataclasses (which may name one another), in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors_in(item)
+            yield from tensors_in(item, _inside)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from tensors_in(item, _inside)
+    elif hasattr(type(value), "__dataclass_fields__") and id(value) not in _inside:
+        for name in value.__dataclass_fields__:
+            yield from tensors_in(getattr(value, name, None), (*_inside, id(value)))
 
 
 def is_sparse(tensor: Tensor) -> bool:
