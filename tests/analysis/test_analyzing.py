@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,31 @@ def test_a_step_that_differs_each_time_says_so(ceilings: Ceilings) -> None:
 
     report = rooftop.analyze(step, torch.randn(8), ceilings=ceilings)
     assert any("other operators each time" in note for note in report.notes)
+
+
+def test_modules_in_threads_of_their_own_are_told(ceilings: Ceilings) -> None:
+    class Threaded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.outside = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with ThreadPoolExecutor(1) as pool:
+                return self.inside(x) + pool.submit(self.outside, x).result()
+
+    report = rooftop.analyze(Threaded(), torch.randn(4, 3), ceilings=ceilings)
+    assert any("other threads" in note for note in report.notes)
+    assert report.modules.find("inside").calls == 1
+    assert [child.name for child in report.modules.children if child.calls] == ["inside"]
+
+
+def test_analyses_in_several_threads_do_not_see_each_others_modules(ceilings: Ceilings) -> None:
+    def names(width: int) -> list[str]:
+        net = nn.Sequential(*(nn.Linear(width, width) for _ in range(width)))
+        return [child.name for child in rooftop.analyze(net, torch.ones(2, width), ceilings=ceilings).modules.children]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [sorted(found) for found in pool.map(names, (2, 3))] == [["0", "1"], ["0", "1", "2"]]
 
 
 @pytest.mark.parametrize(

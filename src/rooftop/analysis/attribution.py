@@ -11,6 +11,7 @@ The same hooks add up what each module takes in and gives out, which is what its
 
 from __future__ import annotations
 
+import threading
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -72,11 +73,14 @@ class ModuleTracker:
     Attributes:
         traffic: scope -> ModuleTraffic of this step. `restart()` clears it for the next.
         optimizers: optimizers whose `step` ran.
+        elsewhere: whether modules ran in threads of their own, where operators are not seen.
     """
 
     def __init__(self, root: nn.Module | None = None, inside: bool = True) -> None:
         self.traffic: dict[str, ModuleTraffic] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.elsewhere = False
+        self._thread = threading.get_ident()
         self._paths: dict[nn.Module, str] = {}
         self._owners: dict[int, str] = {}  # id(parameter) -> scope of the module that owns it
         self._roots: list[nn.Module] = []
@@ -105,6 +109,7 @@ class ModuleTracker:
 
         Code that is compiled meanwhile would contain the hooks, or not compile at all.
         """
+        self._thread = threading.get_ident()
         with ExitStack() as hooks:
             entering = register_module_forward_pre_hook(self._entering)
             leaving = register_module_forward_hook(self._leaving, with_kwargs=True, always_call=True)
@@ -120,6 +125,7 @@ class ModuleTracker:
         kept = ModuleTracker()
         kept.traffic = {scope: replace(traffic) for scope, traffic in self.traffic.items()}
         kept.optimizers = list(self.optimizers)
+        kept.elsewhere = self.elsewhere
         return kept
 
     def observe(self, module: nn.Module | None, inputs: Any, output: Any) -> None:
@@ -169,7 +175,14 @@ class ModuleTracker:
             for parameter in child.parameters(recurse=False):
                 self._owners.setdefault(id(parameter), self._paths[child])
 
+    def _is_elsewhere(self) -> bool:
+        """Whether this is another thread than the step's, and not one of autograd's, which recompute modules."""
+        return threading.get_ident() != self._thread and torch._C._current_autograd_node() is None
+
     def _entering(self, module: nn.Module, args: Any) -> None:
+        if self._is_elsewhere():
+            self.elsewhere = True
+            return
         if module not in self._paths:
             self._adopt(module)
         self._stack.append(self._paths[module])
@@ -178,7 +191,7 @@ class ModuleTracker:
     def _leaving(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         # After an exception (also the one that ends a recomputation early) torch passes the output alone.
         *kwargs, output = kwargs_and_output
-        if not self._stack:  # entered before the tracker was
+        if not self._stack or self._is_elsewhere():  # entered before the tracker was, or in another thread
             return
         scope = self._stack.pop()
         self._mark(self._stack[-1] if self._stack else LOSS)

@@ -163,6 +163,10 @@ def assembled(
         busy, launches = sum(op.measured_ms for op in operators), len(operators)
     if wall.spread > 0.10:
         notes.append(f"The wall time varied by {wall.spread:.0%} between runs: something else was using the machine.")
+    if tracker.elsewhere:
+        notes.append(
+            "Modules ran in other threads than the step's own, where operators are not seen: they are missing."
+        )
     return Profile(
         device=device,
         operators=operators,
