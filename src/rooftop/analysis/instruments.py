@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.compiled.graphs import CompiledGraph
 from rooftop.analysis.compiled.joining import join_compiled
+from rooftop.analysis.compiled.reconstruction import ListTypes, list_types
 from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels, kernels_by_label
 from rooftop.cost import CountingMode, Record
 
@@ -100,6 +101,11 @@ class _Profiled:
         results: Any = self.profiler.profiler
         events: Sequence[Any] = results.kineto_results.events()
         return events
+
+    @property
+    def list_types(self) -> ListTypes:
+        results: Any = self.profiler.profiler
+        return list_types(results.kineto_results)
 
 
 def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
@@ -269,21 +275,25 @@ class CompiledInstrument:
         self._profiled.__exit__(kind, error, tb)
         if error is not None:
             return
-        operators, orphans = join_compiled(self._profiled.events, self._graphs, str(self._device))
+        profiled = self._profiled
+        operators, orphans = join_compiled(profiled.events, self._graphs, str(self._device), profiled.list_types)
         on_gpu = self._device.type == "cuda"
         times = [_times(op.kernels) if on_gpu else (op.host_ms, ()) for op in operators]
         self.result = Labelled([op.record for op in operators], times, sum(k.ms for k in orphans))
 
 
 def medians(runs: Sequence[Labelled], notes: list[str]) -> tuple[list[MeasuredOperator], float]:
-    """Each operator's median time over the runs, if all runs executed the same operators; else the last run alone.
+    """Each operator's median time over the runs, if all ran the same operators on the same sizes; else the last alone.
 
     Also the median time of kernels that belong to no operator. `notes` is told of runs that differ.
     """
     last = runs[-1]
-    names = [record.name for record in last.records]
-    if any([record.name for record in run.records] != names for run in runs):
-        notes.append("The step runs other operators each time; times are those of its last run.")
+    ran = [(record.name, record.shapes) for record in last.records]
+    if any([(record.name, record.shapes) for record in run.records] != ran for run in runs):
+        names = [name for name, _ in ran]
+        same = all([record.name for record in run.records] == names for run in runs)
+        what = "operators on other sizes" if same else "other operators"
+        notes.append(f"The step runs {what} each time; times are those of its last run.")
         runs = [last]
     operators = [
         MeasuredOperator(record, median(run.times[i][0] for run in runs), last.times[i][1])

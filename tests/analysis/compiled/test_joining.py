@@ -9,13 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from rooftop.analysis.attribution import LOSS, OPTIMIZER
-from rooftop.analysis.compiled.graphs import GRAPH_KEY, CompiledGraph
+from rooftop.analysis.compiled.dynamic_sizes import size_sources
+from rooftop.analysis.compiled.graphs import GRAPH_KEY, SIZES_UNKNOWN, CompiledGraph, DynamicGraph
 from rooftop.analysis.compiled.joining import JoinedOperator, aligned, join_compiled
-from rooftop.analysis.compiled.kernel_work import KernelWork
+from rooftop.analysis.compiled.kernel_work import KernelWork, kernel_works
 from rooftop.analysis.kernel_join import Kernel
 from rooftop.cost import Cost
 
@@ -239,6 +242,64 @@ def test_a_kernel_without_link_goes_to_the_operator_that_was_running_when_it_was
     assert orphans == []
 
 
+def test_operators_that_take_lists_cost_the_types_of_these() -> None:
+    lists, sizes = ["TensorList", "Scalar"], [[[4, 3], [7]], []]
+    events = [
+        Event("Optimizer.step#AdamW.step", 0, 50, 1),
+        Event("aten::_foreach_add_", 10, 5, 2, kinds=lists, sizes=sizes, values=["", 1]),
+        Event("aten::cat", 100, 5, 3, kinds=lists, sizes=[[[4, 3], [2, 3]], []], values=["", 0]),
+        Event("aten::cat", 200, 5, 4, kinds=lists, sizes=[[[4, 3], [2, 3]], []], values=["", 0]),
+    ]
+    types = {2: [(torch.bfloat16, torch.bfloat16), None], 3: [(torch.float64, torch.float64), None]}
+    (added, joined_up, unknown), _ = join_compiled(events, {}, "cuda:0", types)
+    assert [op.record.dtype for op in (added, joined_up)] == ["bfloat16", "float64"]
+    assert added.record.cost is not None
+    assert (added.record.cost.read_bytes, added.record.cost.write_bytes) == (19 * 2, 19 * 2)
+    assert joined_up.record.cost == Cost(18 * 8, 18 * 8)
+    assert unknown.record.cost is None
+    assert "types of the tensors in a list are not known" in unknown.record.uncovered
+
+
+# Sizes that may change.
+
+
+def dynamic_graph(known: bool = True) -> CompiledGraph:
+    """A fused chain over x of shape (s, 3), compiled for 5 rows."""
+    x = torch.zeros(5, 3)
+    graph = make_fx(lambda x: x.exp() * 2, tracing_mode="symbolic")(x).graph
+    kernels = [("triton_poi_fused_0", [node.name for node in graph.nodes if node.op == "call_function"])]
+    sources = size_sources(graph) if known else None
+    return CompiledGraph(kernel_works(graph, kernels), False, dynamic=DynamicGraph(graph, kernels, sources))
+
+
+def run_with(at: int, rows: int | None) -> list[Event]:
+    named = [Event(f"## rooftop sizes {rows},3 ##", at + 1, 98, at + 1)] if rows is not None else []
+    kernel = Event("triton_poi_fused_0", at + 10, 5, at + 2)
+    return [Event(RUN, at, 100, at), *named, kernel, ran("triton_poi_fused_0", 5000 + at, linked=at + 2)]
+
+
+def test_each_run_of_a_graph_has_the_work_of_its_sizes() -> None:
+    events = [*run_with(0, 4), *run_with(1000, 5), *run_with(2000, 6), *run_with(3000, 4)]
+    operators, orphans = join_compiled(events, {KEY: dynamic_graph()}, "cuda:0")
+    assert [op.record.cost for op in operators] == [Cost(12 * n, 12 * n, {"fp32": 2 * 3 * n}) for n in (4, 5, 6, 4)]
+    assert [op.record.shapes for op in operators] == [((n, 3),) for n in (4, 5, 6, 4)]
+    assert orphans == []
+
+
+def test_the_works_of_sizes_are_made_once() -> None:
+    graph = dynamic_graph()
+    assert graph.at((4, 3)) is graph.at((4, 3))
+    assert graph.at((5, 3)).works == graph.works
+
+
+@pytest.mark.parametrize(("known", "rows"), [(True, None), (False, 4), (False, None)])
+def test_a_run_whose_sizes_are_not_known_is_uncovered_not_guessed(known: bool, rows: int | None) -> None:
+    (operator,), orphans = join_compiled(run_with(0, rows), {KEY: dynamic_graph(known)}, "cuda:0")
+    assert (operator.record.cost, operator.record.uncovered) == (None, SIZES_UNKNOWN)
+    assert [kernel.name for kernel in operator.kernels] == ["triton_poi_fused_0"]
+    assert orphans == []
+
+
 # CUDA graphs: one call of the host, all kernels.
 
 
@@ -289,6 +350,40 @@ def test_kernels_of_a_replay_outside_any_known_graph_are_orphans() -> None:
     operators, orphans = joined(events, work("triton_a_0"))
     assert operators == []
     assert [kernel.name for kernel in orphans] == ["k"]
+
+
+def test_a_replay_of_a_graph_that_is_not_known_is_uncovered_not_dropped() -> None:
+    (operator,), orphans = joined(replay("triton_a_0", "gemm"), problem="its sizes depend on data")
+    assert (operator.record.cost, operator.record.uncovered) == (None, "its sizes depend on data")
+    assert [kernel.name for kernel in operator.kernels] == ["triton_a_0", "gemm"]
+    assert orphans == []
+
+
+def test_a_replay_has_the_work_of_the_sizes_that_it_was_called_with() -> None:
+    events = replay("triton_poi_fused_0")
+    events.insert(1, Event("## rooftop sizes 6,3 ##", 50, 400, 2))
+    (operator,), _ = join_compiled(events, {KEY: dynamic_graph()}, "cuda:0")
+    assert operator.record.cost == Cost(12 * 6, 12 * 6, {"fp32": 2 * 3 * 6})
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2]], ids=["between", "before"])
+def test_a_graph_replayed_in_parts_does_its_work_once(order: list[int]) -> None:
+    """Inductor splits a graph where an operator cannot be captured, which then runs between two replays."""
+    events = [
+        Event(RUN, 0, 500, 1),
+        Event("cudaGraphLaunch", 100, 20, 50),
+        Event("aten::mm", 200, 20, 2, kinds=["float", "float"], sizes=[[1, 1], [1, 1]]),
+        Event("cudaGraphLaunch", 300, 20, 51),
+        ran("triton_a_0", 1000, correlation=50),
+        ran("gemm", 1100, linked=2),
+        ran("triton_b_1", 1200, correlation=51),
+    ]
+    works = [work("triton_a_0", 1), work("extern_kernels.mm", 6), work("triton_b_1", 3)]
+    operators, orphans = joined(events, *(works[number] for number in order))
+    names = ("aten::mm", ["gemm"]), ("inductor::a", ["triton_a_0"]), ("inductor::b", ["triton_b_1"])
+    assert sorted((name, kernels) for name, _, kernels in summary(operators)) == sorted(names)
+    assert sum(op.record.cost.bytes for op in operators if op.record.cost) == 12 + 2 * (1 + 3)
+    assert orphans == []
 
 
 names = st.lists(st.sampled_from(["triton_a_0", "triton_b_1", "extern_kernels.mm", "gemm", "memset"]), max_size=8)

@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from rooftop.analysis.compiled.kernel_work import KernelWork, is_dynamic, is_generated, kernel_works, module_path
+from rooftop.analysis.compiled.dynamic_sizes import is_dynamic
+from rooftop.analysis.compiled.kernel_work import KernelWork, is_generated, kernel_works, module_path
 from rooftop.analysis.compiled.kernel_work import plain_name as plain
 from rooftop.cost import FREE, Cost
 

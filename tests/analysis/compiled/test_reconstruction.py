@@ -15,8 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from rooftop.analysis.compiled.reconstruction import (
     DTYPES,
+    ListTypes,
     NotReconstructedError,
     has_formula,
+    list_types,
     reconstructed,
     tensors_of,
 )
@@ -35,6 +37,10 @@ class Event:
     sizes: Sequence[Any]
     values: Sequence[Any] = ()
     steps: Sequence[Any] = field(default_factory=list)
+    correlation: int = 1
+
+    def correlation_id(self) -> int:
+        return self.correlation
 
     def name(self) -> str:
         return self.label
@@ -52,12 +58,13 @@ class Event:
         return list(self.values)
 
 
-def recorded(name: str, run: Callable[[], Any]) -> Any:
-    """The first event of that name that the profiler records of a run."""
+def recorded(name: str, run: Callable[[], Any]) -> tuple[Any, ListTypes]:
+    """The first event of that name that the profiler records of a run, and the types of all lists of tensors."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
         run()
     results: Any = profiled.profiler
-    return next(e for e in results.kineto_results.events() if e.name() == name)
+    event = next(e for e in results.kineto_results.events() if e.name() == name)
+    return event, list_types(results.kineto_results)
 
 
 def described(value: Any) -> Any:
@@ -70,6 +77,14 @@ def described(value: Any) -> Any:
 
 
 f32, bf16 = torch.float32, torch.bfloat16
+
+
+def some(dtype: torch.dtype) -> list[Tensor]:
+    return [torch.ones(4, 3, dtype=dtype), torch.ones(7, dtype=dtype)]
+
+
+RATES = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+ADAMW: dict[str, Any] = {**RATES, "amsgrad": False, "maximize": False}
 CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.mm.default, (torch.ones(3, 4).t(), torch.ones(3, 5)), {}),
     (aten.addmm.default, (torch.ones(3), torch.ones(2, 5), torch.ones(5, 3)), {"beta": 2, "alpha": 0.5}),
@@ -81,6 +96,15 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.embedding.default, (torch.ones(10, 4), torch.ones(3, dtype=torch.long)), {}),
     (aten.native_layer_norm.default, (torch.ones(3, 4), [4], torch.ones(4), None, 1e-5), {}),
     (aten.cat.default, ([torch.ones(2, 3), torch.ones(4, 3)], 0), {}),
+    (aten.cat.default, ([torch.ones(2, 3, dtype=bf16), torch.ones(4, 3, dtype=bf16)], 0), {}),
+    (aten.cat.default, ([torch.ones(2, 3), torch.ones(4, 3, dtype=bf16)], 0), {}),  # types of its own for each
+    (aten.cat.default, ([torch.ones(5, dtype=torch.long), torch.ones(3, dtype=torch.long)], 0), {}),
+    (aten.stack.default, (some(bf16)[:1], 0), {}),
+    (aten._foreach_add_.Scalar, (some(bf16), 1), {}),
+    (aten._foreach_add_.List, (some(f32), some(f32)), {"alpha": 2}),
+    (aten._foreach_copy_.default, (some(f32), some(bf16)), {}),
+    # The steps are of float32, whatever the parameters are; the maxima that nobody asks for are an empty list.
+    (aten._fused_adamw_.default, (*(some(bf16) for _ in range(4)), [], [torch.ones(()), torch.ones(())]), ADAMW),
     (aten.add_.Tensor, (torch.ones(3), torch.ones(3)), {}),
     (aten._local_scalar_dense.default, (torch.ones(()),), {}),
     (aten.bitwise_and.Tensor, (torch.ones(5, dtype=torch.bool), torch.ones(5, dtype=torch.bool)), {}),
@@ -94,7 +118,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("func", "args", "kwargs"), CALLS, ids=[str(func) for func, *_ in CALLS])
 def test_what_the_profiler_records_is_made_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    call = reconstructed(recorded(func._schema.name, lambda: func(*args, **kwargs)))
+    call = reconstructed(*recorded(func._schema.name, lambda: func(*args, **kwargs)))
     assert call.func is func
     assert described(call.args)[: len(args)] == described(args)
     assert {name: call.kwargs[name] for name in kwargs} == kwargs
@@ -126,20 +150,40 @@ def test_values_that_older_profilers_record_as_text_are_read() -> None:
 
 
 def test_a_list_of_tensors_without_shapes_is_not_made_up() -> None:
-    with pytest.raises(NotReconstructedError, match="does not record the tensors of a list"):
-        reconstructed(Event("aten::cat", ["TensorList", "Scalar"], [[], []], ["", "0"]))
+    event = Event("aten::cat", ["TensorList", "Scalar"], [[], []], ["", "0"])
+    with pytest.raises(NotReconstructedError, match="shapes of the tensors in a list were not recorded"):
+        reconstructed(event, {1: [(f32, f32), None]})
+
+
+@pytest.mark.parametrize("known", [{}, {2: [(bf16, bf16), None]}, {1: [None, None]}, {1: []}])
+def test_the_types_of_a_list_are_not_guessed(known: ListTypes) -> None:
+    event = Event("aten::cat", ["TensorList", "Scalar"], [[[2, 3], [4, 3]], []], ["", "0"])
+    with pytest.raises(NotReconstructedError, match="the types of the tensors in a list are not known"):
+        reconstructed(event, known)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, f32, bf16, torch.float16, torch.int64, torch.bool])
+def test_a_list_moves_bytes_of_its_own_type(dtype: torch.dtype) -> None:
+    event = Event("aten::cat", ["TensorList", "Scalar"], [[[2, 3], [4, 3]], []], ["", "0"])
+    cost, uncovered = counted(reconstructed(event, {1: [(dtype, dtype), None]}))
+    assert cost is not None, uncovered
+    assert (cost.read_bytes, cost.write_bytes) == (18 * dtype.itemsize, 18 * dtype.itemsize)
+
+
+def test_a_profile_without_lists_has_no_types_of_them() -> None:
+    assert recorded("aten::mm", lambda: aten.mm.default(torch.ones(2, 3), torch.ones(3, 4)))[1] == {}
 
 
 def test_a_list_in_which_tensors_may_be_missing_is_not_made_up() -> None:
     """The profiler shows nothing of the indices of `x[indices]`."""
-    event = recorded("aten::index", lambda: aten.index.Tensor(torch.ones(5, 6), [torch.tensor([1, 2])]))
+    event, lists = recorded("aten::index", lambda: aten.index.Tensor(torch.ones(5, 6), [torch.tensor([1, 2])]))
     with pytest.raises(NotReconstructedError, match="was not recorded"):
-        reconstructed(event)
+        reconstructed(event, lists)
 
 
 def test_an_argument_that_is_a_word_is_not_made_up() -> None:
     """The profiler does not record which approximation of GELU it was."""
-    event = recorded("aten::gelu", lambda: aten.gelu.default(torch.ones(3, 4), approximate="tanh"))
+    event, _ = recorded("aten::gelu", lambda: aten.gelu.default(torch.ones(3, 4), approximate="tanh"))
     with pytest.raises(NotReconstructedError, match="approximate"):
         reconstructed(event)
 

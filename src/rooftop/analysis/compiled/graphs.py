@@ -2,7 +2,8 @@
 
 While `CompiledGraphs` is active, each graph that inductor compiles is kept together with the list of the kernels that
 inductor made of its nodes. The profiler marks each run of a graph with the graph's key, so that a kernel finds its
-graph, and in it its nodes (see `kernel_work`). Graph breaks and recompilations are collected with their lines.
+graph, and in it its nodes (see `kernel_work`). A graph for sizes that may change also says with which ones it runs (see
+`dynamic_sizes`). Graph breaks and recompilations are collected with their lines.
 """
 
 from __future__ import annotations
@@ -20,8 +21,16 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import fx
 
-from rooftop.analysis.compiled.kernel_work import KernelWork, is_dynamic, kernel_works
+from rooftop.analysis.compiled.dynamic_sizes import (
+    Sizes,
+    SizeSource,
+    kept,
+    naming_its_sizes,
+    size_sources,
+)
+from rooftop.analysis.compiled.kernel_work import KernelWork, kernel_works
 from rooftop.analysis.report import Compilation, GraphBreak, Recompilation
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -33,6 +42,7 @@ SWITCHES = {
     "fx_graph_remote_cache": False,
 }
 """Of inductor, while it compiles what is analyzed."""
+SIZES_UNKNOWN = "its graph was compiled for sizes that may change, and with which ones it ran is not known"
 _BREAKS = "torch._dynamo.symbolic_convert.__graph_breaks"
 
 
@@ -41,21 +51,55 @@ class CompiledGraph:
     """A graph that inductor compiled.
 
     Attributes:
-        works: its kernels in the order of their launches.
+        works: its kernels in the order of their launches; where sizes may change, for those that it was compiled for.
         backward: whether it is a backward pass.
         problem: why its kernels could not be told, "" if they could.
+        dynamic: what it takes to tell them for other sizes; None if sizes cannot change.
     """
 
     works: list[KernelWork]
     backward: bool
     problem: str = ""
+    dynamic: DynamicGraph | None = None
+
+    def at(self, sizes: Sizes | None) -> CompiledGraph:
+        """The graph as it ran with these sizes; None: the profile does not say with which."""
+        if self.dynamic is None:
+            return self
+        if sizes is None or self.dynamic.sources is None:
+            return CompiledGraph([], self.backward, SIZES_UNKNOWN)
+        if sizes not in self.dynamic.ran:
+            self.dynamic.ran[sizes] = self.dynamic.run_with(sizes, self.backward)
+        return self.dynamic.ran[sizes]
+
+
+@dataclass(frozen=True)
+class DynamicGraph:
+    """A graph of symbols.
+
+    Attributes:
+        graph: with symbols where sizes may change.
+        kernels: (name, nodes) in the order of their launches.
+        sources: where a call tells its sizes; None where it does not.
+        ran: what it was at the sizes that it has run with.
+    """
+
+    graph: fx.Graph
+    kernels: list[tuple[str, list[str]]]
+    sources: tuple[SizeSource, ...] | None
+    ran: dict[Sizes, CompiledGraph] = field(default_factory=dict)
+
+    def run_with(self, sizes: Sizes, backward: bool) -> CompiledGraph:
+        try:
+            symbols = {source.symbol: size for source, size in zip(self.sources or (), sizes, strict=True)}
+            return CompiledGraph(kernel_works(self.graph, self.kernels, symbols), backward)
+        except Exception as error:
+            return _unreadable(error, backward)
 
 
 _numbers = itertools.count()  # of graphs, in this process: code of an earlier analysis keeps its key
 _RECORDED: dict[str, CompiledGraph] = {}
-"""Graphs of all analyses: code that one of them compiled is not compiled again when another runs it.
-
-Only those of fixed sizes: the kernels of others are told for the sizes that they were compiled for."""
+"""Graphs of all analyses: code that one of them compiled is not compiled again when another runs it."""
 
 
 def recorded_graph(key: str) -> CompiledGraph | None:
@@ -102,11 +146,15 @@ class CompiledGraphs:
                     compiled = inner(gm, example_inputs, **options)
                 kernels = dict(debug._inductor_triton_kernel_to_post_grad_node_info)
                 key = str(getattr(compiled, "_fx_graph_cache_key", None))
-                if not key.startswith(GRAPH_KEY):  # else kept already: with options `compile_fx` calls itself
-                    key = compiled._fx_graph_cache_key = f"{GRAPH_KEY}{next(_numbers)}"
-                self.graphs[key] = _graph(gm, kernels, bool(options.get("is_backward")))
-                if not is_dynamic(gm.graph):  # else its kernels are those of other sizes
-                    _RECORDED[key] = self.graphs[key]
+                if key.startswith(GRAPH_KEY):  # kept already: with options `compile_fx` calls itself
+                    self.graphs.setdefault(key, _RECORDED[key])
+                    return compiled
+                key = compiled._fx_graph_cache_key = f"{GRAPH_KEY}{next(_numbers)}"
+                graph = _graph(gm, kernels, bool(options.get("is_backward")))
+                self.graphs[key] = _RECORDED[key] = graph
+                call = getattr(compiled, "current_callable", None)  # with its CUDA graphs, where it has some
+                if call is not None and graph.dynamic is not None and graph.dynamic.sources is not None:
+                    compiled.current_callable = naming_its_sizes(call, graph.dynamic.sources)
                 return compiled
 
             return original(model, inputs, *args, inner_compile=keeping, **kwargs)
@@ -146,11 +194,17 @@ class CompiledGraphs:
 
 def _graph(module: Any, kernels: dict[str, list[str]], backward: bool) -> CompiledGraph:
     """The graph, with its kernels ("name:number" -> nodes) in the order of their numbers."""
+    graph, named = module.graph, [(name.rpartition(":")[0], nodes) for name, nodes in kernels.items()]
     try:
-        works = kernel_works(module.graph, [(name.rpartition(":")[0], nodes) for name, nodes in kernels.items()])
+        works, sources = kernel_works(graph, named), size_sources(graph)
+        dynamic = DynamicGraph(kept(graph), named, sources) if sources != () else None
+        return CompiledGraph(works, backward, dynamic=dynamic)
     except Exception as error:  # a compiler's graph that we cannot read must not end the user's compilation
-        return CompiledGraph([], backward, f"its compiled graph could not be read: {type(error).__name__}: {error}")
-    return CompiledGraph(works, backward)
+        return _unreadable(error, backward)
+
+
+def _unreadable(error: Exception, backward: bool) -> CompiledGraph:
+    return CompiledGraph([], backward, f"its compiled graph could not be read: {type(error).__name__}: {error}")
 
 
 def _seconds(frame: Any) -> float:

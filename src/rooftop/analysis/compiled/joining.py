@@ -20,12 +20,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rooftop.analysis.attribution import AUTOGRAD, LOSS, OPTIMIZER
+from rooftop.analysis.compiled.dynamic_sizes import named_sizes
 from rooftop.analysis.compiled.graphs import GRAPH_KEY, CompiledGraph, recorded_graph
 from rooftop.analysis.compiled.kernel_work import GENERATED, KernelWork, is_generated, plain_name
-from rooftop.analysis.compiled.reconstruction import NotReconstructedError, has_formula, reconstructed, tensors_of
+from rooftop.analysis.compiled.reconstruction import (
+    ListTypes,
+    NotReconstructedError,
+    has_formula,
+    reconstructed,
+    tensors_of,
+)
 from rooftop.analysis.kernel_join import Kernel, device_kernels
 from rooftop.cost import FREE, Cost, Record
 from rooftop.cost.accounting import counted_for, tensor_bytes, tensors_in
@@ -57,7 +65,10 @@ class _Event:
 
 
 def join_compiled(
-    events: Sequence[Any], graphs: Mapping[str, CompiledGraph], device: str
+    events: Sequence[Any],
+    graphs: Mapping[str, CompiledGraph],
+    device: str,
+    lists: ListTypes = MappingProxyType({}),
 ) -> tuple[list[JoinedOperator], list[Kernel]]:
     """The operators of a step in order of execution, and the kernels that belong to none.
 
@@ -65,9 +76,11 @@ def join_compiled(
         events: of the profiler, recorded with shapes.
         graphs: what was compiled, by key.
         device: where it ran, for the records.
+        lists: types of the tensors in lists, by event (see `reconstruction.list_types`); an operator whose lists are
+            not among them is uncovered.
     """
     host = [e for e in events if e.device_type().name != "CUDA"]
-    walk = _Walk(graphs, device)
+    walk = _Walk(graphs, device, lists)
     for roots in _trees(host).values():
         for event in roots:
             walk.visit(event, "forward", AUTOGRAD)
@@ -98,15 +111,29 @@ def _nested(events: list[_Event]) -> list[_Event]:
     return roots
 
 
+@dataclass
+class _Region:
+    """One run of a compiled graph: its event, its works, and the kernels that it replayed as CUDA graphs."""
+
+    event: _Event
+    graph: CompiledGraph
+    works: _Matcher
+    replayed: list[Kernel] = field(default_factory=list)
+
+    def contains(self, at_ns: int) -> bool:
+        return self.event.start_ns <= at_ns <= self.event.end_ns
+
+
 class _Walk:
     """Collects operators from the trees, then gives each kernel to its operator."""
 
-    def __init__(self, graphs: Mapping[str, CompiledGraph], device: str) -> None:
+    def __init__(self, graphs: Mapping[str, CompiledGraph], device: str, lists: ListTypes) -> None:
         self.operators: list[tuple[int, JoinedOperator]] = []  # with the time at which they began
         self._graphs = graphs
         self._device = device
+        self._lists = lists
         self._owners: dict[int, JoinedOperator] = {}  # correlation id of an event -> the operator it is part of
-        self._regions: list[tuple[int, int, CompiledGraph]] = []
+        self._regions: list[_Region] = []
 
     def visit(self, event: _Event, phase: str, scope: str) -> None:
         if event.name.startswith("autograd::engine::evaluate_function"):
@@ -115,8 +142,9 @@ class _Walk:
             phase, scope = "optimizer", OPTIMIZER
         graph = self._graph(event)
         if graph is not None:
-            self._regions.append((event.start_ns, event.end_ns, graph))
+            graph = graph.at(next((sizes for child in event.children if (sizes := named_sizes(child.name))), None))
             works = _Matcher(graph.works)
+            self._regions.append(_Region(event, graph, works))
             for child in event.children:
                 self._visit_in_graph(child, works, "backward" if graph.backward else "forward", graph.problem)
         elif GENERATED.match(event.name) or self._is_operator(event):
@@ -166,7 +194,7 @@ class _Walk:
         if GENERATED.match(event.name):
             return self._record(_shown(event.name), (), "", scope, phase, None, problem or COMPILED_BEFORE)
         try:
-            call = reconstructed(event.source)
+            call = reconstructed(event.source, self._lists)
         except NotReconstructedError as error:
             return self._record(event.name, (), "", scope, phase, None, f"not reconstructed: {error}")
         with counted_for(self._device.partition(":")[0]):
@@ -211,18 +239,32 @@ class _Walk:
             else:
                 owner.kernels.append(kernel)
         for correlation, members in replayed.items():
-            orphans += self._replayed(replays[correlation].start_ns(), members)
+            at_ns = replays[correlation].start_ns()
+            region = next((region for region in self._regions if region.contains(at_ns)), None)
+            if region is None:
+                orphans += members
+            else:
+                region.replayed.extend(members)
+        for region in self._regions:
+            orphans += self._replayed(region)
         return orphans
 
-    def _replayed(self, at_ns: int, kernels: list[Kernel]) -> list[Kernel]:
-        region = next((graph for start, end, graph in self._regions if start <= at_ns <= end), None)
-        if region is None:
-            return kernels
-        phase, orphans = ("backward" if region.backward else "forward"), []
-        for number, (works, members) in enumerate(aligned(region.works, kernels)):
+    def _replayed(self, region: _Region) -> list[Kernel]:
+        """Operators of what one run of a graph replayed, from one CUDA graph or several; the kernels left over."""
+        if not region.replayed:
+            return []
+        at_ns, graph = region.event.start_ns, region.graph
+        phase, orphans = ("backward" if graph.backward else "forward"), []
+        if graph.problem:
+            record = self._record("inductor::graph", (), "", "", phase, None, graph.problem)
+            self.operators.append((at_ns, JoinedOperator(record, 0.0, region.replayed)))
+            return []
+        for number, (works, members) in enumerate(aligned(region.works.left(), region.replayed)):
             costs = [work.cost for work in works if work.cost is not None]
             if not works:
                 orphans += members
+                continue
+            if not members:  # no part of what was captured: it ran beside it, and has an event of its own
                 continue
             known = len(costs) == len(works)
             names = dict.fromkeys(_shown(work.name) for work in works)
@@ -317,6 +359,7 @@ class _Matcher:
     def __init__(self, works: Sequence[KernelWork]) -> None:
         self._works = works
         self._next = 0
+        self._found: set[int] = set()
 
     def next(self, name: str) -> KernelWork | None:
         plain, anchor = plain_name(name), GENERATED.match(name)
@@ -324,10 +367,15 @@ class _Matcher:
             work = self._works[position]
             if plain_name(work.name) == plain:
                 self._next = position + 1
+                self._found.add(position)
                 return work
             if anchor is None and is_generated(work.name):
                 return None
         return None
+
+    def left(self) -> list[KernelWork]:
+        """Works that no event was found for."""
+        return [work for position, work in enumerate(self._works) if position not in self._found]
 
 
 def _shown(name: str) -> str:

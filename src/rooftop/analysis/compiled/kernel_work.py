@@ -11,15 +11,14 @@ partial results, which are no work that had to be done, so it counts what it wri
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from rooftop.analysis.compiled.dynamic_sizes import with_known_sizes
 from rooftop.cost.accounting import FREE, Call, Cost, distinct_bytes, distinct_elements, tensor_bytes, tensors_in
 from rooftop.cost.registry import formula_for
 
@@ -111,17 +110,20 @@ def is_generated(name: str) -> bool:
     return name.startswith(("triton_", "cpp_"))
 
 
-def kernel_works(graph: fx.Graph, kernels: Sequence[tuple[str, Sequence[str]]]) -> list[KernelWork]:
+def kernel_works(
+    graph: fx.Graph, kernels: Sequence[tuple[str, Sequence[str]]], sizes: Mapping[Any, int] | None = None
+) -> list[KernelWork]:
     """The work of each kernel of a graph.
 
     Args:
         graph: of aten operators, with fake tensors as `meta["val"]`.
         kernels: (name, names of the nodes fused into it), in the order in which the generated code launches them.
+        sizes: values of the symbols of a graph whose sizes may change; None: those that it was compiled for.
 
     Raises:
-        ValueError: sizes in it depend on data.
+        ValueError: sizes in it depend on data, or on other symbols than those of `sizes`.
     """
-    graph = _with_known_sizes(graph)
+    graph = with_known_sizes(graph, sizes)
     by_name = {node.name: node for node in graph.nodes}
     groups = [[by_name[name] for name in names if name in by_name] for _, names in kernels]
     # What a library does is done there alone. Generated kernels name it as their origin too: one that adds its bias, or
@@ -281,50 +283,6 @@ class _Kernel:
         counted = sum(part for part in parts if isinstance(part, int))
         counted += distinct_bytes([part for part in parts if isinstance(part, Tensor)])
         return min(counted, limit) if limit else counted
-
-
-def is_dynamic(graph: fx.Graph) -> bool:
-    """Whether it was compiled for sizes that may change."""
-    values = [value for node in graph.nodes for value in tree_leaves(node.meta.get("val"))]
-    sizes = [size for v in values if isinstance(v, Tensor) for size in (*v.shape, *_strides(v))]
-    return any(isinstance(value, _SYMBOLS) for value in (*values, *sizes))
-
-
-def _with_known_sizes(graph: fx.Graph) -> fx.Graph:
-    """The graph with numbers for dynamic sizes: those that it was compiled for."""
-    if not is_dynamic(graph):
-        return graph
-    memories: dict[int, Tensor] = {}
-    known = fx.Graph()
-    known.output(known.graph_copy(graph, {}))
-    for node in known.nodes:
-        node.meta["val"] = tree_map(lambda value: _known(value, memories), node.meta.get("val"))
-    return known
-
-
-def _known(value: Any, memories: dict[int, Tensor]) -> Any:
-    """A number for a symbol; for a tensor one of known sizes, where the memory of the former one is."""
-    if isinstance(value, _SYMBOLS):
-        if value.node.hint is None:
-            raise ValueError("its sizes depend on data")
-        return value.node.hint
-    if not isinstance(value, FakeTensor) or value.layout != torch.strided:
-        return value
-    with value.fake_mode:
-        shape, strides = ([_known(size, memories) for size in sizes] for sizes in (value.shape, _strides(value)))
-        storage = value.untyped_storage()
-        if storage._cdata not in memories:
-            room = _known(storage.nbytes(), memories) // 16 + 1
-            memories[storage._cdata] = torch.empty(16 * room, dtype=torch.uint8, device=value.device)
-        offset = _known(value.storage_offset(), memories)
-        return memories[storage._cdata].view(value.dtype).as_strided(shape, strides, offset)
-
-
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-def _strides(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.stride() if tensor.layout == torch.strided else ()
 
 
 def _cost(node: fx.Node) -> Cost | None:

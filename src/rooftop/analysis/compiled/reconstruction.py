@@ -3,13 +3,17 @@
 Compiled code cannot be watched by a dispatch mode: with one active it is not run. The profiler still sees each operator
 that the compiled code calls, with the shapes, strides and types of its tensors and the values of its other arguments as
 text. From these the call is made again on meta tensors, which hold no data, so that its cost can be counted.
+
+Of a list of tensors (`cat`, `_foreach_add_`, fused optimizers) an event tells the shapes. The types are in the
+profiler's tree of events alone: see `list_types`.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,13 +42,42 @@ DTYPES = {
 }
 """Element types as the profiler names them."""
 
+Types = tuple[torch.dtype, ...]
+ListTypes = Mapping[int, Sequence[Types | None]]
+"""By the correlation id of an event, for each of its arguments: the types of a list of tensors, None of another."""
+
+
+def list_types(results: Any) -> ListTypes:
+    """The types of the tensors in lists, of all events that take any.
+
+    Args:
+        results: of the profiler, recorded with shapes (`kineto_results`).
+    """
+    wanted = {event.correlation_id() for event in results.events() if "TensorList" in event.dtypes()}
+    found = {}
+    waiting = list(results.experimental_event_tree()) if wanted else []
+    while waiting:
+        node = waiting.pop()
+        waiting.extend(node.children)
+        if node.correlation_id in wanted and hasattr(node.extra_fields, "inputs"):
+            found[node.correlation_id] = [_types(value) for value in node.extra_fields.inputs]
+    return found
+
+
+def _types(value: Any) -> Types | None:
+    return tuple(tensor.dtype for tensor in value) if isinstance(value, list) else None
+
 
 class NotReconstructedError(Exception):
     """The recorded event does not say enough to make the call again."""
 
 
-def reconstructed(event: Any) -> Call:
+def reconstructed(event: Any, lists: ListTypes = MappingProxyType({})) -> Call:
     """The call that an event of the profiler (recorded with shapes) stands for, made on meta tensors.
+
+    Args:
+        event: one of the profiler's flat list.
+        lists: what `list_types` gave for the profile.
 
     Raises:
         NotReconstructedError: no operator of this name takes what was recorded.
@@ -52,7 +85,7 @@ def reconstructed(event: Any) -> Call:
     failures = []
     for func in _overloads(event.name()):
         try:
-            args, kwargs = _arguments(event, func)
+            args, kwargs = _arguments(event, func, lists)
             return Call(func, args, kwargs, _result(func, args, kwargs))
         except Exception as error:  # another overload may fit; if none does, the operator is listed as uncovered
             failures.append(f"{func}: {error}".splitlines()[0])
@@ -79,12 +112,13 @@ def _overloads(name: str) -> Sequence[Any]:
     return [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
 
 
-def _arguments(event: Any, func: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(event: Any, func: Any, lists: ListTypes) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by the operator's schema; the profiler records all of them, defaults included."""
     schema = func._schema.arguments
     shapes, kinds = _shapes(event), list(event.dtypes())
     strides = _strides(event)
     values = list(event.concrete_inputs() or [])
+    types = lists.get(event.correlation_id(), []) if "TensorList" in kinds else []
     if len(schema) != len(kinds):
         raise NotReconstructedError(f"{len(kinds)} arguments were recorded, {len(schema)} are expected")
     args, kwargs = [], {}
@@ -95,6 +129,7 @@ def _arguments(event: Any, func: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             shapes[position] if position < len(shapes) else [],
             strides[position] if position < len(strides) else [],
             values[position] if position < len(values) else "",
+            types[position] if position < len(types) else None,
         )
         if argument.kwarg_only:
             kwargs[argument.name] = value
@@ -103,7 +138,7 @@ def _arguments(event: Any, func: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(args), kwargs
 
 
-def _value(wanted: Any, kind: str, shape: Any, stride: Any, text: Any) -> Any:
+def _value(wanted: Any, kind: str, shape: Any, stride: Any, text: Any, types: Types | None) -> Any:
     """One argument: a tensor, a list of tensors, or a number, a list, a flag or None from its text."""
     takes_tensor = "Tensor" in str(wanted)
     if kind in DTYPES:
@@ -113,11 +148,12 @@ def _value(wanted: Any, kind: str, shape: Any, stride: Any, text: Any) -> Any:
     if kind == "TensorList":
         if "List[" not in str(wanted) and "[]" not in str(wanted):
             raise NotReconstructedError(f"a list of tensors was recorded, {wanted} is expected")
-        if not shape or not isinstance(shape[0], (list, tuple)):
-            raise NotReconstructedError("this version of the profiler does not record the tensors of a list")
-        # The element type is not recorded: optimizers and concatenations are mostly of float32.
+        if types is None:
+            raise NotReconstructedError("the types of the tensors in a list are not known")
+        if len(shape) != len(types):
+            raise NotReconstructedError("the shapes of the tensors in a list were not recorded")
         strides = stride if len(stride) == len(shape) else [[]] * len(shape)
-        return [_meta(one, step, torch.float32) for one, step in zip(shape, strides, strict=True)]
+        return [_meta(one, step, dtype) for one, step, dtype in zip(shape, strides, types, strict=True)]
     if takes_tensor:
         if kind:  # a number where a tensor is expected: another overload
             raise NotReconstructedError(f"{kind} was recorded, {wanted} is expected")

@@ -1,0 +1,170 @@
+"""Graphs that were compiled for sizes that may change: which sizes each call of them ran with.
+
+Such a graph has symbols where another has numbers. Their values are among the inputs of each call, as numbers or as
+sizes of tensors. While a profiler is active, each call of the compiled code runs inside an event that names them:
+
+    ## Call CompiledFxGraph rooftop graph 7 ##
+        ## rooftop sizes 4,128 ##
+            the kernels of the graph
+
+With the values the graph is made again with numbers, and its kernels do the work of that call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+Sizes = tuple[int, ...]
+"""Values of a graph's symbols, in the order of its sources."""
+
+SIZES_LABEL = "## rooftop sizes "
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_NEEDED = ("val", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "is_gradient_acc")
+"""What is asked of a node's `meta` later."""
+
+
+@dataclass(frozen=True)
+class SizeSource:
+    """Where a call tells the value of a symbol.
+
+    Attributes:
+        symbol: of sympy.
+        input: position among the inputs of the graph.
+        what: "value" (the input is the number), "size" or "stride" of a tensor.
+        dimension: of the tensor.
+    """
+
+    symbol: Any
+    input: int
+    what: str = "value"
+    dimension: int = 0
+
+    def read(self, inputs: Sequence[Any]) -> Any:
+        """The symbol's value in a call."""
+        value = inputs[self.input]
+        if self.what == "value":
+            return value
+        return value.shape[self.dimension] if self.what == "size" else value.stride(self.dimension)
+
+
+def is_dynamic(graph: fx.Graph) -> bool:
+    """Whether it was compiled for sizes that may change."""
+    return any(True for _ in _symbolic(graph))
+
+
+def _symbolic(graph: fx.Graph) -> Iterator[Any]:
+    """Every number of the graph that is an expression of symbols."""
+    for node in graph.nodes:
+        for value in tree_leaves(node.meta.get("val")):
+            sizes = (*value.shape, *strides_of(value)) if isinstance(value, Tensor) else (value,)
+            yield from (size for size in sizes if isinstance(size, _SYMBOLS))
+
+
+def strides_of(tensor: Tensor) -> tuple[Any, ...]:
+    """() of a tensor that has none."""
+    return tensor.stride() if tensor.layout == torch.strided else ()
+
+
+def size_sources(graph: fx.Graph) -> tuple[SizeSource, ...] | None:
+    """Where each call tells the symbols of the graph's sizes, () if it has none; None if its inputs do not tell one."""
+    sources: dict[Any, SizeSource] = {}
+    for number, node in enumerate(node for node in graph.nodes if node.op == "placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            told = [("size", i, size) for i, size in enumerate(value.shape)]
+            told += [("stride", i, stride) for i, stride in enumerate(strides_of(value))]
+        else:
+            told = [("value", 0, value)]
+        for what, dimension, size in told:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                sources.setdefault(size.node.expr, SizeSource(size.node.expr, number, what, dimension))
+    needed = {symbol for v in _symbolic(graph) if isinstance(v, torch.SymInt) for symbol in v.node.expr.free_symbols}
+    return tuple(sources.values()) if needed <= sources.keys() else None
+
+
+def naming_its_sizes(call: Callable[..., Any], sources: Sequence[SizeSource]) -> Callable[..., Any]:
+    """The compiled code, whose calls say in a profile which sizes they ran with; without a profiler it only runs."""
+
+    def running(inputs: Sequence[Any]) -> Any:
+        if not torch.autograd.profiler._is_profiler_enabled:
+            return call(inputs)
+        values = ",".join(str(source.read(inputs)) for source in sources)
+        # As PyTorch marks the graph itself: `record_function` is an operator, which modes would see.
+        with torch._C._profiler._RecordFunctionFast(
+            f"{SIZES_LABEL}{values} ##", keyword_values={"scope": "user_scope"}
+        ):
+            return call(inputs)
+
+    return running
+
+
+def named_sizes(name: str) -> Sizes | None:
+    """The sizes that an event names; None if it names none, or symbols (where compiled code was itself traced)."""
+    found = re.fullmatch(rf"{SIZES_LABEL}(-?\d+(?:,-?\d+)*) ##", name)
+    return tuple(int(size) for size in found[1].split(",")) if found else None
+
+
+def kept(graph: fx.Graph) -> fx.Graph:
+    """A copy that holds no more than is needed to make it again with numbers: neither module nor constants."""
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    for node in copied.nodes:
+        node.meta = {name: node.meta[name] for name in _NEEDED if name in node.meta}
+    return copied
+
+
+def with_known_sizes(graph: fx.Graph, sizes: Mapping[Any, int] | None = None) -> fx.Graph:
+    """The graph with numbers for its symbols (symbol -> number); None: those that it was compiled for.
+
+    Raises:
+        ValueError: sizes in it depend on data, or on other symbols than those of `sizes`.
+    """
+    if not is_dynamic(graph):
+        return graph
+    numbers = _Numbers(sizes)
+    known = kept(graph)
+    for node in known.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = tree_map(numbers.of, node.meta["val"])
+    return known
+
+
+class _Numbers:
+    """Puts numbers where symbols are; tensors that shared memory share it again."""
+
+    def __init__(self, sizes: Mapping[Any, int] | None) -> None:
+        self._sizes = sizes
+        self._memories: dict[int, Tensor] = {}
+
+    def of(self, value: Any) -> Any:
+        """A number for a symbol; for a tensor one of known sizes, where the memory of the former one is."""
+        if isinstance(value, _SYMBOLS):
+            return self._number(value)
+        if not isinstance(value, FakeTensor) or value.layout != torch.strided:
+            return value
+        with value.fake_mode:
+            shape, strides = ([self.of(size) for size in sizes] for sizes in (value.shape, value.stride()))
+            storage = value.untyped_storage()
+            if storage._cdata not in self._memories:
+                room = self.of(storage.nbytes()) // 16 + 1
+                self._memories[storage._cdata] = torch.empty(16 * room, dtype=torch.uint8, device=value.device)
+            offset = self.of(value.storage_offset())
+            return self._memories[storage._cdata].view(value.dtype).as_strided(shape, strides, offset)
+
+    def _number(self, value: Any) -> Any:
+        if self._sizes is None or not isinstance(value, torch.SymInt):  # no size depends on other numbers
+            if value.node.hint is None:
+                raise ValueError("its sizes depend on data")
+            return value.node.hint
+        number = value.node.expr.subs(self._sizes)
+        if not number.is_number:
+            raise ValueError(f"it is not known what {number} was")
+        return int(number)
