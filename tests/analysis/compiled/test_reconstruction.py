@@ -22,6 +22,7 @@ from rooftop.analysis.compiled.reconstruction import (
     reconstructed,
     tensors_of,
 )
+from rooftop.analysis.instruments import CompiledInstrument
 from rooftop.cost import CountingMode
 from rooftop.cost.counting import counted
 
@@ -168,6 +169,44 @@ def test_a_list_moves_bytes_of_its_own_type(dtype: torch.dtype) -> None:
     cost, uncovered = counted(reconstructed(event, {1: [(dtype, dtype), None]}))
     assert cost is not None, uncovered
     assert (cost.read_bytes, cost.write_bytes) == (18 * dtype.itemsize, 18 * dtype.itemsize)
+
+
+@pytest.mark.parametrize("func", [aten._foreach_addcdiv_.ScalarList, aten._foreach_addcdiv_.Scalar])
+def test_a_number_for_each_tensor_is_not_one_number_for_all(func: Any) -> None:
+    scalars = [0.5, 2.0] if func._overloadname == "ScalarList" else 0.5
+    args = some(f32), some(f32), some(f32), scalars
+    call = reconstructed(*recorded("aten::_foreach_addcdiv_", lambda: func(*args)))
+    assert call.func is func
+    with CountingMode() as mode:
+        func(*args)
+    assert counted(call) == (mode.records[0].cost, "")
+
+
+def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True)
+
+
+def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)  # counts its steps in float32
+
+
+@pytest.mark.parametrize(("make", "types"), [(sgd, {"bfloat16"}), (adamw, {"bfloat16", "float32"})])
+def test_an_optimizer_beside_compiled_code_costs_what_a_mode_counts(make: Callable[..., Any], types: set[str]) -> None:
+    parameters = [torch.nn.Parameter(tensor) for tensor in some(bf16)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = make(parameters)
+    optimizer.step()  # makes its state
+    with CountingMode() as mode:
+        optimizer.step()
+    with CompiledInstrument(torch.device("cpu"), {}) as instrument:
+        optimizer.step()
+    expected, found = (
+        [(r.name, r.dtype, r.cost) for r in records if r.name.startswith(("aten::_foreach_", "aten::_fused_"))]
+        for records in (mode.records, instrument.result.records)
+    )
+    assert {dtype for _, dtype, _ in expected} == types
+    assert found == expected
 
 
 def test_a_profile_without_lists_has_no_types_of_them() -> None:

@@ -170,6 +170,8 @@ def _meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Te
 
 
 def _literal(text: Any, kind: str, wanted: str) -> Any:
+    if kind == "ScalarList" and "List" not in wanted:  # its numbers may not be recorded, that it is a list always is
+        raise NotReconstructedError(f"a list of numbers was recorded, {wanted} is expected")
     if not isinstance(text, str):
         return text
     if not text:
