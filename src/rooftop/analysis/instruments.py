@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.compiled.graphs import CompiledGraph
 from rooftop.analysis.compiled.joining import join_compiled
-from rooftop.analysis.compiled.reconstruction import ListTypes, list_types
+from rooftop.analysis.compiled.reconstruction import ListedTensors, listed_tensors
 from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels, kernels_by_label
 from rooftop.cost import CountingMode, Record
 
@@ -103,9 +103,9 @@ class _Profiled:
         return events
 
     @property
-    def list_types(self) -> ListTypes:
+    def listed_tensors(self) -> ListedTensors:
         results: Any = self.profiler.profiler
-        return list_types(results.kineto_results)
+        return listed_tensors(results.kineto_results)
 
 
 def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
@@ -117,7 +117,8 @@ def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
     if trace is None:
         return
     path = Path(trace)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+    special = path.exists() and not path.is_file()  # a folder; a device, whose place the profiler's file would take
+    if special or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"trace={os.fspath(trace)!r}: expected a file in a folder that is there and can be written")
 
 
@@ -276,7 +277,7 @@ class CompiledInstrument:
         if error is not None:
             return
         profiled = self._profiled
-        operators, orphans = join_compiled(profiled.events, self._graphs, str(self._device), profiled.list_types)
+        operators, orphans = join_compiled(profiled.events, self._graphs, str(self._device), profiled.listed_tensors)
         on_gpu = self._device.type == "cuda"
         times = [_times(op.kernels) if on_gpu else (op.host_ms, ()) for op in operators]
         self.result = Labelled([op.record for op in operators], times, sum(k.ms for k in orphans))

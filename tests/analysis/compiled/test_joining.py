@@ -250,8 +250,9 @@ def test_operators_that_take_lists_cost_the_types_of_these() -> None:
         Event("aten::cat", 100, 5, 3, kinds=lists, sizes=[[[4, 3], [2, 3]], []], values=["", 0]),
         Event("aten::cat", 200, 5, 4, kinds=lists, sizes=[[[4, 3], [2, 3]], []], values=["", 0]),
     ]
-    types = {2: [(torch.bfloat16, torch.bfloat16), None], 3: [(torch.float64, torch.float64), None]}
-    (added, joined_up, unknown), _ = join_compiled(events, {}, "cuda:0", types)
+    bf16, fp64 = torch.bfloat16, torch.float64
+    listed = {2: [((bf16, 10), (bf16, 11)), None], 3: [((fp64, 12), (fp64, 13)), None]}
+    (added, joined_up, unknown), _ = join_compiled(events, {}, "cuda:0", listed)
     assert [op.record.dtype for op in (added, joined_up)] == ["bfloat16", "float64"]
     assert added.record.cost is not None
     assert (added.record.cost.read_bytes, added.record.cost.write_bytes) == (19 * 2, 19 * 2)

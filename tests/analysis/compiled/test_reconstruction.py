@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from rooftop.analysis.compiled.reconstruction import (
     DTYPES,
-    ListTypes,
+    ListedTensors,
     NotReconstructedError,
     has_formula,
-    list_types,
+    listed_tensors,
     reconstructed,
     tensors_of,
 )
@@ -59,13 +59,13 @@ class Event:
         return list(self.values)
 
 
-def recorded(name: str, run: Callable[[], Any]) -> tuple[Any, ListTypes]:
-    """The first event of that name that the profiler records of a run, and the types of all lists of tensors."""
+def recorded(name: str, run: Callable[[], Any]) -> tuple[Any, ListedTensors]:
+    """The first event of that name that the profiler records of a run, and the tensors of all lists."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
         run()
     results: Any = profiled.profiler
     event = next(e for e in results.kineto_results.events() if e.name() == name)
-    return event, list_types(results.kineto_results)
+    return event, listed_tensors(results.kineto_results)
 
 
 def described(value: Any) -> Any:
@@ -153,11 +153,11 @@ def test_values_that_older_profilers_record_as_text_are_read() -> None:
 def test_a_list_of_tensors_without_shapes_is_not_made_up() -> None:
     event = Event("aten::cat", ["TensorList", "Scalar"], [[], []], ["", "0"])
     with pytest.raises(NotReconstructedError, match="shapes of the tensors in a list were not recorded"):
-        reconstructed(event, {1: [(f32, f32), None]})
+        reconstructed(event, {1: [((f32, 10), (f32, 11)), None]})
 
 
-@pytest.mark.parametrize("known", [{}, {2: [(bf16, bf16), None]}, {1: [None, None]}, {1: []}])
-def test_the_types_of_a_list_are_not_guessed(known: ListTypes) -> None:
+@pytest.mark.parametrize("known", [{}, {2: [((bf16, 10), (bf16, 11)), None]}, {1: [None, None]}, {1: []}])
+def test_the_types_of_a_list_are_not_guessed(known: ListedTensors) -> None:
     event = Event("aten::cat", ["TensorList", "Scalar"], [[[2, 3], [4, 3]], []], ["", "0"])
     with pytest.raises(NotReconstructedError, match="the types of the tensors in a list are not known"):
         reconstructed(event, known)
@@ -166,7 +166,7 @@ def test_the_types_of_a_list_are_not_guessed(known: ListTypes) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, f32, bf16, torch.float16, torch.int64, torch.bool])
 def test_a_list_moves_bytes_of_its_own_type(dtype: torch.dtype) -> None:
     event = Event("aten::cat", ["TensorList", "Scalar"], [[[2, 3], [4, 3]], []], ["", "0"])
-    cost, uncovered = counted(reconstructed(event, {1: [(dtype, dtype), None]}))
+    cost, uncovered = counted(reconstructed(event, {1: [((dtype, 10), (dtype, 11)), None]}))
     assert cost is not None, uncovered
     assert (cost.read_bytes, cost.write_bytes) == (18 * dtype.itemsize, 18 * dtype.itemsize)
 
@@ -182,15 +182,35 @@ def test_a_number_for_each_tensor_is_not_one_number_for_all(func: Any) -> None:
     assert counted(call) == (mode.records[0].cost, "")
 
 
+def test_a_tensor_that_is_listed_twice_is_read_once() -> None:
+    kinds, sizes = ["TensorList", "TensorList", "TensorList", "Scalar"], [[[6]], [[6]], [[6]], []]
+    event = Event("aten::_foreach_addcmul_", kinds, sizes, ["", "", "", 1])
+
+    def read_bytes(*numbers: int) -> int:
+        cost, uncovered = counted(reconstructed(event, {1: [*(((bf16, number),) for number in numbers), None]}))
+        assert cost is not None, uncovered
+        return cost.read_bytes
+
+    assert read_bytes(10, 11, 12) == 3 * 6 * 2
+    assert read_bytes(10, 11, 11) == 2 * 6 * 2
+
+
 def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True)
 
 
 def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, fused=True)  # counts its steps in float32
+    return torch.optim.AdamW(parameters, foreach=True)  # its steps are float32; it takes squares as products
 
 
-@pytest.mark.parametrize(("make", "types"), [(sgd, {"bfloat16"}), (adamw, {"bfloat16", "float32"})])
+def fused(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "types"),
+    [(sgd, {"bfloat16"}), (adamw, {"bfloat16", "float32"}), (fused, {"bfloat16", "float32"})],
+)
 def test_an_optimizer_beside_compiled_code_costs_what_a_mode_counts(make: Callable[..., Any], types: set[str]) -> None:
     parameters = [torch.nn.Parameter(tensor) for tensor in some(bf16)]
     for parameter in parameters:
@@ -209,7 +229,7 @@ def test_an_optimizer_beside_compiled_code_costs_what_a_mode_counts(make: Callab
     assert found == expected
 
 
-def test_a_profile_without_lists_has_no_types_of_them() -> None:
+def test_a_profile_without_lists_tells_of_none() -> None:
     assert recorded("aten::mm", lambda: aten.mm.default(torch.ones(2, 3), torch.ones(3, 4)))[1] == {}
 
 

@@ -28,7 +28,7 @@ from rooftop.analysis.compiled.dynamic_sizes import named_sizes
 from rooftop.analysis.compiled.graphs import GRAPH_KEY, CompiledGraph, recorded_graph
 from rooftop.analysis.compiled.kernel_work import GENERATED, KernelWork, is_generated, plain_name
 from rooftop.analysis.compiled.reconstruction import (
-    ListTypes,
+    ListedTensors,
     NotReconstructedError,
     has_formula,
     reconstructed,
@@ -68,7 +68,7 @@ def join_compiled(
     events: Sequence[Any],
     graphs: Mapping[str, CompiledGraph],
     device: str,
-    lists: ListTypes = MappingProxyType({}),
+    lists: ListedTensors = MappingProxyType({}),
 ) -> tuple[list[JoinedOperator], list[Kernel]]:
     """The operators of a step in order of execution, and the kernels that belong to none.
 
@@ -76,8 +76,8 @@ def join_compiled(
         events: of the profiler, recorded with shapes.
         graphs: what was compiled, by key.
         device: where it ran, for the records.
-        lists: types of the tensors in lists, by event (see `reconstruction.list_types`); an operator whose lists are
-            not among them is uncovered.
+        lists: the tensors in lists, by event (see `reconstruction.listed_tensors`); an operator whose lists are not
+            among them is uncovered.
     """
     host = [e for e in events if e.device_type().name != "CUDA"]
     walk = _Walk(graphs, device, lists)
@@ -127,7 +127,7 @@ class _Region:
 class _Walk:
     """Collects operators from the trees, then gives each kernel to its operator."""
 
-    def __init__(self, graphs: Mapping[str, CompiledGraph], device: str, lists: ListTypes) -> None:
+    def __init__(self, graphs: Mapping[str, CompiledGraph], device: str, lists: ListedTensors) -> None:
         self.operators: list[tuple[int, JoinedOperator]] = []  # with the time at which they began
         self._graphs = graphs
         self._device = device

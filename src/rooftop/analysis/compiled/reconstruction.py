@@ -4,8 +4,8 @@ Compiled code cannot be watched by a dispatch mode: with one active it is not ru
 that the compiled code calls, with the shapes, strides and types of its tensors and the values of its other arguments as
 text. From these the call is made again on meta tensors, which hold no data, so that its cost can be counted.
 
-Of a list of tensors (`cat`, `_foreach_add_`, fused optimizers) an event tells the shapes. The types are in the
-profiler's tree of events alone: see `list_types`.
+Of a list of tensors (`cat`, `_foreach_add_`, fused optimizers) an event tells the shapes. The types, and which tensors
+are the same, are in the profiler's tree of events alone: see `listed_tensors`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ DTYPES = {
 }
 """Element types as the profiler names them."""
 
-Types = tuple[torch.dtype, ...]
-ListTypes = Mapping[int, Sequence[Types | None]]
-"""By the correlation id of an event, for each of its arguments: the types of a list of tensors, None of another."""
+Listed = tuple[tuple[torch.dtype, int], ...]
+"""(type, number of the tensor) of each tensor of a list; two with one number are the same."""
+ListedTensors = Mapping[int, Sequence[Listed | None]]
+"""By the correlation id of an event, for each of its arguments: what is told of a list of tensors, None of another."""
 
 
-def list_types(results: Any) -> ListTypes:
-    """The types of the tensors in lists, of all events that take any.
+def listed_tensors(results: Any) -> ListedTensors:
+    """The tensors in lists, of all events that take any.
 
     Args:
         results: of the profiler, recorded with shapes (`kineto_results`).
@@ -60,24 +61,24 @@ def list_types(results: Any) -> ListTypes:
         node = waiting.pop()
         waiting.extend(node.children)
         if node.correlation_id in wanted and hasattr(node.extra_fields, "inputs"):
-            found[node.correlation_id] = [_types(value) for value in node.extra_fields.inputs]
+            found[node.correlation_id] = [_listed(value) for value in node.extra_fields.inputs]
     return found
 
 
-def _types(value: Any) -> Types | None:
-    return tuple(tensor.dtype for tensor in value) if isinstance(value, list) else None
+def _listed(value: Any) -> Listed | None:
+    return tuple((tensor.dtype, tensor.impl_ptr) for tensor in value) if isinstance(value, list) else None
 
 
 class NotReconstructedError(Exception):
     """The recorded event does not say enough to make the call again."""
 
 
-def reconstructed(event: Any, lists: ListTypes = MappingProxyType({})) -> Call:
+def reconstructed(event: Any, lists: ListedTensors = MappingProxyType({})) -> Call:
     """The call that an event of the profiler (recorded with shapes) stands for, made on meta tensors.
 
     Args:
         event: one of the profiler's flat list.
-        lists: what `list_types` gave for the profile.
+        lists: what `listed_tensors` gave for the profile.
 
     Raises:
         NotReconstructedError: no operator of this name takes what was recorded.
@@ -112,13 +113,14 @@ def _overloads(name: str) -> Sequence[Any]:
     return [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
 
 
-def _arguments(event: Any, func: Any, lists: ListTypes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(event: Any, func: Any, lists: ListedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by the operator's schema; the profiler records all of them, defaults included."""
     schema = func._schema.arguments
     shapes, kinds = _shapes(event), list(event.dtypes())
     strides = _strides(event)
     values = list(event.concrete_inputs() or [])
-    types = lists.get(event.correlation_id(), []) if "TensorList" in kinds else []
+    listed = lists.get(event.correlation_id(), []) if "TensorList" in kinds else []
+    same: dict[int, Tensor] = {}
     if len(schema) != len(kinds):
         raise NotReconstructedError(f"{len(kinds)} arguments were recorded, {len(schema)} are expected")
     args, kwargs = [], {}
@@ -129,7 +131,8 @@ def _arguments(event: Any, func: Any, lists: ListTypes) -> tuple[tuple[Any, ...]
             shapes[position] if position < len(shapes) else [],
             strides[position] if position < len(strides) else [],
             values[position] if position < len(values) else "",
-            types[position] if position < len(types) else None,
+            listed[position] if position < len(listed) else None,
+            same,
         )
         if argument.kwarg_only:
             kwargs[argument.name] = value
@@ -138,8 +141,13 @@ def _arguments(event: Any, func: Any, lists: ListTypes) -> tuple[tuple[Any, ...]
     return tuple(args), kwargs
 
 
-def _value(wanted: Any, kind: str, shape: Any, stride: Any, text: Any, types: Types | None) -> Any:
-    """One argument: a tensor, a list of tensors, or a number, a list, a flag or None from its text."""
+def _value(
+    wanted: Any, kind: str, shape: Any, stride: Any, text: Any, listed: Listed | None, same: dict[int, Tensor]
+) -> Any:
+    """One argument: a tensor, a list of tensors, or a number, a list, a flag or None from its text.
+
+    `same` has the tensors of the call's lists so far, by number.
+    """
     takes_tensor = "Tensor" in str(wanted)
     if kind in DTYPES:
         if not takes_tensor or "List[" in str(wanted):
@@ -148,12 +156,14 @@ def _value(wanted: Any, kind: str, shape: Any, stride: Any, text: Any, types: Ty
     if kind == "TensorList":
         if "List[" not in str(wanted) and "[]" not in str(wanted):
             raise NotReconstructedError(f"a list of tensors was recorded, {wanted} is expected")
-        if types is None:
+        if listed is None:
             raise NotReconstructedError("the types of the tensors in a list are not known")
-        if len(shape) != len(types):
+        if len(shape) != len(listed):
             raise NotReconstructedError("the shapes of the tensors in a list were not recorded")
         strides = stride if len(stride) == len(shape) else [[]] * len(shape)
-        return [_meta(one, step, dtype) for one, step, dtype in zip(shape, strides, types, strict=True)]
+        for one, step, (dtype, number) in zip(shape, strides, listed, strict=True):
+            same.setdefault(number, _meta(one, step, dtype))
+        return [same[number] for _, number in listed]
     if takes_tensor:
         if kind:  # a number where a tensor is expected: another overload
             raise NotReconstructedError(f"{kind} was recorded, {wanted} is expected")
