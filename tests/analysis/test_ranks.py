@@ -431,6 +431,28 @@ def test_a_failure_while_one_rank_leads_is_named_at_all(launch: Launch, wrong: i
     assert found[0].startswith(f"rank {wrong} of 2 failed: Net raised KeyError")
 
 
+def test_a_model_that_outlives_its_group_does_not_hang(launch: Launch) -> None:
+    """A thread of gloo is left with a collective which holds a Python object, the mode that `torch.device` sets."""
+    found, status, errors = launch("""
+        import torch.distributed.nn  # whose default arguments hold the first group for ever, if there is one by then
+        from rooftop.analysis.ranks.lockstep import process_groups_kept
+
+        def train():
+            model = torch.nn.parallel.DistributedDataParallel(Net(0.0))
+            model(x).sum().backward()
+            time.sleep(0.3 * rank)
+            with torch.device("cpu"):
+                dist.all_reduce(torch.ones(1), async_op=True)
+            dist.destroy_process_group()
+
+        with process_groups_kept():
+            dist.init_process_group("gloo")
+            train()
+        write("ended")
+    """)
+    assert (found, status) == (["ended"] * 2, 0), errors
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_between_gpus_the_rank_with_more_work_is_the_straggler(launch: Launch) -> None:

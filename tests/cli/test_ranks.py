@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -50,13 +51,12 @@ def unbuilt():
 SCRIPT = """
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
-model = torch.nn.Linear(8, 8)
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(12):
     model(torch.randn(4, 8)).sum().backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
     optimizer.step()
 dist.destroy_process_group()
 """
@@ -130,6 +130,23 @@ def test_a_folder_that_is_missing_is_said_by_the_rank_that_writes(run: Run) -> N
     status, _, err = run("net:delayed", "--json", "missing/r.json")
     assert status == 1
     assert err.count("rooftop: error: ") == err.count("there is no folder missing") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("net:delayed", "--dtype", "fp12"), "'fp12' is not one of"),
+        (("net:delayed", "--predict", "no such machine"), "no such machine"),
+        (("script.py", "--train"), "--train: a script is run as it is"),
+    ],
+)
+def test_a_wrong_call_is_said_once(run: Run, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    _, out, err = run(*words)
+    assert err.count("rooftop: error: ") == 1
+    (line,) = [line for line in err.splitlines() if line.startswith("rooftop: error: ")]
+    assert message in line
+    assert re.findall(r"exitcode +: (\d+) ", err)[-1] == "2"  # of the rank that failed first; torchrun ends the other
+    assert (out, files(tmp_path)) == ("", set())
 
 
 def test_a_distributed_script_is_reported_by_its_first_rank(run: Run, tmp_path: Path) -> None:

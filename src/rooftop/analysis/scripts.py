@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rooftop.analysis.ranks.lockstep import process_groups_kept
 from rooftop.analysis.recordings import recording
 from rooftop.analysis.report import Report
 from rooftop.errors import InputError, ModelRunError
@@ -43,7 +44,7 @@ def analyze_script(
     if not script.is_file():
         raise InputError(f"{os.fspath(path)}: there is no such script")
     recorded = recording(device=device, ceilings=ceilings, name=script.name, trace=trace, every_optimizer_step=True)
-    with recorded, _as_main(script, arguments):
+    with recorded, _as_main(script, arguments), process_groups_kept():
         try:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:

@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 called wrongly, 130 interrupted. `--debug` show
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -89,8 +90,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _fail(message: str, status: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    click.echo("rooftop: error: " + " ".join(message.split()), err=True)
+    line = "rooftop: error: " + " ".join(message.split())
+    if debug or "RANK" not in os.environ or _first_to_say(line):
+        click.echo(line, err=True)
     return status
+
+
+def _first_to_say(line: str) -> bool:
+    """Whether no other rank has failed with the same line: a wrong option is wrong for all of them."""
+    from rooftop.analysis.ranks.lockstep import first_to_say
+
+    return first_to_say(line)
 
 
 def run() -> None:

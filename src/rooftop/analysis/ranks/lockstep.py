@@ -12,6 +12,7 @@ process ends (gloo), when a thread that watches the store aborts the communicato
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
@@ -19,8 +20,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from itertools import count
 from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,7 @@ T = TypeVar("T")
 GLOO_TIMEOUT = timedelta(minutes=2)  # of a collective in the groups made here; only a rank that is gone takes so long
 LEADER_TIMEOUT = timedelta(hours=2)  # between two steps of the leading rank: it may be compiling
 OUTCOME_TIMEOUT = timedelta(minutes=15)  # between the first and the last rank that finish the same work
+STORE_TIMEOUT = timedelta(seconds=10)  # to reach the store of a torchrun that is there
 WATCH_S = 0.2
 
 _STEP, _STOP = b"step", b"stop"
@@ -50,6 +54,24 @@ def first_rank() -> bool:
     if several_ranks():
         return dist.get_rank() == 0
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def first_to_say(message: str) -> bool:
+    """Whether no other process of the same `torchrun` has asked this of the same message; alone, True.
+
+    Needs no process group. `torchrun` ends all ranks as soon as one has ended: the first to fail has to say why,
+    whichever rank it is.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the store that `torchrun` itself serves
+        return True
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False
+        )
+        return bool(store.add(f"rooftop/said/{message}", 1) == 1)
+    except (KeyError, ValueError, RuntimeError):  # better said twice than not at all
+        return True
 
 
 @contextmanager
@@ -89,6 +111,35 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def process_groups_kept() -> Iterator[None]:
+    """Lets the process groups that a program destroys inside live on until the end, when its variables are gone.
+
+    A DistributedDataParallel that outlives its group frees it with the GIL held, and so waits for gloo's threads. One
+    of these may still need the GIL to free the context that it ran in, which holds Python objects: PyTorch 2.13 hangs
+    there, rarely. A group that Python itself frees, as here, waits without the GIL.
+    """
+    if not dist.is_available():
+        yield
+        return
+    kept: list[Any] = []
+    destroy = dist.destroy_process_group
+
+    @wraps(destroy)
+    def keep_and_destroy(group: Any = None) -> None:
+        kept.extend(dist.distributed_c10d._world.pg_map)
+        destroy(group)
+
+    with (
+        patch.object(dist, "destroy_process_group", keep_and_destroy),
+        patch.object(dist.distributed_c10d, "destroy_process_group", keep_and_destroy),
+    ):
+        yield
+    if kept:
+        gc.collect()  # what uses them may be part of a cycle
+        kept.clear()
 
 
 def distributed(target: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
