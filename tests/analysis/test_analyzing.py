@@ -275,15 +275,24 @@ def test_analyses_in_several_threads_do_not_see_each_others_modules(ceilings: Ce
         ({"target": nn.Linear(3, 2), "train": True, "loss": lambda y: 3.0}, InputError, "one number.*got float"),
         ({"target": nn.Linear(3, 2), "train": True, "loss": "mse"}, TypeError, "loss='mse': expected a function"),
         ({"target": nn.Linear(3, 2), "train": True, "optimizer": torch.optim.SGD}, TypeError, "expected an optimizer"),
+        ({"target": nn.Linear(3, 2), "ceilings": "h200"}, TypeError, r"analyze\(ceilings='h200'\): expected Ceilings"),
         ({"target": nn.Linear(3, 2, device="meta")}, ValueError, "cpu and cuda devices, but Linear .* is on meta"),
     ],
 )
 def test_wrong_arguments(
     arguments: dict[str, object], error: type[Exception], message: str, ceilings: Ceilings
 ) -> None:
-    target = arguments.pop("target")
+    target, rest = arguments["target"], {"ceilings": ceilings, **arguments}
+    del rest["target"]
     with pytest.raises(error, match=message):
-        rooftop.analyze(target, torch.randn(3), ceilings=ceilings, **arguments)  # type: ignore[arg-type]
+        rooftop.analyze(target, torch.randn(3), **rest)  # type: ignore[arg-type]
+
+
+def test_fake_tensors_are_for_predictions(ceilings: Ceilings) -> None:
+    with rooftop.analysis.fake_tensors():
+        net = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"Linear or its input is a fake tensor.*rooftop\.predict"):
+        rooftop.analyze(net, torch.randn(3), ceilings=ceilings)
 
 
 def test_memory_over_time_rises_above_what_was_there(ceilings: Ceilings) -> None:

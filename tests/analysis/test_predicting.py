@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -309,3 +310,33 @@ def test_machines_that_do_not_exist(h200: Ceilings, tmp_path: Path) -> None:
         rooftop.predict(nn.ReLU(), torch.ones(3), ceilings="h200")  # type: ignore[arg-type]
     h200.save(tmp_path / "there.json")
     assert ceilings_of(tmp_path / "there.json") == h200
+
+
+class Locked(nn.Linear):
+    """Cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"target": nn.Flatten()}, InputError, "nothing to predict: no operator that Flatten runs"),
+        ({"target": Locked()}, InputError, r"copied with fake tensors, and that failed \(TypeError: cannot pickle"),
+        ({"args": [torch.eye(3).to_sparse()]}, InputError, "sparse, nested and quantized tensors have no fake twins"),
+        ({"dtype": "bf16"}, TypeError, r"predict\(dtype='bf16'\): expected a floating-point dtype"),
+        ({"dtype": torch.int8}, TypeError, "expected a floating-point dtype"),
+        ({"train": True, "optimizer": "sgd"}, TypeError, r"predict\(optimizer=str\): expected what makes one"),
+        (
+            {"train": True, "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])},
+            TypeError,
+            r"predict\(optimizer=SGD\): expected what makes one",
+        ),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str, ceilings: Ceilings) -> None:
+    values: dict[str, Any] = {"target": nn.Linear(3, 3), "args": [torch.ones(2, 3)], **arguments}
+    with pytest.raises(error, match=message):
+        rooftop.predict(values.pop("target"), *values.pop("args"), ceilings=ceilings, **values)

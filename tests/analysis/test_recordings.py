@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -242,6 +243,39 @@ def test_wrong_use(ceilings: Ceilings) -> None:
     for device in ("mps", "tpu", f"cuda:{torch.cuda.device_count()}"):
         with pytest.raises(ValueError, match=rf"recording\(device='{device}'\)"):
             rooftop.recording(device=device)
+
+
+def test_wrong_arguments(ceilings: Ceilings, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"recording\(ceilings='h200'\): expected Ceilings"):
+        rooftop.recording(ceilings="h200")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"recording\(module=3\): expected a module"):
+        rooftop.recording(3, ceilings=ceilings)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"trace=.*: expected a file in a folder that is there"):
+        rooftop.recording(ceilings=ceilings, trace=tmp_path / "missing" / "trace.json")
+
+
+def test_steps_of_another_thread_are_refused_and_its_optimizers_end_none(ceilings: Ceilings) -> None:
+    with rooftop.recording(ceilings=ceilings, every_optimizer_step=True) as recorded, ThreadPoolExecutor(1) as pool:
+        with pytest.raises(RuntimeError, match="the thread that opened the recording"):
+            pool.submit(recorded.step).result()
+        weight = nn.Parameter(torch.ones(3))
+        weight.sum().backward()
+        pool.submit(torch.optim.SGD([weight], lr=0.1).step).result()
+    assert recorded.steps == 0
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_recordings_end_in_the_opposite_order_of_their_beginning(ceilings: Ceilings) -> None:
+    patched = torch.inference_mode.__exit__
+    with rooftop.recording(ceilings=ceilings, every_optimizer_step=True) as outer:
+        with rooftop.recording(ceilings=ceilings) as inner:
+            with pytest.raises(RuntimeError, match="another recording is open inside this one"):
+                outer.step()
+            train(NEEDED, inner)
+        train(NEEDED)
+    assert (outer.steps, inner.steps) == (NEEDED, NEEDED)
+    assert torch.inference_mode.__exit__ is patched
+    assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
 @pytest.mark.gpu

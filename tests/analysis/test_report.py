@@ -84,6 +84,17 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
     assert os.listdir(tmp_path) == ["report.html"]
 
 
+def test_a_pipe_is_written_to_and_not_replaced(report: Report, ceilings: Ceilings, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)
+    for save in (lambda: write_text(pipe, "text"), lambda: ceilings.save(pipe)):
+        save()
+        assert pipe.is_fifo()
+        assert os.read(reader, 100_000)
+    os.close(reader)
+
+
 def test_a_report_names_itself_in_one_line(ceilings: Ceilings) -> None:
     report = rooftop.analyze(nn.Linear(4, 4), torch.randn(2, 4), ceilings=ceilings, name="layer")
     assert re.fullmatch(r"<Report of layer inference: [\d.,]+ (us|ms), [\d.]+% of roof>", repr(report))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,6 +38,7 @@ pair = lambda: (nn.Linear(8, 4), torch.ones(2, 8))
 several = lambda: [nn.Bilinear(3, 4, 5), (torch.ones(2, 3), torch.ones(2, 4))]
 tupled = lambda: (nn.Bilinear(3, 4, 5), (torch.ones(2, 3), torch.ones(2, 4)))
 def raises(): raise KeyError("weights")
+def leaves(): raise SystemExit(0)
 empty = None
 """
 
@@ -50,6 +52,7 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / f"{name}.py").write_text(NET)
     (tmp_path / f"{name}_broken.py").write_text("import nowhere_at_all")
     (tmp_path / f"{name}_raises.py").write_text("1 / 0")
+    (tmp_path / f"{name}_leaves.py").write_text("raise SystemExit(0)")
     yield name
     sys.modules.pop(name, None)
 
@@ -83,6 +86,9 @@ def test_builtin_models_have_an_example() -> None:
         ("NET:Net", InputError, "returned a module without inputs: give their shapes"),
         ("NET:several", TargetError, "returned list, expected an nn.Module or"),
         ("NET:raises", ModelRunError, "raised KeyError: 'weights'"),
+        ("NET:leaves", ModelRunError, "raised SystemExit: 0"),
+        ("NET_leaves:Net", ModelRunError, "raised SystemExit"),
+        ("../NET:Net", TargetError, "expected package.module:callable"),
         ("NET:empty", TargetError, "has no 'empty'; it has Net, pair, several"),
         ("NET:missing", TargetError, "has no 'missing'"),
         ("NET_broken:Net", ModelRunError, "No module named 'nowhere_at_all'"),
@@ -115,6 +121,12 @@ def test_an_input_has_the_shape_dtype_and_bound_that_it_says(shape: list[int], d
 @pytest.mark.parametrize("text", ["", "8x", "x8", "8,3", "2x3:", "2x3:int64:", "2x3:int64:x", "-1x3", "2x3:complex9"])
 def test_inputs_that_are_none(text: str) -> None:
     with pytest.raises(InputError, match="--input"):
+        make_input(text, torch.float32)
+
+
+@pytest.mark.parametrize("text", ["99999999999x99999999", "9" * 30, f"2:int64:{'9' * 30}"])
+def test_inputs_that_no_memory_holds(text: str) -> None:
+    with pytest.raises(InputError, match="such a tensor cannot be made here"):
         make_input(text, torch.float32)
 
 
@@ -194,11 +206,16 @@ def test_a_trace_is_one_that_chrome_reads(run: Run, tmp_path: Path) -> None:
         (["train.py", "--dtype", "bf16"], "--dtype: a script is run as it is"),
         (["NET:pair", "--compile", "fastest"], "'fastest' is not one of default"),
         (["--compile", "NET:pair"], "is not one of default"),
+        (["NET:pair", "--rows", "-1"], "-1 is not in the range x>=0"),
+        (["NET:pair", "--dtype", "int64"], "'int64' is not one of 'bf16'"),
+        (["NET:pair", "--json", "same", "-o", "./same"], "same is named for two outputs"),
+        (["NET:pair", "--trace", "pipe"], "pipe is no regular file"),
         (["NET:pair", "--", "--epochs", "1"], "only scripts take arguments, got '--epochs 1'"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(words: list[str], message: str, run: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit('was run')")
+    os.mkfifo(tmp_path / "pipe")
     before = set(tmp_path.iterdir())
     status, out, err = run(*words)
     assert (status, out) == (2, "")

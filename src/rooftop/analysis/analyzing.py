@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rooftop.analysis.advice.rank_rules import rank_advice
 from rooftop.analysis.profiling import Progress, profile_program
@@ -19,7 +20,7 @@ from rooftop.analysis.report import Report
 from rooftop.analysis.reporting import report_of
 from rooftop.cost.accounting import tensors_in
 from rooftop.hardware import measure_ceilings
-from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.ceilings import Ceilings, require_ceilings
 
 
 def analyze(
@@ -67,7 +68,8 @@ def analyze(
     program_of = SharedProgram if several_ranks() else Program
     program = program_of(target, args, kwargs, train=train, optimizer=optimizer, loss=loss, compile=compile)
     if ceilings is not None:
-        ceilings.require_kind(program.device.type)
+        require_ceilings(ceilings, "analyze").require_kind(program.device.type)
+    _require_data(program)
     mode = "training" if train else "inference" if program.module is not None else "callable"
 
     def report() -> Report:
@@ -98,3 +100,17 @@ def analyze(
     gap = "kernel gap" if program.device.type == "cuda" else "launch gap"  # NCCL's kernels keep a GPU busy
     note = f"Rank 0's {gap} contains {ranks.rows[0].exposed_ms:.3g} ms of exposed communication, waiting included."
     return replace(of_first, ranks=ranks, advice=tuple(advice), notes=(*of_first.notes, note))
+
+
+def _require_data(program: Program) -> None:
+    """Fake tensors have shapes and no data: nothing can be measured on them.
+
+    Raises:
+        ValueError: the program has some.
+    """
+    parameters = program.module.parameters() if program.module is not None else ()
+    if any(isinstance(tensor, FakeTensor) for tensor in (*parameters, *tensors_in([program.args, program.kwargs]))):
+        raise ValueError(
+            f"analyze measures, but {program.name} or its input is a fake tensor, which has no data: "
+            "rooftop.predict needs none"
+        )

@@ -31,10 +31,10 @@ from rooftop.analysis.floors import module_tree, operator_rows
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.program import Program, describe_tensor
 from rooftop.analysis.report import Gaps, Report, Summary
-from rooftop.cost import CountingMode, counted_for, roof
+from rooftop.cost import CountingMode, Record, counted_for, roof
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError
-from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.ceilings import Ceilings, require_ceilings
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -64,22 +64,26 @@ def predict(
         name: what the report calls the target.
 
     Raises:
-        TypeError: `ceilings` are none (a machine's name, for example).
-        InputError: the model looks at values (`.item()`, `nonzero`), which fake tensors do not have.
+        TypeError: `ceilings` are none (a machine's name, for example), `optimizer` makes none, `dtype` is not floating.
+        InputError: the model looks at values (`.item()`, `nonzero`), which fake tensors do not have, does nothing, or
+            cannot be copied.
         ModelRunError: the model raised.
 
     Example:
         >>> report = rooftop.predict(model, x, ceilings=rooftop.hardware.ceilings_of("h200"), train=True)
         >>> report.summary.op_roof_ms
     """
-    if not isinstance(ceilings, Ceilings):
+    require_ceilings(ceilings, "predict")
+    if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
         raise TypeError(
-            f"predict(ceilings={ceilings!r}): expected Ceilings, those of a known machine or of a file are "
-            'rooftop.hardware.ceilings_of("h200"), rooftop.hardware.ceilings_of("file.json")'
+            f"predict(optimizer={type(optimizer).__name__}): expected what makes one from the model's parameters, e.g. "
+            "torch.optim.AdamW, as the parameters of a prediction are others"
         )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"predict(dtype={dtype!r}): expected a floating-point dtype, e.g. torch.bfloat16")
     on_gpu = ceilings.kind == "cuda"
     with fake_tensors() as mode:
-        fake_target, fake_args, fake_kwargs = (_fake(value, mode, dtype) for value in (target, args, kwargs))
+        fake_target, fake_args, fake_kwargs = _faked((target, args, kwargs), mode, dtype)
         stepper = None
         if optimizer is not None:
             stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
@@ -92,6 +96,10 @@ def predict(
                 # The first step makes the optimizer's state, or draws the gradients that are sent back.
                 _counted(program, ModuleTracker(program.module))
             records = _counted(program, tracker)
+    if not any(_works(record) for record in records):
+        raise InputError(
+            f"nothing to predict: no operator that {program.name} runs moves or computes anything (a view, a reshape)"
+        )
     operators = [MeasuredOperator(r, roof(r.cost, ceilings).ms if r.cost is not None else 0.0, ()) for r in records]
     rows = operator_rows(operators, ceilings)
     modules = module_tree(operators, tracker, ceilings, type(target).__name__)
@@ -112,7 +120,7 @@ def predict(
         repeats=0,
     )
     gaps = Gaps(0.0, modules.op_roof_ms - modules.fused_roof_ms, wall_ms - modules.op_roof_ms)
-    working = [op for op in operators if op.record.cost is None or op.record.cost.bytes or op.record.cost.total_flops]
+    working = [op for op in operators if _works(op.record)]
     uncovered = dict.fromkeys(op.record.name for op in working if op.record.cost is None)
     notes = [
         f"Predicted for {ceilings.device} from ceilings measured there: each operator at its roof, launched eagerly. "
@@ -139,6 +147,10 @@ def predict(
     )
 
 
+def _works(record: Record) -> bool:
+    return record.cost is None or record.cost.bytes > 0 or record.cost.total_flops > 0
+
+
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Inside, tensors have no data: a model that is built here takes no memory, however large it is."""
@@ -163,6 +175,17 @@ def _counted(program: Program, tracker: ModuleTracker) -> list[Any]:
     return counted.records
 
 
+def _faked(values: tuple[Any, ...], mode: FakeTensorMode, dtype: torch.dtype | None) -> tuple[Any, ...]:
+    try:
+        return tuple(_fake(value, mode, dtype) for value in values)
+    except Exception as error:  # copying a module runs its own code
+        what = str(error).splitlines()[0] if str(error) else ""
+        raise InputError(
+            "cannot be predicted: the model and its inputs are copied with fake tensors, and that failed "
+            f"({type(error).__name__}: {what}); analyze it on a machine instead"
+        ) from error
+
+
 def _fake(value: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> Any:
     """The value with fake tensors on the CPU in place of real ones; modules are copied without their weights."""
     if isinstance(value, nn.Module):
@@ -175,6 +198,8 @@ def _fake(value: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> Any:
         kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
         if isinstance(value, FakeTensor) and value.device.type == "cpu" and value.dtype == kind:
             return value
+        if value.layout != torch.strided or value.is_nested or value.is_quantized:
+            raise ValueError("sparse, nested and quantized tensors have no fake twins")
         meta = torch.empty_strided(value.shape, value.stride(), dtype=kind, device="meta")
         return FakeTensor(mode, meta, torch.device("cpu")).requires_grad_(value.requires_grad)
     if isinstance(value, dict):

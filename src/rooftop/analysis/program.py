@@ -106,7 +106,7 @@ class Program:
             self._step(observe)
         except RooftopError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a model must not end the program that analyzes it
             raise ModelRunError(self._explanation(error)) from error
 
     def _step(self, observe: Callable[[Any], None]) -> None:
@@ -150,7 +150,7 @@ class Program:
             self._output_gradients = [torch.randn_like(t) for t in roots]
         torch.autograd.backward(roots, self._output_gradients)
 
-    def _explanation(self, error: Exception) -> str:
+    def _explanation(self, error: BaseException) -> str:
         inputs = ", ".join(describe_tensor(t) for t in tensors_in([self.args, self.kwargs])) or "no tensor"
         if isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error):
             return f"{self.name} ran out of memory for inputs {inputs}: try a smaller batch. ({_first_line(error)})"
@@ -189,9 +189,9 @@ def _preserved(module: nn.Module | None, train: bool) -> Iterator[None]:
     buffers = [(child, dict(child._buffers)) for child in children]
     held = [buffer for _, named in buffers for buffer in named.values() if buffer is not None]
     values = [(buffer, buffer.clone()) for buffer in held if not (is_lazy(buffer) or _repeats_elements(buffer))]
-    if module is not None:
-        module.train(train)
     try:
+        if module is not None:
+            module.train(train)
         yield
     finally:
         for child, flag in flags:
@@ -228,13 +228,13 @@ def describe_tensor(tensor: Tensor) -> str:
     return f"{shape}:{str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     """What the error says in one line; dynamo only says in its second line what a compiler raised."""
     first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     return f"{first} {rest[0]}" if first.endswith(":") and rest else first
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """The innermost line of the user's own code (neither torch's nor ours)."""
     place, trace = "", error.__traceback__
     while trace is not None:

@@ -16,6 +16,7 @@ compile later what it had met under labels.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,7 @@ from rooftop.analysis.instruments import (
     LabelledInstrument,
     Plain,
     PlainInstrument,
+    require_folder_of,
     synchronize,
 )
 from rooftop.analysis.profiling import COMPILED_WARM_UP_STEPS, assembled
@@ -44,7 +46,7 @@ from rooftop.analysis.report import Report
 from rooftop.analysis.reporting import report_of
 from rooftop.errors import InputError
 from rooftop.hardware import measure_ceilings
-from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.ceilings import Ceilings, require_ceilings
 from rooftop.hardware.timing import Timing
 
 WARM_UP = 3  # steps, the first of them watched as a whole: allocators, autotuners
@@ -54,6 +56,10 @@ LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 200, 3.0  # undisturbed steps: at l
 MOST_OPERATORS = 200_000  # of a block without steps: about 1 GB of records
 NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
 """Steps after which a recording has all that it wants (more where something is compiled)."""
+
+
+_open_recordings: list[Recording] = []
+"""What they put in place must be taken away in the opposite order, so only the last of them may go on a step."""
 
 
 @dataclass
@@ -91,6 +97,7 @@ class Recording:
         self._tracker = ModuleTracker(module, inside=False)
         self._seen: dict[str, ModuleTracker] = {}  # stage -> its traffic
         self._open = False
+        self._thread = 0
         self._around = ExitStack()
         self._now = ExitStack()  # what watches the step that runs now
         self._instrument: Any = None
@@ -115,13 +122,15 @@ class Recording:
             handle = register_optimizer_step_post_hook(self._optimizer_stepped)
             self._around.callback(handle.remove)
         synchronize(self._device)
-        self._open = True
+        self._open, self._thread = True, threading.get_ident()
+        _open_recordings.append(self)
         self._begin("whole")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._failed = error is not None and not isinstance(error, SystemExit)
         self._open = False
+        _open_recordings.remove(self)
         try:
             self._end()
         finally:
@@ -131,10 +140,14 @@ class Recording:
         """Say that one step of the program has ended (call it last in the loop's body).
 
         Raises:
-            RuntimeError: outside the `with` block.
+            RuntimeError: outside the `with` block, in another thread than the block's, or inside another recording.
         """
         if not self._open:
             raise RuntimeError("step() belongs inside the block: with rooftop.recording() as r: ... r.step()")
+        if self._thread != threading.get_ident():
+            raise RuntimeError("step() belongs to the thread that opened the recording: it sees no other")
+        if _open_recordings[-1] is not self:
+            raise RuntimeError("step() while another recording is open inside this one: end that one first")
         self.steps += 1
         stage = self._stage
         if stage.name == "off":
@@ -214,7 +227,9 @@ class Recording:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Every step of the first optimizer ends a step of the program."""
+        """Every step of the first optimizer ends a step, but where `step()` would be refused."""
+        if self._thread != threading.get_ident() or _open_recordings[-1] is not self:
+            return
         if self._leading_optimizer is None:
             self._leading_optimizer = id(optimizer)
         if id(optimizer) == self._leading_optimizer:
@@ -246,7 +261,7 @@ class Recording:
             mode = f"{self.steps} recorded steps"
         else:
             if not first.records:
-                raise InputError("nothing to report: no operator of PyTorch ran in the recorded block")
+                raise InputError("nothing to report: no operator of PyTorch ran in the recorded block's own thread")
             labelled = [first]
             plain = _plain_of(first)
             taken_off_ms = max(0.0, first_ms - _overhead_ms(first, self._device))
@@ -342,7 +357,9 @@ def recording(
         every_optimizer_step: each step of the first optimizer ends a step, without calls of `step()`.
 
     Raises:
-        ValueError: no such device here.
+        TypeError: `module` is no module, `ceilings` are none.
+        ValueError: no such device here, or no place for the trace.
+        CeilingsFileError: the ceilings are those of another kind of device.
 
     Example:
         >>> with rooftop.recording() as r:
@@ -361,5 +378,8 @@ def recording(
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"recording(device={device!r}): there are {torch.cuda.device_count()} GPUs here")
     if ceilings is not None:
-        ceilings.require_kind(where.type)
+        require_ceilings(ceilings, "recording").require_kind(where.type)
+    if module is not None and not isinstance(module, nn.Module):
+        raise TypeError(f"recording(module={module!r}): expected a module, or None for the first that is called")
+    require_folder_of(trace)
     return Recording(module, where, ceilings, name, trace, every_optimizer_step)

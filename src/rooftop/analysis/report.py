@@ -321,8 +321,11 @@ class Report:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file whole or not at all: to a temporary name beside it, then renamed."""
+    """Write a file whole or not at all: to a temporary name beside it, then renamed; a device or a pipe as it is."""
     target = Path(path)
+    if target.exists() and not target.is_file():  # renamed onto /dev/null, a file would take its place
+        target.write_text(text, encoding="utf-8")
+        return
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

@@ -32,7 +32,7 @@ from rooftop.analysis.ranks.lockstep import (
 from rooftop.analysis.scripts import analyze_script
 from rooftop.analysis.text import WIDTH, renderable
 from rooftop.cli.progress import progress_bar
-from rooftop.cli.targets import DTYPES, Target, resolve_target
+from rooftop.cli.targets import DTYPES, FLOATS, Target, resolve_target
 from rooftop.errors import CeilingsFileError, MeasurementError
 from rooftop.hardware.ceilings import Ceilings, ceilings_of
 
@@ -75,7 +75,7 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
 @click.option(
     "--device", default=None, metavar="cpu|cuda[:N]", help="Where to run.  [default: the GPU if there is one]"
 )
-@click.option("--dtype", type=click.Choice(list(DTYPES)), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this.")
+@click.option("--dtype", type=click.Choice(FLOATS), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this.")
 @click.option("--channels-last", is_flag=True, help="Lay images and convolution weights out channels last.")
 @click.option(
     "--compile",
@@ -107,7 +107,9 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
     "-o", "--output", type=click.Path(path_type=Path), help="The HTML report.  [default: rooftop-TARGET.html]"
 )
 @click.option("--no-html", is_flag=True, help="Write no HTML report.")
-@click.option("--rows", default=12, show_default=True, help="Operators in the printed table.")
+@click.option(
+    "--rows", type=click.IntRange(min=0), default=12, show_default=True, help="Operators in the printed table."
+)
 @click.pass_obj
 def command(
     words: Sequence[str],
@@ -141,9 +143,9 @@ def command(
     html_path = None if no_html else output or Path(f"rooftop-{re.sub(r'[^A-Za-z0-9_.-]+', '-', target)}.html")
     if not first_rank():  # only one rank writes
         json_path = html_path = trace = None
-    for path in (json_path, html_path, trace):
-        if path is not None:
-            check_writable(path)
+    _check_outputs([path for path in (json_path, html_path, trace) if path is not None])
+    if trace is not None and trace.exists() and not trace.is_file():
+        raise click.BadParameter(f"{trace} is no regular file", param_hint="--trace")
     if html_path is not None:
         _check_plotly()
     _check_combination(target, script_arguments, machine, compile_mode, trace, counters)
@@ -350,6 +352,20 @@ def pick_device(text: str | None) -> torch.device:
     return device
 
 
+def _check_outputs(paths: Sequence[Path]) -> None:
+    """Refuse files that cannot be written, and one file for two outputs.
+
+    Raises:
+        click.BadParameter: there is one.
+    """
+    for path in paths:
+        check_writable(path)
+    files = [path.resolve() for path in paths if path.is_file() or not path.exists()]
+    twice = next((path for path in files if files.count(path) > 1), None)
+    if twice is not None:
+        raise click.BadParameter(f"{twice} is named for two outputs", param_hint="output")
+
+
 def check_writable(path: Path) -> None:
     """Find out before the work, not after it, that a file cannot be written.
 
@@ -361,6 +377,8 @@ def check_writable(path: Path) -> None:
         problem = "is no file name: expected a path, standard output has the table"
     elif path.is_dir():
         problem = "is a folder"
+    elif path.exists() and not path.is_file() and os.access(path, os.W_OK):  # /dev/null, a pipe
+        return
     elif not folder.is_dir():
         problem = f"cannot be written: there is no folder {folder}"
     elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):

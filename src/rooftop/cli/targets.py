@@ -32,7 +32,9 @@ DTYPES = {
     **{str(d).removeprefix("torch."): d for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)},
     **{str(d).removeprefix("torch."): d for d in (torch.int64, torch.int32, torch.uint8, torch.bool)},
 }
-"""Names of dtypes as --dtype and --input take them."""
+"""Names of dtypes as --input takes them."""
+FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
+"""Those that --dtype takes."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,19 @@ def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
             raise InputError(
                 f"--input {text!r}: the exclusive upper bound {high} leaves no integer, expected 1 or more"
             )
-        return torch.randint(high, shape).to(dtype)
-    return torch.randn(shape).to(dtype)
+        return _made(text, lambda: torch.randint(high, shape).to(dtype))
+    return _made(text, lambda: torch.randn(shape).to(dtype))
+
+
+def _made(text: str, make: Callable[[], Tensor]) -> Tensor:
+    try:
+        return make()
+    except (RuntimeError, TypeError, ValueError) as error:  # more than memory holds, or than 64 bits count
+        raise InputError(f"--input {text!r}: such a tensor cannot be made here ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
 
 
 EXAMPLE_BATCH = 8
@@ -133,7 +146,7 @@ def _find(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None, tuple[
 def _imported(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
     """`package.module:name`, looked up from the current directory first."""
     module_name, _, attribute = text.partition(":")
-    if not module_name or not attribute:
+    if not module_name or not attribute or module_name.startswith("."):
         raise TargetError(f"{text!r}: expected package.module:callable, e.g. my_pkg.net:build")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -145,7 +158,7 @@ def _imported(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
                 f"{text!r}: no module {error.name!r} here ({os.getcwd()}) or in this environment"
             ) from error
         raise ModelRunError(f"importing {module_name!r} failed: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelRunError(f"importing {module_name!r} raised {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if found is None:
@@ -159,7 +172,7 @@ def _imported(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
         raise TargetError(f"{text!r} is a {type(found).__name__}, expected a callable or an nn.Module")
     try:
         built = found()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelRunError(f"{text} raised {type(error).__name__}: {error}") from error
     model, args = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module):

@@ -140,10 +140,13 @@ class Ceilings:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON form, whole or not at all."""
-        target = Path(path)
+        target, text = Path(path), json.dumps(self.to_dict(), indent=1) + "\n"
+        if target.exists() and not target.is_file():  # a device or a pipe: a renamed file would take its place
+            target.write_text(text, encoding="utf-8")
+            return
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            temporary.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, target)
         except OSError:
             temporary.unlink(missing_ok=True)
@@ -164,6 +167,20 @@ class Ceilings:
                 f"{os.fspath(path)} is not a usable ceilings file ({error}); "
                 f"measure again with: rooftop ceilings --refresh"
             ) from error
+
+
+def require_ceilings(given: object, caller: str) -> Ceilings:
+    """What was given to `caller` as ceilings, if that is what it is.
+
+    Raises:
+        TypeError: it is something else (a machine's name, for example).
+    """
+    if not isinstance(given, Ceilings):
+        raise TypeError(
+            f"{caller}(ceilings={given!r}): expected Ceilings, those of a known machine or of a file are "
+            'rooftop.hardware.ceilings_of("h200"), rooftop.hardware.ceilings_of("file.json")'
+        )
+    return given
 
 
 def known_machines() -> list[str]:
