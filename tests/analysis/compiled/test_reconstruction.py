@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rooftop.analysis.compiled.reconstruction import (
     DTYPES,
@@ -227,6 +230,66 @@ def test_an_optimizer_beside_compiled_code_costs_what_a_mode_counts(make: Callab
     )
     assert {dtype for _, dtype, _ in expected} == types
     assert found == expected
+
+
+@pytest.fixture
+def group_of_four() -> Iterator[None]:
+    """A group of which only this rank exists: its collectives return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def tensor(rows: int) -> Tensor:
+    return torch.ones(rows, 5, dtype=bf16)
+
+
+def tensors(*rows: int) -> list[Tensor]:
+    return [tensor(count) for count in rows]
+
+
+def waited(collective: Callable[..., Any], *args: Any) -> None:
+    functional.wait_tensor(collective(*args, dist.group.WORLD))
+
+
+COLLECTIVES: list[tuple[str, Callable[[], Any]]] = [
+    ("c10d::allreduce_", lambda: dist.all_reduce(tensor(6))),
+    ("c10d::broadcast_", lambda: dist.broadcast(tensor(6), 0)),
+    ("c10d::reduce_", lambda: dist.reduce(tensor(6), 0)),
+    ("c10d::send", lambda: dist.send(tensor(6), 1)),
+    ("c10d::recv_", lambda: dist.recv(tensor(6), 1)),
+    ("c10d::barrier", lambda: dist.barrier()),
+    ("c10d::_allgather_base_", lambda: dist.all_gather_into_tensor(tensor(24), tensor(6))),
+    ("c10d::_reduce_scatter_base_", lambda: dist.reduce_scatter_tensor(tensor(6), tensor(24))),
+    ("c10d::alltoall_", lambda: dist.all_to_all(tensors(2, 2, 2, 2), tensors(2, 2, 2, 2))),
+    ("c10d::alltoall_base_", lambda: dist.all_to_all_single(tensor(8), tensor(8))),
+    ("_c10d_functional::all_reduce", lambda: waited(functional.all_reduce, tensor(6), "sum")),
+    ("_c10d_functional::broadcast", lambda: waited(functional.broadcast, tensor(6), 0)),
+    ("_c10d_functional::all_gather_into_tensor", lambda: waited(functional.all_gather_tensor, tensor(6), 0)),
+    ("_c10d_functional::reduce_scatter_tensor", lambda: waited(functional.reduce_scatter_tensor, tensor(8), "sum", 0)),
+    ("_c10d_functional::all_to_all_single", lambda: waited(functional.all_to_all_single, tensor(8), [2] * 4, [2] * 4)),
+    ("_c10d_functional::wait_tensor", lambda: waited(functional.all_reduce, tensor(6), "sum")),
+]
+
+
+@pytest.mark.usefixtures("group_of_four")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(("name", "run"), COLLECTIVES, ids=[name for name, _ in COLLECTIVES])
+def test_a_collective_is_made_again_without_its_group(name: str, run: Callable[[], Any]) -> None:
+    call = reconstructed(*recorded(name, run))
+    with CountingMode() as mode:
+        run()
+    record = next(record for record in mode.records if record.name == name)
+    assert counted(call) == (record.cost, "")
+    assert tuple(tuple(tensor.shape) for tensor in call.read_tensors) == record.shapes
+
+
+@pytest.mark.usefixtures("group_of_four")
+def test_tensors_in_lists_of_lists_are_not_made_up() -> None:
+    """The profiler shows nothing of what `all_gather` fills."""
+    seen = recorded("c10d::allgather_", lambda: dist.all_gather(tensors(6, 6, 6, 6), tensor(6)))
+    with pytest.raises(NotReconstructedError, match="was not recorded"):
+        reconstructed(*seen)
 
 
 def test_a_profile_without_lists_tells_of_none() -> None:

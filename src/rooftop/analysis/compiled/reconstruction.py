@@ -95,8 +95,10 @@ def reconstructed(event: Any, lists: ListedTensors = MappingProxyType({})) -> Ca
 
 def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the operator gives on meta tensors; None where it gives no tensor (`.item()`, optimizer steps)."""
-    if not any("Tensor" in str(result.type) for result in func._schema.returns):
-        return None
+    if func.namespace == "c10d" or not any("Tensor" in str(result.type) for result in func._schema.returns):
+        return None  # what a collective of c10d fills is among its arguments
+    if func.namespace == "_c10d_functional":  # names of groups and reductions are not recorded, and change no shape
+        args = tuple("" if value is None else value for value in args)
     with torch.no_grad():
         return func(*args, **kwargs)
 

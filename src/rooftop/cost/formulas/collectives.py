@@ -6,22 +6,50 @@ shows communication as time (see `rooftop.analysis.ranks.measuring`).
 
 from __future__ import annotations
 
-from rooftop.cost.accounting import FREE, Call, Cost, distinct_bytes
+from rooftop.cost.accounting import FREE, Call, Cost, distinct_bytes, tensors_in
 from rooftop.cost.registry import cost_of
 
-EAGER = """
-    _allgather_base_ _reduce_scatter_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ allreduce_
-    allreduce_coalesced_ alltoall_ alltoall_base_ broadcast_ gather_ recv_ recv_any_source_ reduce_ reduce_scatter_
-    reduce_scatter_tensor_coalesced_ scatter_ send
+FILLED = ("output", "output_tensor", "output_tensors", "outputs", "output_lists")
+"""Arguments that a collective of c10d only writes: its schema does not say so."""
+TWO_SIDED = """
+    _allgather_base_ _reduce_scatter_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ alltoall_
+    alltoall_base_ gather_ reduce_scatter_ reduce_scatter_tensor_coalesced_ scatter_
 """
 FUNCTIONAL = """
-    all_gather_into_tensor all_gather_into_tensor_coalesced all_reduce all_reduce_ all_reduce_coalesced
-    all_reduce_coalesced_ all_to_all_single broadcast broadcast_ reduce_scatter_tensor reduce_scatter_tensor_coalesced
+    all_gather_into_tensor all_gather_into_tensor_coalesced all_gather_into_tensor_out all_reduce all_reduce_
+    all_reduce_coalesced all_reduce_coalesced_ all_to_all_single broadcast broadcast_ reduce_scatter_tensor
+    reduce_scatter_tensor_coalesced reduce_scatter_tensor_out
 """
 
 
-@cost_of(*(f"c10d::{name}" for name in EAGER.split()), *(f"_c10d_functional::{name}" for name in FUNCTIONAL.split()))
-def collective(call: Call) -> Cost:
+@cost_of(*(f"c10d::{name}" for name in TWO_SIDED.split()))
+def two_sided(call: Call) -> Cost:
+    """The inputs are read, the outputs written."""
+    filled = list(tensors_in([call.get(name) for name in FILLED]))
+    return Cost(distinct_bytes(call.read_tensors_except(*FILLED)), distinct_bytes(filled))
+
+
+@cost_of("c10d::allreduce_", "c10d::allreduce_coalesced_")
+def all_reduce(call: Call) -> Cost:
+    """Each tensor is read and written."""
+    moved = distinct_bytes(tensors_in(call["tensors"]))
+    return Cost(moved, moved)
+
+
+@cost_of("c10d::send", "c10d::reduce_")
+def given(call: Call) -> Cost:
+    """Each tensor is read; that one rank also writes the sum is left out, as the rank is not known."""
+    return Cost(distinct_bytes(tensors_in(call["tensors"])))
+
+
+@cost_of("c10d::recv_", "c10d::recv_any_source_", "c10d::broadcast_")
+def taken(call: Call) -> Cost:
+    """Each tensor is written (where a broadcast comes from it is read instead: as many bytes)."""
+    return Cost(0, distinct_bytes(tensors_in(call["tensors"])))
+
+
+@cost_of(*(f"_c10d_functional::{name}" for name in FUNCTIONAL.split()))
+def functional(call: Call) -> Cost:
     """Each tensor that goes in is read, each that comes out written."""
     return Cost(distinct_bytes(call.read_tensors), distinct_bytes(call.written_tensors))
 
