@@ -54,6 +54,30 @@ def test_what_is_no_report_is_refused_with_its_name(text: str, tmp_path: Path) -
         Report.from_json(path)
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("summary", "wall_ms"), 0.0),
+        (("summary", "wall_ms"), float("nan")),
+        (("ops", 0, "measured_ms"), "fast"),
+        (("ops", 0, "roof_ms"), float("inf")),
+        (("coverage",), None),
+        (("device",), {}),
+        (("versions",), None),
+        (("ceilings",), {}),
+    ],
+)
+def test_a_damaged_report_is_refused(place: tuple[str | int, ...], value: object, report: Report) -> None:
+    plain = json.loads(json.dumps(report.to_dict()))
+    *path, last = place
+    inner = plain
+    for part in path:
+        inner = inner[part]
+    inner[last] = value
+    with pytest.raises(ValueError, match=r"damaged rooftop report|expected ceilings of format"):
+        Report.from_dict(plain)
+
+
 def test_an_operator_above_its_roof_is_flagged() -> None:
     def row(measured_ms: float) -> OperatorRow:
         return OperatorRow("aten::mm", "forward", (), "float32", 1, 1, {}, 1, 1.0, measured_ms, "compute")

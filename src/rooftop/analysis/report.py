@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 
 from rooftop.analysis.formats import time_text
 from rooftop.analysis.ranks.merging import Ranks
+from rooftop.hardware.ceilings import Ceilings
 
 FORMAT = 1
 FLAGGED_PERCENT = 105.0
@@ -257,6 +259,14 @@ class Report:
             values = {name: plain[name] for name in cls.__dataclass_fields__ if name not in later}
             values["inputs"], values["notes"] = tuple(plain["inputs"]), tuple(plain["notes"])
             values["summary"] = _from(Summary, plain["summary"])
+            if values["summary"].wall_ms <= 0:
+                raise ValueError(
+                    f"damaged rooftop report: wall_ms is {values['summary'].wall_ms}, expected more than 0"
+                )
+            _number("coverage", plain["coverage"])
+            values["device"] = {"name": plain["device"]["name"], **plain["device"]}
+            values["versions"] = dict(plain["versions"])
+            Ceilings.from_dict(plain["ceilings"])
             values["gaps"] = _from(Gaps, plain["gaps"])
             values["ops"] = tuple(_operator(row) for row in plain["ops"])
             values["modules"] = _module(plain["modules"])
@@ -286,7 +296,7 @@ class Report:
             if not isinstance(plain, dict):
                 raise ValueError(f"expected an object, got {type(plain).__name__}")
             return cls.from_dict(plain)
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
             raise ValueError(f"{os.fspath(path)} is not a rooftop report: {error}") from error
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
@@ -372,5 +382,17 @@ def _compilation(plain: Mapping[str, Any] | None) -> Compilation | None:
 
 
 def _from(kind: Any, plain: Mapping[str, Any]) -> Any:
-    """A dataclass from a dict that may also hold its derived properties."""
+    """A dataclass from a dict that may also hold its derived properties.
+
+    Raises:
+        KeyError, TypeError: a field is missing, or no number where one belongs.
+    """
+    for name, declared in kind.__dataclass_fields__.items():
+        if declared.type in ("int", "float"):
+            _number(name, plain[name])
     return kind(**{name: plain[name] for name in kind.__dataclass_fields__})
+
+
+def _number(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise TypeError(f"{name} is {value!r}, expected a number")

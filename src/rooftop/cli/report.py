@@ -21,6 +21,8 @@ def command(json_path: Path, output: Path | None) -> None:
     """
     output = output or json_path.with_suffix(".html")
     check_writable(output)
+    if output.resolve() == json_path.resolve():
+        raise click.BadParameter(f"{output} is the JSON report itself", param_hint="--output")
     try:
         report = Report.from_json(json_path)
     except ValueError as error:

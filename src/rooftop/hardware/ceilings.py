@@ -162,7 +162,7 @@ class Ceilings:
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
             raise CeilingsFileError(
                 f"{os.fspath(path)} is not a usable ceilings file ({error}); "
                 f"measure again with: rooftop ceilings --refresh"
