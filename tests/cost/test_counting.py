@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,6 +140,26 @@ def test_an_operator_without_a_formula_is_listed() -> None:
         twice(source)
     uncovered = [record for record in counted.records if record.cost is None]
     assert [(record.name, record.uncovered) for record in uncovered] == [("rooftop_test_counting::twice", "no formula")]
+
+
+@pytest.mark.parametrize(
+    ("name", "cost", "reason"),
+    [
+        ("negative", Cost(-5), "whole numbers, 0 or more"),
+        ("nan", Cost(8, 8, {"fp32": float("nan")}), "whole numbers, 0 or more"),  # type: ignore[dict-item]
+        ("tensor", Cost(torch.tensor(3)), "whole numbers, 0 or more"),  # type: ignore[arg-type]
+        ("precision", Cost(8, 8, {"fp4": 3}), "expected flops in fp64, .* got fp4"),
+        ("nothing", None, "AttributeError"),
+    ],
+)
+def test_a_formula_that_gives_no_cost_is_listed(name: str, cost: Cost, reason: str) -> None:
+    schema = "(Tensor x) -> Tensor"
+    function = torch.library.custom_op(f"rooftop_test_counting::{name}", torch.clone, mutates_args=(), schema=schema)
+    cost_of(f"rooftop_test_counting::{name}")(lambda call: cost)
+    with CountingMode() as counted:
+        function(torch.ones(3))
+    assert counted.records[-1].cost is None
+    assert re.search(f"formula failed: .*{reason}", counted.records[-1].uncovered)
 
 
 def test_a_formula_that_fails_is_listed_and_the_program_goes_on() -> None:

@@ -96,9 +96,9 @@ def predict(
                 # The first step makes the optimizer's state, or draws the gradients that are sent back.
                 _counted(program, ModuleTracker(program.module))
             records = _counted(program, tracker)
-    if not any(_works(record) for record in records):
+    if not any(record.cost is not None and _works(record) for record in records):
         raise InputError(
-            f"nothing to predict: no operator that {program.name} runs moves or computes anything (a view, a reshape)"
+            f"nothing to predict: no operator that {program.name} runs moves or computes anything that has a formula"
         )
     operators = [MeasuredOperator(r, roof(r.cost, ceilings).ms if r.cost is not None else 0.0, ()) for r in records]
     rows = operator_rows(operators, ceilings)

@@ -24,7 +24,7 @@ from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensors_in
+from rooftop.cost.accounting import PRECISIONS, Call, Cost, distinct_bytes, tensors_in
 from rooftop.cost.registry import formula_for
 from rooftop.hardware.source_lines import current_user_line
 
@@ -255,9 +255,23 @@ def counted(call: Call) -> tuple[Cost | None, str]:
         return None, "no formula"
     try:
         cost = formula(call)
+        _require_figures(cost)
         return (_in_place(cost, call) if call.func._schema.is_mutable else cost), ""
     except Exception as error:  # a formula must never end the user's program; the report lists it as uncovered
         return None, f"formula failed: {type(error).__name__}: {error}"
+
+
+def _require_figures(cost: Cost) -> None:
+    """A custom operator's formula may give anything; one wrong figure would spoil the whole report.
+
+    Raises:
+        ValueError: other than whole numbers of bytes and flops, in precisions that hardware distinguishes.
+    """
+    figures = (cost.read_bytes, cost.write_bytes, cost.shared_bytes, *cost.flops.values())
+    if not all(isinstance(figure, int) and figure >= 0 for figure in figures):
+        raise ValueError(f"expected bytes and flops as whole numbers, 0 or more, got {cost}")
+    if not set(cost.flops) <= set(PRECISIONS):
+        raise ValueError(f"expected flops in {', '.join(PRECISIONS)}, got {', '.join(map(str, cost.flops))}")
 
 
 def _in_place(cost: Cost, call: Call) -> Cost:
