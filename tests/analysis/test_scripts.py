@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -102,3 +103,32 @@ def test_nothing_to_report(tmp_path: Path, ceilings: Ceilings) -> None:
         run(tmp_path, "print('nothing')", ceilings)
     with pytest.raises(InputError, match="there is no such script"):
         analyze_script(tmp_path / "missing.py", ceilings=ceilings)
+
+
+@pytest.mark.parametrize("ends", ["", "sys.exit(0)", "raise ValueError('in the child')"])
+def test_a_forked_process_ends_where_the_script_does(
+    ends: str, tmp_path: Path, ceilings: Ceilings, capfd: pytest.CaptureFixture[str]
+) -> None:
+    forking = f"""
+import os, sys
+import torch
+
+torch.ones(3) + 1
+child = os.fork()
+if child == 0:
+    {ends or "pass"}
+else:
+    _, status = os.waitpid(child, 0)
+    assert (status == 0) == {not ends.startswith("raise")}
+"""
+    process = os.getpid()
+    report = run(tmp_path, forking, ceilings)
+    assert os.getpid() == process  # a child that came here would go on with all tests
+    assert report.ops
+    assert ("ValueError: in the child" in capfd.readouterr().err) == ends.startswith("raise")
+
+
+def test_the_folder_is_that_of_before(tmp_path: Path, ceilings: Ceilings) -> None:
+    before = Path.cwd()
+    run(tmp_path, "import os, torch\nos.chdir('/')\ntorch.ones(3) + 1", ceilings)
+    assert Path.cwd() == before

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def analyze_script(
     recorded = recording(device=device, ceilings=ceilings, name=script.name, trace=trace, every_optimizer_step=True)
     with recorded, _as_main(script, arguments), process_groups_kept():
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            _run(script)
         except SystemExit as end:
             if isinstance(end.code, str):  # Python prints it and ends with status 1
                 raise ModelRunError(f"{script} ended with exit status 1: {end.code}") from end
@@ -57,9 +58,30 @@ def analyze_script(
     return recorded.report
 
 
+def _run(script: Path) -> None:
+    """Run it. A process that it forked and that comes to its end ends here: there is one report, the first one's."""
+    process = os.getpid()
+    status = 1
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except Exception:
+        if os.getpid() != process:
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != process:
+            sys.stdout.flush()
+            os._exit(status)
+
+
 @contextmanager
 def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """`sys.argv`, `sys.path` and `sys.modules["__main__"]` as the script expects them."""
+    """`sys.argv`, `sys.path` and `sys.modules["__main__"]` as the script expects them; the folder put back, too."""
+    folder = os.getcwd()
     argv, path, main = sys.argv, list(sys.path), sys.modules.get("__main__")
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -69,6 +91,8 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
         sys.argv, sys.path[:] = argv, path
         if main is not None:
             sys.modules["__main__"] = main
+        with suppress(FileNotFoundError):  # the script may have deleted it
+            os.chdir(folder)
 
 
 def _line(error: BaseException, script: Path) -> str:
