@@ -77,6 +77,7 @@ class Counter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.peak = 0
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.now)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self.reset())
@@ -105,6 +106,12 @@ def test_an_inner_block_does_not_forget_the_peak_of_the_outer(early: int, monkey
     assert (first.before_bytes, first.peak_bytes, first.after_bytes) == (100, 600, 100)
     assert (second.peak_bytes, second.peak_increase_bytes, second.after_bytes) == (107, 7, 107)
     assert outer.peak_bytes == 100 + max(early, 500)
+
+
+@pytest.mark.parametrize("device", ["meta", f"cuda:{torch.cuda.device_count()}"])
+def test_a_device_that_is_not_here_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match=rf"track\({device}\): expected cpu or a GPU"), track(device):
+        pass
 
 
 def test_the_summary_ends_with_the_cpu() -> None:

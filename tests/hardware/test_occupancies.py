@@ -153,6 +153,15 @@ def test_where_no_change_is_named_none_helps(launch: Occupancy) -> None:
             assert occupancy(size, registers, shared, launch.capability).fraction <= launch.fraction
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [(2.5, 32, 0, (9, 0)), (256, "32", 0, (9, 0)), (256, 32, None, (9, 0)), (256, 32, 0, "9.0"), (256, 32, 0, [9, 0])],
+)
+def test_what_is_no_count_is_refused(arguments: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected threads, registers and bytes as integers.*\(9, 0\), got"):
+        occupancy(*arguments)
+
+
 def test_advice_in_words() -> None:
     assert occupancy(256, 40, 0, HOPPER).advice == (
         "48 of 64 warps (75%), limited by registers: 32 registers per thread instead of 40 reach 100%"

@@ -133,8 +133,14 @@ def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
 
     Args:
         device: by default the current GPU, or the CPU where there is none.
+
+    Raises:
+        ValueError: no such device here.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    gpus = torch.cuda.device_count()
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= gpus):
+        raise ValueError(f"track({device}): expected cpu or a GPU of this machine, of which torch can use {gpus}")
     with _tracked_gpu(device) if device.type == "cuda" else _tracked_cpu(device) as tracked:
         yield tracked
 

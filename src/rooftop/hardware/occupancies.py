@@ -235,9 +235,16 @@ def occupancy(
         capability: compute capability of the GPU, e.g. (9, 0).
 
     Raises:
+        TypeError: other than integers and a tuple.
         ValueError: a compute capability that is not in `MULTIPROCESSORS`, or a value that no launch can have. A block
             whose registers do not fit has occupancy 0 instead, so that `nearest_change` says what would fit.
     """
+    counts = (threads_per_block, registers_per_thread, shared_bytes_per_block)
+    if not all(isinstance(count, int) for count in counts) or not isinstance(capability, tuple):
+        raise TypeError(
+            "expected threads, registers and bytes as integers and a compute capability as in (9, 0), "
+            f"got {counts} and {capability!r}"
+        )
     sm = MULTIPROCESSORS.get(capability)
     if sm is None:
         known = ", ".join(f"{major}.{minor}" for major, minor in MULTIPROCESSORS)
