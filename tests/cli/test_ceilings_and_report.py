@@ -116,3 +116,5 @@ def test_report_refuses_paths_before_the_work(run: Run) -> None:
     assert_one_line(run("report", "."), 2, "directory")
     Path("r.json").write_text("{}")
     assert_one_line(run("report", "r.json", "-o", "no/such/r.html"), 2, "no/such")
+    assert_one_line(run("report", "r.json", "-o", "./r.json"), 2, "the JSON report itself")
+    assert Path("r.json").read_text() == "{}"
