@@ -207,6 +207,34 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     return (x.relu() @ w).exp()
 
 
+@pytest.mark.parametrize("named_again", [False, True])
+def test_what_a_kernel_writes_at_its_end_is_read_by_those_that_name_it_again(named_again: bool) -> None:
+    """Inductor names the operators before a pooling as its origins, though it reads what they wrote."""
+    x = torch.zeros(4, 8)
+    graph = traced(lambda x: (x * 2).relu().exp(), x)
+    first, last = computed(graph)[:2], computed(graph)[2:]
+    works = kernel_works(
+        graph, [("triton_poi_fused_0", first), ("triton_poi_fused_1", [*last, *first] if named_again else last)]
+    )
+    assert [moved(work) for work in works] == [(4 * 8 * FLOAT, 4 * 8 * FLOAT)] * 2
+    assert [cost(work).total_flops for work in works] == [2 * 4 * 8, 4 * 8]
+
+
+def test_a_scatter_of_two_kernels_fills_its_memory_and_adds_what_there_is_to_add() -> None:
+    rows, columns, added = 50, 8, 3
+
+    def gradient_of_an_embedding(gradient: Tensor, indices: Tensor) -> Tensor:
+        return torch.zeros(rows, columns).index_put((indices,), gradient * 2, accumulate=True)
+
+    graph = traced(gradient_of_an_embedding, torch.zeros(added, columns), torch.zeros(added, dtype=torch.long))
+    works = kernel_works(graph, [("triton_poi_fused_0", computed(graph)), ("triton_poi_fused_1", computed(graph))])
+    gradient_bytes = added * columns * FLOAT
+    assert moved(works[0]) == (0, rows * columns * FLOAT)
+    assert moved(works[1]) == (gradient_bytes + added * LONG, gradient_bytes)
+    whole = kernel_works(graph, [("triton_poi_fused_0", computed(graph))])
+    assert moved(whole[0]) == (gradient_bytes + added * LONG, rows * columns * FLOAT)
+
+
 @law(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
 def test_a_library_call_does_its_own_work_and_its_neighbours_theirs(rows: int, inner: int, columns: int) -> None:
     graph = traced(linear, torch.zeros(rows, inner), torch.zeros(inner, columns))

@@ -24,6 +24,11 @@ from rooftop.cost.registry import formula_for
 
 REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "max", "min", "prod", "argmax", "argmin", "any", "all"}
 """Operators that inductor may split into two kernels."""
+SCATTERS = {
+    *("scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "_unsafe_index_put"),
+    "_unsafe_masked_index_put_accumulate",
+}
+"""Operators of which inductor may make a kernel that fills memory and one that adds to it."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,8 @@ def kernel_works(
         if is_generated(name):
             groups[number] = _without(groups[number], called, done)
             done.update(groups[number])
+    fills = _take_fills_out(groups)
+    _drop_what_is_read([is_generated(name) for name, _ in kernels], groups)
     kernels_of: dict[fx.Node, list[int]] = {}
     for number, group in enumerate(groups):
         for node in group:
@@ -147,10 +154,65 @@ def kernel_works(
     works = []
     for number, ((name, nodes), group) in enumerate(zip(kernels, groups, strict=True)):
         served = [by_name[node] for node in nodes if by_name.get(node) in called]
-        kernel = _Kernel(number, group, kernels_of, begun)
+        kernel = _Kernel(number, group, kernels_of, begun, fills)
         works.append(_laying_out(name, served) if served and not kernel.stored() else kernel.work(name))
         begun.update(node for node in group if _is_reduction(node))
     return works
+
+
+def _take_fills_out(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
+    """Scatters that two kernels share, each with the first of them, which fills the memory that the last adds to.
+
+    The first is left what it does besides.
+    """
+    sharing: dict[fx.Node, list[int]] = {}
+    for number, group in enumerate(groups):
+        for node in group:
+            if _operator(node) in SCATTERS:
+                sharing.setdefault(node, []).append(number)
+    fills = {node: numbers[0] for node, numbers in sharing.items() if len(numbers) > 1}
+    for node in fills:
+        for number in sharing[node][:-1]:
+            groups[number] = _without_what_leads_to(node, groups[number])
+    return fills
+
+
+def _without_what_leads_to(end: fx.Node, group: list[fx.Node]) -> list[fx.Node]:
+    """The group without a node, what is made of it, and what only they need."""
+    members, kept = set(group), set[fx.Node]()
+    after = {end}
+    for node in end.graph.nodes:
+        if node in members and not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+    waiting = [node for node in group if node not in after and members.isdisjoint(node.users)]
+    while waiting:
+        node = waiting.pop()
+        if node in members and node not in kept:
+            kept.add(node)
+            waiting.extend(node.all_input_nodes)
+    return [node for node in group if node in kept]
+
+
+def _drop_what_is_read(generated: Sequence[bool], groups: list[list[fx.Node]]) -> None:
+    """Takes out of each group the values that an earlier kernel has written: it reads them.
+
+    Inductor names them as its origins too where it only found out later that they are better written once (the input
+    of a pooling). What nobody in its group uses is what a kernel writes, so it is written there. Of a reduction in two
+    stages both kernels may carry all nodes: the second one writes them.
+    """
+    begun: set[fx.Node] = set()
+    written: set[fx.Node] = set()
+    for number, group in enumerate(groups):
+        if not generated[number]:
+            continue
+        groups[number] = group = [node for node in group if node not in written]
+        members = set(group)
+        first_stage = {node for node in group if _is_reduction(node) and node not in begun}
+        begun |= first_stage
+        if any(first_stage.intersection(later) for later in groups[number + 1 :]):
+            continue
+        ends = [node for node in group if members.isdisjoint(node.users)]
+        written.update(source for source in map(_source, ends) if not _is_reduction(source))
 
 
 @dataclass
@@ -159,6 +221,7 @@ class _Kernel:
     group: list[fx.Node]
     kernels_of: dict[fx.Node, list[int]]
     begun: set[fx.Node]
+    fills: Mapping[fx.Node, int]  # scatter -> the kernel that fills its memory
     reads: dict[fx.Node, list[Tensor | int]] = field(default_factory=dict)  # source -> parts of it that are read
 
     def stored(self) -> list[fx.Node]:
@@ -182,18 +245,29 @@ class _Kernel:
             if node.op == "placeholder":  # an input of the graph, copied into the layout that a library wants
                 self.reads.setdefault(node, []).extend(_values(node))
         read = sum(self._read_bytes(source, parts) for source, parts in self.reads.items())
-        written = [tensor for node in stored for tensor in self._stored_tensors(node)]
-        known = bool(stored) and not uncovered
+        filled = [node for node, number in self.fills.items() if number == self.number]
+        written = [tensor for node in (*stored, *filled) for tensor in self._stored_tensors(node)]
+        known = bool(stored or filled) and not uncovered
         values = [*(value for source in self.reads for value in _values(source)), *written]
         leading = next((v for v in values if v.is_floating_point()), values[0] if values else None)
         return KernelWork(
             name=name,
-            cost=Cost(read, distinct_bytes(written), flops.flops) if known else None,
+            cost=Cost(read, distinct_bytes(written) - self._untouched_bytes(stored), flops.flops) if known else None,
             uncovered=tuple(dict.fromkeys(uncovered)),
             shapes=tuple(tuple(v.shape) for source in self.reads for v in _values(source)[:1]),
             dtype=str(leading.dtype).removeprefix("torch.") if leading is not None else "",
             scope=_shared_scope(self.group),
         )
+
+    def _untouched_bytes(self, stored: Iterable[fx.Node]) -> int:
+        """Of scatters into memory that is filled already, what they leave as it is."""
+        untouched = 0
+        for node in stored:
+            if node in self.fills:
+                (target,) = _values(node)
+                sources = [t.numel() for n in node.all_input_nodes if n is not node.args[0] for t in _values(n)]
+                untouched += max(0, target.numel() - max(sources, default=0)) * target.element_size()
+        return untouched
 
     def _is_stored(self, node: fx.Node) -> bool:
         """Whether somebody outside uses the value, and this is the first kernel that can have written it."""
@@ -204,7 +278,7 @@ class _Kernel:
             return False
         if later and first == self.number and _is_reduction(node):  # its partial results, for the next stage
             return True
-        return any(self._uses_from_memory(user, node) for user in node.users)
+        return node in self.fills or any(self._uses_from_memory(user, node) for user in node.users)
 
     def _uses_from_memory(self, user: fx.Node, node: fx.Node) -> bool:
         if user.op == "output":
