@@ -40,7 +40,12 @@ class Case:
 
 
 def in_graph(step: Step) -> Callable[[], Any]:
-    return captured(step.run)
+    replay = captured(step.run)
+
+    def replayed(owner: Step = step) -> Any:  # the graph's memory is that of the model and its inputs
+        return replay()
+
+    return replayed
 
 
 def in_bfloat16(step: Step) -> Callable[[], Any]:
@@ -54,7 +59,6 @@ def in_bfloat16(step: Step) -> Callable[[], Any]:
 
     def whole() -> Any:
         if step.training:
-            step.model.train()
             for parameter in step.model.parameters():
                 parameter.grad = None
             return run()

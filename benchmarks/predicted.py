@@ -90,7 +90,8 @@ def _profiled_s(step: Step, device: str) -> float:
     """What people do instead: a few steps under PyTorch's profiler, and its table."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     began = time.perf_counter()
-    with profile(activities=activities, record_shapes=True, profile_memory=True, with_flops=True) as profiler:
+    seen = {"record_shapes": True, "profile_memory": True, "with_flops": True, "acc_events": True}
+    with profile(activities=activities, **seen) as profiler:
         for _ in range(PROFILED_STEPS):
             step.run()
         if device == "cuda":

@@ -19,19 +19,21 @@ from rooftop.models import resnet50
 
 @dataclass
 class Step:
-    """A model with its arguments; `training` are the arguments of `rooftop.analyze` for a training step."""
+    """A model in its mode, with its arguments; `training` are those of `rooftop.analyze` for a training step."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     training: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        self.model.train(bool(self.training))
+
     def run(self) -> Any:
         """One plain step, as `rooftop.analyze` would run it."""
         if not self.training:
             with torch.no_grad():
-                return self.model.eval()(*self.args, **self.kwargs)
-        self.model.train()
+                return self.model(*self.args, **self.kwargs)
         for parameter in self.model.parameters():
             parameter.grad = None
         loss = self.loss(self.model(*self.args, **self.kwargs))

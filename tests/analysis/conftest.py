@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
-import torch
 
 from rooftop.hardware.ceilings import Ceilings, MemoryLevel, MemoryPoint
 
@@ -43,16 +41,6 @@ def round_ceilings() -> Ceilings:
 @pytest.fixture
 def ceilings(round_ceilings: Ceilings) -> Ceilings:
     return round_ceilings
-
-
-@pytest.fixture(scope="session")
-def torchvision_models() -> Iterator[ModuleType]:
-    """torchvision beside a CPU torch: the operators of its compiled part are declared first (see tests/models)."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    if not hasattr(torch.ops.torchvision, "nms"):
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    yield pytest.importorskip("torchvision.models")  # noqa: PT022 (the library must outlive the tests)
 
 
 @pytest.fixture(scope="session")

@@ -130,3 +130,12 @@ def test_ceilings_of_another_kind_of_device_are_refused(ceilings: Ceilings) -> N
         rooftop.analyze(nn.Linear(4, 4), torch.randn(2, 4), ceilings=gpu)
     with pytest.raises(CeilingsFileError, match=r"rooftop\.predict"):
         rooftop.recording(device="cpu", ceilings=gpu)
+
+
+def test_a_precision_without_a_rate_leaves_its_operators_uncovered(ceilings: Ceilings) -> None:
+    without = dataclasses.replace(ceilings, flops={"fp32": 1e9})
+    net = nn.Sequential(nn.Linear(4, 4).double(), nn.ReLU())
+    report = rooftop.analyze(net, torch.randn(2, 4, dtype=torch.float64), ceilings=without)
+    (row,) = [row for row in report.ops if row.name == "aten::addmm"]
+    assert (row.bound, row.uncovered) == ("uncovered", "no fp64 rate is known of Test machine")
+    assert rooftop.predict(net, torch.randn(2, 4, dtype=torch.float64), ceilings=without).coverage < 1

@@ -12,14 +12,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rooftop.analysis.attribution import OPTIMIZER, ModuleTracker, ModuleTraffic
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.report import ModuleNode, OperatorRow
-from rooftop.cost import FREE, Cost, distinct_bytes, roof
+from rooftop.cost import FREE, Cost, Record, distinct_bytes, roof
 from rooftop.cost.accounting import tensors_in
 from rooftop.hardware.ceilings import Ceilings
+
+
+def comparable(record: Record, ceilings: Ceilings) -> Record:
+    """The record; uncovered if it has flops in a precision of which the machine's rate is not known."""
+    unknown = [precision for precision in (record.cost or FREE).flops if precision not in ceilings.flops]
+    if not unknown:
+        return record
+    return replace(record, cost=None, uncovered=f"no {unknown[0]} rate is known of {ceilings.device}")
 
 
 def operator_rows(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> list[OperatorRow]:

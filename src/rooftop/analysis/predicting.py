@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from rooftop.analysis.advice import advise
 from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.findings import Findings
-from rooftop.analysis.floors import module_tree, operator_rows
+from rooftop.analysis.floors import comparable, module_tree, operator_rows
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.program import Program, describe_tensor
 from rooftop.analysis.report import Gaps, Report, Summary
@@ -100,6 +100,7 @@ def predict(
         raise InputError(
             f"nothing to predict: no operator that {program.name} runs moves or computes anything that has a formula"
         )
+    records = [comparable(record, ceilings) for record in records]
     operators = [MeasuredOperator(r, roof(r.cost, ceilings).ms if r.cost is not None else 0.0, ()) for r in records]
     rows = operator_rows(operators, ceilings)
     modules = module_tree(operators, tracker, ceilings, type(target).__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 import rooftop
 from rooftop.analysis.advice import advise
 from rooftop.analysis.findings import Findings
-from rooftop.analysis.floors import module_tree, operator_rows
+from rooftop.analysis.floors import comparable, module_tree, operator_rows
 from rooftop.analysis.profiling import Profile
 from rooftop.analysis.program import describe_tensor
 from rooftop.analysis.report import Gaps, ModuleNode, OperatorRow, Report, Summary
@@ -42,10 +43,11 @@ def report_of(
         root_type: the class of the outermost module.
         notes: what a reader should know besides what the profile says itself.
     """
-    rows = operator_rows(profile.operators, ceilings)
-    modules = module_tree(profile.operators, profile.tracker, ceilings, root_type)
+    operators = [replace(op, record=comparable(op.record, ceilings)) for op in profile.operators]
+    rows = operator_rows(operators, ceilings)
+    modules = module_tree(operators, profile.tracker, ceilings, root_type)
     summary, gaps, balance_notes = _balance(profile, modules, inputs)
-    findings = Findings(profile.operators, rows, summary, gaps, ceilings, profile.plain, profile.host_ms)
+    findings = Findings(operators, rows, summary, gaps, ceilings, profile.plain, profile.host_ms)
     return Report(
         target=target,
         mode=mode,

@@ -54,10 +54,13 @@ def select_devices(
 
     Raises:
         DeviceSelectionError: fewer than `count` qualify.
-        ValueError: `count` below 1, `near` that is no GPU of this machine.
+        ValueError: `count` below 1, `min_capability` that is no pair of integers, `near` that is no GPU of this
+            machine.
     """
-    if count < 1:
-        raise ValueError(f"count is the number of GPUs to choose: expected 1 or more, got {count}")
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"count is the number of GPUs to choose: expected 1 or more, got {count!r}")
+    if min_capability is not None and (len(min_capability) != 2 or not all(isinstance(n, int) for n in min_capability)):
+        raise ValueError(f"min_capability is a compute capability like (9, 0), got {min_capability!r}")
     gpus = [device for device in devices() if isinstance(device, Gpu)]
     partner = None if near is None else _gpu_of(near, gpus)
     free = {gpu.index: _free_bytes(gpu) for gpu in gpus}
@@ -303,7 +306,13 @@ def _places(named: Sequence[torch.device | str] | None) -> list[torch.device]:
         named = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
     if not named:
         raise ValueError("devices is empty: name at least one, or leave it out for all GPUs")
-    return [_with_index(torch.device(device)) for device in named]
+    places = [_with_index(torch.device(device)) for device in named]
+    missing = [p for p in places if p.type == "cuda" and (p.index or 0) >= torch.cuda.device_count()]
+    if missing:
+        raise ValueError(
+            f"{', '.join(map(str, missing))}: torch {torch.__version__} can use {torch.cuda.device_count()} GPUs here"
+        )
+    return places
 
 
 def _with_index(device: torch.device) -> torch.device:

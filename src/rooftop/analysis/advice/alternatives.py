@@ -25,7 +25,7 @@ from rooftop.hardware.timing import measure
 
 SECONDS = 0.05
 REPEATED_SECONDS, WARM_UP_SECONDS = 0.01, 0.005  # of one call among many
-MOST_TIME = 0.9  # of the operators' time that is timed again; small calls go by their larger likes
+MOST_TIME, MOST_CALLS = 0.9, 24  # of the operators' time, and how many calls, that is timed again
 
 Make = Callable[[TensorSpec], Tensor]
 
@@ -39,7 +39,8 @@ def repeated_ratios(
 ) -> dict[CallSpec | None, float]:
     """For recorded calls, the time in another dtype or layout over the time as they are.
 
-    The longest calls are timed, together `MOST_TIME` of the time; the rest gets the mean ratio of its operator.
+    The longest calls are timed, at most `MOST_CALLS`, together `MOST_TIME` of the time; others get the mean ratio of
+    their operator.
 
     Args:
         operators: those without a `CallSpec` are left out.
@@ -54,7 +55,7 @@ def repeated_ratios(
     seen_ms, total_ms = 0.0, sum(times.values())
     before: Counter[str] = Counter()
     after: Counter[str] = Counter()
-    for spec, ms in times.most_common():
+    for spec, ms in times.most_common(MOST_CALLS):
         if seen_ms > MOST_TIME * total_ms:
             break
         seen_ms += ms
