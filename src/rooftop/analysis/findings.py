@@ -39,10 +39,14 @@ class Findings:
         return self.plain is not None and self.ceilings.kind == "cuda"
 
     def saved_ms(self, busy_ms: float, more_launches: int = 0) -> float:
-        """What the step gains when the device has less to do: nothing beyond where the host becomes the slower one."""
+        """What the step gains when the device has less to do: nothing beyond where the host becomes the slower one.
+
+        Additional launches cost the host what launches of this step do, on average.
+        """
         if self.host_ms is None:
             return busy_ms
-        host_ms = self.host_ms + more_launches * self.ceilings.launch_eager_ms
+        launch_ms = max(self.ceilings.launch_eager_ms, self.host_ms / max(1, self.summary.kernels))
+        host_ms = self.host_ms + more_launches * launch_ms
         return self.summary.wall_ms - max(host_ms, self.summary.wall_ms - busy_ms)
 
 
