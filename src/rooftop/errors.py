@@ -37,3 +37,11 @@ class WeightsError(RooftopError, RuntimeError):
 
 class MissingExtraError(RooftopError, ImportError):
     """An optional dependency is not installed; the message carries the command that installs it."""
+
+
+class CompilationError(RooftopError, RuntimeError):
+    """A CUDA C++ source does not compile; the message has the kernel's name, the first wrong line and the log."""
+
+
+class LaunchError(RooftopError, RuntimeError):
+    """A CUDA C++ kernel could not be launched, or (with ROOFTOP_SYNC=1) failed while it ran; the message names it."""

@@ -51,7 +51,11 @@ def measure_ceilings(
 
 
 def cache_path(identity: tuple[str, ...]) -> Path:
-    """Where the ceilings of a device under given versions are kept: $ROOFTOP_CACHE, or rooftop/ in the user's cache."""
+    """Where the ceilings of a device under given versions are kept."""
+    return cache_folder() / f"ceilings-{re.sub(r'[^A-Za-z0-9.+-]+', '_', '-'.join(identity))}.json"
+
+
+def cache_folder() -> Path:
+    """What is measured or compiled once is kept in $ROOFTOP_CACHE, or rooftop/ in the user's cache."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(os.environ.get("ROOFTOP_CACHE") or Path(home) / "rooftop")
-    return folder / f"ceilings-{re.sub(r'[^A-Za-z0-9.+-]+', '_', '-'.join(identity))}.json"
+    return Path(os.environ.get("ROOFTOP_CACHE") or Path(home) / "rooftop")

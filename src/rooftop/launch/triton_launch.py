@@ -48,8 +48,13 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         return
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*args, **parameters)
+    record_launch(kernel.fn.__name__)
+
+
+def record_launch(name: str) -> None:
+    """One more launch of that kernel, for all that count."""
     for counter in _counters:
-        counter[kernel.fn.__name__] += 1
+        counter[name] += 1
 
 
 def require_triton() -> None:

@@ -1,0 +1,365 @@
+"""CUDA C++ from Python: `compile` a source, `launch` its kernel on tensors. No compiler on the machine, no build step.
+
+    kernel = cuda.compile(SOURCE, "scale<float>")
+    kernel.launch(-(-n // 256), 256, x, y, n, 0.5)
+
+The launch is on PyTorch's current stream of the device where the tensors are. It neither allocates on the device nor
+waits for it, so it can stand in operators and be captured in CUDA graphs. Arguments are checked against the kernel's
+C++ signature, the configuration against what the kernel and the architecture allow, before anything is launched.
+
+An error inside a running kernel (an address that is not there) comes up at some later synchronization, in anyone's
+call. With ROOFTOP_SYNC=1 in the environment each launch waits for its kernel, and the error names it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rooftop.errors import LaunchError
+from rooftop.hardware.occupancies import MULTIPROCESSORS, WARP
+from rooftop.launch import nvrtc
+from rooftop.launch.kernel_arguments import Signature, first_device, signature
+from rooftop.launch.triton_launch import record_launch
+
+SYNCHRONOUS = os.environ.get("ROOFTOP_SYNC") == "1"
+"""Whether each launch waits for its kernel."""
+
+Size = int | tuple[int, ...]
+"""Of a grid or a block: one to three dimensions."""
+
+GRID_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA C++ Programming Guide, technical specifications: the same since 3.0
+BLOCK_LIMITS = (1024, 1024, 64)
+CLUSTER_LIMIT = 8  # blocks; more are not portable
+DEFAULT_SHARED_BYTES = 48 * 1024  # of a block; for more a kernel must opt in
+CONFIGURATIONS_KEPT = 1024  # of one kernel
+
+_kernels: dict[tuple[Any, ...], Kernel] = {}
+_streams: dict[tuple[int, int], Any] = {}
+_thread = threading.local()
+
+
+def compile(
+    source: str,
+    name: str,
+    *,
+    arch: str | None = None,
+    device: torch.device | int | None = None,
+    defines: Mapping[str, str | int] | None = None,
+    fast_math: bool = False,
+    fused_multiply_add: bool = True,
+    max_registers: int | None = None,
+) -> Kernel:
+    """One kernel of a CUDA C++ source.
+
+    Compiled once: calling this again costs a look-up, in another process the reading of a file. It can stand where the
+    kernel is launched.
+
+    Args:
+        source: all of it. The headers of CUDA are found, those of the C++ library are not there.
+        name: of a `__global__` function; `scale<float, 4>` instantiates a template.
+        arch: "sm_90"; None is that of `device`. Needs no GPU.
+        device: None is the current one.
+        defines: macros.
+        fast_math: approximate division, roots and transcendentals; denormals are zero.
+        fused_multiply_add: contract products and sums into one rounding.
+        max_registers: for each thread.
+
+    Raises:
+        CompilationError: with the compiler's log and the line of the source.
+        MissingExtraError: NVRTC, `cuda.core` or a CUDA header is not installed: the message says how.
+        TypeError: a parameter of the kernel that nothing in Python can be passed for.
+        ValueError: no GPU to compile for, or an architecture that NVRTC does not know.
+    """
+    arch = arch or _arch_of(device)
+    macros = tuple((key, str(value)) for key, value in defines.items()) if defines else ()
+    key = (source, name, arch, macros, fast_math, fused_multiply_add, max_registers)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        options = nvrtc.Options(arch, macros, fast_math, fused_multiply_add, max_registers)
+        kernel = _kernels[key] = Kernel(nvrtc.binary(source, name, options), source, options)
+    return kernel
+
+
+_archs: dict[int, str] = {}  # by device
+
+
+def _arch_of(device: torch.device | int | None) -> str:
+    if not torch.cuda.is_available():
+        raise ValueError('there is no GPU here to compile for: name an architecture, compile(..., arch="sm_90")')
+    index = device.index if isinstance(device, torch.device) else device
+    index = torch.cuda.current_device() if index is None else index
+    if index not in _archs:
+        major, minor = torch.cuda.get_device_capability(index)
+        _archs[index] = f"sm_{major}{minor}"
+    return _archs[index]
+
+
+class Kernel:
+    """A compiled kernel. It is loaded when it is first launched.
+
+    Attributes:
+        binary: machine code and what is known of it: registers, shared memory, the compiler's log.
+        name, arch: as it was compiled.
+        max_threads_per_block: with its registers; `__launch_bounds__` may allow less.
+    """
+
+    def __init__(self, binary: nvrtc.Binary, source: str, options: nvrtc.Options) -> None:
+        self.binary, self.name, self.arch = binary, binary.name, binary.arch
+        self.capability = divmod(int(binary.arch.removeprefix("sm_").rstrip("af")), 10)
+        self.max_threads_per_block = _threads_with(binary.registers, self.capability)
+        self._source, self._options = source, options
+        self._signature: Signature = signature(binary.name, binary.types)
+        self._configurations: dict[tuple[Any, ...], Any] = {}
+
+    def __repr__(self) -> str:
+        registers = "" if self.binary.registers is None else f", {self.binary.registers} registers"
+        return f"<CUDA kernel {self.name}({', '.join(self.binary.types)}) for {self.arch}{registers}>"
+
+    @cached_property
+    def ptx(self) -> str:
+        """The kernel as PTX, to read; compiled when it is asked for."""
+        return nvrtc.ptx(self._source, self.name, self._options)
+
+    def launch(
+        self,
+        grid: Size,
+        block: Size,
+        *arguments: Any,
+        shared_bytes: int = 0,
+        cluster: Size | None = None,
+        cooperative: bool = False,
+    ) -> None:
+        """Start the kernel on the current stream; an empty grid starts nothing.
+
+        Args:
+            grid: blocks in each dimension.
+            block: threads in each dimension.
+            *arguments: tensors (or None) for pointers, numbers for the rest. A kernel knows no strides.
+            shared_bytes: dynamic shared memory of a block, up to all that the GPU has.
+            cluster: blocks that share their shared memory, in each dimension.
+            cooperative: all blocks run at once and may wait for each other.
+
+        Raises:
+            TypeError, ValueError: arguments or a configuration that the kernel cannot have; nothing is launched.
+            LaunchError: the driver refuses, or (with ROOFTOP_SYNC=1) the kernel fails.
+        """
+        device = first_device(arguments)
+        if device is None:
+            device = self._without_tensors(arguments, grid, block, shared_bytes, cluster)
+        values = self._signature.values(arguments, device)
+        try:
+            key = (grid, block, shared_bytes, cluster, cooperative, device)
+            configuration = self._configurations.get(key)
+        except TypeError:  # not hashable: a list
+            raise TypeError(
+                f"kernel {self.name}: grid and block must be ints or tuples, got {grid!r}, {block!r}"
+            ) from None
+        if configuration is None:
+            if 0 in self.check(grid, block, shared_bytes, cluster):
+                return
+            configuration = self._configure(*key)
+        with nullcontext() if torch._C._cuda_getDevice() == device else torch.cuda.device(device):
+            self._start(device, configuration, values)
+        record_launch(self.name)
+
+    def check(
+        self, grid: Size, block: Size, shared_bytes: int = 0, cluster: Size | None = None
+    ) -> tuple[int, int, int]:
+        """The grid in three dimensions, if the kernel can be launched so on its architecture; needs no GPU.
+
+        Raises:
+            TypeError, ValueError: what is wrong, and the limit.
+        """
+        what = f"kernel {self.name}"
+        blocks, threads = _three(what, "grid", grid, least=0), _three(what, "block", block, least=1)
+        if math.prod(threads) > self.max_threads_per_block:
+            raise ValueError(self._too_many_threads(threads))
+        for kind, sizes, limits in (("block", threads, BLOCK_LIMITS), ("grid", blocks, GRID_LIMITS)):
+            for axis, size, limit in zip("xyz", sizes, limits, strict=True):
+                if size > limit:
+                    raise ValueError(f"{what}: the {kind} {sizes} has {size:,} in {axis}, at most {limit:,} can be")
+        self._check_shared_memory(operator.index(shared_bytes))
+        if cluster is not None:
+            self._check_cluster(blocks, _three(what, "cluster", cluster, least=1))
+        return blocks
+
+    def _too_many_threads(self, threads: tuple[int, int, int]) -> str:
+        count, most = math.prod(threads), self.max_threads_per_block
+        why = f" with {self.binary.registers} registers each" if most < BLOCK_LIMITS[0] else ""
+        return (
+            f"kernel {self.name}: a block of {threads} has {count:,} threads, at most {most:,} can be{why}: "
+            f"for {count:,} threads launch a grid of {-(-count // 256):,} blocks of 256"
+        )
+
+    def _check_shared_memory(self, dynamic: int) -> None:
+        if dynamic < 0:
+            raise ValueError(f"kernel {self.name}: shared_bytes must not be negative, got {dynamic:,}")
+        unit = MULTIPROCESSORS.get(self.capability)
+        static = self.binary.static_shared_bytes or 0
+        if unit is not None and static + dynamic > unit.max_shared_bytes_per_block:
+            raise ValueError(
+                f"kernel {self.name}: a block of it needs {static:,} + {dynamic:,} bytes of shared memory (static + "
+                f"dynamic), {self.arch} has {unit.max_shared_bytes_per_block:,} for one"
+            )
+
+    def _check_cluster(self, grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> None:
+        if self.capability < (9, 0):
+            raise ValueError(f"kernel {self.name}: clusters need sm_90, it is compiled for {self.arch}")
+        if math.prod(cluster) > CLUSTER_LIMIT:
+            raise ValueError(f"kernel {self.name}: a cluster of {cluster} has more than {CLUSTER_LIMIT} blocks")
+        if any(blocks % size for blocks, size in zip(grid, cluster, strict=True)):
+            raise ValueError(f"kernel {self.name}: the grid {grid} is no multiple of the cluster {cluster}")
+
+    # ---- on a GPU ------------------------------------------------------------------------------------------------
+
+    def _without_tensors(self, arguments: tuple[Any, ...], *configuration: Any) -> int:
+        """The current device; where there is none, what is wrong with the call is said first."""
+        if not torch.cuda.is_available():
+            self.check(*configuration)
+            self._signature.values(arguments, -1)
+            raise LaunchError(f"kernel {self.name}: there is no GPU here to launch it on")
+        return torch.cuda.current_device()
+
+    @cached_property
+    def _loaded(self) -> Any:
+        """The kernel in every context that launches it. Loading in the middle of a capture must not end it."""
+        core = nvrtc.require_cuda_core()
+        from cuda.bindings import driver
+
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        mode = self._driver(driver.cuThreadExchangeStreamCaptureMode(relaxed))
+        try:
+            return core.ObjectCode.from_cubin(self.binary.cubin, name=self.name).get_kernel(self.binary.symbol)
+        finally:
+            self._driver(driver.cuThreadExchangeStreamCaptureMode(mode))
+
+    def _configure(
+        self, grid: Size, block: Size, shared_bytes: int, cluster: Size | None, cooperative: bool, device: int
+    ) -> Any:
+        """The configuration as `cuda.core` takes it, kept for the next launch."""
+        core = nvrtc.require_cuda_core()
+        if _arch_of(device) != self.arch.rstrip("af"):
+            raise ValueError(
+                f"kernel {self.name} is compiled for {self.arch}, cuda:{device} is {_arch_of(device)}: "
+                "compile(..., device=tensor.device)"
+            )
+        with torch.cuda.device(device):
+            _bind_context(device)
+            self._allow(math.prod(_three(self.name, "block", block, least=1)), shared_bytes, device)
+            blocks = self.check(grid, block, shared_bytes, cluster)
+            settings = {"block": block, "shmem_size": shared_bytes, "is_cooperative": cooperative}
+            if cluster is not None:  # `cuda.core` counts the grid in clusters
+                sizes = _three(self.name, "cluster", cluster, least=1)
+                settings["cluster"] = sizes
+                blocks = tuple(n // size for n, size in zip(blocks, sizes, strict=True))  # type: ignore[assignment]
+            configuration = core.LaunchConfig(grid=blocks, **settings)
+        if len(self._configurations) >= CONFIGURATIONS_KEPT:
+            self._configurations.clear()
+        self._configurations[grid, block, shared_bytes, cluster, cooperative, device] = configuration
+        return configuration
+
+    def _allow(self, threads: int, shared_bytes: int, device: int) -> None:
+        """Ask the driver for its limit of threads, and opt in to more shared memory than 48 KiB."""
+        from cuda.bindings import driver
+
+        attribute, handle = driver.CUfunction_attribute, self._loaded.handle
+        number = self._driver(driver.cuDeviceGet(device))
+        limit = attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+        most = int(self._driver(driver.cuKernelGetAttribute(limit, handle, number)))
+        if threads > most:
+            raise ValueError(
+                f"kernel {self.name}: a block has {threads:,} threads, at most {most:,} can be with its registers and "
+                "__launch_bounds__"
+            )
+        if shared_bytes + (self.binary.static_shared_bytes or 0) > DEFAULT_SHARED_BYTES:
+            dynamic = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            allowed = int(self._driver(driver.cuKernelGetAttribute(dynamic, handle, number)))
+            if shared_bytes > allowed:
+                self._driver(driver.cuKernelSetAttribute(dynamic, shared_bytes, handle, number))
+
+    def _driver(self, results: tuple[Any, ...]) -> Any:
+        """What a call of the driver gives.
+
+        Raises:
+            LaunchError: it failed.
+        """
+        status, *values = results
+        if int(status) != 0:
+            raise LaunchError(f"kernel {self.name} on {self.arch}: the driver says {status.name}")
+        return values[0] if values else None
+
+    def _start(self, device: int, configuration: Any, values: list[Any]) -> None:
+        _bind_context(device)
+        wait = SYNCHRONOUS and not torch.cuda.is_current_stream_capturing()
+        if wait:
+            self._wait(device, f"work before kernel {self.name} failed")
+        try:
+            _launch(_current_stream(device), configuration, self._loaded, *values)
+        except Exception as error:
+            if type(error).__name__ != "CUDAError":  # `cuda.core` exports no name for it
+                raise
+            raise LaunchError(
+                f"kernel {self.name} was not launched with {configuration}: {error}. An error of earlier work shows "
+                "here, too: ROOFTOP_SYNC=1 says whose"
+            ) from error
+        if wait:
+            self._wait(device, f"kernel {self.name} failed, launched with {configuration}")
+
+    def _wait(self, device: int, what: str) -> None:
+        try:
+            torch.cuda.current_stream(device).synchronize()
+        except RuntimeError as error:
+            raise LaunchError(f"{what}: {str(error).splitlines()[0]}") from error
+
+
+def _launch(*arguments: Any) -> None:
+    """Replaces itself by `cuda.core.launch` when it is first called."""
+    global _launch
+    _launch = nvrtc.require_cuda_core().launch
+    _launch(*arguments)
+
+
+def _current_stream(device: int) -> Any:
+    """PyTorch's current stream as `cuda.core`'s; PyTorch takes its streams from a pool that lives forever."""
+    key = (device, torch._C._cuda_getCurrentRawStream(device))
+    stream = _streams.get(key)
+    if stream is None:
+        stream = _streams[key] = nvrtc.require_cuda_core().Stream.from_handle(key[1])
+    return stream
+
+
+def _bind_context(device: int) -> None:
+    """A thread has no context until it calls CUDA's runtime, which launching through the driver does not."""
+    if not getattr(_thread, "bound", False):
+        nvrtc.require_cuda_core().Device(device).set_current()
+        _thread.bound = True
+
+
+def _threads_with(registers: int | None, capability: tuple[int, int]) -> int:
+    """Threads that a block can have with so many registers each: whole warps in each sub-partition."""
+    unit = MULTIPROCESSORS.get(capability)
+    if unit is None or not registers:
+        return BLOCK_LIMITS[0]
+    of_warp = -(-registers * WARP // unit.register_unit) * unit.register_unit
+    warps = unit.registers // unit.sub_partitions // of_warp * unit.sub_partitions
+    return min(unit.max_threads_per_block, warps * WARP)
+
+
+def _three(what: str, kind: str, size: Size, least: int) -> tuple[int, int, int]:
+    sizes = size if isinstance(size, tuple) else (size,)
+    try:
+        x, y, z = (*(operator.index(each) for each in sizes), *(1,) * (3 - len(sizes)))
+    except (TypeError, ValueError):
+        raise TypeError(f"{what}: {kind} must be an int or one to three of them, got {size!r}") from None
+    if min(x, y, z) < least:
+        raise ValueError(f"{what}: {kind} must be at least {least} in each dimension, got {size!r}")
+    return x, y, z

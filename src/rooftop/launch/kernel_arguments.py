@@ -1,0 +1,236 @@
+"""What a CUDA C++ kernel takes, as its mangled name says, and Python values checked against it.
+
+    pointers    a tensor of the dtype pointed to, on the device of the launch; None is a null pointer
+    integers    an int within the type's range
+    floats      a float or an int that does not overflow
+
+A kernel knows nothing of strides: pass what it needs of them as integers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import numbers
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy
+import torch
+from torch import Tensor
+
+Converter = Callable[[Any, int], Any]
+"""(value, index of the device) to what `cuda.core.launch` takes."""
+
+
+@dataclass(frozen=True)
+class Pointee:
+    """What a pointer may point to: tensors of these dtypes (None: of any), at addresses that `alignment` divides."""
+
+    dtypes: tuple[torch.dtype, ...] | None
+    alignment: int = 1
+
+
+def _scalar(dtype: torch.dtype) -> Pointee:
+    return Pointee((dtype,), dtype.itemsize)
+
+
+def _vectors(name: str, dtype: torch.dtype, *also: torch.dtype) -> dict[str, Pointee]:
+    """float2, float4 and so on. Those of three are aligned as one; none is aligned to more than 16 bytes."""
+    found = {f"{name}{n}": min(16, n * dtype.itemsize) for n in (2, 4)} | {f"{name}{n}": dtype.itemsize for n in (1, 3)}
+    return {vector: Pointee((dtype, *also), alignment) for vector, alignment in found.items()}
+
+
+INTEGERS = {
+    "char": torch.int8,
+    "signed char": torch.int8,
+    "unsigned char": torch.uint8,
+    "short": torch.int16,
+    "unsigned short": torch.uint16,
+    "int": torch.int32,
+    "unsigned int": torch.uint32,
+    "long": torch.int64,
+    "unsigned long": torch.uint64,
+    "long long": torch.int64,
+    "unsigned long long": torch.uint64,
+}
+FLOATS = {"float": torch.float32, "double": torch.float64, "__half": torch.float16}
+POINTEES: dict[str, Pointee] = {
+    "void": Pointee(None),
+    "bool": _scalar(torch.bool),
+    **{name: _scalar(dtype) for name, dtype in (INTEGERS | FLOATS).items()},
+    "__nv_bfloat16": _scalar(torch.bfloat16),
+    "__half2": Pointee((torch.float16,), 4),
+    "__nv_bfloat162": Pointee((torch.bfloat16,), 4),
+    "__nv_fp8_e4m3": _scalar(torch.float8_e4m3fn),
+    "__nv_fp8_e5m2": _scalar(torch.float8_e5m2),
+    **_vectors("float", torch.float32, torch.complex64),
+    **_vectors("double", torch.float64, torch.complex128),
+    **_vectors("int", torch.int32),
+    **_vectors("uint", torch.uint32),
+    **_vectors("longlong", torch.int64),
+    **_vectors("short", torch.int16),
+    **_vectors("char", torch.int8),
+    **_vectors("uchar", torch.uint8),
+}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The parameters of a kernel: their C++ types, and how a Python value becomes each."""
+
+    kernel: str
+    types: tuple[str, ...]
+    converters: tuple[Converter, ...]
+
+    def values(self, arguments: tuple[Any, ...], device: int) -> list[Any]:
+        """Arguments as `cuda.core.launch` takes them.
+
+        Args:
+            device: index of the device that the tensors must be on.
+
+        Raises:
+            TypeError: another number of arguments, or types that do not fit.
+            ValueError: tensors elsewhere or misaligned, scalars out of range.
+        """
+        if len(arguments) != len(self.converters):
+            takes = f"{len(self.types)} arguments ({', '.join(self.types)})"
+            raise TypeError(f"kernel {self.kernel} takes {takes}, got {len(arguments)}")
+        return [convert(value, device) for convert, value in zip(self.converters, arguments, strict=True)]
+
+
+def signature(kernel: str, types: tuple[str, ...]) -> Signature:
+    """The signature of a kernel whose parameters have these C++ types.
+
+    Raises:
+        TypeError: a type that no Python value can be passed for (a struct by value, a pointer to a pointer).
+    """
+    converters = tuple(_converter(kernel, index, type_) for index, type_ in enumerate(types, 1))
+    return Signature(kernel, types, converters)
+
+
+def parameter_types(demangled: str) -> tuple[str, ...]:
+    """The types in `void f<void (*)(float const*, int)>()`, written as people do: const float*, int."""
+    inner = demangled[demangled.index("(*)(") + len("(*)(") : demangled.rindex(")>()")]
+    types, depth, start = [], 0, 0
+    for position, character in enumerate(inner + ","):
+        depth += (character in "<([") - (character in ">)]")
+        if character == "," and depth == 0:
+            types.append(inner[start:position].strip())
+            start = position + 1
+    return tuple(_readable(each) for each in types if each)
+
+
+def _readable(type_: str) -> str:
+    """`float const*` as const float*; `restrict` is no part of a type."""
+    type_ = type_.replace(" __restrict__", "").replace(" __restrict", "")
+    return f"const {type_[: -len(' const*')]}*" if type_.endswith(" const*") else type_
+
+
+def first_device(arguments: tuple[Any, ...]) -> int | None:
+    """The index of the first tensor's device; None where there is no tensor on a GPU."""
+    for value in arguments:
+        if isinstance(value, Tensor) and (index := value.get_device()) >= 0:
+            return index
+    return None
+
+
+# ---- one converter for each kind of parameter ------------------------------------------------------------------
+
+
+def _converter(kernel: str, index: int, type_: str) -> Converter:
+    what = f"kernel {kernel}: argument {index} ({type_})"
+    if type_.endswith("*"):
+        pointee = POINTEES.get(type_.removeprefix("const ").removesuffix("*"))
+        if pointee is None:
+            raise TypeError(
+                f"{what}: no tensor has such elements: take void* or a pointer to numbers or to vectors (float4)"
+            )
+        return _pointer(what, pointee)
+    if type_ == "bool":
+        return _boolean(what)
+    if type_ in INTEGERS:
+        return _integer(what, INTEGERS[type_])
+    if type_ in FLOATS:
+        return _float(what, FLOATS[type_])
+    raise TypeError(f"{what}: cannot be passed from Python by value: take a number, a bool or a pointer")
+
+
+def _pointer(what: str, pointee: Pointee) -> Converter:
+    dtypes, alignment = pointee.dtypes, pointee.alignment
+
+    def convert(value: Any, device: int) -> int:
+        if value is None:
+            return 0
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{what}: expected a tensor or None, got {type(value).__name__}")
+        if dtypes is not None and value.dtype not in dtypes:
+            raise TypeError(f"{what}: expected a tensor of {dtypes[0]}, got {value.dtype}: convert it")
+        if value.get_device() != device and not (value.device.type == "cpu" and value.is_pinned()):
+            where = "the CPU" if device < 0 else f"cuda:{device}"
+            raise ValueError(f"{what}: the tensor is on {value.device}, the launch on {where}: move it there")
+        address = value.data_ptr()
+        if address % alignment:
+            raise ValueError(
+                f"{what}: the tensor begins {address % alignment} bytes off a multiple of {alignment}, as a view may: "
+                "clone() it, or take a pointer to single elements"
+            )
+        return address
+
+    return convert
+
+
+def _boolean(what: str) -> Converter:
+    def convert(value: Any, device: int) -> bool:
+        if not isinstance(value, bool | numpy.bool_):
+            raise TypeError(f"{what}: expected True or False, got {value!r}")
+        return bool(value)
+
+    return convert
+
+
+def _integer(what: str, dtype: torch.dtype) -> Converter:
+    """`cuda.core` copies an int as eight bytes, of which the kernel reads the lowest; above 2^63 it needs the type."""
+    limits = torch.iinfo(dtype)
+    least, most = limits.min, limits.max
+
+    def convert(value: Any, device: int) -> Any:
+        if type(value) is not int:
+            value = _as_integer(what, value)
+        if not least <= value <= most:
+            raise ValueError(f"{what}: {value:,} is outside of {least:,} to {most:,}")
+        return value if value < 1 << 63 else ctypes.c_uint64(value)
+
+    return convert
+
+
+def _as_integer(what: str, value: Any) -> int:
+    if isinstance(value, Tensor):
+        _refuse_tensor(what)
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what}: expected an integer, got {value!r}") from None
+
+
+def _float(what: str, dtype: torch.dtype) -> Converter:
+    most = torch.finfo(dtype).max
+    make: Any = {torch.float32: ctypes.c_float, torch.float64: float, torch.float16: numpy.float16}[dtype]
+
+    def convert(value: Any, device: int) -> Any:
+        if not isinstance(value, numbers.Real):
+            if isinstance(value, Tensor):
+                _refuse_tensor(what)
+            raise TypeError(f"{what}: expected a number, got {value!r}")
+        number = float(value)
+        if abs(number) > most and math.isfinite(number):
+            raise ValueError(f"{what}: {number!r} is beyond the largest value {most:.6g}")
+        return make(number)
+
+    return convert
+
+
+def _refuse_tensor(what: str) -> NoReturn:
+    raise TypeError(f"{what}: expected a number, got a tensor: take a pointer, or pass its item(), which waits for it")
