@@ -1,0 +1,266 @@
+"""Triton kernels of softmax and its logarithm; `softmaxes.py` has the operators.
+
+Rows that fit a program's registers are read from memory once: a tile is ROWS rows by BLOCKS blocks of COLUMNS elements,
+kept as they were loaded (with a mask: as float32 scores) or, where HOLD says so, as float32 exponentials. Longer rows
+are read twice by persistent programs, few enough that L2 still has most of a row when it is read again; the second pass
+goes from the end to the beginning, so that it starts with what was read last. In the first pass each lane keeps its own
+maximum and its sum of exponentials relative to it (Milakov and Gimelshein 2018), merged at the end.
+
+A maximum ignores NaN, and an exponential does not: a row that has one becomes NaN as a whole, and so does a row of
+nothing but -inf, whose exponentials of -inf - (-inf) are NaN.
+
+`units` and the strides of rows count groups of UNIT elements, so that the compiler knows by what N is divisible and
+loads several elements at a time; EVEN says that N fills the tile. All offsets of rows are 64-bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NO_MASK = tl.constexpr(0)
+ADDED = tl.constexpr(1)  # a mask of numbers, added to the scaled rows
+KEPT = tl.constexpr(2)  # a mask of bytes, 0 where a score is -inf
+
+
+@triton.jit
+def softmax_forward(
+    x, mask, y,  # (M, N), strided, (M, N)
+    rows, units, x_stride, scale,
+    mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
+    MASK: tl.constexpr, LOG: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, HOLD: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """softmax(x * scale + mask) of ROWS rows."""
+    columns = units * UNIT
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # (ROWS,)
+    lane = tl.arange(0, COLUMNS)
+    source = x + row[:, None] * (x_stride * UNIT) + lane[None, :]  # (ROWS, COLUMNS)
+    target = y + row[:, None] * columns + lane[None, :]
+    mask_rows = _rows_of_mask(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)
+    largest = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
+    values = ()  # of all blocks
+    for block in tl.static_range(BLOCKS):
+        column = block * COLUMNS + lane
+        inside = is_inside(row, rows, column, columns, EVEN or block < BLOCKS - 1)
+        loaded = tl.load(source + block * COLUMNS, mask=inside, other=0.0)
+        if MASK != NO_MASK:
+            place = mask + mask_rows[:, None] + (column * column_stride)[None, :]
+            loaded = _masked(loaded.to(tl.float32) * scale, place, inside, MASK)
+        values = values + (loaded,)
+        scores = _scores(loaded, scale, column, columns, MASK, EVEN or block < BLOCKS - 1)
+        largest = tl.maximum(largest, scores)
+    maximum = tl.max(largest, axis=1)[:, None]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    held = ()  # exponentials of all blocks
+    for block in tl.static_range(BLOCKS):
+        column = block * COLUMNS + lane
+        scores = _scores(values[block], scale, column, columns, MASK, EVEN or block < BLOCKS - 1)
+        powers = tl.exp(scores - maximum)
+        total += powers
+        if HOLD:
+            held = held + (powers,)
+    sums = tl.sum(total, axis=1)[:, None]
+    inverse, logarithm = tl.div_rn(tl.full((ROWS, 1), 1.0, tl.float32), sums), tl.log(sums)
+    for block in tl.static_range(BLOCKS):
+        column = block * COLUMNS + lane
+        if HOLD:
+            result = held[block] * inverse
+        else:
+            apart = _scores(values[block], scale, column, columns, MASK, True) - maximum
+            if LOG:
+                result = apart - logarithm
+            else:
+                result = tl.exp(apart) * inverse
+        inside = is_inside(row, rows, column, columns, EVEN or block < BLOCKS - 1)
+        tl.store(target + block * COLUMNS, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def softmax_forward_long(
+    x, mask, y,  # as above
+    rows, units, x_stride, scale,
+    mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
+    MASK: tl.constexpr, LOG: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same of every (number of programs)-th row."""
+    columns = units * UNIT
+    lane = tl.arange(0, COLUMNS)
+    blocks = tl.cdiv(columns, COLUMNS)
+    for index in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=1):
+        row = tl.cast(index, tl.int64)
+        source, target = x + row * (x_stride * UNIT), y + row * columns
+        mask_row = mask + _rows_of_mask(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)
+        largest = tl.full((COLUMNS,), float("-inf"), tl.float32)
+        total = tl.zeros((COLUMNS,), tl.float32)
+        for block in tl.range(0, blocks, num_stages=STAGES):
+            column = block * COLUMNS + lane
+            inside = column < columns
+            scores = tl.load(source + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            if MASK != NO_MASK:
+                scores = _masked(scores * scale, mask_row + column * column_stride, inside, MASK)
+            scores = _scores(scores, scale, column, columns, MASK, False)
+            largest, total = fold_scores(largest, total, scores)
+        maximum, total = merge_lanes(largest, total)
+        inverse, logarithm = tl.div_rn(1.0, total), tl.log(total)
+        for behind in tl.range(0, blocks, num_stages=STAGES):
+            column = (blocks - 1 - behind) * COLUMNS + lane
+            inside = column < columns
+            scores = tl.load(source + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            if MASK != NO_MASK:
+                scores = _masked(scores * scale, mask_row + column * column_stride, inside, MASK)
+            apart = _scores(scores, scale, column, columns, MASK, True) - maximum
+            if LOG:
+                result = apart - logarithm
+            else:
+                result = tl.exp(apart) * inverse
+            tl.store(target + column, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def softmax_backward(
+    dy, y, mask, dx,  # (M, N), (M, N), strided, (M, N)
+    rows, units, dy_stride, scale,
+    mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
+    MASK: tl.constexpr, LOG: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dx of ROWS rows from y and dy; 0 where a mask of bytes is 0."""
+    columns = units * UNIT
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, COLUMNS)
+    dy_rows = dy + row[:, None] * (dy_stride * UNIT) + lane[None, :]  # (ROWS, COLUMNS)
+    y_rows = y + row[:, None] * columns + lane[None, :]
+    mask_rows = _rows_of_mask(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)
+    gradients = ()  # of all blocks, as loaded
+    results = ()
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for block in tl.static_range(BLOCKS):
+        inside = is_inside(row, rows, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)
+        gradients = gradients + (tl.load(dy_rows + block * COLUMNS, mask=inside, other=0.0),)
+        results = results + (tl.load(y_rows + block * COLUMNS, mask=inside, other=0.0),)
+        total += _summand(gradients[block], results[block], LOG)
+    sums = tl.sum(total, axis=1)[:, None]
+    for block in tl.static_range(BLOCKS):
+        column = block * COLUMNS + lane
+        inside = is_inside(row, rows, column, columns, EVEN or block < BLOCKS - 1)
+        result = _gradient(gradients[block], results[block], sums, scale, LOG)
+        if MASK == KEPT:
+            place = mask + mask_rows[:, None] + (column * column_stride)[None, :]
+            result = tl.where(tl.load(place, mask=inside, other=0) != 0, result, 0.0)
+        target = dx + row[:, None] * columns + column[None, :]
+        tl.store(target, result.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def softmax_backward_long(
+    dy, y, mask, dx,  # as above
+    rows, units, dy_stride, scale,
+    mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
+    MASK: tl.constexpr, LOG: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same of every (number of programs)-th row."""
+    columns = units * UNIT
+    lane = tl.arange(0, COLUMNS)
+    blocks = tl.cdiv(columns, COLUMNS)
+    for index in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=1):
+        row = tl.cast(index, tl.int64)
+        dy_row, y_row, dx_row = dy + row * (dy_stride * UNIT), y + row * columns, dx + row * columns
+        mask_row = mask + _rows_of_mask(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)
+        total = tl.zeros((COLUMNS,), tl.float32)
+        for block in tl.range(0, blocks, num_stages=STAGES):
+            column = block * COLUMNS + lane
+            inside = column < columns
+            gradient = tl.load(dy_row + column, mask=inside, other=0.0, eviction_policy="evict_last")
+            if LOG:  # the sum needs no y
+                total += gradient.to(tl.float32)
+            else:
+                value = tl.load(y_row + column, mask=inside, other=0.0, eviction_policy="evict_last")
+                total += _summand(gradient, value, LOG)
+        sums = tl.sum(total, axis=0)
+        for behind in tl.range(0, blocks, num_stages=STAGES):
+            column = (blocks - 1 - behind) * COLUMNS + lane
+            inside = column < columns
+            gradient = tl.load(dy_row + column, mask=inside, other=0.0, eviction_policy="evict_first")
+            value = tl.load(y_row + column, mask=inside, other=0.0, eviction_policy="evict_first")
+            result = _gradient(gradient, value, sums, scale, LOG)
+            if MASK == KEPT:
+                kept = tl.load(mask_row + column * column_stride, mask=inside, other=0) != 0
+                result = tl.where(kept, result, 0.0)
+            tl.store(dx_row + column, result.to(dx.dtype.element_ty), mask=inside)
+
+
+# ---- pieces, some of them also of loss_kernels.py ------------------------------------------------------------------
+
+
+@triton.jit
+def is_inside(row, rows, column, columns, FULL: tl.constexpr):
+    """Which elements of a block exist: (ROWS, 1) where all columns do (FULL), else (ROWS, COLUMNS)."""
+    inside = (row < rows)[:, None]
+    if not FULL:
+        inside = inside & (column < columns)[None, :]
+    return inside
+
+
+@triton.jit
+def fold_scores(largest, total, scores):
+    """Each lane's maximum, and its sum of exp(score - maximum), with one more score: one exponential, not two.
+
+    Equal scores add 1, also -inf to -inf: a lane that has seen nothing else counts for nothing when lanes are merged.
+    """
+    apart = scores - largest
+    power = tl.where(scores == largest, 1.0, tl.exp(-tl.abs(apart)))
+    total = tl.where(apart > 0, total * power + 1.0, total + power)
+    return tl.maximum(largest, scores), total
+
+
+@triton.jit
+def merge_lanes(largest, total):
+    """The maximum of all lanes, and the sum of exponentials relative to it."""
+    maximum = tl.max(largest, axis=0)
+    return maximum, tl.sum(total * tl.exp(largest - maximum), axis=0)
+
+
+@triton.jit
+def _scores(values, scale, column, columns, MASK: tl.constexpr, FULL: tl.constexpr):
+    """Scaled float32 scores, -inf past the end of a row unless FULL; masked values are scaled already."""
+    scores = values.to(tl.float32)
+    if MASK == NO_MASK:
+        scores = scores * scale
+    if not FULL:
+        if len(scores.shape) == 2:
+            scores = tl.where((column < columns)[None, :], scores, float("-inf"))
+        else:
+            scores = tl.where(column < columns, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _masked(scores, place, inside, MASK: tl.constexpr):
+    if MASK == ADDED:
+        return scores + tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    else:
+        return tl.where(tl.load(place, mask=inside, other=0) != 0, scores, float("-inf"))
+
+
+@triton.jit
+def _rows_of_mask(row, middle, inner, outer_stride, middle_stride, inner_stride):
+    """Where the mask's rows begin: a row of x counts through (outer, middle, inner), whose strides may be 0."""
+    outer = row // inner // middle
+    return outer * outer_stride + (row // inner % middle) * middle_stride + (row % inner) * inner_stride
+
+
+@triton.jit
+def _summand(gradient, value, LOG: tl.constexpr):
+    if LOG:
+        return gradient.to(tl.float32)
+    else:
+        return gradient.to(tl.float32) * value.to(tl.float32)
+
+
+@triton.jit
+def _gradient(gradient, value, sums, scale, LOG: tl.constexpr):
+    if LOG:
+        return (gradient.to(tl.float32) - tl.exp(value.to(tl.float32)) * sums) * scale
+    else:
+        return (gradient.to(tl.float32) - sums) * value.to(tl.float32) * scale
