@@ -82,3 +82,14 @@ def test_advice_comes_by_falling_gain_and_not_for_trifles(ceilings: Ceilings) ->
     assert gains == sorted(gains, reverse=True)
     assert len(gains) == 2
     assert min(gains) >= 0.01 * everything.summary.wall_ms
+
+
+def test_operators_slowed_by_their_labels_gain_in_proportion_to_the_plain_step(ceilings: Ceilings) -> None:
+    """20 ms of operators in a step of 5 ms: what they gain is a quarter of it, and no more than the step."""
+    product = operator("mm", Cost(0, 1000, {"fp32": 4_000_000}), 8.0)
+    moved = operator("relu", Cost(MEGABYTE, MEGABYTE), 12.0)
+    labelled = findings(ceilings, product, moved)
+    plain = dataclasses.replace(labelled, summary=dataclasses.replace(labelled.summary, wall_ms=5.0, busy_ms=5.0))
+    for rule in (half_precision, pointwise_fusion):
+        (in_proportion,), (alone,) = rule(plain), rule(labelled)
+        assert in_proportion.gain_ms == pytest.approx(alone.gain_ms / 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import rooftop
 from rooftop.analysis.report import FLAGGED_PERCENT, OperatorRow, Report, write_text
+from rooftop.analysis.text import renderable
 from rooftop.errors import CeilingsFileError
 from rooftop.hardware.ceilings import Ceilings
 
@@ -92,6 +95,24 @@ def test_table_names_the_gaps_the_operators_and_the_roof(report: Report) -> None
     for words in ("of roof", "fusion headroom", "kernel gap", "launch gap", "addmm", "coverage"):
         assert words in table
     assert max(len(line) for line in table.splitlines()) <= 110
+
+
+def test_a_narrow_terminal_loses_no_figure_and_tells_fused_kernels_apart(report: Report) -> None:
+    """Fused kernels have long names that begin alike; a terminal of 80 columns still shows how each ends."""
+    name = "inductor::fused__native_batch_norm_legit_no_training_{}"
+    rows = [
+        OperatorRow(name.format(end), "backward", ((8, 32, 64, 64),) * 6, "float32", 1, 8, {}, 8, 0.25, 1.5, "memory")
+        for end in ("mean", "silu")
+    ]
+    console = Console(width=80, file=io.StringIO())
+    console.print(renderable(dataclasses.replace(report, ops=tuple(rows)), 2))
+    table = console.file.getvalue().partition("slowest operators")[2]  # type: ignore[attr-defined]
+    for text in ("1.5 ms", "50.0%", "250 us", "17%", "memory"):
+        assert table.count(text) == 2
+    assert "bound" in table
+    letters = re.sub(r"[^a-z]", "", "".join(line[:14] for line in table.splitlines()))  # the folded names
+    assert "mean" in letters
+    assert "silu" in letters
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

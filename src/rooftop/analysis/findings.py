@@ -38,11 +38,16 @@ class Findings:
         """Whether the step's operators can be timed again here: it ran, and on this machine's GPU."""
         return self.plain is not None and self.ceilings.kind == "cuda"
 
-    def saved_ms(self, busy_ms: float, more_launches: int = 0) -> float:
-        """What the step gains when the device has less to do: nothing beyond where the host becomes the slower one.
+    def undisturbed_ms(self, labelled_ms: float) -> float:
+        """Time of operators as it is in a plain step: all together take no longer there than the device is busy."""
+        return labelled_ms * min(1.0, self.summary.busy_ms / sum(op.measured_ms for op in self.operators))
+
+    def saved_ms(self, labelled_ms: float, more_launches: int = 0) -> float:
+        """What the step gains when operators take so much less: nothing beyond where the host becomes the slower one.
 
         Additional launches cost the host what launches of this step do, on average.
         """
+        busy_ms = self.undisturbed_ms(labelled_ms)
         if self.host_ms is None:
             return busy_ms
         launch_ms = max(self.ceilings.launch_eager_ms, self.host_ms / max(1, self.summary.kernels))

@@ -12,6 +12,11 @@ def time_text(value: float) -> str:
     return f"{value:.3g} ms" if abs(value) >= 1 else f"{1e3 * value:.3g} us"
 
 
+def percent_text(value: float) -> str:
+    """ "61%"; below 10% one more digit, so that 0.3% is not 0%."""
+    return f"{value:.0f}%" if value >= 9.95 or value == 0 else f"{value:.1f}%" if value >= 0.05 else "<0.1%"
+
+
 def quantity_text(value: float) -> str:
     """ "65.7 G": with a decimal prefix, ready for a unit."""
     for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -23,6 +28,11 @@ def quantity_text(value: float) -> str:
 def shapes_text(shapes: tuple[tuple[int, ...], ...]) -> str:
     """ "8x3x224x224, 64x3x7x7": the shapes of an operator's inputs."""
     return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
+
+
+def shortened(text: str, width: int, tail: int = 0) -> str:
+    """The text in at most this many columns, its last `tail` ones among them: "fused_native_ba…mean_silu"."""
+    return text if len(text) <= width else f"{text[: width - tail - 1]}…{text[len(text) - tail :]}"
 
 
 def short_reason(reason: str) -> str:

@@ -76,7 +76,8 @@ def _balance(profile: Profile, modules: ModuleNode, inputs: Sequence[Tensor]) ->
     if busy_ms > wall_ms:
         notes.append(
             f"The operators alone took {busy_ms:.3g} ms in their labelled runs, more than the {wall_ms:.3g} ms of a "
-            "plain step (operators of microseconds, or a machine that was disturbed): the launch gap is shown as 0."
+            "plain step (operators of microseconds, or a machine that was disturbed): the launch gap is shown as 0, "
+            "and gains are taken in proportion to the plain step."
         )
         busy_ms = wall_ms
     first = next(iter(inputs), None)
@@ -134,4 +135,7 @@ def _versions(ceilings: Ceilings) -> dict[str, str]:
 def _disturbances(ceilings: Ceilings) -> list[str]:
     if not ceilings.disturbed:
         return []
-    return [f"Ceilings that varied by more than 10% while measured: {', '.join(ceilings.disturbed)}."]
+    return [
+        f"Ceilings that varied by more than 10% while measured: {', '.join(ceilings.disturbed)}. "
+        "On a quieter machine measure them again: rooftop ceilings --refresh"
+    ]

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rooftop.analysis.formats import quantity_text, shapes_text, short_reason, time_text
+from rooftop.analysis.formats import percent_text, quantity_text, shapes_text, short_reason, shortened, time_text
 from rooftop.analysis.ranks.merging import Ranks
 from rooftop.analysis.report import Compilation, OperatorRow, Report
 
@@ -132,8 +132,8 @@ def _operators(report: Report, rows: int) -> Table:
     what = "operators by predicted time" if report.predicted else "slowest operators"
     title = f"\n{what} ({min(rows, len(report.ops))} of {len(report.ops)})"
     table = Table(box=None, padding=(0, 1), title=title, title_justify="left")
-    for name, width in (("operator", 30), ("shapes", 28)):
-        table.add_column(name, overflow="ellipsis", no_wrap=True, max_width=width)
+    for name in ("operator", "shapes"):  # a narrow terminal folds these, so that no figure is lost
+        table.add_column(name, overflow="fold")
     columns = [("calls", 5), ("measured", 8), ("share", 5), ("roof", 8), ("of roof", 7), ("bound", 7)]
     for name, width in columns:
         if not (report.predicted and name in ("measured", "of roof")):
@@ -142,8 +142,8 @@ def _operators(report: Report, rows: int) -> Table:
     for row in report.ops[:rows]:
         measured, percent = ([], []) if report.predicted else ([time_text(row.measured_ms)], [_percent(row)])
         table.add_row(
-            row.name.removeprefix("aten::") + {"backward": " (bwd)", "optimizer": " (opt)"}.get(row.phase, ""),
-            shapes_text(row.shapes),
+            _operator(row, 28),
+            shortened(shapes_text(row.shapes), 26),
             str(row.calls),
             *measured,
             f"{100 * row.measured_ms / total_ms:.1f}%",
@@ -154,10 +154,17 @@ def _operators(report: Report, rows: int) -> Table:
     return table
 
 
+def _operator(row: OperatorRow, width: int) -> str:
+    """The operator and its phase. Names of fused kernels differ at their ends: long ones are cut in the middle."""
+    name = row.name.removeprefix("aten::").removeprefix("inductor::")
+    phase = {"backward": " (bwd)", "optimizer": " (opt)"}.get(row.phase, "")
+    return shortened(name, width - len(phase), tail=(width - len(phase)) // 2) + phase
+
+
 def _percent(row: OperatorRow) -> str:
     if row.percent_of_roof is None:
         return "-"
-    return f"{row.percent_of_roof:.0f}%" + (" (!)" if row.flagged else "")
+    return percent_text(row.percent_of_roof) + (" (!)" if row.flagged else "")
 
 
 def _right(text: str) -> Text:

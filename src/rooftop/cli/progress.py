@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,20 +16,19 @@ PATIENCE_S = 2.0
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
     """Yields a function to call with (what is being done, fraction done).
 
-    The bar appears once two seconds have passed, and not at all where stderr is no terminal.
+    The bar appears once two seconds have passed, also in the midst of a long call, and not at all where stderr is no
+    terminal.
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task("", total=1.0)
-    began = time.monotonic()
-
-    def show(what: str, fraction: float) -> None:
-        if not bar.live.is_started and time.monotonic() - began > PATIENCE_S:
-            bar.start()
-        bar.update(task, description=what, completed=fraction)
-
+    patience = threading.Timer(PATIENCE_S, bar.start)
+    patience.daemon = True
+    patience.start()
     try:
-        yield show
+        yield lambda what, fraction: bar.update(task, description=what, completed=fraction)
     finally:
+        patience.cancel()
+        patience.join()  # it may be starting the bar just now
         bar.stop()

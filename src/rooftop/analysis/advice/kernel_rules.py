@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from rooftop.analysis.findings import LEAST_GAIN, Findings
+from rooftop.analysis.formats import percent_text
 from rooftop.analysis.report import Advice, OperatorRow
 
 POINTWISE_OPERATORS = {
@@ -29,12 +30,14 @@ def pointwise_fusion(findings: Findings) -> list[Advice]:
         now_ms += op.measured_ms
         left_ms += min(op.measured_ms, 1e3 * second_operand / findings.ceilings.rate(cost.bytes))
         count += 1
+    if not count:
+        return []
     return [
         Advice(
             "Fuse pointwise operators into their neighbours",
             f"{count} activations, sums and norms take {now_ms:.2f} ms to move what the operators beside them have in "
             f"registers already",
-            now_ms - left_ms,
+            findings.undisturbed_ms(now_ms - left_ms),
             "torch.compile(model)",
         )
     ]
@@ -60,8 +63,8 @@ def uneven_kernels(findings: Findings) -> list[Advice]:
             Advice(
                 f"Speed up {name.split('::')[-1]} ({phase})",
                 f"{sum(row.calls for row in slow)} calls take {time_ms:.2f} ms at "
-                f"{100 * sum(row.roof_ms for row in slow) / time_ms:.0f}% of roof; a quarter of its shapes reach "
-                f"{attainable:.0f}% in this run",
+                f"{percent_text(100 * sum(row.roof_ms for row in slow) / time_ms)} of roof; a quarter of its shapes "
+                f"reach {percent_text(attainable)} in this run",
                 findings.saved_ms(gain_ms),
             )
         )
