@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from rooftop.analysis.formats import quantity_text, short_reason, time_text
+from rooftop.analysis.formats import percent_text, quantity_text, short_reason, time_text
 from rooftop.errors import MissingExtraError
 
 PARTS = (
@@ -61,7 +61,9 @@ def render_page(report: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(ms=ms, quantity=quantity, shapes=shapes_text, short_reason=short_reason)
+    environment.filters.update(
+        ms=ms, quantity=quantity, shapes=shapes_text, short_reason=short_reason, percent=percent_text
+    )
     template = environment.from_string((files / "template.html.j2").read_text(encoding="utf-8"))
     return template.render(
         report=report,

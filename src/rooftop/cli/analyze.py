@@ -152,7 +152,9 @@ def command(
     if machine is not None:
         _check_prediction({"--channels-last": channels_last, "--ceilings": ceilings, "--device": device})
     if target.endswith(".py"):
-        _check_script_options({"--input": inputs, "--train": train, "--dtype": dtype, "--channels-last": channels_last})
+        _check_script_options(
+            target, {"--input": inputs, "--train": train, "--dtype": dtype, "--channels-last": channels_last}
+        )
     given_ceilings = Ceilings.load(ceilings) if ceilings is not None else None
     kind = DTYPES[dtype] if dtype else None
     if step_only:
@@ -247,7 +249,9 @@ def _check_combination(
         raise click.UsageError(f"only scripts take arguments, got {' '.join(arguments)!r} for {target!r}")
     if script and (machine or compile_mode):
         option = "--predict" if machine else "--compile"
-        raise click.UsageError(f"{option} needs a model: a script is run as it is; name a callable in it instead")
+        raise click.UsageError(
+            f"{option} needs a model: a script is run as it is; name a callable in it instead, {_callable_in(target)}"
+        )
     if machine and (compile_mode or trace):
         raise click.UsageError("--predict runs nothing, so there is nothing to compile or to trace")
     if counters and (script or machine or "RANK" in os.environ):
@@ -270,7 +274,7 @@ def _check_prediction(options: dict[str, Any]) -> None:
         )
 
 
-def _check_script_options(options: dict[str, Any]) -> None:
+def _check_script_options(script: str, options: dict[str, Any]) -> None:
     """Refuse what would change the model of a script.
 
     Raises:
@@ -278,7 +282,14 @@ def _check_script_options(options: dict[str, Any]) -> None:
     """
     given = [name for name, value in options.items() if value]
     if given:
-        raise click.UsageError(f"{', '.join(given)}: a script is run as it is; name a callable in it instead")
+        raise click.UsageError(
+            f"{', '.join(given)}: a script is run as it is; name a callable in it instead, {_callable_in(script)}"
+        )
+
+
+def _callable_in(script: str) -> str:
+    """ "src/train.py" as one would name a callable in it: "src.train:NAME" """
+    return ".".join(Path(script).with_suffix("").parts) + ":NAME"
 
 
 def _ceilings_of(machine: str) -> Ceilings:

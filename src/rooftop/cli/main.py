@@ -75,8 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", 130, debug)
     except click.ClickException as error:
-        hint = f" (try: {error.ctx.command_path} --help)" if isinstance(error, click.UsageError) and error.ctx else ""
-        return _fail(error.format_message() + hint, 2 if isinstance(error, WRONG_CALL) else 1, debug)
+        return _fail(error.format_message() + _hint(error, words), 2 if isinstance(error, WRONG_CALL) else 1, debug)
     except BrokenPipeError:  # the reader of our output (head, less) has gone
         sys.stderr.close()
         return 1
@@ -85,6 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         note = "" if debug else " (an unexpected error: run again with --debug for the traceback)"
         return _fail(f"{type(error).__name__}: {error}{note}", 1, debug)
+
+
+def _hint(error: click.ClickException, words: Sequence[str]) -> str:
+    """Where a wrong call is explained; of an option that only a script can know, how to hand it on."""
+    script = next((word for word in words if word.endswith(".py")), None)
+    if isinstance(error, click.NoSuchOption) and script in words[1:2]:
+        return f" (what the script is to have stands after --: {script} -- {error.option_name})"
+    return f" (try: {error.ctx.command_path} --help)" if isinstance(error, click.UsageError) and error.ctx else ""
 
 
 def _fail(message: str, status: int, debug: bool) -> int:

@@ -44,9 +44,11 @@ def model_entry(name: str) -> ModelEntry:
         TargetError: there is none; the message has the names that come close.
     """
     if name not in _entries:
-        close = difflib.get_close_matches(name, _entries, n=3) or list(_entries)
+        package, _, attribute = name.rpartition(".")
+        others = [f"{package}:{attribute}"] if package else list(_entries)
+        meant = difflib.get_close_matches(name, _entries, n=3) or others
         raise TargetError(
-            f"{name!r} is no built-in model (did you mean {', '.join(close)}?) "
+            f"{name!r} is no built-in model (did you mean {', '.join(meant)}?) "
             "and not package.module:callable, e.g. my_pkg.net:build"
         )
     return _entries[name]

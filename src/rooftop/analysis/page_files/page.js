@@ -22,7 +22,7 @@ function layout(extra) {
 const config = { responsive: true, displaylogo: false, displayModeBar: false };
 
 const escapeText = (text) => text.replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
-const percentText = (value) => (value === null ? "no roof to compare with" : `${value.toFixed(0)}% of roof`);
+const percentText = (value) => (value === null ? "no roof to compare with" : `${value < 10 ? value.toFixed(1) : value.toFixed(0)}% of roof`);
 const boundText = (op) => (report.predicted ? `its roof, bound by ${op.bound}` : percentText(op.percent_of_roof));
 const fusedText = (node) => (report.predicted ? "" : `<br>${percentText(node.percent_of_roof)}`);
 const shapesText = (shapes) => shapes.slice(0, 6).map((s) => s.join("×")).join(", ") + (shapes.length > 6 ? ", …" : "");
