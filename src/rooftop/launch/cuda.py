@@ -89,6 +89,11 @@ def compile(
     return kernel
 
 
+def runs_on(tensor: torch.Tensor) -> bool:
+    """Whether kernels can work on the tensor: whether it is on a GPU."""
+    return tensor.device.type == "cuda"
+
+
 _archs: dict[int, str] = {}  # by device
 
 

@@ -139,6 +139,7 @@ def version() -> tuple[int, int]:
 def _compile(source: str, name: str, options: Options) -> Binary:
     of_signature = f"rooftop_signature<decltype(&{name})>"
     compiled, log = _run(source + SIGNATURE, name, options, (name, of_signature))
+    log = re.sub(r"ptxas info *: Compile time.*\n", "", log)  # the same log for the same source
     symbols = {key: _text(symbol) for key, symbol in compiled.symbol_mapping.items()}
     types = parameter_types(_demangled(symbols[of_signature]))
     resources = _resources(log, symbols[name])

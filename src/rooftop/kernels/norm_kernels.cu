@@ -1,0 +1,239 @@
+// Layer norm of x + input_bias + residual, rows at a time (rooftop.kernels.cuda_norms).
+//
+// A thread holds CHUNKS packs of WIDTH neighbouring elements of its row, in float32. Half precision goes in and out in
+// pairs (__half2, __nv_bfloat162): one conversion instruction for two elements. Sums over a row go from registers
+// through the shuffles of a warp to shared memory, always in the same order.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// ---- elements as they lie in memory ------------------------------------------------------------------------------
+
+template <typename T, int WIDTH>
+struct alignas(sizeof(T) * WIDTH < 16 ? sizeof(T) * WIDTH : 16) Pack {
+    T elements[WIDTH];
+};
+
+__device__ float wide(float element) { return element; }
+__device__ float wide(__half element) { return __half2float(element); }
+__device__ float wide(__nv_bfloat16 element) { return __bfloat162float(element); }
+
+__device__ float2 wide_pair(const float* pair) { return {pair[0], pair[1]}; }
+__device__ float2 wide_pair(const __half* pair) { return __half22float2({pair[0], pair[1]}); }
+__device__ float2 wide_pair(const __nv_bfloat16* pair) { return __bfloat1622float2({pair[0], pair[1]}); }
+
+__device__ void narrow(float value, float* to) { *to = value; }
+__device__ void narrow(float value, __half* to) { *to = __float2half_rn(value); }
+__device__ void narrow(float value, __nv_bfloat16* to) { *to = __float2bfloat16_rn(value); }
+
+__device__ void narrow_pair(float2 values, float* to) {
+    to[0] = values.x;
+    to[1] = values.y;
+}
+__device__ void narrow_pair(float2 values, __half* to) {
+    const __half2 pair = __float22half2_rn(values);
+    to[0] = pair.x;
+    to[1] = pair.y;
+}
+__device__ void narrow_pair(float2 values, __nv_bfloat16* to) {
+    const __nv_bfloat162 pair = __float22bfloat162_rn(values);
+    to[0] = pair.x;
+    to[1] = pair.y;
+}
+
+template <typename T, int WIDTH>
+__device__ Pack<T, WIDTH> load(const T* from) {
+    return *reinterpret_cast<const Pack<T, WIDTH>*>(from);
+}
+
+template <typename T, int WIDTH>
+__device__ void store(const float (&values)[WIDTH], T* to) {
+    Pack<T, WIDTH> pack;
+    if constexpr (WIDTH == 1) {
+        narrow(values[0], pack.elements);
+    } else {
+#pragma unroll
+        for (int i = 0; i < WIDTH; i += 2) narrow_pair({values[i], values[i + 1]}, pack.elements + i);
+    }
+    *reinterpret_cast<Pack<T, WIDTH>*>(to) = pack;
+}
+
+template <typename T, int WIDTH>
+__device__ void widen(const Pack<T, WIDTH>& pack, float (&values)[WIDTH]) {
+    if constexpr (WIDTH == 1) {
+        values[0] = wide(pack.elements[0]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < WIDTH; i += 2) {
+            const float2 pair = wide_pair(pack.elements + i);
+            values[i] = pair.x;
+            values[i + 1] = pair.y;
+        }
+    }
+}
+
+template <typename T, int WIDTH>
+__device__ void add(const Pack<T, WIDTH>& pack, float (&values)[WIDTH]) {
+    float more[WIDTH];
+    widen(pack, more);
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) values[i] += more[i];
+}
+
+// ---- sums over a row -----------------------------------------------------------------------------------------------
+
+__device__ float warp_sum(float value) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    return value;
+}
+
+// Over the WARPS warps of a row; every thread gets it. `scratch`: WARPS floats that no other sum uses.
+template <int WARPS>
+__device__ float row_sum(float value, float* scratch) {
+    value = warp_sum(value);
+    if constexpr (WARPS == 1) return value;
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) scratch[threadIdx.x / 32] = value;
+    __syncthreads();
+    return warp_sum(lane < WARPS ? scratch[lane] : 0.0f);
+}
+
+// ---- kernels -------------------------------------------------------------------------------------------------------
+
+// Output of one pack: normal values times weight plus bias.
+template <typename T, typename P, int WIDTH>
+__device__ void finish(float (&values)[WIDTH], float average, float scale, const P* weight, const P* bias, T* y) {
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) values[i] = (values[i] - average) * scale;
+    if (weight != nullptr) {
+        float factors[WIDTH];
+        widen(load<P, WIDTH>(weight), factors);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) values[i] *= factors[i];
+    }
+    if (bias != nullptr) add(load<P, WIDTH>(bias), values);
+    store(values, y);
+}
+
+// Rows that fit in registers. A block is (32 * WARPS, rows of a block); rows of several warps have a block each.
+// residual, input_bias, weight, bias and total may be null: nothing is added, multiplied, written.
+template <typename T, typename P, int WIDTH, int CHUNKS, int WARPS>
+__global__ void __launch_bounds__(WARPS < 4 ? 128 : 32 * WARPS, 1) add_layer_norm(
+    const T* __restrict__ x, const T* __restrict__ residual,                             // (M, N), (M, N)
+    const P* __restrict__ input_bias, const P* __restrict__ weight, const P* __restrict__ bias,  // (N,) each
+    T* __restrict__ y, T* __restrict__ total, float* __restrict__ mean, float* __restrict__ rstd,  // (M, N) x 2, (M,) x 2
+    long long rows, int columns, long long x_stride, long long residual_stride, float eps) {
+    __shared__ float scratch[2][WARPS];
+    const long long row = blockIdx.x * static_cast<long long>(blockDim.y) + threadIdx.y;
+    if (row >= rows) return;  // whole warps, and whole blocks where a row has several warps
+
+    Pack<T, WIDTH> loaded[CHUNKS], added[CHUNKS];  // all on their way before the first is used
+    const T* source = x + row * x_stride;
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const int column = (chunk * 32 * WARPS + threadIdx.x) * WIDTH;
+        if (column < columns) loaded[chunk] = load<T, WIDTH>(source + column);
+    }
+    if (residual != nullptr) {
+        source = residual + row * residual_stride;
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const int column = (chunk * 32 * WARPS + threadIdx.x) * WIDTH;
+            if (column < columns) added[chunk] = load<T, WIDTH>(source + column);
+        }
+    }
+
+    float values[CHUNKS][WIDTH];
+    float sum = 0.0f;
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const int column = (chunk * 32 * WARPS + threadIdx.x) * WIDTH;
+        if (column < columns) {
+            widen(loaded[chunk], values[chunk]);
+            if (input_bias != nullptr) add(load<P, WIDTH>(input_bias + column), values[chunk]);
+            if (residual != nullptr) add(added[chunk], values[chunk]);
+            if (total != nullptr) store(values[chunk], total + row * columns + column);
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) sum += values[chunk][i];
+        }
+    }
+    const float average = row_sum<WARPS>(sum, scratch[0]) / columns;
+
+    float squares = 0.0f;
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        if ((chunk * 32 * WARPS + threadIdx.x) * WIDTH < columns) {
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) {
+                const float centred = values[chunk][i] - average;
+                squares += centred * centred;
+            }
+        }
+    }
+    const float scale = 1.0f / sqrtf(row_sum<WARPS>(squares, scratch[1]) / columns + eps);
+
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const int column = (chunk * 32 * WARPS + threadIdx.x) * WIDTH;
+        if (column < columns) {
+            finish<T, P, WIDTH>(values[chunk], average, scale, weight == nullptr ? nullptr : weight + column,
+                                bias == nullptr ? nullptr : bias + column, y + row * columns + column);
+        }
+    }
+    if (threadIdx.x == 0) {
+        mean[row] = average;
+        rstd[row] = scale;
+    }
+}
+
+// The sum of one pack of a long row.
+template <typename T, typename P, int WIDTH>
+__device__ void add_up(const T* x, const T* residual, const P* input_bias, int column, float (&values)[WIDTH]) {
+    widen(load<T, WIDTH>(x + column), values);
+    if (input_bias != nullptr) add(load<P, WIDTH>(input_bias + column), values);
+    if (residual != nullptr) add(load<T, WIDTH>(residual + column), values);
+}
+
+// Longer rows, one a block, read twice; what was just read is mostly in L2. Each thread keeps its own mean and squared
+// deviations (Welford 1962), merged at the end (Chan, Golub and LeVeque 1979).
+template <typename T, typename P, int WIDTH, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS) add_layer_norm_long(
+    const T* __restrict__ x, const T* __restrict__ residual,  // all as above
+    const P* __restrict__ input_bias, const P* __restrict__ weight, const P* __restrict__ bias,
+    T* __restrict__ y, T* __restrict__ total, float* __restrict__ mean, float* __restrict__ rstd,
+    long long rows, int columns, long long x_stride, long long residual_stride, float eps) {
+    __shared__ float scratch[2][WARPS];
+    const long long row = blockIdx.x;
+    x += row * x_stride;
+    if (residual != nullptr) residual += row * residual_stride;
+
+    const int first = threadIdx.x * WIDTH, step = 32 * WARPS * WIDTH;
+    float values[WIDTH];
+    float own_mean = 0.0f, own_squares = 0.0f, count = 0.0f;
+    for (int column = first; column < columns; column += step) {
+        add_up<T, P, WIDTH>(x, residual, input_bias, column, values);
+        if (total != nullptr) store(values, total + row * columns + column);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) {
+            count += 1.0f;
+            const float apart = values[i] - own_mean;
+            own_mean += apart / count;
+            own_squares += apart * (values[i] - own_mean);
+        }
+    }
+    const float average = row_sum<WARPS>(count * own_mean, scratch[0]) / columns;
+    const float apart = own_mean - average;
+    const float squares = row_sum<WARPS>(own_squares + count * apart * apart, scratch[1]);
+    const float scale = 1.0f / sqrtf(squares / columns + eps);
+
+    for (int column = first; column < columns; column += step) {
+        add_up<T, P, WIDTH>(x, residual, input_bias, column, values);
+        finish<T, P, WIDTH>(values, average, scale, weight == nullptr ? nullptr : weight + column,
+                            bias == nullptr ? nullptr : bias + column, y + row * columns + column);
+    }
+    if (threadIdx.x == 0) {
+        mean[row] = average;
+        rstd[row] = scale;
+    }
+}
