@@ -21,7 +21,7 @@ FOLDER = ROOT / "examples"
 TESTED_ELSEWHERE = {"classify"}  # tests/models/test_classification.py
 SNIPPETS = [
     pytest.param(match[1], id=f"{page}-line-{text[: match.start()].count(chr(10)) + 1}")
-    for page in ("cost", "hardware")
+    for page in ("cost", "cuda", "hardware")
     for text in [(ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")]
     for match in re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
 ]

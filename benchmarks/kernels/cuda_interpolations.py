@@ -1,0 +1,128 @@
+"""Trilinear interpolation in CUDA C++ beside torch and torch.compile, in TB/s of the bytes that must move.
+
+    python benchmarks/kernels/cuda_interpolations.py [--out benchmarks/results/h200/cuda_interpolations.json]
+
+Features (B, 8, C) of 2^26 elements for each C (three of them drawn at run time), points float32, forward and backward
+(gradients of features and points). Variants interleaved, two sets of inputs, medians, replayed from a CUDA graph and
+called eagerly. The roof is that of the operator's own cost at the ceilings measured in the same run. What cannot do a
+size is left out and said to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.cost import Cost, roof
+from rooftop.hardware import Ceilings, compare, measure_ceilings
+from rooftop.hardware.timing import captured, rotated
+from rooftop.kernels import trilinear_interpolate_cuda
+
+DRAWN = tuple(random.randint(*span) for span in ((3, 16), (16, 64), (64, 512)))
+CHANNELS = sorted({2, 8, 16, 32, 64, 128, 256, *DRAWN})
+ELEMENTS = 1 << 26
+Interpolation = Callable[[Tensor, Tensor], Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS, help="other sizes C")
+    options = parser.parse_args()
+    ceilings = measure_ceilings("cuda")
+    rows = [
+        row
+        for channels in options.channels
+        for dtype in (torch.float32, torch.float16)
+        for row in measure_size(channels, dtype, ceilings)
+    ]
+    if options.out:
+        environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        found = {"environment": environment, "elements": ELEMENTS, "unit": "TB/s", "rows": rows}
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+@cache
+def stream() -> torch.cuda.Stream:
+    """Where everything runs."""
+    return torch.cuda.Stream()
+
+
+def plain(features: Tensor, points: Tensor) -> Tensor:
+    """As one would write it in PyTorch."""
+    upper = ((points + 1) * 0.5).to(features.dtype)
+    u, v, w = torch.stack((1 - upper, upper), 2).unbind(1)  # (B, 2) each
+    weights = (u[:, :, None, None] * v[:, None, :, None] * w[:, None, None, :]).flatten(1)  # (B, 8)
+    return (weights[:, :, None] * features).sum(1)
+
+
+def measure_size(channels: int, dtype: torch.dtype, ceilings: Ceilings) -> list[dict[str, Any]]:
+    """A row for each direction: TB/s of each variant, replayed and eager."""
+    torch._dynamo.reset()
+    count = ELEMENTS // (8 * channels)
+    sets = [_inputs(count, channels, dtype) for _ in range(2)]  # the second set pushes the first out of L2
+    variants: dict[str, Interpolation] = {
+        "cuda": trilinear_interpolate_cuda,
+        "torch": plain,
+        "compile": torch.compile(plain, dynamic=False),
+    }
+    size = sets[0][0].element_size()
+    features, out, points = 8 * count * channels * size, count * channels * size, 12 * count
+    costs = {"forward": (features + points, out), "backward": (features + points + out, features + points)}
+    results = []
+    for direction, (read, written) in costs.items():
+        eager: dict[str, Callable[[], object]] = {}
+        replayed: dict[str, Callable[[], object]] = {}
+        for name, variant in variants.items():
+            try:
+                call, arguments = _call(direction, variant, sets)
+                replay = captured(lambda c=call, a=arguments: [c(*each) for each in a], stream())  # type: ignore[misc]
+            except Exception as error:
+                print(f"{name} cannot do {direction} of C={channels}: {type(error).__name__}: {str(error)[:100]}")
+                continue
+            eager[name], replayed[name] = rotated(call, arguments), replay
+        with torch.cuda.stream(stream()):
+            times = [compare(each, device="cuda", seconds=0.06) for each in (replayed, eager)]
+        moved = read + written
+        graph = {name: len(sets) * moved / t.median_ms / 1e9 for name, t in times[0].items()}
+        called = {name: moved / t.median_ms / 1e9 for name, t in times[1].items()}
+        roof_tb = moved / roof(Cost(read, written), ceilings).ms / 1e9
+        row = {"channels": channels, "count": count, "dtype": str(dtype).removeprefix("torch."), "direction": direction}
+        results.append({**row, "roof": roof_tb, "graph": graph, "eager": called})
+        rates = "  ".join(f"{name} {rate:.2f} (eager {called[name]:.2f})" for name, rate in graph.items())
+        print(f"C={channels:4} {row['dtype']:8} {direction:8} roof {roof_tb:.2f} TB/s  {rates}", flush=True)
+    return results
+
+
+def _call(
+    direction: str, variant: Interpolation, sets: list[tuple[Tensor, ...]]
+) -> tuple[Callable[..., object], list[Any]]:
+    """What is timed, and its arguments."""
+    if direction == "forward":
+        return variant, [(features.detach(), points.detach()) for features, points, _ in sets]
+    with torch.cuda.stream(stream()):  # autograd runs a backward on the stream of its forward
+        taped = [(variant(features, points), features, points, dout) for features, points, dout in sets]
+    return _backward, taped
+
+
+def _backward(out: Tensor, features: Tensor, points: Tensor, dout: Tensor) -> None:
+    torch.autograd.grad(out, (features, points), dout, retain_graph=True)
+
+
+def _inputs(count: int, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    features = torch.randn(count, 8, channels, device="cuda", dtype=dtype, requires_grad=True)
+    points = (2 * torch.rand(count, 3, device="cuda") - 1).requires_grad_()
+    return features, points, torch.randn(count, channels, device="cuda", dtype=dtype)
+
+
+if __name__ == "__main__":
+    main()

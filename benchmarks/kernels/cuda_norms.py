@@ -1,0 +1,110 @@
+"""The layer norm of a sum in CUDA C++ beside its Triton twin, torch and torch.compile, in TB/s of necessary bytes.
+
+    python benchmarks/kernels/cuda_norms.py [--out benchmarks/results/h200/cuda_norms.json]
+
+float16 and bfloat16, 2^26 elements, each size N (three of them drawn at run time), x + input_bias + residual and the
+norm of that, both written. The twin adds in PyTorch and normalizes in Triton; `norm alone` adds nothing: there the
+kernels themselves stand beside each other. Variants interleaved, two sets of inputs, medians, replayed from a graph and
+called eagerly. The roof is that of the operator's own cost at the ceilings measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rooftop.cost import Cost, roof
+from rooftop.hardware import Ceilings, compare, measure_ceilings
+from rooftop.hardware.timing import captured, rotated
+from rooftop.kernels import add_layer_norm_cuda, layer_norm
+
+DRAWN = tuple(random.randint(*span) for span in ((64, 1024), (1024, 4096), (4096, 16384)))
+SIZES = sorted({256, 512, 768, 1000, 1024, 2048, 4096, 5120, 8192, 16384, 50257, *DRAWN})
+ELEMENTS = 1 << 26
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # x, residual, input_bias, weight, bias
+Norm = Callable[..., object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other sizes N")
+    options = parser.parse_args()
+    ceilings = measure_ceilings("cuda")
+    rows = [
+        row
+        for columns in options.sizes
+        for dtype in (torch.float16, torch.bfloat16)
+        for row in measure_size(columns, dtype, ceilings)
+    ]
+    if options.out:
+        environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        found = {"environment": environment, "elements": ELEMENTS, "unit": "TB/s", "rows": rows}
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def fused(columns: int) -> dict[str, Norm]:
+    """All take x, residual, input_bias, weight, bias and give (y, total)."""
+
+    def plain(x: Tensor, residual: Tensor, input_bias: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + input_bias + residual
+        return F.layer_norm(total, (columns,), weight, bias), total
+
+    def twin(x: Tensor, residual: Tensor, input_bias: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + input_bias + residual
+        return layer_norm(total, columns, weight, bias), total
+
+    def ours(x: Tensor, residual: Tensor, input_bias: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return add_layer_norm_cuda(x, residual, columns, weight, bias, input_bias=input_bias)
+
+    return {"cuda": ours, "twin": twin, "torch": plain, "compile": torch.compile(plain, dynamic=False)}
+
+
+def alone(columns: int) -> dict[str, Norm]:
+    return {
+        "cuda": lambda x, r, i, w, b: add_layer_norm_cuda(x, None, columns, w, b)[0],
+        "twin": lambda x, r, i, w, b: layer_norm(x, columns, w, b),
+        "torch": lambda x, r, i, w, b: F.layer_norm(x, (columns,), w, b),
+        "compile": torch.compile(lambda x, r, i, w, b: F.layer_norm(x, (columns,), w, b), dynamic=False),
+    }
+
+
+def measure_size(columns: int, dtype: torch.dtype, ceilings: Ceilings) -> list[dict[str, Any]]:
+    """A row for the fused sum and one for the norm alone: TB/s of each variant, replayed and eager."""
+    torch._dynamo.reset()
+    rows = ELEMENTS // columns
+    sets = [_inputs(rows, columns, dtype) for _ in range(2)]  # the second set pushes the first out of L2
+    tensor_bytes = 2 * rows * columns
+    results = []
+    for what, variants, read, written in (("fused", fused(columns), 2, 2), ("norm alone", alone(columns), 1, 1)):
+        moved = (read + written) * tensor_bytes
+        eager = {name: rotated(variant, sets) for name, variant in variants.items()}
+        replayed = {name: captured(lambda v=v: [v(*each) for each in sets]) for name, v in variants.items()}  # type: ignore[misc]
+        times = [compare(each, device="cuda", seconds=0.06) for each in (replayed, eager)]
+        graph = {name: len(sets) * moved / t.median_ms / 1e9 for name, t in times[0].items()}
+        called = {name: moved / t.median_ms / 1e9 for name, t in times[1].items()}
+        roof_tb = moved / roof(Cost(read * tensor_bytes, written * tensor_bytes), ceilings).ms / 1e9
+        row = {"what": what, "columns": columns, "rows": rows, "dtype": str(dtype).removeprefix("torch.")}
+        results.append({**row, "roof": roof_tb, "graph": graph, "eager": called})
+        rates = "  ".join(f"{name} {rate:.2f} (eager {called[name]:.2f})" for name, rate in graph.items())
+        print(f"N={columns:6} {row['dtype']:8} {what:10} roof {roof_tb:.2f} TB/s  {rates}", flush=True)
+    return results
+
+
+def _inputs(rows: int, columns: int, dtype: torch.dtype) -> Inputs:
+    shapes = ((rows, columns), (rows, columns), (columns,), (columns,), (columns,))
+    return tuple(torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)  # type: ignore[return-value]
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()
