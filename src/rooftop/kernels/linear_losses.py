@@ -1,0 +1,253 @@
+"""Cross entropy of hidden states and a weight, without the logits.
+
+The logits of a chunk of rows at a time are made, turned into their gradient in place, and multiplied by weight and
+hidden at once (as in Hsu et al. 2024, "Liger Kernel"), all in the forward pass; backward only scales the gradients.
+Bound by its three matrix products. The loss of a row is that of `losses.py`. Deterministic: chunks are added up in
+their order, and their size depends on nothing but the shapes.
+
+In float16 the gradient of the logits is not divided by the rows before the products: it would underflow before a loss
+scale can help. That factor is applied in backward, where the gradient of the weight is still float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.losses import (
+    LogitsShape,
+    Terms,
+    check_arguments,
+    check_targets,
+    inverse_of_targets,
+    losses_of_rows,
+    refuse_second_derivative,
+    row_flops,
+    scaled,
+    statistics_dtype,
+    total_of,
+    under_autocast,
+)
+from rooftop.launch.operators import no_tangents, operator
+
+# ---- chunks ----------------------------------------------------------------------------------------------------
+
+MOST_CHUNK_ROWS = 8192  # more add nothing to the speed of the matrix products
+LEAST_CHUNK_ROWS = 2048  # fewer take from it, and add passes over the weight's gradient
+
+
+def chunk_rows(rows: int, features: int) -> int:
+    """Rows whose logits are made at a time: they take as much memory as the weight (V, H), within the limits above.
+
+    Always at least two chunks, all of about the same size.
+    """
+    most = min(max(features, LEAST_CHUNK_ROWS), MOST_CHUNK_ROWS)
+    count = max(2, -(-rows // most))
+    return max(1, -(-rows // count))
+
+
+# ---- implementation ---------------------------------------------------------------------------------------------
+
+
+def _linear(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, terms: Terms, mean: bool, chunk: int,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, dhidden, dweight, dbias, factor): gradients still have to be multiplied by `factor`."""
+    check_targets(target, weight.shape[0], terms.ignore_index)
+    rows, wide = hidden.shape[0], statistics_dtype(hidden.dtype)
+    inverse = inverse_of_targets(target, weight.shape[0], terms, wide) if mean else None
+    within = None if _scaled_late(hidden) else inverse  # what the gradient of the logits is multiplied with
+    shapes = (hidden, weight, bias)
+    dhidden, dweight, dbias = (
+        torch.zeros(t.shape, dtype=hidden.dtype if i == 0 else wide, device=t.device) if t is not None and w else None
+        for i, (t, w) in enumerate(zip(shapes, wanted, strict=True))
+    )
+    losses = torch.empty(rows, dtype=wide, device=hidden.device)
+    for start in range(0, rows, chunk):
+        stop = min(start + chunk, rows)
+        part = hidden[start:stop]  # (chunk, H)
+        logits = part @ weight.t() if bias is None else torch.addmm(bias, part, weight.t())  # (chunk, V)
+        gradient = logits if any(wanted) else None
+        losses[start:stop] = losses_of_rows(logits, target[start:stop], terms, within, gradient)[0]
+        if dhidden is not None:
+            torch.mm(logits, weight, out=dhidden[start:stop])
+        if dweight is not None:
+            _add_product(dweight, logits.t(), part)
+        if dbias is not None:
+            dbias += logits.sum(0, dtype=wide)
+        del logits, gradient  # before the next are made
+    factor = inverse.clone() if inverse is not None and within is None else losses.new_ones(())
+    made = [
+        hidden.new_empty(0) if d is None else d if _scaled_late(hidden) else d.to(t.dtype)  # type: ignore[union-attr]
+        for d, t in zip((dhidden, dweight, dbias), shapes, strict=True)
+    ]
+    return total_of(losses, inverse), made[0], made[1], made[2], factor
+
+
+def _scaled_late(hidden: Tensor) -> bool:
+    """In float16, 1 / rows would make the gradient of the logits underflow before a loss scale can help."""
+    return hidden.dtype == torch.float16
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, added up in the dtype of `total`: float32 also for half precision."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
+    else:
+        total += a @ b
+
+
+# ---- registration ----------------------------------------------------------------------------
+
+
+@operator("linear_cross_entropy")
+def _linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss (), gradients of hidden, weight and bias as `wanted` says, what they are still to be multiplied with)."""
+    terms = Terms(class_weight, ignore_index, label_smoothing, z_loss)
+    return _linear(hidden, weight, bias, target, terms, mean, chunk, wanted)
+
+
+@torch.library.register_fake("rooftop::linear_cross_entropy")
+def _(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    wide = statistics_dtype(hidden.dtype)
+    dhidden, dweight, dbias = (
+        hidden.new_empty(t.shape, dtype=wide if _scaled_late(hidden) and i else t.dtype)
+        if t is not None and w
+        else hidden.new_empty(0)
+        for i, (t, w) in enumerate(zip((hidden, weight, bias), wanted, strict=True))
+    )
+    return hidden.new_empty((), dtype=wide), dhidden, dweight, dbias, hidden.new_empty((), dtype=wide)
+
+
+def _save_gradients(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.dtypes = [t.dtype if t is not None else None for t in inputs[:3]]  # type: ignore[attr-defined]
+    ctx.wanted = inputs[-1]  # type: ignore[attr-defined]
+
+
+def _scale_gradients(ctx: torch.autograd.function.FunctionCtx, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative("linear_cross_entropy", "torch.nn.functional.linear and ")
+    *gradients, factor = ctx.saved_tensors  # type: ignore[attr-defined]
+    factor = factor * dloss
+    found = [
+        scaled(gradient, factor).to(dtype) if wanted and dtype is not None else None
+        for gradient, wanted, dtype in zip(gradients, ctx.wanted, ctx.dtypes, strict=True)  # type: ignore[attr-defined]
+    ]
+    return (*found, *[None] * 8)
+
+
+torch.library.register_autograd("rooftop::linear_cross_entropy", _scale_gradients, setup_context=_save_gradients)
+
+
+@cost_of("rooftop::linear_cross_entropy")
+def _linear_cost(call: Call) -> Cost:
+    """A matrix product for the logits and one for each gradient of hidden and weight; no logits are moved."""
+    hidden, weight, bias = call["hidden"], call["weight"], call["bias"]
+    logits = hidden.shape[0] * weight.shape[0]
+    wanted = call["wanted"]
+    matrix = 2 * logits * hidden.shape[1] * (1 + wanted[0] + wanted[1])
+    pointwise = row_flops(call) + (bias is not None) + wanted[2] + any(wanted) * (1 + (call["label_smoothing"] > 0))
+    flops: dict[str, int] = {matrix_precision(hidden): matrix}
+    precision = precision_of(hidden.dtype)
+    flops[precision] = flops.get(precision, 0) + pointwise * logits
+    return Cost(
+        distinct_bytes([hidden, weight, bias, call["target"], call["class_weight"]]), distinct_bytes(call.out), flops
+    )
+
+
+# ---- public -----------------------------------------------------------------------------------------------------
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """cross_entropy(hidden @ weight.T + bias, target) without ever holding all the logits.
+
+    The forward pass makes the gradients too, chunk by chunk; backward only scales them. The gradient of the weight is
+    added up in float32.
+
+    Args:
+        hidden: (..., H), bfloat16, float16, float32 or float64; under autocast cast to its dtype, as are weight and
+            bias.
+        weight: (V, H), as of `torch.nn.Linear`; same dtype.
+        target: class indices (...), int64.
+        bias: (V,), same dtype.
+        class_weight, ignore_index, label_smoothing, z_loss: as of `cross_entropy`.
+        reduction: "mean" or "sum".
+        chunk_size: rows whose logits are made at a time; None: so many that the logits take as much memory as the
+            weight, and 2048 to 8192.
+
+    Returns:
+        () in the dtype of hidden, float32 under autocast.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `cross_entropy`.
+    """
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name != "bias"):
+            raise TypeError(f"linear_cross_entropy: {name} must be a tensor, got {type(tensor).__name__}")
+    autocast = under_autocast(hidden) and hidden.dtype != torch.float64
+    if autocast:
+        narrow = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = (t.to(narrow) if t is not None else None for t in (hidden, weight, bias))  # type: ignore[assignment]
+    _check_linear(hidden, weight, bias, target)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    logits = LogitsShape((rows.shape[0], weight.shape[0]), hidden.dtype, hidden.device)
+    indices = target.reshape(-1)
+    check_arguments("linear_cross_entropy", logits, indices, class_weight, reduction, label_smoothing, z_loss)
+    if reduction == "none":
+        raise ValueError("linear_cross_entropy: reduction must be 'mean' or 'sum': gradients are made in forward")
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"linear_cross_entropy: chunk_size must be a positive int, got {chunk_size!r}")
+    no_tangents("linear_cross_entropy", hidden, weight, bias)
+    grad = torch.is_grad_enabled()
+    wanted = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    chunk = chunk_size or chunk_rows(rows.shape[0], rows.shape[1])
+    class_weight = class_weight.detach() if class_weight is not None else None
+    numbers = (ignore_index, float(label_smoothing), float(z_loss))
+    loss, *_ = _linear_cross_entropy(
+        rows, weight, bias, indices, class_weight, *numbers, reduction == "mean", chunk, wanted
+    )
+    return loss.to(torch.float32 if autocast else hidden.dtype)
+
+
+def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:
+    name = "linear_cross_entropy"
+    if not isinstance(target, Tensor):
+        raise TypeError(f"{name}: target must be a tensor, got {type(target).__name__}")
+    if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or weight.shape[1] == 0:
+        raise ValueError(
+            f"{name}: expected hidden (..., H) and weight (V, H), got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if tuple(target.shape) != tuple(hidden.shape[:-1]):
+        raise ValueError(f"{name}: expected target of shape {tuple(hidden.shape[:-1])}, got {tuple(target.shape)}")
+    for argument, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype != hidden.dtype:
+            raise TypeError(f"{name}: hidden is {hidden.dtype}, {argument} {tensor.dtype}: cast one, or use autocast")
+        if tensor.device != hidden.device:
+            raise ValueError(f"{name}: hidden is on {hidden.device}, {argument} on {tensor.device}")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"{name}: expected bias of shape ({weight.shape[0]},), got {tuple(bias.shape)}")

@@ -1,0 +1,565 @@
+"""Cross entropy of logits and class indices, with label smoothing, class weights and z-loss.
+
+loss of a row = w_t ((1 - e) (lse - x_t) + z lse^2) + e / V sum_c w_c (lse - x_c),   lse = log(sum_c exp(x_c))
+
+t: target, w: class weights (1), e: label smoothing (Szegedy et al. 2016), z: z-loss (Chowdhery et al. 2022, section 5),
+V: classes. "mean" divides the sum over rows by that of their w_t, as PyTorch does.
+
+Bound by memory. Two forms: *separable* reads the logits, keeps two numbers a row (the maximum, and the log of the sum
+of exponentials relative to it: their sum would be rounded where logits are large), and reads the logits again in
+backward to write the gradient. *Fused* writes the gradient in the forward pass: one read and one write in all while a
+row in flight stays in registers or in L2; backward scales it in place by grad_output, or leaves it alone where that
+is 1. float16 is separable unless asked otherwise: a gradient not yet multiplied by a loss scale would underflow.
+
+Deterministic: no atomics; sums are added in a fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.softmaxes import LongConfig, TileConfig, long_tile, rows_of, tile, tile_config, unit
+from rooftop.launch.operators import no_second_derivative, no_tangents, operator
+from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
+
+
+class Terms(NamedTuple):
+    """What a loss is made of beside logits and targets."""
+
+    weight: Tensor | None  # (V,)
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+
+    def contiguous(self) -> Terms:
+        return self if self.weight is None else self._replace(weight=self.weight.contiguous())
+
+
+# ---- reference -------------------------------------------------------------------------------------------------
+
+
+def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """(losses (N,), statistics (2, N)) of logits x (N, V) in plain PyTorch; float32, or float64 for float64 logits."""
+    values = x.to(statistics_dtype(x.dtype))
+    counted = target != terms.ignore_index
+    label = target.where(counted, 0)
+    maximum = values.amax(1)
+    apart = values - maximum[:, None]
+    logarithm = apart.exp().sum(1).log()
+    row_weight = _class_weights(x, terms)[label]
+    losses = row_weight * (1 - terms.label_smoothing) * (logarithm - apart.gather(1, label[:, None])[:, 0])
+    if terms.label_smoothing:
+        every = _class_weights(x, terms) * (logarithm[:, None] - apart)
+        losses = losses + terms.label_smoothing / x.shape[1] * every.sum(1)
+    if terms.z_loss:
+        losses = losses + row_weight * terms.z_loss * (maximum + logarithm).square()
+    return losses.where(counted, 0.0), torch.stack([maximum, logarithm])
+
+
+def cross_entropy_gradient_reference(
+    factor: Tensor, x: Tensor, target: Tensor, statistics: Tensor, terms: Terms
+) -> Tensor:
+    """dx (N, V); `factor`: (N,) or (), what the derivative of each row's loss is multiplied with."""
+    counted = target != terms.ignore_index
+    label = target.where(counted, 0)
+    maximum, logarithm = statistics
+    weights = _class_weights(x, terms)
+    kept, spread = weights[label] * (1 - terms.label_smoothing), terms.label_smoothing / x.shape[1]
+    density = kept + spread * weights.sum() + 2 * terms.z_loss * weights[label] * (maximum + logarithm)
+    dx = ((x.to(statistics.dtype) - maximum[:, None]) - logarithm[:, None]).exp() * density[:, None]
+    if spread:
+        dx = dx - spread * weights
+    dx = dx.scatter_add(1, label[:, None], -kept[:, None]) * factor.reshape(-1, 1)
+    return dx.where(counted[:, None], 0.0).to(x.dtype)
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _class_weights(x: Tensor, terms: Terms) -> Tensor:
+    if terms.weight is None:
+        return torch.ones(x.shape[1], dtype=statistics_dtype(x.dtype), device=x.device)
+    return terms.weight.to(statistics_dtype(x.dtype))
+
+
+# ---- launch parameters -----------------------------------------------------------------------------------------
+
+# Not measured yet. Rows that are read once only (LOSS) need no registers for the whole row, and no room in L2: many
+# programs an SM. With the gradient (FUSED) rows are held up to 128 KiB; past that as the long rows of softmax.
+LOSS = (
+    *(TileConfig(256, 16, 256, 2), TileConfig(512, 8, 256, 2), TileConfig(1024, 4, 1024, 2)),
+    *(TileConfig(2048, 1, 512, 2), TileConfig(4096, 1, 1024, 4), TileConfig(8192, 1, 2048, 4)),
+    TileConfig(16384, 1, 4096, 8),
+)
+LOSS_LONG = LongConfig(block_bytes=8192, warps=8, programs_per_sm=6, stages=3)
+FUSED = (
+    *LOSS,
+    *(TileConfig(32768, 1, 8192, 8), TileConfig(65536, 1, 16384, 16), TileConfig(131072, 1, 32768, 32)),
+)
+FUSED_LONG = LongConfig(block_bytes=16384, warps=32, programs_per_sm=1, stages=4)
+GRADIENT_BYTES = 8192  # of a tile: rows of fewer bytes share one
+GRADIENT_WARPS = 4
+SCALE = {"BLOCK": 8192, "num_warps": 8}
+SCALE_PROGRAMS_PER_SM = 8
+TARGETS = {"BLOCK": 4096, "num_warps": 8}
+
+# ---- implementations -------------------------------------------------------------------------------------------
+
+
+def _by_reference(x: Tensor) -> bool:
+    return x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED)
+
+
+def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
+    """Targets that are no class: on the CPU at once, on a GPU with ROOFTOP_CHECK=1 (it waits for the GPU)."""
+    if target.device.type != "cpu" and os.environ.get("ROOFTOP_CHECK") != "1":
+        return
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if bool(wrong.any()):
+        place = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"cross_entropy: target {int(target[place])} at {place} is no class: expected 0 to {classes - 1}, or "
+            f"ignore_index {ignore_index}"
+        )
+
+
+def inverse_of_targets(target: Tensor, classes: int, terms: Terms, dtype: torch.dtype) -> Tensor:
+    """1 / sum of the weights of the targets that count, a tensor () of the dtype of statistics."""
+    if dtype == torch.float64 or (target.device.type == "cpu" and not INTERPRETED):
+        counted = target[target != terms.ignore_index]
+        total = counted.numel() if terms.weight is None else terms.weight.to(dtype)[counted].sum()
+        return torch.ones((), dtype=dtype, device=target.device) / total
+    require_triton()
+    from rooftop.kernels.loss_kernels import inverse_of_target_weights
+
+    inverse = torch.empty((), dtype=torch.float32, device=target.device)
+    terms = terms.contiguous()
+    arguments = (target.contiguous(), _or(terms.weight, inverse), inverse, target.numel(), classes, terms.ignore_index)
+    constants = {"HAS_WEIGHT": terms.weight is not None, **TARGETS}
+    launch(inverse_of_target_weights, (1,), target.device, *arguments, **constants)
+    return inverse
+
+
+def losses_of_rows(
+    x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(losses (N,), statistics (2, N)); with `dx` (which may be x) fills that instead of the statistics, with the
+    gradient times `inverse`."""
+    if _by_reference(x):
+        losses, statistics = cross_entropy_reference(x, target, terms)
+        if dx is None:
+            return losses, statistics
+        factor = inverse if inverse is not None else losses.new_ones(())
+        dx.copy_(cross_entropy_gradient_reference(factor, x, target, statistics, terms))
+        return losses, None
+    require_triton()
+    from rooftop.kernels import loss_kernels as kernels
+
+    x, target, terms = rows_of(x), target.contiguous(), terms.contiguous()
+    rows, columns = x.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=x.device)
+    kept = torch.empty((2, rows), dtype=torch.float32, device=x.device) if dx is None else None
+    group = unit(columns, x.stride(0))
+    tensors = (x, target, *_weight_arguments(terms, losses), _or(inverse, losses), losses)
+    sizes = (rows, columns // group, x.stride(0) // group, *_numbers(terms, columns))
+    constants = _constants(terms, inverse) | {"GRADIENT": dx is not None, "UNIT": group}
+    arguments = (*tensors, _or(kept, losses), _or(dx, losses), *sizes)
+    config = tile_config(LOSS if dx is None else FUSED, columns * x.element_size())
+    if config is None:
+        long = LOSS_LONG if dx is None else FUSED_LONG
+        grid = (min(rows, long.programs_per_sm * processors(x)),)
+        block = long_tile(long, x.element_size())
+        launch(kernels.cross_entropy_rows_long, grid, x.device, *arguments, **constants, **block)
+    else:
+        block = tile(config, columns, x.element_size())
+        launch(kernels.cross_entropy_rows, (-(-rows // config.rows),), x.device, *arguments, **constants, **block)
+    return losses, kept
+
+
+def _gradient(
+    dloss: Tensor, x: Tensor, target: Tensor, statistics: Tensor, terms: Terms, inverse: Tensor | None
+) -> Tensor:
+    """dx (N, V) from dloss (N,) or ()."""
+    if _by_reference(x):
+        factor = dloss.to(statistics.dtype) * (inverse if inverse is not None else 1.0)
+        return cross_entropy_gradient_reference(factor, x, target, statistics, terms)
+    require_triton()
+    from rooftop.kernels.loss_kernels import cross_entropy_gradient
+
+    x, target, terms = rows_of(x), target.contiguous(), terms.contiguous()
+    rows, columns = x.shape
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    group = unit(columns, x.stride(0))
+    elements = GRADIENT_BYTES // x.element_size()
+    block = min(elements, 1 << (columns - 1).bit_length())
+    tensors = (dloss, x, target, *_weight_arguments(terms, statistics), _or(inverse, statistics), statistics, dx)
+    strides = (x.stride(0) // group, dloss.stride(0) if dloss.dim() else 0)
+    sizes = (rows, columns // group, *strides, *_numbers(terms, columns))
+    constants = {"UNIT": group, "ROWS": elements // block, "COLUMNS": block, "num_warps": GRADIENT_WARPS}
+    grid = (-(-rows // (elements // block)) * -(-columns // block),)
+    launch(cross_entropy_gradient, grid, x.device, *tensors, *sizes, **_constants(terms, inverse), **constants)
+    return dx
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A kernel's argument that it does not use is any tensor."""
+    return other if tensor is None else tensor
+
+
+def _weight_arguments(terms: Terms, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Class weights, and their sum where it is used."""
+    if terms.weight is None:
+        return other, other
+    return terms.weight, terms.weight.sum(dtype=torch.float32) if terms.label_smoothing else other
+
+
+def _numbers(terms: Terms, classes: int) -> tuple[int | float, ...]:
+    return terms.ignore_index, 1 - terms.label_smoothing, terms.label_smoothing / classes, terms.z_loss
+
+
+def _constants(terms: Terms, inverse: Tensor | None) -> dict[str, bool]:
+    return {
+        "HAS_WEIGHT": terms.weight is not None,
+        "SMOOTH": terms.label_smoothing > 0,
+        "Z": terms.z_loss != 0,
+        "MEAN": inverse is not None,
+    }
+
+
+def total_of(losses: Tensor, inverse: Tensor | None) -> Tensor:
+    return losses.sum() if inverse is None else losses.sum() * inverse
+
+
+# ---- registration: separable -----------------------------------------------------------------------------------
+
+
+@operator("cross_entropy")
+def _cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss () or (N,), statistics (2, N), inverse): `inverse` () of a mean, else empty."""
+    check_targets(target, x.shape[1], ignore_index)
+    terms = Terms(weight, ignore_index, label_smoothing, z_loss)
+    losses, statistics = losses_of_rows(x, target, terms, None, None)
+    inverse = inverse_of_targets(target, x.shape[1], terms, losses.dtype) if reduction == "mean" else None
+    loss = losses if reduction == "none" else total_of(losses, inverse)
+    return loss, statistics, losses.new_empty(0) if inverse is None else inverse  # type: ignore[return-value]
+
+
+@torch.library.register_fake("rooftop::cross_entropy")
+def _(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rows, dtype = x.shape[0], statistics_dtype(x.dtype)
+    sizes = ((rows,) if reduction == "none" else (), (2, rows), () if reduction == "mean" else (0,))
+    loss, statistics, inverse = (x.new_empty(size, dtype=dtype) for size in sizes)
+    return loss, statistics, inverse
+
+
+@operator("cross_entropy_backward")
+def _cross_entropy_backward(
+    dloss: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, statistics: Tensor, inverse: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float,
+) -> Tensor:  # fmt: skip
+    terms = Terms(weight, ignore_index, label_smoothing, z_loss)
+    return _gradient(dloss, x, target, statistics, terms, inverse if inverse.numel() else None)
+
+
+@torch.library.register_fake("rooftop::cross_entropy_backward")
+def _(
+    dloss: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, statistics: Tensor, inverse: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape)
+
+
+Context = torch.autograd.function.FunctionCtx
+
+
+def _save(ctx: Context, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
+    x, target, weight, *numbers, _ = inputs
+    _, statistics, inverse = output
+    ctx.save_for_backward(x, target, weight, statistics, inverse)
+    ctx.mark_non_differentiable(statistics, inverse)
+    ctx.numbers = numbers  # type: ignore[attr-defined]
+
+
+def _differentiate(
+    ctx: Context, dloss: Tensor, _statistics: None, inverse_of_targets: None
+) -> tuple[Tensor | None, ...]:
+    dx = _cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.numbers)  # type: ignore[attr-defined]
+    return dx, None, None, None, None, None, None
+
+
+torch.library.register_autograd("rooftop::cross_entropy", _differentiate, setup_context=_save)
+torch.library.register_autograd("rooftop::cross_entropy_backward", no_second_derivative("cross_entropy"))
+
+# ---- registration: fused ---------------------------------------------------------------------------------------
+
+
+@operator("cross_entropy_with_gradient")
+def _cross_entropy_with_gradient(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    mean: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(loss (), its gradient (N, V))."""
+    check_targets(target, x.shape[1], ignore_index)
+    terms = Terms(weight, ignore_index, label_smoothing, z_loss)
+    inverse = inverse_of_targets(target, x.shape[1], terms, statistics_dtype(x.dtype)) if mean else None
+    gradient = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    losses, _ = losses_of_rows(x, target, terms, inverse, gradient)
+    return total_of(losses, inverse), gradient
+
+
+@torch.library.register_fake("rooftop::cross_entropy_with_gradient")
+def _(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    mean: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return x.new_empty((), dtype=statistics_dtype(x.dtype)), x.new_empty(x.shape)
+
+
+def _save_gradient(ctx: Context, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _scale_gradient(ctx: Context, dloss: Tensor, _gradient: None) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative("cross_entropy", "fused=False, or ")
+    (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    return scaled(gradient, dloss), None, None, None, None, None, None
+
+
+torch.library.register_autograd("rooftop::cross_entropy_with_gradient", _scale_gradient, setup_context=_save_gradient)
+
+
+def refuse_second_derivative(name: str, way: str) -> None:
+    """The gradient made in forward does not know how it depends on the logits."""
+    if torch.is_grad_enabled():  # create_graph
+        raise NotImplementedError(f"{name} has no second derivative: use {way}torch.nn.functional.cross_entropy")
+
+
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """gradient * factor: in place, unless it is needed again (retain_graph) or the call is only being traced."""
+    if torch._C._autograd._get_current_graph_task_keep_graph() or isinstance(gradient, FunctionalTensor):
+        return _scale(gradient, factor)
+    _scale_in_place(gradient, factor)
+    return gradient
+
+
+@operator("scale_gradient")
+def _scale(gradient: Tensor, factor: Tensor) -> Tensor:
+    result = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    _scale_into(gradient, factor, result)
+    return result
+
+
+@torch.library.register_fake("rooftop::scale_gradient")
+def _(gradient: Tensor, factor: Tensor) -> Tensor:
+    return gradient.new_empty(gradient.shape)
+
+
+@operator("scale_gradient_", mutates=["gradient"])
+def _scale_in_place(gradient: Tensor, factor: Tensor) -> None:
+    _scale_into(gradient, factor, gradient)
+
+
+@torch.library.register_fake("rooftop::scale_gradient_")
+def _(gradient: Tensor, factor: Tensor) -> None:
+    return None
+
+
+def _scale_into(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
+    """`gradient` and `result` are contiguous."""
+    in_place = result is gradient
+    if _by_reference(gradient):
+        if not in_place or float(factor) != 1.0:
+            torch.mul(gradient, float(factor), out=result)
+        return
+    require_triton()
+    from rooftop.kernels.loss_kernels import scale_unless_one
+
+    elements = gradient.numel()
+    grid = (min(-(-elements // SCALE["BLOCK"]), SCALE_PROGRAMS_PER_SM * processors(gradient)),)
+    launch(scale_unless_one, grid, gradient.device, gradient, factor, result, elements, IN_PLACE=in_place, **SCALE)
+
+
+# ---- cost --------------------------------------------------------------------------------------------------------
+
+
+def row_flops(call: Call, smoothing: str = "label_smoothing") -> int:
+    """Of one logit: maximum, subtraction, exponential, sum; with smoothing one sum more, weighted one product more."""
+    return 4 + (call[smoothing] > 0) * (1 + (call.get("class_weight", call.get("weight")) is not None))
+
+
+@cost_of("rooftop::cross_entropy")
+def _cost(call: Call) -> Cost:
+    x = call["x"]
+    read = distinct_bytes([x, call["target"], call["weight"]])
+    return Cost(read, distinct_bytes(call.out), {precision_of(x.dtype): row_flops(call) * x.numel()})
+
+
+@cost_of("rooftop::cross_entropy_backward")
+def _backward_cost(call: Call) -> Cost:
+    """Subtraction, exponential and product of each logit; with smoothing one subtraction more."""
+    x = call["x"]
+    read = [call["dloss"], x, call["target"], call["weight"], call["statistics"], call["inverse"]]
+    flops = (3 + (call["label_smoothing"] > 0)) * x.numel()
+    return Cost(distinct_bytes(read), distinct_bytes([call.out]), {precision_of(x.dtype): flops})
+
+
+@cost_of("rooftop::cross_entropy_with_gradient")
+def _fused_cost(call: Call) -> Cost:
+    """Both; the exponential counts once, since that of the forward pass only has to be divided by the sum."""
+    x = call["x"]
+    read = distinct_bytes([x, call["target"], call["weight"]])
+    flops = (row_flops(call) + 1 + (call["label_smoothing"] > 0)) * x.numel()
+    return Cost(read, distinct_bytes(call.out), {precision_of(x.dtype): flops})
+
+
+@cost_of("rooftop::scale_gradient")
+def _scale_cost(call: Call) -> Cost:
+    gradient = call["gradient"]
+    read = distinct_bytes([gradient, call["factor"]])
+    return Cost(read, distinct_bytes([call.out]), {precision_of(gradient.dtype): gradient.numel()})
+
+
+@cost_of("rooftop::scale_gradient_")
+def _scale_in_place_cost(call: Call) -> Cost:
+    """Whether there is anything to do is a matter of the factor's value: the least is to read it."""
+    return Cost(distinct_bytes([call["factor"]]))
+
+
+# ---- public ----------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    fused: bool | None = None,
+) -> Tensor:
+    """Cross entropy of logits and class indices; arguments as of `torch.nn.functional.cross_entropy`, and two more.
+
+    Args:
+        input: logits (N, V), (V,) or (N, V, d1, ...), bfloat16, float16, float32 or float64; the last form is copied
+            with V last.
+        target: class indices, int64, of the shape of `input` without V; on the same device.
+        weight: (V,), of each class, without gradient.
+        ignore_index: rows with this target count for nothing.
+        reduction: "mean" (divided by the sum of the targets' weights), "sum" or "none".
+        label_smoothing: from 0 to 1, the share that is spread over all classes.
+        z_loss: what the squared log-sum-exp of each row is multiplied with; weighted as the row is.
+        fused: make the gradient in the forward pass. None: where `input` needs one, the loss is reduced, and its dtype
+            is not float16.
+
+    Returns:
+        () or the shape of `target`, in the dtype of `input`; float32 under autocast. Everything between is float32
+        (float64 for float64). The mean of nothing is NaN, as PyTorch's.
+
+    Raises:
+        TypeError: no dense tensors, or dtypes that do not fit (class probabilities, too).
+        ValueError: shapes, devices or numbers that do not fit; targets that are no class, on the CPU and, with
+            ROOFTOP_CHECK=1 in the environment, on a GPU. Without it their rows, and a reduced loss, are NaN there.
+        NotImplementedError: forward-mode differentiation, or a second derivative.
+    """
+    check_arguments("cross_entropy", input, target, weight, reduction, label_smoothing, z_loss)
+    no_tangents("cross_entropy", input)
+    dtype = torch.float32 if under_autocast(input) and input.dtype != torch.float64 else input.dtype
+    if input.dim() == 1:
+        x = input.unsqueeze(0)
+    else:
+        x = input if input.dim() == 2 else input.movedim(1, -1).reshape(-1, input.shape[1])
+    needed = torch.is_grad_enabled() and input.requires_grad
+    if fused is None:
+        fused = reduction != "none" and input.dtype != torch.float16
+    elif fused and reduction == "none":
+        raise ValueError("cross_entropy: fused needs a reduction: the gradient of each row's loss is not known before")
+    numbers = (ignore_index, float(label_smoothing), float(z_loss))
+    indices = target.reshape(-1)
+    weight = weight.detach() if weight is not None else None
+    if fused and needed:
+        return _cross_entropy_with_gradient(x, indices, weight, *numbers, reduction == "mean")[0].to(dtype)
+    loss = _cross_entropy(x, indices, weight, *numbers, reduction)[0].to(dtype)
+    return loss.reshape(target.shape) if reduction == "none" else loss
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class LogitsShape(NamedTuple):
+    """Logits that are never made, as far as checks look at them."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+
+def under_autocast(x: Tensor) -> bool:
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def check_arguments(
+    name: str,
+    x: Tensor | LogitsShape,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    smoothing: float,
+    z_loss: float,
+) -> None:
+    for argument, tensor in (("input", x), ("target", target), ("weight", weight)):
+        if not isinstance(tensor, (Tensor, LogitsShape)) and (tensor is not None or argument != "weight"):
+            raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")
+        if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
+            raise TypeError(f"{name}: {argument} must be dense, got layout {tensor.layout}: use .to_dense()")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name}: input must be bfloat16, float16, float32 or float64, got {x.dtype}")
+    if target.dtype != torch.int64:
+        raise TypeError(
+            f"{name}: target must be class indices of int64, got {target.dtype}; of class probabilities use "
+            "torch.nn.functional.cross_entropy"
+        )
+    if x.dim() == 0:
+        raise ValueError(f"{name}: expected input of shape (N, V), got ()")
+    classes_at = min(1, x.dim() - 1)
+    classes = x.shape[classes_at]
+    expected = tuple(n for i, n in enumerate(x.shape) if i != classes_at)
+    if tuple(target.shape) != expected:
+        raise ValueError(
+            f"{name}: expected target of shape {expected} for an input of {tuple(x.shape)}, got {tuple(target.shape)}"
+        )
+    if classes == 0:
+        raise ValueError(f"{name}: expected at least one class, got an input of shape {tuple(x.shape)}")
+    if weight is not None and (tuple(weight.shape) != (classes,) or weight.dtype not in FLOATS):
+        raise ValueError(
+            f"{name}: expected class weights of shape ({classes},), floating point; got {tuple(weight.shape)} "
+            f"{weight.dtype}"
+        )
+    for argument, tensor in (("target", target), ("weight", weight)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name}: input is on {x.device}, {argument} on {tensor.device}: move one to the other")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0.0 <= smoothing <= 1.0:
+        raise ValueError(f"{name}: label_smoothing must be from 0 to 1, got {smoothing}")
+    if not math.isfinite(z_loss):
+        raise ValueError(f"{name}: z_loss must be finite, got {z_loss}")

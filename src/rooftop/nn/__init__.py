@@ -1,0 +1,7 @@
+"""Modules over the operators of `rooftop.kernels`, with the names and arguments of `torch.nn`."""
+
+from rooftop.nn.losses import CrossEntropyLoss
+from rooftop.nn.norms import LayerNorm
+from rooftop.nn.softmaxes import LogSoftmax, Softmax
+
+__all__ = ["CrossEntropyLoss", "LayerNorm", "LogSoftmax", "Softmax"]

@@ -1,0 +1,36 @@
+"""The cross entropy as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels import cross_entropy
+
+
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """`torch.nn.CrossEntropyLoss` of class indices, computed by `rooftop.kernels.cross_entropy`, with z-loss."""
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> None:
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        self.z_loss = z_loss
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """input (N, V), (V,) or (N, V, ...), target (N,), () or (N, ...); () or, not reduced, like target."""
+        return cross_entropy(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+        )
