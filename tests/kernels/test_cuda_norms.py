@@ -206,11 +206,12 @@ def test_wrong_arguments(residual: object, more: dict[str, Tensor], error: type[
 def test_each_configuration_compiles_without_spills_and_fits_a_block(arch: str) -> None:
     pytest.importorskip("cuda.core")
     for config in module.CONFIGS:
-        x = torch.empty(4, config.columns, dtype=torch.bfloat16)
-        name, grid, block = module.kernel_for(x, x, [x[0], x[0], x[0]])
-        kernel = cuda.compile(module._source(), name, arch=arch)
-        kernel.check(grid, block)
-        assert kernel.binary.spill_bytes == 0, kernel
+        for columns in (config.columns, config.columns - 1):  # 16 bytes at a time, and single elements
+            x = torch.empty(4, columns, dtype=torch.bfloat16)
+            name, grid, block = module.kernel_for(x, x, [x[0], x[0], x[0]])
+            kernel = cuda.compile(module._source(), name, arch=arch)
+            kernel.check(grid, block)
+            assert kernel.binary.spill_bytes == 0, kernel
         assert config.elements * config.warps * 32 == config.columns
         assert config.rows == 1 or config.warps == 1
 

@@ -244,6 +244,10 @@ class Kernel:
         mode = self._driver(driver.cuThreadExchangeStreamCaptureMode(relaxed))
         try:
             return core.ObjectCode.from_cubin(self.binary.cubin, name=self.name).get_kernel(self.binary.symbol)
+        except Exception as error:
+            if not _is_of_the_driver(error):
+                raise
+            raise LaunchError(f"kernel {self.name} for {self.arch} cannot be loaded: {error}") from error
         finally:
             self._driver(driver.cuThreadExchangeStreamCaptureMode(mode))
 
@@ -310,7 +314,7 @@ class Kernel:
         try:
             _launch(_current_stream(device), configuration, self._loaded, *values)
         except Exception as error:
-            if type(error).__name__ != "CUDAError":  # `cuda.core` exports no name for it
+            if not _is_of_the_driver(error):
                 raise
             raise LaunchError(
                 f"kernel {self.name} was not launched with {configuration}: {error}. An error of earlier work shows "
@@ -324,6 +328,11 @@ class Kernel:
             torch.cuda.current_stream(device).synchronize()
         except RuntimeError as error:
             raise LaunchError(f"{what}: {str(error).splitlines()[0]}") from error
+
+
+def _is_of_the_driver(error: Exception) -> bool:
+    """`cuda.core` exports no name for its errors."""
+    return type(error).__name__ == "CUDAError"
 
 
 def _launch(*arguments: Any) -> None:
