@@ -86,7 +86,7 @@ def test_gate(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("columns", [65_600, 70_001])
+@pytest.mark.parametrize("columns", [33_024, 33_001])
 def test_gate_of_rows_longer_than_a_tile(columns: int, name: str) -> None:
     kernels = ("softmax_forward_long", "softmax_backward_long")
     assert_gate(name, rows(5, columns, dtype=torch.float16), kernels=kernels)
@@ -125,9 +125,9 @@ def test_gate_of_masks_that_broadcast(shape: tuple[int, ...], name: str) -> None
 
 @pytest.mark.parametrize("name", OURS)
 def test_gate_of_masked_long_rows(name: str) -> None:
-    x = rows(2, 2, 70_001, dtype=torch.bfloat16)
-    assert_gate(name, x, torch.randn(2, 1, 70_001).bfloat16())
-    assert_gate(name, x, torch.rand(2, 70_001) > 0.5)
+    x = rows(2, 2, 33_001, dtype=torch.bfloat16)
+    assert_gate(name, x, torch.randn(2, 1, 33_001).bfloat16())
+    assert_gate(name, x, torch.rand(2, 33_001) > 0.5)
 
 
 def test_a_mask_of_more_dimensions_than_strides_can_say() -> None:
@@ -154,13 +154,13 @@ def test_rows_sum_to_one_and_a_shift_changes_nothing() -> None:
     assert torch.equal(softmax(rows(5, 1)), torch.ones(5, 1))
 
 
-@pytest.mark.parametrize("columns", [777, 70_001])
+@pytest.mark.parametrize("columns", [777, 33_001])
 @pytest.mark.parametrize("name", OURS)
 def test_a_large_offset_does_not_swamp_the_differences(name: str, columns: int) -> None:
     assert_gate(name, 1e4 + torch.randn(3, columns))
 
 
-@pytest.mark.parametrize("columns", [50, 70_001])
+@pytest.mark.parametrize("columns", [50, 33_001])
 @pytest.mark.parametrize("name", OURS)
 def test_infinities_and_nan_do_what_they_do_in_pytorch(name: str, columns: int) -> None:
     x = rows(7, columns)

@@ -93,7 +93,7 @@ def _class_weights(x: Tensor, terms: Terms) -> Tensor:
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
 # Not measured yet. Rows that are read once only (LOSS) need no registers for the whole row, and no room in L2: many
-# programs an SM. With the gradient (FUSED) rows are held up to 128 KiB; past that as the long rows of softmax.
+# programs an SM. With the gradient (FUSED) rows are held up to 64 KiB; past that as the long rows of softmax.
 LOSS = (
     *(TileConfig(256, 16, 256, 2), TileConfig(512, 8, 256, 2), TileConfig(1024, 4, 1024, 2)),
     *(TileConfig(2048, 1, 512, 2), TileConfig(4096, 1, 1024, 4), TileConfig(8192, 1, 2048, 4)),
@@ -102,7 +102,7 @@ LOSS = (
 LOSS_LONG = LongConfig(block_bytes=8192, warps=8, programs_per_sm=6, stages=3)
 FUSED = (
     *LOSS,
-    *(TileConfig(32768, 1, 8192, 8), TileConfig(65536, 1, 16384, 16), TileConfig(131072, 1, 32768, 32)),
+    *(TileConfig(32768, 1, 8192, 8), TileConfig(65536, 1, 16384, 16)),
 )
 FUSED_LONG = LongConfig(block_bytes=16384, warps=32, programs_per_sm=1, stages=4)
 GRADIENT_BYTES = 8192  # of a tile: rows of fewer bytes share one

@@ -1,0 +1,156 @@
+"""Cross entropy beside torch, torch.compile and Liger: forward and backward together, in ms; with and without logits.
+
+    python benchmarks/kernels/losses.py [--out benchmarks/results/h200/losses.json]
+
+bfloat16, mean over 8192 rows, as many classes as listed and three numbers of them drawn when the script runs (`--seed`
+repeats them). Forward and backward run as one, since some variants make the gradient in forward and some in backward;
+replayed from a CUDA graph, which shows the kernels, and called eagerly. Variants interleaved, two sets of inputs,
+medians. The roof is that of reading the logits once and writing their gradient once or, from hidden states, that of
+three matrix products, at the ceilings measured in the same run; there the peak of memory is stated too. What is not
+installed, or cannot do a size, is left out and said to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rooftop.cost import Cost, roof
+from rooftop.hardware import Ceilings, compare, measure_ceilings
+from rooftop.hardware.timing import captured, rotated
+from rooftop.kernels import cross_entropy, linear_cross_entropy
+
+CLASSES = (1024, 8192, 32000, 50257, 65536, 128256, 262144)
+SPANS = ((1000, 16384), (16384, 65536), (65536, 262144))
+LINEAR = ((8192, 768, 50257), (8192, 4096, 32000), (8192, 4096, 128256))  # rows, features, classes
+ROWS = 8192
+Loss = Callable[..., Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--classes", type=int, nargs="+", default=CLASSES, help="other numbers of classes")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of what is drawn")
+    options = parser.parse_args()
+    drawn = [random.Random(options.seed + i).randint(*span) for i, span in enumerate(SPANS)]
+    ceilings = measure_ceilings("cuda")
+    rows = [measure_logits(classes, ceilings) for classes in sorted({*options.classes, *drawn})]
+    linear = [measure_linear(*shape, ceilings) for shape in LINEAR]
+    if options.out:
+        environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
+        found = {"environment": environment, "dtype": "bfloat16", "seed": options.seed, "drawn": drawn, "unit": "ms"}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({**found, "logits": rows, "hidden": linear}, indent=1) + "\n")
+
+
+def measure_logits(classes: int, ceilings: Ceilings) -> dict[str, Any]:
+    """ms of forward and backward from logits."""
+    torch._dynamo.reset()
+    variants: dict[str, Loss] = {
+        "rooftop": cross_entropy,
+        "rooftop separable": lambda x, t: cross_entropy(x, t, fused=False),
+        "torch": F.cross_entropy,
+        "compile": torch.compile(F.cross_entropy, dynamic=False),
+    }
+    try:
+        from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+        # It writes the gradient over the logits, so that a second run would get other ones: it is given a copy, and
+        # the time of the copy alone is measured beside it.
+        variants["liger and copy"] = lambda x, t: LigerCrossEntropyFunction.apply(x.clone(), t, None, -100)[0]
+        variants["copy"] = lambda x, t: x.clone()[0, 0] * 1.0
+    except ImportError:
+        print("liger-kernel is not installed: left out")
+    sets = [(_random(ROWS, classes), torch.randint(classes, (ROWS,), device="cuda")) for _ in range(2)]
+    bytes_ = 2 * ROWS * classes
+    row = {"rows": ROWS, "classes": classes, "roof": roof(Cost(bytes_ + 8 * ROWS, bytes_), ceilings).ms}
+    return _measure(row, variants, sets, wanted=1)
+
+
+def measure_linear(rows: int, features: int, classes: int, ceilings: Ceilings) -> dict[str, Any]:
+    """ms of forward and backward from hidden states, and MiB at the peak beyond the inputs."""
+    torch._dynamo.reset()
+
+    def plain(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight), target)
+
+    variants: dict[str, Loss] = {
+        "rooftop": linear_cross_entropy,
+        "torch": plain,
+        "compile": torch.compile(plain, dynamic=False),
+    }
+    try:
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+        variants["liger"] = lambda h, w, t: LigerFusedLinearCrossEntropyFunction.apply(h, w, t)[0]
+    except ImportError:
+        print("liger-kernel is not installed: left out")
+    sets = [
+        (_random(rows, features), _random(classes, features), torch.randint(classes, (rows,), device="cuda"))
+        for _ in range(2)
+    ]
+    read, flops = 2 * (rows + classes) * features + 8 * rows, 6 * rows * features * classes
+    limit = roof(Cost(read, read - 8 * rows, {"bf16": flops}), ceilings).ms
+    row = {"rows": rows, "features": features, "classes": classes, "roof": limit}
+    return _measure(row, variants, sets, wanted=2, memory=True)
+
+
+def _measure(
+    row: dict[str, Any], variants: dict[str, Loss], sets: list[Any], wanted: int, memory: bool = False
+) -> dict[str, Any]:
+    """`wanted`: so many of the first inputs get a gradient."""
+    calls: dict[str, dict[str, Callable[[], object]]] = {}
+    peaks: dict[str, float] = {}
+    for name, loss in variants.items():
+
+        def step(*inputs: Tensor, loss: Loss = loss) -> object:
+            return torch.autograd.grad(loss(*inputs), inputs[:wanted])
+
+        try:
+            with torch.cuda.stream(STREAM):
+                step(*sets[0])
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                step(*sets[0])
+                torch.cuda.synchronize()
+                peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+            replay = captured(lambda step=step: [step(*each) for each in sets], STREAM)
+            calls[name] = {"eager": rotated(step, sets), "replay": replay}
+        except Exception as error:
+            torch.cuda.empty_cache()
+            print(f"{name} cannot do {row['classes']} classes: {type(error).__name__}: {str(error)[:100]}")
+    eager, replayed = (_compare(calls, how) for how in ("eager", "replay"))
+    row["graph"] = {name: t.median_ms / len(sets) for name, t in replayed.items()}
+    row["eager"] = {name: t.median_ms for name, t in eager.items()}
+    if memory:
+        row["peak_mib"] = peaks
+    times = "  ".join(f"{name} {ms:.3f} (eager {row['eager'][name]:.3f})" for name, ms in row["graph"].items())
+    shape = f"{row['rows']} x " + (f"{row['features']} x " if "features" in row else "") + f"{row['classes']}"
+    print(f"{shape}: roof {row['roof']:.3f} ms  {times}", flush=True)
+    if memory:
+        print("  peak: " + "  ".join(f"{name} {mib:.0f} MiB" for name, mib in peaks.items()), flush=True)
+    return row
+
+
+def _compare(calls: dict[str, dict[str, Callable[[], object]]], how: str) -> dict[str, Any]:
+    with torch.cuda.stream(STREAM):
+        return compare({name: both[how] for name, both in calls.items()}, device="cuda", seconds=0.06)
+
+
+def _random(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+
+if __name__ == "__main__":
+    STREAM = torch.cuda.Stream()
+    main()
