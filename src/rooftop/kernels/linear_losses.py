@@ -220,7 +220,7 @@ def linear_cross_entropy(
         raise ValueError("linear_cross_entropy: reduction must be 'mean' or 'sum': gradients are made in forward")
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"linear_cross_entropy: chunk_size must be a positive int, got {chunk_size!r}")
-    no_tangents("linear_cross_entropy", hidden, weight, bias)
+    no_tangents("cross_entropy", hidden, weight, bias)
     grad = torch.is_grad_enabled()
     wanted = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     chunk = chunk_size or chunk_rows(rows.shape[0], rows.shape[1])
