@@ -255,6 +255,28 @@ def test_operands_that_a_kernel_computed_are_no_work_of_the_library_that_lists_t
     assert [cost(w) for w in kernel_works(graph, listed)] == [cost(w) for w in kernel_works(graph, apart)]
 
 
+def test_a_kernel_computes_nothing_that_waits_for_a_later_call_of_a_library() -> None:
+    """One kernel may lay out the weights of several convolutions; it names all that these are made of."""
+    x, first, second = torch.zeros(2, 3, 8, 8), torch.zeros(4, 3, 1, 1), torch.zeros(5, 4, 1, 1)
+
+    def two_convolutions(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return torch.conv2d(torch.conv2d(x, first).relu(), second)
+
+    graph = traced(two_convolutions, x, first, second)
+    layout, _, activation, _ = kernel_works(
+        graph,
+        [
+            ("triton_poi_fused_convolution_relu_0", ["convolution", "convolution_1", "relu"]),
+            ("extern_kernels.convolution", ["convolution"]),
+            ("triton_poi_fused_relu_1", ["relu"]),
+            ("extern_kernels.convolution", ["convolution_1"]),
+        ],
+    )
+    assert layout.lays_out
+    assert moved(layout) == (first.nbytes + second.nbytes,) * 2
+    assert moved(activation) == (2 * 4 * 8 * 8 * FLOAT,) * 2
+
+
 def test_a_kernel_that_lays_out_what_is_there_already_moves_the_operand_and_computes_nothing() -> None:
     graph = traced(linear, torch.zeros(4, 6), torch.zeros(6, 5))
     relu, mm, exp = computed(graph)

@@ -26,7 +26,7 @@ REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "max", "min", "p
 """Operators that inductor may split into two kernels."""
 SCATTERS = {
     *("scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "_unsafe_index_put"),
-    "_unsafe_masked_index_put_accumulate",
+    *("_unsafe_masked_index_put_accumulate", "as_strided_scatter", "slice_scatter", "select_scatter"),
 }
 """Operators of which inductor may make a kernel that fills memory and one that adds to it."""
 
@@ -80,7 +80,7 @@ def _calls(name: str, group: list[fx.Node]) -> list[fx.Node]:
     return [node for node in group if plain_name(_operator(node)) == plain] or group
 
 
-def _without(group: list[fx.Node], called: set[fx.Node], done: set[fx.Node]) -> list[fx.Node]:
+def _without(group: list[fx.Node], called: Mapping[fx.Node, int], done: set[fx.Node]) -> list[fx.Node]:
     """The group without the calls of libraries in it and without those of their operands that are done already.
 
     These are in memory and only laid out; one that is not done is computed here, in the layout that is wanted.
@@ -137,14 +137,18 @@ def kernel_works(
         group if is_generated(name) else _calls(name, group) for (name, _), group in zip(kernels, groups, strict=True)
     ]
     called = {
-        node for (name, _), group in zip(kernels, groups, strict=True) if not is_generated(name) for node in group
+        node: number
+        for number, ((name, _), group) in enumerate(zip(kernels, groups, strict=True))
+        if not is_generated(name)
+        for node in group
     }
+    fills = _take_fills_out(groups)
+    after = _last_calls(graph, called)
     done: set[fx.Node] = set()
     for number, (name, _) in enumerate(kernels):
         if is_generated(name):
-            groups[number] = _without(groups[number], called, done)
+            groups[number] = _without(_ready(number, name, groups[number], called, after), called, done)
             done.update(groups[number])
-    fills = _take_fills_out(groups)
     _drop_what_is_read([is_generated(name) for name, _ in kernels], groups)
     kernels_of: dict[fx.Node, list[int]] = {}
     for number, group in enumerate(groups):
@@ -158,6 +162,44 @@ def kernel_works(
         works.append(_laying_out(name, served) if served and not kernel.stored() else kernel.work(name))
         begun.update(node for node in group if _is_reduction(node))
     return works
+
+
+def _last_calls(graph: fx.Graph, called: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """For each node the last kernel of a library, by number, that must have run before it; -1 for none."""
+    after: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        before = (max(after[value], called.get(value, -1)) for value in node.all_input_nodes)
+        after[node] = max(before, default=-1)
+    return after
+
+
+def _ready(
+    number: int, name: str, group: list[fx.Node], called: Mapping[fx.Node, int], after: Mapping[fx.Node, int]
+) -> list[fx.Node]:
+    """The part of a kernel's group that it can compute.
+
+    A kernel that lays out an operand for a library names all that the library's call is made of: of that it computes
+    nothing that waits for a later call, and no reduction if it is a pointwise kernel.
+    """
+    members = set(group)
+    pointwise = name.startswith("triton_poi_") and not members.isdisjoint(called)
+    ready = {
+        node for node in group if node in called or (after[node] < number and not (pointwise and _is_reduction(node)))
+    }
+    ends = [node for node in ready if node in called or members.isdisjoint(node.users)]
+    return _leading_to(ends, group, ready)
+
+
+def _leading_to(ends: Iterable[fx.Node], group: list[fx.Node], allowed: set[fx.Node]) -> list[fx.Node]:
+    """The nodes of a group from which the ends are made, the ends among them, as far as they are allowed."""
+    found: set[fx.Node] = set()
+    waiting = list(ends)
+    while waiting:
+        node = waiting.pop()
+        if node in allowed and node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return [node for node in group if node in found]
 
 
 def _take_fills_out(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
@@ -179,18 +221,12 @@ def _take_fills_out(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
 
 def _without_what_leads_to(end: fx.Node, group: list[fx.Node]) -> list[fx.Node]:
     """The group without a node, what is made of it, and what only they need."""
-    members, kept = set(group), set[fx.Node]()
-    after = {end}
+    members, after = set(group), {end}
     for node in end.graph.nodes:
         if node in members and not after.isdisjoint(node.all_input_nodes):
             after.add(node)
-    waiting = [node for node in group if node not in after and members.isdisjoint(node.users)]
-    while waiting:
-        node = waiting.pop()
-        if node in members and node not in kept:
-            kept.add(node)
-            waiting.extend(node.all_input_nodes)
-    return [node for node in group if node in kept]
+    others = [node for node in group if node not in after and members.isdisjoint(node.users)]
+    return _leading_to(others, group, members)
 
 
 def _drop_what_is_read(generated: Sequence[bool], groups: list[list[fx.Node]]) -> None:
