@@ -98,8 +98,10 @@ def _advice(report: Report) -> Table:
 
 def _compilation(compilation: Compilation) -> Text:
     lines = [
-        f"\ncompiled: {compilation.graphs} graphs of {compilation.kernels} kernels in {compilation.seconds:.1f} s, "
-        f"{len(compilation.graph_breaks)} graph breaks, {len(compilation.recompilations)} recompilations"
+        "\ncompiled: "
+        f"{_counted(compilation.graphs, 'graph')} of {_counted(compilation.kernels, 'kernel')} in "
+        f"{compilation.seconds:.1f} s, {_counted(len(compilation.graph_breaks), 'graph break')}, "
+        f"{_counted(len(compilation.recompilations), 'recompilation')}"
     ]
     lines += [
         f"  break at {b.line}: {short_reason(b.reason)} ({b.seconds:.1f} s to compile what follows)"
@@ -126,6 +128,10 @@ def ranks_table(ranks: Ranks) -> Table:
         mark = "the straggler" if late else ""
         table.add_row(str(row.rank), row.device, *map(time_text, times), mark, style="bold" if late else "")
     return table
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _operators(report: Report, rows: int) -> Table:

@@ -62,14 +62,14 @@ def _memory(ceilings: Ceilings) -> Table:
         size = point.working_set_bytes / (1 << 20)
         rates = (point.read, point.write, point.copy, point.triad)
         bar = "█" * round(30 * point.best / best)
-        table.add_row(f"{size:g} MiB", *(f"{rate / 1e9:,.0f}" for rate in rates), bar)
+        table.add_row(f"{size:g} MiB", *(_gigabytes(rate) for rate in rates), bar)
     return table
 
 
 def _rates(ceilings: Ceilings) -> Table:
     table = Table(title="\nrates and launches", title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
     for level in ceilings.levels:
-        table.add_row(f"{level.name} bandwidth", f"{level.rate / 1e9:,.0f} GB/s")
+        table.add_row(f"{level.name} bandwidth", f"{_gigabytes(level.rate)} GB/s")
     for precision, rate in ceilings.flops.items():
         table.add_row(f"matrix {precision}", f"{rate / 1e12:,.3g} TFLOP/s")
     for name, rate in {**ceilings.transfers, **ceilings.links}.items():
@@ -78,3 +78,8 @@ def _rates(ceilings: Ceilings) -> Table:
     table.add_row("launch, eager", f"{1e3 * ceilings.launch_eager_ms:.2f} us")
     table.add_row("launch, in a graph", f"{1e3 * ceilings.launch_graph_ms:.2f} us")
     return table
+
+
+def _gigabytes(rate: float) -> str:
+    """GB/s with three digits or all of its integer ones: "4,380", "12.6", "0.41"."""
+    return f"{rate / 1e9:,.0f}" if rate >= 1e11 else f"{rate / 1e9:.3g}"
