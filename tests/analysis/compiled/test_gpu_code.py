@@ -1,0 +1,52 @@
+"""Each kernel that inductor makes for a GPU has a cost, and those with names of their own cost what they move."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PINNED = "2.13"
+
+pytestmark = pytest.mark.skipif(
+    not torch.__version__.startswith(PINNED) or torch.cuda.is_available(),
+    reason=f"pretends that a GPU is there, deep in torch {PINNED}; where there is one, test_graphs.py uses it",
+)
+
+
+def kernels_of(network: str) -> list[dict[str, Any]]:
+    """In a process of its own, whose torch believes in a GPU."""
+    program = Path(__file__).with_name("gpu_code.py")
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", program, network], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def named(kernels: list[dict[str, Any]], *parts: str) -> list[list[int]]:
+    return [kernel["moved"] for kernel in kernels if all(part in kernel["name"] for part in parts)]
+
+
+def test_convolutions_norms_and_pooling() -> None:
+    kernels = kernels_of("convolutions")
+    assert [kernel for kernel in kernels if kernel["moved"] is None] == []
+    large, small = 2 * 8 * 64 * 32 * 32, 2 * 8 * 64 * 16 * 16  # bytes of the stem's images, and of the pooled ones
+    indices = small // 2
+    assert [large, small + indices] in named(kernels, "max_pool2d")
+    fill, scatter = named(kernels, "max_pool2d_with_indices_backward")[:2]
+    assert fill == [0, 2 * large]  # sums in float32
+    assert scatter == [small + indices, 2 * small]
+
+
+def test_attention_norms_and_embeddings() -> None:
+    kernels = kernels_of("text")
+    assert [kernel for kernel in kernels if kernel["moved"] is None] == []
+    gradient = 4 * 1000 * 256  # of the table of tokens, in float32
+    assert [0, gradient] in named(kernels, "embedding_dense_backward")  # filled with zeros
+    assert [gradient, gradient // 2] in named(kernels, "embedding_dense_backward")  # and cast in the end
