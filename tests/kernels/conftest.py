@@ -1,11 +1,16 @@
-"""CUDA C++ kernels on the CPU: the operators' own launch code, with the kernels compiled by the C++ compiler."""
+"""Kernels on the CPU: Triton's through its interpreter, those in CUDA C++ through the C++ compiler, both by the
+operators' own launch code."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,27 @@ from rooftop.launch import cuda
 SHIM = Path(__file__).with_name("cuda_on_cpu.h")
 COMPILE = cuda.compile
 BY_VALUE = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
+
+
+@pytest.fixture
+def interpreted() -> Callable[[str], int]:
+    """Runs a file of tests where the CPU launches the Triton kernels, in a new process, since Triton decides at import.
+
+    Gives how many passed; all but the calling test must.
+    """
+
+    def run(file: str) -> int:
+        pytest.importorskip("triton")
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        # NumPy, which the interpreter computes with, warns of NaN and infinity where a GPU does not.
+        command = [sys.executable, "-m", "pytest", "-v", "-m", "not gpu", "-W", "ignore::RuntimeWarning", file]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+        assert done.returncode == 0, done.stdout[-3000:]
+        counts = re.search(r"(\d+) passed, 1 skipped", done.stdout)
+        assert counts is not None, done.stdout[-500:]
+        return int(counts[1])
+
+    return run
 
 
 class KernelOnCpu:

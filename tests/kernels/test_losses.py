@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import re
-import subprocess
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -338,17 +335,8 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], mess
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
-def test_all_of_the_above_through_the_interpreter() -> None:
-    """The same tests where the CPU launches the Triton kernels: in a new process, since Triton decides at import."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    # NumPy, which the interpreter computes with, warns of NaN and infinity where a GPU does not.
-    command = [sys.executable, "-m", "pytest", "-v", "-m", "not gpu", "-W", "ignore::RuntimeWarning", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
-    counts = re.search(r"(\d+) passed, 1 skipped", done.stdout)
-    assert counts is not None, done.stdout[-500:]
-    assert int(counts[1]) > 90
+def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
+    assert interpreted(__file__) > 90
 
 
 @pytest.mark.gpu

@@ -38,7 +38,7 @@ TIMEOUT_S = 900.0
 
 # Field of `KernelCounters` -> metric. All exist from Turing to Blackwell, but GeForce Blackwell counts no DRAM bytes.
 # An H200 counts them in one pass. sm__throughput, the usual measure of the multiprocessors, needs nine, and before each
-# ncu puts back all memory that the kernel may have written: 63 s instead of 20 s for ResNet-50 (282 kernels).
+# ncu puts back all memory that the kernel may have written.
 METRICS = {
     "ms": "gpu__time_duration.sum",
     "dram_read_bytes": "dram__bytes_read.sum",

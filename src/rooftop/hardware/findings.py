@@ -46,6 +46,11 @@ class NoTorch(Exception):
 
 
 def torch_here() -> Any:
+    """The module torch.
+
+    Raises:
+        NoTorch: it cannot be imported, for whatever reason; `__cause__` says which.
+    """
     try:
         return import_module("torch")
     except Exception as error:
@@ -53,6 +58,7 @@ def torch_here() -> Any:
 
 
 def gpu_usable() -> bool:
+    """Whether torch is there and can use a GPU."""
     try:
         return bool(torch_here().cuda.is_available())
     except NoTorch:
@@ -68,6 +74,7 @@ def torch_cuda() -> str:
 
 
 def build_of(torch: Any) -> str:
+    """What torch is built for: "CUDA 13.0 build", "ROCm 6.4 build" or "CPU build"."""
     hip = getattr(torch.version, "hip", None)
     return f"CUDA {torch.version.cuda} build" if torch.version.cuda else f"ROCm {hip} build" if hip else "CPU build"
 
@@ -86,4 +93,5 @@ def reason_of(error: BaseException | None) -> str:
 
 
 def counted(number: int, what: str) -> str:
+    """ "1 GPU", "2 GPUs"."""
     return f"{number} {what}{'' if number == 1 else 's'}"

@@ -41,6 +41,11 @@ class DriverAnswer(NamedTuple):
 
 
 def ask_driver() -> DriverAnswer:
+    """What NVML says of the driver, or why it does not.
+
+    Raises:
+        ImportError: nvidia-ml-py is not installed.
+    """
     nvml: Any = import_module("pynvml")
     try:
         nvml.nvmlInit()

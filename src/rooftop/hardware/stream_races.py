@@ -99,7 +99,7 @@ class StreamCheck:
 def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
     """Watch the operators of the block, and what waits for what; without CUDA it does nothing.
 
-    Every operator costs some 100 us in the block. PyTorch cannot switch its tracing of streams and allocations off
+    Every operator is much slower in the block. PyTorch cannot switch its tracing of streams and allocations off
     again: afterwards each costs about a microsecond more for as long as the process lives.
 
     Args:

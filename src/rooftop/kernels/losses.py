@@ -81,6 +81,7 @@ def cross_entropy_gradient_reference(
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of maxima, sums and losses of logits of that dtype: float64 of float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -235,6 +236,7 @@ def _constants(terms: Terms, inverse: Tensor | None) -> dict[str, bool]:
 
 
 def total_of(losses: Tensor, inverse: Tensor | None) -> Tensor:
+    """The reduced loss, a scalar: losses (N,) added up and multiplied by `inverse`, one over what a mean divides by."""
     return losses.sum() if inverse is None else losses.sum() * inverse
 
 
@@ -514,6 +516,7 @@ class LogitsShape(NamedTuple):
 
 
 def under_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for the device of x, which then takes float32."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
@@ -526,6 +529,12 @@ def check_arguments(
     smoothing: float,
     z_loss: float,
 ) -> None:
+    """Refuse wrong arguments of `name` before anything is launched.
+
+    Raises:
+        TypeError: what is no tensor, or of a dtype that the losses do not take.
+        ValueError: shapes, devices or values that do not fit; the message names the argument.
+    """
     for argument, tensor in (("input", x), ("target", target), ("weight", weight)):
         if not isinstance(tensor, (Tensor, LogitsShape)) and (tensor is not None or argument != "weight"):
             raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")

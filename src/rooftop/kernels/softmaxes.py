@@ -103,6 +103,7 @@ def tile_config(table: Sequence[TileConfig], row_bytes: int) -> TileConfig | Non
 
 
 def long_tile(config: LongConfig, element_bytes: int) -> Constants:
+    """The constants of the kernels for long rows, of elements of that many bytes."""
     return {"COLUMNS": config.block_bytes // element_bytes, "STAGES": config.stages, "num_warps": config.warps}
 
 

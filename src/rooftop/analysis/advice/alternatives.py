@@ -85,7 +85,11 @@ def repeated_ms(
         device: where.
 
     Returns:
-        None if PyTorch has no such operator for that dtype or layout, or no room.
+        None if PyTorch refuses: it has no such operator for that dtype or layout, or no room. Advice says how much of
+        the time could be timed.
+
+    Raises:
+        torch.AcceleratorError: the device failed; nothing measured after that would hold.
     """
     make = partial(_tensor, dtype=dtype, channels_last=channels_last, device=device)
     family = next((part for part in _PUBLIC if part in spec.name), None)
@@ -97,7 +101,9 @@ def repeated_ms(
                 return _gradient_ms(forward, inputs, device) if backward else _forward_ms(forward, device)
             args, kwargs = tree_map_only(TensorSpec, make, (spec.args, dict(spec.kwargs)))
             return _forward_ms(lambda: spec.func(*args, **kwargs), device)
-    except (RuntimeError, NotImplementedError):
+    except torch.AcceleratorError:
+        raise
+    except RuntimeError:  # a refusal: PyTorch has no type of its own for "not implemented for this dtype"
         return None
 
 

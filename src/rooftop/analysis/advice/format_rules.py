@@ -29,17 +29,20 @@ def half_precision(findings: Findings) -> list[Advice]:
     if "bf16" not in ceilings.flops or not changed:
         return []
     timed = repeated_ratios([op for op, _ in changed], dtype=torch.bfloat16) if findings.repeatable else {}
-    now_ms = after_ms = 0.0
+    now_ms = after_ms = timed_ms = 0.0
     for op, recast in changed:
         now_ms += op.measured_ms
-        after_ms += op.measured_ms * (timed.get(op.record.spec) or _roof_ratio(op, recast, findings))
+        ratio = timed.get(op.record.spec)
+        timed_ms += op.measured_ms if ratio is not None else 0.0
+        after_ms += op.measured_ms * (ratio if ratio is not None else _roof_ratio(op, recast, findings))
     casts = [elements for recast in recasts for elements in recast.casts] * (2 if findings.training else 1)
     casts_ms = sum(roof(Cost(4 * elements, 2 * elements), ceilings).ms for elements in casts)
     return [
         Advice(
             "Run in bfloat16",
             f"{len(changed)} operators that take {now_ms:.2f} ms in float32 would take {after_ms:.2f} ms"
-            + (", timed here on their shapes" if timed else ", at their percent of roof")
+            + (f", {100 * timed_ms / now_ms:.0f}% of it timed here on their shapes" if timed_ms else "")
+            + (", at their percent of roof" if not timed_ms else "")
             + (f"; {len(casts)} casts would take {casts_ms:.2f} ms" if casts else ""),
             findings.saved_ms(now_ms - after_ms - casts_ms, more_launches=len(casts)),
             f'with torch.autocast("{ceilings.kind}", dtype=torch.bfloat16): ...',
@@ -73,8 +76,9 @@ def channels_last(findings: Findings) -> list[Advice]:
     if not findings.repeatable or 2 * _total(first) <= _total(convolutions):
         return []
     timed = repeated_ratios(images, channels_last=True)
+    images = [op for op in images if op.record.spec in timed]
     now_ms = _total(images)
-    after_ms = sum(op.measured_ms * timed.get(op.record.spec, 1.0) for op in images)
+    after_ms = sum(op.measured_ms * timed[op.record.spec] for op in images)
     return [
         Advice(
             "Lay images out channels last",
