@@ -100,7 +100,9 @@ def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
     """Watch the operators of the block, and what waits for what; without CUDA it does nothing.
 
     Every operator is much slower in the block. PyTorch cannot switch its tracing of streams and allocations off
-    again: afterwards each costs about a microsecond more for as long as the process lives.
+    again: afterwards each costs about a microsecond more for as long as the process lives, and running out of memory
+    reaches Python as a SystemError instead of a torch.OutOfMemoryError (seen with torch 2.11). Check in a process whose
+    other work does not depend on that.
 
     Args:
         raises: raise at the end when something was found.
