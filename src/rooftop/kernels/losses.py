@@ -25,7 +25,8 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.kernels.softmaxes import LongConfig, TileConfig, long_tile, rows_of, tile, tile_config, unit
+from rooftop.kernels.softmaxes import LongConfig, TileConfig, long_tile, tile, tile_config
+from rooftop.kernels.tiles import rows_of, unit
 from rooftop.launch.operators import no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
