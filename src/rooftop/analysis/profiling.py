@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
@@ -42,7 +41,7 @@ Progress = Callable[[str, float], None]
 
 WARM_UP_STEPS = 2
 COMPILED_WARM_UP_STEPS = 5  # compile, warm up and capture CUDA graphs, forward and backward
-LAUNCHING_RUNS = 5
+LAUNCHING_RUNS = 9
 QUEUE_LENGTH = 1000  # a GPU takes about this many launches before the host must wait
 LABELLED_SECONDS = 8.0  # bounds the labelled runs of slow programs ...
 LABELLED_RUNS = (3, 9)  # ... to at least and at most this many
@@ -124,7 +123,8 @@ def profile_program(
 
 
 def _launching_ms(program: Program) -> float:
-    """From the call of a step until it returns, the device being idle at first."""
+    """From the call of a step until it returns, the device being idle at first: the least of several runs, since what
+    else the host does only adds to it."""
     taken = []
     for _ in range(LAUNCHING_RUNS):
         torch.cuda.synchronize(program.device)
@@ -132,7 +132,7 @@ def _launching_ms(program: Program) -> float:
         program.step()
         taken.append(1e3 * (time.perf_counter() - began))
     torch.cuda.synchronize(program.device)
-    return median(taken)
+    return min(taken)
 
 
 def _labelled(program: Program, tracker: ModuleTracker, graphs: CompiledGraphs | None) -> Labelled:
