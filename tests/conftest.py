@@ -1,12 +1,24 @@
-"""What all tests share: which of them run here, and torchvision."""
+"""What all tests share: which of them run here, torchvision, and kernels on the CPU: Triton's through its interpreter,
+those in CUDA C++ through the C++ compiler, both by the launch code that a GPU gets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+
+from rooftop.launch import cuda
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,3 +44,90 @@ def torchvision_models() -> Iterator[ModuleType]:
         for schema in TORCHVISION:
             library.define(schema)
     yield pytest.importorskip("torchvision.models")  # noqa: PT022 (the library must outlive the tests)
+
+
+SHIM = Path(__file__).with_name("cuda_on_cpu.h")
+COMPILE = cuda.compile
+GXX = ("g++", "-std=c++20", "-O1", "-w", "-fPIC", "-pthread")
+Size = int | tuple[int, ...]
+BY_VALUE = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
+
+
+@pytest.fixture
+def interpreted() -> Callable[[str], int]:
+    """Runs a file of tests where the CPU launches the Triton kernels, in a new process, since Triton decides at import.
+
+    Gives how many passed; all but the calling test must.
+    """
+
+    def run(file: str) -> int:
+        pytest.importorskip("triton")
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        # NumPy, which the interpreter computes with, warns of NaN and infinity where a GPU does not.
+        command = [sys.executable, "-m", "pytest", "-v", "-m", "not gpu", "-W", "ignore::RuntimeWarning", file]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+        assert done.returncode == 0, done.stdout[-3000:]
+        counts = re.search(r"(\d+) passed, 1 skipped", done.stdout)
+        assert counts is not None, done.stdout[-500:]
+        return int(counts[1])
+
+    return run
+
+
+class KernelOnCpu:
+    """Launches as `rooftop.launch.cuda.Kernel`, with the same checks of arguments and configuration."""
+
+    def __init__(self, source: str, name: str, folder: Path, headers: Path, launches: Counter[str]) -> None:
+        self.real = COMPILE(source, name, arch="sm_90")
+        self.launches = launches
+        types = self.real.binary.types
+        parameters = ", ".join(f"{type_} a{i}" for i, type_ in enumerate(types))
+        arguments = ", ".join(f"a{i}" for i in range(len(types)))
+        run = f"run_blocks(sizes, [=] {{ {name}({arguments}); }});"
+        entry = f'\nextern "C" void run(const unsigned* sizes, {parameters}) {{ {run} }}\n'
+        (folder / "kernel.cpp").write_text('#include "cuda_fp16.h"\n' + source + entry)
+        command = [*GXX, "-shared", f"-I{headers}", str(folder / "kernel.cpp"), "-o", str(folder / "kernel.so")]
+        subprocess.run(command, check=True)
+        self.run = ctypes.CDLL(str(folder / "kernel.so")).run
+        self.run.argtypes = [ctypes.c_uint * 6] + [BY_VALUE.get(each, ctypes.c_void_p) for each in types]
+
+    def launch(self, grid: Size, block: Size, *arguments: Any) -> None:
+        sizes = (*self.real.check(grid, block), *(block if isinstance(block, tuple) else (block,)), 1, 1)
+        values = self.real._signature.values(arguments, -1)  # the CPU, as torch numbers devices
+        self.run((ctypes.c_uint * 6)(*sizes[:6]), *values)
+        self.launches[self.real.name.partition("<")[0]] += 1
+
+
+@pytest.fixture(scope="session")
+def cuda_headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the shim under the names of CUDA's headers, compiled once for all kernels."""
+    pytest.importorskip("cuda.core")
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("headers")
+    (folder / "cuda_fp16.h").write_text(SHIM.read_text())
+    (folder / "cuda_bf16.h").write_text("")
+    subprocess.run([*GXX, "-x", "c++-header", str(folder / "cuda_fp16.h")], check=True)
+    return folder
+
+
+@pytest.fixture
+def cuda_on_cpu(
+    monkeypatch: pytest.MonkeyPatch, cuda_headers: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Counter[str]:
+    """Kernels of CUDA C++ run on CPU tensors; gives the number of launches by name."""
+    launches: Counter[str] = Counter()
+
+    def compile_for_cpu(source: str, name: str, **options: Any) -> KernelOnCpu:
+        key = (source, name)
+        if key not in _compiled:
+            _compiled[key] = KernelOnCpu(source, name, tmp_path_factory.mktemp("kernel"), cuda_headers, launches)
+        _compiled[key].launches = launches
+        return _compiled[key]
+
+    monkeypatch.setattr(cuda, "compile", compile_for_cpu)
+    monkeypatch.setattr(cuda, "runs_on", lambda tensor: tensor.device.type == "cpu")
+    return launches
+
+
+_compiled: dict[tuple[str, str], KernelOnCpu] = {}

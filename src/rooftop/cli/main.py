@@ -26,6 +26,7 @@ VERBS = {
     "crossover": "Show from which size on a GPU beats the CPU, with and without transfers.",
     "device": "Describe the GPUs and the CPU of this machine.",
     "doctor": "Say what works here, what does not, and what mends it.",
+    "ladder": "Climb from a first kernel to the roof: the same work, rung by rung, measured.",
     "report": "Turn a JSON report into HTML again.",
 }
 

@@ -1,0 +1,101 @@
+"""`rooftop ladder`: the same work, rung by rung, from a first kernel to the roof."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from rooftop.analysis.report import write_text
+from rooftop.analysis.text import WIDTH
+from rooftop.cli.analyze import check_writable, pick_device
+from rooftop.cli.progress import progress_bar
+from rooftop.errors import MeasurementError
+from rooftop.hardware import measure_ceilings
+from rooftop.ladder import LADDERS, Climb, build, climb
+from rooftop.ladder.chart import page, require_plotly
+from rooftop.ladder.table import WITHOUT_GPU, heading, table
+from rooftop.launch.triton_launch import INTERPRETED
+
+EXAMPLES = """\b
+Examples:
+  rooftop ladder vector
+  rooftop ladder reduction --size 268435456
+  rooftop ladder matmul --out matmul.json --chart matmul.html
+
+\b
+Ladders:
+""" + "\n".join(f"  {name:10} {entry.summary}; --size: {entry.what}" for name, entry in LADDERS.items())
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("name", type=click.Choice(list(LADDERS)), metavar="|".join(LADDERS))
+@click.option("--size", type=int, metavar="N", help="Of the work.  [default: large on a GPU, small without]")
+@click.option("--device", metavar="cpu|cuda[:N]", help="Which device.  [default: the GPU if there is one]")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Also write the figures (JSON).")
+@click.option("--chart", type=click.Path(path_type=Path), metavar="FILE", help="Also draw a chart (HTML).")
+@click.pass_context
+def command(
+    context: click.Context, name: str, size: int | None, device: str | None, out: Path | None, chart: Path | None
+) -> int:
+    """Climb a ladder: the same work in CUDA C++ and Triton, each rung checked, measured, and set against the roof.
+
+    Without a GPU nothing is measured: Triton's kernels run through its interpreter on small sizes and are checked,
+    those in CUDA C++ are compiled. docs/ladder.md explains each rung.
+    """
+    where = pick_device(device)
+    for path in (out, chart):
+        if path is not None:
+            check_writable(path)
+    if chart is not None:
+        if where.type != "cuda":
+            raise MeasurementError("a chart shows speeds, and those need an NVIDIA GPU: leave --chart out")
+        require_plotly()
+    if where.type == "cpu" and not INTERPRETED and find_spec("triton") is not None:
+        return _interpreted(context.obj)
+    found = _climbed(name, size, where)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console.print(heading(found))
+    console.print(table(found))
+    for remark in (*found.remarks, *([WITHOUT_GPU] if where.type == "cpu" else [])):
+        console.print(f"\n{escape(remark)}")
+    if out is not None:
+        write_text(out, json.dumps(found.to_dict(), indent=1) + "\n")
+    if chart is not None:
+        write_text(chart, page([found]))
+    for what, path in (("figures", out), ("chart", chart)):
+        if path is not None:
+            click.echo(f"{what}: {path}")
+    if found.failures:
+        raise MeasurementError(
+            "; ".join(f"{rung.name} in {rung.tool} {rung.status}: {rung.note}" for rung in found.failures)
+        )
+    return 0
+
+
+def _climbed(name: str, size: int | None, where: torch.device) -> Climb:
+    with progress_bar() as progress:
+        ceilings = measure_ceilings(where, progress=progress) if where.type == "cuda" else None
+        try:
+            ladder = build(name, size, where)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--size") from error
+        except torch.cuda.OutOfMemoryError as error:
+            raise MeasurementError(f"the {name} ladder does not fit into the free memory of {where}") from error
+        return climb(ladder, ceilings, progress=progress)
+
+
+def _interpreted(words: list[str]) -> int:
+    """The same call in a process where Triton interprets: it decides at import."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    sys.stdout.flush()
+    done = subprocess.run([sys.executable, "-m", "rooftop", *words], env=environment, check=False)
+    return done.returncode

@@ -1,0 +1,157 @@
+"""What a ladder is: work, its reference, and rungs that do it. Each file beside this one builds one ladder."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rooftop.cost import Cost
+from rooftop.launch import cuda
+from rooftop.launch.triton_launch import INTERPRETED
+
+CUDA, TRITON, PYTORCH, CPU = "CUDA C++", "Triton", "PyTorch", "CPU"
+Clock = Literal["graph", "device", "host"]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to do the work.
+
+    Attributes:
+        name: what it adds to the rung before it.
+        tool: CUDA, TRITON, PYTORCH (or the library it calls) or CPU.
+        run: does the work and gives the result; None where `note` says why there is none.
+        clock: how it is timed on a GPU: replayed from a graph, called (it waits itself), or on the CPU.
+        kernels: instances of the ladder's CUDA C++ source that it launches.
+        note: what to know of it, in a few words.
+    """
+
+    name: str
+    tool: str
+    run: Callable[[], Tensor] | None
+    clock: Clock = "graph"
+    kernels: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """One piece of work and the rungs that do it.
+
+    Attributes:
+        name: as on the command line.
+        work: the formula, sizes and dtypes.
+        unit: of its rate, "B/s" or "FLOP/s".
+        source: its CUDA C++.
+        cost: what any rung must move and compute.
+        exact: the result.
+        rtol, atol: how far an element may be off; 0 where every order of the sums gives the same.
+        rungs: from the first to the best.
+        poisoned: what the rungs write: filled with NaN before each is checked.
+        remarks: sentences to be printed below the table, from what is tried when it is called.
+    """
+
+    name: str
+    work: str
+    unit: str
+    source: str
+    cost: Cost
+    exact: Tensor
+    rungs: tuple[Rung, ...]
+    rtol: float = 0.0
+    atol: float = 0.0
+    poisoned: tuple[Tensor, ...] = ()
+    remarks: Callable[[], Sequence[str]] = tuple
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A ladder that can be built.
+
+    Attributes:
+        module: its file. summary: one line for help.
+        size: on a GPU. small: where Triton is interpreted. most: what fits any GPU of 16 GB, or the indices.
+        what: what the size counts. multiple: it must be divisible by.
+    """
+
+    module: str
+    summary: str
+    what: str
+    size: int
+    small: int
+    most: int
+    multiple: int = 1
+
+
+LADDERS = {
+    "vector": Entry("vector", "z = x + y", "elements", 1 << 26, 10_001, 1 << 29),
+}
+
+
+def build(name: str, size: int | None = None, device: torch.device | str | None = None) -> Ladder:
+    """A ladder, its inputs on the device.
+
+    Args:
+        name: one of `LADDERS`.
+        size: None is the ladder's own, a small one without a GPU.
+        device: None is the GPU if there is one. On "cpu" the Triton rungs run through Triton's interpreter (in a
+            process with TRITON_INTERPRET=1), and those in CUDA C++ can be compiled.
+
+    Raises:
+        ValueError: no such ladder, or a size that it cannot have.
+    """
+    if name not in LADDERS:
+        raise ValueError(f"no ladder {name!r}: expected one of {', '.join(LADDERS)}")
+    entry = LADDERS[name]
+    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    size = (entry.size if where.type == "cuda" else entry.small) if size is None else size
+    if not 1 <= size <= entry.most:
+        raise ValueError(f"the {name} ladder takes 1 to {entry.most:,} {entry.what}, got {size:,}")
+    if size % entry.multiple:
+        raise ValueError(f"the {name} ladder takes a multiple of {entry.multiple} {entry.what}, got {size:,}")
+    module = importlib.import_module(f"rooftop.ladder.{entry.module}")
+    ladder: Ladder = module.make(size, where)
+    return ladder
+
+
+@cache
+def source(file: str) -> str:
+    """A file of CUDA C++ beside this one."""
+    return Path(__file__).with_name(file).read_text(encoding="utf-8")
+
+
+def kernel(file: str, name: str, device: torch.device) -> cuda.Kernel:
+    """An instance of a kernel, for launching on the device."""
+    return cuda.compile(source(file), name, device=device)
+
+
+NEEDS_INTERPRETER = "Triton needs a GPU, or TRITON_INTERPRET=1"
+NEEDS_TRITON = 'needs Triton: pip install "rooftop[triton]"'
+
+
+def triton_missing(device: torch.device) -> str:
+    """Why Triton's kernels cannot run on the device; empty where they can."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return NEEDS_TRITON
+    return "" if device.type == "cuda" or INTERPRETED else NEEDS_INTERPRETER
+
+
+def triton_rungs(device: torch.device, make: Callable[[], Sequence[Rung]], names: Sequence[str]) -> tuple[Rung, ...]:
+    """The Triton rungs; where they cannot run, their names and why. `make` may import the kernels."""
+    missing = triton_missing(device)
+    return tuple(Rung(name, TRITON, None, note=missing) for name in names) if missing else tuple(make())
+
+
+def interleave(*groups: Sequence[Rung]) -> tuple[Rung, ...]:
+    """All rungs in the order of their first group's names: a twin stands behind the rung that it is the twin of."""
+    order = {name: place for place, name in enumerate(dict.fromkeys(r.name for group in groups for r in group))}
+    return tuple(sorted((rung for group in groups for rung in group), key=lambda rung: order[rung.name]))

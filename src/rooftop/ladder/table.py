@@ -1,0 +1,60 @@
+"""A climb as a table in the terminal."""
+
+from __future__ import annotations
+
+from rich.markup import escape
+from rich.table import Table
+
+from rooftop.analysis.formats import percent_text, quantity_text, time_text
+from rooftop.ladder.climbing import COMPILED, FAILED, MEASURED, WRONG, Climb, Outcome
+from rooftop.ladder.rungs import CUDA
+
+WITHOUT_GPU = (
+    "There is no GPU here, so no speed is shown: Triton's kernels ran through its interpreter and were checked, those "
+    "in CUDA C++ were compiled for sm_90 and not run."
+)
+BAR = 20  # columns for 100%
+STATUS = {COMPILED: "compiled, not run", "checked": "right", "absent": "-"}
+
+
+def table(climb: Climb) -> Table:
+    """A row for each rung; times where they were measured, else whether the result is right."""
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    shown.add_column("rung", overflow="fold")
+    shown.add_column("in")
+    if climb.roof_ms is None:
+        shown.add_column("result")
+    else:
+        for name in ("time", climb.unit, "of roof"):
+            shown.add_column(name, justify="right", no_wrap=True)
+        shown.add_column("", no_wrap=True, min_width=BAR)
+    shown.add_column("", overflow="fold", style="dim")
+    for rung in climb.rungs:
+        middle = [_status(rung)] if climb.roof_ms is None else _figures(rung)
+        shown.add_row(escape(rung.name), rung.tool, *middle, escape(rung.note))
+    return shown
+
+
+def heading(climb: Climb) -> str:
+    """The work, where it was done, and its roof; with rich's markup."""
+    text = f"[bold]{climb.ladder}[/bold]: {escape(climb.work)}, {escape(climb.device)}"
+    if climb.roof_ms is None:
+        return text
+    return f"{text}, roof {time_text(climb.roof_ms)} ({climb.bound})"
+
+
+def _figures(rung: Outcome) -> list[str]:
+    if rung.ms is None or rung.rate is None or rung.percent_of_roof is None:
+        return ["", "", "", _status(rung)]
+    percent = rung.percent_of_roof
+    bar = "█" * round(BAR * min(1.0, percent / 100))
+    flag = " (!)" if percent > 100 else ""  # an error of the measurement or the model, never a success
+    colour = "cyan" if rung.tool == CUDA else "green"
+    figures = [time_text(rung.ms), quantity_text(rung.rate).rstrip(), percent_text(percent) + flag]
+    return [*figures, f"[{colour}]{bar}[/{colour}]"]
+
+
+def _status(rung: Outcome) -> str:
+    if rung.status in (WRONG, FAILED):
+        return f"[red]{rung.status}[/red]"
+    return STATUS.get(rung.status, "right" if rung.status == MEASURED else rung.status)

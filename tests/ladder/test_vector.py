@@ -1,0 +1,50 @@
+"""The vector ladder: every rung gives x + y, and launches that are wrong are caught."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from rooftop.ladder import build, climb
+from rooftop.ladder.rungs import CPU, CUDA
+from rooftop.ladder.vector import wrong_launches
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000, 4099])
+def test_the_rungs_in_cuda_add_on_the_cpu(size: int, cuda_on_cpu: Counter[str]) -> None:
+    outcomes = climb(build("vector", size, "cpu")).rungs
+    right = {rung.name for rung in outcomes if rung.tool == CUDA and rung.status == "checked"}
+    assert len(right) == 6, outcomes
+    assert cuda_on_cpu["one_each"] >= 2
+
+
+def test_rung_zero_adds() -> None:
+    outcomes = climb(build("vector", 1001, "cpu")).rungs
+    assert {rung.name: rung.status for rung in outcomes if rung.tool == CPU} == {
+        "NumPy": "checked",
+        "Numba": "checked",
+        "PyTorch": "checked",
+    }
+
+
+def test_without_numba_the_rung_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rooftop.ladder.vector.find_spec", lambda name: None)
+    (numba,) = (rung for rung in climb(build("vector", 8, "cpu")).rungs if rung.name == "Numba")
+    assert (numba.status, numba.note) == ("absent", 'not installed: pip install "rooftop[ladder]"')
+
+
+def test_wrong_launches_are_caught(cuda_on_cpu: Counter[str]) -> None:
+    x = torch.randn(1000)
+    refused, unfinished = wrong_launches(x, x, torch.empty(1000))
+    assert "500,000 threads, at most 1,024 can be" in refused
+    assert "232 of 1,000 elements are still the NaN" in unfinished
+
+
+def test_without_a_gpu_the_wrong_launch_is_refused_too() -> None:
+    pytest.importorskip("cuda.core")
+    x: Any = torch.randn(10)
+    (refused,) = wrong_launches(x, x, x)
+    assert "at most 1,024 can be" in refused
