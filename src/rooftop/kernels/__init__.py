@@ -2,17 +2,26 @@
 
 from rooftop.kernels.cuda_interpolations import trilinear_interpolate_cuda
 from rooftop.kernels.cuda_norms import add_layer_norm_cuda
+from rooftop.kernels.gated import swiglu
 from rooftop.kernels.linear_losses import linear_cross_entropy
 from rooftop.kernels.losses import cross_entropy
+from rooftop.kernels.matmuls import linear_act, linear_act_plan, matmul
 from rooftop.kernels.norms import layer_norm
+from rooftop.kernels.rotary import rope, rope_pair
 from rooftop.kernels.softmaxes import log_softmax, softmax
 
 __all__ = [
     "add_layer_norm_cuda",
     "cross_entropy",
     "layer_norm",
+    "linear_act",
+    "linear_act_plan",
     "linear_cross_entropy",
     "log_softmax",
+    "matmul",
+    "rope",
+    "rope_pair",
     "softmax",
+    "swiglu",
     "trilinear_interpolate_cuda",
 ]

@@ -33,20 +33,25 @@ def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., 
     return register
 
 
-def no_second_derivative(name: str) -> Callable[..., Any]:
-    """The backward of a backward operator that has none: without it a second derivative would be wrong in silence."""
+def no_second_derivative(name: str, instead: str | None = None) -> Callable[..., Any]:
+    """The backward of a backward operator that has none: without it a second derivative would be wrong in silence.
+
+    Args:
+        name: of the public function.
+        instead: what has one, where that is not PyTorch's function of the same name.
+    """
+    other = instead or f"torch.nn.functional.{name}"
 
     def refuse(ctx: Any, *gradients: Tensor) -> Any:
         raise NotImplementedError(
-            f"{name} has no second derivative: for one, use torch.nn.functional.{name} in the part that is "
-            "differentiated twice"
+            f"{name} has no second derivative: for one, use {other} in the part that is differentiated twice"
         )
 
     return refuse
 
 
-def no_tangents(name: str, *tensors: Tensor | None) -> None:
-    """Refuse forward-mode differentiation, for which torch would give tangents of zero.
+def no_tangents(name: str, *tensors: Tensor | None, instead: str | None = None) -> None:
+    """Refuse forward-mode differentiation, for which torch would give tangents of zero; `instead` as above.
 
     Raises:
         NotImplementedError: a tensor carries a tangent.
@@ -54,4 +59,5 @@ def no_tangents(name: str, *tensors: Tensor | None) -> None:
     if forward_ad._current_level < 0:
         return
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise NotImplementedError(f"{name} has no forward-mode derivative: use torch.nn.functional.{name} under jvp")
+        other = instead or f"torch.nn.functional.{name}"
+        raise NotImplementedError(f"{name} has no forward-mode derivative: use {other} under jvp")
