@@ -92,6 +92,7 @@ class Entry:
 
 LADDERS = {
     "vector": Entry("vector", "z = x + y", "elements", 1 << 26, 10_001, 1 << 29),
+    "reduction": Entry("reduction", "the sum of a vector", "elements", 1 << 28, 10_001, 1 << 30),
 }
 
 

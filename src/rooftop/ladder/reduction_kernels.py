@@ -1,0 +1,31 @@
+"""The Triton twins of `reduction.cu`. Within a program Triton adds by shuffles and shared memory itself (`tl.sum`), so
+the rungs that differ in how threads of a block add have no twin."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_blocks(x, sums, n, BLOCK: tl.constexpr):  # (n,), (programs,)
+    """A sum for each BLOCK elements."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(sums + tl.program_id(0), tl.sum(tl.load(x + at, mask=at < n, other=0.0)))
+
+
+@triton.jit
+def sum_one_pass(x, sums, result, done, n, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # PROGRAMS: padded
+    """As many programs as the GPU holds go over x; whichever is done last adds the sums of all."""
+    lanes = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
+        lanes += tl.load(x + at, mask=at < n, other=0.0)
+    tl.store(sums + tl.program_id(0), tl.sum(lanes))
+    tl.debug_barrier()  # the sum is stored before the count
+    before = tl.atomic_add(done, 1, sem="acq_rel")
+    if before == tl.num_programs(0) - 1:
+        place = tl.arange(0, PROGRAMS)
+        all_sums = tl.load(sums + place, mask=place < tl.num_programs(0), other=0.0, cache_modifier=".cg")
+        tl.store(result, tl.sum(all_sums))
+        tl.store(done, 0)
