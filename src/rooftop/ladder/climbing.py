@@ -100,7 +100,7 @@ def climb(
         roof_ms=found.ms if found is not None else None,
         bound=found.bound if found is not None else None,
         rungs=tuple(outcomes),
-        remarks=tuple(ladder.remarks()),
+        remarks=tuple(ladder.remarks(ceilings)),
     )
 
 

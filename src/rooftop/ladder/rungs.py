@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Cost
+from rooftop.hardware import Ceilings
 from rooftop.launch import cuda
 from rooftop.launch.triton_launch import INTERPRETED
 
@@ -55,7 +56,7 @@ class Ladder:
         rtol, atol: how far an element may be off; 0 where every order of the sums gives the same.
         rungs: from the first to the best.
         poisoned: what the rungs write: filled with NaN before each is checked.
-        remarks: sentences to be printed below the table, from what is tried when it is called.
+        remarks: sentences to be printed below the table, from what is tried when it is called with the ceilings.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Ladder:
     rtol: float = 0.0
     atol: float = 0.0
     poisoned: tuple[Tensor, ...] = ()
-    remarks: Callable[[], Sequence[str]] = tuple
+    remarks: Callable[[Ceilings | None], Sequence[str]] = lambda ceilings: ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Entry:
 LADDERS = {
     "vector": Entry("vector", "z = x + y", "elements", 1 << 26, 10_001, 1 << 29),
     "reduction": Entry("reduction", "the sum of a vector", "elements", 1 << 28, 10_001, 1 << 30),
+    "matmul": Entry("matmul", "the product of two square matrices", "rows and columns", 4096, 136, 16384, multiple=8),
 }
 
 

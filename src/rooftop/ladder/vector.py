@@ -41,7 +41,7 @@ def make(size: int, device: torch.device) -> Ladder:
             *with_transfers(x, y, z),
         ),
         poisoned=(z,),
-        remarks=lambda: wrong_launches(x, y, z),
+        remarks=lambda ceilings: wrong_launches(x, y, z),
     )
 
 

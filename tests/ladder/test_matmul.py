@@ -1,0 +1,39 @@
+"""The matmul ladder: every rung multiplies, at edges of its tiles too."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from rooftop.ladder import build, climb
+from rooftop.ladder.climbing import difference
+from rooftop.ladder.rungs import CUDA
+
+
+def test_the_rungs_in_cuda_multiply_on_the_cpu(cuda_on_cpu: Counter[str]) -> None:
+    outcomes = [rung for rung in climb(build("matmul", 40, "cpu")).rungs if rung.tool == CUDA]
+    assert [rung.status for rung in outcomes] == ["checked"] * 5 + ["absent"], outcomes
+    assert cuda_on_cpu["tensor_cores"] == 2
+
+
+def test_tensor_cores_over_several_tiles(cuda_on_cpu: Counter[str]) -> None:
+    ladder = build("matmul", 136, "cpu")
+    rung = next(r for r in ladder.rungs if r.kernels == ("tensor_cores<2>",))
+    assert rung.run is not None
+    assert difference(ladder, rung.run()) == ""
+
+
+def test_one_wrong_element_shows() -> None:
+    ladder = build("matmul", 64, "cpu")
+    right = ladder.exact.half()
+    assert difference(ladder, right) == ""
+    right[5, 7] += 0.5
+    assert "1 of 4,096 elements are wrong: element 327" in difference(ladder, right)
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="a multiple of 8 rows and columns, got 100"):
+        build("matmul", 100, "cpu")
+    with pytest.raises(ValueError, match="1 to 16,384"):
+        build("matmul", 1 << 20, "cpu")
