@@ -1,0 +1,663 @@
+"""Matrix products with what follows them: y = activation(x @ weight.T + bias) + residual.
+
+Bound by the tensor cores from a few hundred rows on, below by reading the weight. A library's product alone reaches the
+roof, and a pass of its own for the activation then costs two more trips through memory: here bias, activation and
+residual are applied to the float32 sums before they are written. Tiles in bands that share operands in L2, and
+persistent programs with tensor descriptors: Tillet, Kung and Cox 2019, "Triton", and its tutorial on persistent
+products. Deterministic: no atomics.
+
+Which kernel with which parameters, or the library (cuBLAS, and one pass for the rest), is looked up in a table by the
+shape: `linear_act_plan` says what is taken and why. Nothing is timed when a program starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.tiles import unit
+from rooftop.launch.operators import no_second_derivative, no_tangents, operator
+from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
+
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid")  # numbered so in matmul_kernels.py
+OF_OUTPUT = ("relu", "sigmoid")  # the result says the derivative
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+HALVES = (torch.bfloat16, torch.float16)
+
+# ---- reference -------------------------------------------------------------------------------------------------
+
+
+def linear_act_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(y, what was activated) of x (M, K) and weight (N, K) in plain PyTorch; what follows the product is float32, or
+    float64 for float64."""
+    before = functional.linear(x, weight, bias)
+    values = before.to(_wide(x.dtype))
+    if activation == "relu":
+        values = values.relu()
+    elif activation == "gelu":
+        values = functional.gelu(values)
+    elif activation == "gelu_tanh":
+        values = functional.gelu(values, approximate="tanh")
+    elif activation == "silu":
+        values = functional.silu(values)
+    elif activation == "sigmoid":
+        values = values.sigmoid()
+    if residual is not None:
+        values = values + residual
+    return values.to(x.dtype), before
+
+
+def linear_act_backward_reference(dy: Tensor, saved: Tensor, activation: str, of_output: bool) -> Tensor:
+    """dy * activation' in float32 (float64 for float64); `saved`: the result where `of_output`, else what was
+    activated."""
+    gradient, value = dy.to(_wide(dy.dtype)), saved.to(_wide(dy.dtype))
+    if activation == "none":
+        return gradient
+    if activation == "relu":
+        return gradient.masked_fill(value <= 0, 0.0)
+    if activation == "gelu":
+        return torch.ops.aten.gelu_backward(gradient, value)
+    if activation == "gelu_tanh":
+        return torch.ops.aten.gelu_backward(gradient, value, approximate="tanh")
+    share = value if activation == "sigmoid" and of_output else value.sigmoid()
+    if activation == "sigmoid":
+        return gradient * share * (1 - share)
+    return gradient * share * (1 + value * (1 - share))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# ---- launch parameters -----------------------------------------------------------------------------------------
+
+Kernel = Literal["descriptors", "pointers"]
+Backend = Literal["descriptors", "pointers", "library", "reference"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel makes a product.
+
+    Attributes:
+        kernel: that with tensor descriptors, or that with pointers.
+        rows, columns, depth: of a tile of the result, and of its steps through K.
+        warps, stages: of a program, and how many steps are on their way to shared memory.
+        group: rows of tiles in a band that shares operands in L2.
+        parts: of a tile's columns, finished one after the other (descriptors).
+        split: parts of K that are summed apart.
+        programs_per_sm: how many persistent programs an SM holds (descriptors): with two, one computes while the other
+            finishes.
+    """
+
+    kernel: Kernel
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    group: int = 8
+    parts: int = 1
+    split: int = 1
+    programs_per_sm: int = 1
+
+    def __str__(self) -> str:
+        split = f", K in {self.split} parts" if self.split > 1 else ""
+        return f"{self.rows} x {self.columns} x {self.depth}, {self.warps} warps, {self.stages} stages{split}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is taken for results of up to `tiles` tiles of 128 x 128 for each SM.
+
+    `tile`: None for the library. `tile_ms`, `library_ms`: as measured at `shape` (M, N, K), beside each other; None
+    where nothing was measured yet.
+    """
+
+    tiles: float
+    tile: Tile | None
+    shape: tuple[int, int, int] | None = None
+    tile_ms: float | None = None
+    library_ms: float | None = None
+
+
+# Not measured yet. By the compiler's report for sm_90 none of them spills. 128 x 256 is the largest tile whose sums two
+# warp groups hold; where that gives fewer tiles than there are SMs, smaller ones do.
+FUSED_ON_HOPPER = (
+    Entry(0.1, None),
+    Entry(0.5, Tile("descriptors", 64, 128, 128, 4, 4)),
+    Entry(1.0, Tile("descriptors", 128, 128, 64, 8, 4)),
+    Entry(math.inf, Tile("descriptors", 128, 256, 64, 8, 3, parts=2)),
+)
+UNALIGNED_ON_HOPPER = (Entry(0.1, None), Entry(math.inf, Tile("pointers", 128, 128, 64, 8, 3)))
+FUSED_ELSEWHERE = (Entry(0.1, None), Entry(math.inf, Tile("pointers", 128, 128, 32, 8, 3)))
+
+FINISH_ELEMENTS, FINISH_COLUMNS, FINISH_WARPS = 2048, 512, 4
+BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS, BACKWARD_PROGRAMS_PER_SM = 16, 256, 8, 4
+SUM_OF_CHUNKS = {"ROWS": 64, "COLUMNS": 16, "num_warps": 4}
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """How a call of `linear_act` is computed.
+
+    Attributes:
+        backend: "descriptors" or "pointers" (one Triton kernel), "library" (cuBLAS, and one more pass where that has no
+            epilogue for it), "reference" (plain PyTorch).
+        tile: the kernel's parameters.
+        reason: why.
+    """
+
+    backend: Backend
+    tile: Tile | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}{f' ({self.tile})' if self.tile else ''}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the choice depends on. `aligned`: tensor descriptors can say where the operands are; `finish`: there is more
+    to do than a bias; `library_finish`: cuBLAS has an epilogue for it."""
+
+    rows: int
+    columns: int
+    depth: int
+    dtype: torch.dtype
+    aligned: bool
+    finish: bool
+    library_finish: bool
+    sms: int
+    capability: int
+
+
+@cache
+def choose(problem: Problem) -> LinearPlan:
+    """The plan for a product on a GPU."""
+    if problem.depth == 0:
+        return LinearPlan("library", None, "K is 0: there is no product")
+    if problem.dtype not in HALVES:
+        return LinearPlan("library", None, "float32")
+    if not problem.finish:
+        return LinearPlan("library", None, "nothing but a bias follows, which cuBLAS adds")
+    if problem.library_finish:
+        return LinearPlan("library", None, "cuBLAS has an epilogue for this")
+    table: tuple[Entry, ...]
+    if problem.capability != 9:
+        table = FUSED_ELSEWHERE
+    elif problem.aligned:
+        table = FUSED_ON_HOPPER
+    else:
+        table = UNALIGNED_ON_HOPPER
+    tiles = -(-problem.rows // 128) * -(-problem.columns // 128) / problem.sms
+    entry = next(entry for entry in table if tiles <= entry.tiles)
+    return LinearPlan(entry.tile.kernel if entry.tile else "library", entry.tile, _reason(entry))
+
+
+def _reason(entry: Entry) -> str:
+    if entry.tile_ms is None or entry.library_ms is None or entry.shape is None:
+        return "not measured for this class of shapes"
+    shape = " x ".join(map(str, entry.shape))
+    return f"{entry.tile_ms:.3f} ms at {shape}, {entry.library_ms:.3f} ms with the library"
+
+
+def _plan(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+) -> LinearPlan:
+    """x (M, K), weight (N, K), residual (M, N) or none; `keep`: what is activated is written, too."""
+    if x.dtype == torch.float64:
+        return LinearPlan("reference", None, "float64")
+    if x.device.type != "cuda" and not INTERPRETED:
+        return LinearPlan("reference", None, f"no kernels for {x.device.type}")
+    finish = activation != "none" or residual is not None
+    library_finish = activation in ("relu", "gelu_tanh") and bias is not None and residual is None and not keep
+    operands = [t for t in (x, weight, residual) if t is not None]
+    aligned = weight.shape[0] * x.element_size() % 16 == 0 and all(map(_describable, operands))
+    aligned = aligned and (residual is None or residual.stride(1) == 1)
+    return choose(
+        Problem(
+            x.shape[0], weight.shape[0], x.shape[1], x.dtype, aligned, finish, library_finish and x.is_cuda,
+            processors(x), _capability(x.device),
+        )
+    )  # fmt: skip
+
+
+def _describable(t: Tensor) -> bool:
+    """Whether a tensor descriptor can say where it is: one stride of 1, the other of whole groups of 16 bytes."""
+    slow, fast = t.stride() if t.stride(1) == 1 else t.stride()[::-1]
+    width = t.shape[1] if t.stride(1) == 1 else t.shape[0]
+    aligned = t.data_ptr() % 16 == 0 and slow * t.element_size() % 16 == 0
+    return fast == 1 and slow >= width and aligned
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    """The major compute capability; interpreted kernels run as on Hopper."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+
+
+# ---- implementations -------------------------------------------------------------------------------------------
+
+
+def forward(
+    plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(y (M, N), what was activated (M, N) or nothing) as `plan` says; any strides."""
+    rows, columns = x.shape[0], weight.shape[0]
+    nothing = x.new_empty(0)
+    if rows == 0 or columns == 0:
+        return x.new_empty(rows, columns), x.new_empty(rows, columns) if keep else nothing
+    if plan.backend == "reference":
+        y, before = linear_act_reference(x, weight, bias, activation, residual)
+        return y, (before.clone() if before is y else before) if keep else nothing
+    if plan.backend == "library":
+        return _by_library(x, weight, bias, activation, residual, keep)
+    require_triton()
+    assert plan.tile is not None
+    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    before = torch.empty_like(y) if keep else nothing
+    tile = plan.tile
+    steps = -(-x.shape[1] // tile.depth)
+    split = -(-steps // -(-steps // tile.split))  # no part is empty
+    run = _with_descriptors if tile.kernel == "descriptors" else _with_pointers
+    bias = bias.contiguous() if bias is not None else None
+    residual = _unit_columns(residual) if residual is not None else None
+    if split == 1:
+        run(tile, 1, x, weight, bias, activation, residual, y, before, rows)
+        return y, before
+    padded = -(-rows // tile.rows) * tile.rows if tile.kernel == "descriptors" else rows
+    sums = torch.empty((split * padded, columns), dtype=torch.float32, device=x.device)
+    run(tile, split, x, weight, None, "none", None, sums, nothing, padded)
+    _finish(sums, split, padded, bias, activation, residual, y, before)
+    return y, before
+
+
+def _by_library(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor]:
+    nothing = x.new_empty(0)
+    if activation in ("relu", "gelu_tanh") and bias is not None and residual is None and not keep and x.is_cuda:
+        return torch._addmm_activation(bias, x, weight.t(), use_gelu=activation == "gelu_tanh"), nothing
+    before = functional.linear(x, weight, bias)
+    if activation == "none" and residual is None:
+        return before, before.clone() if keep else nothing
+    require_triton()
+    y = torch.empty_like(before) if keep else before  # in place: each element is read, then written, by one thread
+    residual = _unit_columns(residual) if residual is not None else None
+    _finish(before, 1, before.shape[0], None, activation, residual, y, nothing)
+    return y, before if keep else nothing
+
+
+def _with_descriptors(
+    tile: Tile, split: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
+    y: Tensor, before: Tensor, padded_rows: int,
+) -> None:  # fmt: skip
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from rooftop.kernels.matmul_kernels import linear_act_descriptors
+
+    rows, depth = x.shape
+    columns = weight.shape[0]
+    x_across, weight_across = x.stride(1) != 1, weight.stride(1) != 1
+    part = tile.columns // tile.parts
+    keep = before.numel() > 0
+
+    def described(t: Tensor, height: int, width: int) -> TensorDescriptor:
+        return TensorDescriptor(t, list(t.shape), list(t.stride()), [height, width])
+
+    tiles = -(-rows // tile.rows) * -(-columns // tile.columns) * split
+    launch(
+        linear_act_descriptors,
+        (min(tiles, tile.programs_per_sm * processors(x)),),
+        x.device,
+        described(x.t(), tile.depth, tile.rows) if x_across else described(x, tile.rows, tile.depth),
+        described(weight.t(), tile.depth, tile.columns) if weight_across
+        else described(weight, tile.columns, tile.depth),
+        described(y, tile.rows, part),
+        described(before, tile.rows, part) if keep else None,
+        described(residual, tile.rows, part) if residual is not None else None,
+        *(bias, rows, columns, depth, padded_rows),
+        X_ACROSS=x_across, W_ACROSS=weight_across, PARTS=tile.parts,
+        **_constants(tile, split, x, bias, activation, residual, keep),
+    )  # fmt: skip
+
+
+def _with_pointers(
+    tile: Tile, split: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
+    y: Tensor, before: Tensor, _: int,
+) -> None:  # fmt: skip
+    from rooftop.kernels.matmul_kernels import linear_act_pointers
+
+    rows, depth = x.shape
+    columns = weight.shape[0]
+    tiles = -(-rows // tile.rows) * -(-columns // tile.columns) * split
+    keep = before.numel() > 0
+    launch(
+        linear_act_pointers, (tiles,), x.device, x, weight, y, before if keep else None, residual, bias,
+        rows, columns, depth, *x.stride(), *weight.stride(), residual.stride(0) if residual is not None else 0,
+        WIDE=any(_reach(t, tile.depth) >= 1 << 31 for t in (x, weight)),
+        **_constants(tile, split, x, bias, activation, residual, keep),
+    )  # fmt: skip
+
+
+def _reach(t: Tensor, beyond: int) -> int:
+    """The largest offset that a kernel computes within a matrix, up to `beyond` columns past its end."""
+    return (t.shape[0] - 1) * t.stride(0) + (t.shape[1] + beyond) * t.stride(1)
+
+
+def _constants(
+    tile: Tile, split: int, x: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+) -> dict[str, int | bool | str]:
+    return {
+        "ACTIVATION": ACTIVATIONS.index(activation),
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "KEEP": keep,
+        "PRECISION": "tf32" if matrix_precision(x) == "tf32" else "ieee",
+        "WIDEN": INTERPRETED,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+        "GROUP": tile.group,
+        "SPLIT": split,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def _finish(
+    sums: Tensor, split: int, padded_rows: int, bias: Tensor | None, activation: str, residual: Tensor | None,
+    y: Tensor, before: Tensor,
+) -> None:  # fmt: skip
+    """y = activation(sum of sums + bias) + residual."""
+    from rooftop.kernels.matmul_kernels import linear_act_finish
+
+    rows, columns = y.shape
+    residual_row = residual.stride(0) if residual is not None else 0
+    group = unit(columns, residual_row)
+    block = min(FINISH_COLUMNS, 1 << (columns - 1).bit_length())
+    height = FINISH_ELEMENTS // block
+    keep = before.numel() > 0
+    launch(
+        linear_act_finish, (-(-rows // height), -(-columns // block)), y.device,
+        sums, bias, residual, y, before if keep else None, rows, columns // group, padded_rows, residual_row // group,
+        ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        KEEP=keep, SPLIT=split, UNIT=group, ROWS=height, COLUMNS=block, num_warps=FINISH_WARPS,
+    )  # fmt: skip
+
+
+def _backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: bool) -> tuple[Tensor, Tensor]:
+    """(dz, the sums of its columns), each empty where there is no activation or no sums are wanted."""
+    dz = dy.new_empty(dy.shape if activation != "none" else 0)
+    total = dy.new_empty(dy.shape[1] if sums else 0)
+    if dy.numel() == 0:
+        return dz, total.zero_()
+    if dy.dtype == torch.float64 or (dy.device.type != "cuda" and not INTERPRETED):
+        gradient = linear_act_backward_reference(dy, saved, activation, of_output)
+        return gradient.to(dy.dtype) if activation != "none" else dz, gradient.sum(0).to(dy.dtype) if sums else total
+    require_triton()
+    from rooftop.kernels.matmul_kernels import add_column_sums, linear_act_backward
+
+    dy, saved = _unit_columns(dy), saved.contiguous()
+    rows, columns = dy.shape
+    group = unit(columns, dy.stride(0))
+    block = min(BACKWARD_COLUMNS, 1 << (columns - 1).bit_length())
+    blocks = -(-columns // block)
+    wanted = max(1, BACKWARD_PROGRAMS_PER_SM * processors(dy) // blocks)
+    rows_of_chunk = -(-rows // (wanted * BACKWARD_ROWS)) * BACKWARD_ROWS
+    chunks = -(-rows // rows_of_chunk)
+    partial = torch.empty((chunks if sums else 0, columns), dtype=torch.float32, device=dy.device)
+    launch(
+        linear_act_backward, (blocks, chunks), dy.device,
+        dy, saved, dz, partial, rows, columns // group, dy.stride(0) // group, rows_of_chunk,
+        ACTIVATION=ACTIVATIONS.index(activation), OF_OUTPUT=of_output, SUM=sums, UNIT=group,
+        ROWS=BACKWARD_ROWS, COLUMNS=block, num_warps=BACKWARD_WARPS,
+    )  # fmt: skip
+    if sums:
+        grid = (-(-columns // SUM_OF_CHUNKS["COLUMNS"]),)
+        launch(add_column_sums, grid, dy.device, partial, total, chunks, columns, **SUM_OF_CHUNKS)
+    return dz, total
+
+
+def _unit_columns(t: Tensor) -> Tensor:
+    """Rows may lie apart, elements of a row may not."""
+    return t if t.stride(1) == 1 else t.contiguous()
+
+
+# ---- registration ----------------------------------------------------------------------------------------------
+
+
+@operator("linear_act")
+def _linear_act(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor]:
+    plan = _plan(x, weight, bias, activation, residual, keep)
+    return forward(plan, x, weight, bias, activation, residual, keep)
+
+
+@torch.library.register_fake("rooftop::linear_act")
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], weight.shape[0])
+    return x.new_empty(shape), x.new_empty(shape if keep else 0)
+
+
+@operator("linear_act_backward")
+def _linear_act_backward(
+    dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: bool
+) -> tuple[Tensor, Tensor]:
+    return _backward(dy, saved, activation, of_output, sums)
+
+
+@torch.library.register_fake("rooftop::linear_act_backward")
+def _(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: bool) -> tuple[Tensor, Tensor]:
+    return dy.new_empty(dy.shape if activation != "none" else 0), dy.new_empty(dy.shape[1] if sums else 0)
+
+
+def _keeps(activation: str, residual: Tensor | None) -> bool:
+    """Whether backward needs what was activated, and not only the result."""
+    return activation != "none" and (activation not in OF_OUTPUT or residual is not None)
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
+    x, weight, bias, activation, residual, keep = inputs
+    y, before = output
+    if _keeps(activation, residual) and not keep:
+        raise ValueError("rooftop::linear_act: its gradient needs what was activated: call it with keep=True")
+    ctx.activation, ctx.of_output = activation, not keep  # type: ignore[attr-defined]
+    ctx.save_for_backward(x, weight, bias, *([] if activation == "none" else [before if keep else y]))
+    ctx.mark_non_differentiable(before)
+
+
+def _differentiate(
+    ctx: torch.autograd.function.FunctionCtx, dy: Tensor, _before: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    x, weight, bias, *saved = ctx.saved_tensors  # type: ignore[attr-defined]
+    for_x, for_weight, for_bias, _, for_residual, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
+    activation, of_output = ctx.activation, ctx.of_output  # type: ignore[attr-defined]
+    dz, dbias = dy, None
+    if torch.is_grad_enabled():  # create_graph: what was saved does not know how it depends on x
+        if saved:
+            before = functional.linear(x, weight, bias)
+            dz = linear_act_backward_reference(dy, before, activation, of_output=False).to(dy.dtype)
+        dbias = dz.sum(0) if for_bias else None
+    elif for_bias or (saved and (for_x or for_weight)):
+        value = saved[0] if saved else dy
+        made, dbias = _linear_act_backward(dy, value, activation, of_output, for_bias)
+        dz = made if saved else dy
+    dx = dz @ weight if for_x else None  # (M, N) (N, K)
+    dweight = dz.t() @ x if for_weight else None  # (N, M) (M, K)
+    return dx, dweight, dbias if for_bias else None, None, dy if for_residual else None, None
+
+
+torch.library.register_autograd("rooftop::linear_act", _differentiate, setup_context=_save)
+torch.library.register_autograd("rooftop::linear_act_backward", no_second_derivative("linear"))
+
+# Of one element: an exponential, a division, an error function and a product count 1 each.
+_FORWARD_FLOPS = {"none": 0, "relu": 1, "gelu": 5, "gelu_tanh": 8, "silu": 4, "sigmoid": 3}
+_BACKWARD_FLOPS = {"none": 0, "relu": 1, "gelu": 10, "gelu_tanh": 15, "silu": 8, "sigmoid": 3}
+
+
+@cost_of("rooftop::linear_act")
+def _forward_cost(call: Call) -> Cost:
+    """The product, and for each result bias, activation and residual."""
+    x, weight, bias, residual = call["x"], call["weight"], call["bias"], call["residual"]
+    results = x.shape[0] * weight.shape[0]
+    each = _FORWARD_FLOPS[call["activation"]] + (bias is not None) + (residual is not None)
+    flops: dict[str, int] = {matrix_precision(x): 2 * results * x.shape[1]}
+    precision = precision_of(x.dtype)
+    flops[precision] = flops.get(precision, 0) + each * results
+    return Cost(distinct_bytes([x, weight, bias, residual]), distinct_bytes(call.out), flops)
+
+
+@cost_of("rooftop::linear_act_backward")
+def _backward_cost(call: Call) -> Cost:
+    dy, saved, activation = call["dy"], call["saved"], call["activation"]
+    each = _BACKWARD_FLOPS[activation] + call["sums"]
+    read = [dy] if activation == "none" else [dy, saved]
+    return Cost(distinct_bytes(read), distinct_bytes(call.out), {precision_of(dy.dtype): each * dy.numel()})
+
+
+# ---- public ----------------------------------------------------------------------------------------------------
+
+
+def linear_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """activation(input @ weight.T + bias) + residual; the first arguments as of `torch.nn.functional.linear`.
+
+    Args:
+        input: (..., K), bfloat16, float16, float32 or float64; any strides.
+        weight: (N, K), same dtype.
+        bias: (N,), same dtype.
+        activation: "none", "relu", "gelu", "gelu_tanh" (as `gelu(approximate="tanh")`), "silu" or "sigmoid".
+        residual: (..., N), same dtype; under autocast of any of these dtypes.
+
+    Returns:
+        (..., N). Sums, bias, activation and residual are float32 (float64 for float64) and rounded once; TF32 is used
+        for float32 only where torch is allowed to. Under autocast the operands are cast as `linear`'s.
+
+    Raises:
+        TypeError: no dense tensors, or dtypes that do not fit.
+        ValueError: shapes or devices that do not fit, or an activation that there is not.
+        NotImplementedError: forward-mode differentiation.
+    """
+    x, weight, bias, residual, later = _prepared("linear_act", input, weight, bias, activation, residual)
+    no_tangents("linear", x, weight, bias, residual)
+    columns = weight.shape[0]
+    tensors = (x, weight, bias, residual)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    added = residual.reshape(rows.shape[0], columns) if residual is not None else None
+    y = _linear_act(rows, weight, bias, activation, added, _keeps(activation, residual) and _differentiated(tensors))[0]
+    y = y.reshape(*x.shape[:-1], columns)
+    return y if later is None else y + later
+
+
+def matmul(input: Tensor, other: Tensor) -> Tensor:
+    """input @ other; shapes, broadcasting and results as of `torch.matmul`.
+
+    Args:
+        input: (K,), (M, K) or (..., M, K), bfloat16, float16, float32 or float64.
+        other: (K,), (K, N) or (..., K, N), same dtype. Where it has more than two dimensions the products are
+            `torch.matmul`'s, which batches them.
+
+    Returns:
+        As `torch.matmul`, with float32 sums (float64 for float64).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `linear_act`.
+    """
+    for name, tensor in (("input", input), ("other", other)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"matmul: {name} must be a tensor, got {type(tensor).__name__}")
+    if input.dim() == 0 or other.dim() == 0:
+        raise ValueError(f"matmul: a number is no matrix: got {tuple(input.shape)} and {tuple(other.shape)}")
+    if other.dim() > 2:
+        return torch.matmul(input, other)
+    weight = other[None] if other.dim() == 1 else other.t()
+    if input.shape[-1] != weight.shape[1]:
+        raise ValueError(f"matmul: {tuple(input.shape)} and {tuple(other.shape)} do not fit: expected (..., K), (K, N)")
+    x, weight, *_ = _prepared("matmul", input, weight, None, "none", None)
+    no_tangents("matmul", x, weight)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y = _linear_act(rows, weight, None, "none", None, False)[0]
+    return y.reshape(x.shape[:-1]) if other.dim() == 1 else y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def linear_act_plan(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+) -> LinearPlan:
+    """How `linear_act` with these arguments is computed, and why; arguments and errors are the same.
+
+    Nothing is computed. As in the call, it matters whether a gradient will be needed.
+    """
+    x, weight, bias, residual, _ = _prepared("linear_act_plan", input, weight, bias, activation, residual)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    added = residual.reshape(rows.shape[0], weight.shape[0]) if residual is not None else None
+    keep = _keeps(activation, residual) and _differentiated((x, weight, bias, residual))
+    return _plan(rows, weight, bias, activation, added, keep)
+
+
+def _differentiated(tensors: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+Prepared = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _prepared(
+    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Prepared:
+    """The arguments, checked and cast as autocast says, and a residual that is to be added later: under autocast one
+    of another dtype makes the sum wider, as in PyTorch."""
+    for argument, tensor in (("input", x), ("weight", weight), ("bias", bias), ("residual", residual)):
+        if not isinstance(tensor, Tensor) and (tensor is not None or argument in ("input", "weight")):
+            raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")
+        if tensor is not None and tensor.layout != torch.strided:
+            raise TypeError(f"{name}: {argument} must be dense, got layout {tensor.layout}: use .to_dense()")
+        if tensor is not None and tensor.dtype not in FLOATS:
+            raise TypeError(f"{name}: {argument} must be bfloat16, float16, float32 or float64, got {tensor.dtype}")
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name}: input is on {x.device}, {argument} on {tensor.device}: move one to the other")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{name}: expected input (..., K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"{name}: expected bias of shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+    shape = (*x.shape[:-1], weight.shape[0])
+    if residual is not None and tuple(residual.shape) != shape:
+        raise ValueError(f"{name}: expected residual of shape {shape}, got {tuple(residual.shape)}: use .expand()")
+    later = None
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        narrow = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = (t.to(narrow) if t is not None else None for t in (x, weight, bias))  # type: ignore[assignment]
+        if residual is not None and residual.dtype != narrow:
+            residual, later = None, residual
+    for argument, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise TypeError(f"{name}: input is {x.dtype}, {argument} {tensor.dtype}: cast one, or use autocast")
+    return x, weight, bias, residual, later

@@ -1,0 +1,36 @@
+"""Linear layers with what follows them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels import linear_act
+from rooftop.kernels.matmuls import ACTIVATIONS
+
+
+class LinearAct(torch.nn.Linear):
+    """`torch.nn.Linear`, parameters and state included, and an activation, computed by `rooftop.kernels.linear_act`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: str = "none",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Arguments as of `torch.nn.Linear` and `linear_act`; another activation raises ValueError."""
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"LinearAct: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation = activation
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """input (..., in_features), residual (..., out_features); the result is like the residual."""
+        return linear_act(input, self.weight, self.bias, self.activation, residual)
+
+    def extra_repr(self) -> str:
+        """As of `torch.nn.Linear`, and the activation."""
+        return f"{super().extra_repr()}, activation={self.activation}"
