@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rooftop.cost import CountingMode
-from rooftop.kernels import cross_entropy
+from rooftop.kernels import cross_entropy, losses
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
@@ -131,6 +131,15 @@ def test_any_shape_smoothing_and_ignored_class(
     exact = loss_and_gradient(by_torch, x.double(), target, **options)
     for mine, truth in zip(ours, exact, strict=True):
         torch.testing.assert_close(mine.double(), truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("classes", [1, 2, 40, 16_392])
+def test_gate_of_rows_that_are_certain(classes: int, fused: bool) -> None:
+    x, target = logits(9, classes)
+    x[torch.arange(9), target.clamp(0)] += 14
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "sum", "fused": fused}
+    assert_gate(x, target, weight=torch.rand(classes), **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("columns", [300, 33_000])
@@ -332,6 +341,23 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], mess
     given = {"input": torch.randn(3, 4), "target": torch.tensor([0, 1, 2]), **arguments}
     with pytest.raises(error, match=message):
         cross_entropy(**given)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on the CPU such targets are refused")
+@pytest.mark.parametrize(("columns", "weighted"), [(7, False), (7, True), (17_000, True)])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_target_that_is_no_class_makes_nan_of_its_row_and_the_loss(
+    fused: bool, columns: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "check_targets", lambda *_: None)  # as on a GPU
+    x, target = torch.randn(6, columns), torch.tensor([0, columns, -1, 2**40, 3, IGNORED])
+    weight = torch.rand(columns) if weighted else None
+    loss, dx = loss_and_gradient(cross_entropy, x, target, fused=fused, weight=weight)
+    assert loss.isnan()
+    assert dx[1:4].isnan().all()
+    _, expected = loss_and_gradient(F.cross_entropy, x[[0, 4]], target[[0, 4]], weight=weight)
+    torch.testing.assert_close(dx[[0, 4]], expected)  # a mean over the targets that are classes
+    assert (dx[5] == 0).all()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")

@@ -2,8 +2,8 @@
 
 As in `softmax_kernels.py`, rows that fit a program's registers are read once as tiles, and longer ones by persistent
 programs block by block with an online maximum and sum. Where the gradient is made too (GRADIENT), long rows are read a
-second time from L2, from the end to the beginning. `dx` may be the memory of `x`: a program has read what it needs of
-an element before it writes it.
+second time from L2, from the end to the beginning; what a row has beyond its last full block stays in registers. `dx`
+may be the memory of `x`: a program has read what it needs of an element before it writes it.
 
 Logits count from the row's maximum or, while that is not known, from the target's logit, so that a large common offset
 costs no accuracy. A row whose target is ignored has loss 0 and gradient 0; one whose target is no class has NaN for
@@ -66,17 +66,15 @@ def cross_entropy_rows(
         factor = tl.full((ROWS,), 1.0, tl.float32)
         if MEAN:
             factor *= tl.load(inverse)
-        density, at_target = _coefficients(
-            factor, row_weight, maximum + logarithm, whole, kept, spread, z_loss, SMOOTH, Z
-        )
+        at_target, squared = _terms(factor, row_weight, maximum + logarithm, kept, z_loss)
         for block in tl.static_range(BLOCKS):
             column = block * COLUMNS + lane
-            apart = values[block].to(tl.float32) - maximum[:, None]
-            result = tl.exp(apart - logarithm[:, None]) * density[:, None]
-            if SMOOTH:
-                share = _share(weight, column, columns, spread, HAS_WEIGHT)
-                result -= factor[:, None] * share[None, :]
-            result -= tl.where(column[None, :] == label[:, None], at_target[:, None], 0.0)
+            power = tl.exp((values[block].to(tl.float32) - maximum[:, None]) - logarithm[:, None])
+            share = _class_weights(weight, column, columns, HAS_WEIGHT and SMOOTH)
+            result = _gradient(
+                power, column[None, :] == label[:, None], at_target[:, None], squared[:, None],
+                (factor * spread)[:, None], whole, share[None, :], SMOOTH, Z,
+            )  # fmt: skip
             result = tl.where(counted[:, None], result, 0.0)
             place = dx + row[:, None] * columns + column[None, :]
             inside = is_inside(row, rows, column, columns, EVEN or block < BLOCKS - 1)
@@ -88,63 +86,86 @@ def cross_entropy_rows_long(
     x, target, weight, weight_sum, inverse, losses, statistics, dx,  # as above
     rows, units, x_stride, ignored, kept, spread, z_loss,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, MEAN: tl.constexpr, GRADIENT: tl.constexpr,
-    UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """The same of every (number of programs)-th row."""
+    """The same of every (number of programs)-th row. Rows that are ignored are not read."""
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
-    blocks = tl.cdiv(columns, COLUMNS)
+    full = columns // COLUMNS * COLUMNS
+    tail = full + lane
     whole = _weight_sum(weight_sum, columns, HAS_WEIGHT)
     for index in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=1):
         row = tl.cast(index, tl.int64)
-        source = x + row * (x_stride * UNIT)
+        source, result_row = x + row * (x_stride * UNIT), dx + row * columns
         label = tl.load(target + row)
-        counted = label != ignored
-        row_weight, picked = _of_target(source, weight, label, counted, columns, HAS_WEIGHT)
-        # Infinite where the loss is infinite or NaN in any case: then the sums below count from 0.
-        origin = tl.where(tl.abs(picked) < float("inf"), picked, 0.0)
-        largest = tl.full((COLUMNS,), float("-inf"), tl.float32)
-        total = tl.zeros((COLUMNS,), tl.float32)
-        weighted = tl.zeros((COLUMNS,), tl.float32)
-        for block in tl.range(0, blocks, num_stages=STAGES):
-            column = block * COLUMNS + lane
-            inside = column < columns
-            scores = tl.load(source + column, mask=inside, other=float("-inf"), eviction_policy="evict_last")
-            scores = scores.to(tl.float32)
-            largest, total = fold_scores(largest, total, scores)
-            if SMOOTH:
-                apart = scores - origin
-                if HAS_WEIGHT:
-                    apart *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-                weighted += tl.where(inside, apart, 0.0)
-        maximum, total_sum = merge_lanes(largest, total)
-        logarithm = tl.log(total_sum)
-        loss = row_weight * (kept * (logarithm - (picked - maximum)))
-        if SMOOTH:
-            loss += spread * (whole * (logarithm + (maximum - origin)) - tl.sum(weighted, axis=0))
-        if Z:
-            loss += row_weight * z_loss * (maximum + logarithm) * (maximum + logarithm)
-        tl.store(losses + row, tl.where(counted, loss, 0.0))
-        if not GRADIENT:
-            tl.store(statistics + row, maximum)
-            tl.store(statistics + rows + row, logarithm)
+        if label == ignored:
+            tl.store(losses + row, 0.0)
+            if GRADIENT:
+                for start in tl.range(0, columns, COLUMNS):
+                    zeros = tl.zeros((COLUMNS,), dx.dtype.element_ty)
+                    tl.store(result_row + (start + lane), zeros, mask=start + lane < columns)
+            else:
+                tl.store(statistics + row, 0.0)
+                tl.store(statistics + rows + row, 0.0)
         else:
-            factor = 1.0
-            if MEAN:
-                factor = tl.load(inverse)
-            density, at_target = _coefficients(
-                factor, row_weight, maximum + logarithm, whole, kept, spread, z_loss, SMOOTH, Z
-            )
-            for behind in tl.range(0, blocks, num_stages=STAGES):
-                column = (blocks - 1 - behind) * COLUMNS + lane
-                inside = column < columns
-                scores = tl.load(source + column, mask=inside, other=0.0, eviction_policy="evict_first")
-                result = tl.exp((scores.to(tl.float32) - maximum) - logarithm) * density
+            last = tl.load(source + tail, mask=tail < columns, other=float("-inf"))
+            row_weight, picked = _of_target(source, weight, label, True, columns, HAS_WEIGHT)
+            # Infinite where the loss is infinite or NaN in any case: then the sums below count from 0.
+            origin = tl.where(tl.abs(picked) < float("inf"), picked, 0.0)
+            largest = tl.full((COLUMNS // GROUP,), float("-inf"), tl.float32)
+            total = tl.zeros((COLUMNS // GROUP,), tl.float32)
+            weighted = tl.zeros((COLUMNS // GROUP,), tl.float32)
+            for start in tl.range(0, full, COLUMNS, num_stages=STAGES):
+                scores = tl.load(source + (start + lane), eviction_policy=AGAIN).to(tl.float32)
+                largest, total = fold_scores(largest, total, scores, GROUP)
                 if SMOOTH:
-                    result -= factor * _share(weight, column, columns, spread, HAS_WEIGHT)
-                result -= tl.where(column == label, at_target, 0.0)
-                result = tl.where(counted, result, 0.0)
-                tl.store(dx + row * columns + column, result.to(dx.dtype.element_ty), mask=inside)
+                    apart = (scores - origin) * _class_weights(weight, start + lane, columns, HAS_WEIGHT)
+                    weighted += tl.sum(tl.reshape(apart, (COLUMNS // GROUP, GROUP)), axis=1)
+            largest, total = fold_scores(largest, total, last.to(tl.float32), GROUP)
+            if SMOOTH:
+                apart = tl.where(tail < columns, last.to(tl.float32) - origin, 0.0)
+                apart *= _class_weights(weight, tail, columns, HAS_WEIGHT)
+                weighted += tl.sum(tl.reshape(apart, (COLUMNS // GROUP, GROUP)), axis=1)
+            maximum, total_sum = merge_lanes(largest, total)
+            logarithm = tl.log(total_sum)
+            loss = row_weight * (kept * (logarithm - (picked - maximum)))
+            if SMOOTH:
+                loss += spread * (whole * (logarithm + (maximum - origin)) - tl.sum(weighted, axis=0))
+            if Z:
+                loss += row_weight * z_loss * (maximum + logarithm) * (maximum + logarithm)
+            tl.store(losses + row, loss)
+            if not GRADIENT:
+                tl.store(statistics + row, maximum)
+                tl.store(statistics + rows + row, logarithm)
+            else:
+                factor = 1.0
+                if MEAN:
+                    factor = tl.load(inverse)
+                at_target, squared = _terms(factor, row_weight, maximum + logarithm, kept, z_loss)
+                density = at_target
+                if SMOOTH:
+                    density += factor * spread * whole
+                if Z:
+                    density += squared
+                density = tl.div_rn(density, total_sum)
+                result = tl.exp(last.to(tl.float32) - maximum) * density
+                if SMOOTH:
+                    result -= (factor * spread) * _class_weights(weight, tail, columns, HAS_WEIGHT)
+                tl.store(result_row + tail, result.to(dx.dtype.element_ty), mask=tail < columns)
+                for behind in tl.range(0, full, COLUMNS, num_stages=STAGES):
+                    column = full - COLUMNS - behind + lane
+                    scores = tl.load(source + column, eviction_policy="evict_first")
+                    result = tl.exp(scores.to(tl.float32) - maximum) * density
+                    if SMOOTH:
+                        result -= (factor * spread) * _class_weights(weight, column, columns, HAS_WEIGHT)
+                    tl.store(result_row + column, result.to(dx.dtype.element_ty), eviction_policy="evict_first")
+                # The target's element once more, so that the loop need not look for it.
+                tl.debug_barrier()
+                power = tl.exp((picked - maximum) - logarithm)
+                valid = (label >= 0) & (label < columns)
+                share = _class_weight(weight, label, valid, HAS_WEIGHT)
+                result = _gradient(power, True, at_target, squared, factor * spread, whole, share, SMOOTH, Z)
+                tl.store(result_row + label, result.to(dx.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -170,11 +191,13 @@ def cross_entropy_gradient(
     if MEAN:
         factor *= tl.load(inverse)
     whole = _weight_sum(weight_sum, columns, HAS_WEIGHT)
-    density, at_target = _coefficients(factor, row_weight, maximum + logarithm, whole, kept, spread, z_loss, SMOOTH, Z)
-    result = tl.exp((scores - maximum[:, None]) - logarithm[:, None]) * density[:, None]
-    if SMOOTH:
-        result -= factor[:, None] * _share(weight, column, columns, spread, HAS_WEIGHT)[None, :]
-    result -= tl.where(column[None, :] == label[:, None], at_target[:, None], 0.0)
+    at_target, squared = _terms(factor, row_weight, maximum + logarithm, kept, z_loss)
+    power = tl.exp((scores - maximum[:, None]) - logarithm[:, None])
+    share = _class_weights(weight, column, columns, HAS_WEIGHT and SMOOTH)
+    result = _gradient(
+        power, column[None, :] == label[:, None], at_target[:, None], squared[:, None],
+        (factor * spread)[:, None], whole, share[None, :], SMOOTH, Z,
+    )  # fmt: skip
     result = tl.where(counted[:, None], result, 0.0)
     tl.store(dx + row[:, None] * columns + column[None, :], result.to(dx.dtype.element_ty), mask=inside)
 
@@ -185,13 +208,13 @@ def inverse_of_target_weights(
     rows, columns, ignored,
     HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """1 / sum of the weights of all targets that are not ignored; one program, always in the same order."""
+    """1 / sum of the weights of all targets that are classes; one program, always in the same order."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK).to(tl.int64)
         label = tl.load(target + row, mask=row < rows, other=0)
-        counted = (row < rows) & (label != ignored)
-        total += tl.where(counted, _weight_of_target(weight, label, counted, columns, HAS_WEIGHT), 0.0)
+        valid = (row < rows) & (label != ignored) & (label >= 0) & (label < columns)
+        total += _class_weight(weight, label, valid, HAS_WEIGHT)
     tl.store(inverse, tl.div_rn(1.0, tl.sum(total, axis=0)))
 
 
@@ -223,14 +246,19 @@ def _scale_blocks(gradient, scale, result, elements, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _class_weight(weight, label, valid, HAS_WEIGHT: tl.constexpr):
+    """Of the target's class; 0 where that is not valid."""
+    if HAS_WEIGHT:
+        return tl.load(weight + label, mask=valid, other=0.0).to(tl.float32)
+    else:
+        return tl.where(valid, 1.0, 0.0)
+
+
+@triton.jit
 def _weight_of_target(weight, label, counted, columns, HAS_WEIGHT: tl.constexpr):
     """The weight of the target's class; NaN where the target is no class."""
     valid = counted & (label >= 0) & (label < columns)
-    if HAS_WEIGHT:
-        found = tl.load(weight + label, mask=valid, other=0.0).to(tl.float32)
-    else:
-        found = tl.where(valid, 1.0, 0.0)
-    return tl.where(counted & (valid == 0), float("nan"), found)
+    return tl.where(counted & (valid == 0), float("nan"), _class_weight(weight, label, valid, HAS_WEIGHT))
 
 
 @triton.jit
@@ -251,22 +279,28 @@ def _weight_sum(weight_sum, columns, HAS_WEIGHT: tl.constexpr):
 
 
 @triton.jit
-def _coefficients(
-    factor, row_weight, log_sum_exp, whole, kept, spread, z_loss, SMOOTH: tl.constexpr, Z: tl.constexpr
-):  # fmt: skip
-    """What a probability is multiplied with in dx, and what is subtracted at the target."""
-    density = row_weight * kept
-    if Z:
-        density += 2.0 * z_loss * row_weight * log_sum_exp
-    if SMOOTH:
-        density += spread * whole
-    return factor * density, factor * (row_weight * kept)
+def _class_weights(weight, column, columns, HAS_WEIGHT: tl.constexpr):
+    """Of a block of classes."""
+    if HAS_WEIGHT:
+        return tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
+    else:
+        return tl.full(column.shape, 1.0, tl.float32)
 
 
 @triton.jit
-def _share(weight, column, columns, spread, HAS_WEIGHT: tl.constexpr):
-    """What smoothing gives each class."""
-    if HAS_WEIGHT:
-        return spread * tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
-    else:
-        return tl.where(column < columns, spread, 0.0)
+def _terms(factor, row_weight, log_sum_exp, kept, z_loss):
+    """What multiplies a probability, less one at the target; and what multiplies it because of z-loss."""
+    return factor * (row_weight * kept), factor * (2.0 * z_loss * row_weight * log_sum_exp)
+
+
+@triton.jit
+def _gradient(
+    power, is_target, at_target, squared, spread, whole, share, SMOOTH: tl.constexpr, Z: tl.constexpr
+):  # fmt: skip
+    """dx of probabilities `power`: each term cancels by itself, as exactly as it can where a probability is near 1."""
+    result = tl.where(is_target, power - 1.0, power) * at_target
+    if SMOOTH:
+        result += spread * (power * whole - share)
+    if Z:
+        result += power * squared
+    return result

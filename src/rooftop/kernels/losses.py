@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.kernels.softmaxes import LongConfig, TileConfig, long_tile, tile, tile_config
+from rooftop.kernels.softmaxes import ANY_BYTES, LongConfig, TileConfig, group_of, long_tile, tile, tile_config
 from rooftop.kernels.tiles import rows_of, unit
 from rooftop.launch.operators import no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
@@ -73,11 +73,14 @@ def cross_entropy_gradient_reference(
     maximum, logarithm = statistics
     weights = _class_weights(x, terms)
     kept, spread = weights[label] * (1 - terms.label_smoothing), terms.label_smoothing / x.shape[1]
-    density = kept + spread * weights.sum() + 2 * terms.z_loss * weights[label] * (maximum + logarithm)
-    dx = ((x.to(statistics.dtype) - maximum[:, None]) - logarithm[:, None]).exp() * density[:, None]
+    power = ((x.to(statistics.dtype) - maximum[:, None]) - logarithm[:, None]).exp()
+    # Each term cancels by itself, as exactly as it can where a probability is near 1.
+    dx = power.scatter_add(1, label[:, None], power.new_full((len(label), 1), -1.0)) * kept[:, None]
     if spread:
-        dx = dx - spread * weights
-    dx = dx.scatter_add(1, label[:, None], -kept[:, None]) * factor.reshape(-1, 1)
+        dx = dx + spread * (power * weights.sum() - weights)
+    if terms.z_loss:
+        dx = dx + power * (2 * terms.z_loss * weights[label] * (maximum + logarithm))[:, None]
+    dx = dx * factor.reshape(-1, 1)
     return dx.where(counted[:, None], 0.0).to(x.dtype)
 
 
@@ -101,12 +104,12 @@ LOSS = (
     *(TileConfig(2048, 1, 512, 2), TileConfig(4096, 1, 1024, 4), TileConfig(8192, 1, 2048, 4)),
     TileConfig(16384, 1, 4096, 8),
 )
-LOSS_LONG = LongConfig(block_bytes=8192, warps=8, programs_per_sm=6, stages=3)
+LOSS_LONG = (LongConfig(ANY_BYTES, block_bytes=8192, warps=8, programs_per_sm=6, stages=3, again=""),)
 FUSED = (
     *LOSS,
     *(TileConfig(32768, 1, 8192, 8), TileConfig(65536, 1, 16384, 16)),
 )
-FUSED_LONG = LongConfig(block_bytes=16384, warps=32, programs_per_sm=1, stages=4)
+FUSED_LONG = (LongConfig(ANY_BYTES, block_bytes=8192, warps=16, programs_per_sm=2, stages=5),)
 GRADIENT_BYTES = 8192  # of a tile: rows of fewer bytes share one
 GRADIENT_WARPS = 4
 SCALE = {"BLOCK": 8192, "num_warps": 8}
@@ -176,9 +179,10 @@ def losses_of_rows(
     arguments = (*tensors, _or(kept, losses), _or(dx, losses), *sizes)
     config = tile_config(LOSS if dx is None else FUSED, columns * x.element_size())
     if config is None:
-        long = LOSS_LONG if dx is None else FUSED_LONG
-        grid = (min(rows, long.programs_per_sm * processors(x)),)
-        block = long_tile(long, x.element_size())
+        table = LOSS_LONG if dx is None else FUSED_LONG
+        per_sm, block = long_tile(table, columns * x.element_size(), x.element_size())
+        block |= {"GROUP": group_of(group, x.element_size())}
+        grid = (min(rows, per_sm * processors(x)),)
         launch(kernels.cross_entropy_rows_long, grid, x.device, *arguments, **constants, **block)
     else:
         block = tile(config, columns, x.element_size())
@@ -478,7 +482,8 @@ def cross_entropy(
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit (class probabilities, too).
         ValueError: shapes, devices or numbers that do not fit; targets that are no class, on the CPU and, with
-            ROOFTOP_CHECK=1 in the environment, on a GPU. Without it their rows, and a reduced loss, are NaN there.
+            ROOFTOP_CHECK=1 in the environment, on a GPU. Without it their rows, and a reduced loss, are NaN there; a
+            mean is divided by what the other targets weigh, and their gradients are finite.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     check_arguments("cross_entropy", input, target, weight, reduction, label_smoothing, z_loss)

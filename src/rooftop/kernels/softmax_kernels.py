@@ -3,8 +3,9 @@
 Rows that fit a program's registers are read from memory once: a tile is ROWS rows by BLOCKS blocks of COLUMNS elements,
 kept as they were loaded (with a mask: as float32 scores) or, where HOLD says so, as float32 exponentials. Longer rows
 are read twice by persistent programs, few enough that L2 still has most of a row when it is read again; the second pass
-goes from the end to the beginning, so that it starts with what was read last. In the first pass each lane keeps its own
-maximum and its sum of exponentials relative to it (Milakov and Gimelshein 2018), merged at the end.
+goes from the end to the beginning, so that it starts with what was read last. What a row has beyond its last full block
+stays in registers: the loops load without masks. In the first pass each lane keeps its own maximum and its sum of
+exponentials relative to it (Milakov and Gimelshein 2018), merged at the end.
 
 A maximum ignores NaN, and an exponential does not: a row that has one becomes NaN as a whole, and so does a row of
 nothing but -inf, whose exponentials of -inf - (-inf) are NaN.
@@ -81,40 +82,42 @@ def softmax_forward_long(
     x, mask, y,  # as above
     rows, units, x_stride, scale,
     mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
-    MASK: tl.constexpr, LOG: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    MASK: tl.constexpr, LOG: tl.constexpr, UNIT: tl.constexpr,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """The same of every (number of programs)-th row."""
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
-    blocks = tl.cdiv(columns, COLUMNS)
+    full = columns // COLUMNS * COLUMNS
+    tail = full + lane
     for index in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=1):
         row = tl.cast(index, tl.int64)
         source, target = x + row * (x_stride * UNIT), y + row * columns
         mask_row = mask + _rows_of_mask(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)
-        largest = tl.full((COLUMNS,), float("-inf"), tl.float32)
-        total = tl.zeros((COLUMNS,), tl.float32)
-        for block in tl.range(0, blocks, num_stages=STAGES):
-            column = block * COLUMNS + lane
-            inside = column < columns
-            scores = tl.load(source + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        last = tl.load(source + tail, mask=tail < columns, other=0.0)
+        largest = tl.full((COLUMNS // GROUP,), float("-inf"), tl.float32)
+        total = tl.zeros((COLUMNS // GROUP,), tl.float32)
+        for start in tl.range(0, full, COLUMNS, num_stages=STAGES):
+            column = start + lane
+            scores = tl.load(source + column, eviction_policy=AGAIN).to(tl.float32)
             if MASK != NO_MASK:
-                scores = _masked(scores * scale, mask_row + column * column_stride, inside, MASK)
-            scores = _scores(scores, scale, column, columns, MASK, False)
-            largest, total = fold_scores(largest, total, scores)
-        maximum, total = merge_lanes(largest, total)
-        inverse, logarithm = tl.div_rn(1.0, total), tl.log(total)
-        for behind in tl.range(0, blocks, num_stages=STAGES):
-            column = (blocks - 1 - behind) * COLUMNS + lane
-            inside = column < columns
-            scores = tl.load(source + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                scores = _masked(scores * scale, mask_row + column * column_stride, None, MASK)
+            largest, total = fold_scores(largest, total, _scores(scores, scale, column, columns, MASK, True), GROUP)
+        if MASK != NO_MASK:
+            last = _masked(last.to(tl.float32) * scale, mask_row + tail * column_stride, tail < columns, MASK)
+        largest, total = fold_scores(largest, total, _scores(last, scale, tail, columns, MASK, False), GROUP)
+        maximum, total_sum = merge_lanes(largest, total)
+        inverse, logarithm = tl.div_rn(1.0, total_sum), tl.log(total_sum)
+        result = _softmax_of(_scores(last, scale, tail, columns, MASK, True), maximum, inverse, logarithm, LOG)
+        tl.store(target + tail, result.to(y.dtype.element_ty), mask=tail < columns)
+        for behind in tl.range(0, full, COLUMNS, num_stages=STAGES):
+            column = full - COLUMNS - behind + lane
+            scores = tl.load(source + column, eviction_policy="evict_first").to(tl.float32)
             if MASK != NO_MASK:
-                scores = _masked(scores * scale, mask_row + column * column_stride, inside, MASK)
-            apart = _scores(scores, scale, column, columns, MASK, True) - maximum
-            if LOG:
-                result = apart - logarithm
-            else:
-                result = tl.exp(apart) * inverse
-            tl.store(target + column, result.to(y.dtype.element_ty), mask=inside)
+                scores = _masked(scores * scale, mask_row + column * column_stride, None, MASK)
+            scores = _scores(scores, scale, column, columns, MASK, True)
+            result = _softmax_of(scores, maximum, inverse, logarithm, LOG)
+            tl.store(target + column, result.to(y.dtype.element_ty), eviction_policy="evict_first")
 
 
 @triton.jit
@@ -157,37 +160,43 @@ def softmax_backward_long(
     dy, y, mask, dx,  # as above
     rows, units, dy_stride, scale,
     mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
-    MASK: tl.constexpr, LOG: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    MASK: tl.constexpr, LOG: tl.constexpr, UNIT: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """The same of every (number of programs)-th row."""
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
-    blocks = tl.cdiv(columns, COLUMNS)
+    full = columns // COLUMNS * COLUMNS
+    tail = full + lane
     for index in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=1):
         row = tl.cast(index, tl.int64)
         dy_row, y_row, dx_row = dy + row * (dy_stride * UNIT), y + row * columns, dx + row * columns
         mask_row = mask + _rows_of_mask(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)
+        last_gradient = tl.load(dy_row + tail, mask=tail < columns, other=0.0)
+        last_value = tl.load(y_row + tail, mask=tail < columns, other=0.0)
         total = tl.zeros((COLUMNS,), tl.float32)
-        for block in tl.range(0, blocks, num_stages=STAGES):
-            column = block * COLUMNS + lane
-            inside = column < columns
-            gradient = tl.load(dy_row + column, mask=inside, other=0.0, eviction_policy="evict_last")
+        for start in tl.range(0, full, COLUMNS, num_stages=STAGES):
+            gradient = tl.load(dy_row + (start + lane), eviction_policy=AGAIN)
             if LOG:  # the sum needs no y
                 total += gradient.to(tl.float32)
             else:
-                value = tl.load(y_row + column, mask=inside, other=0.0, eviction_policy="evict_last")
+                value = tl.load(y_row + (start + lane), eviction_policy=AGAIN)
                 total += _summand(gradient, value, LOG)
+        total += _summand(last_gradient, last_value, LOG)
         sums = tl.sum(total, axis=0)
-        for behind in tl.range(0, blocks, num_stages=STAGES):
-            column = (blocks - 1 - behind) * COLUMNS + lane
-            inside = column < columns
-            gradient = tl.load(dy_row + column, mask=inside, other=0.0, eviction_policy="evict_first")
-            value = tl.load(y_row + column, mask=inside, other=0.0, eviction_policy="evict_first")
+        result = _gradient(last_gradient, last_value, sums, scale, LOG)
+        if MASK == KEPT:
+            kept = tl.load(mask_row + tail * column_stride, mask=tail < columns, other=0) != 0
+            result = tl.where(kept, result, 0.0)
+        tl.store(dx_row + tail, result.to(dx.dtype.element_ty), mask=tail < columns)
+        for behind in tl.range(0, full, COLUMNS, num_stages=STAGES):
+            column = full - COLUMNS - behind + lane
+            gradient = tl.load(dy_row + column, eviction_policy="evict_first")
+            value = tl.load(y_row + column, eviction_policy="evict_first")
             result = _gradient(gradient, value, sums, scale, LOG)
             if MASK == KEPT:
-                kept = tl.load(mask_row + column * column_stride, mask=inside, other=0) != 0
-                result = tl.where(kept, result, 0.0)
-            tl.store(dx_row + column, result.to(dx.dtype.element_ty), mask=inside)
+                result = tl.where(tl.load(mask_row + column * column_stride) != 0, result, 0.0)
+            tl.store(dx_row + column, result.to(dx.dtype.element_ty), eviction_policy="evict_first")
 
 
 # ---- pieces, some of them also of loss_kernels.py ------------------------------------------------------------------
@@ -203,15 +212,15 @@ def is_inside(row, rows, column, columns, FULL: tl.constexpr):
 
 
 @triton.jit
-def fold_scores(largest, total, scores):
-    """Each lane's maximum, and its sum of exp(score - maximum), with one more score: one exponential, not two.
+def fold_scores(largest, total, scores, GROUP: tl.constexpr):
+    """Each lane's maximum and its sum of exp(score - maximum), with GROUP neighbouring scores more.
 
-    Equal scores add 1, also -inf to -inf: a lane that has seen nothing else counts for nothing when lanes are merged.
+    The sum is rescaled once a group, not once a score. A lane that has seen nothing but -inf has a sum of 0.
     """
-    apart = scores - largest
-    power = tl.where(scores == largest, 1.0, tl.exp(-tl.abs(apart)))
-    total = tl.where(apart > 0, total * power + 1.0, total + power)
-    return tl.maximum(largest, scores), total
+    groups = tl.reshape(scores, (scores.shape[0] // GROUP, GROUP))
+    higher = tl.maximum(largest, tl.max(groups, axis=1))
+    origin = tl.where(higher == float("-inf"), 0.0, higher)
+    return higher, total * tl.exp(largest - origin) + tl.sum(tl.exp(groups - origin[:, None]), axis=1)
 
 
 @triton.jit
@@ -219,6 +228,14 @@ def merge_lanes(largest, total):
     """The maximum of all lanes, and the sum of exponentials relative to it."""
     maximum = tl.max(largest, axis=0)
     return maximum, tl.sum(total * tl.exp(largest - maximum), axis=0)
+
+
+@triton.jit
+def _softmax_of(scores, maximum, inverse, logarithm, LOG: tl.constexpr):
+    if LOG:
+        return (scores - maximum) - logarithm
+    else:
+        return tl.exp(scores - maximum) * inverse
 
 
 @triton.jit
@@ -238,9 +255,18 @@ def _scores(values, scale, column, columns, MASK: tl.constexpr, FULL: tl.constex
 @triton.jit
 def _masked(scores, place, inside, MASK: tl.constexpr):
     if MASK == ADDED:
-        return scores + tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        return scores + _load(place, inside).to(tl.float32)
     else:
-        return tl.where(tl.load(place, mask=inside, other=0) != 0, scores, float("-inf"))
+        return tl.where(_load(place, inside) != 0, scores, float("-inf"))
+
+
+@triton.jit
+def _load(place, inside):
+    """What is `inside`, None: all of it; 0 elsewhere."""
+    if inside is None:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=inside, other=0)
 
 
 @triton.jit

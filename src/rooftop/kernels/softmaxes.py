@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.tiles import merged, rows_of, unit
 from rooftop.launch.operators import no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
@@ -60,18 +62,22 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class LongConfig:
-    """Rows in blocks of so many bytes, fetched `stages` ahead; the programs on an SM bound what L2 must keep."""
+    """Rows of up to `row_bytes` in blocks of so many bytes, fetched `stages` ahead; the programs on an SM bound what L2
+    must keep. `again`: how L2 is to treat what will be read a second time."""
 
+    row_bytes: int
     block_bytes: int
     warps: int
     programs_per_sm: int
     stages: int
+    again: str = "evict_last"
 
 
 # Not measured yet: the shares of a thread are those of the layer norm's table, whose traffic is the same. By the
 # compiler's report for sm_90 nothing spills up to 64 KiB of a row in 16 warps; 128 KiB in 32 warps, which have 64
-# registers a thread, do. One program of 32 warps an SM keeps 132 rows in flight: 34 MB of rows of 128256 half precision
-# elements, of the 50 MB of L2.
+# registers a thread, do. Long rows: two programs of 16 warps an SM, so that one loads while the other adds up; with 64
+# registers a thread, which are enough for 16 bytes of each block. Half read on average, 264 rows of 128256 half
+# precision elements are 34 MB, of the 50 MB of L2.
 FORWARD = (
     *(TileConfig(256, 16, 256, 2, hold=True), TileConfig(512, 8, 256, 2, hold=True)),
     *(TileConfig(1024, 4, 1024, 2, hold=True), TileConfig(2048, 1, 512, 2, hold=True)),
@@ -83,10 +89,12 @@ BACKWARD = (
     *(TileConfig(4096, 1, 2048, 2), TileConfig(8192, 1, 4096, 4), TileConfig(16384, 1, 8192, 8)),
     *(TileConfig(32768, 1, 8192, 8), TileConfig(65536, 1, 16384, 16)),
 )
-FORWARD_LONG = LongConfig(block_bytes=16384, warps=32, programs_per_sm=1, stages=4)
-BACKWARD_LONG = LongConfig(block_bytes=32768, warps=32, programs_per_sm=1, stages=3)
+ANY_BYTES = 1 << 62  # rows of any length
+FORWARD_LONG = (LongConfig(ANY_BYTES, block_bytes=8192, warps=16, programs_per_sm=2, stages=5),)
+BACKWARD_LONG = (LongConfig(ANY_BYTES, block_bytes=16384, warps=16, programs_per_sm=2, stages=4),)
 
-Constants = dict[str, int | bool]
+Constants = dict[str, int | bool | str]
+Config = TypeVar("Config", TileConfig, LongConfig)
 
 
 def tile(config: TileConfig, columns: int, element_bytes: int) -> Constants:
@@ -97,25 +105,22 @@ def tile(config: TileConfig, columns: int, element_bytes: int) -> Constants:
     return {"ROWS": config.rows, "BLOCKS": blocks, "COLUMNS": block, "EVEN": even, "num_warps": config.warps}
 
 
-def tile_config(table: Sequence[TileConfig], row_bytes: int) -> TileConfig | None:
-    """The parameters for rows of so many bytes; None where they are too long for a tile."""
+def tile_config(table: Sequence[Config], row_bytes: int) -> Config | None:
+    """The parameters for rows of so many bytes; None where they are too long for the table."""
     return next((config for config in table if row_bytes <= config.row_bytes), None)
 
 
-def long_tile(config: LongConfig, element_bytes: int) -> Constants:
-    """The constants of the kernels for long rows, of elements of that many bytes."""
-    return {"COLUMNS": config.block_bytes // element_bytes, "STAGES": config.stages, "num_warps": config.warps}
+def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -> tuple[int, Constants]:
+    """(programs an SM, constants of the kernels) for long rows, of elements of that many bytes."""
+    config = next(config for config in table if row_bytes <= config.row_bytes)
+    block = config.block_bytes // element_bytes
+    constants: Constants = {"COLUMNS": block, "STAGES": config.stages, "AGAIN": config.again}
+    return config.programs_per_sm, constants | {"num_warps": config.warps}
 
 
-def unit(*sizes: int) -> int:
-    """The largest group of up to 8 elements (16 bytes of half precision) that divides all sizes."""
-    return math.gcd(8, *sizes)
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """x (..., N) as (M, N) with unit column stride; a view where the strides allow one, else a copy."""
-    table = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return table if table.stride(1) == 1 else table.contiguous()
+def group_of(elements: int, element_bytes: int) -> int:
+    """Of so many neighbours, how many a thread loads at once, 16 bytes at most: they need no other thread's maximum."""
+    return math.gcd(elements, 16 // element_bytes)
 
 
 def _mask_arguments(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
@@ -128,25 +133,12 @@ def _mask_arguments(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tup
         return like, 0, (1, 1, 0, 0, 0, 0)
     kind = 2 if mask.dtype == torch.bool else 1
     full = (mask.view(torch.uint8) if kind == 2 else mask).expand(shape)
-    dims = _merged(shape[:-1], full.stride()[:-1])
+    dims = merged(shape[:-1], full.stride()[:-1])
     if len(dims) > 3:
         full = full.contiguous()
-        dims = _merged(shape[:-1], full.stride()[:-1])
+        dims = merged(shape[:-1], full.stride()[:-1])
     (_, outer), (middle, middle_stride), (inner, inner_stride) = [(1, 0)] * (3 - len(dims)) + dims
     return full, kind, (middle, inner, outer, middle_stride, inner_stride, full.stride(-1))
-
-
-def _merged(sizes: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """(size, stride) of a view with as few dimensions as its strides allow."""
-    dims: list[tuple[int, int]] = []
-    for size, stride in zip(sizes, strides, strict=True):
-        if size == 1:
-            continue
-        if dims and dims[-1][1] == size * stride:
-            dims[-1] = (dims[-1][0] * size, stride)
-        else:
-            dims.append((size, stride))
-    return dims
 
 
 # ---- implementations -------------------------------------------------------------------------------------------
@@ -170,8 +162,9 @@ def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: tor
     constants: Constants = {"MASK": kind, "LOG": log, "UNIT": group}
     config = tile_config(FORWARD, columns * x.element_size())
     if config is None:
-        grid = (min(rows, FORWARD_LONG.programs_per_sm * processors(x)),)
-        block = long_tile(FORWARD_LONG, x.element_size())
+        per_sm, block = long_tile(FORWARD_LONG, columns * x.element_size(), x.element_size())
+        block |= {"GROUP": group_of(group, x.element_size())}
+        grid = (min(rows, per_sm * processors(x)),)
         launch(kernels.softmax_forward_long, grid, x.device, *arguments, **constants, **block)
     else:
         constants |= tile(config, columns, x.element_size()) | {"HOLD": config.hold and not log}
@@ -198,8 +191,8 @@ def _backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: boo
     element_bytes = dy.element_size() + y.element_size()
     config = tile_config(BACKWARD, columns * element_bytes)
     if config is None:
-        grid = (min(rows, BACKWARD_LONG.programs_per_sm * processors(y)),)
-        block = long_tile(BACKWARD_LONG, element_bytes)
+        per_sm, block = long_tile(BACKWARD_LONG, columns * element_bytes, element_bytes)
+        grid = (min(rows, per_sm * processors(y)),)
         launch(kernels.softmax_backward_long, grid, y.device, *arguments, **constants, **block)
     else:
         constants |= tile(config, columns, element_bytes)
