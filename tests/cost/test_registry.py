@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+
 import pytest
 import torch
 
 from rooftop.cost import FREE, Call, Cost, CountingMode, cost_of, covered_operators
-from rooftop.cost.registry import formula_for
+from rooftop.cost.registry import _FORMULAS, formula_for
 
 aten = torch.ops.aten
 
@@ -34,6 +37,22 @@ def test_an_operator_has_one_formula() -> None:
     covered_operators()
     with pytest.raises(ValueError, match="has a formula already"):
         cost_of("aten::mm")(free)
+
+
+def test_formulas_count_the_elements_of_arguments_that_operators_have() -> None:
+    importlib.import_module("torch._inductor.inductor_prims")  # defines some of the operators
+    counted = {
+        name: inspect.getclosurevars(formula).nonlocals.get("per")
+        for name in covered_operators()
+        if not name.startswith("torchvision::") and (formula := _FORMULAS[name]).__name__ == "formula"
+    }
+    assert sum(argument is not None for argument in counted.values()) > 30
+    for name, argument in counted.items():
+        namespace, operator = name.split("::")
+        packet = getattr(getattr(torch.ops, namespace), operator)
+        schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+        for schema in schemas if argument is not None else ():
+            assert argument in [each.name for each in schema.arguments], schema
 
 
 def test_a_formula_registered_after_the_first_use_counts() -> None:
