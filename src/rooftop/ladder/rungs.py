@@ -95,6 +95,7 @@ LADDERS = {
     "vector": Entry("vector", "z = x + y", "elements", 1 << 26, 10_001, 1 << 29),
     "reduction": Entry("reduction", "the sum of a vector", "elements", 1 << 28, 10_001, 1 << 30),
     "matmul": Entry("matmul", "the product of two square matrices", "rows and columns", 4096, 136, 16384, multiple=8),
+    "layer": Entry("layer", "y = sigmoid(x W^T + b), CPU against GPU", "rows and features", 2048, 70, 16384),
 }
 
 
