@@ -7,11 +7,16 @@ from rooftop.kernels.linear_losses import linear_cross_entropy
 from rooftop.kernels.losses import cross_entropy
 from rooftop.kernels.matmuls import linear_act, linear_act_plan, matmul
 from rooftop.kernels.norms import layer_norm
+from rooftop.kernels.reductions import amax, amin, argmax, argmin, mean, norm, sum
 from rooftop.kernels.rotary import rope, rope_pair
 from rooftop.kernels.softmaxes import log_softmax, softmax
 
 __all__ = [
     "add_layer_norm_cuda",
+    "amax",
+    "amin",
+    "argmax",
+    "argmin",
     "cross_entropy",
     "layer_norm",
     "linear_act",
@@ -19,9 +24,12 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "matmul",
+    "mean",
+    "norm",
     "rope",
     "rope_pair",
     "softmax",
+    "sum",
     "swiglu",
     "trilinear_interpolate_cuda",
 ]

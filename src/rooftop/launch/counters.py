@@ -1,0 +1,66 @@
+"""Zeros in device memory with which programs of one kernel count each other, and which the kernel sets back to zero.
+
+Launches on one stream run one after another and share their counters. What is captured in a CUDA graph may be replayed
+on any stream, beside anything, so that each captured launch keeps counters of its own for as long as the process lives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+STREAM_COUNTERS = 4096  # of a stream: 16 KiB
+CAPTURED_COUNTERS = 1 << 18  # of a device, for all launches that are captured: 1 MiB
+
+
+@dataclass
+class _Captured:
+    zeros: Tensor
+    taken: int = 0
+
+
+_of_stream: dict[tuple[torch.device, int], Tensor] = {}
+_of_graphs: dict[torch.device, _Captured] = {}
+_lock = Lock()
+
+
+def counters(device: torch.device, count: int) -> Tensor | None:
+    """`count` zeros (int32) for one launch on the device's current stream, which must leave them zero.
+
+    None where there are none: more than a stream has; during a capture, when nothing was launched on the device before,
+    or captured launches have taken all.
+    """
+    if count > STREAM_COUNTERS:
+        return None
+    if device.type != "cuda":
+        return _stream_zeros(device, 0)[:count]
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            return _captured_zeros(device, count)
+        return _stream_zeros(device, torch.cuda.current_stream().cuda_stream)[:count]
+
+
+def _stream_zeros(device: torch.device, stream: int) -> Tensor:
+    zeros = _of_stream.get((device, stream))
+    if zeros is None:
+        with _lock:
+            zeros = torch.zeros(STREAM_COUNTERS, dtype=torch.int32, device=device)
+            if device not in _of_graphs:
+                _of_graphs[device] = _Captured(torch.zeros(CAPTURED_COUNTERS, dtype=torch.int32, device=device))
+                if device.type == "cuda":
+                    torch.cuda.current_stream().synchronize()  # once: graphs that use these run on any stream
+            _of_stream[device, stream] = zeros
+    return zeros
+
+
+def _captured_zeros(device: torch.device, count: int) -> Tensor | None:
+    count = -(-count // 4) * 4  # 16 bytes: alignment is compiled in
+    with _lock:
+        captured = _of_graphs.get(device)
+        if captured is None or captured.taken + count > CAPTURED_COUNTERS:
+            return None
+        captured.taken += count
+        return captured.zeros[captured.taken - count : captured.taken]
