@@ -79,7 +79,7 @@ class KernelOnCpu:
 
     def __init__(self, source: str, name: str, folder: Path, headers: Path, launches: Counter[str]) -> None:
         self.real = COMPILE(source, name, arch="sm_90")
-        self.launches = launches
+        self.launches, self.binary = launches, self.real.binary
         types = self.real.binary.types
         parameters = ", ".join(f"{type_} a{i}" for i, type_ in enumerate(types))
         arguments = ", ".join(f"a{i}" for i in range(len(types)))
