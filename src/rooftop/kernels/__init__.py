@@ -1,23 +1,39 @@
 """Dense operators at or near the roof: one file for each family."""
 
+from rooftop.kernels.attention_states import merge_attention_states
+from rooftop.kernels.attentions import AttentionPlan, attention, attention_plan
 from rooftop.kernels.cuda_interpolations import trilinear_interpolate_cuda
 from rooftop.kernels.cuda_norms import add_layer_norm_cuda
+from rooftop.kernels.elementwise import add, axpy, fused, gelu, mul, relu, sigmoid, silu, tanh
+from rooftop.kernels.embeddings import embedding
 from rooftop.kernels.gated import swiglu
+from rooftop.kernels.interpolations import trilinear_interpolate
 from rooftop.kernels.linear_losses import linear_cross_entropy
 from rooftop.kernels.losses import cross_entropy
 from rooftop.kernels.matmuls import linear_act, linear_act_plan, matmul
-from rooftop.kernels.norms import layer_norm
+from rooftop.kernels.norms import layer_norm, rms_norm
 from rooftop.kernels.reductions import amax, amin, argmax, argmin, mean, norm, sum
 from rooftop.kernels.rotary import rope, rope_pair
 from rooftop.kernels.softmaxes import log_softmax, softmax
+from rooftop.kernels.sum_norms import add_layer_norm, add_rms_norm
 
 __all__ = [
+    "AttentionPlan",
+    "add",
+    "add_layer_norm",
     "add_layer_norm_cuda",
+    "add_rms_norm",
     "amax",
     "amin",
     "argmax",
     "argmin",
+    "attention",
+    "attention_plan",
+    "axpy",
     "cross_entropy",
+    "embedding",
+    "fused",
+    "gelu",
     "layer_norm",
     "linear_act",
     "linear_act_plan",
@@ -25,11 +41,19 @@ __all__ = [
     "log_softmax",
     "matmul",
     "mean",
+    "merge_attention_states",
+    "mul",
     "norm",
+    "relu",
+    "rms_norm",
     "rope",
     "rope_pair",
+    "sigmoid",
+    "silu",
     "softmax",
     "sum",
     "swiglu",
+    "tanh",
+    "trilinear_interpolate",
     "trilinear_interpolate_cuda",
 ]

@@ -1,9 +1,10 @@
 """Modules over the operators of `rooftop.kernels`, with the names and arguments of `torch.nn`."""
 
+from rooftop.nn.embeddings import Embedding
 from rooftop.nn.gated import SwiGLU
 from rooftop.nn.linears import LinearAct
 from rooftop.nn.losses import CrossEntropyLoss
-from rooftop.nn.norms import LayerNorm
+from rooftop.nn.norms import LayerNorm, RMSNorm
 from rooftop.nn.softmaxes import LogSoftmax, Softmax
 
-__all__ = ["CrossEntropyLoss", "LayerNorm", "LinearAct", "LogSoftmax", "Softmax", "SwiGLU"]
+__all__ = ["CrossEntropyLoss", "Embedding", "LayerNorm", "LinearAct", "LogSoftmax", "RMSNorm", "Softmax", "SwiGLU"]

@@ -1,0 +1,60 @@
+"""The Triton kernel of the gradient of embeddings; `embeddings.py` has the operator and says how it works."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_runs(
+    values, order, tokens,  # (*, D) rows; (items,) rows of values, or none: item i is row i; (items,) in order
+    table, sums, sum_tokens,  # (V, D); (2 * programs, D) float32; (2 * programs,)
+    items, width, table_rows, skipped, value_stride,
+    INDIRECT: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums of the runs of equal tokens among CHUNK items.
+
+    A run that lies within the chunk is a row of the table. One that began before is the chunk's first sum, one that
+    goes on after it (and did not begin before) the second; a sum that there is not has the token -1, or, where a run
+    fills the chunk and goes on, that run's token and the value 0.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real = column < width
+    first = chunk * CHUNK
+    last = tl.minimum(first + CHUNK, items) - 1
+    token = tl.load(tokens + first)
+    before = tl.load(tokens + first - 1, mask=first > 0, other=-2)
+    began_before = before == token
+    opening = token
+    head = sums + 2 * chunk * width + column
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for block in range(0, CHUNK, AHEAD):
+        rows = ()  # AHEAD of them are on their way at once
+        for step in tl.static_range(AHEAD):
+            item = first + block + step
+            if INDIRECT:
+                row = tl.load(order + item, mask=item <= last, other=0)
+            else:
+                row = item
+            rows = rows + (tl.load(values + row * value_stride + column, mask=real & (item <= last), other=0.0),)
+        for step in tl.static_range(AHEAD):
+            item = first + block + step
+            total += rows[step].to(tl.float32)
+            after = tl.load(tokens + item + 1, mask=item + 1 < items, other=-2)
+            ends = (item <= last) & ((after != token) | (item == last))
+            goes_on = (item == last) & (after == token)
+            inside = ends & ~began_before & ~goes_on
+            known = (token >= 0) & (token < table_rows) & (token != skipped)
+            target = table + tl.where(known, token, 0).to(tl.int64) * width + column
+            tl.store(target, total.to(table.dtype.element_ty), mask=real & inside & known)
+            tl.store(head, total, mask=real & ends & began_before)
+            tl.store(head + width, tl.where(began_before, 0.0, total), mask=real & goes_on)
+            if tl.program_id(1) == 0:
+                tl.store(sum_tokens + 2 * chunk + 1, tl.where(goes_on, token, -1), mask=item == last)
+            total = tl.where(ends, 0.0, total)
+            began_before = began_before & ~ends
+            token = tl.where(item < last, after, token)
+    if tl.program_id(1) == 0:
+        tl.store(sum_tokens + 2 * chunk, tl.where(before == opening, opening, -1))
