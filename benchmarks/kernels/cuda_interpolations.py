@@ -1,11 +1,11 @@
-"""Trilinear interpolation in CUDA C++ beside torch and torch.compile, in TB/s of the bytes that must move.
+"""Trilinear interpolation in CUDA C++ and Triton beside torch and torch.compile, in TB/s of the bytes that must move.
 
     python benchmarks/kernels/cuda_interpolations.py [--out benchmarks/results/h200/cuda_interpolations.json]
 
 Features (B, 8, C) of 2^26 elements for each C (three of them drawn at run time), points float32, forward and backward
 (gradients of features and points). Variants interleaved, two sets of inputs, medians, replayed from a CUDA graph and
 called eagerly. The roof is that of the operator's own cost at the ceilings measured in the same run. What cannot do a
-size is left out and said to be.
+size is left out and said to be. No size is begun after `--seconds`; the file is written after each.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,10 +25,10 @@ from torch import Tensor
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.timing import captured, rotated
-from rooftop.kernels import trilinear_interpolate_cuda
+from rooftop.kernels import trilinear_interpolate, trilinear_interpolate_cuda
 
 DRAWN = tuple(random.randint(*span) for span in ((3, 16), (16, 64), (64, 512)))
-CHANNELS = sorted({2, 8, 16, 32, 64, 128, 256, *DRAWN})
+CHANNELS = tuple(dict.fromkeys((32, 128, *DRAWN, 8, 256, 2)))
 ELEMENTS = 1 << 26
 Interpolation = Callable[[Tensor, Tensor], Tensor]
 
@@ -36,19 +37,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS, help="other sizes C")
+    parser.add_argument("--seconds", type=float, default=45, help="after which no size is begun")
     options = parser.parse_args()
+    began = time.perf_counter()
     ceilings = measure_ceilings("cuda")
-    rows = [
-        row
-        for channels in options.channels
-        for dtype in (torch.float32, torch.float16)
-        for row in measure_size(channels, dtype, ceilings)
-    ]
-    if options.out:
-        environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        found = {"environment": environment, "elements": ELEMENTS, "unit": "TB/s", "rows": rows}
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
+    rows: list[dict[str, Any]] = []
+    for channels, dtype in [(c, d) for c in options.channels for d in (torch.float16, torch.float32)]:
+        if time.perf_counter() - began > options.seconds:
+            print(f"{options.seconds:.0f} s are over: C={channels} {dtype} and what follows is left out")
+            break
+        rows += measure_size(channels, dtype, ceilings)
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            found = {"environment": environment, "elements": ELEMENTS, "unit": "TB/s", "rows": rows}
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 @cache
@@ -72,6 +75,7 @@ def measure_size(channels: int, dtype: torch.dtype, ceilings: Ceilings) -> list[
     sets = [_inputs(count, channels, dtype) for _ in range(2)]  # the second set pushes the first out of L2
     variants: dict[str, Interpolation] = {
         "cuda": trilinear_interpolate_cuda,
+        "triton": trilinear_interpolate,
         "torch": plain,
         "compile": torch.compile(plain, dynamic=False),
     }
@@ -91,7 +95,7 @@ def measure_size(channels: int, dtype: torch.dtype, ceilings: Ceilings) -> list[
                 continue
             eager[name], replayed[name] = rotated(call, arguments), replay
         with torch.cuda.stream(stream()):
-            times = [compare(each, device="cuda", seconds=0.06) for each in (replayed, eager)]
+            times = [compare(each, device="cuda", seconds=0.03, warm_up_seconds=0.02) for each in (replayed, eager)]
         moved = read + written
         graph = {name: len(sets) * moved / t.median_ms / 1e9 for name, t in times[0].items()}
         called = {name: moved / t.median_ms / 1e9 for name, t in times[1].items()}

@@ -7,7 +7,8 @@ repeats them). Forward and backward run as one, since some variants make the gra
 replayed from a CUDA graph, which shows the kernels, and called eagerly. Variants interleaved, two sets of inputs,
 medians. The roof is that of reading the logits once and writing their gradient once or, from hidden states, that of
 three matrix products, at the ceilings measured in the same run; there the peak of memory is stated too. What is not
-installed, or cannot do a size, is left out and said to be.
+installed, or cannot do a size, is left out and said to be. No size is begun after `--seconds`; the file is written
+after each.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,9 @@ from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.timing import captured, rotated
 from rooftop.kernels import cross_entropy, linear_cross_entropy
 
-CLASSES = (1024, 8192, 32000, 50257, 65536, 128256, 262144)
+CLASSES = (128256, 32000, 50257, 8192, 1024, 262144)
 SPANS = ((1000, 16384), (16384, 65536), (65536, 262144))
-LINEAR = ((8192, 768, 50257), (8192, 4096, 32000), (8192, 4096, 128256))  # rows, features, classes
+LINEAR = ((8192, 4096, 128256), (8192, 768, 50257))  # rows, features, classes
 ROWS = 8192
 Loss = Callable[..., Tensor]
 
@@ -40,16 +43,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--classes", type=int, nargs="+", default=CLASSES, help="other numbers of classes")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of what is drawn")
+    parser.add_argument("--seconds", type=float, default=45, help="after which no size is begun")
     options = parser.parse_args()
+    began = time.perf_counter()
     drawn = [random.Random(options.seed + i).randint(*span) for i, span in enumerate(SPANS)]
     ceilings = measure_ceilings("cuda")
-    rows = [measure_logits(classes, ceilings) for classes in sorted({*options.classes, *drawn})]
-    linear = [measure_linear(*shape, ceilings) for shape in LINEAR]
-    if options.out:
-        environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
-        found = {"environment": environment, "dtype": "bfloat16", "seed": options.seed, "drawn": drawn, "unit": "ms"}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**found, "logits": rows, "hidden": linear}, indent=1) + "\n")
+    environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
+    found: dict[str, Any] = {"environment": environment, "dtype": "bfloat16", "seed": options.seed, "drawn": drawn}
+    found |= {"unit": "ms", "logits": [], "hidden": []}
+    first, *others = dict.fromkeys((*options.classes, *drawn))
+    logits = [("logits", partial(measure_logits, classes, ceilings)) for classes in (first, *others)]
+    hidden = [("hidden", partial(measure_linear, *shape, ceilings)) for shape in LINEAR]
+    for place, measured in (logits[0], hidden[0], *logits[1:], *hidden[1:]):
+        if time.perf_counter() - began > options.seconds:
+            print(f"{options.seconds:.0f} s are over: the rest is left out")
+            break
+        found[place].append(measured())
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def measure_logits(classes: int, ceilings: Ceilings) -> dict[str, Any]:
@@ -144,7 +156,9 @@ def _measure(
 
 def _compare(calls: dict[str, dict[str, Callable[[], object]]], how: str) -> dict[str, Any]:
     with torch.cuda.stream(STREAM):
-        return compare({name: both[how] for name, both in calls.items()}, device="cuda", seconds=0.06)
+        return compare(
+            {name: both[how] for name, both in calls.items()}, device="cuda", seconds=0.03, warm_up_seconds=0.02
+        )
 
 
 def _random(rows: int, columns: int) -> Tensor:

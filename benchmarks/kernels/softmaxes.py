@@ -5,7 +5,8 @@
 bfloat16, 2^28 elements, each size N listed and three drawn when the script runs (`--seed` repeats them). Variants
 interleaved, two sets of inputs, medians. Each direction is replayed from a CUDA graph, which shows the kernels, and
 called eagerly. The roof is that of the operator's own cost at the ceilings measured in the same run. What is not
-installed, or cannot do a size, is left out and said to be.
+installed, or cannot do a size, is left out and said to be. No size is begun after `--seconds`; the file is written
+after each.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.timing import captured, rotated
 from rooftop.kernels import log_softmax, softmax
 
-SIZES = (128, 512, 1024, 4096, 8192, 16384, 32768, 50257, 65536, 128256, 262144)
+SIZES = (128256, 32768, 1024, 8192, 4096, 50257, 512, 16384, 65536, 128, 262144)
 SPANS = ((64, 4096), (4096, 65536), (65536, 262144))
 ELEMENTS = 1 << 28
 Function = Callable[[Tensor], Tensor]
@@ -36,16 +38,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other sizes N")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
+    parser.add_argument("--seconds", type=float, default=45, help="after which no size is begun")
     options = parser.parse_args()
+    began = time.perf_counter()
     drawn = [random.Random(options.seed + i).randint(*span) for i, span in enumerate(SPANS)]
     ceilings = measure_ceilings("cuda")
-    sizes = sorted({*options.sizes, *drawn})
-    rows = [row for name in ("softmax", "log_softmax") for n in sizes for row in measure_size(name, n, ceilings)]
-    if options.out:
-        environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
-        found = {"environment": environment, "dtype": "bfloat16", "elements": ELEMENTS, "seed": options.seed}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**found, "drawn": drawn, "rows": rows}, indent=1) + "\n")
+    environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
+    found: dict[str, Any] = {"environment": environment, "dtype": "bfloat16", "elements": ELEMENTS}
+    found |= {"seed": options.seed, "drawn": drawn, "rows": []}
+    sizes = tuple(dict.fromkeys((*options.sizes[:3], *drawn, *options.sizes[3:])))
+    for name, columns in [(name, n) for name in ("softmax", "log_softmax") for n in sizes]:
+        if time.perf_counter() - began > options.seconds:
+            print(f"{options.seconds:.0f} s are over: {name} N={columns} and what follows is left out")
+            break
+        found["rows"] += measure_size(name, columns, ceilings)
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def functions(name: str) -> dict[str, Function]:
@@ -114,7 +123,9 @@ def _both(fn: Callable[..., object], sets: list[Any]) -> dict[str, Callable[[], 
 
 def _compare(variants: Variants, how: str) -> dict[str, Any]:
     with torch.cuda.stream(STREAM):
-        return compare({name: both[how] for name, both in variants.items()}, device="cuda", seconds=0.06)
+        return compare(
+            {name: both[how] for name, both in variants.items()}, device="cuda", seconds=0.03, warm_up_seconds=0.02
+        )
 
 
 def _inputs(rows: int, columns: int) -> Inputs:

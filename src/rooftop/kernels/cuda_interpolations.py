@@ -8,13 +8,13 @@ rendering needs of a grid of features. Outside of [-1, 1] it goes on linearly.
 
 Bound by memory: forward reads eight corners and writes one; backward writes eight and, for the points' gradient, reads
 eight. No atomics: each corner belongs to one point. Points that share corners gather their features first, and the
-gradient of that gather adds what they share.
+gradient of that gather adds what they share. `interpolations.py` has the same in Triton.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -162,15 +162,22 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | 
     return dfeatures if mask[0] else None, dpoints if mask[1] else None
 
 
-def _no_second_derivative(ctx: Any, *gradients: Tensor) -> NoReturn:
-    raise NotImplementedError("trilinear_interpolate_cuda has no second derivative: differentiate trilinear_reference")
+def no_second_derivative(name: str) -> Callable[..., NoReturn]:
+    """The backward of the backward operator of `name`."""
+
+    def refuse(ctx: Any, *gradients: Tensor) -> NoReturn:
+        raise NotImplementedError(f"{name} has no second derivative: differentiate trilinear_reference")
+
+    return refuse
 
 
 torch.library.register_autograd("rooftop::trilinear_interpolate_cuda", _differentiate, setup_context=_save)
-torch.library.register_autograd("rooftop::trilinear_interpolate_cuda_backward", _no_second_derivative)
+torch.library.register_autograd(
+    "rooftop::trilinear_interpolate_cuda_backward", no_second_derivative("trilinear_interpolate_cuda")
+)
 
 
-@cost_of("rooftop::trilinear_interpolate_cuda")
+@cost_of("rooftop::trilinear_interpolate_cuda", "rooftop::trilinear_interpolate")
 def _forward_cost(call: Call) -> Cost:
     """A multiplication and an addition for each corner and channel; the weights are few beside them."""
     features = call["features"]
@@ -178,7 +185,7 @@ def _forward_cost(call: Call) -> Cost:
     return Cost(distinct_bytes([features, call["points"]]), distinct_bytes([call.out]), flops)
 
 
-@cost_of("rooftop::trilinear_interpolate_cuda_backward")
+@cost_of("rooftop::trilinear_interpolate_cuda_backward", "rooftop::trilinear_interpolate_backward")
 def _backward_cost(call: Call) -> Cost:
     """The features are read only for the points' gradient."""
     features, mask = call["features"], call["mask"]
@@ -206,18 +213,27 @@ def trilinear_interpolate_cuda(features: Tensor, points: Tensor) -> Tensor:
         MissingExtraError: on a GPU, without NVRTC or `cuda.core`.
         NotImplementedError: a second derivative.
     """
+    check_arguments("trilinear_interpolate_cuda", features, points)
+    return _trilinear(features, points)  # type: ignore[no-any-return]
+
+
+def check_arguments(function: str, features: Tensor, points: Tensor) -> None:
+    """Refuse wrong arguments of that function before anything is launched.
+
+    Raises:
+        TypeError, ValueError: as `trilinear_interpolate_cuda`.
+    """
     for name, tensor, shape in (("features", features, "(B, 8, C)"), ("points", points, "(B, 3)")):
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            raise TypeError(f"trilinear_interpolate_cuda: {name} must be a dense tensor, got {type(tensor).__name__}")
+            raise TypeError(f"{function}: {name} must be a dense tensor, got {type(tensor).__name__}")
         if tensor.dtype not in CPP_TYPES:
-            raise TypeError(f"trilinear_interpolate_cuda: {name} must be floating point, got {tensor.dtype}")
+            raise TypeError(f"{function}: {name} must be floating point, got {tensor.dtype}")
         fits = tensor.dim() == 3 and tensor.shape[1] == 8 if name == "features" else tensor.shape[1:] == (3,)
         if not fits:
-            raise ValueError(f"trilinear_interpolate_cuda: expected {name} of shape {shape}, got {tuple(tensor.shape)}")
+            raise ValueError(f"{function}: expected {name} of shape {shape}, got {tuple(tensor.shape)}")
     if features.shape[0] != points.shape[0]:
         counts = f"{features.shape[0]} cells, {points.shape[0]} points"
-        raise ValueError(f"trilinear_interpolate_cuda: each point needs its cell, got {counts}")
+        raise ValueError(f"{function}: each point needs its cell, got {counts}")
     if features.device != points.device:
         where = f"features are on {features.device}, points on {points.device}"
-        raise ValueError(f"trilinear_interpolate_cuda: {where}: move one to the other")
-    return _trilinear(features, points)  # type: ignore[no-any-return]
+        raise ValueError(f"{function}: {where}: move one to the other")
