@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from rooftop import kernels
 from rooftop.cost import CountingMode, roof
@@ -142,6 +143,6 @@ def _roof_us(case: Case, x: Tensor, ceilings: Ceilings) -> float:
 
 
 if __name__ == "__main__":
-    torch._functorch.config.donated_buffer = False  # a compiled backward is called many times
+    functorch_config.donated_buffer = False  # a compiled backward is called many times
     STREAM = torch.cuda.Stream()
     main()
