@@ -105,7 +105,9 @@ def data_loading(findings: Findings) -> list[Advice]:
     """Batches that are not ready when the step wants them."""
     if findings.plain is None:
         return []
-    loading_ms, gain_ms = findings.plain.loading_ms, findings.plain.loading_ms
+    loading_ms = gain_ms = min(
+        findings.plain.loading_ms, findings.summary.wall_ms
+    )  # that of one step, maybe a slow one
     if findings.ceilings.kind == "cuda":  # what the GPU works meanwhile is hidden already
         gain_ms = min(loading_ms, findings.gaps.launch_gap_ms)
     return [
