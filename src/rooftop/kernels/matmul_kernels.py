@@ -5,7 +5,7 @@ tiles in bands of GROUP rows of tiles, so that the tiles that are worked on at a
 
 - `linear_act_descriptors` copies tiles with the tensor memory accelerator (TMA) of Hopper and later GPUs. Its programs
   are persistent, so that the first copies of a tile are on their way while the tile before is finished. A tile is
-  finished in PARTS of its columns: what is staged in shared memory for the store is smaller, and more is left for copies.
+  finished in PARTS of its columns, so that what is staged for the store leaves more shared memory for copies.
 - `linear_act_pointers` takes any strides and any K, one tile a program.
 
 With SPLIT > 1 the K dimension is cut, each part writes float32 sums of its own, and `linear_act_finish` adds them in
@@ -136,7 +136,7 @@ def linear_act_pointers(
 @triton.jit
 def linear_act_finish(
     sums, bias, residual, y, z,  # (SPLIT, padded rows, N), (N,), (M, N), (M, N), (M, N)
-    rows, units, padded_rows, residual_row,
+    rows, units, padded_rows, sums_row, y_row, residual_row,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
     SPLIT: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -145,11 +145,12 @@ def linear_act_finish(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    place = row[:, None] * columns + column[None, :]
-    values = tl.load(sums + place, mask=inside, other=0.0).to(tl.float32)
+    place = row[:, None] * (y_row * UNIT) + column[None, :]
+    first = sums + row[:, None] * (sums_row * UNIT) + column[None, :]
+    values = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, SPLIT):
-        later = sums + tl.cast(padded_rows, tl.int64) * columns * part
-        values += tl.load(later + place, mask=inside, other=0.0)
+        later = first + tl.cast(padded_rows, tl.int64) * (sums_row * UNIT) * part
+        values += tl.load(later, mask=inside, other=0.0)
     if HAS_BIAS:
         values += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if KEEP:

@@ -139,7 +139,12 @@ FUSED_ON_HOPPER = (
     Entry(1.0, Tile("descriptors", 128, 128, 64, 8, 4)),
     Entry(math.inf, Tile("descriptors", 128, 256, 64, 8, 3, parts=2)),
 )
-UNALIGNED_ON_HOPPER = (Entry(0.1, None), Entry(math.inf, Tile("pointers", 128, 128, 64, 8, 3)))
+# Loads of two bytes cannot be fetched ahead, and cost more than copies of the operands to where rows are aligned.
+UNALIGNED_ON_HOPPER = (
+    Entry(0.1, None),
+    Entry(1.0, Tile("pointers", 128, 128, 64, 8, 3)),
+    Entry(math.inf, Tile("descriptors", 128, 256, 64, 8, 3, parts=2)),
+)
 FUSED_ELSEWHERE = (Entry(0.1, None), Entry(math.inf, Tile("pointers", 128, 128, 32, 8, 3)))
 
 FINISH_ELEMENTS, FINISH_COLUMNS, FINISH_WARPS = 2048, 512, 4
@@ -241,6 +246,19 @@ def _describable(t: Tensor) -> bool:
     return fast == 1 and slow >= width and aligned
 
 
+def _described_or_copied(t: Tensor, rows_only: bool = False) -> Tensor:
+    """(M, N) as it is where a tensor descriptor can say where, else a copy; `rows_only`: with N the fast dimension."""
+    if _describable(t) and not (rows_only and t.stride(1) != 1):
+        return t
+    return _aligned_rows(t.shape[0], t.shape[1], t).copy_(t)
+
+
+def _aligned_rows(rows: int, columns: int, like: Tensor) -> Tensor:
+    """Memory for (rows, columns) whose rows begin at multiples of 16 bytes."""
+    group = 16 // like.element_size()
+    return like.new_empty((rows, -(-columns // group) * group))[:, :columns]
+
+
 @cache
 def _capability(device: torch.device) -> int:
     """The major compute capability; interpreted kernels run as on Hopper."""
@@ -266,22 +284,28 @@ def forward(
         return _by_library(x, weight, bias, activation, residual, keep)
     require_triton()
     assert plan.tile is not None
-    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    before = torch.empty_like(y) if keep else nothing
     tile = plan.tile
+    if tile.kernel == "descriptors":
+        x, weight = _described_or_copied(x), _described_or_copied(weight)
+        residual = _described_or_copied(residual, rows_only=True) if residual is not None else None
+        y = _aligned_rows(rows, columns, x)
+        before = _aligned_rows(rows, columns, x) if keep else nothing
+    else:
+        residual = _unit_columns(residual) if residual is not None else None
+        y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+        before = torch.empty_like(y) if keep else nothing
     steps = -(-x.shape[1] // tile.depth)
     split = -(-steps // -(-steps // tile.split))  # no part is empty
     run = _with_descriptors if tile.kernel == "descriptors" else _with_pointers
     bias = bias.contiguous() if bias is not None else None
-    residual = _unit_columns(residual) if residual is not None else None
     if split == 1:
         run(tile, 1, x, weight, bias, activation, residual, y, before, rows)
-        return y, before
-    padded = -(-rows // tile.rows) * tile.rows if tile.kernel == "descriptors" else rows
-    sums = torch.empty((split * padded, columns), dtype=torch.float32, device=x.device)
-    run(tile, split, x, weight, None, "none", None, sums, nothing, padded)
-    _finish(sums, split, padded, bias, activation, residual, y, before)
-    return y, before
+    else:
+        padded = -(-rows // tile.rows) * tile.rows if tile.kernel == "descriptors" else rows
+        sums = torch.empty((split * padded, y.stride(0)), dtype=torch.float32, device=x.device)[:, :columns]
+        run(tile, split, x, weight, None, "none", None, sums, nothing, padded)
+        _finish(sums, split, padded, bias, activation, residual, y, before)
+    return y.contiguous(), before.contiguous()
 
 
 def _by_library(
@@ -386,13 +410,14 @@ def _finish(
 
     rows, columns = y.shape
     residual_row = residual.stride(0) if residual is not None else 0
-    group = unit(columns, residual_row)
+    group = unit(columns, residual_row, sums.stride(0), y.stride(0))
     block = min(FINISH_COLUMNS, 1 << (columns - 1).bit_length())
     height = FINISH_ELEMENTS // block
     keep = before.numel() > 0
     launch(
         linear_act_finish, (-(-rows // height), -(-columns // block)), y.device,
-        sums, bias, residual, y, before if keep else None, rows, columns // group, padded_rows, residual_row // group,
+        sums, bias, residual, y, before if keep else None, rows, columns // group, padded_rows,
+        sums.stride(0) // group, y.stride(0) // group, residual_row // group,
         ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         KEEP=keep, SPLIT=split, UNIT=group, ROWS=height, COLUMNS=block, num_warps=FINISH_WARPS,
     )  # fmt: skip
