@@ -37,7 +37,7 @@ def test_the_network_learns() -> None:
     pytest.importorskip("sklearn")
     x, target = digits.images(torch.device("cpu"))
     parameters = digits.train(None, x[: digits.TRAINING], target[: digits.TRAINING], epochs=digits.EPOCHS)
-    assert digits.accuracy(parameters, x[digits.TRAINING :], target[digits.TRAINING :]) > 0.9
+    assert digits.accuracy(parameters, x[digits.TRAINING :], target[digits.TRAINING :]) > 0.93
     assert digits.accuracy(digits.initial(x.device), x, target) < 0.3
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 PLAIN, SIGMOID, GRADIENT, STEP = range(4)
 """What becomes of a product: see layer.cu."""
 
-HIDDEN, BATCH, RATE = 32, 128, 2.0
+HIDDEN, BATCH, RATE = 32, 64, 1.0
 EPOCHS, FEW_EPOCHS = 20, 3  # on a GPU, and where kernels are interpreted
 TRAINING = 1437  # images; the other 360 are what the accuracy is of
 
@@ -108,7 +108,7 @@ def accuracy(parameters: Parameters, x: Tensor, target: Tensor) -> float:
 
 
 def images(device: torch.device) -> tuple[Tensor, Tensor]:
-    """All images (1797, 64) from 0 to 1 in a fixed random order, and their digits.
+    """All images (1797, 64) from -1 to 1 in a fixed random order, and their digits.
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -117,7 +117,7 @@ def images(device: torch.device) -> tuple[Tensor, Tensor]:
 
     found = load_digits()
     order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(2))
-    x = torch.from_numpy(found.data).float() / 16
+    x = torch.from_numpy(found.data).float() / 8 - 1
     return x[order].to(device), torch.from_numpy(found.target).long()[order].to(device)
 
 

@@ -110,7 +110,7 @@ def sectors(layout: Layout, columns: int) -> int:
 
 
 def warps_with_work(layout: Layout, rows: int, columns: int, capability: tuple[int, int], units: int) -> float:
-    """The share that has work of all the warps that `units` multiprocessors hold: what occupancy allows, or the grid."""
+    """The share that has work of all the warps that `units` multiprocessors hold: as occupancy and the grid allow."""
     threads = layout.block[0] * layout.block[1] * layout.block[2]
     registers = cuda.compile(source(FILE), layout.instance, arch=f"sm_{capability[0]}{capability[1]}").binary.registers
     allowed = occupancy(threads, registers or 0, 0, capability)
