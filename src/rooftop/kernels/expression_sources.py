@@ -1,0 +1,315 @@
+"""Triton source of one kernel for an elementwise expression, for dtypes and a class of memory layouts.
+
+Two forms: flat, where every tensor is walked through alike, and tiles of rows and columns, where some are broadcast or
+strided. What a layout's class says (which tensors move along which dimensions, which lie element beside element) is
+written out in the source; sizes and strides are arguments.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rooftop.kernels.expression_types import HALF, NUMBER, Kind, Types, computed_in
+from rooftop.kernels.expressions import DTYPES, NAMES, OPERATIONS, Expression, arguments_of, text_of, topological
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a tensor's memory is walked through.
+
+    Attributes:
+        outer: whether it moves, for each dimension but the last.
+        column: along the last dimension: 0 not at all, 1 from element to neighbour, 2 in larger steps.
+    """
+
+    outer: tuple[bool, ...]
+    column: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The class of layouts that a kernel is for: an `Access` for each argument (None: a number, or not used) after
+    dimensions were merged, and whether offsets pass 2^31."""
+
+    accesses: tuple[Access | None, ...]
+    wide: bool
+
+    @property
+    def outer_dims(self) -> int:
+        return next(len(each.outer) for each in self.accesses if each is not None)
+
+
+def source_of(
+    outputs: Sequence[Expression], results: Sequence[torch.dtype], types: Types, kinds: Sequence[Kind], layout: Layout
+) -> str:
+    """The module's source; its kernel is named `kernel_name(outputs)`.
+
+    Args:
+        outputs: trees whose values have one shape.
+        results: the dtypes that they are stored in.
+        types: of all nodes.
+        kinds: of the arguments.
+        layout: which of them lie how.
+    """
+    body = _Body(types, layout, precise=not all(dtype in HALF for dtype in results))
+    used = arguments_of(outputs)
+    names = [f"a{i}" for i in used] + [f"y{i}" for i in range(len(outputs))]
+    numbers = [f"a{i}" for i in used if kinds[i].rank == NUMBER]
+    write = _flat if layout.outer_dims == 0 else _tiles
+    lines = write(body, outputs, results, names, numbers, used)
+    helpers = [name for name in _HELPERS if any(f" {name}(" in line for line in lines)]
+    imported = [f"from rooftop.kernels.elementwise_kernels import {', '.join(helpers)}"] if helpers else []
+    return "\n".join(["import triton", "import triton.language as tl", *imported, "", "", *lines]) + "\n"
+
+
+def kernel_name(outputs: Sequence[Expression]) -> str:
+    """As profiles show it: fused_mul_sigmoid_add."""
+    names = dict.fromkeys(node.operation for node in topological(outputs) if node.operands)
+    return "_".join(["fused", *list(names)[-5:]])
+
+
+def compiled(source: str, name: str) -> Any:
+    """The Triton kernel of a source; Triton reads the source again through `linecache`."""
+    file = f"<rooftop {name} {abs(hash(source)):x}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    module: dict[str, Any] = {"__name__": "rooftop.kernels.fused_kernels"}
+    exec(compile(source, file, "exec"), module)
+    return module[name]
+
+
+# ---- the two forms -----------------------------------------------------------------------------------------------
+
+
+def _flat(
+    body: _Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
+    used: list[int],
+) -> list[str]:  # fmt: skip
+    steps = [f"a{i}_step" for i in used if (access := body.layout.accesses[i]) and access.column == 2]
+    arguments = ", ".join([*names, "elements", *steps])
+    for i in used:
+        access = body.layout.accesses[i]
+        if access is None:
+            continue
+        places = {0: f"a{i}", 1: f"a{i} + start + lane", 2: f"a{i} + (start + lane) * a{i}_step"}
+        body.load(i, places[access.column], "inside" if access.column else "None")
+    stores = body.stores(outputs, results, "start + lane", "inside")
+    name = kernel_name(outputs)
+    return [
+        "@triton.jit",
+        f"def block({arguments}, start, BLOCK: tl.constexpr, FULL: tl.constexpr):",
+        "    lane = tl.arange(0, BLOCK)",
+        "    inside = lane >= 0 if FULL else start + lane < elements",
+        *(f"    {line}" for line in [*body.lines, *stores]),
+        "",
+        "",
+        f"@triton.jit(do_not_specialize={numbers})",
+        f"def {name}({arguments}, BLOCK: tl.constexpr):",
+        f'    """{text_of(outputs)}"""',
+        "    start = tl.program_id(0).to(tl.int64) * BLOCK",
+        "    if start + BLOCK <= elements:  # no mask: the widest loads, whatever divides the number of elements",
+        f"        block({arguments}, start, BLOCK, True)",
+        "    else:",
+        f"        block({arguments}, start, BLOCK, False)",
+    ]
+
+
+def _tiles(
+    body: _Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
+    used: list[int],
+) -> list[str]:  # fmt: skip
+    layout = body.layout
+    dims = layout.outer_dims
+    sizes = [f"size{d}" for d in range(1, dims)]  # of all outer dimensions but the first
+    accesses = {i: access for i in used if (access := layout.accesses[i])}
+    strides = [name for i, access in accesses.items() for name in stride_names(i, access)]
+
+    def stride(number: int, dim: int) -> str:
+        name = f"a{number}_stride{dim}"
+        return f"({name} * UNIT)" if accesses[number].column == 1 else name
+
+    for i, access in accesses.items():
+        terms = [f"a{i}"]
+        rows = " + ".join(f"index{d} * {stride(i, d)}" for d in range(dims) if access.outer[d])
+        terms += [f"({rows})[:, None]"] if rows else []
+        terms += {0: [], 1: ["column[None, :]"], 2: [f"(column * a{i}_step)[None, :]"]}[access.column]
+        mask = {(True, True): "inside", (True, False): "(row < rows)[:, None]"}.get(
+            (bool(rows), access.column > 0), "(column < columns)[None, :]" if access.column else "None"
+        )
+        body.load(i, " + ".join(terms), mask)
+    stores = body.stores(outputs, results, "row[:, None] * columns + column[None, :]", "inside")
+    arguments = ", ".join([*names, "rows", "units", *sizes, *strides])
+    wide = ".to(tl.int64)" if layout.wide else ""
+    indices = [
+        f"index{d} = row"
+        + "".join(f" // size{later}" for later in range(dims - 1, d, -1))
+        + (f" % size{d}" if d else "")
+        for d in range(dims)
+        if any(access.outer[d] for access in accesses.values())
+    ]
+    return [
+        f"@triton.jit(do_not_specialize={numbers})",
+        f"def {kernel_name(outputs)}({arguments}, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):",
+        f'    """{text_of(outputs)}"""',
+        "    columns = units * UNIT",
+        "    blocks = tl.cdiv(columns, COLUMNS)",
+        f"    row = (tl.program_id(0) // blocks){wide} * ROWS + tl.arange(0, ROWS)",
+        f"    column = (tl.program_id(0) % blocks){wide} * COLUMNS + tl.arange(0, COLUMNS)",
+        "    inside = (row < rows)[:, None] & (column < columns)[None, :]",
+        *(f"    {line}" for line in [*indices, *body.lines, *stores]),
+    ]
+
+
+def stride_names(number: int, access: Access) -> list[str]:
+    """The strides of a tensor that the kernel in tiles takes, in order."""
+    outer = [f"a{number}_stride{d}" for d, moves in enumerate(access.outer) if moves]
+    return outer + ([f"a{number}_step"] if access.column == 2 else [])
+
+
+# ---- one line for each node ----------------------------------------------------------------------------------------
+
+
+class _Body:
+    """Lines that load the arguments and compute the nodes."""
+
+    def __init__(self, types: Types, layout: Layout, precise: bool) -> None:
+        self.types, self.layout, self.precise = types, layout, precise
+        self.lines: list[str] = []
+        self.names: dict[int, str] = {}
+
+    def load(self, number: int, place: str, mask: str) -> None:
+        masked = "" if mask == "None" else f", mask={mask}"
+        self.lines.append(f"x{number} = tl.load({place}{masked})")
+
+    def stores(self, outputs: Sequence[Expression], results: Sequence[torch.dtype], place: str, mask: str) -> list[str]:
+        for node in topological(outputs):
+            if node.operands:
+                value = self._value_of(node)
+                self.names[id(node)] = f"v{len(self.names)}"
+                self.lines.append(f"{self.names[id(node)]} = {value}")
+        return [
+            f"tl.store(y{i} + {place}, {self._operand(output, dtype)}, mask={mask})"
+            for i, (output, dtype) in enumerate(zip(outputs, results, strict=True))
+        ]
+
+    def _value_of(self, node: Expression) -> str:
+        typed = self.types[id(node)]
+        typing, common = OPERATIONS[node.operation].typing, typed.common
+        if typing in DTYPES:
+            rounded = self._operand(node.operands[0], common)
+            return rounded if computed_in(common) == common else f"({rounded}).to({_tl(computed_in(common))})"
+        compute = computed_in(common)
+        if typing == "where":
+            condition, *rest = node.operands
+            operands = [self._operand(condition, torch.bool), *(self._operand(each, compute) for each in rest)]
+        elif typing == "compared":
+            compute = torch.int8 if compute == torch.bool else compute
+            operands = [self._operand(each, compute, rounded_to=common) for each in node.operands]
+        else:
+            operands = [self._operand(each, compute) for each in node.operands]
+        if compute == torch.float32 and node.operation != "pow":  # a plain number beside a tensor is float32 anyway
+            plain = [_plain(each, text) for each, text in zip(node.operands, operands, strict=True)]
+            if sum(a != b for a, b in zip(plain, operands, strict=True)) < min(2, len(operands)):
+                operands = plain
+        if common == torch.bool and node.operation in _OF_BOOLS:
+            template = _OF_BOOLS[node.operation]
+        elif not common.is_floating_point and node.operation in ("floor", "ceil", "trunc", "round"):
+            template = "{0}"
+        else:
+            template = _TEMPLATES[node.operation]
+        ones = _literal(255 if common == torch.uint8 else -1, common) if "{ones}" in template else ""
+        return template.format(*operands, precise=self.precise, ones=ones)
+
+    def _operand(self, node: Expression, dtype: torch.dtype, rounded_to: torch.dtype | None = None) -> str:
+        """A node's value in a dtype. `rounded_to`: what PyTorch rounds a number to before it compares."""
+        half = rounded_to if rounded_to in HALF else None
+        if node.operation == "constant":
+            value = node.value
+            assert value is not None
+            if half is not None:
+                value = torch.tensor(float(value), dtype=half).item()
+            return _literal(value, dtype)
+        if node.operation == "argument":
+            kind = self.types[id(node)].kind
+            if kind.rank == NUMBER:
+                if kind.dtype == torch.bool:  # passed as an integer
+                    text = f"(a{node.value} != 0)"
+                else:
+                    text = f"tl.cast(a{node.value}, {_tl(kind.dtype)})"
+                if half is not None:
+                    return f"{text}.to({_tl(half)}).to({_tl(dtype)})"
+                return text if kind.dtype == dtype else _cast(text, dtype)
+            return f"x{node.value}" if kind.dtype == dtype else _cast(f"x{node.value}", dtype)
+        has = self.types[id(node)].inside
+        return self.names[id(node)] if has == dtype else _cast(self.names[id(node)], dtype)
+
+
+def _plain(node: Expression, text: str) -> str:
+    """The number alone of `tl.full((), number, dtype)`."""
+    return text.split(", ")[1] if node.operation == "constant" and text.startswith("tl.full") else text
+
+
+def _cast(text: str, dtype: torch.dtype) -> str:
+    return f"({text} != 0)" if dtype == torch.bool else f"{text}.to({_tl(dtype)})"
+
+
+def _literal(value: int | float | bool, dtype: torch.dtype) -> str:
+    if not dtype.is_floating_point:
+        return f"tl.full((), {int(value)}, {_tl(dtype)})"
+    text = repr(float(value))
+    return f"tl.full((), {text if text[-1].isdigit() else f'float({text!r})'}, {_tl(dtype)})"
+
+
+def _tl(dtype: torch.dtype) -> str:
+    return "tl.int1" if dtype == torch.bool else f"tl.{NAMES[dtype]}"
+
+
+_OF_BOOLS = {
+    "add": "{0} | {1}",
+    "mul": "{0} & {1}",
+    "maximum": "{0} | {1}",
+    "minimum": "{0} & {1}",
+    "clamp_min": "{0} | {1}",
+    "clamp_max": "{0} & {1}",
+    "bitwise_not": "({0} == 0)",
+}
+_TEMPLATES = {
+    **{name: f"{{0}} {each.symbol} {{1}}" for name, each in OPERATIONS.items() if each.symbol and each.arity == 2},
+    "neg": "-{0}",
+    "bitwise_not": "{0} ^ {ones}",
+    "abs": "tl.abs({0})",
+    "where": "tl.where({0}, {1}, {2})",
+    "div": "quotient({0}, {1}, {precise})",
+    "pow": "power({0}, {1}, {precise})",
+    "sign": "sign({0})",
+    "maximum": "largest({0}, {1})",
+    "minimum": "smallest({0}, {1})",
+    "clamp_min": "largest({0}, {1})",
+    "clamp_max": "smallest({0}, {1})",
+    "floor": "tl.floor({0})",
+    "ceil": "tl.ceil({0})",
+    "trunc": "truncated({0})",
+    "round": "round_half_even({0})",
+    "relu": "rectified({0})",
+    "log": "tl.log({0})",
+    "log2": "tl.log2({0})",
+    "exp": "exponential({0}, {precise})",
+    "expm1": "exponential_minus_1({0}, {precise})",
+    "log1p": "logarithm_of_1_plus({0})",
+    "sqrt": "square_root({0}, {precise})",
+    "rsqrt": "tl.rsqrt({0})",
+    "reciprocal": "quotient(1.0, {0}, {precise})",
+    "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})",
+    "tanh": "hyperbolic_tangent({0}, {precise})",
+    "sigmoid": "logistic({0}, {precise})",
+    "erf": "tl.erf({0})",
+}
+_HELPERS = (
+    *("exponential", "exponential_minus_1", "hyperbolic_tangent", "largest", "logarithm_of_1_plus", "logistic"),
+    *("power", "quotient", "rectified", "round_half_even", "sign", "smallest", "square_root", "truncated"),
+)
