@@ -2,11 +2,12 @@
 
 What the end of a transformer's sublayer does: the bias of its last linear layer, the residual connection and the norm
 (Ba, Kiros and Hinton 2016), fused as inference libraries do in half precision. Bound by memory: x and residual are read
-once, y and the sum (the residual of the next sublayer) written once. The sum stays in float32 registers until it is
-normalized; half precision is read and written 16 bytes at a time and converted in pairs; sums go over a row by shuffles
-within warps and shared memory between them (norm_kernels.cu).
+once, y and the sum (the residual of the next sublayer) written once. The sum is rounded once and stays in registers
+until it is normalized; half precision is read and written 16 bytes at a time and converted in pairs; sums go over a row
+by shuffles within warps and shared memory between them (norm_kernels.cu).
 
-It is the twin of `layer_norm`, whose forward is Triton's: the same statistics and results. The backward is the twin's.
+It is the twin of `add_layer_norm`, whose forward is Triton's: the same statistics and results. The backward is the
+twin's.
 """
 
 from __future__ import annotations
@@ -16,34 +17,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.kernels import norms
+from rooftop.kernels.norms import check_norm, contiguous, unit_columns, widened
+from rooftop.kernels.sum_norms import (
+    add_layer_norm_reference,
+    adds,
+    differentiate_layer_norm,
+    fake_add_layer_norm,
+    flat_arguments,
+    save_layer_norm,
+)
 from rooftop.launch import cuda
-from rooftop.launch.operators import no_tangents, operator
-
-# ---- reference -------------------------------------------------------------------------------------------------
-
-
-def add_layer_norm_reference(
-    x: Tensor,
-    residual: Tensor | None,
-    input_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, total, mean, rstd) of rows x (M, N) in plain PyTorch; sums and statistics float32, or float64 for float64."""
-    total = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    for term in (input_bias, residual):
-        total = total if term is None else total + term
-    y, mean, rstd = norms.layer_norm_reference(total, weight, bias, eps)
-    return y.to(x.dtype), total.to(x.dtype), mean, rstd
-
+from rooftop.launch.operators import differentiable, no_tangents, operator
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
@@ -87,14 +75,14 @@ def _forward(
     x: Tensor, residual: Tensor | None, parameters: Sequence[Tensor | None], eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, residual (M, N) with unit column stride; parameters: input_bias, weight, bias, contiguous."""
-    adds = _adds(residual, parameters[0])
+    with_sum = adds(residual, parameters[0])
     if x.dtype == torch.float64 or not cuda.runs_on(x):
         input_bias, weight, bias = parameters
         y, total, mean, rstd = add_layer_norm_reference(x, residual, input_bias, weight, bias, eps)
-        return y, total if adds else x.new_empty(0), mean, rstd
+        return y, total if with_sum else x.new_empty(0), mean, rstd
     rows, columns = x.shape
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    written = torch.empty_like(y) if adds else None
+    written = torch.empty_like(y) if with_sum else None
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     parameters = _alike(parameters, x.dtype)
     name, grid, block = kernel_for(x, residual, parameters)
@@ -139,11 +127,6 @@ def _width(columns: int, tensors: Sequence[Tensor]) -> int:
     return width
 
 
-def _adds(residual: Tensor | None, input_bias: Tensor | None) -> bool:
-    """Whether the sum is another tensor than x."""
-    return residual is not None or input_bias is not None
-
-
 # ---- registration ----------------------------------------------------------------------------------------------
 
 
@@ -156,75 +139,20 @@ def _add_layer_norm(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    parameters = [t.contiguous() if t is not None else None for t in (input_bias, weight, bias)]
-    residual = _unit_columns(residual) if residual is not None else None
-    return _forward(_unit_columns(x), residual, parameters, eps)
+    parameters = [contiguous(t) for t in (input_bias, weight, bias)]
+    residual = unit_columns(residual) if residual is not None else None
+    return _forward(unit_columns(x), residual, parameters, eps)
 
 
-def _unit_columns(x: Tensor) -> Tensor:
-    """Rows may lie apart, elements of a row may not."""
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-@torch.library.register_fake("rooftop::add_layer_norm_cuda")
-def _(
-    x: Tensor,
-    residual: Tensor | None,
-    input_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    statistics = x.new_empty(x.shape[0], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-    total = x.new_empty(x.shape if _adds(residual, input_bias) else 0)
-    return x.new_empty(x.shape), total, statistics, torch.empty_like(statistics)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, input_bias, weight, bias, _ = inputs
-    _, total, mean, rstd = output
-    ctx.adds = _adds(residual, input_bias)
-    ctx.input_bias_dtype = input_bias.dtype if input_bias is not None else None
-    ctx.save_for_backward(total if ctx.adds else x, weight, bias, mean, rstd)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)  # a total that is not used further must not cost a pass over zeros
-
-
-def _differentiate(
-    ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_statistics: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    total, weight, bias, mean, rstd = ctx.saved_tensors
-    wants = ctx.needs_input_grad  # x, residual, input_bias, weight, bias, eps
-    dx, dweight, dbias = dtotal, None, None
-    if dy is not None:
-        mask = [wants[3], wants[4]]
-        dx, *dparameters = norms._layer_norm_backward(dy, total, weight, bias, mean, rstd, mask)
-        dweight, dbias = (t if wanted else None for t, wanted in zip(dparameters, mask, strict=True))
-        dx = dx + dtotal if dtotal is not None and ctx.adds else dx
-    dinput_bias = None
-    if wants[2] and dx is not None:
-        wide = torch.float64 if dx.dtype == torch.float64 else torch.float32
-        dinput_bias = dx.sum(0, dtype=wide).to(ctx.input_bias_dtype)
-    return dx if wants[0] else None, dx if wants[1] else None, dinput_bias, dweight, dbias, None
-
-
-torch.library.register_autograd("rooftop::add_layer_norm_cuda", _differentiate, setup_context=_save)
-
-
-@cost_of("rooftop::add_layer_norm_cuda")
-def _cost(call: Call) -> Cost:
-    """1 an element for each term and for weight and bias, 5 for the norm."""
-    terms = [call[name] for name in ("residual", "input_bias", "weight", "bias")]
-    flops = (5 + sum(t is not None for t in terms)) * call["x"].numel()
-    read = distinct_bytes([call["x"], *terms])
-    return Cost(read, distinct_bytes(call.out), {precision_of(call["x"].dtype): flops})
+torch.library.register_fake("rooftop::add_layer_norm_cuda", fake_add_layer_norm)
+differentiable("add_layer_norm_cuda", differentiate_layer_norm, save_layer_norm)  # its cost is the twin's, too
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
 def add_layer_norm_cuda(
-    x: Tensor,
+    input: Tensor,
     residual: Tensor | None,
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
@@ -233,48 +161,15 @@ def add_layer_norm_cuda(
     *,
     input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Layer norm over the last dimensions of x + input_bias + residual, and that sum.
-
-    Args:
-        x: (..., *normalized_shape), bfloat16, float16 or float32 (float64 runs the reference).
-        residual: like x; None adds nothing.
-        normalized_shape, weight, bias, eps: as of `torch.nn.functional.layer_norm`.
-        input_bias: (*normalized_shape), added to each row of x.
-
-    Returns:
-        (y, total), both like x. total is x itself where nothing is added; y is computed from the sum before it is
-        rounded. Under autocast both are float32, as PyTorch's layer norm.
+    """`add_layer_norm` by the kernel in CUDA C++: the same arguments, results and errors.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that are not floating point, or residual of another dtype than x.
-        ValueError: shapes or devices that do not fit.
         MissingExtraError: on a GPU, without NVRTC or `cuda.core`.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
     """
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else norms._sizes(normalized_shape)
-    norms._check(x, shape, weight, bias)
-    norms._check(x, shape, input_bias, None)
-    _check_residual(x, residual)
-    no_tangents("layer_norm", x, residual, input_bias, weight, bias)
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        x, residual = x.float(), residual.float() if residual is not None else None
-    columns, rows = math.prod(shape), math.prod(x.shape[: x.dim() - len(shape)])
-    flat = x.reshape(rows, columns)
-    residual = residual.reshape(rows, columns) if residual is not None else None
-    parameters = (t.reshape(columns) if t is not None else None for t in (input_bias, weight, bias))
-    y, total, _, _ = _add_layer_norm(flat, residual, *parameters, eps)
-    return y.reshape(x.shape), total.reshape(x.shape) if _adds(residual, input_bias) else x
-
-
-def _check_residual(x: Tensor, residual: Tensor | None) -> None:
-    if residual is None:
-        return
-    if not isinstance(residual, Tensor) or residual.layout != torch.strided:
-        raise TypeError(f"add_layer_norm_cuda: residual must be a dense tensor, got {type(residual).__name__}")
-    if residual.dtype != x.dtype:
-        raise TypeError(f"add_layer_norm_cuda: expected residual of {x.dtype} as x, got {residual.dtype}")
-    if residual.shape != x.shape:
-        expected, got = tuple(x.shape), tuple(residual.shape)
-        raise ValueError(f"add_layer_norm_cuda: expected residual of shape {expected} as x, got {got}")
-    if residual.device != x.device:
-        raise ValueError(f"add_layer_norm_cuda: x is on {x.device}, residual on {residual.device}")
+    name, parameters = "add_layer_norm_cuda", {"weight": weight, "bias": bias, "input_bias": input_bias}
+    shape = check_norm(name, normalized_shape, input, residual, **parameters)
+    no_tangents(name, input, residual, input_bias, weight, bias, instead="torch.nn.functional.layer_norm")
+    input, residual = widened(input), widened(residual) if residual is not None else None
+    flat, *terms = flat_arguments(shape, input, residual, input_bias, weight, bias)
+    y, total, _, _ = _add_layer_norm(flat, *terms, eps)
+    return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input

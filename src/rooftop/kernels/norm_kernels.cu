@@ -47,7 +47,7 @@ __device__ Pack<T, WIDTH> load(const T* from) {
 }
 
 template <typename T, int WIDTH>
-__device__ void store(const float (&values)[WIDTH], T* to) {
+__device__ Pack<T, WIDTH> narrowed(const float (&values)[WIDTH]) {
     Pack<T, WIDTH> pack;
     if constexpr (WIDTH == 1) {
         narrow(values[0], pack.elements);
@@ -55,7 +55,12 @@ __device__ void store(const float (&values)[WIDTH], T* to) {
 #pragma unroll
         for (int i = 0; i < WIDTH; i += 2) narrow_pair({values[i], values[i + 1]}, pack.elements + i);
     }
-    *reinterpret_cast<Pack<T, WIDTH>*>(to) = pack;
+    return pack;
+}
+
+template <typename T, int WIDTH>
+__device__ void store(const float (&values)[WIDTH], T* to) {
+    *reinterpret_cast<Pack<T, WIDTH>*>(to) = narrowed<T, WIDTH>(values);
 }
 
 template <typename T, int WIDTH>
@@ -70,6 +75,14 @@ __device__ void widen(const Pack<T, WIDTH>& pack, float (&values)[WIDTH]) {
             values[i + 1] = pair.y;
         }
     }
+}
+
+// Stores the values and leaves in them what was stored: what is normalized is what backward will read.
+template <typename T, int WIDTH>
+__device__ void store_rounded(float (&values)[WIDTH], T* to) {
+    const Pack<T, WIDTH> pack = narrowed<T, WIDTH>(values);
+    *reinterpret_cast<Pack<T, WIDTH>*>(to) = pack;
+    widen(pack, values);
 }
 
 template <typename T, int WIDTH>
@@ -153,7 +166,7 @@ __global__ void __launch_bounds__(WARPS < 4 ? 128 : 32 * WARPS, 1) add_layer_nor
             widen(loaded[chunk], values[chunk]);
             if (input_bias != nullptr) add(load<P, WIDTH>(input_bias + column), values[chunk]);
             if (residual != nullptr) add(added[chunk], values[chunk]);
-            if (total != nullptr) store(values[chunk], total + row * columns + column);
+            if (total != nullptr) store_rounded(values[chunk], total + row * columns + column);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) sum += values[chunk][i];
         }
@@ -213,7 +226,7 @@ __global__ void __launch_bounds__(32 * WARPS) add_layer_norm_long(
     float own_mean = 0.0f, own_squares = 0.0f, count = 0.0f;
     for (int column = first; column < columns; column += step) {
         add_up<T, P, WIDTH>(x, residual, input_bias, column, values);
-        if (total != nullptr) store(values, total + row * columns + column);
+        if (total != nullptr) store_rounded(values, total + row * columns + column);
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) {
             count += 1.0f;
@@ -228,7 +241,11 @@ __global__ void __launch_bounds__(32 * WARPS) add_layer_norm_long(
     const float scale = 1.0f / sqrtf(squares / columns + eps);
 
     for (int column = first; column < columns; column += step) {
-        add_up<T, P, WIDTH>(x, residual, input_bias, column, values);
+        if (total != nullptr) {
+            widen(load<T, WIDTH>(total + row * columns + column), values);  // this thread stored it
+        } else {
+            add_up<T, P, WIDTH>(x, residual, input_bias, column, values);
+        }
         finish<T, P, WIDTH>(values, average, scale, weight == nullptr ? nullptr : weight + column,
                             bias == nullptr ? nullptr : bias + column, y + row * columns + column);
     }

@@ -1,0 +1,312 @@
+"""How the kernels of layer norm and RMS norm are launched: parameters by the length of a row, as tables.
+
+`forward` and `backward` serve both norms, with and without a sum in front; `norms.py` and `sum_norms.py` have the
+operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels.tiles import unit
+from rooftop.launch.triton_launch import launch, processors, require_triton, shared_memory_bytes
+
+# ---- launch parameters -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How rows of up to `columns` elements are worked on: rows a program, elements of a block, and warps."""
+
+    columns: int
+    rows: int
+    block: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Also: how many programs stay on an SM, and how many tiles of rows are on their way at a time."""
+
+    columns: int
+    rows: int
+    block: int
+    warps: int
+    programs_per_sm: int
+    stages: int
+    hold: bool = False  # the weight in registers
+    again: bool = False  # load the rows twice
+
+
+@dataclass(frozen=True)
+class LongConfig:
+    """Rows in blocks of so many elements, `stages` of them on their way; programs on an SM bound what L2 must keep."""
+
+    block: int
+    warps: int
+    programs_per_sm: int
+    stages: int
+
+
+# Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). What matters: that loads are wide
+# (a block gives each thread 16 bytes or more), that little of the last block is masked, and in backward that rows are
+# fetched ahead; where the weight stays in registers there is more shared memory for that.
+FORWARD = (
+    *(ForwardConfig(128, 16, 128, 2), ForwardConfig(256, 8, 128, 2), ForwardConfig(512, 4, 512, 2)),
+    *(ForwardConfig(1024, 1, 256, 2), ForwardConfig(2048, 1, 512, 4), ForwardConfig(3072, 1, 1024, 4)),
+    *(ForwardConfig(4096, 1, 4096, 4), ForwardConfig(6144, 1, 1024, 8), ForwardConfig(8192, 1, 2048, 8)),
+    *(ForwardConfig(16384, 1, 4096, 8), ForwardConfig(32768, 1, 8192, 16)),
+)
+BACKWARD = (
+    *(BackwardConfig(128, 8, 128, 2, 6, 3), BackwardConfig(256, 4, 256, 2, 6, 3), BackwardConfig(512, 4, 512, 4, 3, 3)),
+    *(BackwardConfig(768, 2, 256, 4, 3, 4, hold=True), BackwardConfig(1023, 1, 256, 2, 6, 3, hold=True)),
+    *(BackwardConfig(1024, 2, 1024, 4, 3, 3), BackwardConfig(1536, 1, 512, 4, 3, 4, hold=True)),
+    *(BackwardConfig(2048, 2, 2048, 8, 2, 3), BackwardConfig(2560, 1, 1024, 4, 4, 4, hold=True)),
+    *(BackwardConfig(3072, 1, 1024, 8, 2, 4, hold=True), BackwardConfig(4096, 1, 4096, 8, 2, 3)),
+    *(BackwardConfig(6144, 1, 2048, 8, 2, 4, hold=True), BackwardConfig(8192, 1, 4096, 16, 1, 4)),
+    *(BackwardConfig(12288, 1, 4096, 16, 1, 3), BackwardConfig(16384, 1, 4096, 16, 1, 1, again=True)),
+)
+# Rows at odd addresses. Not measured yet: shares of a thread as above.
+FORWARD_SHIFTED = (
+    *(BackwardConfig(512, 4, 256, 4, 8, 1), BackwardConfig(1024, 1, 512, 2, 16, 1)),
+    *(BackwardConfig(2048, 1, 1024, 4, 8, 1), BackwardConfig(4096, 1, 1024, 4, 4, 1)),
+    *(BackwardConfig(8192, 1, 2048, 8, 2, 1), BackwardConfig(16384, 1, 2048, 16, 1, 1)),
+)
+BACKWARD_SHIFTED = (
+    *(BackwardConfig(512, 4, 256, 4, 4, 3), BackwardConfig(1024, 1, 512, 2, 6, 3)),
+    *(BackwardConfig(2048, 1, 1024, 4, 3, 3), BackwardConfig(4096, 1, 2048, 8, 1, 3)),
+    BackwardConfig(6144, 1, 2048, 16, 1, 3),
+)
+SHIFTED_FROM = 128  # columns: shorter rows are a few loads either way
+# Longer rows. Not measured yet: one program of 32 warps an SM keeps 132 rows in flight, 13 MB of 50257 half precision
+# elements of the 50 MB of L2.
+FORWARD_LONG = LongConfig(block=8192, warps=32, programs_per_sm=1, stages=3)
+ROW_SUMS = {"COLUMNS": 2048, "num_warps": 8}
+BACKWARD_LONG = LongConfig(block=2048, warps=8, programs_per_sm=2, stages=4)
+ADD_PARTIAL_SUMS = {"ROWS": 128, "COLUMNS": 16, "num_warps": 4}
+
+Config = TypeVar("Config", ForwardConfig, BackwardConfig)
+Constants = dict[str, int | bool]
+
+
+def config_for(table: Sequence[Config], columns: int) -> Config | None:
+    """The parameters for rows of so many elements; None where they are too long for a tile."""
+    return next((config for config in table if columns <= config.columns), None)
+
+
+def tile(config: ForwardConfig | BackwardConfig, columns: int) -> Constants:
+    """Launch parameters that all kernels of tiles share."""
+    block = min(config.block, 1 << (columns - 1).bit_length())
+    blocks = -(-columns // block)
+    even = blocks * block == columns
+    return {"ROWS": config.rows, "BLOCKS": blocks, "COLUMNS": block, "EVEN": even, "num_warps": config.warps}
+
+
+def shifted_tile(config: BackwardConfig, columns: int, tensors: Sequence[Tensor]) -> Constants:
+    """Of kernels for rows at odd addresses, which reach up to seven elements into a neighbour's."""
+    constants = tile(config, columns + 7)
+    del constants["EVEN"]
+    return {**constants, "WHOLE": columns // constants["COLUMNS"], "STAGES": stages(config, tensors, columns + 7)}
+
+
+def stages(config: BackwardConfig | LongConfig, tensors: Sequence[Tensor], columns: int) -> int:
+    """As many as the configuration says, or as fit into shared memory beside the scratch space of the sums."""
+    rows = config.rows if isinstance(config, BackwardConfig) else 1
+    elements = rows * min(-(-columns // config.block) * config.block, 1 << (columns - 1).bit_length())
+    stage_bytes = elements * sum(t.element_size() for t in tensors)
+    return max(1, min(config.stages, (shared_memory_bytes(tensors[0]) - stage_bytes // 2 - 2048) // stage_bytes))
+
+
+Parts = list[tuple[int, int, bool]]  # first row, row after the last, whether rows are loaded with a shift
+
+
+def parts_of(columns: int, tensors: Sequence[Tensor]) -> Parts:
+    """Rows of (M, N) tensors, and which of them are loaded with a shift: as many as eight divides.
+
+    The others, and all where elements have four bytes, four divides N, or rows do not follow each other, go without.
+    """
+    rows = tensors[0].shape[0]
+    odd = columns >= SHIFTED_FROM and columns % 4 != 0 and rows >= 8
+    if not odd or any(t.element_size() != 2 or t.stride(0) != columns or t.data_ptr() % 16 for t in tensors):
+        return [(0, rows, False)]
+    main = rows // 8 * 8
+    return [(0, main, True)] + ([(main, rows, False)] if main < rows else [])
+
+
+def persistent(config: BackwardConfig | LongConfig, tensor: Tensor, tiles: int, multiple: int = 1) -> int:
+    """How many programs share the tiles; a multiple of `multiple`, as the number of tiles is."""
+    most = config.programs_per_sm * processors(tensor)
+    return max(multiple, min(tiles, most) // multiple * multiple)
+
+
+def exact_products(*tensors: Tensor | None) -> dict[str, bool]:
+    """In dy * weight - mean(dy * weight) both products must be rounded alike, or what should cancel does not.
+
+    Products of half precision are exact in float32; those of float32 must not be fused with the subtraction.
+    """
+    return {"enable_fp_fusion": all(t is None or t.dtype in (torch.bfloat16, torch.float16) for t in tensors)}
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    input_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(y, total, mean, rstd) by the Triton kernels; total is None where nothing is added, mean is None of an RMS norm.
+
+    x, residual (M, N) have unit column stride; the others (N,) are contiguous.
+    """
+    require_triton()
+    rows, columns = x.shape
+    adds = residual is not None or input_bias is not None
+    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    total = torch.empty_like(y) if adds else None
+    mean = None if rms else torch.empty(rows, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    parts = parts_of(columns, [x] if residual is None else [x, residual])
+    if len(parts) == 1:
+        _forward(x, residual, (input_bias, weight, bias), (y, total, mean, rstd), eps, parts[0][2])
+        return y, total, mean, rstd
+    for start, stop, shifted in parts:
+        x_rows, residual_rows, *outputs = _rows(start, stop, x, residual, y, total, mean, rstd)
+        _forward(x_rows, residual_rows, (input_bias, weight, bias), outputs, eps, shifted)
+    return y, total, mean, rstd
+
+
+def _rows(start: int, stop: int, *tensors: Tensor | None) -> list[Any]:
+    return [t[start:stop] if t is not None else None for t in tensors]
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor | None,
+    parameters: tuple[Tensor | None, ...],
+    outputs: Sequence[Tensor | None],
+    eps: float,
+    shifted: bool,
+) -> None:
+    from rooftop.kernels import long_norm_kernels, norm_kernels
+
+    rows, columns = x.shape
+    rms = outputs[2] is None
+    residual_stride = residual.stride(0) if residual is not None else 0
+    group = unit(columns, x.stride(0), residual_stride)
+    tensors = (x, residual, *parameters, *outputs)
+    sizes = (rows, columns // group, x.stride(0) // group, residual_stride // group, eps)
+    if shifted and (of_shifted := config_for(FORWARD_SHIFTED, columns)) is not None:
+        programs = persistent(of_shifted, x, rows // of_shifted.rows, 8 // of_shifted.rows)
+        constants = shifted_tile(of_shifted, columns, [x] if residual is None else [x, residual])
+        kernel = norm_kernels.norm_forward_shifted
+        launch(kernel, (programs,), x.device, *tensors, rows, columns, eps, RMS=rms, **constants)
+    elif not shifted and (config := config_for(FORWARD, columns)) is not None:
+        grid, constants = (-(-rows // config.rows),), tile(config, columns)
+        launch(norm_kernels.norm_forward, grid, x.device, *tensors, *sizes, RMS=rms, UNIT=group, **constants)
+    else:
+        constants = long_tile(FORWARD_LONG, [x] if residual is None else [x, residual])
+        grid = (persistent(FORWARD_LONG, x, rows),)
+        kernel = long_norm_kernels.norm_forward_long
+        launch(kernel, grid, x.device, *tensors, *sizes, RMS=rms, SHIFT=shifted, UNIT=group, **constants)
+
+
+def long_tile(config: LongConfig, tensors: Sequence[Tensor]) -> Constants:
+    """Launch parameters of the kernels for long rows."""
+    return {"COLUMNS": config.block, "STAGES": stages(config, tensors, config.block), "num_warps": config.warps}
+
+
+# ---- backward --------------------------------------------------------------------------------------------------
+
+
+def backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+) -> Tensor:
+    """dx, with `dtotal` added, by the Triton kernels; fills dweight and dbias where they are not None.
+
+    dy, dtotal, x (M, N) have unit column stride, weight (N,) is contiguous. `mean` is None of an RMS norm.
+    """
+    require_triton()
+    from rooftop.kernels.norm_kernels import add_partial_sums
+
+    columns = x.shape[1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    sums: Constants = {"SUM_WEIGHT": dweight is not None, "SUM_BIAS": dbias is not None}
+    parts = parts_of(columns, [dy, x] if dtotal is None else [dy, x, dtotal])
+    of_parts = [_Part(stop - start, columns, shifted, x) for start, stop, shifted in parts]
+    partial = torch.empty((sum(part.slots for part in of_parts), 2, columns), dtype=torch.float32, device=x.device)
+    constants = {"RMS": mean is None, **sums, **exact_products(dy, weight)}
+    slots = 0
+    for part, (start, stop, _) in zip(of_parts, parts, strict=True):
+        if len(parts) == 1:
+            _backward(part, (dy, dtotal, x, weight, mean, rstd, dx), partial, constants)
+        else:
+            dys, dtotals, xs, *statistics, dxs = _rows(start, stop, dy, dtotal, x, mean, rstd, dx)
+            _backward(part, (dys, dtotals, xs, weight, *statistics, dxs), partial[slots:], constants)
+        slots += part.slots
+    if any(sums.values()):
+        grid = (-(-columns // ADD_PARTIAL_SUMS["COLUMNS"]),)
+        gradients = (dweight, dbias)
+        launch(add_partial_sums, grid, x.device, partial, *gradients, slots, columns, **sums, **ADD_PARTIAL_SUMS)
+    return dx
+
+
+class _Part:
+    """How some of the rows are worked on, and how many partial sums that gives."""
+
+    def __init__(self, rows: int, columns: int, shifted: bool, x: Tensor) -> None:
+        config = config_for(BACKWARD_SHIFTED if shifted else BACKWARD, columns)
+        self.config, self.shifted = config, shifted
+        if config is None:
+            blocks = -(-(columns + 7 * shifted) // BACKWARD_LONG.block)
+            most = max(1, BACKWARD_LONG.programs_per_sm * processors(x) // blocks)
+            chunks = max(8, min(rows, most) // 8 * 8) if shifted else max(1, min(rows, most))
+            self.grid: tuple[int, ...] = (blocks, chunks)
+            self.slots = chunks
+        else:
+            programs = persistent(config, x, -(-rows // config.rows), 8 // config.rows if shifted else 1)
+            self.grid, self.slots = (programs,), programs * (config.rows if shifted else 1)
+
+
+def _backward(part: _Part, tensors: tuple[Any, ...], partial: Tensor, constants: Constants) -> None:
+    """tensors: dy, dtotal, x, weight, mean, rstd, dx."""
+    from rooftop.kernels import long_norm_kernels, norm_kernels
+
+    dy, dtotal, x, weight, mean, rstd, dx = tensors
+    rows, columns = dx.shape
+    config = part.config
+    dtotal_stride = dtotal.stride(0) if dtotal is not None else 0
+    group = unit(columns, x.stride(0), dy.stride(0), dtotal_stride)
+    sizes = (rows, columns // group, dy.stride(0) // group, dtotal_stride // group, x.stride(0) // group)
+    if config is None:
+        row_sums = torch.empty((2, rows), dtype=torch.float32, device=x.device)
+        common = {"SHIFT": part.shifted, "UNIT": group}
+        of_sums = {key: constants[key] for key in ("RMS", "enable_fp_fusion")} | common | ROW_SUMS
+        arguments = (dy, x, weight, mean, rstd, row_sums, *sizes[:3], sizes[4])
+        launch(long_norm_kernels.norm_row_sums, (rows,), x.device, *arguments, **of_sums)
+        constants = constants | common | long_tile(BACKWARD_LONG, (dy, x))
+        all_tensors = (*tensors[:-1], row_sums, dx, partial)
+        launch(long_norm_kernels.norm_backward_long, part.grid, x.device, *all_tensors, *sizes, **constants)
+    elif part.shifted:
+        constants = constants | shifted_tile(config, columns, (dy, x))
+        launch(norm_kernels.norm_backward_shifted, part.grid, x.device, *tensors, partial, rows, columns, **constants)
+    else:
+        constants = constants | tile(config, columns) | {"HOLD": config.hold, "AGAIN": config.again, "UNIT": group}
+        constants["STAGES"] = stages(config, (dy, x), columns)
+        launch(norm_kernels.norm_backward, part.grid, x.device, *tensors, partial, *sizes, **constants)
