@@ -1,0 +1,91 @@
+"""All ladders, each rung beside the roof: what docs/ladder.md explains, measured.
+
+    python benchmarks/ladder.py [--out benchmarks/results/h200/ladder.json] [--chart ladder.html]
+
+Each ladder at its own size: every rung is checked against the reference, then all are timed interleaved, replayed from
+a CUDA graph (rungs on the CPU and those with transfers are called). The roof is that of the work's own cost at the
+ceilings measured in the same run. The file is written after each ladder. `--quick` takes small sizes, and runs without
+a GPU, too (with TRITON_INTERPRET=1 Triton's rungs as well), where nothing is timed. Ends with status 1 if a rung is
+wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from rooftop.hardware import Ceilings, measure_ceilings
+from rooftop.ladder import LADDERS, Climb, Ladder, build, climb
+from rooftop.ladder.chart import page
+from rooftop.ladder.rungs import kernel, source
+from rooftop.ladder.table import heading, table
+from rooftop.launch import cuda
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--chart", type=Path, help="draw them (HTML)")
+    parser.add_argument("--ladders", nargs="+", choices=LADDERS, default=list(LADDERS), help="only these")
+    parser.add_argument("--seconds", type=float, default=0.05, help="about how long to time each rung")
+    parser.add_argument("--quick", action="store_true", help="small sizes")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ceilings = measure_ceilings(device) if device.type == "cuda" else None
+    climbs: list[Climb] = []
+    console = Console(width=150, highlight=False)
+    for name in options.ladders:
+        began = time.perf_counter()
+        ladder = build(name, LADDERS[name].small if options.quick else None, device)
+        compile_all(ladder, device)
+        climbs.append(climb(ladder, ceilings, seconds=options.seconds))
+        console.print(heading(climbs[-1]))
+        console.print(table(climbs[-1]))
+        for remark in climbs[-1].remarks:
+            console.print(remark, markup=False)
+        console.print(f"took {time.perf_counter() - began:.1f} s\n")
+        del ladder
+        if options.out is not None:
+            save(options.out, climbs, ceilings)
+        if options.chart is not None and ceilings is not None:
+            options.chart.write_text(page(climbs), encoding="utf-8")
+    failures = [f"{found.ladder}: {rung.name}, {rung.tool}: {rung.note}" for found in climbs for rung in found.failures]
+    if failures:
+        sys.exit("\n".join(["rungs that are wrong:", *failures]))
+
+
+def compile_all(ladder: Ladder, device: torch.device) -> None:
+    """The ladder's CUDA C++ kernels at the same time; what does not compile is said by the climb."""
+    names = dict.fromkeys(name for rung in ladder.rungs for name in rung.kernels)
+
+    def one(name: str) -> None:
+        try:
+            if device.type == "cuda":
+                kernel(ladder.source, name, device)
+            else:
+                cuda.compile(source(ladder.source), name, arch="sm_90")
+        except (RuntimeError, ImportError):
+            return
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(one, names))
+
+
+def save(path: Path, climbs: list[Climb], ceilings: Ceilings | None) -> None:
+    """All that was measured so far."""
+    environment = {"device": ceilings.device, "versions": dict(ceilings.versions)} if ceilings is not None else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {"environment": environment, "ladders": [each.to_dict() for each in climbs]}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Which thread takes which element: grids of one, two and three dimensions over a matrix.
+
+    python examples/ladder/indexing.py [--size 8192]
+
+All rungs do the same work, the vector ladder's. Before you look at the times, predict them: memory moves in sectors of
+32 bytes, a warp of 32 threads that reads 32 neighbouring floats needs 4 of them, and one that reads down a column 32.
+And a multiprocessor is busy only with as many warps as the grid gives it.
+"""
+
+from __future__ import annotations
+
+from lesson import tell
+
+WHY = {
+    "1-D, a thread per column": "coalesced, but there are only as many threads as columns: most of the GPU is idle.",
+    "1-D, a thread per row": "as few threads, and each of a warp's 32 in a row of its own.",
+    "1-D, a thread per element": "coalesced and full: the matrix as one long vector.",
+    "2-D, 32 x 8, x down the rows": "full, but strided: each access fetches 32 sectors to use 4 bytes of each. The "
+    "neighbours' warps use the rest, as long as a cache keeps it.",
+    "2-D, blocks of 4 x 64": "a warp covers 8 rows of 4 floats: half of each sector is for another block.",
+    "2-D, blocks of 32 x 8": "a warp is one piece of a row: as good as one dimension, and clear indices.",
+    "3-D, blocks of 32 x 8": "slabs of rows as a third dimension: more arithmetic for the index, the same addresses.",
+    "torch.add": "PyTorch's own kernel.",
+}
+
+if __name__ == "__main__":
+    tell("indexing", __doc__, WHY)

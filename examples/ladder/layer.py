@@ -1,0 +1,24 @@
+"""A layer, y = sigmoid(x W^T + b), on the CPU and on the GPU, and a network trained with it.
+
+    python examples/ladder/layer.py [--size 2048]
+
+What is learned from the matrix product, and what it means that a bias and a sigmoid follow. Below the rungs two layers
+are trained on handwritten digits (scikit-learn) with nothing but these kernels, see `src/rooftop/ladder/digits.py`.
+"""
+
+from __future__ import annotations
+
+from lesson import tell
+
+WHY = {
+    "NumPy": "rung zero: a product of the CPU's library, then bias and sigmoid, each a pass over memory.",
+    "PyTorch": "the same, the passes on all cores.",
+    "one thread per output": "reads W by rows of the output's column: neighbouring threads read far apart.",
+    "tiles; bias and sigmoid apart": "tiles in shared memory and 4 x 4 outputs a thread; y is written, then read and "
+    "written again by a second kernel.",
+    "tiles; bias and sigmoid fused": "each sum still in its register gets bias and sigmoid: y is written once.",
+    "linear, then sigmoid": "PyTorch on the GPU: the product and its bias from the library, then one more kernel.",
+}
+
+if __name__ == "__main__":
+    tell("layer", __doc__, WHY)

@@ -1,0 +1,40 @@
+"""What the lessons of this folder share: each rung with what it changes, and how it did on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+import torch
+
+from rooftop.analysis.formats import percent_text, time_text
+from rooftop.hardware import measure_ceilings
+from rooftop.ladder import Outcome, build, climb
+
+
+def tell(name: str, text: str, why: Mapping[str, str]) -> None:
+    """Climb a ladder and print it; `why` says of each rung what it changes."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, help="of the work")
+    options = parser.parse_args()
+    ladder = build(name, options.size)
+    found = climb(ladder, measure_ceilings() if torch.cuda.is_available() else None)
+    print(f"{found.work} ({found.device})")
+    if found.roof_ms is not None:
+        print(f"The roof: {time_text(found.roof_ms)}, set by {found.bound}.")
+    told = ""
+    for rung in found.rungs:
+        if rung.name != told:
+            print(f"\n{rung.name}: {why[rung.name]}")
+            told = rung.name
+        print(f"    {rung.tool:9} {did(rung)}")
+    for remark in found.remarks:
+        print(f"\n{remark}")
+
+
+def did(rung: Outcome) -> str:
+    """How a rung did, in a line."""
+    note = f" ({rung.note})" if rung.note else ""
+    if rung.ms is None or rung.percent_of_roof is None:
+        return f"{rung.status}{note}"
+    return f"{time_text(rung.ms)}, {percent_text(rung.percent_of_roof)} of roof{note}"

@@ -1,0 +1,110 @@
+"""`rooftop ladder`: what it prints and writes, and one clear line for what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rooftop.cli import ladder as verb
+from rooftop.cli import main as cli
+from rooftop.hardware import ceilings_of
+from rooftop.ladder import Climb, Outcome
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what it does where there is no GPU")
+
+FOUND = Climb(
+    ladder="vector",
+    work="z = x + y [of] 8",
+    unit="B/s",
+    device="a <GPU>",
+    roof_ms=0.5,
+    bound="memory",
+    rungs=(
+        Outcome("one block", "CUDA C++", "measured", "", 5.0, 0.01, 1e11, 10.0),
+        Outcome("wide [16]", "Triton", "measured", "a note", 0.6, 0.01, 8.3e11, 83.3),
+        Outcome("Numba", "CPU", "absent", "not installed"),
+    ),
+    remarks=("a launch [was] refused",),
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `rooftop ladder ...` in an empty folder as on a GPU, with a climb that is made up."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str, found: Climb = FOUND) -> tuple[int, str, str]:
+        monkeypatch.setattr(verb, "pick_device", lambda text: torch.device("cuda"))
+        monkeypatch.setattr(verb, "_climbed", lambda *arguments: found)
+        status = cli.main(["ladder", *words])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_the_table_the_figures_and_the_chart(run: Any) -> None:
+    status, out, err = run("vector", "--out", "figures.json", "--chart", "chart.html")
+    assert (status, err) == (0, "")
+    assert "vector: z = x + y [of] 8, a <GPU>, roof 500 us (memory)" in out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "one block CUDA C++ 5 ms 100 G 10% ██" in lines
+    assert any(line.startswith("wide [16] Triton 600 us 830 G 83% ███") and line.endswith("a note") for line in lines)
+    assert "Numba CPU - not installed" in lines
+    assert "a launch [was] refused" in out
+    assert json.loads(Path("figures.json").read_text())["rungs"][1]["percent_of_roof"] == 83.3
+    assert "ladder-vector" in Path("chart.html").read_text()
+
+
+def test_a_wrong_rung_ends_with_status_1(run: Any) -> None:
+    wrong = Outcome("wide", "Triton", "wrong", "3 of 8 elements are wrong")
+    status, out, err = run("vector", found=Climb(**{**vars(FOUND), "rungs": (wrong,)}))
+    assert status == 1
+    assert "wrong" in out
+    assert err == "rooftop: error: wide in Triton wrong: 3 of 8 elements are wrong\n"
+
+
+@on_cpu
+def test_wrong_calls(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, status, part in (
+        (["ladder", "stairs"], 2, "vector|reduction|matmul|layer|indexing"),
+        (["ladder", "vector", "--out", "no/such.json"], 2, "no/such"),
+        (["ladder", "vector", "--chart", "chart.html"], 1, "need an NVIDIA GPU"),
+    ):
+        assert cli.main(words) == status
+        assert part in capsys.readouterr().err
+
+
+@on_cpu
+def test_without_a_gpu_the_twins_run_through_the_interpreter(tmp_path: Path) -> None:
+    """As a user calls it: the command starts the process in which Triton interprets."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "rooftop", "ladder", "indexing", "--size", "12", "--out", "f.json"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "so no speed is shown" in done.stdout
+    rungs = json.loads((tmp_path / "f.json").read_text())["rungs"]
+    assert {rung["status"] for rung in rungs if rung["tool"] == "Triton"} == {"checked", "absent"}
+    assert {rung["ms"] for rung in rungs} == {None}
+
+
+@on_cpu
+def test_a_size_that_does_not_fit_is_a_wrong_call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verb, "INTERPRETED", True)
+    assert cli.main(["ladder", "matmul", "--size", "100"]) == 2
+    assert "a multiple of 8 rows and columns, got 100" in capsys.readouterr().err
+
+
+def test_ceilings_of_a_known_machine_have_what_the_ladders_need() -> None:
+    ceilings = ceilings_of("h200")
+    assert ceilings.peak("fp16") > ceilings.peak("fp32")
