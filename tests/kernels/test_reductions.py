@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,7 +49,10 @@ def output_and_gradient(function: Function, x: Tensor, dim: Any, dy: Tensor | No
 
 
 def assert_gate(kind: str, x: Tensor, dim: Any, device: str = "cpu") -> None:
-    """Output and gradient pass the numerics gate, and (interpreted, or on a GPU) come from the kernels."""
+    """Output and gradient pass the numerics gate, and (interpreted, or on a GPU) come from the kernels.
+
+    Of one result PyTorch's error can be 0 by luck: it may be off by a few roundings, and its gradient too.
+    """
     x = x.to(device)
     with count_launches() as launches:
         mine = output_and_gradient(ours(kind), x, dim)
@@ -57,8 +60,12 @@ def assert_gate(kind: str, x: Tensor, dim: Any, device: str = "cpu") -> None:
         assert launches["reduce_tiles"] >= 1
         assert (launches["spread_gradient"] == 1) == (kind not in ("sum", "mean"))
     eager, exact = (output_and_gradient(by_torch(kind), t, dim) for t in (x, x.double()))
-    for what, *values in zip(("y", "dx"), mine, eager, exact, strict=True):
-        assert_as_accurate(*values, what=f"{what} of {kind} {tuple(x.shape)} {x.dtype} over {dim}")
+    few = 32 * torch.finfo(x.dtype).eps
+    for what, got, plain, truth in zip(("y", "dx"), mine, eager, exact, strict=True):
+        if mine[0].numel() == 1:
+            torch.testing.assert_close(got, truth.to(x.dtype), rtol=few, atol=few)
+        else:
+            assert_as_accurate(got, plain, truth, what=f"{what} of {kind} {tuple(x.shape)} {x.dtype} over {dim}")
 
 
 def assert_places(x: Tensor, dim: int | None) -> None:
@@ -83,30 +90,43 @@ CASES = [
 
 
 @pytest.mark.parametrize("kind", DIFFERENTIABLE)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "dim"), CASES)
-def test_gate(shape: tuple[int, ...], dim: Any, dtype: torch.dtype, kind: str) -> None:
+def test_gate(shape: tuple[int, ...], dim: Any, kind: str) -> None:
+    assert_gate(kind, values(*shape), dim)
+
+
+@pytest.mark.parametrize("kind", ["mean", "amax", "norm2"])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(("shape", "dim"), CASES[:3])
+def test_gate_of_half_precision(shape: tuple[int, ...], dim: Any, dtype: torch.dtype, kind: str) -> None:
     assert_gate(kind, values(*shape, dtype=dtype), dim)
-    if not isinstance(dim, tuple):
-        assert_places(values(*shape, dtype=dtype), dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_places(dtype: torch.dtype) -> None:
+    for shape, dim in CASES:
+        if not isinstance(dim, tuple):
+            assert_places(values(*shape, dtype=dtype), dim)
 
 
 @pytest.fixture(params=[True, False], ids=["last combines", "second kernel"])
-def last_combines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def last_combines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Small tiles, so that little is enough to be split, and both ways to combine."""
     split = reductions.SplitConfig(4, request.param)
     monkeypatch.setattr(reductions, "SPLIT", split)
     monkeypatch.setattr(reductions, "ALL", (reductions.AllConfig(reductions.ANY_BYTES, 256, 4, split),))
     monkeypatch.setattr(reductions, "ROWS", (reductions.RowConfig(reductions.ANY_BYTES, 2, 256, 4),))
     monkeypatch.setattr(reductions, "COLUMNS", reductions.ColumnConfig(64, 1024, 4))
-    return bool(request.param)
+    reductions._plan.cache_clear()
+    yield bool(request.param)
+    reductions._plan.cache_clear()
 
 
-@pytest.mark.parametrize("kind", [*DIFFERENTIABLE, *PLACES])
-@pytest.mark.parametrize(("shape", "dim"), [((1003,), None), ((3, 500), 1), ((301, 24), 0)])
+@pytest.mark.parametrize("kind", ["mean", "norm2", "norm_inf", "amin", "argmax"])
+@pytest.mark.parametrize(("shape", "dim"), [((502,), None), ((3, 300), 1), ((101, 24), 0)])
 def test_what_several_programs_split(last_combines: bool, shape: tuple[int, ...], dim: Any, kind: str) -> None:
     x = values(*shape)
-    for _ in range(2):  # the second time with the counters that the first left
+    for _ in range(2 if kind == "mean" else 1):  # the second time with the counters that the first left
         with count_launches() as launches:
             y = ours(kind)(x, dim)
         torch.testing.assert_close(y, by_torch(kind)(x, dim), rtol=1e-5, atol=1e-4)
@@ -117,25 +137,23 @@ def test_what_several_programs_split(last_combines: bool, shape: tuple[int, ...]
 
 
 def test_nan_and_ties_across_programs(last_combines: bool) -> None:
-    x = values(1003)
-    x[[300, 700, 900]] = 50.0
-    x[[200, 650]] = -50.0
+    x = values(502)
+    x[[300, 400, 450]] = 50.0
+    x[[200, 350]] = -50.0
     assert (argmax(x), argmin(x), amax(x), amin(x)) == (300, 200, 50, -50)
-    x[[800, 950]] = math.nan
-    assert (argmax(x), argmin(x)) == (800, 800)
+    x[[399, 470]] = math.nan
+    assert (argmax(x), argmin(x)) == (399, 399)
     assert all(f(x).isnan() for f in (amax, amin, sum, norm))
-    assert_places(torch.full((1003,), -math.inf), None)
-    assert_places(torch.full((301, 24), math.inf), 0)
+    mine, truth = (output_and_gradient(f("amax"), (torch.arange(502) % 40).float(), None) for f in (ours, by_torch))
+    torch.testing.assert_close(mine, truth)
+    assert_places(torch.full((502,), -math.inf), None)
+    assert_places(torch.full((50, 24), math.inf), 0)
 
 
 def test_ten_runs_give_the_same_bits(last_combines: bool) -> None:
-    for x, dim in ((values(1500), None), (values(99, 24), 0)):
-        first, *others = [output_and_gradient(norm_of_2, x, dim) for _ in range(10)]
-        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-
-
-def norm_of_2(x: Tensor, dim: int | None) -> Tensor:
-    return norm(x, 2, dim)
+    for x, dim in ((values(502), None), (values(50, 24), 0)):
+        first, *others = [norm(x, 2, dim) for _ in range(3 if INTERPRETED else 10)]
+        assert all(torch.equal(first, other) for other in others)
 
 
 # Not the gate: of few elements, PyTorch's worst error can be 0 by luck.
@@ -372,7 +390,7 @@ def test_counters_are_shared_within_a_stream_and_few() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
-    assert interpreted(__file__) > 150
+    assert interpreted(__file__) > 140
 
 
 GPU_CASES = [
@@ -389,8 +407,7 @@ GPU_CASES = [
 def test_gate_on_a_gpu(shape: tuple[int, ...], dim: Any, dtype: torch.dtype) -> None:
     x = values(*shape, dtype=dtype)
     for kind in DIFFERENTIABLE:
-        if kind != "norm1" or dtype != torch.float16 or x.numel() < 50_000:  # or the sum overflows
-            assert_gate(kind, x, dim, device="cuda")
+        assert_gate(kind, x, dim, device="cuda")
     if not isinstance(dim, tuple):
         assert_places(x.cuda(), dim)
 

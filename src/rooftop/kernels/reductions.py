@@ -266,11 +266,39 @@ def _identity(kind: str, dtype: torch.dtype) -> float:
     return 0
 
 
-def _accumulator(x: Tensor, kind: str, dtype: torch.dtype) -> torch.dtype:
+def _accumulator(dtype: torch.dtype, kind: str, result: torch.dtype) -> torch.dtype:
     """float32; of integers int64 for sums, and what holds them for extremes."""
-    if x.dtype.is_floating_point or dtype.is_floating_point:
+    if dtype.is_floating_point or result.is_floating_point:
         return torch.float32
-    return torch.int64 if kind == "sum" or x.dtype == torch.int64 else torch.int32
+    return torch.int64 if kind == "sum" or dtype == torch.int64 else torch.int32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one reduction is launched."""
+
+    tiles: int
+    splits: int
+    sizes: tuple[int, ...]
+    count: float
+    constants: Constants
+    accumulator: torch.dtype
+    last_combines: bool
+
+
+@lru_cache(maxsize=4096)
+def _plan(view: View, kind: str, dtype: torch.dtype, result: torch.dtype, processors: int) -> Plan:
+    """Of elements of `dtype`. Kept, since it takes the host longer than the launch: clear it to change the tables."""
+    from rooftop.kernels import reduction_kernels as kernels
+
+    kept, reduced, split, parameters = _tile(view, dtype.itemsize)
+    tiles, blocks, sizes, constants = _arguments(view, kept, reduced)
+    splits = max(1, min(blocks, split.programs_per_sm * processors // tiles))
+    accumulator = _accumulator(dtype, kind, result)
+    constants |= {"KIND": KINDS.index(kind), "ACCUMULATOR": kernels.ACCUMULATORS[str(accumulator)]}
+    constants |= {"IDENTITY": _identity(kind, dtype), "SPLITS": min(_power_above(splits), max(1, COMBINED // kept))}
+    count = float(math.prod(view.reduced))
+    return Plan(tiles, splits, sizes, count, constants | parameters, accumulator, split.last_combines)
 
 
 def _bytes_of(x: Tensor) -> Tensor:
@@ -283,34 +311,25 @@ def _reduce_into(
     """The reduction of a view of x, into a contiguous tensor; `reference`: what ties are counted of."""
     from rooftop.kernels import reduction_kernels as kernels
 
-    kept, reduced, split, parameters = _tile(view, x.element_size())
-    tiles, blocks, sizes, constants = _arguments(view, kept, reduced)
-    splits = max(1, min(blocks, split.programs_per_sm * processors(x) // tiles))
-    accumulator = _accumulator(x, kind, dtype)
     x, out = _bytes_of(x), _bytes_of(out)
+    plan = _plan(view, kind, x.dtype, dtype, processors(x))
+    results, splits = out.numel(), plan.splits
     partials, places, counter = out, out, None
     if splits > 1:
-        partials = torch.empty((splits, out.numel()), dtype=accumulator, device=x.device)
+        partials = torch.empty((splits, results), dtype=plan.accumulator, device=x.device)
         if kind in ("argmax", "argmin"):
-            places = torch.empty((splits, out.numel()), dtype=torch.int64, device=x.device)
-        counter = counters(x.device, tiles) if split.last_combines else None
-    count = float(math.prod(view.reduced))
-    held = min(_power_above(splits), COMBINED // min(kept, COMBINED))
-    constants |= {"KIND": KINDS.index(kind), "ACCUMULATOR": kernels.ACCUMULATORS[str(accumulator)]}
-    constants |= {"IDENTITY": _identity(kind, x.dtype), "SPLITS": held}
+            places = torch.empty((splits, results), dtype=torch.int64, device=x.device)
+        counter = counters(x.device, plan.tiles) if plan.last_combines else None
     finish = 0 if splits == 1 else 1 if counter is None else 2
     memory = (x, out if reference is None else reference, out, partials, places, out if counter is None else counter)
-    arguments = (*memory, *sizes, out.numel(), count)
-    parameters |= {"FINISH": finish}
-    launch(kernels.reduce_tiles, (tiles, splits), x.device, *arguments, **constants, **parameters)
+    arguments = (*memory, *plan.sizes, results, plan.count)
+    launch(kernels.reduce_tiles, (plan.tiles, splits), x.device, *arguments, **plan.constants, FINISH=finish)
     if finish == 1:
-        kept = min(_power_above(out.numel()), 128)
-        held = min(_power_above(splits), COMBINED // kept)
-        constants = {name: constants[name] for name in ("KIND", "ACCUMULATOR", "IDENTITY")}
-        constants |= {"KEPT": kept, "SPLITS": held, "num_warps": 4}
-        grid = (-(-out.numel() // kept),)
-        arguments = (partials, places, out, splits, out.numel(), count)
-        launch(kernels.combine_partials, grid, x.device, *arguments, **constants)
+        kept = min(_power_above(results), 128)
+        constants = {name: plan.constants[name] for name in ("KIND", "ACCUMULATOR", "IDENTITY")}
+        constants |= {"KEPT": kept, "SPLITS": min(_power_above(splits), COMBINED // kept), "num_warps": 4}
+        arguments = (partials, places, out, splits, results, plan.count)
+        launch(kernels.combine_partials, (-(-results // kept),), x.device, *arguments, **constants)
 
 
 def _forward(x: Tensor, kind: str, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
