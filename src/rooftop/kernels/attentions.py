@@ -262,7 +262,7 @@ def _forward(
     bias = _bias(mask, query, key)
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
     found = aten._scaled_dot_product_efficient_attention(query, keys, values, bias, True, 0.0, is_causal, scale=scale)
-    lse = found[1][..., : query.shape[2]]  # it pads rows to a multiple of 32
+    lse = found[1].narrow(-1, 0, query.shape[2])  # it pads rows to a multiple of 32
     if mask is not None:  # and calls nothing attended +inf
         lse = lse.masked_fill(lse == math.inf, -math.inf)
     return found[0], lse.contiguous()
@@ -292,7 +292,7 @@ def _backward(
         ), None
     if backend == "cudnn":
         return *aten._scaled_dot_product_cudnn_attention_backward(
-            dout, query, key, value, out, lse[..., None], seed, seed, None, *lengths, 0.0, is_causal, scale=scale
+            dout, query, key, value, out, lse.unsqueeze(-1), seed, seed, None, *lengths, 0.0, is_causal, scale=scale
         ), None
     bias = _bias(mask, query, key)
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
@@ -302,7 +302,7 @@ def _backward(
     dquery, dkey, dvalue, dbias = aten._scaled_dot_product_efficient_attention_backward(
         dout, query, keys, values, bias, out, padded, seed, seed, 0.0, wanted, is_causal, scale=scale
     )
-    dscores = dbias[..., : key.shape[2]] if mask_gradient else None
+    dscores = dbias.narrow(-1, 0, key.shape[2]) if mask_gradient else None
     return dquery, _of_groups(dkey, key), _of_groups(dvalue, value), dscores
 
 
@@ -314,7 +314,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -math.inf)
     keys = key.shape[2]
     mask = mask.to(query.dtype).expand(*mask.shape[:-1], keys)
-    padded = torch.nn.functional.pad(mask, (0, -keys % 16))[..., :keys]
+    padded = torch.nn.functional.pad(mask, (0, -keys % 16)).narrow(-1, 0, keys)
     return padded.expand(*query.shape[:3], keys)
 
 
