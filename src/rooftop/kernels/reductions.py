@@ -22,7 +22,7 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.tiles import merged, unit
 from rooftop.launch.counters import counters
-from rooftop.launch.operators import no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 KINDS = ("ties", "absolute_ties", "sum", "mean", "norm1", "norm2", "amax", "amin", "norm_inf", "argmax", "argmin")
@@ -419,9 +419,9 @@ def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tupl
     return dx, None, None, None, None
 
 
-torch.library.register_autograd("rooftop::reduce", _differentiate, setup_context=_save)
-torch.library.register_autograd(
-    "rooftop::reduce_backward",
+differentiable("reduce", _differentiate, _save)
+differentiable(
+    "reduce_backward",
     no_second_derivative("this reduction", "torch.amax, torch.amin or torch.linalg.vector_norm"),
 )
 
