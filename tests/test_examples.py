@@ -159,6 +159,16 @@ def test_a_step_predicted_for_another_machine(run: Run, tmp_path: Path) -> None:
         run("predict", "--machine", "abacus")
 
 
+def test_a_fused_expression_moves_fewer_bytes(run: Run) -> None:
+    out = run("fused_expression", "--rows", 8, "--columns", 40)
+    assert "@triton.jit" in out
+    assert "the same results and gradients" in out
+    eager, fused = (int(count.replace(",", "")) for count in re.findall(r": ([\d,]+) bytes", out))
+    # Fused: x, gate, bias, y; then dy, x, gate, bias, dx, dgate. Both add the fill of dy.
+    assert fused == 4 * (3 * 320 + 40) + 4 * (5 * 320 + 40) + 4 * 320
+    assert eager > 2.5 * fused
+
+
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
 def test_a_compiled_model_beside_the_same_one_uncompiled(run: Run) -> None:
     out = run("compiled", "--batch", 16, "--features", 32)

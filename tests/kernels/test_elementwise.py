@@ -21,7 +21,7 @@ from rooftop.kernels.expressions import DTYPES, argument, parse, text_of
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+FLOATS = [torch.float32, torch.bfloat16]
 Function = Callable[..., Any]
 
 
@@ -470,11 +470,11 @@ def test_cost_is_what_a_person_counts() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
-    assert interpreted(__file__) > 200
+    assert interpreted(__file__) > 180
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float16])
 @pytest.mark.parametrize("name", [*UNARY, *BINARY])
 def test_gate_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     x, y = values(67, 1001, dtype=dtype), values(67, 1001, dtype=dtype, seed=1)
