@@ -1,10 +1,11 @@
-"""What the launch parameters of the layer norm do to its speed: how the tables in `rooftop.kernels.norms` were chosen.
+"""What launch parameters do to the speed of the layer norm: how the tables in `norm_launches.py` were chosen.
 
     python benchmarks/kernels/norm_variants.py [--out benchmarks/results/h200/norm_variants.json] [--sizes 512 1024]
 
 bfloat16, 2^27 elements, TB/s of the bytes that must move, kernels called without autograd; beside them torch's copy and
 its sum of two tensors of the same size. Of each size the five best are kept, and the best backward for each number of
-stages (rows fetched ahead). Kernels are compiled first, by as many processes as there are cores.
+stages (rows fetched ahead). Odd N is loaded without a shift here. Kernels are compiled first, by as many processes as
+there are cores.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from rooftop.hardware import measure
-from rooftop.kernels import norms
-from rooftop.kernels.norms import BackwardConfig, ForwardConfig
+from rooftop.kernels import norm_launches as launches
+from rooftop.kernels.norm_launches import BackwardConfig, ForwardConfig
 
 SIZES = (128, 256, 512, 768, 1024, 2048, 2601, 4096, 5120, 8192, 11008, 16384, 32768, 50257)
 ELEMENTS = 1 << 27
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other sizes N")
     parser.add_argument("--compile-only", metavar="I/N", help="only compile every N-th variant from the I-th on")
     options = parser.parse_args()
+    launches.SHIFTED_FROM = 1 << 30
     if options.compile_only:
         index, count = map(int, options.compile_only.split("/"))
         for columns in options.sizes:
@@ -96,12 +98,13 @@ def run(problem: Problem, variant: Variant) -> Callable[[], object] | None:
     p = problem
 
     def forward() -> object:
-        norms.FORWARD = (variant,)  # type: ignore[assignment]
-        return norms._forward(p.x, p.weight, p.bias, 1e-5)
+        launches.FORWARD = () if variant is None else (variant,)  # type: ignore[assignment]
+        return launches.forward(p.x, None, None, p.weight, p.bias, 1e-5, rms=False)
 
     def backward() -> object:
-        norms.BACKWARD = () if variant is None else (variant,)  # type: ignore[assignment]
-        return norms._backward(p.dy, p.x, p.weight, p.bias, p.mean, p.rstd, (True, True))
+        launches.BACKWARD = () if variant is None else (variant,)  # type: ignore[assignment]
+        gradients = torch.empty_like(p.weight), torch.empty_like(p.bias)
+        return launches.backward(p.dy, None, p.x, p.weight, p.mean, p.rstd, *gradients)
 
     call = forward if isinstance(variant, ForwardConfig) else backward
     try:

@@ -1,11 +1,11 @@
-"""Layer norm beside torch, torch.compile and Liger, forward and backward, in TB/s of the bytes that must move.
+"""The norms beside torch, torch.compile and Liger, forward and backward, in TB/s of the bytes that must move.
 
-    python benchmarks/kernels/norms.py [--out benchmarks/results/h200/norms.json]
+    python benchmarks/kernels/norms.py [--norm rms_norm] [--all-sizes] [--out benchmarks/results/h200/norms.json]
 
-bfloat16, 2^27 elements, each size N (four of them drawn at random, the same each time). Variants interleaved, two sets
-of inputs, medians. Each direction is replayed from a CUDA graph, which shows the kernels, and called eagerly, which
-adds what the host needs (it shows where it takes longer than the kernels: `small` has the eager calls of 64 rows, in
-us). The roof is that of the operator's own cost at the ceilings measured in the same run. What is not installed, or
+bfloat16, 2^27 elements, each size N and three drawn when the script runs (`--seed` repeats them). Variants interleaved,
+two sets of inputs, medians. Each direction is replayed from a CUDA graph, which shows the kernels, and called eagerly,
+which adds what the host needs (it shows where it takes longer than the kernels: `small` has the eager calls of 64 rows,
+in us). The roof is that of the operator's own cost at the ceilings measured in the same run. What is not installed, or
 cannot do a size, is left out and said to be.
 """
 
@@ -26,106 +26,152 @@ from torch import Tensor
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.timing import captured, rotated
-from rooftop.kernels import layer_norm
+from rooftop.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
-DRAWN = tuple(random.Random(0).randint(*span) for span in ((64, 1024), (1024, 4096), (4096, 8192), (8192, 32768)))
-SIZES = sorted({128, 256, 512, 768, 1000, 1024, 2048, 4096, 5120, 8192, 11008, 16384, 50257, 262144, *DRAWN})
+SIZES = (1024, 4096, 16384, 50257)
+ALL_SIZES = (128, 256, 512, 768, 1000, 1024, 2048, 2601, 4096, 5120, 8192, 11008, 16384, 32768, 50257, 262144)
+SPANS = ((64, 2048), (2048, 8192), (8192, 32768))
 ELEMENTS = 1 << 27
-Norm = Callable[[Tensor, Tensor, Tensor], Tensor]
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # x, weight, bias, dy
+TENSORS = {  # that must be read and written, forward and backward
+    "layer_norm": ((1, 1), (2, 1)),
+    "rms_norm": ((1, 1), (2, 1)),
+    "add_layer_norm": ((2, 2), (3, 1)),
+    "add_rms_norm": ((2, 2), (3, 1)),
+}
+Norm = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+Inputs = tuple[Tensor, ...]  # x, weight, bias, residual, dy, dtotal
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--norm", choices=TENSORS, default="layer_norm", help="which of them")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other sizes N")
+    parser.add_argument("--all-sizes", action="store_true", help="all sizes that the documentation shows")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
     options = parser.parse_args()
+    drawn = [random.Random(options.seed + i).randint(*span) for i, span in enumerate(SPANS)]
     ceilings = measure_ceilings("cuda")
-    rows = [row for size in options.sizes for row in measure_size(size, ceilings)]
+    environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
+    rows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {"environment": environment, "norm": options.norm, "dtype": "bfloat16"}
+    found |= {"elements": ELEMENTS, "seed": options.seed, "drawn": drawn, "rows": rows}
+    for size in sorted({*(ALL_SIZES if options.all_sizes else options.sizes), *drawn}):
+        rows += measure_size(options.norm, size, ceilings)
+        save(options.out, found)
     for direction in ("forward", "backward"):
         ratios = [math.log(row["graph"]["rooftop"] / best_peer(row)) for row in rows if row["direction"] == direction]
         print(f"{direction}: geometric mean over the best peer {math.exp(sum(ratios) / len(ratios)):.2f}x")
-    small = measure_small(1024)
-    if options.out:
-        environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
-        found = {"environment": environment, "dtype": "bfloat16", "elements": ELEMENTS, "rows": rows, "small": small}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    save(options.out, found | {"small": measure_small(options.norm, 1024)})
+
+
+def save(path: Path | None, found: dict[str, Any]) -> None:
+    """After each size: what was measured is kept."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def best_peer(row: dict[str, Any]) -> float:
     return max(rate for name, rate in row["graph"].items() if name != "rooftop")
 
 
-def norms(columns: int) -> dict[str, Norm]:
-    """The variants; all take (x, weight, bias)."""
+def norms(name: str, columns: int) -> dict[str, Norm]:
+    """The variants; all take (x, weight, bias, residual)."""
     shape = (columns,)
-    plain: Norm = lambda x, w, b: F.layer_norm(x, shape, w, b)  # noqa: E731
-    found: dict[str, Norm] = {
-        "rooftop": lambda x, w, b: layer_norm(x, shape, w, b),
-        "torch": plain,
-        "compile": torch.compile(plain, dynamic=False),
+    normal = (
+        (lambda x, w, b: F.rms_norm(x, shape, w, 1e-5))
+        if name.endswith("rms_norm")
+        else (lambda x, w, b: F.layer_norm(x, shape, w, b))
+    )
+
+    def plain(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+        if not name.startswith("add"):
+            return (normal(x, w, b),)
+        total = x + r
+        return normal(total, w, b), total
+
+    ours: dict[str, Norm] = {
+        "layer_norm": lambda x, w, b, r: (layer_norm(x, shape, w, b),),
+        "rms_norm": lambda x, w, b, r: (rms_norm(x, shape, w, 1e-5),),
+        "add_layer_norm": lambda x, w, b, r: add_layer_norm(x, r, shape, w, b),
+        "add_rms_norm": lambda x, w, b, r: add_rms_norm(x, r, shape, w, 1e-5),
     }
+    return {"rooftop": ours[name], "torch": plain, "compile": torch.compile(plain, dynamic=False), **of_liger(name)}
+
+
+def of_liger(name: str) -> dict[str, Norm]:
     try:
-        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+        if name == "layer_norm":
+            from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
-        found["liger"] = lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, 1e-5)
-    except ImportError:
-        print("liger-kernel is not installed: left out")
-    return found
+            return {"liger": lambda x, w, b, r: (LigerLayerNormFunction.apply(x, w, b, 1e-5),)}
+        if name == "rms_norm":
+            from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+            return {"liger": lambda x, w, b, r: (LigerRMSNormFunction.apply(x, w, 1e-5, 0.0, "llama", False),)}
+        if name == "add_rms_norm":
+            from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+            return {"liger": lambda x, w, b, r: LigerFusedAddRMSNormFunction.apply(x, r, w, 1e-5, 0.0, "llama", False)}
+    except ImportError as error:
+        print(f"liger-kernel is not installed, or has no {name}: left out ({error})")
+    return {}
 
 
-def measure_size(columns: int, ceilings: Ceilings) -> list[dict[str, Any]]:
+def measure_size(name: str, columns: int, ceilings: Ceilings) -> list[dict[str, Any]]:
     """A row for each direction: TB/s of each variant, replayed and eager."""
     rows = ELEMENTS // columns
     sets = [_inputs(rows, columns) for _ in range(2)]  # 256 MiB a tensor: the second set pushes the first out of L2
-    forward, backward = _variants(columns, sets)
     results = []
-    for direction, variants, tensors in (("forward", forward, 2), ("backward", backward, 3)):
+    directions = zip(("forward", "backward"), _variants(name, columns, sets), TENSORS[name], strict=True)
+    for direction, variants, (read, written) in directions:
         tensor_bytes = 2 * rows * columns
-        moved = tensors * tensor_bytes
-        eager = {name: moved / t.median_ms / 1e9 for name, t in _compare(variants, "eager").items()}
-        replayed = {name: len(sets) * moved / t.median_ms / 1e9 for name, t in _compare(variants, "replay").items()}
-        roof_tb = moved / roof(Cost(moved - tensor_bytes, tensor_bytes), ceilings).ms / 1e9
+        moved = (read + written) * tensor_bytes
+        eager = {key: moved / t.median_ms / 1e9 for key, t in _compare(variants, "eager").items()}
+        replayed = {key: len(sets) * moved / t.median_ms / 1e9 for key, t in _compare(variants, "replay").items()}
+        roof_tb = moved / roof(Cost(read * tensor_bytes, written * tensor_bytes), ceilings).ms / 1e9
         row = {"columns": columns, "rows": rows, "direction": direction, "roof": roof_tb, "unit": "TB/s"}
         results.append({**row, "graph": replayed, "eager": eager})
-        rates = "  ".join(f"{name} {rate:.2f} (eager {eager[name]:.2f})" for name, rate in replayed.items())
+        rates = "  ".join(f"{key} {rate:.2f} (eager {eager[key]:.2f})" for key, rate in replayed.items())
         print(f"N={columns:6} {direction:8} roof {roof_tb:.2f} TB/s  {rates}", flush=True)
     return results
 
 
-def measure_small(columns: int) -> dict[str, dict[str, float]]:
+def measure_small(name: str, columns: int) -> dict[str, dict[str, float]]:
     """us of a call on 64 rows: the host's time, since the kernels need less."""
-    forward, backward = _variants(columns, [_inputs(64, columns)])
+    forward, backward = _variants(name, columns, [_inputs(64, columns)])
     found = {
-        f"{direction}, {how}": {name: 1e3 * t.median_ms for name, t in _compare(variants, how).items()}
+        f"{direction}, {how}": {key: 1e3 * t.median_ms for key, t in _compare(variants, how).items()}
         for direction, variants in (("forward", forward), ("backward", backward))
         for how in ("eager", "replay")
     }
-    for name, times in found.items():
-        print(f"64 x {columns}, {name}: " + "  ".join(f"{variant} {us:.1f} us" for variant, us in times.items()))
+    for what, times in found.items():
+        print(
+            f"{name} of 64 x {columns}, {what}: " + "  ".join(f"{variant} {us:.1f} us" for variant, us in times.items())
+        )
     return found
 
 
 Variants = dict[str, dict[str, Callable[[], object]]]  # name -> "eager" and "replay" (of all sets) -> call
 
 
-def _variants(columns: int, sets: list[Inputs]) -> tuple[Variants, Variants]:
+def _variants(name: str, columns: int, sets: list[Inputs]) -> tuple[Variants, Variants]:
     """Forward and backward of each norm, with what cannot do this size left out."""
     torch._dynamo.reset()
     forward: Variants = {}
     backward: Variants = {}
-    for name, norm in norms(columns).items():
+    for key, norm in norms(name, columns).items():
         try:
-            plain = [(norm, x.detach(), w.detach(), b.detach()) for x, w, b, _ in sets]
+            plain = [(norm, *(t.detach() for t in inputs[:4])) for inputs in sets]
             ahead = _both(_forward, plain)
             with torch.cuda.stream(STREAM):  # autograd runs a backward on the stream of its forward
-                taped = [(norm(x, w, b), x, w, b, dy) for x, w, b, dy in sets]
+                taped = [(norm(*inputs[:4]), inputs) for inputs in sets]
             back = _both(_backward, taped)
         except Exception as error:
-            print(f"{name} cannot do N={columns}: {type(error).__name__}: {str(error)[:100]}")
+            print(f"{key} cannot do N={columns}: {type(error).__name__}: {str(error)[:100]}")
             continue
-        forward[name], backward[name] = ahead, back
+        forward[key], backward[key] = ahead, back
     return forward, backward
 
 
@@ -135,22 +181,23 @@ def _both(fn: Callable[..., object], sets: list[Any]) -> dict[str, Callable[[], 
 
 def _compare(variants: Variants, how: str) -> dict[str, Any]:
     with torch.cuda.stream(STREAM):
-        return compare({name: both[how] for name, both in variants.items()}, device="cuda", seconds=0.06)
+        return compare({name: both[how] for name, both in variants.items()}, device="cuda", seconds=0.04)
 
 
 def _inputs(rows: int, columns: int) -> Inputs:
-    make = {"device": "cuda", "dtype": torch.bfloat16}
-    x = torch.randn(rows, columns, **make, requires_grad=True)  # type: ignore[call-overload]
-    weight, bias = (torch.randn(columns, **make, requires_grad=True) for _ in range(2))  # type: ignore[call-overload]
-    return x, weight, bias, torch.randn(rows, columns, **make)  # type: ignore[call-overload]
+    shapes = ((rows, columns), (columns,), (columns,), (rows, columns), (rows, columns), (rows, columns))
+    made = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    return tuple(t.requires_grad_(i < 4) for i, t in enumerate(made))
 
 
-def _forward(norm: Norm, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return norm(x, weight, bias)
+def _forward(norm: Norm, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return norm(*inputs)
 
 
-def _backward(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor) -> None:
-    torch.autograd.grad(y, (x, weight, bias), dy, retain_graph=True)
+def _backward(outputs: tuple[Tensor, ...], inputs: Inputs) -> None:
+    """With respect to all that the norm takes; of a sum also with a gradient that comes past the norm."""
+    gradients = inputs[4 : 4 + len(outputs)]
+    torch.autograd.grad(outputs, inputs[:4], gradients, retain_graph=True, allow_unused=True)
 
 
 if __name__ == "__main__":

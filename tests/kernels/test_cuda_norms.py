@@ -82,6 +82,7 @@ def test_gate(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     ("rows", "columns", "dtype", "kernel"),
     [
         (7, 200, torch.bfloat16, "add_layer_norm<__nv_bfloat16, __nv_bfloat16, 8, 1, 1>"),
+        (67, 1, torch.bfloat16, "add_layer_norm<__nv_bfloat16, __nv_bfloat16, 1, 8, 1>"),
         (5, 1004, torch.float16, "add_layer_norm<__half, __half, 4, 8, 1>"),
         (3, 1026, torch.float16, "add_layer_norm<__half, __half, 2, 8, 4>"),
         (3, 333, torch.float32, "add_layer_norm<float, float, 1, 16, 1>"),
@@ -189,10 +190,10 @@ def test_cost_is_what_a_person_counts() -> None:
 @pytest.mark.parametrize(
     ("residual", "more", "error", "message"),
     [
-        (torch.randn(3, 5), {}, ValueError, r"residual of shape \(3, 4\) as x, got \(3, 5\)"),
-        (torch.randn(3, 4).half(), {}, TypeError, "residual of torch.float32 as x, got torch.float16"),
-        (1.0, {}, TypeError, "residual must be a dense tensor, got float"),
-        (torch.randn(3, 4, device="meta"), {}, ValueError, "x is on cpu, residual on meta"),
+        (torch.randn(3, 5), {}, ValueError, r"residual of shape \(3, 4\) as input, got \(3, 5\)"),
+        (torch.randn(3, 4).half(), {}, TypeError, "residual of torch.float32 as input, got torch.float16"),
+        (1.0, {}, TypeError, "residual must be a tensor, got float"),
+        (torch.randn(3, 4, device="meta"), {}, ValueError, "input is on cpu, residual on meta"),
         (None, {"input_bias": torch.randn(3)}, ValueError, r"of shape \(4,\), got \(3,\)"),
         (None, {"weight": torch.randn(3)}, ValueError, r"weight of shape \(4,\), got \(3,\)"),
     ],

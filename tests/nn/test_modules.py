@@ -18,6 +18,8 @@ CASES: list[tuple[str, dict[str, Any], tuple[Tensor, ...], str]] = [
     ("LayerNorm", {"normalized_shape": 7}, (X,), "layer_norm"),
     ("LayerNorm", {"normalized_shape": (5, 7), "elementwise_affine": False}, (X,), "layer_norm"),
     ("LayerNorm", {"normalized_shape": 7, "bias": False, "eps": 0.1}, (X,), "layer_norm"),
+    ("RMSNorm", {"normalized_shape": 7}, (X,), "rms_norm"),
+    ("RMSNorm", {"normalized_shape": (5, 7), "eps": 0.1, "elementwise_affine": False}, (X,), "rms_norm"),
     ("Softmax", {"dim": 1}, (X,), "softmax"),
     ("LogSoftmax", {"dim": -1}, (X,), "softmax"),
     ("CrossEntropyLoss", {}, (LOGITS, TARGET), "cross_entropy_with_gradient"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -350,16 +351,16 @@ def check_norm(
     if residual is not None and residual.dtype != input.dtype:
         raise TypeError(f"{name}: expected residual of {input.dtype} as input, got {residual.dtype}")
     if residual is not None and residual.shape != input.shape:
-        expected, got = tuple(input.shape), tuple(residual.shape)
-        raise ValueError(f"{name}: expected residual of shape {expected} as input, got {got}")
+        like, got = tuple(input.shape), tuple(residual.shape)
+        raise ValueError(f"{name}: expected residual of shape {like} as input, got {got}")
     return shape
 
 
 def _shape(name: str, normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
-    sizes = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+    sizes: Any = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
     if not isinstance(sizes, Sequence) or isinstance(sizes, str):
         raise TypeError(f"{name}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
-    shape = tuple(sizes)
+    shape: tuple[int, ...] = tuple(sizes)
     if not shape or 0 in shape:
         raise ValueError(f"{name}: normalized_shape must name at least one element, got {shape}")
     return shape

@@ -1,0 +1,96 @@
+"""Calls of operators go past the dispatcher only where nothing but autograd has to know of them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rooftop.kernels import layer_norm
+from rooftop.launch import operators
+
+
+class Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Watching(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Own(Tensor):
+    pass
+
+
+def test_a_plain_call_is_plain() -> None:
+    x = torch.randn(3, requires_grad=True)
+    assert operators._is_plain((x, torch.nn.Parameter(x), None, 1e-5, [True, False]))
+    with torch.no_grad(), torch.autocast("cpu"):
+        assert operators._is_plain((x,))
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        torch.randn(3).as_subclass(Own),
+        torch.empty(3, device="meta"),
+        torch.randn(3, dtype=torch.complex64).conj().imag,  # its sign is not in memory
+        [torch.randn(3)],
+    ],
+)
+def test_arguments_that_the_dispatcher_must_see(argument: object) -> None:
+    assert not operators._is_plain((argument,))
+
+
+@pytest.mark.parametrize("context", [Names(), Watching(), FakeTensorMode(), torch.inference_mode(), profile()])
+def test_contexts_that_must_see_the_operator(context: AbstractContextManager[object]) -> None:
+    x = torch.randn(3)
+    with context:
+        assert not operators._is_plain((x,))
+    assert operators._is_plain((x,))
+
+
+def test_transforms_must_see_the_operator() -> None:
+    def seen(x: Tensor) -> Tensor:
+        assert not operators._is_plain((x,))
+        return x.sum()
+
+    torch.func.grad(seen)(torch.randn(3))
+
+
+def test_modes_and_the_profiler_name_the_operator() -> None:
+    x = torch.randn(3, 5, requires_grad=True)
+    with Names() as names:
+        layer_norm(x, 5).sum().backward()
+    assert {"rooftop.layer_norm.default", "rooftop.norm_backward.default"} <= set(names.seen)
+    with profile() as profiled:
+        layer_norm(x, 5).sum().backward()
+    assert {"rooftop::layer_norm", "rooftop::norm_backward"} <= {event.name for event in profiled.events()}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_both_ways_give_the_same(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(4, 6, requires_grad=grad), torch.randn(6)
+    found = []
+    for way in (nullcontext(), monkeypatch.context()):
+        with way as patch:
+            if patch is not None:
+                patch.setattr(operators, "_is_plain", lambda arguments: False)
+            y = layer_norm(x, 6, weight)
+            found.append([y.detach(), *(torch.autograd.grad(y.square().sum(), x) if grad else ())])
+            assert y.requires_grad == grad
+    torch.testing.assert_close(*found, rtol=0, atol=0)
