@@ -133,7 +133,7 @@ def test_any_size(m: int, n: int, k: int, activation: str) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("across", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("tile", SMALL_TILES.values(), ids=SMALL_TILES.keys())
 def test_every_kernel_of_several_tiles(tile: Tile, across: bool, dtype: torch.dtype) -> None:
@@ -211,9 +211,9 @@ def test_a_large_offset_does_not_swamp_the_differences() -> None:
     assert_gate((1e4 + x, weight - weight.mean(1, keepdim=True), bias, None), "gelu")
 
 
-def test_ten_runs_give_the_same_bits() -> None:
+def test_five_runs_give_the_same_bits() -> None:
     given_, dy = operands(65, 16, 24, dtype=torch.bfloat16, residual=True), torch.randn(65, 16)
-    first, *others = [output_and_gradients(linear_act, given_, "gelu", dy) for _ in range(10)]
+    first, *others = [output_and_gradients(linear_act, given_, "gelu", dy) for _ in range(5)]
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
@@ -419,7 +419,7 @@ def test_wrong_arguments_of_matmul() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
-    assert interpreted(__file__) > 150
+    assert interpreted(__file__) > 120
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
