@@ -54,17 +54,18 @@ BY_VALUE = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes
 
 
 @pytest.fixture
-def interpreted() -> Callable[[str], int]:
-    """Runs a file of tests where the CPU launches the Triton kernels, in a new process, since Triton decides at import.
+def interpreted() -> Callable[..., int]:
+    """Runs files of tests where the CPU launches the Triton kernels, in a new process, since Triton decides at import.
+    Options of pytest may follow.
 
     Gives how many passed; all but the calling test must.
     """
 
-    def run(file: str) -> int:
+    def run(*files: str) -> int:
         pytest.importorskip("triton")
         environment = {**os.environ, "TRITON_INTERPRET": "1"}
         # NumPy, which the interpreter computes with, warns of NaN and infinity where a GPU does not.
-        command = [sys.executable, "-m", "pytest", "-v", "-m", "not gpu", "-W", "ignore::RuntimeWarning", file]
+        command = [sys.executable, "-m", "pytest", "-v", "-m", "not gpu", "-W", "ignore::RuntimeWarning", *files]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
         assert done.returncode == 0, done.stdout[-3000:]
         counts = re.search(r"(\d+) passed, 1 skipped", done.stdout)

@@ -163,11 +163,6 @@ def test_an_output_that_carries_the_gradient_of_the_log_sum_exp(scale: float, de
     torch.testing.assert_close(new_dout, dout, rtol=0, atol=2.0**-38)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
-def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
-    assert interpreted(__file__) > 25
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 96, 128, 200])

@@ -187,11 +187,6 @@ def test_wrong_arguments(arguments: dict[str, object], error: type[Exception], m
         embedding(**{"input": torch.tensor([0, 1]), "weight": torch.zeros(5, 4), **arguments})  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
-def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
-    assert interpreted(__file__) > 30
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(50_257, 768), (3, 1000), (128_256, 64), (1, 7), (1000, 5120)])

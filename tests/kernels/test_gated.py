@@ -156,11 +156,6 @@ def test_wrong_arguments(arguments: tuple[object, ...], error: type[Exception], 
         swiglu(*arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
-def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
-    assert interpreted(__file__) > 35
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 7, 200, 1000, 4096, 11_008, 14_336, 50_257])

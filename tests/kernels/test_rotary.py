@@ -4,7 +4,6 @@ interpreted."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -221,11 +220,6 @@ def test_positions_that_the_kernel_finds_in_no_table_are_nan() -> None:
     assert y[1, 0, 2:].isnan().all()
     assert not y[0].isnan().any()
     assert not y[1, 0, :2].isnan().any()
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
-def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
-    assert interpreted(__file__) > 40
 
 
 @pytest.mark.gpu

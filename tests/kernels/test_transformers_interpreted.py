@@ -1,0 +1,22 @@
+"""The Triton kernels of rotary embeddings, SwiGLU, embeddings and merged attention, interpreted: their tests once more.
+
+In one process, which takes longer to start than they take to run; without the tests that are not about the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rooftop.launch import INTERPRETED
+
+FILES = ("rotary", "gated", "embeddings", "attention_states")
+WITHOUT_KERNELS = "operator_checks or compiled or finite_differences or refused or wrong_arguments or cost"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+def test_all_through_the_interpreter(interpreted: Callable[..., int]) -> None:
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in FILES]
+    assert interpreted(*files, __file__, "-k", f"not ({WITHOUT_KERNELS})") > 115
