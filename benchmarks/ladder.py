@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,12 +42,18 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
     climbs: list[Climb] = []
+    failures: list[str] = []
     console = Console(width=150, highlight=False)
     for name in options.ladders:
         began = time.perf_counter()
-        ladder = build(name, LADDERS[name].small if options.quick else None, device)
-        compile_all(ladder, device)
-        climbs.append(climb(ladder, ceilings, seconds=options.seconds))
+        try:
+            ladder = build(name, LADDERS[name].small if options.quick else None, device)
+            compile_all(ladder, device)
+            climbs.append(climb(ladder, ceilings, seconds=options.seconds))
+        except Exception as error:  # the other ladders go on
+            traceback.print_exc()
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+            continue
         console.print(heading(climbs[-1]))
         console.print(table(climbs[-1]))
         for remark in climbs[-1].remarks:
@@ -57,9 +64,11 @@ def main() -> None:
             save(options.out, climbs, ceilings)
         if options.chart is not None and ceilings is not None:
             options.chart.write_text(page(climbs), encoding="utf-8")
-    failures = [f"{found.ladder}: {rung.name}, {rung.tool}: {rung.note}" for found in climbs for rung in found.failures]
+    failures += [
+        f"{found.ladder}: {rung.name}, {rung.tool}: {rung.note}" for found in climbs for rung in found.failures
+    ]
     if failures:
-        sys.exit("\n".join(["rungs that are wrong:", *failures]))
+        sys.exit("\n".join(["what failed:", *failures]))
 
 
 def compile_all(ladder: Ladder, device: torch.device) -> None:

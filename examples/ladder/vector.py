@@ -18,7 +18,7 @@ WHY = {
     "one block": "a kernel, but one block: one multiprocessor works, all others are idle.",
     "one thread per element, blocks of 32": "all multiprocessors work. Each holds at most 32 blocks, so blocks of one "
     "warp fill only half of its warps.",
-    "one thread per element, blocks of 256": "blocks of eight warps: all warps are there, and more loads are on their way.",
+    "one thread per element, blocks of 256": "blocks of eight warps: all warps are there, more loads on their way.",
     "grid-stride loop": "as many blocks as the GPU holds at a time, each thread takes many elements: no blocks to "
     "start, but each thread waits for its loads before the next ones.",
     "16-byte accesses": "four elements a load: a quarter of the instructions for the same bytes.",

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
-from rooftop.ladder import build, climb
+from rooftop.ladder import Ladder, climb
 from rooftop.ladder.indexing import COLUMN, LAYOUTS, ROW, SWAPPED, TALL, WIDE, sectors, warps_with_work
 from rooftop.ladder.rungs import CUDA
 
 
-def test_the_rungs_in_cuda_on_the_cpu(cuda_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rungs_in_cuda_on_the_cpu(
+    cuda_on_cpu: Counter[str], ladder_on_cpu: Callable[[str, int], Ladder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rooftop.ladder.indexing.SLAB", 32)
-    outcomes = [rung for rung in climb(build("indexing", 37, "cpu")).rungs if rung.tool == CUDA]
+    outcomes = [rung for rung in climb(ladder_on_cpu("indexing", 37)).rungs if rung.tool == CUDA]
     assert [rung.status for rung in outcomes] == ["checked"] * 7, outcomes
     assert cuda_on_cpu["grid_2d"] == 2
     assert all(rung.note.startswith("predicted for an H200: ") for rung in outcomes)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
-from rooftop.ladder import build, climb
+from rooftop.ladder import Ladder, build, climb
 from rooftop.ladder.climbing import difference
 from rooftop.ladder.rungs import CUDA
 
 
-def test_the_rungs_in_cuda_multiply_on_the_cpu(cuda_on_cpu: Counter[str]) -> None:
-    outcomes = [rung for rung in climb(build("matmul", 40, "cpu")).rungs if rung.tool == CUDA]
+def test_the_rungs_in_cuda_multiply_on_the_cpu(
+    cuda_on_cpu: Counter[str], ladder_on_cpu: Callable[[str, int], Ladder]
+) -> None:
+    outcomes = [rung for rung in climb(ladder_on_cpu("matmul", 40)).rungs if rung.tool == CUDA]
     assert [rung.status for rung in outcomes] == ["checked"] * 5 + ["absent"], outcomes
     assert cuda_on_cpu["tensor_cores"] == 2
 
 
-def test_tensor_cores_over_several_tiles(cuda_on_cpu: Counter[str]) -> None:
-    ladder = build("matmul", 136, "cpu")
+def test_tensor_cores_over_several_tiles(
+    cuda_on_cpu: Counter[str], ladder_on_cpu: Callable[[str, int], Ladder]
+) -> None:
+    ladder = ladder_on_cpu("matmul", 136)
     rung = next(r for r in ladder.rungs if r.kernels == ("tensor_cores<2>",))
     assert rung.run is not None
     assert difference(ladder, rung.run()) == ""

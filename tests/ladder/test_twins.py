@@ -40,8 +40,8 @@ def test_every_twin_gives_the_right_result(name: str, monkeypatch: pytest.Monkey
 def test_digits_are_learned_as_in_pytorch() -> None:
     pytest.importorskip("sklearn")
     x, target = digits.images(torch.device("cpu"))
-    learned = [digits.train(o, x[: digits.TRAINING], target[: digits.TRAINING], 1) for o in (TritonOperations(), None)]
+    learned = [digits.train(operations, x[:704], target[:704], epochs=1) for operations in (TritonOperations(), None)]
     ours, theirs = (digits.accuracy(p, x[digits.TRAINING :], target[digits.TRAINING :]) for p in learned)
     assert ours == pytest.approx(theirs, abs=0.01)
-    assert ours > 0.6
+    assert ours > 2 * digits.accuracy(digits.initial(x.device), x, target)
     torch.testing.assert_close(learned[0].w1, learned[1].w1, rtol=1e-3, atol=1e-4)

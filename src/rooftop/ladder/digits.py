@@ -91,7 +91,7 @@ def train(operations: Operations | None, x: Tensor, target: Tensor, epochs: int)
     parameters = initial(x.device)
     random = torch.Generator().manual_seed(1)
     for _ in range(epochs):
-        for chosen in torch.randperm(len(x), generator=random).split(BATCH):
+        for chosen in torch.randperm(len(x), generator=random)[: len(x) // BATCH * BATCH].split(BATCH):
             batch, labels = x[chosen.to(x.device)], target[chosen.to(x.device)]
             if operations is None:
                 step_in_pytorch(parameters, batch, labels, RATE)
