@@ -154,6 +154,15 @@ def test_small_calls_go_by_their_larger_likes(monkeypatch: pytest.MonkeyPatch) -
     assert small not in asked
 
 
+@pytest.mark.parametrize("parameters", [0, 1, 2])
+def test_rooftops_layer_norm_is_timed_on_the_shapes_of_a_row(parameters: int) -> None:
+    forward, backward = (
+        alternatives._layer_norm_ms(backward, 512, 1024, parameters, "float32", "cpu") for backward in (False, True)
+    )
+    assert forward > 0
+    assert backward >= 0
+
+
 @pytest.mark.gpu
 def test_a_transformer_takes_the_types_that_autocast_gives_it() -> None:
     """GPT-2 mixes both: its norms, powers and sums of residuals stay in float32."""

@@ -23,7 +23,6 @@ from rooftop.analysis.report import OperatorRow
 from rooftop.cost import CallSpec, TensorSpec
 from rooftop.hardware.timing import measure
 
-SECONDS = 0.05
 REPEATED_SECONDS, WARM_UP_SECONDS = 0.01, 0.005  # of one call among many
 MOST_TIME, MOST_CALLS = 0.9, 24  # of the operators' time, and how many calls, that is timed again
 
@@ -185,25 +184,19 @@ def layer_norm_ms(row: OperatorRow) -> float:
 
 
 @lru_cache(maxsize=256)
-def _layer_norm_ms(backward: bool, rows: int, columns: int, parameters: int, dtype: str) -> float:
-    import rooftop.kernels  # noqa: F401  (registers torch.ops.rooftop)
+def _layer_norm_ms(backward: bool, rows: int, columns: int, parameters: int, dtype: str, device: str = "cuda") -> float:
+    from rooftop.kernels import layer_norm
 
-    kind = getattr(torch, dtype)
-    x = torch.randn(rows, columns, device="cuda", dtype=kind)
-    weight = torch.randn(columns, device="cuda", dtype=kind) if parameters > 0 else None
-    bias = torch.randn(columns, device="cuda", dtype=kind) if parameters > 1 else None
-    operators = torch.ops.rooftop
-    with torch.no_grad(), torch.random.fork_rng(["cuda"]):
+    def norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return layer_norm(x, columns, weight, bias)
+
+    with torch.random.fork_rng([device] if device == "cuda" else []), torch.enable_grad():
+        shapes = [(rows, columns), *[(columns,)] * parameters]
+        inputs = [torch.randn(shape, device=device, dtype=getattr(torch, dtype)) for shape in shapes]
+        taped = [tensor.detach().requires_grad_() for tensor in inputs]
+        gradient = torch.randn_like(inputs[0])
+        forward_ms = _measured(lambda: norm(*inputs), device)
         if not backward:
-            return measure(
-                lambda: operators.layer_norm(x, weight, bias, 1e-5), device="cuda", seconds=SECONDS, graph=True
-            ).median_ms
-        dy = torch.randn_like(x)
-        _, mean, rstd = operators.layer_norm(x, weight, bias, 1e-5)
-        mask = [weight is not None, bias is not None]
-        return measure(
-            lambda: operators.layer_norm_backward(dy, x, weight, bias, mean, rstd, mask),
-            device="cuda",
-            seconds=SECONDS,
-            graph=True,
-        ).median_ms
+            return forward_ms
+        both_ms = _measured(lambda: torch.autograd.grad(norm(*taped), taped, gradient), device)
+        return max(both_ms - forward_ms, 0.0)
