@@ -34,8 +34,9 @@ def rotate(
         place += tl.load(starts + batch)
     pair = tl.arange(0, BLOCK)
     known = ((place >= 0) & (place < table_positions))[:, None] & (pair < PAIRS)[None, :]
-    cosine = tl.load(cos + batch * cos_batch + place[:, None] * cos_position + pair[None, :], mask=known, other=_NAN)
-    sine = tl.load(sin + batch * sin_batch + place[:, None] * sin_position + pair[None, :], mask=known, other=_NAN)
+    nan = float("nan")  # no global: Triton compares those with what they were, and it never is
+    cosine = tl.load(cos + batch * cos_batch + place[:, None] * cos_position + pair[None, :], mask=known, other=nan)
+    sine = tl.load(sin + batch * sin_batch + place[:, None] * sin_position + pair[None, :], mask=known, other=nan)
     cosine, sine = cosine.to(tl.float32), sine.to(tl.float32)  # (POSITIONS, BLOCK)
     if CONJUGATE:
         sine = -sine
@@ -56,9 +57,6 @@ def rotate(
             source, target, other_head, other_y_head, first, other_heads, inside, cosine, sine,
             INTERLEAVED, WIDTH, PAIRS, BLOCK, REST, HEADS,
         )  # fmt: skip
-
-
-_NAN: tl.constexpr = tl.constexpr(float("nan"))
 
 
 @triton.jit
