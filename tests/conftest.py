@@ -81,13 +81,19 @@ class KernelOnCpu:
     def __init__(self, real: cuda.Kernel, run: Any) -> None:
         self.real, self.binary, self.launches = real, real.binary, Counter[str]()
         self.run = run
-        self.run.argtypes = [ctypes.c_uint * 6] + [BY_VALUE.get(each, ctypes.c_void_p) for each in real.binary.types]
+        self.run.argtypes = [ctypes.c_uint * 8] + [BY_VALUE.get(each, ctypes.c_void_p) for each in real.binary.types]
 
-    def launch(self, grid: Size, block: Size, *arguments: Any) -> None:
-        sizes = (*self.real.check(grid, block), *(block if isinstance(block, tuple) else (block,)), 1, 1)
+    def launch(
+        self, grid: Size, block: Size, *arguments: Any, shared_bytes: int = 0, cluster: int | None = None
+    ) -> None:
+        sizes = (*self.real.check(grid, block, shared_bytes, cluster), *_three(block), cluster or 1, shared_bytes)
         values = self.real._signature.values(arguments, -1)  # the CPU, as torch numbers devices
-        self.run((ctypes.c_uint * 6)(*sizes[:6]), *values)
+        self.run((ctypes.c_uint * 8)(*sizes), *values)
         self.launches[self.real.name.partition("<")[0]] += 1
+
+
+def _three(size: Size) -> Size:
+    return (*(size if isinstance(size, tuple) else (size,)), 1, 1)[:3]
 
 
 def compiled_for_cpu(source: str, names: Sequence[str], folder: Path, headers: Path) -> dict[str, KernelOnCpu]:

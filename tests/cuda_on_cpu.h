@@ -1,5 +1,5 @@
 // What the CUDA C++ kernels of this project use of CUDA, for a C++ compiler of the CPU: threads of a block are threads,
-// blocks run one after another. Names as in CUDA; half precision rounds as the hardware does (to nearest, ties to even).
+// blocks run one after another, those of a cluster at once (they share what is __shared__: see shared_memory below). Names as in CUDA; half precision rounds as the hardware does (to nearest, ties to even).
 #pragma once
 #include <atomic>
 #include <barrier>
@@ -30,17 +30,27 @@ struct Warp {
     const void* rows[32];
     explicit Warp(int threads) : arrived(threads) {}
 };
-inline std::unique_ptr<std::barrier<>> block_barrier;
-inline std::vector<std::unique_ptr<Warp>> warps;
+struct Block {
+    std::barrier<> arrived;
+    std::vector<std::unique_ptr<Warp>> warps;
+    std::vector<float4> memory;  // dynamic shared memory
+    Block(unsigned threads, unsigned bytes) : arrived(threads), memory(bytes / 16 + 1) {
+        for (unsigned first = 0; first < threads; first += 32) warps.push_back(std::make_unique<Warp>(std::min(32u, threads - first)));
+    }
+};
+inline std::vector<std::unique_ptr<Block>> cluster;  // that runs now
+inline std::unique_ptr<std::barrier<>> cluster_barrier;
+inline thread_local int rank_in_cluster;
+inline Block& this_block() { return *cluster[rank_in_cluster]; }
 inline int linear_thread() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 
-inline void __syncthreads() { block_barrier->arrive_and_wait(); }
-inline void __syncwarp() { warps[linear_thread() / 32]->arrived.arrive_and_wait(); }
+inline void __syncthreads() { this_block().arrived.arrive_and_wait(); }
+inline void __syncwarp() { this_block().warps[linear_thread() / 32]->arrived.arrive_and_wait(); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int atomicAdd(int* address, int value) { return std::atomic_ref<int>(*address).fetch_add(value); }
 inline float __expf(float value) { return std::exp(value); }
 template <typename T> T __shfl_xor_sync(unsigned mask, T value, int lanes) {
-    Warp& warp = *warps[linear_thread() / 32];
+    Warp& warp = *this_block().warps[linear_thread() / 32];
     if (mask != 0xffffffffu) std::abort();
     warp.values[linear_thread() % 32] = value;
     warp.arrived.arrive_and_wait();
@@ -81,26 +91,31 @@ inline float2 __bfloat1622float2(__nv_bfloat162 pair) { return {float(pair.x), f
 inline __half2 __float22half2_rn(float2 pair) { return {__half(pair.x), __half(pair.y)}; }
 inline __nv_bfloat162 __float22bfloat162_rn(float2 pair) { return {__nv_bfloat16(pair.x), __nv_bfloat16(pair.y)}; }
 
+// sizes: of the grid, of a block, of a cluster (in x), and the bytes of dynamic shared memory.
 template <typename Kernel> void run_blocks(const unsigned* sizes, Kernel kernel) {
     gridDim = {sizes[0], sizes[1], sizes[2]};
     blockDim = {sizes[3], sizes[4], sizes[5]};
     const unsigned count = blockDim.x * blockDim.y * blockDim.z, blocks = gridDim.x * gridDim.y * gridDim.z;
-    const auto fresh = [count]() noexcept {
-        block_barrier = std::make_unique<std::barrier<>>(count);
-        warps.clear();
-        for (unsigned first = 0; first < count; first += 32) warps.push_back(std::make_unique<Warp>(std::min(32u, count - first)));
+    const unsigned together = sizes[6], bytes = sizes[7];
+    const auto fresh = [=]() noexcept {
+        cluster.clear();
+        for (unsigned block = 0; block < together; ++block) cluster.push_back(std::make_unique<Block>(count, bytes));
+        cluster_barrier = std::make_unique<std::barrier<>>(count * together);
     };
     fresh();
-    std::barrier between(count, fresh);  // blocks, which run one after another
+    std::barrier between(count * together, fresh);  // clusters, which run one after another
     std::vector<std::thread> threads;
-    for (unsigned i = 0; i < count; ++i) {
+    for (unsigned thread = 0; thread < count * together; ++thread) {
         threads.emplace_back([=, &between] {
+            const unsigned i = thread % count;
+            rank_in_cluster = thread / count;
             threadIdx = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
-            for (unsigned block = 0; block < blocks; ++block) {
+            for (unsigned block = rank_in_cluster; block < blocks; block += together) {
                 blockIdx = {block % gridDim.x, block / gridDim.x % gridDim.y, block / gridDim.x / gridDim.y};
                 kernel();
-                block_barrier->arrive_and_drop();  // a thread that has left holds nobody up
-                warps[i / 32]->arrived.arrive_and_drop();
+                this_block().arrived.arrive_and_drop();  // a thread that has left holds nobody up
+                this_block().warps[i / 32]->arrived.arrive_and_drop();
+                cluster_barrier->arrive_and_drop();
                 between.arrive_and_wait();
             }
         });
@@ -108,7 +123,8 @@ template <typename Kernel> void run_blocks(const unsigned* sizes, Kernel kernel)
     for (auto& thread : threads) thread.join();
 }
 
-// What kernels wrap in PTX (`#ifdef __CUDACC__`), by the layouts of the PTX manual: ldmatrix, mma.m16n8k16, cp.async.
+// What kernels wrap in PTX (`#ifdef __CUDACC__`), by the layouts of the PTX manual: ldmatrix, mma.m16n8k16, cp.async,
+// clusters, cp.async.bulk and the mbarrier that it completes.
 
 inline __half half_at(const Warp& warp, int lane, int place, int part) {
     __half value;
@@ -116,7 +132,7 @@ inline __half half_at(const Warp& warp, int lane, int place, int part) {
     return value;
 }
 inline void load_matrices(unsigned (&to)[4], const void* row, bool transposed) {
-    Warp& warp = *warps[linear_thread() / 32];
+    Warp& warp = *this_block().warps[linear_thread() / 32];
     const int lane = linear_thread() % 32;
     warp.rows[lane] = row;
     warp.arrived.arrive_and_wait();
@@ -133,7 +149,7 @@ inline void load_matrices(unsigned (&to)[4], const void* row, bool transposed) {
 inline void load_matrices(unsigned (&to)[4], const void* row) { load_matrices(to, row, false); }
 inline void load_matrices_transposed(unsigned (&to)[4], const void* row) { load_matrices(to, row, true); }
 inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    Warp& warp = *warps[linear_thread() / 32];
+    Warp& warp = *this_block().warps[linear_thread() / 32];
     const int lane = linear_thread() % 32;
     for (int i = 0; i < 4; ++i) warp.registers[lane][i] = a[i];
     warp.registers[lane][4] = b0;
@@ -155,3 +171,36 @@ inline void copy_ahead(void* to, const void* from, bool inside) {
 }
 inline void commit_copies() {}
 template <int LEFT> void wait_for_copies() {}
+
+inline void* shared_memory() { return this_block().memory.data(); }
+inline int block_rank() { return rank_in_cluster; }
+inline void cluster_wait() { cluster_barrier->arrive_and_wait(); }
+inline void store_in_block(float* place, int rank, float value) {  // place: of one's own shared memory
+    const std::ptrdiff_t offset = reinterpret_cast<char*>(place) - reinterpret_cast<char*>(this_block().memory.data());
+    *reinterpret_cast<float*>(reinterpret_cast<char*>(cluster[rank]->memory.data()) + offset) = value;
+}
+
+struct Copies {  // an mbarrier: phases that are over, and bytes that the present one waits for
+    uint32_t phases;
+    int bytes;
+};
+static_assert(sizeof(Copies) == sizeof(uint64_t));
+inline void prepare_copies(uint64_t* barrier) { *reinterpret_cast<Copies*>(barrier) = {0, 0}; }
+inline void prepared() {}
+inline void phase_is_over(Copies* copies) { std::atomic_ref<uint32_t>(copies->phases).fetch_add(1, std::memory_order_release); }
+inline void expect_copies(uint64_t* barrier, int bytes) {
+    Copies* copies = reinterpret_cast<Copies*>(barrier);
+    copies->bytes = bytes;
+    if (bytes == 0) phase_is_over(copies);
+}
+inline void copy_bulk(void* to, const void* from, int bytes, uint64_t* barrier) {
+    if (bytes % 16 || (reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16) std::abort();
+    Copies* copies = reinterpret_cast<Copies*>(barrier);
+    std::memcpy(to, from, bytes);
+    copies->bytes -= bytes;
+    if (copies->bytes == 0) phase_is_over(copies);
+}
+inline void await_copies(uint64_t* barrier, unsigned parity) {
+    std::atomic_ref<uint32_t> phases(reinterpret_cast<Copies*>(barrier)->phases);
+    while (phases.load(std::memory_order_acquire) % 2 == parity) std::this_thread::yield();
+}
