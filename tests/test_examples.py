@@ -159,6 +159,14 @@ def test_a_step_predicted_for_another_machine(run: Run, tmp_path: Path) -> None:
         run("predict", "--machine", "abacus")
 
 
+def test_blocks_of_rooftop_give_what_those_of_torch_give(run: Run) -> None:
+    out = run("transformer_blocks", "--width", 48)
+    apart = [float(each) for each in re.findall(r"results differ by (\S+)", out)]
+    assert len(apart) == 3
+    assert max(apart) < 1e-5
+    assert "gpt.wte: Embedding" in out
+
+
 def test_a_fused_expression_moves_fewer_bytes(run: Run) -> None:
     out = run("fused_expression", "--rows", 8, "--columns", 40)
     assert "@triton.jit" in out

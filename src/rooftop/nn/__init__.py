@@ -5,6 +5,18 @@ from rooftop.nn.gated import SwiGLU
 from rooftop.nn.linears import LinearAct
 from rooftop.nn.losses import CrossEntropyLoss
 from rooftop.nn.norms import LayerNorm, RMSNorm
+from rooftop.nn.replacing import Replacement, replace
 from rooftop.nn.softmaxes import LogSoftmax, Softmax
 
-__all__ = ["CrossEntropyLoss", "Embedding", "LayerNorm", "LinearAct", "LogSoftmax", "RMSNorm", "Softmax", "SwiGLU"]
+__all__ = [
+    "CrossEntropyLoss",
+    "Embedding",
+    "LayerNorm",
+    "LinearAct",
+    "LogSoftmax",
+    "RMSNorm",
+    "Replacement",
+    "Softmax",
+    "SwiGLU",
+    "replace",
+]

@@ -9,7 +9,10 @@ from rooftop.kernels import cross_entropy
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss` of class indices, computed by `rooftop.kernels.cross_entropy`, with z-loss."""
+    """`torch.nn.CrossEntropyLoss` computed by `rooftop.kernels.cross_entropy`, with z-loss.
+
+    Targets that are class probabilities are PyTorch's to compute, as before; with z-loss they raise.
+    """
 
     def __init__(
         self,
@@ -25,6 +28,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """input (N, V), (V,) or (N, V, ...), target (N,), () or (N, ...); () or, not reduced, like target."""
+        if isinstance(target, Tensor) and target.is_floating_point() and self.z_loss == 0.0:
+            return super().forward(input, target)
         return cross_entropy(
             input,
             target,
