@@ -1,6 +1,7 @@
 // What the CUDA C++ kernels of this project use of CUDA, for a C++ compiler of the CPU: threads of a block are threads,
 // blocks run one after another, those of a cluster at once (they share what is __shared__: see shared_memory below). Names as in CUDA; half precision rounds as the hardware does (to nearest, ties to even).
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <barrier>
 #include <cmath>
@@ -48,6 +49,8 @@ inline void __syncthreads() { this_block().arrived.arrive_and_wait(); }
 inline void __syncwarp() { this_block().warps[linear_thread() / 32]->arrived.arrive_and_wait(); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int atomicAdd(int* address, int value) { return std::atomic_ref<int>(*address).fetch_add(value); }
+using std::max;
+using std::min;
 inline float __expf(float value) { return std::exp(value); }
 template <typename T> T __shfl_xor_sync(unsigned mask, T value, int lanes) {
     Warp& warp = *this_block().warps[linear_thread() / 32];
@@ -184,23 +187,23 @@ struct Copies {  // an mbarrier: phases that are over, and bytes that the presen
     uint32_t phases;
     int bytes;
 };
-static_assert(sizeof(Copies) == sizeof(uint64_t));
-inline void prepare_copies(uint64_t* barrier) { *reinterpret_cast<Copies*>(barrier) = {0, 0}; }
+static_assert(sizeof(Copies) == sizeof(unsigned long long));
+inline void prepare_copies(unsigned long long* barrier) { *reinterpret_cast<Copies*>(barrier) = {0, 0}; }
 inline void prepared() {}
 inline void phase_is_over(Copies* copies) { std::atomic_ref<uint32_t>(copies->phases).fetch_add(1, std::memory_order_release); }
-inline void expect_copies(uint64_t* barrier, int bytes) {
+inline void expect_copies(unsigned long long* barrier, int bytes) {
     Copies* copies = reinterpret_cast<Copies*>(barrier);
     copies->bytes = bytes;
     if (bytes == 0) phase_is_over(copies);
 }
-inline void copy_bulk(void* to, const void* from, int bytes, uint64_t* barrier) {
+inline void copy_bulk(void* to, const void* from, int bytes, unsigned long long* barrier) {
     if (bytes % 16 || (reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16) std::abort();
     Copies* copies = reinterpret_cast<Copies*>(barrier);
     std::memcpy(to, from, bytes);
     copies->bytes -= bytes;
     if (copies->bytes == 0) phase_is_over(copies);
 }
-inline void await_copies(uint64_t* barrier, unsigned parity) {
+inline void await_copies(unsigned long long* barrier, unsigned parity) {
     std::atomic_ref<uint32_t> phases(reinterpret_cast<Copies*>(barrier)->phases);
     while (phases.load(std::memory_order_acquire) % 2 == parity) std::this_thread::yield();
 }
