@@ -68,7 +68,9 @@ CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.flo
 
 @cache
 def _source() -> str:
-    return Path(__file__).with_name("norm_kernels.cu").read_text(encoding="utf-8")
+    return "".join(
+        Path(__file__).with_name(f"norm_{part}.cu").read_text(encoding="utf-8") for part in ("pieces", "kernels")
+    )
 
 
 def _forward(
