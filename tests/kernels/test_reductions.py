@@ -115,7 +115,8 @@ def last_combines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     split = reductions.SplitConfig(4, request.param)
     monkeypatch.setattr(reductions, "SPLIT", split)
     monkeypatch.setattr(reductions, "ALL", (reductions.AllConfig(reductions.ANY_BYTES, 256, 4, split),))
-    monkeypatch.setattr(reductions, "ROWS", (reductions.RowConfig(reductions.ANY_BYTES, 2, 256, 4),))
+    for table in ("ROWS", "PLACES"):
+        monkeypatch.setattr(reductions, table, (reductions.RowConfig(reductions.ANY_BYTES, 2, 256, 4),))
     monkeypatch.setattr(reductions, "COLUMNS", reductions.ColumnConfig(64, 1024, 4))
     reductions._plan.cache_clear()
     yield bool(request.param)

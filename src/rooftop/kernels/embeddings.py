@@ -42,8 +42,9 @@ class RunsConfig:
     warps: int
 
 
-# Not measured yet: a thread has 16 bytes of each row in half precision, of 8 rows at once; short chunks keep all SMs
-# busy, long ones make fewer pieces.
+# Measured on an H200, of 65536 tokens of a vocabulary of 128256 with 4096 half precision features: of tokens that are
+# all alike or all over the table the fastest; chunks of 64 gain little where tokens are distributed as words are. A
+# thread has 16 bytes of each of 8 rows at once.
 RUNS = RunsConfig(chunk=32, ahead=8, columns=512, warps=2)
 
 # ---- implementations -------------------------------------------------------------------------------------------
@@ -193,5 +194,7 @@ def _check(input: Tensor, weight: Tensor, padding_idx: int | None) -> None:
     if weight.device != input.device:
         raise ValueError(f"embedding: input is on {input.device}, weight on {weight.device}: move one to the other")
     rows = weight.shape[0]
+    if rows == 0 and input.numel():
+        raise ValueError(f"embedding: weight of shape {tuple(weight.shape)} has a row for none of the tokens of input")
     if padding_idx is not None and not -rows <= padding_idx < rows:
         raise ValueError(f"embedding: padding_idx {padding_idx} is out of range for {rows} rows")
