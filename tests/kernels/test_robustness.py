@@ -1,0 +1,375 @@
+"""Whatever the public operators are given, they give what PyTorch gives, or say which argument is wrong.
+
+A table of all of them beside PyTorch, and laws over the table: wrong types, dtypes, shapes and devices, empty,
+strided, repeated and huge tensors, tensors of inference mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rooftop import kernels
+
+Sizes = dict[str, int]
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Public:
+    """A public function: its tensors by name, as dimensions that `sizes` gives ("M N"), `theirs`, which computes the
+    same from the same tensors, and other keywords."""
+
+    name: str
+    shapes: dict[str, str]
+    theirs: Callable[..., Any]
+    keywords: Arguments
+    integers: tuple[str, ...] = ()  # arguments that are tokens or classes, below the size V
+    fixed: tuple[str, ...] = ()  # dimensions that cannot be another size
+    most: int = 1 << 62  # of which a dimension can be
+    normalized: bool = False  # normalized_shape follows from the last dimension
+
+    def ours(self, **arguments: Any) -> Any:
+        return getattr(kernels, self.name)(**arguments, **self._more(arguments))
+
+    def peer(self, **arguments: Any) -> Any:
+        return self.theirs(**arguments, **self._more(arguments))
+
+    def _more(self, arguments: Arguments) -> Arguments:
+        if not self.normalized:
+            return self.keywords
+        given = arguments["input"]
+        return {**self.keywords, "normalized_shape": given.shape[-1:] if isinstance(given, Tensor) else (6,)}
+
+
+def elementwise(name: str, theirs: Callable[..., Tensor]) -> Public:
+    return Public(name, {"input": "M N"}, lambda input: theirs(input), {})
+
+
+def reduction(name: str, theirs: Callable[..., Tensor], **keywords: Any) -> Public:
+    return Public(name, {"input": "M N"}, theirs, {"dim": 1, **keywords})
+
+
+def added_norm(name: str) -> Public:
+    rms = name == "add_rms_norm"
+    shapes = {"input": "M N", "residual": "M N", "weight": "N", **({} if rms else {"bias": "N"}), "input_bias": "N"}
+
+    def theirs(
+        input: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        input_bias: Tensor,
+        normalized_shape: Any,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> tuple[Tensor, Tensor]:
+        total = input + input_bias + residual
+        if rms:
+            return F.rms_norm(total, normalized_shape, weight, eps), total
+        return F.layer_norm(total, normalized_shape, weight, bias, eps), total
+
+    return Public(name, shapes, theirs, {"eps": 1e-5} if rms else {}, normalized=True)
+
+
+def scaled_dot_product(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+def merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    lse = torch.logaddexp(lse_a, lse_b)
+    return out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - lse).exp()[..., None], lse
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = cos.shape[-1]
+    a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+
+def trilinear(features: Tensor, points: Tensor) -> Tensor:
+    near = torch.stack(((1 - points) / 2, (1 + points) / 2), -1)  # (B, 3, 2)
+    weights = torch.einsum("bi,bj,bk->bijk", *near.unbind(1)).flatten(1)
+    return torch.einsum("bc,bcf->bf", weights, features)
+
+
+HEAD = "B H S D"
+PUBLIC = [
+    elementwise("relu", torch.relu),
+    elementwise("sigmoid", torch.sigmoid),
+    elementwise("tanh", torch.tanh),
+    elementwise("silu", F.silu),
+    elementwise("gelu", F.gelu),
+    Public("add", {"input": "M N", "other": "N"}, torch.add, {}),
+    Public("mul", {"input": "M N", "other": "N"}, torch.mul, {}),
+    Public("axpy", {"a": "M 1", "x": "M N", "y": "N"}, lambda a, x, y: a * x + y, {}),
+    Public("layer_norm", {"input": "M N", "weight": "N", "bias": "N"}, F.layer_norm, {}, normalized=True),
+    Public("rms_norm", {"input": "M N", "weight": "N"}, F.rms_norm, {"eps": 1e-5}, normalized=True),
+    *(added_norm(name) for name in ("add_layer_norm", "add_layer_norm_cuda", "add_rms_norm")),
+    Public("softmax", {"input": "M N", "mask": "N"}, lambda input, mask: (input + mask).softmax(-1), {}),
+    Public("log_softmax", {"input": "M N", "mask": "N"}, lambda input, mask: (input + mask).log_softmax(-1), {}),
+    *(reduction(name, getattr(torch, name)) for name in ("sum", "mean", "amax", "amin", "argmax", "argmin")),
+    reduction("norm", torch.linalg.vector_norm),
+    Public("cross_entropy", {"input": "M V", "target": "M", "weight": "V"}, F.cross_entropy, {}, integers=("target",)),
+    Public(
+        "linear_cross_entropy",
+        {"hidden": "M K", "weight": "V K", "target": "M", "bias": "V"},
+        lambda hidden, weight, target, bias: F.cross_entropy(F.linear(hidden, weight, bias), target),
+        {},
+        integers=("target",),
+    ),
+    Public("embedding", {"input": "M N", "weight": "V K"}, F.embedding, {}, integers=("input",)),
+    Public(
+        "linear_act",
+        {"input": "M K", "weight": "N K", "bias": "N", "residual": "M N"},
+        lambda input, weight, bias, residual, activation: F.gelu(F.linear(input, weight, bias)) + residual,
+        {"activation": "gelu"},
+    ),
+    Public("matmul", {"input": "M K", "other": "K N"}, torch.matmul, {}),
+    Public("attention", dict.fromkeys(("query", "key", "value"), HEAD), scaled_dot_product, {}, most=256),
+    Public(
+        "merge_attention_states",
+        {"out_a": HEAD, "lse_a": "B H S", "out_b": HEAD, "lse_b": "B H S"},
+        merged,
+        {},
+    ),
+    Public("rope", {"x": "B H S D", "cos": "S C", "sin": "S C"}, turned, {}, fixed=("C", "D")),
+    Public(
+        "rope_pair",
+        {"query": "B H S D", "key": "B G S D", "cos": "S C", "sin": "S C"},
+        lambda query, key, cos, sin: (turned(query, cos, sin), turned(key, cos, sin)),
+        {},
+        fixed=("C", "D"),
+    ),
+    Public("swiglu", {"gate": "M N", "up": "M N"}, lambda gate, up: F.silu(gate) * up, {}),
+    *(
+        Public(name, {"features": "M 8 K", "points": "M 3"}, trilinear, {})
+        for name in ("trilinear_interpolate", "trilinear_interpolate_cuda")
+    ),
+]
+NO_OPERATORS = {"AttentionPlan", "attention_plan", "linear_act_plan", "fused"}  # they compute nothing themselves
+SIZES = {"B": 2, "H": 3, "G": 2, "S": 5, "D": 8, "C": 4, "M": 4, "N": 6, "K": 3, "V": 7}
+WITHOUT_GRADIENT = {"argmax", "argmin"}
+REFUSED = {  # dimensions without elements that PyTorch takes
+    *((p.name, "N") for p in PUBLIC if p.normalized),  # the mean of nothing
+    ("linear_cross_entropy", "K"),
+}
+NAMES = {  # what messages call the arguments, beside their names
+    **dict.fromkeys(("add", "mul", "axpy"), ("tensors",)),
+    **dict.fromkeys((p.name for p in PUBLIC if p.normalized), ("normalized_shape",)),
+    "relu": ("relu of booleans",),
+    "merge_attention_states": ("outputs", "log-sum-exps"),
+    "trilinear_interpolate": ("cells",),
+    "trilinear_interpolate_cuda": ("cells",),
+}
+
+each_public = pytest.mark.parametrize("public", PUBLIC, ids=lambda p: p.name)
+each_argument = pytest.mark.parametrize(
+    ("public", "argument"), [pytest.param(p, a, id=f"{p.name}-{a}") for p in PUBLIC for a in p.shapes]
+)
+
+
+def shape_of(public: Public, argument: str, sizes: Sizes = SIZES) -> tuple[int, ...]:
+    return tuple(sizes[each] if each in sizes else int(each) for each in public.shapes[argument].split())
+
+
+def tensors_of(public: Public, sizes: Sizes = SIZES, **options: Any) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    found = {}
+    for argument in public.shapes:
+        shape = shape_of(public, argument, sizes)
+        if argument in public.integers:
+            found[argument] = torch.randint(max(1, sizes["V"]), shape, generator=generator).to(**options)
+        else:
+            found[argument] = torch.rand(shape, generator=generator).to(**options)
+    return found
+
+
+def learned(public: Public, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those that get a gradient: not the tables of rotary embeddings, nor the weights of classes."""
+    without = {"cos", "sin", *public.integers, *(["weight"] if public.name == "cross_entropy" else [])}
+    return {name: t for name, t in tensors.items() if name not in without}
+
+
+def outcome(public: Public, function: Callable[..., Any], tensors: dict[str, Tensor]) -> list[Tensor]:
+    """Results, then gradients."""
+    leaves = {name: t.detach() for name, t in tensors.items()}
+    wanted = learned(public, leaves) if public.name not in WITHOUT_GRADIENT else {}
+    for leaf in wanted.values():
+        leaf.requires_grad_()
+    found = function(**leaves)
+    outputs = list(found) if isinstance(found, (tuple, list)) else [found]
+    if not wanted:
+        return outputs
+    weights = [torch.linspace(0.5, 1, y.numel(), dtype=y.dtype).reshape(y.shape) for y in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, list(wanted.values()), weights, allow_unused=True)]
+
+
+def assert_as_torch(public: Public, tensors: dict[str, Tensor]) -> None:
+    """The same results and gradients; where PyTorch raises, a TypeError or ValueError."""
+    try:
+        expected = outcome(public, public.peer, tensors)
+    except (RuntimeError, ValueError, IndexError):
+        with pytest.raises((TypeError, ValueError), match=f"^{public.name}: "):
+            outcome(public, public.ours, tensors)
+        return
+    found = outcome(public, public.ours, tensors)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def refused(public: Public, arguments: Arguments, argument: str | None, *kinds: type[Exception]) -> None:
+    """The message names the function and the argument, or (None) one of those that do not fit together."""
+    with pytest.raises(kinds) as caught:
+        public.ours(**arguments)
+    message = str(caught.value)
+    assert message.startswith((f"{public.name}: ", "fused: ")), message
+    assert any(
+        name in message for name in ([argument] if argument else [*public.shapes, *NAMES.get(public.name, ())])
+    ), message
+
+
+def test_the_table_has_every_public_function() -> None:
+    assert {p.name for p in PUBLIC} == set(kernels.__all__) - NO_OPERATORS
+
+
+@each_public
+def test_as_torch_on_what_fits(public: Public) -> None:
+    assert_as_torch(public, tensors_of(public))
+
+
+@each_argument
+@pytest.mark.parametrize("wrong", [[1.0, 2.0], None, "x"], ids=["list", "None", "str"])
+def test_no_tensor(public: Public, argument: str, wrong: Any) -> None:
+    tensors = {**tensors_of(public), argument: wrong}
+    try:
+        public.ours(**tensors)
+    except TypeError:
+        refused(public, tensors, argument, TypeError)
+    else:
+        assert wrong is None, "only None can stand for a tensor"
+
+
+@each_argument
+def test_sparse(public: Public, argument: str) -> None:
+    tensors = tensors_of(public)
+    tensors[argument] = tensors[argument].to_sparse()
+    refused(public, tensors, argument, TypeError)
+
+
+@each_argument
+def test_complex_numbers(public: Public, argument: str) -> None:
+    tensors = tensors_of(public)
+    tensors[argument] = tensors[argument].to(torch.complex64)
+    refused(public, tensors, argument, TypeError)
+
+
+@each_argument
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float64, torch.bfloat16], ids=str)
+def test_another_dtype(public: Public, argument: str, dtype: torch.dtype) -> None:
+    tensors = tensors_of(public)
+    tensors[argument] = tensors[argument].to(dtype)
+    with torch.no_grad():
+        try:
+            found = public.ours(**tensors)
+        except (TypeError, ValueError):
+            refused(public, tensors, None, TypeError)
+            return
+        exact = {name: t if name in public.integers else t.double() for name, t in tensors.items()}
+        expected = public.peer(**exact)
+    for y, truth in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, expected)), strict=True):
+        torch.testing.assert_close(y.double(), truth.double(), rtol=0.02, atol=0.02)
+
+
+@each_argument
+def test_on_another_device(public: Public, argument: str) -> None:
+    tensors = tensors_of(public)
+    if len(tensors) == 1:
+        return
+    tensors[argument] = tensors[argument].to("meta")
+    refused(public, tensors, None, ValueError)
+
+
+@each_argument
+def test_another_shape(public: Public, argument: str) -> None:
+    for change in (lambda t: t[None], lambda t: torch.cat((t, t[..., :1]), -1), lambda t: t.flatten()[0]):
+        tensors = tensors_of(public)
+        tensors[argument] = change(tensors[argument])
+        try:
+            public.ours(**tensors)
+        except (TypeError, ValueError):
+            refused(public, tensors, None, ValueError)
+        else:
+            assert_as_torch(public, tensors)
+
+
+def dimensions(public: Public) -> Iterator[str]:
+    return (d for d in SIZES if any(d in shape.split() for shape in public.shapes.values()))
+
+
+@pytest.mark.parametrize(
+    ("public", "dimension"), [pytest.param(p, d, id=f"{p.name}-{d}") for p in PUBLIC for d in dimensions(p)]
+)
+def test_no_elements(public: Public, dimension: str) -> None:
+    tensors = tensors_of(public, {**SIZES, dimension: 0})
+    if (public.name, dimension) in REFUSED:
+        with pytest.raises(ValueError, match=f"^{public.name}: "):
+            public.ours(**tensors)
+    elif dimension not in public.fixed:
+        assert_as_torch(public, tensors)
+
+
+@each_argument
+def test_strides(public: Public, argument: str) -> None:
+    tensors = tensors_of(public)
+    plain = tensors[argument]
+    apart = torch.stack((plain, plain), -1)[..., 0]  # every second element
+    turned_over = plain.permute(*reversed(range(plain.dim()))).contiguous().permute(*reversed(range(plain.dim())))
+    repeated = plain[:1].expand(plain.shape)
+    shifted = torch.cat((plain.flatten()[:1], plain.flatten()))[1:].reshape(plain.shape)  # not 16-byte aligned
+    for strided in (apart, turned_over, repeated, shifted):
+        assert_as_torch(public, {**tensors, argument: strided})
+
+
+@each_public
+def test_tensors_of_inference_mode(public: Public) -> None:
+    plain = tensors_of(public)
+    with torch.no_grad():
+        expected = public.ours(**plain)
+    with torch.inference_mode():
+        tensors = tensors_of(public)
+        torch.testing.assert_close(public.ours(**tensors), expected)
+    torch.testing.assert_close(public.ours(**tensors), expected)  # and outside of it, where nothing needs a gradient
+
+
+HUGE = {"M": (1 << 21) + 1, "N": 1 << 11, "K": 1 << 11, "V": 1 << 18, "S": 1 << 17, "H": 1 << 7, "D": 256, "C": 128}
+
+
+@each_public
+def test_more_than_two_billion_elements(public: Public) -> None:
+    """Shapes only: nothing has room for them."""
+    sizes = {**SIZES, **HUGE}
+    tensors = {
+        name: torch.empty(
+            shape_of(public, name, sizes),
+            dtype=torch.int64 if name in public.integers else torch.bfloat16 if "lse" not in name else torch.float32,
+            device="meta",
+        )
+        for name in public.shapes
+    }
+    assert max(t.numel() for t in tensors.values()) > 1 << 31
+    wanted = learned(public, tensors) if public.name not in WITHOUT_GRADIENT else {}
+    for leaf in wanted.values():
+        leaf.requires_grad_()
+    found, expected = public.ours(**tensors), public.peer(**{n: t.detach() for n, t in tensors.items()})
+    for y, truth in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, expected)), strict=True):
+        assert y.shape == truth.shape
+        assert y.is_meta
+    if wanted:
+        outputs = found if isinstance(found, tuple) else (found,)
+        gradients = torch.autograd.grad(outputs, list(wanted.values()), [torch.empty_like(y) for y in outputs])
+        assert [g.shape for g in gradients] == [t.shape for t in wanted.values()]
