@@ -405,7 +405,7 @@ def test_other_text_is_refused(text: str) -> None:
         (lambda x: fused(lambda x: x * 2)(x, y=2), TypeError, "unexpected arguments y"),
         (lambda x: mul(x, torch.ones(4)), ValueError, r"shapes \(3,\), \(4,\) do not broadcast"),
         (lambda x: mul(x, torch.ones(3, device="meta")), ValueError, "are on cpu and meta"),
-        (lambda x: mul(x, x.to_sparse()), TypeError, "argument 1 must be dense"),
+        (lambda x: mul(x, x.to_sparse()), TypeError, "other must be dense"),
         (lambda x: mul(x, x.to(torch.complex64)), TypeError, "one of the dtypes"),
         (lambda x: fused(lambda x: x & 1)(x), TypeError, "needs booleans or integers"),
         (lambda x: fused(lambda x: -(x > 0))(x), TypeError, "neg of booleans"),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.losses import (
+    FLOATS,
     LogitsShape,
     Terms,
     check_arguments,
@@ -207,6 +208,8 @@ def linear_cross_entropy(
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "bias"):
             raise TypeError(f"linear_cross_entropy: {name} must be a tensor, got {type(tensor).__name__}")
+        if tensor is not None and tensor.layout != torch.strided:
+            raise TypeError(f"linear_cross_entropy: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
     autocast = under_autocast(hidden) and hidden.dtype != torch.float64
     if autocast:
         narrow = torch.get_autocast_dtype(hidden.device.type)
@@ -236,6 +239,10 @@ def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
     name = "linear_cross_entropy"
     if not isinstance(target, Tensor):
         raise TypeError(f"{name}: target must be a tensor, got {type(target).__name__}")
+    if target.layout != torch.strided:
+        raise TypeError(f"{name}: target must be dense, got layout {target.layout}: use .to_dense()")
+    if hidden.dtype not in FLOATS:
+        raise TypeError(f"{name}: hidden must be bfloat16, float16, float32 or float64, got {hidden.dtype}")
     if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or weight.shape[1] == 0:
         raise ValueError(
             f"{name}: expected hidden (..., H) and weight (V, H), got {tuple(hidden.shape)} and {tuple(weight.shape)}"

@@ -612,13 +612,25 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     for name, tensor in (("input", input), ("other", other)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"matmul: {name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"matmul: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"matmul: {name} must be bfloat16, float16, float32 or float64, got {tensor.dtype}")
+    if other.device != input.device:
+        raise ValueError(f"matmul: input is on {input.device}, other on {other.device}: move one to the other")
+    if other.dtype != input.dtype and not _autocasts(input):
+        raise TypeError(f"matmul: input is {input.dtype}, other {other.dtype}: cast one, or use autocast")
     if input.dim() == 0 or other.dim() == 0:
-        raise ValueError(f"matmul: a number is no matrix: got {tuple(input.shape)} and {tuple(other.shape)}")
+        raise ValueError(f"matmul: a number is no matrix: input and other are of shapes {tuple(input.shape)} and {tuple(other.shape)}")
     if other.dim() > 2:
+        if input.shape[-1] != other.shape[-2] or not _broadcast(input.shape[:-2], other.shape[:-2]):
+            shapes = f"{tuple(input.shape)} and {tuple(other.shape)}"
+            raise ValueError(f"matmul: input and other of shapes {shapes} do not fit: expected (..., M, K), (..., K, N)")
         return torch.matmul(input, other)
     weight = other[None] if other.dim() == 1 else other.t()
     if input.shape[-1] != weight.shape[1]:
-        raise ValueError(f"matmul: {tuple(input.shape)} and {tuple(other.shape)} do not fit: expected (..., K), (K, N)")
+        shapes = f"{tuple(input.shape)} and {tuple(other.shape)}"
+        raise ValueError(f"matmul: input and other of shapes {shapes} do not fit: expected (..., K), (K, N)")
     x, weight, *_ = _prepared("matmul", input, weight, None, "none", None)
     no_tangents("matmul", x, weight)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -642,6 +654,14 @@ def linear_act_plan(
     added = residual.reshape(rows.shape[0], weight.shape[0]) if residual is not None else None
     keep = _keeps(activation, residual) and _differentiated((x, weight, bias, residual))
     return _plan(rows, weight, bias, activation, added, keep)
+
+
+def _broadcast(a: torch.Size, b: torch.Size) -> bool:
+    return all(m == n or 1 in (m, n) for m, n in zip(a[::-1], b[::-1], strict=False))
+
+
+def _autocasts(x: Tensor) -> bool:
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
 
 
 def _differentiated(tensors: Sequence[Tensor | None]) -> bool:
@@ -677,7 +697,7 @@ def _prepared(
     if residual is not None and tuple(residual.shape) != shape:
         raise ValueError(f"{name}: expected residual of shape {shape}, got {tuple(residual.shape)}: use .expand()")
     later = None
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    if _autocasts(x):
         narrow = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = (t.to(narrow) if t is not None else None for t in (x, weight, bias))  # type: ignore[assignment]
         if residual is not None and residual.dtype != narrow:
