@@ -601,7 +601,7 @@ class Fused:
     def _refusal(self, i: int, given: Tensor) -> TypeError:
         if given.layout != torch.strided:
             return TypeError(f"fused: {self.names[i]} must be dense, got layout {given.layout}: use .to_dense()")
-        return TypeError(f"fused: {self.names[i]} must be one of {', '.join(DTYPES)}, got {given.dtype}")
+        return TypeError(f"fused: {self.names[i]} must have one of the dtypes {', '.join(DTYPES)}, got {given.dtype}")
 
     def source(self, *arguments: Argument, **keywords: Argument) -> str:
         """The Triton source of the kernel for such arguments (tensors may be on any device, `meta` too)."""

@@ -621,16 +621,16 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     if other.dtype != input.dtype and not _autocasts(input):
         raise TypeError(f"matmul: input is {input.dtype}, other {other.dtype}: cast one, or use autocast")
     if input.dim() == 0 or other.dim() == 0:
-        raise ValueError(f"matmul: a number is no matrix: input and other are of shapes {tuple(input.shape)} and {tuple(other.shape)}")
+        raise ValueError(f"matmul: a number is no matrix: input {tuple(input.shape)}, other {tuple(other.shape)}")
     if other.dim() > 2:
         if input.shape[-1] != other.shape[-2] or not _broadcast(input.shape[:-2], other.shape[:-2]):
             shapes = f"{tuple(input.shape)} and {tuple(other.shape)}"
-            raise ValueError(f"matmul: input and other of shapes {shapes} do not fit: expected (..., M, K), (..., K, N)")
+            raise ValueError(f"matmul: input and other, {shapes} do not fit: expected (..., M, K), (..., K, N)")
         return torch.matmul(input, other)
     weight = other[None] if other.dim() == 1 else other.t()
     if input.shape[-1] != weight.shape[1]:
         shapes = f"{tuple(input.shape)} and {tuple(other.shape)}"
-        raise ValueError(f"matmul: input and other of shapes {shapes} do not fit: expected (..., K), (K, N)")
+        raise ValueError(f"matmul: input and other, {shapes} do not fit: expected (..., K), (K, N)")
     x, weight, *_ = _prepared("matmul", input, weight, None, "none", None)
     no_tangents("matmul", x, weight)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
