@@ -1,7 +1,7 @@
 """How the kernels of layer norm and RMS norm are launched: parameters by the length of a row, as tables.
 
 `forward` and `backward` serve both norms, with and without a sum in front; `norms.py` and `sum_norms.py` have the
-operators.
+operators. Rows for which the tables of `norm_clusters.py` have an entry go to its kernels.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rooftop.kernels import norm_clusters
 from rooftop.kernels.tiles import unit
 from rooftop.launch.triton_launch import launch, processors, require_triton, shared_memory_bytes
 
@@ -45,12 +46,13 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class LongConfig:
-    """Rows in blocks of so many elements, `stages` of them on their way; programs on an SM bound what L2 must keep."""
+    """Rows in blocks of so many elements, `stages` of them on their way; at most so many programs for each SM."""
 
     block: int
     warps: int
     programs_per_sm: int
     stages: int
+    shifted: bool = True  # whether rows at odd addresses are loaded 16 bytes at a time
 
 
 # Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). What matters: that loads are wide
@@ -71,21 +73,22 @@ BACKWARD = (
     *(BackwardConfig(6144, 1, 2048, 8, 2, 4, hold=True), BackwardConfig(8192, 1, 4096, 16, 1, 4)),
     *(BackwardConfig(12288, 1, 4096, 16, 1, 3), BackwardConfig(16384, 1, 4096, 16, 1, 1, again=True)),
 )
-# Rows at odd addresses. Not measured yet: shares of a thread as above.
-FORWARD_SHIFTED = (
-    *(BackwardConfig(512, 4, 256, 4, 8, 1), BackwardConfig(1024, 1, 512, 2, 16, 1)),
-    *(BackwardConfig(2048, 1, 1024, 4, 8, 1), BackwardConfig(4096, 1, 1024, 4, 4, 1)),
-    *(BackwardConfig(8192, 1, 2048, 8, 2, 1), BackwardConfig(16384, 1, 2048, 16, 1, 1)),
-)
+# Half precision rows of up to 65536 elements that are whole groups of 16 bytes: read once, faster than twice.
+FORWARD_HELD = ForwardConfig(65536, 1, 16384, 32)
+# Rows at odd addresses that are loaded 16 bytes at a time. Forward of 2601 and 12287 elements is faster one element at
+# a time: there the masks of the first and the last group cost more instructions than the wide loads save.
+FORWARD_SHIFTED = (BackwardConfig(512, 4, 256, 4, 8, 1), BackwardConfig(1024, 1, 512, 2, 16, 1))
 BACKWARD_SHIFTED = (
     *(BackwardConfig(512, 4, 256, 4, 4, 3), BackwardConfig(1024, 1, 512, 2, 6, 3)),
-    *(BackwardConfig(2048, 1, 1024, 4, 3, 3), BackwardConfig(4096, 1, 2048, 8, 1, 3)),
-    BackwardConfig(6144, 1, 2048, 16, 1, 3),
+    *(BackwardConfig(2048, 1, 1024, 4, 3, 3), BackwardConfig(3072, 1, 1024, 4, 2, 4)),
+    *(BackwardConfig(4096, 1, 2048, 8, 1, 3), BackwardConfig(6144, 1, 2048, 16, 1, 3)),
 )
 SHIFTED_FROM = 128  # columns: shorter rows are a few loads either way
-# Longer rows. Not measured yet: one program of 32 warps an SM keeps 132 rows in flight, 13 MB of 50257 half precision
-# elements of the 50 MB of L2.
-FORWARD_LONG = LongConfig(block=8192, warps=32, programs_per_sm=1, stages=3)
+# Longer rows, forward: a program for each row. Few persistent programs, so that L2 keeps their rows for the second
+# pass, were slower: 132 of them have too little on its way.
+MANY = 64
+FORWARD_LONG = LongConfig(block=4096, warps=8, programs_per_sm=MANY, stages=1)
+FORWARD_LONG_ODD = LongConfig(block=1024, warps=8, programs_per_sm=MANY, stages=1, shifted=False)
 ROW_SUMS = {"COLUMNS": 2048, "num_warps": 8}
 BACKWARD_LONG = LongConfig(block=2048, warps=8, programs_per_sm=2, stages=4)
 ADD_PARTIAL_SUMS = {"ROWS": 128, "COLUMNS": 16, "num_warps": 4}
@@ -125,13 +128,13 @@ def stages(config: BackwardConfig | LongConfig, tensors: Sequence[Tensor], colum
 Parts = list[tuple[int, int, bool]]  # first row, row after the last, whether rows are loaded with a shift
 
 
-def parts_of(columns: int, tensors: Sequence[Tensor]) -> Parts:
-    """Rows of (M, N) tensors, and which of them are loaded with a shift: as many as eight divides.
+def parts_of(columns: int, tensors: Sequence[Tensor], worthwhile: bool = True) -> Parts:
+    """Rows of (M, N) tensors, and which of them are loaded with a shift: if `worthwhile`, as many as eight divides.
 
     The others, and all where elements have four bytes, four divides N, or rows do not follow each other, go without.
     """
     rows = tensors[0].shape[0]
-    odd = columns >= SHIFTED_FROM and columns % 4 != 0 and rows >= 8
+    odd = worthwhile and columns >= SHIFTED_FROM and columns % 4 != 0 and rows >= 8
     if not odd or any(t.element_size() != 2 or t.stride(0) != columns or t.data_ptr() % 16 for t in tensors):
         return [(0, rows, False)]
     main = rows // 8 * 8
@@ -175,7 +178,12 @@ def forward(
     total = torch.empty_like(y) if adds else None
     mean = None if rms else torch.empty(rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    parts = parts_of(columns, [x] if residual is None else [x, residual])
+    shifts = (
+        config_for(FORWARD_SHIFTED, columns) is not None
+        or norm_clusters.config_for(norm_clusters.FORWARD, columns) is not None
+        or (config_for(FORWARD, columns) is None and FORWARD_LONG_ODD.shifted)
+    )
+    parts = parts_of(columns, [x] if residual is None else [x, residual], shifts)
     if len(parts) == 1:
         _forward(x, residual, (input_bias, weight, bias), (y, total, mean, rstd), eps, parts[0][2])
         return y, total, mean, rstd
@@ -201,23 +209,33 @@ def _forward(
 
     rows, columns = x.shape
     rms = outputs[2] is None
+    _, weight, bias = parameters
+    plan = norm_clusters.forward_plan(x, (weight, bias), rms) if outputs[1] is None else None
+    if plan is not None:
+        y, _, *statistics = outputs
+        plan.launch(x, weight, bias, y, *statistics, rows, columns, x.stride(0), plan.stages, eps)
+        return
     residual_stride = residual.stride(0) if residual is not None else 0
     group = unit(columns, x.stride(0), residual_stride)
     tensors = (x, residual, *parameters, *outputs)
     sizes = (rows, columns // group, x.stride(0) // group, residual_stride // group, eps)
+    config = config_for(FORWARD, columns)
+    if config is None and group == 8 and x.element_size() == 2 and outputs[1] is None:
+        config = config_for((FORWARD_HELD,), columns)
     if shifted and (of_shifted := config_for(FORWARD_SHIFTED, columns)) is not None:
         programs = persistent(of_shifted, x, rows // of_shifted.rows, 8 // of_shifted.rows)
         constants = shifted_tile(of_shifted, columns, [x] if residual is None else [x, residual])
         kernel = norm_kernels.norm_forward_shifted
         launch(kernel, (programs,), x.device, *tensors, rows, columns, eps, RMS=rms, **constants)
-    elif not shifted and (config := config_for(FORWARD, columns)) is not None:
+    elif config is not None:
         grid, constants = (-(-rows // config.rows),), tile(config, columns)
         launch(norm_kernels.norm_forward, grid, x.device, *tensors, *sizes, RMS=rms, UNIT=group, **constants)
     else:
-        constants = long_tile(FORWARD_LONG, [x] if residual is None else [x, residual])
-        grid = (persistent(FORWARD_LONG, x, rows),)
-        kernel = long_norm_kernels.norm_forward_long
-        launch(kernel, grid, x.device, *tensors, *sizes, RMS=rms, SHIFT=shifted, UNIT=group, **constants)
+        long = FORWARD_LONG if group > 1 else FORWARD_LONG_ODD
+        constants = long_tile(long, [x] if residual is None else [x, residual])
+        constants |= {"SHIFT": shifted and long.shifted, "UNIT": group}
+        grid = (persistent(long, x, rows),)
+        launch(long_norm_kernels.norm_forward_long, grid, x.device, *tensors, *sizes, RMS=rms, **constants)
 
 
 def long_tile(config: LongConfig, tensors: Sequence[Tensor]) -> Constants:
@@ -249,16 +267,16 @@ def backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sums: Constants = {"SUM_WEIGHT": dweight is not None, "SUM_BIAS": dbias is not None}
     parts = parts_of(columns, [dy, x] if dtotal is None else [dy, x, dtotal])
-    of_parts = [_Part(stop - start, columns, shifted, x) for start, stop, shifted in parts]
+    of_parts = []
+    for start, stop, shifted in parts:
+        rows = [dy, dtotal, x, mean, rstd, dx]
+        dys, dtotals, xs, *others = rows if len(parts) == 1 else _rows(start, stop, *rows)
+        of_parts.append(_Part((dys, dtotals, xs, weight, *others), shifted, any(sums.values())))
     partial = torch.empty((sum(part.slots for part in of_parts), 2, columns), dtype=torch.float32, device=x.device)
     constants = {"RMS": mean is None, **sums, **exact_products(dy, weight)}
     slots = 0
-    for part, (start, stop, _) in zip(of_parts, parts, strict=True):
-        if len(parts) == 1:
-            _backward(part, (dy, dtotal, x, weight, mean, rstd, dx), partial, constants)
-        else:
-            dys, dtotals, xs, *statistics, dxs = _rows(start, stop, dy, dtotal, x, mean, rstd, dx)
-            _backward(part, (dys, dtotals, xs, weight, *statistics, dxs), partial[slots:], constants)
+    for part in of_parts:
+        _backward(part, partial[slots:] if slots else partial, constants)
         slots += part.slots
     if any(sums.values()):
         grid = (-(-columns // ADD_PARTIAL_SUMS["COLUMNS"]),)
@@ -268,12 +286,20 @@ def backward(
 
 
 class _Part:
-    """How some of the rows are worked on, and how many partial sums that gives."""
+    """How some of the rows are worked on, and how many partial sums that gives.
 
-    def __init__(self, rows: int, columns: int, shifted: bool, x: Tensor) -> None:
-        config = config_for(BACKWARD_SHIFTED if shifted else BACKWARD, columns)
-        self.config, self.shifted = config, shifted
-        if config is None:
+    tensors: dy, dtotal, x, weight, mean, rstd, dx. sums: whether those of weight or bias are wanted.
+    """
+
+    def __init__(self, tensors: tuple[Any, ...], shifted: bool, sums: bool) -> None:
+        self.tensors, self.shifted = tensors, shifted
+        dy, dtotal, x, weight, mean, *_ = tensors
+        rows, columns = x.shape
+        self.config = config = config_for(BACKWARD_SHIFTED if shifted else BACKWARD, columns)
+        self.plan = norm_clusters.backward_plan(dy, x, weight, mean is None) if sums and dtotal is None else None
+        if self.plan is not None:
+            self.slots = self.plan.clusters
+        elif config is None:
             blocks = -(-(columns + 7 * shifted) // BACKWARD_LONG.block)
             most = max(1, BACKWARD_LONG.programs_per_sm * processors(x) // blocks)
             chunks = max(8, min(rows, most) // 8 * 8) if shifted else max(1, min(rows, most))
@@ -284,12 +310,16 @@ class _Part:
             self.grid, self.slots = (programs,), programs * (config.rows if shifted else 1)
 
 
-def _backward(part: _Part, tensors: tuple[Any, ...], partial: Tensor, constants: Constants) -> None:
-    """tensors: dy, dtotal, x, weight, mean, rstd, dx."""
+def _backward(part: _Part, partial: Tensor, constants: Constants) -> None:
     from rooftop.kernels import long_norm_kernels, norm_kernels
 
+    tensors = part.tensors
     dy, dtotal, x, weight, mean, rstd, dx = tensors
     rows, columns = dx.shape
+    if part.plan is not None:
+        strides = (dy.stride(0), x.stride(0))
+        part.plan.launch(dy, x, weight, mean, rstd, dx, partial, rows, columns, *strides, part.plan.stages)
+        return
     config = part.config
     dtotal_stride = dtotal.stride(0) if dtotal is not None else 0
     group = unit(columns, x.stride(0), dy.stride(0), dtotal_stride)

@@ -1,0 +1,61 @@
+// What only PTX says of clusters and bulk copies: it stands in front of kernels that use them.
+
+#ifdef __CUDACC__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#error "clusters and bulk copies need sm_90"
+#endif
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void* shared_memory() {
+    extern __shared__ float4 dynamic_memory[];
+    return dynamic_memory;
+}
+
+__device__ __forceinline__ int block_rank() {
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// For all threads of all blocks of the cluster; what they wrote before can be read after.
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// To the same place of the shared memory of another block.
+__device__ __forceinline__ void store_in_block(float* place, int rank, float value) {
+    unsigned there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(there), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void prepare_copies(unsigned long long* barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(barrier)) : "memory");
+}
+
+// The copy engine sees the barriers.
+__device__ __forceinline__ void prepared() {
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void expect_copies(unsigned long long* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+// Addresses and bytes are multiples of 16.
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes, unsigned long long* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+__device__ __forceinline__ void await_copies(unsigned long long* barrier, unsigned parity) {
+    asm volatile("{\n.reg .pred done;\n"
+                 "again:\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
+                 :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+#endif

@@ -1,0 +1,349 @@
+// Layer norm and RMS norm of rows that come to shared memory by bulk copies (rooftop.kernels.norm_clusters).
+//
+// CLUSTER blocks share a row, each has `share` of its groups of eight elements (16 bytes), and works on every
+// (number of clusters)-th row. One thread starts the copies of the rows to come (cp.async.bulk), which complete on an
+// mbarrier for each stage; no register waits for them. Blocks of a cluster exchange two floats a row, written into each
+// other's shared memory. Sums are always added in the same order.
+//
+// Rows may begin at odd addresses: what is copied are the groups that enclose a row, and column = 8 group + i - shift.
+// All rows of a cluster have the same shift, since eight divides N or else the number of clusters. Only a thread with
+// a group that a neighbour's row shares looks at single elements. norm_pieces.cu and cluster_pieces.cu
+// stand in front of it.
+
+constexpr int GROUP = 8;
+
+// At the beginning of dynamic shared memory; parameters and stages follow.
+struct Exchange {
+    unsigned long long full[8];  // of each stage
+    float of_warps[2][2][32];    // two sums of a row, in turns: who is late still reads those of the row before
+    float of_blocks[2][8][2];
+};
+
+// What a block has of a row.
+struct Part {
+    int shift, share, first, groups;  // first: the number of its first group in the row
+    int columns;
+
+    __device__ Part(int cluster, int rank, int blocks, int columns) : columns(columns) {
+        shift = cluster % 8 * (columns % 8) % 8;
+        const int of_row = (shift + columns + GROUP - 1) / GROUP;
+        share = (of_row + blocks - 1) / blocks;
+        first = rank * share;
+        groups = max(0, min(share, of_row - first));
+    }
+
+    // Of the first element of one of its groups; negative where a neighbour's come first.
+    __device__ int column(int group) const { return (first + group) * GROUP - shift; }
+    __device__ bool has(int column) const { return column >= 0 && column < columns; }
+    __device__ bool is_whole(int column) const { return column >= 0 && column + GROUP <= columns; }
+
+    // Columns of the block of that rank.
+    __device__ int count(int rank) const {
+        const int from = rank * share * GROUP - shift;
+        return max(0, min(columns, from + share * GROUP) - max(0, from));
+    }
+};
+
+// Of a row of both tensors; b may be null. By one thread.
+template <typename T>
+__device__ void start_copies(const Part& part, Pack<T, GROUP>* stage, const T* a, const T* b, unsigned long long* full) {
+    const int bytes = part.groups * static_cast<int>(sizeof(Pack<T, GROUP>));
+    expect_copies(full, b == nullptr ? bytes : 2 * bytes);
+    if (bytes == 0) return;
+    copy_bulk(stage, a + part.column(0), bytes, full);
+    if (b != nullptr) copy_bulk(stage + part.share, b + part.column(0), bytes, full);
+}
+
+// A parameter as it lies in groups of the rows, `missing` where there is none.
+template <typename P>
+__device__ void fetch_parameter(const Part& part, const P* from, P* to, float missing) {
+    for (int i = threadIdx.x; i < part.groups * GROUP; i += blockDim.x) {
+        const int column = part.column(0) + i;
+        if (from != nullptr && part.has(column)) to[i] = from[column];
+        else narrow(missing, to + i);
+    }
+}
+
+// Both over the warps of a block; every thread gets them.
+template <int WARPS>
+__device__ float2 block_sums(float a, float b, float (&scratch)[2][32]) {
+    a = warp_sum(a);
+    b = warp_sum(b);
+    if constexpr (WARPS == 1) {
+        __syncwarp();
+        return {a, b};
+    }
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) {
+        scratch[0][threadIdx.x / 32] = a;
+        scratch[1][threadIdx.x / 32] = b;
+    }
+    __syncthreads();
+    return {warp_sum(lane < WARPS ? scratch[0][lane] : 0.0f), warp_sum(lane < WARPS ? scratch[1][lane] : 0.0f)};
+}
+
+// Afterwards all blocks of the cluster have the pairs of all of them.
+template <int CLUSTER>
+__device__ void exchange(float2 values, int rank, float (&all)[8][2]) {
+    if (threadIdx.x < CLUSTER) {
+        store_in_block(&all[rank][0], threadIdx.x, values.x);
+        store_in_block(&all[rank][1], threadIdx.x, values.y);
+    }
+    cluster_wait();
+}
+
+template <typename T>
+__device__ void store_group(const Part& part, int column, const float (&values)[GROUP], T* row) {
+    if (part.is_whole(column)) {
+        store(values, row + column);
+    } else {
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) {
+            if (part.has(column + i)) narrow(values[i], row + column + i);
+        }
+    }
+}
+
+// The threads of a block hold CHUNKS groups each. weight, bias and mean (of an RMS norm) may be null.
+template <typename T, typename P, int CHUNKS, int WARPS, int CLUSTER, bool RMS>
+__global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
+    const T* __restrict__ x, const P* __restrict__ weight, const P* __restrict__ bias,    // (M, N), (N,), (N,)
+    T* __restrict__ y, float* __restrict__ mean, float* __restrict__ rstd,                // (M, N), (M,), (M,)
+    long long rows, int columns, long long x_stride, int stages, float eps) {
+    constexpr int THREADS = 32 * WARPS;
+    const int rank = CLUSTER == 1 ? 0 : block_rank();
+    const int clusters = gridDim.x / CLUSTER;
+    const Part part(blockIdx.x / CLUSTER, rank, CLUSTER, columns);
+    Exchange& shared = *static_cast<Exchange*>(shared_memory());
+    P* const weights = reinterpret_cast<P*>(&shared + 1);  // (share * 8,)
+    P* const biases = weights + part.share * GROUP;
+    Pack<T, GROUP>* const staged = reinterpret_cast<Pack<T, GROUP>*>(biases + part.share * GROUP);  // (stages, share)
+
+    long long row = blockIdx.x / CLUSTER;
+    const auto fill = [&](long long next, int stage) {
+        const T* const none = nullptr;
+        if (next < rows) start_copies(part, staged + stage * part.share, x + next * x_stride, none, &shared.full[stage]);
+    };
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < stages; ++stage) prepare_copies(&shared.full[stage]);
+        prepared();
+        for (int stage = 0; stage < stages; ++stage) fill(row + static_cast<long long>(stage) * clusters, stage);
+    }
+    fetch_parameter(part, weight, weights, 1.0f);
+    fetch_parameter(part, bias, biases, 0.0f);
+    if constexpr (CLUSTER > 1) cluster_wait();  // nobody writes to a block that is not there yet
+    else __syncthreads();
+
+    int stage = 0;
+    unsigned parity = 0, turn = 0;
+    for (; row < rows; row += clusters) {
+        await_copies(&shared.full[stage], parity);
+        Pack<T, GROUP> held[CHUNKS];
+        float sum = 0.0f;
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const int group = chunk * THREADS + threadIdx.x;
+            if (group < part.groups) {
+                held[chunk] = staged[stage * part.share + group];
+                float values[GROUP];
+                widen(held[chunk], values);
+                const int column = part.column(group);
+                if (part.is_whole(column)) {
+#pragma unroll
+                    for (int i = 0; i < GROUP; ++i) sum += RMS ? values[i] * values[i] : values[i];
+                } else {
+#pragma unroll
+                    for (int i = 0; i < GROUP; ++i) {
+                        if (part.has(column + i)) sum += RMS ? values[i] * values[i] : values[i];
+                    }
+                }
+            }
+        }
+        sum = block_sums<WARPS>(sum, 0.0f, shared.of_warps[RMS ? turn : 0]).x;
+        // All have taken what they need from this stage.
+        if (threadIdx.x == 0) fill(row + static_cast<long long>(stages) * clusters, stage);
+        float average = 0.0f, squares = sum;
+        if constexpr (!RMS) {
+            average = sum / max(1, part.count(rank));
+            squares = 0.0f;
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                const int group = chunk * THREADS + threadIdx.x;
+                if (group < part.groups) {
+                    float values[GROUP];
+                    widen(held[chunk], values);
+                    const int column = part.column(group);
+                    if (part.is_whole(column)) {
+#pragma unroll
+                        for (int i = 0; i < GROUP; ++i) squares += (values[i] - average) * (values[i] - average);
+                    } else {
+#pragma unroll
+                        for (int i = 0; i < GROUP; ++i) {
+                            if (part.has(column + i)) squares += (values[i] - average) * (values[i] - average);
+                        }
+                    }
+                }
+            }
+            squares = block_sums<WARPS>(squares, 0.0f, shared.of_warps[1]).x;
+        }
+        if constexpr (CLUSTER > 1) {  // means and squares about them of all parts (Chan, Golub and LeVeque 1979)
+            exchange<CLUSTER>({average, squares}, rank, shared.of_blocks[turn]);
+            const auto& all = shared.of_blocks[turn];
+            average = squares = 0.0f;
+            if constexpr (!RMS) {
+#pragma unroll 1
+                for (int other = 0; other < CLUSTER; ++other) average += part.count(other) * all[other][0];
+                average /= columns;
+            }
+#pragma unroll 1
+            for (int other = 0; other < CLUSTER; ++other) {
+                const float apart = all[other][0] - average;
+                squares += all[other][1] + part.count(other) * apart * apart;
+            }
+        }
+        const float scale = 1.0f / sqrtf(squares / columns + eps);
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const int group = chunk * THREADS + threadIdx.x;
+            if (group < part.groups) {
+                float values[GROUP], factors[GROUP], terms[GROUP];
+                widen(held[chunk], values);
+                widen(load<P, GROUP>(weights + group * GROUP), factors);
+                widen(load<P, GROUP>(biases + group * GROUP), terms);
+#pragma unroll
+                for (int i = 0; i < GROUP; ++i) values[i] = (values[i] - average) * scale * factors[i] + terms[i];
+                store_group(part, part.column(group), values, y + row * columns);
+            }
+        }
+        if (threadIdx.x == 0 && rank == 0) {
+            if constexpr (!RMS) mean[row] = average;
+            rstd[row] = scale;
+        }
+        turn ^= 1;
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+}
+
+// dx, and for each cluster the sums over its rows for weight and bias, which stay in registers until the end.
+// weight and mean (of an RMS norm, which has no sums for a bias) may be null.
+template <typename T, typename P, int CHUNKS, int WARPS, int CLUSTER, bool RMS>
+__global__ void __launch_bounds__(32 * WARPS, 1) norm_backward_staged(
+    const T* __restrict__ dy, const T* __restrict__ x, const P* __restrict__ weight,      // (M, N), (M, N), (N,)
+    const float* __restrict__ mean, const float* __restrict__ rstd,                       // (M,), (M,)
+    T* __restrict__ dx, float* __restrict__ partial,                                      // (M, N), (clusters, 2, N)
+    long long rows, int columns, long long dy_stride, long long x_stride, int stages) {
+    constexpr int THREADS = 32 * WARPS;
+    const int rank = CLUSTER == 1 ? 0 : block_rank();
+    const int clusters = gridDim.x / CLUSTER;
+    const Part part(blockIdx.x / CLUSTER, rank, CLUSTER, columns);
+    Exchange& shared = *static_cast<Exchange*>(shared_memory());
+    P* const weights = reinterpret_cast<P*>(&shared + 1);  // (share * 8,)
+    Pack<T, GROUP>* const staged = reinterpret_cast<Pack<T, GROUP>*>(weights + part.share * GROUP);  // (stages, 2, share)
+
+    long long row = blockIdx.x / CLUSTER;
+    const auto fill = [&](long long next, int stage) {
+        Pack<T, GROUP>* const to = staged + 2 * stage * part.share;
+        if (next < rows) start_copies(part, to, dy + next * dy_stride, x + next * x_stride, &shared.full[stage]);
+    };
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < stages; ++stage) prepare_copies(&shared.full[stage]);
+        prepared();
+        for (int stage = 0; stage < stages; ++stage) fill(row + static_cast<long long>(stage) * clusters, stage);
+    }
+    fetch_parameter(part, weight, weights, 1.0f);
+    if constexpr (CLUSTER > 1) cluster_wait();
+    else __syncthreads();
+
+    float weight_sums[CHUNKS][GROUP] = {}, bias_sums[CHUNKS][GROUP] = {};
+    float next_average = 0.0f, next_scale = 0.0f;
+    if (row < rows) {
+        if constexpr (!RMS) next_average = mean[row];
+        next_scale = rstd[row];
+    }
+    int stage = 0, before = -1;
+    unsigned parity = 0, turn = 0;
+    for (; row < rows; row += clusters) {
+        const float average = next_average, scale = next_scale;
+        if (row + clusters < rows) {
+            if constexpr (!RMS) next_average = mean[row + clusters];
+            next_scale = rstd[row + clusters];
+        }
+        await_copies(&shared.full[stage], parity);
+        const Pack<T, GROUP>* const gradients = staged + 2 * stage * part.share;
+        float along = 0.0f, across = 0.0f;  // sums along the row of dy * weight, and of that times the normalized x
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const int group = chunk * THREADS + threadIdx.x;
+            if (group < part.groups) {
+                float gradient[GROUP], values[GROUP], factors[GROUP];
+                widen(gradients[group], gradient);
+                widen(gradients[part.share + group], values);
+                widen(load<P, GROUP>(weights + group * GROUP), factors);
+                const int column = part.column(group);
+                if (!part.is_whole(column)) {
+#pragma unroll
+                    for (int i = 0; i < GROUP; ++i) {
+                        if (!part.has(column + i)) gradient[i] = values[i] = 0.0f;
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < GROUP; ++i) {
+                    const float weighted = gradient[i] * factors[i];
+                    if constexpr (!RMS) along += weighted;
+                    across += weighted * ((values[i] - average) * scale);
+                }
+            }
+        }
+        float2 sums = block_sums<WARPS>(along, across, shared.of_warps[turn]);
+        if (threadIdx.x == 0 && before >= 0) {  // all have left the row before
+            fill(row + static_cast<long long>(stages - 1) * clusters, before);
+        }
+        if constexpr (CLUSTER > 1) {
+            exchange<CLUSTER>(sums, rank, shared.of_blocks[turn]);
+            sums = {0.0f, 0.0f};
+#pragma unroll 1
+            for (int other = 0; other < CLUSTER; ++other) {
+                sums.x += shared.of_blocks[turn][other][0];
+                sums.y += shared.of_blocks[turn][other][1];
+            }
+        }
+        along = sums.x / columns;
+        across = sums.y / columns;
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const int group = chunk * THREADS + threadIdx.x;
+            if (group < part.groups) {
+                float gradient[GROUP], values[GROUP], factors[GROUP];
+                widen(gradients[group], gradient);
+                widen(gradients[part.share + group], values);
+                widen(load<P, GROUP>(weights + group * GROUP), factors);
+#pragma unroll
+                for (int i = 0; i < GROUP; ++i) {
+                    const float normal = (values[i] - average) * scale;
+                    weight_sums[chunk][i] += gradient[i] * normal;
+                    if constexpr (!RMS) bias_sums[chunk][i] += gradient[i];
+                    values[i] = (gradient[i] * factors[i] - along - normal * across) * scale;
+                }
+                store_group(part, part.column(group), values, dx + row * columns);
+            }
+        }
+        before = stage;
+        turn ^= 1;
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+
+    float* const of_weight = partial + 2ll * (blockIdx.x / CLUSTER) * columns;
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const int group = chunk * THREADS + threadIdx.x;
+        if (group < part.groups) {
+            const int column = part.column(group);
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) {
+                if (!part.has(column + i)) continue;
+                of_weight[column + i] = weight_sums[chunk][i];
+                if constexpr (!RMS) of_weight[columns + column + i] = bias_sums[chunk][i];
+            }
+        }
+    }
+}
