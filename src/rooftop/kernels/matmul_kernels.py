@@ -1,17 +1,25 @@
 """Triton kernels of y = activation(x @ weight.T + bias) + residual; `matmuls.py` has the operators.
 
-Two make the product, both in float32 tiles of ROWS by COLUMNS, DEPTH of the K dimension at a time, and both visit the
-tiles in bands of GROUP rows of tiles, so that the tiles that are worked on at a time share their operands in L2:
+Three make the product, all in float32 tiles of ROWS by COLUMNS, DEPTH of the K dimension at a time, and visit the tiles
+in bands of GROUP rows of tiles, so that the tiles that are worked on at a time share their operands in L2:
 
 - `linear_act_descriptors` copies tiles with the tensor memory accelerator (TMA) of Hopper and later GPUs. Its programs
   are persistent, so that the first copies of a tile are on their way while the tile before is finished. A tile is
-  finished in PARTS of its columns, so that what is staged for the store leaves more shared memory for copies.
+  finished in PARTS of its columns, so that what is staged for the store leaves more shared memory for copies. With two
+  programs on a multiprocessor, one multiplies while the other finishes; those that begin together would stay in step
+  and leave the tensor cores idle together, so LAG makes the later half begin later.
+- `linear_act_single` also copies with TMA, one tile a program, where there is one for each multiprocessor: bias and
+  residual are loaded before the product. MORE columns make tiles that are no power of two wide.
 - `linear_act_pointers` takes any strides and any K, one tile a program.
 
 With SPLIT > 1 the K dimension is cut, each part writes float32 sums of its own, and `linear_act_finish` adds them in
 their order: no atomics, the same bits each time. That kernel also finishes products that a library made.
 
 x and weight may lie in memory either way: X_ACROSS and W_ACROSS say that K is their slow dimension.
+
+Activations cost as much as the product's last tenth where they are not hidden behind it, most of it in the unit for
+exponentials and reciprocals, 8 times slower than multiplication. HALF says that results are rounded to 16 bits: then
+each takes one exponential and a polynomial (`_below`, `_reciprocal`), far within that rounding.
 """
 
 from __future__ import annotations
@@ -35,18 +43,21 @@ def linear_act_descriptors(
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
     X_ACROSS: tl.constexpr, W_ACROSS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, HALF: tl.constexpr, LAG: tl.constexpr,
 ):  # fmt: skip
-    """Every (number of programs)-th tile."""
+    """Every (number of programs)-th tile. LAG: clock cycles for each element of K, of the later half of programs."""
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     steps = tl.cdiv(depth, DEPTH)
     steps_of_part = tl.cdiv(steps, SPLIT)
     tiles = row_tiles * column_tiles
     programs = tl.num_programs(0)
+    start = tl.program_id(0)
+    if LAG > 0:
+        start += _zero_after(tl.where(start >= programs - programs // 2, depth * LAG, 0))
     # Where a tile is finished is computed anew: the loop over tiles and the one over K become one, in which the copies
     # for the next tile begin before this one is finished.
-    finished = tl.program_id(0) - programs
-    for tile in tl.range(tl.program_id(0), tiles * SPLIT, programs, flatten=True):
+    finished = start - programs
+    for tile in tl.range(start, tiles * SPLIT, programs, flatten=True):
         row_tile, column_tile = _place(tile % tiles, row_tiles, column_tiles, GROUP)
         row, column = row_tile * ROWS, column_tile * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -56,14 +67,8 @@ def linear_act_descriptors(
             first = tile // tiles * steps_of_part
             last = min(first + steps_of_part, steps)
         for step in range(first, last):
-            if X_ACROSS:
-                left = x.load([step * DEPTH, row]).T
-            else:
-                left = x.load([row, step * DEPTH])
-            if W_ACROSS:
-                right = weight.load([step * DEPTH, column])
-            else:
-                right = weight.load([column, step * DEPTH]).T
+            left = _rows_from(x, row, step * DEPTH, X_ACROSS)
+            right = _rows_from(weight, column, step * DEPTH, W_ACROSS).T
             total = _add_product(left, right, total, PRECISION, WIDEN)
         finished += programs
         row_tile, column_tile = _place(finished % tiles, row_tiles, column_tiles, GROUP)
@@ -72,17 +77,73 @@ def linear_act_descriptors(
         WIDTH: tl.constexpr = COLUMNS // PARTS
         parts = _parts(total, PARTS)
         for part in tl.static_range(PARTS):
-            start = column + part * WIDTH
+            first_column = column + part * WIDTH
             values = parts[part]
             if HAS_BIAS:
-                lane = start + tl.arange(0, WIDTH)
+                lane = first_column + tl.arange(0, WIDTH)
                 values += tl.load(bias + lane, mask=lane < columns, other=0.0).to(tl.float32)[None, :]
             if KEEP:
-                z.store([row, start], values.to(z.dtype))
-            values = _activated(values, ACTIVATION)
+                z.store([row, first_column], values.to(z.dtype))
+            values = _activated(values, ACTIVATION, HALF)
             if HAS_RESIDUAL:
-                values += residual.load([row, start]).to(tl.float32)
-            y.store([target_row, start], values.to(y.dtype))
+                values += residual.load([row, first_column]).to(tl.float32)
+            y.store([target_row, first_column], values.to(y.dtype))
+
+
+@triton.jit
+def linear_act_single(
+    x, weight, weight_more, y, z,  # descriptors, as above; weight_more: of MORE rows of weight at a time
+    residual, bias,  # (M, N), (N,)
+    rows, columns, depth, residual_row,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+    X_ACROSS: tl.constexpr, W_ACROSS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
+    PARTS: tl.constexpr, HALF: tl.constexpr, MORE: tl.constexpr,
+):  # fmt: skip
+    """One tile of COLUMNS + MORE columns; MORE is 0 or the COLUMNS // PARTS columns that are stored at a time."""
+    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS + MORE)
+    row_tile, column_tile = _place(tl.program_id(0), row_tiles, column_tiles, GROUP)
+    row, column = row_tile * ROWS, column_tile * (COLUMNS + MORE)
+    # Loads that are on their way while the product is made.
+    if HAS_BIAS:
+        offset = _ahead(bias, columns, column, COLUMNS)
+    if HAS_RESIDUAL:
+        added = _block_ahead(residual, rows, columns, row, column, residual_row, ROWS, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if MORE > 0:
+        if HAS_BIAS:
+            offset_more = _ahead(bias, columns, column + COLUMNS, MORE)
+        if HAS_RESIDUAL:
+            added_more = _block_ahead(residual, rows, columns, row, column + COLUMNS, residual_row, ROWS, MORE)
+        total_more = tl.zeros((ROWS, MORE), tl.float32)
+        for step in range(tl.cdiv(depth, DEPTH)):
+            left = _rows_from(x, row, step * DEPTH, X_ACROSS)
+            right = _rows_from(weight, column, step * DEPTH, W_ACROSS).T
+            right_more = _rows_from(weight_more, column + COLUMNS, step * DEPTH, W_ACROSS).T
+            total = _add_product(left, right, total, PRECISION, WIDEN)
+            total_more = _add_product(left, right_more, total_more, PRECISION, WIDEN)
+    else:
+        for step in range(tl.cdiv(depth, DEPTH)):
+            left = _rows_from(x, row, step * DEPTH, X_ACROSS)
+            right = _rows_from(weight, column, step * DEPTH, W_ACROSS).T
+            total = _add_product(left, right, total, PRECISION, WIDEN)
+    if HAS_BIAS:
+        total += offset[None, :].to(tl.float32)
+    if KEEP:
+        _store_parts(z, total, row, column, PARTS)
+    total = _activated(total, ACTIVATION, HALF)
+    if HAS_RESIDUAL:
+        total += added.to(tl.float32)
+    _store_parts(y, total, row, column, PARTS)
+    if MORE > 0:
+        if HAS_BIAS:
+            total_more += offset_more[None, :].to(tl.float32)
+        if KEEP:
+            _store_parts(z, total_more, row, column + COLUMNS, 1)
+        total_more = _activated(total_more, ACTIVATION, HALF)
+        if HAS_RESIDUAL:
+            total_more += added_more.to(tl.float32)
+        _store_parts(y, total_more, row, column + COLUMNS, 1)
 
 
 @triton.jit
@@ -92,6 +153,7 @@ def linear_act_pointers(
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     """One tile, of one part of K; WIDE: offsets within x and weight need 64 bits."""
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
@@ -125,7 +187,7 @@ def linear_act_pointers(
         total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if KEEP:
         tl.store(z + place, total.to(z.dtype.element_ty), mask=inside)
-    total = _activated(total, ACTIVATION)
+    total = _activated(total, ACTIVATION, HALF)
     if HAS_RESIDUAL:
         source = residual + row[:, None] * residual_row + column[None, :]
         total += tl.load(source, mask=inside, other=0.0).to(tl.float32)
@@ -138,7 +200,7 @@ def linear_act_finish(
     sums, bias, residual, y, z,  # (SPLIT, padded rows, N), (N,), (M, N), (M, N), (M, N)
     rows, units, padded_rows, sums_row, y_row, residual_row,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
-    SPLIT: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLIT: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """y = activation(sum of sums + bias) + residual; z is what is activated. Strides count groups of UNIT elements."""
     columns = units * UNIT
@@ -155,7 +217,7 @@ def linear_act_finish(
         values += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if KEEP:
         tl.store(z + place, values.to(z.dtype.element_ty), mask=inside)
-    values = _activated(values, ACTIVATION)
+    values = _activated(values, ACTIVATION, HALF)
     if HAS_RESIDUAL:
         source = residual + row[:, None] * (residual_row * UNIT) + column[None, :]
         values += tl.load(source, mask=inside, other=0.0).to(tl.float32)
@@ -167,7 +229,7 @@ def linear_act_backward(
     dy, saved, dz, partial,  # (M, N) strided, (M, N), (M, N), (chunks, N)
     rows, units, dy_row, rows_of_chunk,
     ACTIVATION: tl.constexpr, OF_OUTPUT: tl.constexpr, SUM: tl.constexpr, UNIT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """dz = dy * activation', and with SUM the column sums of dz over a chunk of rows.
 
@@ -186,7 +248,7 @@ def linear_act_backward(
         gradient = gradient.to(tl.float32)
         if ACTIVATION != NONE:
             value = tl.load(saved + place, mask=inside, other=0.0).to(tl.float32)
-            gradient = _gradient(gradient, value, ACTIVATION, OF_OUTPUT)
+            gradient = _gradient(gradient, value, ACTIVATION, OF_OUTPUT, HALF)
             tl.store(dz + place, gradient.to(dz.dtype.element_ty), mask=inside)
         if SUM:
             sums += gradient
@@ -253,18 +315,83 @@ def _halves(values):
 
 
 @triton.jit
-def _activated(values, ACTIVATION: tl.constexpr):
-    """float32 in and out. NaN stays NaN."""
+def _rows_from(source, row, step, ACROSS: tl.constexpr):
+    """A block of a matrix whose descriptor has K as its fast dimension or, ACROSS, its slow one: rows by K."""
+    if ACROSS:
+        block = source.load([step, row]).T
+    else:
+        block = source.load([row, step])
+    return block
+
+
+@triton.jit
+def _ahead(bias, columns, column, WIDTH: tl.constexpr):
+    lane = column + tl.arange(0, WIDTH)
+    return tl.load(bias + lane, mask=lane < columns, other=0.0)
+
+
+@triton.jit
+def _block_ahead(residual, rows, columns, row, column, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    line, lane = row + tl.arange(0, ROWS), column + tl.arange(0, WIDTH)
+    inside = (line < rows)[:, None] & (lane < columns)[None, :]
+    return tl.load(residual + line.to(tl.int64)[:, None] * stride + lane[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_parts(target, values, row, column, PARTS: tl.constexpr):
+    parts = _parts(values.to(target.dtype), PARTS)
+    for part in tl.static_range(PARTS):
+        target.store([row, column + part * (values.shape[1] // PARTS)], parts[part])
+
+
+@triton.jit
+def _zero_after(cycles):
+    """0, when so many clock cycles have passed: what is added to it waits."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .u64 first, passed, wanted;
+        .reg .pred early;
+        cvt.u64.u32 wanted, $1;
+        mov.u64 first, %clock64;
+        WAIT:
+        mov.u64 passed, %clock64;
+        sub.u64 passed, passed, first;
+        setp.lt.u64 early, passed, wanted;
+        @early bra WAIT;
+        mov.u32 $0, 0;
+        }""",
+        constraints="=r,r",
+        args=[cycles],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _activated(values, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
+    """float32 in and out; HALF: the result is rounded to 16 bits. NaN stays NaN."""
     if ACTIVATION == RELU:
         values = tl.where(values < 0.0, 0.0, values)
     elif ACTIVATION == GELU:
-        values = 0.5 * values * (1.0 + tl.erf(values * 0.7071067811865476))
+        if HALF:
+            # v Phi(v) is v - v Phi(-v) and also -|v| Phi(-|v|).
+            size = tl.minimum(tl.abs(values), 14.0)
+            values = tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL) - size * _below(size)
+        else:
+            values = 0.5 * values * (1.0 + tl.erf(values * 0.7071067811865476))
     elif ACTIVATION == GELU_TANH:
-        values = values * tl.sigmoid(_gelu_argument(values))
+        if HALF:
+            size = tl.minimum(tl.abs(values), 14.0)
+            small = _exponential(_gelu_argument(size))
+            above = tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            values = above - size * small * _reciprocal(small)
+        else:
+            values = values * tl.sigmoid(_gelu_argument(values))
     elif ACTIVATION == SILU:
-        values = values * tl.sigmoid(values)
+        values = values * _sigmoid(values, HALF)
     elif ACTIVATION == SIGMOID:
-        values = tl.sigmoid(values)
+        values = _sigmoid(values, HALF)
     return values
 
 
@@ -275,21 +402,68 @@ def _gelu_argument(values):
 
 
 @triton.jit
-def _gradient(gradient, value, ACTIVATION: tl.constexpr, OF_OUTPUT: tl.constexpr):
+def _sigmoid(values, HALF: tl.constexpr):
+    if HALF:
+        small = _exponential(tl.abs(values))
+        share = _reciprocal(small)
+        return tl.where(values < 0.0, small * share, share)
+    else:
+        return tl.sigmoid(values)
+
+
+@triton.jit
+def _exponential(size):
+    """exp(-size), 0 where that is below the least normal number."""
+    return tl.exp2(size * -1.4426950408889634)
+
+
+@triton.jit
+def _reciprocal(small):
+    """1 / (1 + small) for small in [0, 1]: the best polynomial of degree 6 that is 1 at 0, within 1e-5 of it."""
+    value = small * 0.07440771907567978 - 0.33152881264686584
+    value = value * small + 0.6789292693138123
+    value = value * small - 0.9098189473152161
+    value = value * small + 0.9873993396759033
+    value = value * small - 0.9993836283683777
+    return value * small + 1.0
+
+
+@triton.jit
+def _below(size):
+    """Phi(-size), the normal distribution, for size in [0, 14]: 2 to a polynomial of degree 8, the best for log2 Phi.
+
+    The error is 4e-5 of the value up to 5.8 (where float16 ends), 7e-4 up to 13.2, and absolute 1e-38 beyond.
+    """
+    power = size * 3.958181338248323e-08 - 2.3413381313730497e-06
+    power = power * size + 5.956412132945843e-05
+    power = power * size - 0.000864746340084821
+    power = power * size + 0.008082262240350246
+    power = power * size - 0.052745018154382706
+    power = power * size - 0.46003416180610657
+    power = power * size - 1.150498628616333
+    return tl.exp2(power * size - 1.0000571012496948)
+
+
+@triton.jit
+def _gradient(gradient, value, ACTIVATION: tl.constexpr, OF_OUTPUT: tl.constexpr, HALF: tl.constexpr):
     """gradient * activation'; value is the result where OF_OUTPUT, else what was activated."""
     if ACTIVATION == RELU:
         result = tl.where(value <= 0.0, 0.0, gradient)
     elif ACTIVATION == GELU:
-        below = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
-        result = gradient * (below + value * 0.3989422804014327 * tl.exp(-0.5 * value * value))
+        if HALF:
+            small = _below(tl.minimum(tl.abs(value), 14.0))
+            below = tl.where(value < 0.0, small, 1.0 - small)
+        else:
+            below = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
+        result = gradient * (below + value * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * value * value))
     elif ACTIVATION == GELU_TANH:
-        share = tl.sigmoid(_gelu_argument(value))
+        share = _sigmoid(_gelu_argument(value), HALF)
         slope = 1.5957691216057308 * (1.0 + 3 * 0.044715 * value * value)
         result = gradient * share * (1.0 + value * slope * (1.0 - share))
     elif ACTIVATION == SILU:
-        share = tl.sigmoid(value)
+        share = _sigmoid(value, HALF)
         result = gradient * share * (1.0 + value * (1.0 - share))
     else:
-        share = value if OF_OUTPUT else tl.sigmoid(value)
+        share = value if OF_OUTPUT else _sigmoid(value, HALF)
         result = gradient * share * (1.0 - share)
     return result

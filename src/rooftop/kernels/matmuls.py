@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, 
 from rooftop.kernels.tiles import unit
 from rooftop.launch.operators import no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
+
+if TYPE_CHECKING:
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid")  # numbered so in matmul_kernels.py
 OF_OUTPUT = ("relu", "sigmoid")  # the result says the derivative
@@ -81,8 +84,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
-Kernel = Literal["descriptors", "pointers"]
-Backend = Literal["descriptors", "pointers", "library", "reference"]
+Kernel = Literal["descriptors", "single", "pointers"]
+Backend = Literal["descriptors", "single", "pointers", "library", "reference"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Tile:
     """How a kernel makes a product.
 
     Attributes:
-        kernel: that with tensor descriptors, or that with pointers.
+        kernel: that with tensor descriptors, that with descriptors and one tile a program, or that with pointers.
         rows, columns, depth: of a tile of the result, and of its steps through K.
         warps, stages: of a program, and how many steps are on their way to shared memory.
         group: rows of tiles in a band that shares operands in L2.
@@ -98,6 +101,9 @@ class Tile:
         split: parts of K that are summed apart.
         programs_per_sm: how many persistent programs an SM holds (descriptors): with two, one computes while the other
             finishes.
+        lag: clock cycles for each element of K that the later half of the programs waits at first (descriptors): two
+            that begin together would also finish together. About half of what a tile takes.
+        more: columns beside `columns` (single), 0 or `columns // parts`: 128 + 64 make a tile of 192.
     """
 
     kernel: Kernel
@@ -110,18 +116,22 @@ class Tile:
     parts: int = 1
     split: int = 1
     programs_per_sm: int = 1
+    lag: int = 0
+    more: int = 0
 
     def __str__(self) -> str:
         split = f", K in {self.split} parts" if self.split > 1 else ""
-        return f"{self.rows} x {self.columns} x {self.depth}, {self.warps} warps, {self.stages} stages{split}"
+        return (
+            f"{self.rows} x {self.columns + self.more} x {self.depth}, {self.warps} warps, {self.stages} stages{split}"
+        )
 
 
 @dataclass(frozen=True)
 class Entry:
     """What is taken for results of up to `tiles` tiles of 128 x 128 for each SM.
 
-    `tile`: None for the library. `tile_ms`, `library_ms`: as measured at `shape` (M, N, K), beside each other; None
-    where nothing was measured yet.
+    `tile`: None for the library. `tile_ms`, `library_ms`: of the best tile and the library at `shape` (M, N, K), as
+    measured beside each other; None where nothing was measured yet.
     """
 
     tiles: float
@@ -131,24 +141,36 @@ class Entry:
     library_ms: float | None = None
 
 
-# Not measured yet. By the compiler's report for sm_90 none of them spills. 128 x 256 is the largest tile whose sums two
-# warp groups hold; where that gives fewer tiles than there are SMs, smaller ones do.
-FUSED_ON_HOPPER = (
-    Entry(0.1, None),
-    Entry(0.5, Tile("descriptors", 64, 128, 128, 4, 4)),
-    Entry(1.0, Tile("descriptors", 128, 128, 64, 8, 4)),
-    Entry(math.inf, Tile("descriptors", 128, 256, 64, 8, 3, parts=2)),
+# Two programs of 128 x 128 an SM hide what one finishes behind the other's product better than one of 128 x 256.
+TWO_AN_SM = Tile("descriptors", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
+# Measured on an H200 (benchmarks/results/h200/tune_matmuls.json), the best of the candidates. That of gelu was measured
+# with an error function for which there is a shorter formula now. relu and silu are taken to be as sigmoid.
+_LIKE_SIGMOID = (
+    Entry(3.0, None, (512, 4096, 4096), 0.0307, 0.0301),
+    Entry(math.inf, TWO_AN_SM, (4096, 4096, 4096), 0.2095, 0.2149),
 )
-# Loads of two bytes cannot be fetched ahead, and cost more than copies of the operands to where rows are aligned.
+FUSED_ON_HOPPER = {
+    "none": (Entry(math.inf, None, (4096, 768, 3072), 0.0416, 0.0340),),
+    "relu": _LIKE_SIGMOID,
+    "gelu": (
+        Entry(3.0, None, (512, 4096, 4096), 0.0323, 0.0315),
+        Entry(math.inf, None, (4096, 4096, 4096), 0.2470, 0.2214),
+    ),
+    "gelu_tanh": (Entry(math.inf, None, (4096, 3072, 768), 0.0415, 0.0381),),
+    "silu": _LIKE_SIGMOID,
+    "sigmoid": _LIKE_SIGMOID,
+}
+# Loads of two bytes cannot be fetched ahead, and cost more than copies of the operands to where rows are aligned. Not
+# measured yet.
 UNALIGNED_ON_HOPPER = (
     Entry(0.1, None),
     Entry(1.0, Tile("pointers", 128, 128, 64, 8, 3)),
-    Entry(math.inf, Tile("descriptors", 128, 256, 64, 8, 3, parts=2)),
+    Entry(math.inf, TWO_AN_SM),
 )
 FUSED_ELSEWHERE = (Entry(0.1, None), Entry(math.inf, Tile("pointers", 128, 128, 32, 8, 3)))
 
 FINISH_ELEMENTS, FINISH_COLUMNS, FINISH_WARPS = 2048, 512, 4
-BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS, BACKWARD_PROGRAMS_PER_SM = 16, 256, 8, 4
+BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS, BACKWARD_PROGRAMS_PER_SM = 16, 128, 4, 8
 SUM_OF_CHUNKS = {"ROWS": 64, "COLUMNS": 16, "num_warps": 4}
 
 
@@ -180,6 +202,7 @@ class Problem:
     columns: int
     depth: int
     dtype: torch.dtype
+    activation: str
     aligned: bool
     finish: bool
     library_finish: bool
@@ -202,7 +225,7 @@ def choose(problem: Problem) -> LinearPlan:
     if problem.capability != 9:
         table = FUSED_ELSEWHERE
     elif problem.aligned:
-        table = FUSED_ON_HOPPER
+        table = FUSED_ON_HOPPER[problem.activation]
     else:
         table = UNALIGNED_ON_HOPPER
     tiles = -(-problem.rows // 128) * -(-problem.columns // 128) / problem.sms
@@ -214,7 +237,7 @@ def _reason(entry: Entry) -> str:
     if entry.tile_ms is None or entry.library_ms is None or entry.shape is None:
         return "not measured for this class of shapes"
     shape = " x ".join(map(str, entry.shape))
-    return f"{entry.tile_ms:.3f} ms at {shape}, {entry.library_ms:.3f} ms with the library"
+    return f"{entry.tile_ms:.4g} ms at {shape} with tiles, {entry.library_ms:.4g} ms with the library"
 
 
 def _plan(
@@ -232,8 +255,8 @@ def _plan(
     aligned = aligned and (residual is None or residual.stride(1) == 1)
     return choose(
         Problem(
-            x.shape[0], weight.shape[0], x.shape[1], x.dtype, aligned, finish, library_finish and x.is_cuda,
-            processors(x), _capability(x.device),
+            x.shape[0], weight.shape[0], x.shape[1], x.dtype, activation, aligned, finish,
+            library_finish and x.is_cuda, processors(x), _capability(x.device),
         )
     )  # fmt: skip
 
@@ -285,7 +308,7 @@ def forward(
     require_triton()
     assert plan.tile is not None
     tile = plan.tile
-    if tile.kernel == "descriptors":
+    if tile.kernel != "pointers":
         x, weight = _described_or_copied(x), _described_or_copied(weight)
         residual = _described_or_copied(residual, rows_only=True) if residual is not None else None
         y = _aligned_rows(rows, columns, x)
@@ -296,7 +319,7 @@ def forward(
         before = torch.empty_like(y) if keep else nothing
     steps = -(-x.shape[1] // tile.depth)
     split = -(-steps // -(-steps // tile.split))  # no part is empty
-    run = _with_descriptors if tile.kernel == "descriptors" else _with_pointers
+    run = _RUN[tile.kernel]
     bias = bias.contiguous() if bias is not None else None
     if split == 1:
         run(tile, 1, x, weight, bias, activation, residual, y, before, rows)
@@ -328,34 +351,61 @@ def _with_descriptors(
     tile: Tile, split: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
     y: Tensor, before: Tensor, padded_rows: int,
 ) -> None:  # fmt: skip
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     from rooftop.kernels.matmul_kernels import linear_act_descriptors
 
     rows, depth = x.shape
     columns = weight.shape[0]
-    x_across, weight_across = x.stride(1) != 1, weight.stride(1) != 1
     part = tile.columns // tile.parts
     keep = before.numel() > 0
-
-    def described(t: Tensor, height: int, width: int) -> TensorDescriptor:
-        return TensorDescriptor(t, list(t.shape), list(t.stride()), [height, width])
-
     tiles = -(-rows // tile.rows) * -(-columns // tile.columns) * split
     launch(
         linear_act_descriptors,
         (min(tiles, tile.programs_per_sm * processors(x)),),
         x.device,
-        described(x.t(), tile.depth, tile.rows) if x_across else described(x, tile.rows, tile.depth),
-        described(weight.t(), tile.depth, tile.columns) if weight_across
-        else described(weight, tile.columns, tile.depth),
-        described(y, tile.rows, part),
-        described(before, tile.rows, part) if keep else None,
-        described(residual, tile.rows, part) if residual is not None else None,
+        _described(x, tile.rows, tile.depth),
+        _described(weight, tile.columns, tile.depth),
+        _described(y, tile.rows, part),
+        _described(before, tile.rows, part) if keep else None,
+        _described(residual, tile.rows, part) if residual is not None else None,
         *(bias, rows, columns, depth, padded_rows),
-        X_ACROSS=x_across, W_ACROSS=weight_across, PARTS=tile.parts,
+        X_ACROSS=x.stride(1) != 1, W_ACROSS=weight.stride(1) != 1, PARTS=tile.parts, LAG=0 if INTERPRETED else tile.lag,
         **_constants(tile, split, x, bias, activation, residual, keep),
     )  # fmt: skip
+
+
+def _with_single_tiles(
+    tile: Tile, split: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
+    y: Tensor, before: Tensor, _: int,
+) -> None:  # fmt: skip
+    from rooftop.kernels.matmul_kernels import linear_act_single
+
+    assert split == 1
+    rows, depth = x.shape
+    columns = weight.shape[0]
+    part = tile.columns // tile.parts
+    keep = before.numel() > 0
+    launch(
+        linear_act_single,
+        (-(-rows // tile.rows) * -(-columns // (tile.columns + tile.more)),),
+        x.device,
+        _described(x, tile.rows, tile.depth),
+        _described(weight, tile.columns, tile.depth),
+        _described(weight, tile.more, tile.depth) if tile.more else None,
+        _described(y, tile.rows, part),
+        _described(before, tile.rows, part) if keep else None,
+        *(residual, bias, rows, columns, depth, residual.stride(0) if residual is not None else 0),
+        X_ACROSS=x.stride(1) != 1, W_ACROSS=weight.stride(1) != 1, PARTS=tile.parts, MORE=tile.more,
+        **_constants(tile, split, x, bias, activation, residual, keep),
+    )  # fmt: skip
+
+
+def _described(t: Tensor, height: int, width: int) -> TensorDescriptor:
+    """(height, width) of a matrix at a time; of one whose rows are its fast dimension, the transpose is described."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if t.stride(1) != 1:
+        t, height, width = t.t(), width, height
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [height, width])
 
 
 def _with_pointers(
@@ -376,6 +426,9 @@ def _with_pointers(
     )  # fmt: skip
 
 
+_RUN = {"descriptors": _with_descriptors, "single": _with_single_tiles, "pointers": _with_pointers}
+
+
 def _reach(t: Tensor, beyond: int) -> int:
     """The largest offset that a kernel computes within a matrix, up to `beyond` columns past its end."""
     return (t.shape[0] - 1) * t.stride(0) + (t.shape[1] + beyond) * t.stride(1)
@@ -391,6 +444,7 @@ def _constants(
         "KEEP": keep,
         "PRECISION": "tf32" if matrix_precision(x) == "tf32" else "ieee",
         "WIDEN": INTERPRETED,
+        "HALF": x.dtype in HALVES,
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
         "DEPTH": tile.depth,
@@ -419,7 +473,8 @@ def _finish(
         sums, bias, residual, y, before if keep else None, rows, columns // group, padded_rows,
         sums.stride(0) // group, y.stride(0) // group, residual_row // group,
         ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        KEEP=keep, SPLIT=split, UNIT=group, ROWS=height, COLUMNS=block, num_warps=FINISH_WARPS,
+        KEEP=keep, SPLIT=split, UNIT=group, ROWS=height, COLUMNS=block, HALF=y.dtype in HALVES,
+        num_warps=FINISH_WARPS,
     )  # fmt: skip
 
 
@@ -448,7 +503,7 @@ def _backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums:
         linear_act_backward, (blocks, chunks), dy.device,
         dy, saved, dz, partial, rows, columns // group, dy.stride(0) // group, rows_of_chunk,
         ACTIVATION=ACTIVATIONS.index(activation), OF_OUTPUT=of_output, SUM=sums, UNIT=group,
-        ROWS=BACKWARD_ROWS, COLUMNS=block, num_warps=BACKWARD_WARPS,
+        ROWS=BACKWARD_ROWS, COLUMNS=block, HALF=dy.dtype in HALVES, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     if sums:
         grid = (-(-columns // SUM_OF_CHUNKS["COLUMNS"]),)
