@@ -52,6 +52,7 @@ inline int atomicAdd(int* address, int value) { return std::atomic_ref<int>(*add
 using std::max;
 using std::min;
 inline float __expf(float value) { return std::exp(value); }
+inline float exponential(float value) { return std::exp(value); }
 template <typename T> T __shfl_xor_sync(unsigned mask, T value, int lanes) {
     Warp& warp = *this_block().warps[linear_thread() / 32];
     if (mask != 0xffffffffu) std::abort();
@@ -206,4 +207,8 @@ inline void copy_bulk(void* to, const void* from, int bytes, unsigned long long*
 inline void await_copies(unsigned long long* barrier, unsigned parity) {
     std::atomic_ref<uint32_t> phases(reinterpret_cast<Copies*>(barrier)->phases);
     while (phases.load(std::memory_order_acquire) % 2 == parity) std::this_thread::yield();
+}
+inline void store_words(void* to, const unsigned (&words)[4]) {
+    if (reinterpret_cast<uintptr_t>(to) % 16) std::abort();
+    std::memcpy(to, words, 16);
 }

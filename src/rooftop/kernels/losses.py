@@ -25,9 +25,10 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels import cuda_softmaxes as clusters
 from rooftop.kernels.softmaxes import ANY_BYTES, LongConfig, TileConfig, group_of, long_tile, tile, tile_config
 from rooftop.kernels.tiles import rows_of, unit
-from rooftop.launch.operators import no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 
@@ -174,6 +175,11 @@ def losses_of_rows(
     x, target, terms = rows_of(x), target.contiguous(), terms.contiguous()
     rows, columns = x.shape
     losses = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if dx is not None and terms.weight is None:
+        plan = clusters.plan(clusters.CLUSTER_FUSED, (x,), dx)
+        if plan is not None:
+            clusters.cross_entropy(plan, x, target, inverse, losses, dx, _numbers(terms, columns))
+            return losses, None
     kept = torch.empty((2, rows), dtype=torch.float32, device=x.device) if dx is None else None
     group = unit(columns, x.stride(0))
     tensors = (x, target, *_weight_arguments(terms, losses), _or(inverse, losses), losses)
@@ -311,8 +317,8 @@ def _differentiate(
     return dx, None, None, None, None, None, None
 
 
-torch.library.register_autograd("rooftop::cross_entropy", _differentiate, setup_context=_save)
-torch.library.register_autograd("rooftop::cross_entropy_backward", no_second_derivative("cross_entropy"))
+differentiable("cross_entropy", _differentiate, _save)
+differentiable("cross_entropy_backward", no_second_derivative("cross_entropy"))
 
 # ---- registration: fused ---------------------------------------------------------------------------------------
 
@@ -350,7 +356,7 @@ def _scale_gradient(ctx: Context, dloss: Tensor, _gradient: None) -> tuple[Tenso
     return scaled(gradient, dloss), None, None, None, None, None, None
 
 
-torch.library.register_autograd("rooftop::cross_entropy_with_gradient", _scale_gradient, setup_context=_save_gradient)
+differentiable("cross_entropy_with_gradient", _scale_gradient, _save_gradient)
 
 
 def refuse_second_derivative(name: str, way: str) -> None:

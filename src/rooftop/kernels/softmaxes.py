@@ -3,7 +3,8 @@
 y = exp(s - max s) / sum(exp(s - max s)), s = x * scale + mask. Online maximum and sum of long rows: Milakov and
 Gimelshein 2018, "Online normalizer calculation for softmax". Bound by memory at every size: forward reads x (and the
 mask) and writes y, backward reads dy and y and writes dx. Rows that a program's registers hold are read once; longer
-ones are read twice, the second time from L2 for as long as the rows in flight fit there. Deterministic: no atomics.
+ones are read twice, the second time from L2 for as long as the rows in flight fit there, or by clusters of blocks
+(cuda_softmaxes.py). Deterministic: no atomics.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels import cuda_softmaxes as clusters
 from rooftop.kernels.tiles import merged, rows_of, unit
 from rooftop.launch.operators import no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
@@ -145,9 +147,13 @@ def _mask_arguments(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tup
 # ---- implementations -------------------------------------------------------------------------------------------
 
 
+def _by_reference(x: Tensor) -> bool:
+    return x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED)
+
+
 def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
     """x (..., N), mask broadcastable to it."""
-    if x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED):
+    if _by_reference(x):
         return softmax_reference(x, mask, scale, log, dtype)
     require_triton()
     from rooftop.kernels import softmax_kernels as kernels
@@ -156,6 +162,10 @@ def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: tor
     if y.numel() == 0:
         return y
     table = rows_of(x)
+    plan = clusters.plan(clusters.CLUSTER_FORWARD, (table,), y) if mask is None else None
+    if plan is not None:
+        clusters.softmax_forward(plan, table, y, scale, log)
+        return y
     rows, columns = table.shape
     group = unit(columns, table.stride(0))
     memory, kind, layout = _mask_arguments(mask, x.shape, x)
@@ -175,7 +185,7 @@ def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: tor
 
 def _backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
     """dy, y (..., N); a boolean mask or none."""
-    if y.dtype == torch.float64 or (y.device.type == "cpu" and not INTERPRETED):
+    if _by_reference(y):
         return softmax_backward_reference(dy, y, mask, scale, log, dtype)
     require_triton()
     from rooftop.kernels import softmax_kernels as kernels
@@ -184,6 +194,10 @@ def _backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: boo
     if dx.numel() == 0:
         return dx
     dy, y_rows = rows_of(dy), rows_of(y.contiguous())
+    plan = clusters.plan(clusters.CLUSTER_BACKWARD, (dy, y_rows), dx) if mask is None else None
+    if plan is not None:
+        clusters.softmax_backward(plan, dy, y_rows, dx, scale, log)
+        return dx
     rows, columns = y_rows.shape
     group = unit(columns, dy.stride(0))
     memory, kind, layout = _mask_arguments(mask, y.shape, y)

@@ -124,6 +124,7 @@ class Kernel:
         self._source, self._options = source, options
         self._signature: Signature = signature(binary.name, binary.types)
         self._configurations: dict[tuple[Any, ...], Any] = {}
+        self._active_clusters: dict[tuple[Any, ...], int] = {}
 
     def __repr__(self) -> str:
         registers = "" if self.binary.registers is None else f", {self.binary.registers} registers"
@@ -225,6 +226,28 @@ class Kernel:
             raise ValueError(f"kernel {self.name}: the grid {grid} is no multiple of the cluster {cluster}")
 
     # ---- on a GPU ------------------------------------------------------------------------------------------------
+
+    def active_clusters(self, block: Size, cluster: Size, shared_bytes: int, device: torch.device) -> int:
+        """How many clusters run on the device at once: more in a grid wait for these to end.
+
+        Raises:
+            TypeError, ValueError: a configuration that the kernel cannot have.
+            LaunchError: the driver refuses.
+        """
+        index = torch.cuda.current_device() if device.index is None else device.index
+        key = (block, cluster, shared_bytes, index)
+        if key not in self._active_clusters:
+            configuration = self._configure(cluster, block, shared_bytes, cluster, False, index)
+            with torch.cuda.device(index):
+                try:
+                    occupancy = self._loaded.occupancy
+                    found = occupancy.max_active_clusters(configuration, stream=_current_stream(index))
+                except Exception as error:
+                    if not _is_of_the_driver(error):
+                        raise
+                    raise LaunchError(f"kernel {self.name}: clusters of {cluster} blocks: {error}") from error
+            self._active_clusters[key] = int(found)
+        return self._active_clusters[key]
 
     def _without_tensors(self, arguments: tuple[Any, ...], *configuration: Any) -> int:
         """The current device; where there is none, what is wrong with the call is said first."""

@@ -1,0 +1,168 @@
+"""Softmax and fused cross entropy of long rows in CUDA C++: a cluster of blocks holds a row, which is read once.
+
+The formulas are those of softmaxes.py and losses.py, which call this where a table says so. Bound by memory: their
+Triton kernels read a row that no registers hold twice, and L2 serves the second time more slowly than memory is read.
+Here each block of a cluster has a part of the row in shared memory, blocks tell each other what they found in theirs,
+and rows may begin at any address, 16 bytes being loaded at a time all the same (softmax_clusters.cu).
+
+It needs sm_90 and `cuda.core`. Masks and class weights stay with Triton, and so do results of another dtype than rows.
+Deterministic: no atomics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rooftop.errors import MissingExtraError
+from rooftop.launch import cuda, nvrtc
+from rooftop.launch.triton_launch import shared_memory_bytes
+
+# ---- launch parameters -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """How rows of more than `above_bytes`, up to `row_bytes` (of one tensor), are worked on.
+
+    Attributes:
+        blocks: of a cluster, 1 to 8: what a row is divided into.
+        threads: of a block, a multiple of 32.
+        stages: rows in shared memory at a time, 1 to 8.
+        resident: as many clusters as run at once, each with every so many-th row; or else a cluster for each row.
+        odd: for rows that do not begin at multiples of 16 bytes; or else for those that do.
+    """
+
+    above_bytes: int
+    row_bytes: int
+    blocks: int
+    threads: int
+    stages: int = 1
+    resident: bool = False
+    odd: bool = False
+
+
+# Empty: not measured yet, so that Triton's kernels are used. benchmarks/tuning has candidates.
+CLUSTER_FORWARD: tuple[ClusterConfig, ...] = ()
+CLUSTER_BACKWARD: tuple[ClusterConfig, ...] = ()
+CLUSTER_FUSED: tuple[ClusterConfig, ...] = ()  # cross entropy and its gradient
+
+CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
+GROUP_BYTES = 16
+ARRIVAL_BYTES = 64  # at the beginning of shared memory, before shares of 16 bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch: of clusters of `config`, each block with `part_groups` groups of 16 bytes of each of the tensors."""
+
+    config: ClusterConfig
+    part_groups: int
+    shared_bytes: int
+
+
+def plan(table: Sequence[ClusterConfig], sources: Sequence[Tensor], result: Tensor) -> Plan | None:
+    """How to work on rows `sources`, (M, N) with unit column stride, that give `result`, contiguous; None: elsewhere.
+
+    All are of one dtype, and their rows begin at the same distance from a multiple of 16 bytes.
+    """
+    first, columns = sources[0], result.shape[-1]
+    if not table or first.dtype not in CPP_TYPES or result.dtype != first.dtype or not cuda.runs_on(first):
+        return None
+    size = first.element_size()
+    starts = {(t.data_ptr() % GROUP_BYTES, t.stride(0) * size % GROUP_BYTES) for t in sources}
+    if starts != {(result.data_ptr() % GROUP_BYTES, columns * size % GROUP_BYTES)}:
+        return None
+    odd = starts != {(0, 0)}
+    for config in table:
+        if config.odd == odd and config.above_bytes < columns * size <= config.row_bytes:
+            found = _planned(config, columns, size, len(sources))
+            fits = found.shared_bytes <= shared_memory_bytes(first)
+            return found if fits and has_clusters(first.device) else None
+    return None
+
+
+def _planned(config: ClusterConfig, columns: int, element_bytes: int, tensors: int) -> Plan:
+    width = GROUP_BYTES // element_bytes
+    groups = -(-(columns + (width - 1 if config.odd else 0)) // width)
+    part_groups = -(-groups // config.blocks)
+    shares = 2 * config.blocks * (config.threads // 32)
+    return Plan(config, part_groups, ARRIVAL_BYTES + GROUP_BYTES * (shares + config.stages * tensors * part_groups))
+
+
+@cache
+def has_clusters(device: torch.device) -> bool:
+    """Whether the device runs clusters, and what compiles and launches them is installed."""
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    try:
+        nvrtc.require_cuda_core()
+        nvrtc.version()
+    except MissingExtraError:
+        return False
+    return True
+
+
+# ---- launches --------------------------------------------------------------------------------------------------
+
+
+@cache
+def source() -> str:
+    """Of all kernels, with what others share in front."""
+    files = ("cluster_pieces.cu", "softmax_clusters.cu")
+    return "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in files)
+
+
+def kernel_name(kernel: str, dtype: torch.dtype, variant: bool) -> str:
+    """`variant`: the logarithm of softmax, label smoothing of cross entropy."""
+    return f"{kernel}<{CPP_TYPES[dtype]}, {str(variant).lower()}>"
+
+
+def softmax_forward(plan: Plan, x: Tensor, y: Tensor, scale: float, log: bool) -> None:
+    """y = softmax(x * scale) of rows x (M, N), or its logarithm."""
+    _launch(plan, "softmax_cluster", log, x, (x, y), (x.stride(0),), (scale,))
+
+
+def softmax_backward(plan: Plan, dy: Tensor, y: Tensor, dx: Tensor, scale: float, log: bool) -> None:
+    """dx from rows dy and y (M, N)."""
+    _launch(plan, "softmax_backward_cluster", log, y, (dy, y, dx), (dy.stride(0),), (scale,))
+
+
+def cross_entropy(
+    plan: Plan, x: Tensor, target: Tensor, inverse: Tensor | None, losses: Tensor, dx: Tensor,
+    numbers: Sequence[int | float],
+) -> None:  # fmt: skip
+    """Losses (M,) of logits x (M, V), and dx, which may be x.
+
+    Args:
+        target: (M,), int64.
+        inverse: what gradients are multiplied with, (), float32.
+        losses: float32, to be written.
+        numbers: ignore_index, 1 - label smoothing, label smoothing / V, z-loss.
+    """
+    tensors = (x, target, inverse, losses, dx)
+    _launch(plan, "cross_entropy_cluster", numbers[2] > 0, x, tensors, (x.stride(0),), numbers)
+
+
+def _launch(
+    plan: Plan, kernel: str, variant: bool, x: Tensor, tensors: Sequence[Tensor | None], strides: Sequence[int],
+    numbers: Sequence[int | float],
+) -> None:  # fmt: skip
+    rows, columns = x.shape
+    if rows == 0:
+        return
+    config = plan.config
+    compiled = cuda.compile(source(), kernel_name(kernel, x.dtype, variant), device=x.device)
+    clusters = rows
+    if config.resident:
+        most = compiled.active_clusters(config.threads, config.blocks, plan.shared_bytes, x.device)
+        clusters = -(-rows // -(-rows // max(1, most)))  # as few as give each as many rows at most
+    compiled.launch(
+        clusters * config.blocks, config.threads, *tensors, rows, columns, *strides, config.blocks, config.stages,
+        plan.part_groups, *numbers, shared_bytes=plan.shared_bytes, cluster=config.blocks,
+    )  # fmt: skip

@@ -1,0 +1,437 @@
+// Softmax and cross entropy of long rows, each read from memory once (rooftop.kernels.cuda_softmaxes).
+//
+// The blocks of a cluster have a part of the row each, in shared memory, where one bulk copy puts it: the 16-byte
+// groups of memory that enclose the part, so that rows may begin at any address. A group never leaves the page of
+// memory that an element of it is in. Each thread folds the groups that it reads into a maximum and a sum; every warp
+// sends what it found to all blocks of the cluster (distributed shared memory), and after one barrier of the cluster
+// each has the whole row's, always added up in the same order. A second pass over shared memory writes the results.
+//
+// Clusters take every (number of clusters)-th row, and `stages` rows are in shared memory at a time. That of a block:
+// 64 bytes of arrivals, 2 x (blocks of a cluster) x (warps) float4 of shares, stages x TENSORS parts.
+// cluster_pieces.cu stands in front of it.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#ifdef __CUDACC__
+#define INFINITY __int_as_float(0x7f800000)
+
+__device__ __forceinline__ float exponential(float value) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value * 1.4426950408889634f));
+    return power;
+}
+// In the kernels nobody reads it, so that loads may pass it.
+__device__ __forceinline__ void store_words(void* to, const unsigned (&words)[4]) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3]));
+}
+#endif
+
+template <typename T>
+constexpr int WIDTH = 16 / sizeof(T);
+
+// Words, not elements: a struct of elements is loaded and stored by pieces.
+struct alignas(16) Group {
+    unsigned words[4];
+};
+
+__device__ float2 wide_pair_of(unsigned word, __half) {
+    __half2 pair;
+    memcpy(&pair, &word, 4);
+    return __half22float2(pair);
+}
+__device__ float2 wide_pair_of(unsigned word, __nv_bfloat16) {
+    __nv_bfloat162 pair;
+    memcpy(&pair, &word, 4);
+    return __bfloat1622float2(pair);
+}
+__device__ __half2 rounded(float2 values, __half) { return __float22half2_rn(values); }
+__device__ __nv_bfloat162 rounded(float2 values, __nv_bfloat16) { return __float22bfloat162_rn(values); }
+
+template <typename T>
+__device__ void widen(const Group* from, float (&values)[WIDTH<T>]) {
+    const Group group = *from;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (sizeof(T) == 4) {
+            memcpy(values + i, group.words + i, 4);
+        } else {
+            const float2 pair = wide_pair_of(group.words[i], T());
+            values[2 * i] = pair.x;
+            values[2 * i + 1] = pair.y;
+        }
+    }
+}
+
+template <typename T>
+__device__ Group narrowed(const float (&values)[WIDTH<T>]) {
+    Group group;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (sizeof(T) == 4) {
+            memcpy(group.words + i, values + i, 4);
+        } else {
+            const auto pair = rounded({values[2 * i], values[2 * i + 1]}, T());
+            memcpy(group.words + i, &pair, 4);
+        }
+    }
+    return group;
+}
+
+// The groups of a row that a block works on. `first`: the column of their first element, negative in front of the row.
+struct Part {
+    int groups;
+    int first;
+    int columns;
+
+    template <typename T>
+    __device__ Part(const T* row, int columns, int rank, int part_groups) : columns(columns) {
+        const int shift = reinterpret_cast<unsigned long long>(row) % 16 / sizeof(T);
+        const int left = (shift + columns + WIDTH<T> - 1) / WIDTH<T> - rank * part_groups;
+        groups = max(0, min(part_groups, left));
+        first = rank * part_groups * WIDTH<T> - shift;
+    }
+
+    template <typename T>
+    __device__ int column(int group) const {
+        return first + group * WIDTH<T>;
+    }
+    template <typename T>
+    __device__ bool is_whole(int group) const {
+        return column<T>(group) >= 0 && column<T>(group) + WIDTH<T> <= columns;
+    }
+    __device__ bool has(int column) const { return column >= 0 && column < columns; }
+
+    // `outside` in place of what a neighbour's elements gave.
+    template <typename T>
+    __device__ void exclude(float outside, int group, float (&values)[WIDTH<T>]) const {
+        if (is_whole<T>(group)) return;
+#pragma unroll
+        for (int i = 0; i < WIDTH<T>; ++i) {
+            if (!has(column<T>(group) + i)) values[i] = outside;
+        }
+    }
+};
+
+// The elements of a group that are the row's.
+template <typename T>
+__device__ void store_inside(const float (&values)[WIDTH<T>], T* row, const Part& part, int group) {
+    const int column = part.column<T>(group);
+    if (part.is_whole<T>(group)) {
+        store_words(row + column, narrowed<T>(values).words);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < WIDTH<T>; ++i) {
+        if (part.has(column + i)) row[column + i] = T(values[i]);
+    }
+}
+
+// ---- what is known of a row ----------------------------------------------------------------------------------------
+
+// The maximum, the sum of exponentials relative to it, and a plain sum.
+struct Share {
+    float largest = -INFINITY;
+    float total = 0.0f;
+    float sum = 0.0f;
+
+    // A maximum ignores NaN, an exponential does not. A share of nothing but -inf has a total of 0.
+    template <int COUNT>
+    __device__ void fold(const float (&scores)[COUNT]) {
+        float higher = largest;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) higher = fmaxf(higher, scores[i]);
+        const float origin = origin_of(higher);
+        total *= exponential(largest - origin);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) total += exponential(scores[i] - origin);
+        largest = higher;
+    }
+    __device__ void merge(const Share& other) {
+        const float higher = fmaxf(largest, other.largest), origin = origin_of(higher);
+        total = total * exponential(largest - origin) + other.total * exponential(other.largest - origin);
+        sum += other.sum;
+        largest = higher;
+    }
+    __device__ static float origin_of(float highest) { return highest == -INFINITY ? 0.0f : highest; }
+
+    // Of all lanes; the same bits in each.
+    __device__ void merge_lanes() {
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) {
+            Share other;
+            other.largest = __shfl_xor_sync(0xffffffffu, largest, lanes);
+            other.total = __shfl_xor_sync(0xffffffffu, total, lanes);
+            other.sum = __shfl_xor_sync(0xffffffffu, sum, lanes);
+            merge(other);
+        }
+    }
+};
+
+// ---- rows that come in ---------------------------------------------------------------------------------------------
+
+// At the beginning of dynamic shared memory; shares and parts follow.
+struct Arrivals {
+    unsigned long long of_stage[8];
+};
+
+// The ring of parts in a block's shared memory, and its exchange with the cluster. `number` counts a cluster's rows.
+template <typename T, int TENSORS>
+struct Ring {
+    Arrivals* arrivals;
+    float4* shares;   // (2, blocks, warps)
+    Group* parts;  // (stages, TENSORS, part_groups)
+    int part_groups, blocks, stages, rank, warps;
+
+    __device__ Ring(int blocks, int stages, int part_groups)
+        : part_groups(part_groups), blocks(blocks), stages(stages), rank(block_rank()), warps(blockDim.x / 32) {
+        arrivals = static_cast<Arrivals*>(shared_memory());
+        shares = reinterpret_cast<float4*>(arrivals + 1);
+        parts = reinterpret_cast<Group*>(shares + 2 * blocks * warps);
+        if (threadIdx.x == 0) {
+            for (int stage = 0; stage < stages; ++stage) prepare_copies(arrivals->of_stage + stage);
+            prepared();
+        }
+        cluster_wait();  // the other blocks run: their memory is there
+    }
+
+    __device__ Part part_of(const T* row, int columns) const { return Part(row, columns, rank, part_groups); }
+
+    __device__ Group* groups(int number, int tensor = 0) const {
+        return parts + (number % stages * TENSORS + tensor) * part_groups;
+    }
+
+    // By one thread, when all have read what was in that stage before; `from`: rows, or null: nothing has to come.
+    __device__ void fetch(int number, const T* const (&from)[TENSORS], const Part& part) const {
+        unsigned long long* arrival = arrivals->of_stage + number % stages;
+        const int bytes = from[0] == nullptr ? 0 : part.groups * 16;
+        expect_copies(arrival, TENSORS * bytes);
+        for (int i = 0; i < TENSORS && bytes > 0; ++i) {
+            copy_bulk(groups(number, i), from[i] + part.first, bytes, arrival);
+        }
+    }
+
+    __device__ void wait(int number) const {
+        await_copies(arrivals->of_stage + number % stages, number / stages % 2);
+    }
+
+    // The shares of all threads of the cluster as one. `time` counts these exchanges, for which there are two sets of
+    // shares: a block that is one ahead of another writes to the other set, and none can be two ahead.
+    __device__ Share merged(Share share, int time) const {
+        share.merge_lanes();
+        const int lane = threadIdx.x % 32, count = blocks * warps;
+        float4* set = shares + time % 2 * count;
+        if (lane < blocks) {
+            float4* place = set + rank * warps + threadIdx.x / 32;
+            store_in_block(&place->x, lane, share.largest);
+            store_in_block(&place->y, lane, share.total);
+            store_in_block(&place->z, lane, share.sum);
+        }
+        cluster_wait();
+        Share whole;
+        for (int i = lane; i < count; i += 32) {
+            Share other;
+            other.largest = set[i].x;
+            other.total = set[i].y;
+            other.sum = set[i].z;
+            whole.merge(other);
+        }
+        whole.merge_lanes();
+        return whole;
+    }
+};
+
+// ---- kernels -------------------------------------------------------------------------------------------------------
+
+// y = softmax(x * scale), or its logarithm. x and y: (M, N), rows of both at the same distance from a multiple of 16.
+template <typename T, bool LOG>
+__global__ void softmax_cluster(
+    const T* x, T* y, long long rows, int columns, long long x_stride, int blocks, int stages,
+    int part_groups, float scale) {
+    const Ring<T, 1> ring(blocks, stages, part_groups);
+    const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
+    const auto fetch = [&](int number) {
+        const long long row = first + number * step;
+        const T* const source[] = {x + row * x_stride};
+        if (row < rows) ring.fetch(number, source, ring.part_of(source[0], columns));
+    };
+    if (threadIdx.x == 0) {
+        for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead);
+    }
+    for (int number = 0; first + number * step < rows; ++number) {
+        const long long row = first + number * step;
+        const Part part = ring.part_of(x + row * x_stride, columns);
+        const Group* groups = ring.groups(number);
+        float values[WIDTH<T>];
+        Share share;
+        ring.wait(number);
+#pragma unroll 2
+        for (int i = threadIdx.x; i < part.groups; i += blockDim.x) {
+            widen<T>(groups + i, values);
+#pragma unroll
+            for (int k = 0; k < WIDTH<T>; ++k) values[k] *= scale;
+            part.exclude<T>(-INFINITY, i, values);
+            share.fold(values);
+        }
+        share = ring.merged(share, number);
+        const float inverse = 1.0f / share.total, logarithm = logf(share.total);
+#pragma unroll 2
+        for (int i = threadIdx.x; i < part.groups; i += blockDim.x) {
+            widen<T>(groups + i, values);
+#pragma unroll
+            for (int k = 0; k < WIDTH<T>; ++k) {
+                const float apart = values[k] * scale - share.largest;
+                values[k] = LOG ? apart - logarithm : exponential(apart) * inverse;
+            }
+            store_inside(values, y + row * columns, part, i);
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) fetch(number + stages);
+    }
+}
+
+// dx of y = softmax(x * scale), or of its logarithm, from dy and y.
+template <typename T, bool LOG>
+__global__ void softmax_backward_cluster(
+    const T* dy, const T* y, T* dx, long long rows, int columns, long long dy_stride, int blocks, int stages,
+    int part_groups, float scale) {
+    const Ring<T, 2> ring(blocks, stages, part_groups);
+    const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
+    const auto fetch = [&](int number) {
+        const long long row = first + number * step;
+        const T* const sources[] = {dy + row * dy_stride, y + row * columns};
+        if (row < rows) ring.fetch(number, sources, ring.part_of(sources[1], columns));
+    };
+    if (threadIdx.x == 0) {
+        for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead);
+    }
+    for (int number = 0; first + number * step < rows; ++number) {
+        const long long row = first + number * step;
+        const Part part = ring.part_of(y + row * columns, columns);
+        const Group *gradients = ring.groups(number, 0), *results = ring.groups(number, 1);
+        float gradient[WIDTH<T>], result[WIDTH<T>];
+        Share share;
+        ring.wait(number);
+#pragma unroll 2
+        for (int i = threadIdx.x; i < part.groups; i += blockDim.x) {
+            widen<T>(gradients + i, gradient);
+            if constexpr (!LOG) {
+                widen<T>(results + i, result);
+#pragma unroll
+                for (int k = 0; k < WIDTH<T>; ++k) gradient[k] *= result[k];
+            }
+            part.exclude<T>(0.0f, i, gradient);
+#pragma unroll
+            for (int k = 0; k < WIDTH<T>; ++k) share.sum += gradient[k];
+        }
+        const float sum = ring.merged(share, number).sum;
+#pragma unroll 2
+        for (int i = threadIdx.x; i < part.groups; i += blockDim.x) {
+            widen<T>(gradients + i, gradient);
+            widen<T>(results + i, result);
+#pragma unroll
+            for (int k = 0; k < WIDTH<T>; ++k) {
+                gradient[k] = LOG ? (gradient[k] - exponential(result[k]) * sum) * scale
+                                  : (gradient[k] - sum) * result[k] * scale;
+            }
+            store_inside(gradient, dx + row * columns, part, i);
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) fetch(number + stages);
+    }
+}
+
+// The losses of rows of logits and their gradient, as of cross_entropy_rows_long (loss_kernels.py), without class
+// weights. dx may be the memory of x. inverse: what a mean multiplies gradients with, or null. kept: 1 - smoothing; spread:
+// smoothing / N. Rows whose target is `ignored` are not read; one whose target is no class is NaN.
+template <typename T, bool SMOOTH>
+__global__ void cross_entropy_cluster(
+    const T* x, const long long* target, const float* inverse, float* losses, T* dx,  // (M, N), (M,), (), (M,), (M, N)
+    long long rows, int columns, long long x_stride, int blocks, int stages, int part_groups,
+    long long ignored, float kept, float spread, float z_loss) {
+    const Ring<T, 1> ring(blocks, stages, part_groups);
+    const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
+    const float factor = inverse == nullptr ? 1.0f : *inverse;
+    const auto label_of = [&](int number) {
+        const long long row = first + number * step;
+        return row < rows ? target[row] : ignored;
+    };
+    const auto fetch = [&](int number, long long label) {
+        const long long row = first + number * step;
+        const T* const source[] = {label == ignored ? nullptr : x + row * x_stride};
+        if (row < rows) ring.fetch(number, source, ring.part_of(x + row * x_stride, columns));
+    };
+    if (threadIdx.x == 0) {
+        for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead, label_of(ahead));
+    }
+    long long label = label_of(0);
+    int exchanges = 0;  // not of rows that are ignored
+    for (int number = 0; first + number * step < rows; ++number) {
+        const long long row = first + number * step;
+        const T* source = x + row * x_stride;
+        T* gradient = dx + row * columns;
+        const long long next = label_of(number + 1), ahead = stages == 1 ? next : label_of(number + stages);
+        const bool valid = label >= 0 && label < columns;
+        const float picked = valid && label != ignored ? static_cast<float>(source[label]) : 0.0f;
+        const Part part = ring.part_of(source, columns);
+        const Group* groups = ring.groups(number);
+        float values[WIDTH<T>];
+        ring.wait(number);
+        if (label == ignored) {  // as the whole cluster sees it
+#pragma unroll
+            for (int k = 0; k < WIDTH<T>; ++k) values[k] = 0.0f;
+            for (int i = threadIdx.x; i < part.groups; i += blockDim.x) store_inside(values, gradient, part, i);
+            if (threadIdx.x == 0 && ring.rank == 0) losses[row] = 0.0f;
+        } else {
+            // Infinite where the loss is infinite or NaN in any case: then the sum counts from 0.
+            const float origin = fabsf(picked) < INFINITY ? picked : 0.0f;
+            Share share;
+#pragma unroll 2
+            for (int i = threadIdx.x; i < part.groups; i += blockDim.x) {
+                widen<T>(groups + i, values);
+                part.exclude<T>(-INFINITY, i, values);
+                share.fold(values);
+                if constexpr (SMOOTH) {
+                    part.exclude<T>(origin, i, values);
+#pragma unroll
+                    for (int k = 0; k < WIDTH<T>; ++k) share.sum += values[k] - origin;
+                }
+            }
+            share = ring.merged(share, exchanges++);
+            const float maximum = share.largest, logarithm = logf(share.total), log_sum_exp = maximum + logarithm;
+            const float row_weight = valid ? 1.0f : INFINITY - INFINITY;
+            if (threadIdx.x == 0 && ring.rank == 0) {
+                float loss = row_weight * (kept * (logarithm - (picked - maximum)));
+                if constexpr (SMOOTH) loss += spread * (columns * (logarithm + (maximum - origin)) - share.sum);
+                losses[row] = loss + row_weight * z_loss * log_sum_exp * log_sum_exp;
+            }
+            const float at_target = factor * (row_weight * kept), share_of_each = factor * spread;
+            const float squared = factor * (2.0f * z_loss * row_weight * log_sum_exp);
+            const float density = (at_target + share_of_each * columns + squared) / share.total;
+            // Each term cancels by itself, as exactly as it can where a probability is near 1.
+            const float power = exponential((picked - maximum) - logarithm);
+            const float of_target =
+                (power - 1.0f) * at_target + share_of_each * (power * columns - 1.0f) + power * squared;
+#pragma unroll 2
+            for (int i = threadIdx.x; i < part.groups; i += blockDim.x) {
+                widen<T>(groups + i, values);
+                const long long place = label - part.column<T>(i);
+#pragma unroll
+                for (int k = 0; k < WIDTH<T>; ++k) {
+                    values[k] = exponential(values[k] - maximum) * density - share_of_each;
+                }
+                if (place >= 0 && place < WIDTH<T>) {
+#pragma unroll
+                    for (int k = 0; k < WIDTH<T>; ++k) {
+                        if (k == place) values[k] = of_target;
+                    }
+                }
+                store_inside(values, gradient, part, i);
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) fetch(number + stages, ahead);
+        label = next;
+    }
+}

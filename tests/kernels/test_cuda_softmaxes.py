@@ -1,0 +1,274 @@
+"""Softmax and cross entropy by clusters of blocks: the very kernels on the CPU (`cuda_on_cpu`), by the launch code that
+a GPU gets."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rooftop.errors import CompilationError
+from rooftop.kernels import cross_entropy, log_softmax, losses, softmax, softmaxes
+from rooftop.kernels import cuda_softmaxes as module
+from rooftop.kernels.cuda_softmaxes import ClusterConfig
+from rooftop.launch import count_launches, cuda
+from rooftop.testing import assert_as_accurate
+
+ANY = 1 << 30
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+CPU_DTYPES = [torch.bfloat16, torch.float32]  # each takes the C++ compiler seconds
+IGNORED = -100
+# Clusters of one block and of several, a row each or rows in turns, one to three of them at a time in shared memory.
+SHAPES = {"one": (1, 64, 1, False), "turns": (2, 32, 2, True), "ahead": (4, 32, 3, True), "each": (3, 32, 1, False)}
+
+
+def table(name: str) -> tuple[ClusterConfig, ...]:
+    return tuple(ClusterConfig(0, ANY, *SHAPES[name], odd=odd) for odd in (False, True))
+
+
+@pytest.fixture
+def clusters(
+    cuda_on_cpu: Counter[str], compile_for_cpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Counter[str]]:
+    """Gives a function that turns clusters on; it gives the launches."""
+    names = [
+        module.kernel_name(kernel, dtype, variant)
+        for kernel in ("softmax_cluster", "softmax_backward_cluster", "cross_entropy_cluster")
+        for dtype in CPU_DTYPES
+        for variant in (False, True)
+    ]
+    compile_for_cpu(module.source(), names)
+    monkeypatch.setattr(module, "has_clusters", lambda device: True)
+    for family in (softmaxes, losses):
+        monkeypatch.setattr(family, "_by_reference", lambda x: False)
+
+    def turn_on(name: str) -> Counter[str]:
+        for one in ("CLUSTER_FORWARD", "CLUSTER_BACKWARD", "CLUSTER_FUSED"):
+            monkeypatch.setattr(module, one, table(name))
+        return cuda_on_cpu
+
+    return turn_on
+
+
+def rows(count: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(count + columns)
+    return (2 * torch.randn(count, columns) + 1).to(dtype)
+
+
+def softmax_both_ways(x: Tensor, dy: Tensor, scale: float, log: bool) -> list[Tensor]:
+    y = softmaxes._forward(x, None, scale, log, x.dtype)
+    return [y, softmaxes._backward(dy, y, None, scale, log, x.dtype)]
+
+
+def by_torch(x: Tensor, dy: Tensor, scale: float, log: bool) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y = (torch.log_softmax if log else torch.softmax)(x * scale, -1)
+    return [y.detach(), torch.autograd.grad(y, x, dy)[0]]
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize(("name", "columns"), [("one", 1), ("turns", 1024), ("ahead", 1001), ("each", 130)])
+def test_gate_of_softmax(name: str, columns: int, dtype: torch.dtype, log: bool, clusters: Any) -> None:
+    launches = clusters(name)
+    x, scale = rows(11, columns, dtype), 0.7
+    dy = torch.randn(11, columns).to(dtype)
+    found = (softmax_both_ways(x, dy, scale, log), by_torch(x, dy, scale, log))
+    for what, *values in zip(("y", "dx"), *found, by_torch(x.double(), dy.double(), scale, log), strict=True):
+        assert_as_accurate(*values, what=f"{what} of {columns} {dtype}")
+    assert launches == {"softmax_cluster": 1, "softmax_backward_cluster": 1}
+
+
+def fused(x: Tensor, target: Tensor, terms: losses.Terms, inverse: Tensor | None) -> list[Tensor]:
+    dx = torch.full_like(x, math.nan).contiguous()
+    return [losses.losses_of_rows(x, target, terms, inverse, dx)[0], dx]
+
+
+def losses_by_torch(x: Tensor, target: Tensor, terms: losses.Terms, inverse: float) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    loss = F.cross_entropy(
+        x, target, ignore_index=terms.ignore_index, label_smoothing=terms.label_smoothing, reduction="none"
+    )
+    loss = loss + terms.z_loss * x.logsumexp(1).square() * (target != terms.ignore_index)
+    return [loss.detach(), torch.autograd.grad(loss.sum() * inverse, x)[0]]
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize(("name", "columns"), [("one", 40), ("turns", 1024), ("ahead", 1001), ("each", 130)])
+def test_gate_of_cross_entropy(
+    name: str, columns: int, dtype: torch.dtype, smoothing: float, z_loss: float, clusters: Any
+) -> None:
+    launches = clusters(name)
+    x, target = rows(13, columns, dtype), torch.randint(columns, (13,))
+    target[[1, 2, 7, 12]] = IGNORED
+    target[0], target[3] = columns - 1, 0
+    terms = losses.Terms(None, IGNORED, smoothing, z_loss)
+    ours = fused(x, target, terms, torch.tensor(0.125))
+    plain = [losses_by_torch(x.float(), target, terms, 0.125)[0], losses_by_torch(x, target, terms, 0.125)[1]]
+    exact = losses_by_torch(x.double(), target, terms, 0.125)
+    for what, *values in zip(("losses", "dx"), ours, plain, exact, strict=True):
+        assert_as_accurate(*values, what=f"{what} of {columns} {dtype}")
+    assert launches == {"cross_entropy_cluster": 1}
+
+
+@pytest.mark.parametrize("name", ["turns", "ahead"])
+@pytest.mark.parametrize("columns", [1001, 1024])
+def test_the_gradient_may_take_the_place_of_the_logits(columns: int, name: str, clusters: Any) -> None:
+    clusters(name)
+    x, target = rows(9, columns, torch.bfloat16), torch.randint(columns, (9,))
+    target[4] = IGNORED
+    terms = losses.Terms(None, IGNORED, 0.1, 1e-3)
+    expected = fused(x, target, terms, None)
+    found = losses.losses_of_rows(x, target, terms, None, x)[0]
+    assert torch.equal(found, expected[0])
+    assert torch.equal(x, expected[1])
+
+
+def test_certain_rows_large_offsets_and_targets_that_are_no_class(clusters: Any) -> None:
+    clusters("turns")
+    x, target = rows(6, 500), torch.arange(6)
+    x[0, 0] += 30
+    x[1] += 1e4
+    terms = losses.Terms(None, IGNORED, 0.0, 0.0)
+    ours, exact = fused(x, target, terms, None), losses_by_torch(x.double(), target, terms, 1.0)
+    for mine, truth in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine.double(), truth, rtol=1e-5, atol=1e-6)
+    target[2], target[3] = 500, -1
+    wrong = fused(x, target, terms, None)
+    assert all(t[2:4].isnan().all() for t in wrong)
+    assert all(torch.equal(a[[0, 1, 4, 5]], b[[0, 1, 4, 5]]) for a, b in zip(wrong, ours, strict=True))
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_infinities_and_nan_do_what_they_do_in_pytorch(log: bool, clusters: Any) -> None:
+    clusters("each")
+    x = rows(7, 333)
+    x[1, 3], x[2, 4], x[4, ::2], x[6, 0] = math.nan, math.inf, -math.inf, -math.inf
+    x[3] = -math.inf
+    y = softmaxes._forward(x, None, 1.0, log, x.dtype)
+    expected = torch.log_softmax(x, -1) if log else torch.softmax(x, -1)
+    torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_apart_and_ten_runs_alike(clusters: Any) -> None:
+    launches = clusters("ahead")
+    base = rows(12, 1024, torch.bfloat16)
+    x = base[::2, 8:520]  # 16 bytes in, and rows 4 KiB apart
+    first, *others = [softmaxes._forward(x, None, 1.0, False, x.dtype) for _ in range(10)]
+    assert_as_accurate(first, torch.softmax(x, -1), torch.softmax(x.double(), -1))
+    assert all(torch.equal(first, other) for other in others)
+    assert launches == {"softmax_cluster": 10}
+
+
+@pytest.mark.parametrize(
+    ("x", "dtype"),
+    [
+        (torch.randn(4, 64).half()[:, 1:33], torch.float16),  # begins elsewhere than the result
+        (torch.randn(4, 64).half(), torch.float32),
+        (torch.randn(4, 64).double(), torch.float64),
+        (torch.randn(4, 1 << 18), torch.float32),  # more than shared memory holds
+    ],
+)
+def test_what_clusters_do_not_serve(x: Tensor, dtype: torch.dtype, clusters: Any, monkeypatch: Any) -> None:
+    clusters("one")
+    monkeypatch.setattr(module, "shared_memory_bytes", lambda tensor: 232_448)
+    assert module.plan(module.CLUSTER_FORWARD, (x,), torch.empty(x.shape, dtype=dtype)) is None
+
+
+def test_the_table_decides_by_bytes_and_by_where_rows_begin(clusters: Any) -> None:
+    clusters("one")
+    entries = (ClusterConfig(100, 200, 1, 32), ClusterConfig(200, 400, 2, 32), ClusterConfig(0, 400, 4, 32, odd=True))
+    for columns, blocks in ((48, None), (56, 1), (96, 1), (104, 2), (192, 2), (200, 4), (208, None), (33, 4)):
+        x = torch.zeros(2, columns - (columns == 200), dtype=torch.float16)
+        found = module.plan(entries, (x,), x.clone())
+        assert (found.config.blocks if found else None) == blocks, columns
+    assert module.plan((), (torch.zeros(2, 96),), torch.zeros(2, 96)) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_compile_for_sm_90_without_spills_and_nothing_older(dtype: torch.dtype) -> None:
+    pytest.importorskip("cuda.core")
+    for kernel, tensors in (("softmax_cluster", 1), ("softmax_backward_cluster", 2), ("cross_entropy_cluster", 1)):
+        for variant in (False, True):
+            config = ClusterConfig(0, ANY, 8, 512, stages=2)
+            compiled = cuda.compile(module.source(), module.kernel_name(kernel, dtype, variant), arch="sm_90")
+            plan = module._planned(config, 262_144 // dtype.itemsize, dtype.itemsize, tensors)
+            compiled.check(16, config.threads, plan.shared_bytes, config.blocks)
+            assert compiled.binary.spill_bytes == 0, compiled
+            assert compiled.max_threads_per_block >= 1024
+    with pytest.raises(CompilationError, match="clusters and bulk copies need sm_90"):
+        cuda.compile(module.source(), "softmax_cluster<float, false>", arch="sm_80")
+
+
+def test_memory_is_read_in_bulk_and_written_16_bytes_at_a_time() -> None:
+    pytest.importorskip("cuda.core")
+    ptx = cuda.compile(module.source(), "softmax_cluster<__nv_bfloat16, false>", arch="sm_90").ptx
+    for instruction in ("cp.async.bulk.shared::cluster.global", "ld.shared.v4.u32", "st.global.v4.b32"):
+        assert instruction in ptx, instruction
+    assert "ld.global" not in ptx
+
+
+GPU_SIZES = [1000, 16_384, 32_768, 50_257, 65_536, 128_256, 262_144]
+GPU_SHAPES = {"each": (4, 512, 1, False), "turns": (8, 512, 1, True), "ahead": (8, 256, 2, True)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", GPU_SIZES)
+@pytest.mark.parametrize("name", GPU_SHAPES)
+def test_gate_on_a_gpu(name: str, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = tuple(ClusterConfig(0, ANY, *GPU_SHAPES[name], odd=odd) for odd in (False, True))
+    for one in ("CLUSTER_FORWARD", "CLUSTER_BACKWARD", "CLUSTER_FUSED"):
+        monkeypatch.setattr(module, one, both)
+    x, dy = rows(301, columns, dtype).cuda(), torch.randn(301, columns, device="cuda").to(dtype)
+    with count_launches() as launches:
+        for log in (False, True):
+            found = (softmax_both_ways(x, dy, 0.7, log), by_torch(x, dy, 0.7, log))
+            for values in zip(*found, by_torch(x.double(), dy.double(), 0.7, log), strict=True):
+                assert_as_accurate(*values)
+        target = torch.randint(columns, (301,), device="cuda")
+        target[::7] = IGNORED
+        terms = losses.Terms(None, IGNORED, 0.1, 1e-3)
+        plain = [losses_by_torch(x.float(), target, terms, 1.0)[0], losses_by_torch(x, target, terms, 1.0)[1]]
+        exact = losses_by_torch(x.double(), target, terms, 1.0)
+        for values in zip(fused(x, target, terms, None), plain, exact, strict=True):
+            assert_as_accurate(*values)
+    assert any("_cluster" in kernel for kernel in launches)
+
+
+@pytest.mark.gpu
+def test_public_functions_use_clusters_where_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for one in ("CLUSTER_FORWARD", "CLUSTER_BACKWARD", "CLUSTER_FUSED"):
+        monkeypatch.setattr(module, one, (ClusterConfig(0, ANY, 4, 512),))
+    x = rows(64, 32_768, torch.bfloat16).cuda().requires_grad_()
+    target = torch.randint(32_768, (64,), device="cuda")
+    with count_launches() as launches:
+        for function in (softmax, log_softmax):
+            function(x).sum().backward()
+        cross_entropy(x, target).backward()
+    assert {name.partition("<")[0] for name in launches} >= {
+        "softmax_cluster",
+        "softmax_backward_cluster",
+        "cross_entropy_cluster",
+    }
+
+
+@pytest.mark.gpu
+def test_captured_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLUSTER_FORWARD", (ClusterConfig(0, ANY, 4, 256, resident=True),))
+    x = rows(256, 32_768, torch.bfloat16).cuda()
+    softmax(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = softmax(x)
+    x.normal_()
+    graph.replay()
+    torch.testing.assert_close(y, torch.softmax(x, -1))
