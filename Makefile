@@ -28,7 +28,7 @@ browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || echo "no chromium: the browser tests will be skipped (apt-get install chromium)"
 
 test: setup browser lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check
