@@ -1,0 +1,214 @@
+"""Launch parameters tried out: each candidate is proven right on a small problem, then all are timed side by side.
+
+A tuner lists tasks, the most promising first, and calls `main`. Candidates are proven in processes of their own, which
+share Triton's cache: so they compile in parallel. Then each task is timed here, its candidates and peers interleaved,
+from CUDA graphs. Figures are written after each task, and no task is begun after the time that `--seconds` gives.
+`--quick` runs everything on the CPU, through Triton's interpreter, at tiny sizes: it shows that a tuner works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+QUICK = "--quick" in sys.argv
+if QUICK:
+    os.environ["TRITON_INTERPRET"] = "1"  # rooftop, which reads it, is imported after this module
+DEVICE = "cpu" if QUICK else "cuda"
+CACHE_BYTES = 50 << 20  # the L2 of an H200: CUDA must not start before the processes do, so it cannot be asked
+
+Call = Callable[[], object]
+Settings = dict[tuple[ModuleType, str], Any]  # tables to set, by module and name
+
+
+@dataclass
+class Task:
+    """One size of one kernel.
+
+    Attributes:
+        name: what is printed.
+        moved_bytes: what the operator must read and write.
+        candidates: by name.
+        call: makes the tensors, and gives the call that is timed.
+        check: the same call on a small problem, beside what is right. Small: many run at once.
+        peers: what is timed beside the candidates.
+        goal: what the table is measured by, in words.
+        repeats: how many times `call` does the work, with other tensors each time, so that L2 does not serve it.
+        graph: whether calls are replayed from a CUDA graph; not where the host waits for the GPU.
+        changed: called when tables have been set: clears what was made from others.
+    """
+
+    name: str
+    moved_bytes: int
+    candidates: dict[str, Settings]
+    call: Callable[[], Call]
+    check: Callable[[], None]
+    peers: dict[str, Callable[[], Call]] = field(default_factory=dict)
+    goal: str = ""
+    repeats: int = 1
+    graph: bool = True
+    changed: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def settled(self, candidate: str) -> Iterator[None]:
+        """The tables of a candidate, for as long as the block runs."""
+        settings = self.candidates[candidate]
+        before = {(module, name): getattr(module, name) for module, name in settings}
+        for (module, name), value in settings.items():
+            setattr(module, name, value)
+        self.changed()
+        try:
+            yield
+        finally:
+            for (module, name), value in before.items():
+                setattr(module, name, value)
+            self.changed()
+
+
+def copies_past_cache(tensor_bytes: int) -> int:
+    """How many problems of that many bytes together are at least twice the L2 cache."""
+    return 1 if QUICK else max(1, -(-2 * CACHE_BYTES // tensor_bytes))
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=dtype)
+
+
+def main(tasks: Sequence[Task], description: str | None) -> None:
+    """Proves and times; the options are those of all tuners."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--seconds", type=float, default=50, help="after which no task is begun")
+    parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1), help="that prove candidates")
+    parser.add_argument("--quick", action="store_true", help="on the CPU, tiny, to see that this runs")
+    options = parser.parse_args()
+    if not QUICK and not torch.cuda.is_available():
+        parser.error("there is no GPU: use --quick to see that this runs")
+    _run(list(tasks), options)
+
+
+_tasks: list[Task] = []  # as the processes find them
+
+
+def _prove(job: tuple[int, str]) -> str | None:
+    """What is wrong with a candidate, None if nothing is."""
+    task = _tasks[job[0]]
+    try:
+        with task.settled(job[1]):
+            task.check()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:300]} (from {error.__cause__ or error.__context__})"
+    return None
+
+
+def _proofs(jobs: list[tuple[int, str]], processes: int, until: float) -> list[str | None]:
+    if QUICK:
+        return [_prove(job) for job in jobs]
+    assert not torch.cuda.is_initialized()  # or the processes could not use the GPU
+    found: list[str | None] = []
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        for work in [pool.apply_async(_prove, (job,)) for job in jobs]:
+            try:
+                found.append(work.get(timeout=max(0.1, until - time.perf_counter())))
+            except multiprocessing.TimeoutError:
+                found.append("not compiled in time")
+        pool.terminate()
+    return found
+
+
+def _run(tasks: list[Task], options: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    _tasks[:] = tasks
+    jobs = [(i, name) for i, task in enumerate(tasks) for name in task.candidates]
+    print(f"{len(jobs)} candidates of {len(tasks)} tasks", flush=True)
+    proofs = _proofs(jobs, options.processes, began + 0.55 * options.seconds)
+    failed = {f"{tasks[i].name}: {name}": why for (i, name), why in zip(jobs, proofs, strict=True) if why}
+    for name, why in failed.items():
+        print(f"FAILED {name}: {why}", flush=True)
+    right = {job for job, why in zip(jobs, proofs, strict=True) if why is None}
+    print(f"{len(right)} right after {time.perf_counter() - began:.1f} s", flush=True)
+    device = "CPU" if QUICK else torch.cuda.get_device_name()
+    found: dict[str, Any] = {"device": device, "torch": torch.__version__, "rows": [], "failed": failed}
+    for i, task in enumerate(tasks):
+        if time.perf_counter() - began > options.seconds and not QUICK:
+            print(f"out of time before {task.name}", flush=True)
+            break
+        try:
+            names = [name for name in task.candidates if (i, name) in right]
+            row = _timed(task, names[:1] if QUICK else names, failed)
+            found["rows"].append(row)
+            print(_line(row), flush=True)
+        except Exception as error:
+            failed[task.name] = traceback.format_exc()[-1500:]
+            print(f"FAILED {task.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        if options.out:
+            _save(options.out, found)
+        if not QUICK:
+            torch.cuda.empty_cache()
+    print(f"done after {time.perf_counter() - began:.1f} s", flush=True)
+    if QUICK and failed:
+        sys.exit(1)
+
+
+def _timed(task: Task, candidates: Sequence[str], failed: dict[str, str]) -> dict[str, Any]:
+    from rooftop.hardware import compare
+    from rooftop.hardware.timing import captured
+
+    torch.manual_seed(0)
+    stream = None if QUICK else torch.cuda.Stream()  # backward runs on the stream of its forward: see `captured`
+    graph = task.graph and not QUICK
+    calls: dict[str, Call] = {}
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        call = task.call()
+        for name in candidates:
+            with task.settled(name):
+                calls[name] = captured(call, stream) if graph else _with_settings(task, name, call)
+        for name, make in task.peers.items():
+            try:
+                peer = make()
+                calls[name] = captured(peer, stream) if graph else peer
+            except Exception as error:  # a peer that is not installed, or cannot do this
+                failed[f"{task.name}: {name}"] = f"{type(error).__name__}: {str(error)[:300]}"
+                print(f"FAILED {task.name}: {name}: {failed[f'{task.name}: {name}']}", flush=True)
+        if stream is not None:
+            stream.synchronize()
+        seconds, warm_up = (0.001, 0.0) if QUICK else (0.02, 0.005)
+        times = compare(calls, device=DEVICE, seconds=seconds, warm_up_seconds=warm_up)
+    us = {name: 1e3 * time.median_ms / task.repeats for name, time in times.items()}
+    us = dict(sorted(us.items(), key=lambda item: item[1]))
+    rates = {name: task.moved_bytes / value / 1e6 for name, value in us.items()}
+    best = next((name for name in us if name in task.candidates), None)
+    tables = {} if best is None else {f"{m.__name__}.{n}": v for (m, n), v in task.candidates[best].items()}
+    return {"task": task.name, "goal": task.goal, "us": us, "TB/s": rates, "best": best, "tables": tables}
+
+
+def _with_settings(task: Task, name: str, call: Call) -> Call:
+    def run() -> object:
+        with task.settled(name):
+            return call()
+
+    return run
+
+
+def _line(row: dict[str, Any]) -> str:
+    values = "  ".join(f"{name} {us:.2f} us {row['TB/s'][name]:.2f}" for name, us in row["us"].items())
+    return f"{row['task']} (goal {row['goal']}): {values}"
+
+
+def _save(path: Path, found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = json.dumps(found, indent=1, default=lambda o: asdict(o) if is_dataclass(o) else str(o))
+    path.write_text(written + "\n")

@@ -1,0 +1,100 @@
+"""Tables of softmax and cross entropy by clusters of blocks: CLUSTER_* of `cuda_softmaxes.py`, beside Triton's kernels.
+
+    python benchmarks/tuning/clusters.py [--out clusters.json] [--seconds 45] [--quick]
+
+A candidate is named by blocks of a cluster, threads of a block, rows in shared memory at a time, and whether clusters
+stay (each with rows in turns) or have a row each. An entry of a table holds for the sizes between those measured where
+it won: `above_bytes` and `row_bytes` are to be set by hand. With --quick there is no cluster: Triton's kernels are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import losses as loss_tuning
+import softmaxes as softmax_tuning
+from candidates import QUICK, Call, Settings, Task, main
+
+from rooftop.kernels import cuda_softmaxes
+from rooftop.kernels.cuda_softmaxes import ClusterConfig
+from rooftop.kernels.softmaxes import ANY_BYTES
+from rooftop.launch import count_launches
+
+Shape = tuple[int, int, int, bool]  # blocks, threads, stages, resident
+
+
+def by_cluster(table: str, check: Callable[[int], None], columns: int) -> None:
+    """The check, and (where the table has an entry) that clusters ran in it."""
+    with count_launches() as launches:
+        check(columns)
+    assert QUICK or bool(getattr(cuda_softmaxes, table)) == any("_cluster<" in name for name in launches), launches
+
+
+def candidates(table: str, columns: int, shapes: tuple[Shape, ...]) -> dict[str, Settings]:
+    odd = columns % 8 != 0
+    found: dict[str, Settings] = {"Triton": {(cuda_softmaxes, table): ()}}
+    for shape in shapes:
+        blocks, threads, stages, resident = shape
+        name = f"{blocks}b {threads}t {stages}s {'turns' if resident else 'each'}"
+        found[name] = {(cuda_softmaxes, table): (ClusterConfig(0, ANY_BYTES, *shape, odd=odd),)}
+    return found
+
+
+OF: dict[str, tuple[Callable[[int], Call], Callable[[int], None], Callable[[int], Call], int]] = {
+    "CLUSTER_FORWARD": (softmax_tuning.forward, softmax_tuning.check_forward, softmax_tuning.torch_forward, 2),
+    "CLUSTER_BACKWARD": (softmax_tuning.backward, softmax_tuning.check_backward, softmax_tuning.torch_backward, 3),
+    "CLUSTER_FUSED": (
+        lambda columns: loss_tuning.fused(*loss_tuning.inputs(loss_tuning.ROWS, columns)),
+        loss_tuning.check_fused,
+        loss_tuning.torch_step,
+        2,
+    ),
+}
+
+
+def task(table: str, columns: int, goal: str, *shapes: Shape) -> Task:
+    columns = min(columns, 2048 + columns % 8) if QUICK else columns
+    call, check, peer, tensors = OF[table]
+    rows = loss_tuning.ROWS if table == "CLUSTER_FUSED" else softmax_tuning.rows_of(columns)
+    proof = partial(by_cluster, table, check, columns)
+    # backward of PyTorch is no call that can be captured without its forward
+    graph = table != "CLUSTER_FUSED"
+    moved = 2 * tensors * rows * columns
+    found = candidates(table, columns, shapes)
+    return Task(f"{table} {columns}", moved, found, partial(call, columns), proof, {"torch": partial(peer, columns)},
+                goal, graph=graph)  # fmt: skip
+
+
+LONG: tuple[Shape, ...] = (
+    *((8, 512, 1, False), (8, 256, 1, False), (4, 512, 1, False), (4, 1024, 1, False)),
+    *((8, 512, 2, True), (8, 256, 3, True), (4, 512, 3, True), (8, 512, 1, True)),
+)
+LONG_PAIRS: tuple[Shape, ...] = (
+    *((8, 512, 1, False), (8, 256, 1, False), (8, 1024, 1, False)),
+    *((8, 512, 2, True), (8, 512, 3, True), (8, 512, 1, True)),
+)
+MIDDLE: tuple[Shape, ...] = (
+    *((2, 512, 1, False), (1, 512, 1, False), (1, 1024, 1, False), (4, 256, 1, False)),
+    *((2, 512, 2, True), (1, 512, 3, True)),
+)
+SHORT: tuple[Shape, ...] = ((1, 512, 1, False), (1, 256, 1, False), (1, 512, 3, True), (1, 256, 4, True))
+SHORTEST: tuple[Shape, ...] = ((1, 128, 1, False), (1, 256, 1, False), (1, 128, 4, True), (1, 256, 6, True))
+
+TASKS = (
+    task("CLUSTER_FORWARD", 128256, "3.9 TB/s", *LONG),
+    task("CLUSTER_FUSED", 128256, "1.15 ms", *LONG),
+    task("CLUSTER_BACKWARD", 128256, "3.9 TB/s", *LONG_PAIRS),
+    task("CLUSTER_FUSED", 50257, "PyTorch", *MIDDLE),
+    task("CLUSTER_FORWARD", 32768, "4.0 TB/s", *MIDDLE),
+    task("CLUSTER_FUSED", 32768, "copy", *MIDDLE),
+    task("CLUSTER_FORWARD", 50257, "copy", *MIDDLE),
+    task("CLUSTER_BACKWARD", 50257, "copy", *MIDDLE),
+    task("CLUSTER_BACKWARD", 65536, "copy", *((4, 512, 1, False), (8, 256, 1, False), (4, 512, 2, True))),
+    task("CLUSTER_FORWARD", 16384, "copy", *SHORT),
+    task("CLUSTER_FORWARD", 4096, "copy", *SHORTEST),
+    task("CLUSTER_FORWARD", 5001, "copy", *SHORTEST),
+)
+
+if __name__ == "__main__":
+    main(TASKS, __doc__)

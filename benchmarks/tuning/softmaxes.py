@@ -1,0 +1,125 @@
+"""Tables of softmax: FORWARD, FORWARD_LONG, BACKWARD and BACKWARD_LONG of `softmaxes.py`.
+
+python benchmarks/tuning/softmaxes.py [--out softmaxes.json] [--seconds 45] [--quick]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from candidates import QUICK, Call, Settings, Task, main, randn
+from torch import Tensor
+
+from rooftop.kernels import softmaxes
+from rooftop.kernels.softmaxes import ANY_BYTES, LongConfig, TileConfig
+
+HALF = torch.bfloat16
+
+
+def rows_of(columns: int) -> int:
+    return 3 if QUICK else min(8192 if columns > 20000 else 1 << 30, (1 << 28) // columns)
+
+
+SMALL = 3 if QUICK else 512  # rows of a check
+
+
+def gradients(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """(dy, y)."""
+    return randn(rows, columns), torch.softmax(randn(rows, columns), -1)
+
+
+def forward(columns: int) -> Call:
+    x = randn(rows_of(columns), columns)
+    return lambda: softmaxes._forward(x, None, 1.0, False, HALF)
+
+
+def backward(columns: int) -> Call:
+    dy, y = gradients(rows_of(columns), columns)
+    return lambda: softmaxes._backward(dy, y, None, 1.0, False, HALF)
+
+
+def check_forward(columns: int) -> None:
+    x = randn(SMALL, columns)
+    y = softmaxes._forward(x, None, 1.0, False, HALF)
+    torch.testing.assert_close(y.float(), torch.softmax(x.float(), -1), rtol=1e-2, atol=1e-8)
+
+
+def check_backward(columns: int) -> None:
+    dy, y = gradients(SMALL, columns)
+    dx = softmaxes._backward(dy, y, None, 1.0, False, HALF)
+    exact = softmaxes.softmax_backward_reference(dy.double(), y.double(), None, 1.0, False, torch.float64)
+    torch.testing.assert_close(dx.double(), exact, rtol=2e-2, atol=1e-7)
+
+
+def torch_forward(columns: int) -> Call:
+    x = randn(rows_of(columns), columns)
+    return lambda: torch.softmax(x, -1)
+
+
+def torch_backward(columns: int) -> Call:
+    dy, y = gradients(rows_of(columns), columns)
+    return lambda: torch._softmax_backward_data(dy, y, -1, HALF)
+
+
+def long(direction: str, *found: tuple[int, int, int, int] | tuple[int, int, int, int, str]) -> dict[str, Settings]:
+    """By block bytes, warps, programs an SM and stages; no tile holds a row."""
+    configs = [LongConfig(ANY_BYTES, *each) for each in found]
+    return {
+        f"long {c.block_bytes // 1024}K {c.warps}w {c.programs_per_sm}p {c.stages}s{'' if c.again else ' plain'}": {
+            (softmaxes, direction): (),
+            (softmaxes, f"{direction}_LONG"): (c,),
+        }
+        for c in configs
+    }
+
+
+def tiles(direction: str, *found: tuple[int, int, int] | tuple[int, int, int, bool]) -> dict[str, Settings]:
+    """By rows, block bytes, warps and whether exponentials are held."""
+    configs = [TileConfig(ANY_BYTES, *each) for each in found]
+    return {
+        f"tile {c.rows}r {c.block_bytes}B {c.warps}w{' hold' if c.hold else ''}": {(softmaxes, direction): (c,)}
+        for c in configs
+    }
+
+
+def task(direction: str, columns: int, candidates: dict[str, Settings], goal: str) -> Task:
+    columns = min(columns, 20_000 if columns > 20_000 else 2048) if QUICK else columns
+    of: dict[str, tuple[Callable[[int], Call], Callable[[int], None], Callable[[int], Call]]] = {
+        "FORWARD": (forward, check_forward, torch_forward),
+        "BACKWARD": (backward, check_backward, torch_backward),
+    }
+    call, check, peer = (partial(each, columns) for each in of[direction])
+    moved = 2 * columns * rows_of(columns) * (2 if direction == "FORWARD" else 3)
+    return Task(f"{direction} {columns}", moved, candidates, call, check, {"torch": peer}, goal)
+
+
+F, B = "FORWARD", "BACKWARD"
+TASKS = (
+    task(F, 4096, tiles(F, (1, 8192, 8, True), (1, 2048, 4, True), (1, 4096, 4, True), (2, 4096, 8, True)), "copy"),
+    task(F, 16384, tiles(F, (1, 8192, 16, True), (1, 4096, 8, True), (1, 16384, 16, True), (1, 8192, 8)), "copy"),
+    task(B, 16384, tiles(B, (1, 16384, 16), (1, 32768, 16), (1, 16384, 8), (1, 32768, 8)), "copy"),
+    task(B, 32768, tiles(B, (1, 32768, 16), (1, 16384, 16), (1, 65536, 16)), "copy"),
+    task(
+        F,
+        32768,
+        tiles(F, (1, 16384, 32), (1, 16384, 16), (1, 32768, 32)) | long(F, (8192, 8, 4, 4), (8192, 16, 2, 5)),
+        "copy",
+    ),
+    task(
+        F,
+        128256,
+        long(F, (8192, 8, 2, 5), (8192, 16, 2, 5, ""), (8192, 16, 2, 5), (32768, 32, 1, 3), (32768, 32, 1, 1)),
+        "3.9 TB/s",
+    ),
+    task(B, 128256, long(B, (32768, 32, 1, 3), (32768, 32, 1, 1), (65536, 32, 1, 1), (16384, 16, 2, 4)), "3.9 TB/s"),
+    task(F, 8192, tiles(F, (1, 4096, 8), (1, 4096, 8, True), (1, 4096, 4), (1, 8192, 8)), "copy"),
+    task(B, 8192, tiles(B, (1, 8192, 8), (1, 8192, 4), (1, 16384, 8)), "copy"),
+    task(B, 4096, tiles(B, (1, 4096, 4), (1, 8192, 4), (1, 8192, 8)), "copy"),
+    task(F, 1024, tiles(F, (1, 512, 2, True), (1, 2048, 1, True), (2, 2048, 4, True), (4, 2048, 4, True)), "copy"),
+    task(B, 1024, tiles(B, (1, 4096, 4), (1, 2048, 1), (2, 4096, 4), (1, 2048, 2)), "copy"),
+)
+
+if __name__ == "__main__":
+    main(TASKS, __doc__)
