@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import no_tangents, operator
+from rooftop.launch.operators import differentiable, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor, dother:
     return dx, dother_x if both else None, None, None, None, None, None, None
 
 
-torch.library.register_autograd("rooftop::rope", _differentiate, setup_context=_save)
+differentiable("rope", _differentiate, _save)
 
 
 @cost_of("rooftop::rope")
