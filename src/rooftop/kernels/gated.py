@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -167,8 +167,8 @@ def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tupl
 
 
 PLAIN = "torch.nn.functional.silu(gate) * up"
-torch.library.register_autograd("rooftop::swiglu", _differentiate, setup_context=_save)
-torch.library.register_autograd("rooftop::swiglu_backward", no_second_derivative("swiglu", PLAIN))
+differentiable("swiglu", _differentiate, _save)
+differentiable("swiglu_backward", no_second_derivative("swiglu", PLAIN))
 
 
 @cost_of("rooftop::swiglu")
