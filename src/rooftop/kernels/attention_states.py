@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -213,10 +213,8 @@ def _differentiate(
 
 
 PLAIN = "the formula in plain PyTorch"
-torch.library.register_autograd("rooftop::merge_attention_states", _differentiate, setup_context=_save)
-torch.library.register_autograd(
-    "rooftop::merge_attention_states_backward", no_second_derivative("merge_attention_states", PLAIN)
-)
+differentiable("merge_attention_states", _differentiate, _save)
+differentiable("merge_attention_states_backward", no_second_derivative("merge_attention_states", PLAIN))
 
 
 @cost_of("rooftop::merge_attention_states")
