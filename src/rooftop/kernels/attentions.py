@@ -34,7 +34,7 @@ from rooftop.kernels.attention_states import (
     rows_tile,
     unit_features,
 )
-from rooftop.launch.operators import no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import launch, require_triton
 
 Direction = Literal["forward", "backward"]
@@ -450,9 +450,9 @@ def _differentiate(
     return dquery, dkey, dvalue, dmask if wanted else None, None, None
 
 
-torch.library.register_autograd("rooftop::attention", _differentiate, setup_context=_save)
-torch.library.register_autograd(
-    "rooftop::attention_backward",
+differentiable("attention", _differentiate, _save)
+differentiable(
+    "attention_backward",
     no_second_derivative("attention", "torch.nn.functional.scaled_dot_product_attention with its math back end"),
 )
 
