@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tupl
     return None, _embedding_backward(dy, input, rows, padding), None
 
 
-torch.library.register_autograd("rooftop::embedding", _differentiate, setup_context=_save)
-torch.library.register_autograd("rooftop::embedding_backward", no_second_derivative("embedding"))
+differentiable("embedding", _differentiate, _save)
+differentiable("embedding_backward", no_second_derivative("embedding"))
 
 
 @cost_of("rooftop::embedding")
