@@ -20,7 +20,7 @@ from rooftop.kernels.cuda_interpolations import (
 )
 from rooftop.kernels.softmaxes import ANY_BYTES
 from rooftop.kernels.tiles import unit
-from rooftop.launch.operators import no_tangents, operator
+from rooftop.launch.operators import differentiable, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
@@ -123,10 +123,8 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | 
     return dfeatures if mask[0] else None, dpoints if mask[1] else None
 
 
-torch.library.register_autograd("rooftop::trilinear_interpolate", _differentiate, setup_context=_save)
-torch.library.register_autograd(
-    "rooftop::trilinear_interpolate_backward", no_second_derivative("trilinear_interpolate")
-)
+differentiable("trilinear_interpolate", _differentiate, _save)
+differentiable("trilinear_interpolate_backward", no_second_derivative("trilinear_interpolate"))
 
 # The cost is that of the same operator in CUDA C++, and is registered there.
 
