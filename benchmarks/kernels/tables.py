@@ -1,0 +1,143 @@
+"""Writes the tables of docs/kernels.md from the figures under benchmarks/results/.
+
+    python benchmarks/kernels/tables.py [--check]
+
+Between `<!-- figures: NAME.json -->` and `<!-- end of figures -->` stands what this makes of that file: tables, both
+directions side by side, Rooftop's column in bold, the roof and the peers of the same run beside it. What is outside of
+the markers is written by hand. `--check` writes nothing and fails where the page is not up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "kernels.md"
+RESULTS = ROOT / "benchmarks" / "results" / "h200"
+MARKED = re.compile(r"(<!-- figures: (\w+\.json) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+COMMANDS = {  # that make a file, where its name is not the script's
+    "rms_norms.json": "norms.py --norm rms_norm",
+    "add_layer_norms.json": "norms.py --norm add_layer_norm",
+    "add_rms_norms.json": "norms.py --norm add_rms_norm",
+}
+OURS = ("rooftop", "cuda", "chosen", "rooftop, compiled")
+FIGURES = ("graph", "rates", "eager")  # where a row has its figures, the best known first
+NOT_SHOWN = {*FIGURES, "unit", "roof", "op_roof", "direction", "plan", "peak_mib"}
+UNKNOWN = "-"
+DIGITS = ((100, 0), (10, 1), (0.1, 2), (0, 4))  # after the point, of numbers from so much
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is not up to date")
+    options = parser.parse_args()
+    text = PAGE.read_text(encoding="utf-8")
+    filled = with_figures(text, RESULTS)
+    if filled == text:
+        return
+    if options.check:
+        sys.exit("docs/kernels.md is not what the figures say: python benchmarks/kernels/tables.py")
+    PAGE.write_text(filled, encoding="utf-8")
+
+
+def with_figures(page: str, results: Path) -> str:
+    """The page with what stands between its markers made anew."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{section(results / found[2])}\n\n{found[3]}", page)
+
+
+def section(path: Path) -> str:
+    """The tables of one file of figures; what to run, where it is not there."""
+    if not path.is_file():
+        script = COMMANDS.get(path.name, f"{path.stem}.py")
+        return f"No figures yet: `python benchmarks/kernels/{script} --out benchmarks/results/h200/{path.name}`."
+    found = json.loads(path.read_text(encoding="utf-8"))
+    device = found.get("environment", {}).get("device", "NVIDIA H200")
+    tables = []
+    for rows in found.values():
+        if isinstance(rows, list) and rows and isinstance(rows[0], dict) and set(rows[0]) & set(FIGURES):
+            tables += [table(name, group, found) for name, group in groups(rows)]
+    source = f"`benchmarks/results/h200/{path.name}`, {device}."
+    return "\n\n".join([*tables, source])
+
+
+def groups(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """Rows that are described by the same things; "" or the operator that they are all of."""
+    kinds: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(described_by(row), []).append(row)
+    for group in kinds.values():
+        operators = {row.get("operator", row.get("block", "")) for row in group}
+        yield operators.pop() if len(operators) == 1 else "", group
+
+
+def described_by(row: Row) -> tuple[str, ...]:
+    return tuple(key for key in row if key not in NOT_SHOWN)
+
+
+def table(name: str, rows: list[Row], file: Row) -> str:
+    """One line for each size; the figures of each direction beside each other."""
+    keys = [key for key in described_by(rows[0]) if not (name and key in ("operator", "block"))]
+    directions = list(dict.fromkeys(row.get("direction", "") for row in rows))
+    variants = ours_first(list(dict.fromkeys(name for row in rows for name in figures(row))))
+    sizes: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        sizes.setdefault(json.dumps([row[key] for key in keys]), {})[row.get("direction", "")] = row
+    of_direction = ["roof", *variants]
+    first = [f"{direction}: {of_direction[0]}" if direction else of_direction[0] for direction in directions]
+    head = [*keys, *(each for begin in first for each in (begin, *variants))]
+    lines = [head, ["---:" if each not in ("operator", "kind", "expression") else "---" for each in head]]
+    for described in sizes.values():
+        any_row = next(iter(described.values()))
+        cells = [as_read(any_row[key]) for key in keys]
+        for direction in directions:
+            row = described.get(direction)
+            cells += [UNKNOWN] * len(of_direction) if row is None else [number(row.get("roof")), *shown(row, variants)]
+        lines.append(cells)
+    unit = rows[0].get("unit", file.get("unit", ""))
+    caption = f"`{name}`, {unit}:" if name else f"In {unit}:"
+    return "\n".join([caption, "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def figures(row: Row) -> dict[str, float]:
+    return next((row[key] for key in FIGURES if row.get(key)), {})
+
+
+def ours_first(names: list[str]) -> list[str]:
+    return sorted(names, key=lambda name: OURS.index(name) if name in OURS else len(OURS))
+
+
+def shown(row: Row, variants: list[str]) -> list[str]:
+    found = figures(row)
+    cells = [number(found.get(name)) for name in variants]
+    return [
+        f"**{cell}**" if name in OURS and cell != UNKNOWN else cell for name, cell in zip(variants, cells, strict=True)
+    ]
+
+
+def number(value: float | None) -> str:
+    """About three digits."""
+    if value is None:
+        return UNKNOWN
+    digits = next(digits for least, digits in DIGITS if value >= least)
+    return f"{value:,.{digits}f}"
+
+
+def as_read(value: Any) -> str:
+    """A size as people read it."""
+    if isinstance(value, list):
+        return " x ".join(map(as_read, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return UNKNOWN if value is None else str(value)
+
+
+if __name__ == "__main__":
+    main()

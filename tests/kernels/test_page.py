@@ -1,0 +1,61 @@
+"""The tables of docs/kernels.md are what benchmarks/kernels/tables.py makes of the committed figures."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = runpy.run_path(str(ROOT / "benchmarks" / "kernels" / "tables.py"))
+PAGE = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+MARKED = "before\n<!-- figures: some.json -->\nold\n<!-- end of figures -->\nafter\n"
+
+
+def filled(tmp_path: Path, content: Any) -> str:
+    (tmp_path / "some.json").write_text(json.dumps(content))
+    return TABLES["with_figures"](MARKED, tmp_path)
+
+
+def test_the_page_is_up_to_date() -> None:
+    results = ROOT / "benchmarks" / "results" / "h200"
+    assert TABLES["with_figures"](PAGE, results) == PAGE, "run python benchmarks/kernels/tables.py"
+    assert PAGE.count("<!-- figures:") == PAGE.count("<!-- end of figures -->") == len(TABLES["MARKED"].findall(PAGE))
+    assert "<!-- figures: norms.json -->" in PAGE
+
+
+def test_directions_stand_beside_each_other_and_ours_is_first(tmp_path: Path) -> None:
+    row = {"columns": 128, "direction": "forward", "roof": 4.6859, "unit": "TB/s"}
+    other = {"columns": 128, "direction": "backward", "roof": 4.7, "unit": "TB/s"}
+    rows = [
+        {**row, "graph": {"torch": 0.478, "rooftop": 4.0881}, "eager": {"rooftop": 1.0}},
+        {**other, "graph": {"torch": 123.4, "rooftop": 4567.8}, "eager": {}},
+        {**row, "columns": 256, "graph": {"rooftop": 3.0}, "eager": {}},
+    ]
+    text = filled(tmp_path, {"environment": {"device": "Some GPU"}, "rows": rows})
+    assert text == (
+        "before\n<!-- figures: some.json -->\n\nIn TB/s:\n\n"
+        "| columns | forward: roof | rooftop | torch | backward: roof | rooftop | torch |\n"
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+        "| 128 | 4.69 | **4.09** | 0.48 | 4.70 | **4,568** | 123 |\n"
+        "| 256 | 4.69 | **3.00** | - | - | - | - |\n\n"
+        "`benchmarks/results/h200/some.json`, Some GPU.\n\n<!-- end of figures -->\nafter\n"
+    )
+    assert TABLES["with_figures"](text, tmp_path) == text, "a second time changes nothing"
+
+
+def test_operators_that_are_described_otherwise_have_tables_of_their_own(tmp_path: Path) -> None:
+    rows = [
+        {"operator": "rope", "shape": [2, 3], "causal": True, "roof": 1.0, "unit": "us", "rates": {"rooftop": 2.0}},
+        {"operator": "swiglu", "rows": 4, "roof": 1.0, "unit": "us", "graph": {}, "eager": {"rooftop": 2.5}},
+    ]
+    text = filled(tmp_path, {"rows": rows})
+    assert "`rope`, us:\n\n| shape | causal | roof | rooftop |\n| ---: | ---: | ---: | ---: |\n| 2 x 3 | yes |" in text
+    assert "`swiglu`, us:\n\n| rows | roof | rooftop |\n| ---: | ---: | ---: |\n| 4 | 1.00 | **2.50** |" in text
+
+
+def test_what_was_not_measured_says_how(tmp_path: Path) -> None:
+    text = TABLES["with_figures"](MARKED, tmp_path)
+    assert "No figures yet: `python benchmarks/kernels/some.py --out benchmarks/results/h200/some.json`." in text
+    assert "old" not in text
