@@ -58,12 +58,10 @@ def task(table: str, columns: int, goal: str, *shapes: Shape) -> Task:
     call, check, peer, tensors = OF[table]
     rows = loss_tuning.ROWS if table == "CLUSTER_FUSED" else softmax_tuning.rows_of(columns)
     proof = partial(by_cluster, table, check, columns)
-    # backward of PyTorch is no call that can be captured without its forward
-    graph = table != "CLUSTER_FUSED"
     moved = 2 * tensors * rows * columns
     found = candidates(table, columns, shapes)
-    return Task(f"{table} {columns}", moved, found, partial(call, columns), proof, {"torch": partial(peer, columns)},
-                goal, graph=graph)  # fmt: skip
+    peers = {"torch": partial(peer, columns)}
+    return Task(f"{table} {columns}", moved, found, partial(call, columns), proof, peers, goal)
 
 
 LONG: tuple[Shape, ...] = (
