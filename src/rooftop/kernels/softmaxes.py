@@ -20,7 +20,7 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels import cuda_softmaxes as clusters
 from rooftop.kernels.tiles import merged, rows_of, unit
-from rooftop.launch.operators import no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -260,8 +260,8 @@ def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tupl
     return (dscores * scale).to(dtype), dscores.sum_to_size(shape).to(mask_dtype), None, None, None
 
 
-torch.library.register_autograd("rooftop::softmax", _differentiate, setup_context=_save)
-torch.library.register_autograd("rooftop::softmax_backward", no_second_derivative("softmax"))
+differentiable("softmax", _differentiate, _save)
+differentiable("softmax_backward", no_second_derivative("softmax"))
 
 
 @cost_of("rooftop::softmax")
