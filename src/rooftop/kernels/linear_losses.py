@@ -30,7 +30,7 @@ from rooftop.kernels.losses import (
     total_of,
     under_autocast,
 )
-from rooftop.launch.operators import no_tangents, operator
+from rooftop.launch.operators import differentiable, no_tangents, operator
 
 # ---- chunks ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ def _scale_gradients(ctx: torch.autograd.function.FunctionCtx, dloss: Tensor, *_
     return (*found, *[None] * 8)
 
 
-torch.library.register_autograd("rooftop::linear_cross_entropy", _scale_gradients, setup_context=_save_gradients)
+differentiable("linear_cross_entropy", _scale_gradients, _save_gradients)
 
 
 @cost_of("rooftop::linear_cross_entropy")
