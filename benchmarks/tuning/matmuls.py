@@ -1,6 +1,6 @@
 """Tiles of linear_act beside cuBLAS and torch.compile; what is found goes into the tables of `kernels/matmuls.py`.
 
-    python benchmarks/tuning/matmuls.py --out matmuls.json [--seconds 80] [--processes 15]
+    python benchmarks/tuning/matmuls.py --out matmuls.json [--seconds 60] [--processes 15]
     python benchmarks/tuning/matmuls.py --quick
 
 TFLOP/s. `--quick` tries tiny sizes on the CPU, through the interpreter.
@@ -17,7 +17,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,64 +50,50 @@ def d(rows: int, columns: int, depth: int, warps: int, stages: int, **more: int)
     return Tile("descriptors", rows, columns, depth, warps, stages, **more)  # type: ignore[arg-type]
 
 
+def s(rows: int, columns: int, depth: int, warps: int, stages: int, **more: int) -> Tile:
+    return Tile("single", rows, columns, depth, warps, stages, **more)  # type: ignore[arg-type]
+
+
 def p(rows: int, columns: int, depth: int, warps: int, stages: int, **more: int) -> Tile:
     return Tile("pointers", rows, columns, depth, warps, stages, **more)  # type: ignore[arg-type]
 
 
-# The most promising first. By ptxas none spills; shared memory is at most 227 KiB a multiprocessor.
+# The most promising first. By ptxas none spills; shared memory is at most 227 KiB a multiprocessor. `lag` is in clock
+# cycles for each element of K: at the tensor cores' peak a tile of 128 x 128 takes 8, of 64 x 128 4; half of that is
+# wanted.
 LARGE = [
-    d(128, 256, 64, 8, 3, parts=2),
-    d(128, 256, 64, 8, 4, parts=4),
-    d(128, 128, 64, 4, 3, parts=2, programs_per_sm=2),
-    d(128, 256, 64, 8, 4, parts=2),
-    d(256, 128, 64, 8, 3, parts=2),
-    d(256, 128, 64, 8, 4, parts=2),
-    d(128, 128, 64, 4, 3, parts=2, programs_per_sm=ALL),
-    d(128, 256, 64, 8, 3, parts=4),
-    d(128, 256, 64, 8, 3),
-    d(128, 256, 64, 8, 3, parts=2, group=4),
-    d(128, 256, 64, 8, 3, parts=2, group=16),
-    d(128, 256, 64, 8, 4, parts=2, programs_per_sm=ALL),
-    d(128, 128, 64, 4, 3, parts=4, programs_per_sm=2),
-    d(128, 128, 64, 8, 4),
-    d(128, 128, 64, 8, 6, parts=2),
-    d(128, 128, 128, 8, 3, parts=2),
-    d(128, 128, 64, 4, 6, parts=2),
-    d(64, 256, 64, 4, 2, parts=2, programs_per_sm=2),
-    d(64, 256, 64, 4, 4, parts=2),
-    d(128, 256, 128, 8, 2, parts=4),
-    d(256, 128, 64, 8, 3, parts=2, group=4),
+    d(128, 128, 64, 4, 3, parts=2, programs_per_sm=2, group=16, lag=5),
     d(128, 128, 64, 4, 3, parts=2, programs_per_sm=2, group=16),
-    p(128, 256, 64, 8, 3),
-    p(128, 256, 64, 8, 4),
-    p(128, 128, 64, 4, 3),
+    d(128, 128, 64, 4, 3, parts=2, programs_per_sm=2, group=16, lag=3),
+    d(128, 128, 64, 4, 3, parts=2, programs_per_sm=2, group=16, lag=8),
+    d(128, 256, 64, 8, 3),
+    d(128, 128, 64, 4, 3, parts=4, programs_per_sm=2, group=16, lag=5),
+    s(128, 128, 64, 4, 3, parts=2, group=16),
+    d(128, 128, 64, 4, 2, parts=4, programs_per_sm=3, group=16),
+    d(128, 256, 64, 8, 4, parts=2),
+    d(256, 128, 64, 8, 4, parts=2),
+    s(256, 128, 64, 8, 4, parts=2),
 ]
+# One tile for each multiprocessor, or two small ones.
 SMALL = [
-    d(128, 128, 64, 8, 4),
-    d(128, 128, 64, 8, 6, parts=2),
-    d(64, 256, 64, 4, 4, parts=2),
-    d(128, 128, 128, 8, 3, parts=2),
+    s(128, 128, 64, 4, 6, parts=2),
+    s(128, 128, 64, 8, 6, parts=2),
     d(128, 128, 64, 4, 6, parts=2),
+    d(64, 128, 64, 4, 4, programs_per_sm=2, lag=3),
     d(64, 128, 64, 4, 4, programs_per_sm=2),
-    d(128, 128, 64, 8, 5),
-    d(64, 256, 64, 4, 5, parts=4),
-    d(128, 64, 64, 4, 4, programs_per_sm=2),
-    d(128, 256, 64, 8, 3, parts=2, split=2),
-    d(64, 128, 128, 4, 2, programs_per_sm=2),
-    d(64, 128, 128, 4, 4),
-    d(128, 64, 128, 4, 2, programs_per_sm=2),
-    d(256, 128, 64, 8, 3, parts=2, split=2),
-    d(64, 256, 128, 4, 2, parts=2),
-    d(128, 128, 64, 8, 4, group=4),
-    d(128, 128, 64, 4, 3, parts=2, programs_per_sm=2),
-    d(128, 128, 64, 4, 3, parts=4, programs_per_sm=2, split=2),
-    d(64, 64, 128, 4, 3, programs_per_sm=2),
-    d(256, 64, 64, 8, 4),
-    d(64, 256, 64, 8, 4, parts=2),
-    d(128, 128, 128, 4, 3, parts=2),
-    p(128, 128, 64, 8, 4),
-    p(64, 128, 64, 4, 4),
-    p(128, 64, 64, 4, 4),
+    s(128, 128, 128, 8, 3, parts=2),
+    s(64, 128, 64, 4, 4),
+    d(128, 128, 64, 8, 6, parts=2),
+    s(64, 256, 64, 4, 4, parts=2),
+    s(128, 64, 64, 4, 4),
+]
+# 4096 x 768 is 128 tiles of 128 x 192: one for each multiprocessor.
+NARROW = [
+    s(128, 128, 64, 8, 4, parts=2, more=64),
+    s(128, 128, 64, 8, 5, parts=2, more=64),
+    d(128, 128, 64, 4, 3, parts=4, programs_per_sm=2, group=16, lag=5),
+    s(64, 128, 64, 4, 3, parts=2, more=64),
+    s(128, 128, 64, 4, 3, parts=2),
 ]
 FEW = [
     d(64, 64, 128, 4, 4, split=4),
@@ -131,30 +118,31 @@ Job = tuple[int, int, int, str, bool, bool, list[Tile], int]
 JOBS: list[Job] = [
     (4096, 4096, 4096, "sigmoid", False, False, LARGE, 0),
     (512, 4096, 4096, "sigmoid", False, False, SMALL, 0),
-    (4096, 4096, 4096, "gelu", False, False, LARGE, 6),
-    (512, 4096, 4096, "gelu", False, False, SMALL, 6),
-    (4096, 3072, 768, "gelu_tanh", False, False, LARGE, 8),
-    (4096, 768, 3072, "none", False, True, SMALL, 10),
-    (8192, 8192, 8192, "gelu", False, False, LARGE, 5),
-    (4096, 3072, 768, "gelu_tanh", True, False, LARGE, 6),
+    (4096, 768, 3072, "none", False, True, NARROW, 0),
+    (4096, 4096, 4096, "gelu", False, False, LARGE, 5),
+    (512, 4096, 4096, "gelu", False, False, SMALL, 3),
+    (4096, 3072, 768, "gelu_tanh", False, False, LARGE, 4),
+    (4096, 3072, 768, "gelu_tanh", True, False, LARGE, 3),
+    (8192, 8192, 8192, "gelu", False, False, LARGE, 3),
+    (4096, 768, 3072, "gelu", False, True, NARROW, 2),
+    (2048, 4096, 4096, "silu", False, False, LARGE, 3),
+    (1024, 4096, 4096, "silu", False, False, SMALL, 3),
     (64, 4096, 4096, "silu", False, False, FEW, 0),
     (16, 4096, 4096, "silu", False, False, FEW, 0),
-    (256, 4096, 4096, "silu", False, False, SMALL, 6),
-    (1024, 4096, 4096, "silu", False, False, SMALL, 5),
-    (2048, 4096, 4096, "silu", False, False, LARGE, 5),
     (4096, 4096, 4095, "silu", False, False, ODD, 0),
-    (512, 4096, 4096, "none", False, False, SMALL, 3),
-    (4096, 4096, 4096, "none", False, False, LARGE, 3),
+    (4096, 4096, 4096, "none", False, False, LARGE, 2),
 ]  # fmt: skip
+LATER = 8  # from here on they only widen the tables
 TINY: list[Job] = [
     (40, 64, 48, "sigmoid", False, False, [d(32, 32, 16, 4, 2), d(32, 32, 16, 4, 2, parts=2, split=2)], 0),
     (40, 64, 48, "gelu", True, False, [p(32, 32, 16, 4, 2)], 1),
+    (40, 64, 48, "gelu", False, True, [s(32, 32, 16, 4, 2, parts=2, more=16)], 1),
 ]
 
 
 def label(tile: Tile) -> str:
     text = f"{tile.kernel[0]}{tile.rows}x{tile.columns}x{tile.depth} w{tile.warps} s{tile.stages}"
-    for name, plain in (("parts", 1), ("split", 1), ("group", 8)):
+    for name, plain in (("parts", 1), ("split", 1), ("group", 8), ("lag", 0), ("more", 0)):
         value = getattr(tile, name)
         text += f" {name}{value}" if value != plain else ""
     per_sm = tile.programs_per_sm
@@ -201,7 +189,7 @@ def check(tile: Tile, job: Job, device: str) -> None:
 
 
 def variants(job: Job, tiles: list[Tile], device: str) -> dict[str, Callable[..., object]]:
-    _, _, _, activation, keep, _, *_ = job
+    m, n, _, activation, keep, *_ = job
 
     def eager(x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None) -> Tensor:
         y = TORCH[activation](functional.linear(x, weight, bias))
@@ -216,10 +204,37 @@ def variants(job: Job, tiles: list[Tile], device: str) -> dict[str, Callable[...
         "torch": eager,
         "library": ours(LIB),
     }
-    if device == "cuda" and job in JOBS[:7]:
+    if device == "cuda" and job in JOBS[:2]:  # compiling takes seconds
         torch._dynamo.reset()
         found["compile"] = torch.compile(eager, dynamic=False)
+    if m * n >= 1 << 23:
+        found |= {
+            f"library{' backwards' * backwards}{f', {mib} MiB at a time' if mib else ''}": library(backwards, mib, job)
+            for backwards, mib in ((True, 0), (False, 17), (True, 17), (False, 9))
+        }
     return found | {label(tile): ours(LinearPlan(tile.kernel, tile, "")) for tile in tiles}
+
+
+def library(backwards: bool, mib: int, job: Job) -> Callable[..., object]:
+    """cuBLAS and the pass that finishes, the last rows first, or so much of the result at a time that L2 holds it."""
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None) -> object:
+        with tables(FINISH_BACKWARDS=backwards, LIBRARY_BYTES=mib << 20 if mib else 1 << 62):
+            return forward(LIB, x, weight, bias, job[3], added, job[4])
+
+    return call
+
+
+@contextmanager
+def tables(**values: object) -> Iterator[None]:
+    before = {name: getattr(matmuls, name) for name in values}
+    for name, value in values.items():
+        setattr(matmuls, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(matmuls, name, value)
 
 
 def measure(job: Job, tiles: list[Tile], device: str, seconds: float) -> dict[str, Any]:
@@ -267,13 +282,12 @@ def pointwise(device: str, seconds: float) -> list[dict[str, Any]]:
         else:
             calls["torch"] = lambda: torch.ops.aten.gelu_backward(dy, z).sum(0)
             settings = [
-                (16, 256, 8, 4),
                 (16, 128, 4, 8),
                 (32, 128, 8, 4),
-                (8, 512, 8, 4),
-                (32, 256, 8, 4),
-                (8, 256, 4, 8),
-                (16, 256, 8, 8),
+                (8, 128, 4, 8),
+                (8, 128, 2, 16),
+                (16, 64, 4, 8),
+                (16, 128, 8, 8),
             ]
             names = ("BACKWARD_ROWS", "BACKWARD_COLUMNS", "BACKWARD_WARPS", "BACKWARD_PROGRAMS_PER_SM")
         before = [getattr(matmuls, each) for each in names]
@@ -304,7 +318,7 @@ def chosen(job: Job, best: dict[int, list[Tile]]) -> list[Tile]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=80.0)
+    parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--processes", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="on the CPU, to see that this runs")
     options = parser.parse_args()
@@ -348,7 +362,11 @@ def main() -> None:
     best: dict[int, list[Tile]] = {}
     for index, job in enumerate(jobs):
         if index == 2 and device == "cuda":
-            precompile(jobs[2:], best, 0.75 * options.seconds)
+            precompile(jobs[2:LATER], best, 0.75 * options.seconds)
+        if index == LATER:
+            rows.extend(pointwise(device, 0.04))
+            save()
+            precompile(jobs[LATER:], best, 0.85 * options.seconds)
         if index and time.perf_counter() - began > 0.9 * options.seconds:
             print(f"out of time before {job[:6]}")
             break
@@ -370,9 +388,8 @@ def main() -> None:
         if not job[7]:
             best[id(job[6])] = ranked
         rate = row["tflops"]
-        peers = "  ".join(
-            f"{key} {rate[key]}" for key in ("bare", "bare+bias", "torch", "compile", "library") if key in rate
-        )
+        tried = {label(tile) for tile in tiles}
+        peers = "  ".join(f"{key} {value}" for key, value in rate.items() if key not in tried)
         ours = "  ".join(f"[{label(t)}] {rate.get(label(t))}" for t in ranked[:5])
         goal = rate[label(ranked[0])] / rate["bare"] if ranked and rate.get("bare") else 0
         print(
@@ -381,8 +398,8 @@ def main() -> None:
         )
         for name, error in row["failed"].items():
             print("  failed:", name, error)
-    if time.perf_counter() - began < options.seconds:
-        rows.extend(pointwise(device, 0.04 if device == "cuda" else 0.002))
+    if options.quick:
+        rows.extend(pointwise(device, 0.002))
         save()
     if pool is not None:
         pool.terminate()

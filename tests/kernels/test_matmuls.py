@@ -20,6 +20,7 @@ from rooftop.kernels import linear_act, linear_act_plan, matmul, matmuls
 from rooftop.kernels.matmuls import (
     ACTIVATIONS,
     FUSED_ON_HOPPER,
+    TWO_AN_SM,
     Entry,
     LinearPlan,
     Problem,
@@ -103,7 +104,7 @@ def wide(given_: Operands) -> Operands:
 def tiles_for_all() -> Iterator[None]:
     """The kernels for all that a table decides, also where the library is faster."""
     before = matmuls.FUSED_ON_HOPPER
-    matmuls.FUSED_ON_HOPPER = dict.fromkeys(before, (Entry(math.inf, Tile("descriptors", 64, 128, 128, 4, 4)),))
+    matmuls.FUSED_ON_HOPPER = dict.fromkeys(before, (Entry(math.inf, replace(TWO_AN_SM, rows=64)),))
     choose.cache_clear()
     try:
         yield
@@ -224,7 +225,7 @@ def test_activations_for_results_of_16_bits_are_far_within_their_rounding(activa
     launch(
         linear_act_finish, (1, 1), y.device, x.float(), None, None, y, None, 1, len(x), 1, len(x), len(x), 0,
         ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=False, HAS_RESIDUAL=False, KEEP=False, SPLIT=1, UNIT=1,
-        ROWS=1, COLUMNS=1 << 16, HALF=True,
+        ROWS=1, COLUMNS=1 << 16, HALF=True, BACKWARDS=False,
     )  # fmt: skip
     limits = torch.finfo(dtype)
     assert ((y - exact).abs() <= 0.1 * limits.eps * exact.abs() + 0.1 * limits.smallest_normal).all()
@@ -246,6 +247,20 @@ def test_derivatives_for_results_of_16_bits_are_far_within_their_rounding(activa
     )  # fmt: skip
     limits = torch.finfo(torch.float16)
     assert ((dz - exact).abs() <= 0.2 * limits.eps * (exact.abs() + 0.1)).all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_a_library_product_can_be_finished_in_parts(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_ = operands(600, 24, 8, bias=bias, residual=True)
+    plan = LinearPlan("library", None, "")
+    whole = forward(plan, *given_[:3], "gelu", given_[3], True)
+    monkeypatch.setattr(matmuls, "LIBRARY_BYTES", 4 * 24 * 300)
+    monkeypatch.setattr(matmuls, "FINISH_BACKWARDS", True)
+    with count_launches() as launches:
+        parts = forward(plan, *given_[:3], "gelu", given_[3], True)
+    assert launches["linear_act_finish"] == 2
+    torch.testing.assert_close(parts, whole)
 
 
 # ---- laws ----------------------------------------------------------------------------------------------------------
@@ -535,6 +550,30 @@ def test_every_kernel_on_a_gpu(kernel: str, split: int, keep: bool, across: bool
     exact = wide((x, weight, bias, residual))
     assert_as_accurate(y, by_torch(x, weight, bias, "gelu", residual), by_torch(*exact[:3], "gelu", exact[3]))
     if keep:
+        assert_as_accurate(before, functional.linear(x, weight, bias), functional.linear(*exact[:3]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("across", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        replace(TWO_AN_SM, lag=5),
+        Tile("single", 128, 128, 64, 4, 3, parts=2),
+        Tile("single", 128, 128, 64, 8, 4, parts=2, more=64),
+    ],
+    ids=["out of step", "one tile a program", "one tile of 192 columns a program"],
+)
+def test_programs_out_of_step_and_of_one_tile_on_a_gpu(tile: Tile, across: bool, activation: str) -> None:
+    x, weight, bias, residual = operands(3000, 2056, 520, dtype=torch.bfloat16, residual=True, device="cuda")
+    if across:
+        x, weight = x.t().contiguous().t(), weight.t().contiguous().t()
+    for added in (None, residual):
+        y, before = forward(LinearPlan(tile.kernel, tile, ""), x, weight, bias, activation, added, True)
+        exact = wide((x, weight, bias, added))
+        theirs = by_torch(x, weight, bias, activation, added)
+        assert_as_accurate(y, theirs, by_torch(*exact[:3], activation, exact[3]))
         assert_as_accurate(before, functional.linear(x, weight, bias), functional.linear(*exact[:3]))
 
 

@@ -7,7 +7,7 @@ in bands of GROUP rows of tiles, so that the tiles that are worked on at a time 
   are persistent, so that the first copies of a tile are on their way while the tile before is finished. A tile is
   finished in PARTS of its columns, so that what is staged for the store leaves more shared memory for copies. With two
   programs on a multiprocessor, one multiplies while the other finishes; those that begin together would stay in step
-  and leave the tensor cores idle together, so LAG makes the later half begin later.
+  and leave the tensor cores idle together, so OUT_OF_STEP makes the later half wait at first.
 - `linear_act_single` also copies with TMA, one tile a program, where there is one for each multiprocessor: bias and
   residual are loaded before the product. MORE columns make tiles that are no power of two wide.
 - `linear_act_pointers` takes any strides and any K, one tile a program.
@@ -39,21 +39,21 @@ SIGMOID = tl.constexpr(5)
 def linear_act_descriptors(
     x, weight, y, z, residual,  # descriptors: (M, K) or (K, M), (N, K) or (K, N), (M, N), (M, N), (M, N)
     bias,  # (N,)
-    rows, columns, depth, padded_rows,  # padded_rows: from one part of K to the next, in y
+    rows, columns, depth, padded_rows, lag,  # padded_rows: from one part of K to the next, in y; lag: in clock cycles
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
     X_ACROSS: tl.constexpr, W_ACROSS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
-    PARTS: tl.constexpr, HALF: tl.constexpr, LAG: tl.constexpr,
+    PARTS: tl.constexpr, HALF: tl.constexpr, OUT_OF_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Every (number of programs)-th tile. LAG: clock cycles for each element of K, of the later half of programs."""
+    """Every (number of programs)-th tile. OUT_OF_STEP: the later half of the programs begins `lag` later."""
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     steps = tl.cdiv(depth, DEPTH)
     steps_of_part = tl.cdiv(steps, SPLIT)
     tiles = row_tiles * column_tiles
     programs = tl.num_programs(0)
     start = tl.program_id(0)
-    if LAG > 0:
-        start += _zero_after(tl.where(start >= programs - programs // 2, depth * LAG, 0))
+    if OUT_OF_STEP:
+        start += _zero_after(tl.where(start >= programs - programs // 2, lag, 0))
     # Where a tile is finished is computed anew: the loop over tiles and the one over K become one, in which the copies
     # for the next tile begin before this one is finished.
     finished = start - programs
@@ -201,10 +201,17 @@ def linear_act_finish(
     rows, units, padded_rows, sums_row, y_row, residual_row,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
     SPLIT: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
+    BACKWARDS: tl.constexpr,
 ):  # fmt: skip
-    """y = activation(sum of sums + bias) + residual; z is what is activated. Strides count groups of UNIT elements."""
+    """y = activation(sum of sums + bias) + residual; z is what is activated. Strides count groups of UNIT elements.
+
+    BACKWARDS: the last rows first, which are what L2 still holds of a product that was made just before.
+    """
     columns = units * UNIT
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(0).to(tl.int64)
+    if BACKWARDS:
+        block = tl.num_programs(0) - 1 - block
+    row = block * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row[:, None] * (y_row * UNIT) + column[None, :]

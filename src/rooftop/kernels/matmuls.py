@@ -170,6 +170,10 @@ UNALIGNED_ON_HOPPER = (
 FUSED_ELSEWHERE = (Entry(0.1, None), Entry(math.inf, Tile("pointers", 128, 128, 32, 8, 3)))
 
 FINISH_ELEMENTS, FINISH_COLUMNS, FINISH_WARPS = 2048, 512, 4
+FINISH_BACKWARDS = False  # the last rows first
+# A library's product is made and finished so many bytes of whole rows at a time, that L2 still holds them. Not measured
+# yet: all at once.
+LIBRARY_BYTES = 1 << 62
 BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS, BACKWARD_PROGRAMS_PER_SM = 16, 128, 4, 8
 SUM_OF_CHUNKS = {"ROWS": 64, "COLUMNS": 16, "num_warps": 4}
 
@@ -337,14 +341,35 @@ def _by_library(
     nothing = x.new_empty(0)
     if activation in ("relu", "gelu_tanh") and bias is not None and residual is None and not keep and x.is_cuda:
         return torch._addmm_activation(bias, x, weight.t(), use_gelu=activation == "gelu_tanh"), nothing
-    before = functional.linear(x, weight, bias)
     if activation == "none" and residual is None:
+        before = functional.linear(x, weight, bias)
         return before, before.clone() if keep else nothing
     require_triton()
-    y = torch.empty_like(before) if keep else before  # in place: each element is read, then written, by one thread
     residual = _unit_columns(residual) if residual is not None else None
-    _finish(before, 1, before.shape[0], None, activation, residual, y, nothing)
+    rows, columns = x.shape[0], weight.shape[0]
+    chunk = _rows_at_a_time(rows, columns * x.element_size())
+    before = functional.linear(x, weight, bias) if chunk >= rows else x.new_empty(rows, columns)
+    y = torch.empty_like(before) if keep else before  # in place: each element is read, then written, by one thread
+    for start in range(0, rows, chunk):
+        part = slice(start, start + chunk)
+        if chunk < rows:
+            _multiply_into(before[part], x[part], weight, bias)
+        added = residual[part] if residual is not None else None
+        _finish(before[part], 1, before[part].shape[0], None, activation, added, y[part], nothing)
     return y, before if keep else nothing
+
+
+def _rows_at_a_time(rows: int, row_bytes: int) -> int:
+    """How many rows a library's product makes before they are finished: equal parts, in multiples of 256 rows."""
+    parts = -(-rows * row_bytes // LIBRARY_BYTES)
+    return -(-rows // (parts * 256)) * 256 if parts > 1 else rows
+
+
+def _multiply_into(target: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=target)
+    else:
+        torch.addmm(bias, x, weight.t(), out=target)
 
 
 def _with_descriptors(
@@ -367,8 +392,9 @@ def _with_descriptors(
         _described(y, tile.rows, part),
         _described(before, tile.rows, part) if keep else None,
         _described(residual, tile.rows, part) if residual is not None else None,
-        *(bias, rows, columns, depth, padded_rows),
-        X_ACROSS=x.stride(1) != 1, W_ACROSS=weight.stride(1) != 1, PARTS=tile.parts, LAG=0 if INTERPRETED else tile.lag,
+        *(bias, rows, columns, depth, padded_rows, tile.lag * depth),
+        X_ACROSS=x.stride(1) != 1, W_ACROSS=weight.stride(1) != 1, PARTS=tile.parts,
+        OUT_OF_STEP=tile.lag > 0 and not INTERPRETED,
         **_constants(tile, split, x, bias, activation, residual, keep),
     )  # fmt: skip
 
@@ -474,7 +500,7 @@ def _finish(
         sums.stride(0) // group, y.stride(0) // group, residual_row // group,
         ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         KEEP=keep, SPLIT=split, UNIT=group, ROWS=height, COLUMNS=block, HALF=y.dtype in HALVES,
-        num_warps=FINISH_WARPS,
+        BACKWARDS=FINISH_BACKWARDS, num_warps=FINISH_WARPS,
     )  # fmt: skip
 
 
