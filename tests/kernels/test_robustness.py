@@ -373,3 +373,28 @@ def test_more_than_two_billion_elements(public: Public) -> None:
         outputs = found if isinstance(found, tuple) else (found,)
         gradients = torch.autograd.grad(outputs, list(wanted.values()), [torch.empty_like(y) for y in outputs])
         assert [g.shape for g in gradients] == [t.shape for t in wanted.values()]
+
+
+WRONG_NUMBERS = [
+    ("softmax", {"scale": "x"}),
+    ("log_softmax", {"scale": [1.0]}),
+    ("attention", {"scale": "x"}),
+    ("embedding", {"padding_idx": 1.5}),
+    *((name, {"ignore_index": 1.5}) for name in ("cross_entropy", "linear_cross_entropy")),
+    *((name, {"label_smoothing": "x"}) for name in ("cross_entropy", "linear_cross_entropy")),
+    *((name, {"z_loss": None}) for name in ("cross_entropy", "linear_cross_entropy")),
+    ("add", {"alpha": "x"}),
+    ("gelu", {"approximate": 1}),
+    ("softmax", {"dim": 0.5}),
+    ("sum", {"dim": 0.5}),
+    ("norm", {"ord": "fro"}),
+    ("layer_norm", {"normalized_shape": 6.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong"), WRONG_NUMBERS, ids=lambda each: each if isinstance(each, str) else "")
+def test_what_is_no_number(name: str, wrong: Arguments) -> None:
+    public = next(each for each in PUBLIC if each.name == name)
+    (argument,) = wrong
+    with pytest.raises((TypeError, ValueError), match=f"^({name}|fused): .*{argument}"):
+        getattr(kernels, name)(**tensors_of(public), **wrong)

@@ -128,4 +128,5 @@ def test_places_that_the_shift_brought_together_do_not_see_each_other() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_blocks_through_the_interpreter(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__, "-k", "test_eager and torch.float32 or through_the_interpreter") == 3
+    cases = "test_eager and torch.float32 and not swin"  # which is slow there; its softmax has tests of its own
+    assert interpreted(__file__, "-k", f"{cases} or through_the_interpreter") == 2

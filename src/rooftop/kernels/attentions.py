@@ -610,6 +610,8 @@ def _check(
         raise TypeError(f"attention: query, key and value must have one dtype, got {query.dtype}, {key.dtype}, "
                         f"{value.dtype}")  # fmt: skip
     _check_shapes(query, key, value, enable_gqa)
+    if scale is not None and not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"attention: scale must be a number or None, got {type(scale).__name__}")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"attention: scale must be finite, got {scale}")
     if mask is not None:

@@ -20,6 +20,7 @@ from rooftop.kernels.losses import (
     LogitsShape,
     Terms,
     check_arguments,
+    check_index,
     check_targets,
     inverse_of_targets,
     losses_of_rows,
@@ -219,6 +220,7 @@ def linear_cross_entropy(
     logits = LogitsShape((rows.shape[0], weight.shape[0]), hidden.dtype, hidden.device)
     indices = target.reshape(-1)
     check_arguments("linear_cross_entropy", logits, indices, class_weight, reduction, label_smoothing, z_loss)
+    check_index("linear_cross_entropy", ignore_index)
     if reduction == "none":
         raise ValueError("linear_cross_entropy: reduction must be 'mean' or 'sum': gradients are made in forward")
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):

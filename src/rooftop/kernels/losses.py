@@ -496,6 +496,7 @@ def cross_entropy(
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     check_arguments("cross_entropy", input, target, weight, reduction, label_smoothing, z_loss)
+    check_index("cross_entropy", ignore_index)
     no_tangents("cross_entropy", input)
     dtype = torch.float32 if under_autocast(input) and input.dtype != torch.float64 else input.dtype
     if input.dim() == 1:
@@ -533,6 +534,12 @@ class LogitsShape(NamedTuple):
 def under_autocast(x: Tensor) -> bool:
     """Whether autocast is on for the device of x, which then takes float32."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def check_index(name: str, ignore_index: int) -> None:
+    """TypeError where it is no int, which no target would be."""
+    if not isinstance(ignore_index, (int, torch.SymInt)):
+        raise TypeError(f"{name}: ignore_index must be an int, got {type(ignore_index).__name__}")
 
 
 def check_arguments(
@@ -582,6 +589,9 @@ def check_arguments(
             raise ValueError(f"{name}: input is on {x.device}, {argument} on {tensor.device}: move one to the other")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    for argument, value in (("label_smoothing", smoothing), ("z_loss", z_loss)):
+        if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            raise TypeError(f"{name}: {argument} must be a number, got {type(value).__name__}")
     if not 0.0 <= smoothing <= 1.0:
         raise ValueError(f"{name}: label_smoothing must be from 0 to 1, got {smoothing}")
     if not math.isfinite(z_loss):

@@ -362,6 +362,8 @@ def _check(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tens
         raise TypeError(f"{name}: dim must be an int, got {dim!r}")
     if not -max(1, x.dim()) <= dim < max(1, x.dim()):
         raise ValueError(f"{name}: dim {dim} is out of range for an input of shape {tuple(x.shape)}")
+    if not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name}: scale must be a number, got {type(scale).__name__}")
     if not math.isfinite(scale):
         raise ValueError(f"{name}: scale must be finite, got {scale}")
     if mask is None:
