@@ -49,6 +49,7 @@ class Task:
         repeats: how many times `call` does the work, with other tensors each time, so that L2 does not serve it.
         graph: whether calls are replayed from a CUDA graph; not where the host waits for the GPU.
         changed: called when tables have been set: clears what was made from others.
+        flops: of operators bound by them: figures are then TFLOP/s and not TB/s.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Task:
     repeats: int = 1
     graph: bool = True
     changed: Callable[[], None] = lambda: None
+    flops: int = 0
 
     @contextmanager
     def settled(self, candidate: str) -> Iterator[None]:
@@ -95,8 +97,6 @@ def main(tasks: Sequence[Task], description: str | None) -> None:
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1), help="that prove candidates")
     parser.add_argument("--quick", action="store_true", help="on the CPU, tiny, to see that this runs")
     options = parser.parse_args()
-    if not QUICK and not torch.cuda.is_available():
-        parser.error("there is no GPU: use --quick to see that this runs")
     _run(list(tasks), options)
 
 
@@ -135,6 +135,8 @@ def _run(tasks: list[Task], options: argparse.Namespace) -> None:
     jobs = [(i, name) for i, task in enumerate(tasks) for name in task.candidates]
     print(f"{len(jobs)} candidates of {len(tasks)} tasks", flush=True)
     proofs = _proofs(jobs, options.processes, began + 0.55 * options.seconds)
+    if not QUICK and not torch.cuda.is_available():  # asked before, it would start CUDA
+        sys.exit("there is no GPU: --quick shows that this runs")
     failed = {f"{tasks[i].name}: {name}": why for (i, name), why in zip(jobs, proofs, strict=True) if why}
     for name, why in failed.items():
         print(f"FAILED {name}: {why}", flush=True)
@@ -165,47 +167,51 @@ def _run(tasks: list[Task], options: argparse.Namespace) -> None:
 
 def _timed(task: Task, candidates: Sequence[str], failed: dict[str, str]) -> dict[str, Any]:
     from rooftop.hardware import compare
-    from rooftop.hardware.timing import captured
 
     torch.manual_seed(0)
     stream = None if QUICK else torch.cuda.Stream()  # backward runs on the stream of its forward: see `captured`
-    graph = task.graph and not QUICK
     calls: dict[str, Call] = {}
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         call = task.call()
-        for name in candidates:
-            with task.settled(name):
-                calls[name] = captured(call, stream) if graph else _with_settings(task, name, call)
-        for name, make in task.peers.items():
+        for name in (*candidates, *task.peers):
             try:
-                peer = make()
-                calls[name] = captured(peer, stream) if graph else peer
-            except Exception as error:  # a peer that is not installed, or cannot do this
-                failed[f"{task.name}: {name}"] = f"{type(error).__name__}: {str(error)[:300]}"
-                print(f"FAILED {task.name}: {name}: {failed[f'{task.name}: {name}']}", flush=True)
+                calls[name] = _prepared(task, name, call, stream)
+            except Exception as error:  # what cannot be launched at this size, or a peer that cannot do this
+                failed[f"{task.name}: {name}"] = why = f"{type(error).__name__}: {str(error)[:300]}"
+                print(f"FAILED {task.name}: {name}: {why}", flush=True)
         if stream is not None:
             stream.synchronize()
         seconds, warm_up = (0.001, 0.0) if QUICK else (0.02, 0.005)
         times = compare(calls, device=DEVICE, seconds=seconds, warm_up_seconds=warm_up)
     us = {name: 1e3 * time.median_ms / task.repeats for name, time in times.items()}
     us = dict(sorted(us.items(), key=lambda item: item[1]))
-    rates = {name: task.moved_bytes / value / 1e6 for name, value in us.items()}
+    rates = {name: (task.flops or task.moved_bytes) / value / 1e6 for name, value in us.items()}
     best = next((name for name in us if name in task.candidates), None)
     tables = {} if best is None else {f"{m.__name__}.{n}": v for (m, n), v in task.candidates[best].items()}
-    return {"task": task.name, "goal": task.goal, "us": us, "TB/s": rates, "best": best, "tables": tables}
+    unit = "TFLOP/s" if task.flops else "TB/s"
+    row = {"task": task.name, "goal": task.goal, "us": us, "unit": unit, "rates": rates}
+    return row | {"best": best, "tables": tables}
 
 
-def _with_settings(task: Task, name: str, call: Call) -> Call:
-    def run() -> object:
+def _prepared(task: Task, name: str, call: Call, stream: torch.cuda.Stream | None) -> Call:
+    """What is timed: of a candidate `call` with its tables set, of a peer its own call."""
+    from rooftop.hardware.timing import captured
+
+    graph = task.graph and stream is not None
+    if name in task.peers:
+        peer = task.peers[name]()
+        return captured(peer, stream) if graph else peer
+
+    def with_tables() -> object:
         with task.settled(name):
             return call()
 
-    return run
+    return captured(with_tables, stream) if graph else with_tables
 
 
 def _line(row: dict[str, Any]) -> str:
-    values = "  ".join(f"{name} {us:.2f} us {row['TB/s'][name]:.2f}" for name, us in row["us"].items())
-    return f"{row['task']} (goal {row['goal']}): {values}"
+    values = "  ".join(f"{name} {us:.2f} us {row['rates'][name]:.2f}" for name, us in row["us"].items())
+    return f"{row['task']} (goal {row['goal']}; {row['unit']}): {values}"
 
 
 def _save(path: Path, found: dict[str, Any]) -> None:

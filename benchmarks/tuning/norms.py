@@ -1,9 +1,10 @@
-"""Tables of norms in Triton: rows at odd addresses, long rows, and what RMS norms and norms of sums take.
+"""Tables of norms: rows at odd addresses and long rows, by Triton and by the kernels of clusters.
 
-    python benchmarks/tuning/norms.py [--out norms.json] [--seconds 50] [--quick]
+    python benchmarks/tuning/norms.py [--out norms.json] [--seconds 60] [--quick]
 
-Decides FORWARD_SHIFTED, BACKWARD_SHIFTED, FORWARD_LONG and BACKWARD_LONG of `norm_launches.py`. "plain": rows at odd
-addresses are loaded one element at a time. "table": as the tables are.
+Decides FORWARD and BACKWARD of `norm_clusters.py` ("staged": blocks of a cluster, warps, blocks on an SM, stages), and
+FORWARD_SHIFTED, BACKWARD_SHIFTED, FORWARD_LONG, FORWARD_LONG_ODD and BACKWARD_LONG of `norm_launches.py`. "plain": rows
+at odd addresses are loaded one element at a time. "table": as the tables are.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from candidates import QUICK, Call, Settings, Task, main, randn
 from torch import Tensor
 from torch.nn import functional
 
+from rooftop.kernels import norm_clusters as clusters
 from rooftop.kernels import norm_launches as launches
+from rooftop.kernels.norm_clusters import ClusterConfig
 from rooftop.kernels.norm_launches import BackwardConfig, ForwardConfig, LongConfig
+from rooftop.launch import count_launches
 
 ELEMENTS = 1 << 27
 EPSILON = 1e-5
@@ -74,7 +78,12 @@ def check(direction: str, columns: int) -> None:
     """As many rows as are as divisible by 16 as those that are timed."""
     rows = 9 if QUICK else 64 + ELEMENTS // columns % 16
     ours, plain = both(direction, rows, columns)
-    for mine, theirs in zip(ours(), plain(), strict=True):
+    with count_launches() as counted:
+        found = ours()
+    staged = clusters.config_for(clusters.BACKWARD if "backward" in direction else clusters.FORWARD, columns)
+    if staged is not None and not QUICK and not any("staged" in name for name in counted):
+        raise ValueError(f"{staged} does not take {columns} columns")  # what is timed would be Triton's kernel
+    for mine, theirs in zip(found, plain(), strict=True):
         limit = 3e-2 * max(1.0, theirs.float().abs().max().item())
         torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=limit)
 
@@ -110,23 +119,50 @@ def shifted(direction: str, *values: tuple[int, ...]) -> dict[str, Settings]:
     return tables(f"{direction}_SHIFTED", partial(BackwardConfig, 1 << 30), *values)
 
 
-def long(direction: str, *values: tuple[int, ...]) -> dict[str, Settings]:
-    return tables(f"{direction}_LONG", LongConfig, *values, one=False)
+def long(name: str, *values: tuple[int, ...]) -> dict[str, Settings]:
+    return tables(f"{name}_LONG", LongConfig, *values, one=False)
 
 
-HELD: dict[str, Settings] = {"held": {(launches, "FORWARD"): (ForwardConfig(65536, 1, 16384, 32),)}}
+def long_odd(*values: tuple[int, ...]) -> dict[str, Settings]:
+    return tables("FORWARD_LONG_ODD", LongConfig, *values, one=False)
+
+
+def staged(direction: str, *values: tuple[int, ...]) -> dict[str, Settings]:
+    """values: blocks of a cluster, warps of a block, blocks on an SM, stages."""
+    return {f"staged {v}": {(clusters, direction): (ClusterConfig(1, 1 << 30, *v),)} for v in values}
+
+
+NOT_HELD: dict[str, Settings] = {"not held": {(launches, "FORWARD_HELD"): ForwardConfig(1, 1, 16, 4)}}
 TASKS = (
-    task("forward", 2601, PLAIN | TABLE | shifted("FORWARD", (1, 512, 2, 12, 1), (1, 1024, 4, 4, 3))),
-    task("backward", 2601, PLAIN | TABLE | shifted("BACKWARD", (1, 1024, 4, 2, 4), (1, 1024, 4, 3, 3))),
-    task("forward", 50257, PLAIN | TABLE | long("FORWARD", (8192, 32, 1, 1), (8192, 16, 1, 3), (4096, 16, 2, 3))),
-    task("backward", 50257, PLAIN | TABLE | long("BACKWARD", (1024, 4, 8, 3), (2048, 8, 4, 3))),
-    task("forward", 262144, TABLE | long("FORWARD", (16384, 32, 1, 2))),
-    task("forward", 65536, TABLE | HELD),
-    task("forward", 12287, PLAIN | TABLE),
-    task("backward", 12287, PLAIN | TABLE),
-    task("forward", 1001, PLAIN | TABLE),
-    task("backward", 1001, PLAIN | TABLE),
-    *(task(name, 4096, TABLE) for name in ("rms forward", "rms backward", "add forward", "add backward")),
+    task(
+        "backward",
+        16384,
+        TABLE | staged("BACKWARD", (1, 16, 1, 3), (2, 8, 2, 3), (1, 32, 1, 3), (2, 16, 1, 6), (4, 8, 2, 6)),
+    ),
+    task("forward", 2601, TABLE | staged("FORWARD", (1, 4, 6, 3), (1, 6, 5, 3), (1, 3, 7, 3), (1, 4, 4, 5))),
+    task(
+        "forward",
+        50257,
+        TABLE
+        | staged("FORWARD", (4, 13, 1, 5), (4, 13, 2, 2), (2, 25, 1, 2), (8, 7, 2, 4))
+        | long_odd((4096, 8, 64, 1), (8192, 8, 64, 1), (2048, 8, 64, 1, False)),
+    ),
+    task("backward", 50257, TABLE | staged("BACKWARD", (4, 13, 1, 4), (8, 7, 2, 3), (8, 13, 1, 8))),
+    task("backward", 12287, TABLE | staged("BACKWARD", (1, 13, 1, 4), (2, 7, 2, 4))),
+    task("forward", 12287, TABLE | staged("FORWARD", (1, 13, 2, 2), (1, 13, 1, 6), (2, 7, 4, 3))),
+    task("forward", 262144, TABLE | staged("FORWARD", (8, 32, 1, 1)) | long("FORWARD", (8192, 16, 64, 1))),
+    task("forward", 65536, TABLE | NOT_HELD | staged("FORWARD", (4, 16, 1, 4), (8, 8, 2, 3))),
+    task("backward", 65536, TABLE | staged("BACKWARD", (4, 16, 1, 3), (8, 8, 2, 3))),
+    task("forward", 1001, TABLE | PLAIN | staged("FORWARD", (1, 1, 16, 3), (1, 2, 8, 4), (1, 4, 8, 4))),
+    task("backward", 2601, TABLE | staged("BACKWARD", (1, 4, 4, 3), (1, 6, 3, 3))),
+    task("forward", 7251, TABLE | staged("FORWARD", (1, 8, 2, 4), (1, 10, 2, 3))),
+    task("backward", 7251, TABLE | staged("BACKWARD", (1, 8, 2, 3), (1, 15, 1, 4))),
+    task("backward", 32768, TABLE | staged("BACKWARD", (2, 16, 1, 3), (4, 8, 2, 3))),
+    task("forward", 20815, TABLE | staged("FORWARD", (2, 11, 2, 3), (1, 21, 1, 3))),
+    task("backward", 20815, TABLE | staged("BACKWARD", (2, 11, 1, 5), (4, 6, 2, 4))),
+    task("backward", 1001, TABLE | staged("BACKWARD", (1, 1, 16, 3), (1, 2, 8, 3))),
+    task("forward", 32768, TABLE | staged("FORWARD", (2, 16, 1, 4), (4, 8, 2, 4))),
+    *(task(name, 16384, TABLE) for name in ("rms backward", "add forward")),
 )
 
 if __name__ == "__main__":

@@ -1,0 +1,132 @@
+"""Tables of fused elementwise expressions: FLAT, TILES and SQUARE of `elementwise.py`.
+
+python benchmarks/tuning/elementwise.py [--out elementwise.json] [--seconds 30] [--quick]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from candidates import QUICK, Call, Settings, Task, main, randn
+from torch import Tensor
+from torch.nn import functional
+
+from rooftop.kernels import elementwise, fused
+from rooftop.kernels.elementwise import FlatConfig, TileConfig
+
+SINGLE, HALF = torch.float32, torch.bfloat16
+ELEMENTS, SMALL = (1 << 12, 1 << 11) if QUICK else (1 << 27, 1 << 20)  # timed, and of a check
+WIDE, TALL = (64, 64) if QUICK else (4096, 8192)
+Function = Callable[..., Any]
+Shapes = Callable[[int], list[tuple[int, ...]]]  # of so many elements
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x)
+
+
+def choose(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    return torch.where(a > b, c * 2 + 1, d)
+
+
+def alike(count: int) -> Shapes:
+    return lambda elements: [(elements,)] * count
+
+
+def with_row(columns: int) -> Shapes:
+    return lambda elements: [(elements // columns, columns), (columns,)]
+
+
+def with_column(columns: int) -> Shapes:
+    return lambda elements: [(elements // columns, columns), (elements // columns, 1)]
+
+
+def matrices(elements: int) -> list[tuple[int, ...]]:
+    return [(elements // TALL, TALL)] * 2
+
+
+def with_channels(elements: int) -> list[tuple[int, ...]]:
+    channels, pixels = (4, 98) if QUICK else (256, 3136)
+    return [(max(1, elements // (channels * pixels)), channels, pixels), (channels, 1)]
+
+
+def inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype, transposed: bool) -> list[Tensor]:
+    """`transposed`: the last has its neighbours along the first dimension."""
+    tensors = [randn(*shape, dtype=dtype) for shape in shapes]
+    if transposed:
+        tensors[-1] = tensors[-1].t().contiguous().t()
+    return tensors
+
+
+def call(function: Function, shapes: Shapes, dtype: torch.dtype, transposed: bool) -> Call:
+    tensors = inputs(shapes(ELEMENTS), dtype, transposed)
+    return lambda: function(*tensors)
+
+
+def compiled(function: Function, shapes: Shapes, dtype: torch.dtype, transposed: bool) -> Call:
+    torch._dynamo.reset()
+    return call(torch.compile(function, dynamic=False), shapes, dtype, transposed)
+
+
+def check(function: Function, shapes: Shapes, dtype: torch.dtype, transposed: bool) -> None:
+    tensors = inputs(shapes(SMALL), dtype, transposed)
+    tolerance = 2e-2 if dtype == HALF else 1e-5
+    torch.testing.assert_close(fused(function)(*tensors), function(*tensors), rtol=tolerance, atol=tolerance)
+
+
+def task(
+    table: str, name: str, function: Function, dtype: torch.dtype, shapes: Shapes, candidates: dict[str, Settings]
+) -> Task:
+    arguments = (shapes, dtype, name == "transposed")
+    sizes = shapes(ELEMENTS)
+    elements = [math.prod(size) for size in (*sizes, torch.broadcast_shapes(*sizes))]
+    peers: dict[str, Callable[[], Call]] = {"torch": partial(call, function, *arguments)}
+    if not QUICK and name in ("gelu", "transposed", "row"):
+        peers["compile"] = partial(compiled, function, *arguments)
+    label = f"{table} {name} {str(dtype).removeprefix('torch.')}"
+    moved = sum(elements) * dtype.itemsize
+    timed = partial(call, fused(function), *arguments)
+    return Task(label, moved, candidates, timed, partial(check, function, *arguments), peers, "compile")
+
+
+def flat(*found: tuple[int, int]) -> dict[str, Settings]:
+    """By elements and warps."""
+    return {f"{n} {w}w": {(elementwise, "FLAT"): (FlatConfig(1 << 30, n, w),)} for n, w in found}
+
+
+def tiles(table: str, *found: tuple[int, int, int]) -> dict[str, Settings]:
+    """By elements, columns and warps."""
+    return {f"{n} of {c} {w}w": {(elementwise, table): TileConfig(n, c, w)} for n, c, w in found}
+
+
+TASKS = (
+    task("TILES", "channels", add, HALF, with_channels, tiles("TILES", (4096, 1024, 8), (4096, 4096, 8))),
+    task("TILES", "narrow", add, HALF, with_row(3), tiles("TILES", (4096, 1024, 8), (1024, 1024, 4))),
+    task("FLAT", "gelu", gelu, HALF, alike(1), flat((2048, 4), (4096, 4), (8192, 8), (2048, 2), (4096, 8))),
+    task("FLAT", "add", add, HALF, alike(2), flat((1024, 4), (2048, 8), (2048, 4), (4096, 8))),
+    task("FLAT", "gelu", gelu, SINGLE, alike(1), flat((1024, 4), (2048, 8), (512, 2))),
+    task("FLAT", "choose", choose, HALF, alike(4), flat((1024, 4), (2048, 8), (2048, 4))),
+    task("FLAT", "add", add, SINGLE, alike(2), flat((1024, 4), (1024, 8), (2048, 4))),
+    task(
+        *("TILES", "row", add, HALF, with_row(WIDE)),
+        tiles("TILES", (4096, 1024, 8), (4096, 256, 8), (4096, 1024, 4), (2048, 1024, 4)),
+    ),
+    task("TILES", "column", add, HALF, with_column(WIDE), tiles("TILES", (4096, 1024, 8), (2048, 1024, 4))),
+    task("TILES", "row", add, SINGLE, with_row(WIDE), tiles("TILES", (4096, 1024, 8), (2048, 1024, 8))),
+    task(
+        *("SQUARE", "transposed", add, HALF, matrices),
+        tiles("SQUARE", (8192, 64, 8), (16384, 128, 8), (4096, 64, 8), (8192, 128, 8)),
+    ),
+    task("SQUARE", "transposed", add, SINGLE, matrices, tiles("SQUARE", (8192, 64, 8), (4096, 64, 8))),
+)
+
+if __name__ == "__main__":
+    main(TASKS, __doc__)

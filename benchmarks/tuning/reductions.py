@@ -1,0 +1,170 @@
+"""Tables of reductions: ALL, ROWS, PLACES, COLUMNS, SPLIT and GRADIENT_* of `reductions.py`.
+
+    python benchmarks/tuning/reductions.py [--out reductions.json] [--seconds 40] [--quick]
+
+Small inputs are so many copies that L2 does not serve them; a figure is the time of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from candidates import QUICK, Call, Settings, Task, copies_past_cache, main, randn
+from torch import Tensor
+
+from rooftop.kernels import reductions
+from rooftop.kernels.reductions import ANY_BYTES, AllConfig, ColumnConfig, RowConfig, SplitConfig
+
+SINGLE, HALF = torch.float32, torch.bfloat16
+Shape = tuple[int, ...]
+
+
+def everything(*found: tuple[int, int, int, bool, int]) -> dict[str, Settings]:
+    """By block bytes, warps, programs an SM, whether the last one combines, and stages."""
+    return {
+        f"{b}B {w}w {p}p{' last' if last else ''} {s}s": {
+            (reductions, "ALL"): (AllConfig(ANY_BYTES, b, w, SplitConfig(p, last), s),)
+        }
+        for b, w, p, last, s in found
+    }
+
+
+def rows(table: str, *found: tuple[int, int, int]) -> dict[str, Settings]:
+    """By rows, block bytes of each and warps."""
+    return {f"{r}r {b}B {w}w": {(reductions, table): (RowConfig(ANY_BYTES, r, b, w),)} for r, b, w in found}
+
+
+def columns(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
+    """By bytes of a row and of the tile, warps, programs an SM and stages."""
+    return {
+        f"{width}B of {tile}B {w}w {p}p {s}s": {
+            (reductions, "COLUMNS"): ColumnConfig(width, tile, w, s),
+            (reductions, "SPLIT"): SplitConfig(p, True),
+        }
+        for width, tile, w, p, s in found
+    }
+
+
+def gradients(*found: tuple[int, int]) -> dict[str, Settings]:
+    return {
+        f"{b}B {w}w": {(reductions, "GRADIENT_BLOCK_BYTES"): b, (reductions, "GRADIENT_WARPS"): w} for b, w in found
+    }
+
+
+def reduced(kind: str, x: Tensor, dim: int | None) -> Tensor:
+    function: Callable[[Tensor, int | None], Tensor] = getattr(reductions, kind)
+    return function(x, dim)
+
+
+def by_torch(kind: str, x: Tensor, dim: int | None) -> Tensor:
+    function: Callable[[Tensor, int | None], Tensor] = getattr(torch, kind)
+    return function(x, dim)
+
+
+def copies(shape: Shape, dtype: torch.dtype) -> int:
+    return copies_past_cache(math.prod(shape) * dtype.itemsize)
+
+
+def call(of: Callable[..., Tensor], kind: str, shape: Shape, dtype: torch.dtype, dim: int | None) -> Call:
+    tensors = [randn(*shape, dtype=dtype) for _ in range(copies(shape, dtype))]
+    return lambda: [of(kind, x, dim) for x in tensors]
+
+
+def check(kind: str, shape: Shape, dtype: torch.dtype, dim: int | None) -> None:
+    x = randn(*shape, dtype=dtype)
+    found = reduced(kind, x, dim)
+    if kind == "argmax":
+        assert torch.equal(found, torch.argmax(x, dim))
+        return
+    size = (x.numel() / max(1, found.numel())) ** 0.5  # of a sum of so many
+    tolerance = 1e-4 if dtype == SINGLE else 1e-2
+    torch.testing.assert_close(found.double(), x.double().sum(dim), rtol=tolerance, atol=tolerance * size)
+
+
+def backward(shape: Shape) -> Call:
+    x = randn(*shape)
+    y = torch.amax(x, 1)
+    return lambda: reductions._backward(y, x, y, "amax", [1])
+
+
+def torch_backward(shape: Shape) -> Call:
+    x = randn(*shape)
+    y = torch.amax(x, 1)
+    equal = x == y[:, None]
+    return lambda: equal * (y / equal.sum(1))[:, None]
+
+
+def check_backward(shape: Shape) -> None:
+    x = randn(*shape)
+    y = torch.amax(x, 1)
+    found = reductions._backward(y, x, y, "amax", [1])
+    expected = reductions.reduce_backward_reference(y.double(), x.double(), y.double(), "amax", [1])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
+
+
+def small(shape: Shape) -> Shape:
+    """Of a check: as divisible, and of as many columns, but fewer rows."""
+    if QUICK:
+        return tuple(min(size, 600 if len(shape) == 1 else 40) for size in shape)
+    return (min(shape[0], 1 << 24 if len(shape) == 1 else 1024), *shape[1:])
+
+
+def task(
+    name: str, shape: Shape, dim: int | None, dtype: torch.dtype, candidates: dict[str, Settings], kind: str = "sum"
+) -> Task:
+    shape = small(shape) if QUICK else shape
+    return Task(
+        f"{name} {kind} {'x'.join(map(str, shape))}",
+        math.prod(shape) * dtype.itemsize,
+        candidates,
+        partial(call, reduced, kind, shape, dtype, dim),
+        partial(check, kind, small(shape), dtype, dim),
+        {"torch": partial(call, by_torch, kind, shape, dtype, dim)},
+        "torch",
+        repeats=copies(shape, dtype),
+        changed=reductions._plan.cache_clear,
+    )
+
+
+def backward_task(shape: Shape, candidates: dict[str, Settings]) -> Task:
+    shape = small(shape) if QUICK else shape
+    checked, peers = partial(check_backward, small(shape)), {"torch": partial(torch_backward, shape)}
+    moved, changed = 6 * math.prod(shape), reductions._plan.cache_clear
+    timed = partial(backward, shape)
+    return Task(f"backward amax {shape}", moved, candidates, timed, checked, peers, "torch", changed=changed)
+
+
+FEW = everything((8192, 8, 4, True, 1), (16384, 16, 2, True, 1), (8192, 8, 8, True, 1), (4096, 4, 8, True, 1))
+MANY = everything(
+    *((16384, 8, 8, True, 1), (16384, 8, 4, True, 3), (8192, 8, 8, True, 1)),
+    *((32768, 16, 2, True, 3), (16384, 8, 4, True, 2), (8192, 4, 8, True, 3)),
+)
+TASKS = (
+    task(
+        *("middle", (64, 2048, 1024), 1, HALF),
+        columns((256, 16384, 8, 4, 1), (256, 16384, 8, 4, 3), (512, 16384, 8, 4, 3), (128, 16384, 8, 4, 1)),
+    ),
+    task(
+        *("columns", (1 << 17, 1024), 0, HALF),
+        columns((256, 16384, 8, 4, 1), (256, 16384, 8, 4, 3), (512, 16384, 8, 4, 3), (128, 16384, 8, 4, 3)),
+    ),
+    task("all", (1 << 24,), None, SINGLE, MANY),
+    task("all", (1 << 28,), None, SINGLE, MANY),
+    task("all", (1 << 20,), None, SINGLE, FEW),
+    task("all", (1 << 16,), None, SINGLE, FEW),
+    task("rows", (1 << 17, 1024), 1, HALF, rows("ROWS", (2, 2048, 4), (2, 2048, 2), (1, 2048, 2), (1, 2048, 1))),
+    task("rows", (1 << 21, 64), 1, HALF, rows("ROWS", (32, 128, 2), (16, 128, 1), (32, 128, 4), (64, 128, 4))),
+    task("rows", (1 << 19, 256), 1, HALF, rows("ROWS", (8, 512, 4), (8, 512, 2), (4, 512, 2), (16, 512, 4))),
+    task("rows", (1 << 23, 16), 1, HALF, rows("ROWS", (128, 32, 4), (64, 32, 2), (128, 32, 2))),
+    task("rows", (1 << 14, 8192), 1, HALF, rows("ROWS", (1, 16384, 8), (1, 8192, 8), (1, 16384, 4))),
+    task("rows", (1024, 128256), 1, HALF, rows("ROWS", (1, 16384, 8), (1, 8192, 8), (1, 8192, 4))),
+    task("places", (1024, 128256), 1, HALF, rows("PLACES", (1, 8192, 8), (1, 4096, 8), (1, 8192, 4)), "argmax"),
+    task("places", (1 << 14, 8192), 1, HALF, rows("PLACES", (1, 8192, 8), (1, 16384, 8), (1, 4096, 4)), "argmax"),
+    backward_task((1 << 16, 1024), gradients((8192, 4), (4096, 4), (4096, 2))),
+)
+
+if __name__ == "__main__":
+    main(TASKS, __doc__)
