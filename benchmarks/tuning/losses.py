@@ -126,7 +126,11 @@ def fused_task(columns: int, candidates: dict[str, Settings], goal: str) -> Task
 
 
 TASKS = (
-    fused_task(50257, long("FUSED", (32768, 32, 1, 1), (16384, 16, 2, 1), (16384, 32, 2, 1)), "torch"),
+    fused_task(
+        50257,
+        long("FUSED", (16384, 16, 2, 1), (8192, 8, 4, 4), (8192, 16, 2, 5), (16384, 16, 2, 4), (32768, 32, 1, 1)),
+        "torch",
+    ),
     fused_task(50304, long("FUSED", (32768, 32, 1, 1), (8192, 8, 4, 4), (16384, 16, 2, 1)), "roof"),
     fused_task(
         128256,

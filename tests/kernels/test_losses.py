@@ -96,6 +96,29 @@ def test_gate_of_rows_longer_than_a_tile(options: dict[str, float], fused: bool)
     assert_gate(x, target, ("cross_entropy_rows_long",), weight=weight, fused=fused, reduction="sum", **options)
 
 
+# Nine rows of odd length begin at all addresses that there are between multiples of 16 bytes.
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}], ids=["plain", "smooth"])
+def test_gate_of_long_rows_at_any_address(options: dict[str, float], fused: bool) -> None:
+    x, _ = logits(9, 16_399, dtype=torch.float16)
+    target = torch.tensor([0, 16_398, 1, 7, 8, IGNORED, 16_392, 16_391, 3])
+    assert_gate(x, target, ("cross_entropy_rows_long",), fused=fused, reduction="sum", **options)
+
+
+def test_the_gradient_of_long_rows_takes_the_place_of_the_logits_and_of_nothing_else() -> None:
+    x, target = logits(9, 8_201)
+    terms = losses.Terms(None, IGNORED, 0.1, 0.0)
+    dx = torch.empty_like(x)
+    expected = losses.losses_of_rows(x, target, terms, None, dx)[0]
+    for before in (0, 4, 3):  # elements: where the first row begins, and so each of them
+        memory = torch.full((before + x.numel() + 8,), 5.0)
+        place = memory[before:-8].view(x.shape)
+        found = losses.losses_of_rows(place.copy_(x), target, terms, None, place)[0]
+        torch.testing.assert_close((found, place), (expected, dx))
+        assert (memory[:before] == 5).all()
+        assert (memory[-8:] == 5).all()
+
+
 CASES = itertools.product((False, True), (0.0, 0.1), (0.0, 1e-2), ("mean", "sum", "none"), (True, False))
 
 

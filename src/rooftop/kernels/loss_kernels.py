@@ -87,16 +87,29 @@ def cross_entropy_rows_long(
     rows, units, x_stride, ignored, kept, spread, z_loss,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, MEAN: tl.constexpr, GRADIENT: tl.constexpr,
     UNIT: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
+    SHIFTED: tl.constexpr,
 ):  # fmt: skip
-    """The same of every (number of programs)-th row. Rows that are ignored are not read."""
+    """The same of every (number of programs)-th row. Rows that are ignored are not read.
+
+    SHIFTED: rows at any address, without class weights, are loaded by the groups of GROUP elements that enclose them:
+    column = position - shift. Whole groups are stored at once, and at last the elements of those that neighbours share.
+    """
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
-    full = columns // COLUMNS * COLUMNS
-    tail = full + lane
     whole = _weight_sum(weight_sum, columns, HAS_WEIGHT)
     for index in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=1):
         row = tl.cast(index, tl.int64)
         source, result_row = x + row * (x_stride * UNIT), dx + row * columns
+        if SHIFTED:
+            shift = ((row * columns) % GROUP).to(tl.int32)
+            enclosing = row * columns // GROUP * GROUP
+            from_x, to_dx = x + enclosing, dx + enclosing
+        else:
+            shift = 0
+            from_x, to_dx = source, result_row
+        length = shift + columns
+        full = length // COLUMNS * COLUMNS
+        tail = full + lane
         label = tl.load(target + row)
         if label == ignored:
             tl.store(losses + row, 0.0)
@@ -108,7 +121,9 @@ def cross_entropy_rows_long(
                 tl.store(statistics + row, 0.0)
                 tl.store(statistics + rows + row, 0.0)
         else:
-            last = tl.load(source + tail, mask=tail < columns, other=float("-inf"))
+            last = tl.load(from_x + tail, mask=_in_groups(tail, length, GROUP, SHIFTED), other=float("-inf"))
+            if SHIFTED:
+                last = tl.where((tail >= shift) & (tail < length), last, float("-inf"))
             row_weight, picked = _of_target(source, weight, label, True, columns, HAS_WEIGHT)
             # Infinite where the loss is infinite or NaN in any case: then the sums below count from 0.
             origin = tl.where(tl.abs(picked) < float("inf"), picked, 0.0)
@@ -116,14 +131,18 @@ def cross_entropy_rows_long(
             total = tl.zeros((COLUMNS // GROUP,), tl.float32)
             weighted = tl.zeros((COLUMNS // GROUP,), tl.float32)
             for start in tl.range(0, full, COLUMNS, num_stages=STAGES):
-                scores = tl.load(source + (start + lane), eviction_policy=AGAIN).to(tl.float32)
+                scores = tl.load(from_x + (start + lane), eviction_policy=AGAIN).to(tl.float32)
+                if SHIFTED:
+                    scores = tl.where(start + lane >= shift, scores, float("-inf"))
                 largest, total = fold_scores(largest, total, scores, GROUP)
                 if SMOOTH:
                     apart = (scores - origin) * _class_weights(weight, start + lane, columns, HAS_WEIGHT)
+                    if SHIFTED:
+                        apart = tl.where(start + lane >= shift, apart, 0.0)
                     weighted += tl.sum(tl.reshape(apart, (COLUMNS // GROUP, GROUP)), axis=1)
             largest, total = fold_scores(largest, total, last.to(tl.float32), GROUP)
             if SMOOTH:
-                apart = tl.where(tail < columns, last.to(tl.float32) - origin, 0.0)
+                apart = tl.where((tail >= shift) & (tail < length), last.to(tl.float32) - origin, 0.0)
                 apart *= _class_weights(weight, tail, columns, HAS_WEIGHT)
                 weighted += tl.sum(tl.reshape(apart, (COLUMNS // GROUP, GROUP)), axis=1)
             maximum, total_sum = merge_lanes(largest, total)
@@ -151,14 +170,33 @@ def cross_entropy_rows_long(
                 result = tl.exp(last.to(tl.float32) - maximum) * density
                 if SMOOTH:
                     result -= (factor * spread) * _class_weights(weight, tail, columns, HAS_WEIGHT)
-                tl.store(result_row + tail, result.to(dx.dtype.element_ty), mask=tail < columns)
+                if SHIFTED:
+                    whole_groups = (tail >= _next_group(shift, GROUP)) & (tail < length // GROUP * GROUP)
+                    tl.store(to_dx + tail, result.to(dx.dtype.element_ty), mask=whole_groups)
+                else:
+                    tl.store(to_dx + tail, result.to(dx.dtype.element_ty), mask=tail < columns)
                 for behind in tl.range(0, full, COLUMNS, num_stages=STAGES):
                     column = full - COLUMNS - behind + lane
-                    scores = tl.load(source + column, eviction_policy="evict_first")
+                    scores = tl.load(from_x + column, eviction_policy="evict_first")
                     result = tl.exp(scores.to(tl.float32) - maximum) * density
                     if SMOOTH:
                         result -= (factor * spread) * _class_weights(weight, column, columns, HAS_WEIGHT)
-                    tl.store(result_row + column, result.to(dx.dtype.element_ty), eviction_policy="evict_first")
+                    if SHIFTED:
+                        tl.store(
+                            to_dx + column, result.to(dx.dtype.element_ty), mask=column >= _next_group(shift, GROUP),
+                            eviction_policy="evict_first",
+                        )  # fmt: skip
+                    else:
+                        tl.store(to_dx + column, result.to(dx.dtype.element_ty), eviction_policy="evict_first")
+                if SHIFTED:  # not written yet, so that dx may be x
+                    edge = tl.arange(0, 2 * GROUP)
+                    column = tl.where(edge < GROUP, edge, length // GROUP * GROUP + edge - GROUP)
+                    shared = tl.where(edge < GROUP, (shift > 0) & (edge >= shift), column < length)
+                    scores = tl.load(from_x + column, mask=shared, other=0.0).to(tl.float32)
+                    result = tl.exp(scores - maximum) * density
+                    if SMOOTH:
+                        result -= factor * spread
+                    tl.store(to_dx + column, result.to(dx.dtype.element_ty), mask=shared)
                 # The target's element once more, so that the loop need not look for it.
                 tl.debug_barrier()
                 power = tl.exp((picked - maximum) - logarithm)
@@ -234,6 +272,21 @@ def scale_unless_one(
 
 
 # ---- pieces ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _in_groups(position, length, GROUP: tl.constexpr, SHIFTED: tl.constexpr):
+    """Whether there is such a position; SHIFTED: or one in the same group, so that a group is loaded at once."""
+    if SHIFTED:
+        return position < (length + GROUP - 1) // GROUP * GROUP
+    else:
+        return position < length
+
+
+@triton.jit
+def _next_group(position, GROUP: tl.constexpr):
+    """The first position that begins a group, from this one on."""
+    return (position + GROUP - 1) // GROUP * GROUP
 
 
 @triton.jit

@@ -101,7 +101,8 @@ def _class_weights(x: Tensor, terms: Terms) -> Tensor:
 # The fastest of those measured on an H200 in half precision: with the gradient (FUSED) 1024, 8192, 32768, 50257 and
 # 128256 classes, without it and the gradient alone 128256; LOSS has FUSED's tiles. Rows that are read once only need no
 # registers for the whole row, and no room in L2: many programs an SM. With the gradient rows of 64 KiB are faster read
-# twice, in long blocks, than held; those of up to 128 KiB are as odd ones (50257 classes), measured without stages.
+# twice, in long blocks, than held; those of up to 128 KiB are as odd ones (50257 classes), measured before these were
+# loaded by groups of 16 bytes.
 LOSS = (
     *(TileConfig(256, 16, 256, 2), TileConfig(512, 8, 256, 2), TileConfig(1024, 4, 1024, 2)),
     *(TileConfig(2048, 1, 1024, 2), TileConfig(4096, 1, 1024, 4), TileConfig(8192, 1, 2048, 4)),
@@ -190,13 +191,21 @@ def losses_of_rows(
     if config is None:
         table = LOSS_LONG if dx is None else FUSED_LONG
         per_sm, block = long_tile(table, columns * x.element_size(), x.element_size())
-        block |= {"GROUP": group_of(group, x.element_size())}
+        shifted = _is_shifted(x, dx, terms)
+        block |= {"GROUP": 16 // x.element_size() if shifted else group_of(group, x.element_size()), "SHIFTED": shifted}
         grid = (min(rows, per_sm * processors(x)),)
         launch(kernels.cross_entropy_rows_long, grid, x.device, *arguments, **constants, **block)
     else:
         block = tile(config, columns, x.element_size())
         launch(kernels.cross_entropy_rows, (-(-rows // config.rows),), x.device, *arguments, **constants, **block)
     return losses, kept
+
+
+def _is_shifted(x: Tensor, dx: Tensor | None, terms: Terms) -> bool:
+    """Whether rows follow each other at addresses that 16 bytes do not divide, and the first is at one that they do."""
+    elements = 16 // x.element_size()
+    aligned = all(t.data_ptr() % 16 == 0 for t in (x, dx) if t is not None)
+    return terms.weight is None and aligned and x.is_contiguous() and x.shape[1] % elements != 0
 
 
 def _gradient(
