@@ -206,7 +206,7 @@ def outcome(public: Public, function: Callable[..., Any], tensors: dict[str, Ten
     outputs = list(found) if isinstance(found, (tuple, list)) else [found]
     if not wanted:
         return outputs
-    weights = [torch.linspace(0.5, 1, y.numel(), dtype=y.dtype).reshape(y.shape) for y in outputs]
+    weights = [torch.linspace(0.5, 1, y.numel(), dtype=y.dtype, device=y.device).reshape(y.shape) for y in outputs]
     return [*outputs, *torch.autograd.grad(outputs, list(wanted.values()), weights, allow_unused=True)]
 
 
@@ -326,13 +326,30 @@ def test_no_elements(public: Public, dimension: str) -> None:
 @each_argument
 def test_strides(public: Public, argument: str) -> None:
     tensors = tensors_of(public)
-    plain = tensors[argument]
-    apart = torch.stack((plain, plain), -1)[..., 0]  # every second element
-    turned_over = plain.permute(*reversed(range(plain.dim()))).contiguous().permute(*reversed(range(plain.dim())))
-    repeated = plain[:1].expand(plain.shape)
-    shifted = torch.cat((plain.flatten()[:1], plain.flatten()))[1:].reshape(plain.shape)  # not 16-byte aligned
-    for strided in (apart, turned_over, repeated, shifted):
+    for strided in laid_out_otherwise(tensors[argument]):
         assert_as_torch(public, {**tensors, argument: strided})
+
+
+def laid_out_otherwise(plain: Tensor) -> Iterator[Tensor]:
+    backwards = tuple(reversed(range(plain.dim())))
+    yield torch.stack((plain, plain), -1)[..., 0]  # every second element
+    yield plain.permute(backwards).contiguous().permute(backwards)
+    yield plain[:1].expand(plain.shape)
+    yield torch.cat((plain.flatten()[:1], plain.flatten()))[1:].reshape(plain.shape)  # not aligned to 16 bytes
+
+
+@pytest.mark.gpu
+@each_public
+def test_on_a_gpu(public: Public) -> None:
+    """What fits, strides and dimensions without elements. (Without classes, PyTorch's kernels stop the process.)"""
+    tensors = tensors_of(public, device="cuda")
+    assert_as_torch(public, tensors)
+    for argument, plain in tensors.items():
+        for strided in laid_out_otherwise(plain):
+            assert_as_torch(public, {**tensors, argument: strided})
+    for dimension in set(dimensions(public)) - {"V", *public.fixed}:
+        if (public.name, dimension) not in REFUSED:
+            assert_as_torch(public, tensors_of(public, {**SIZES, dimension: 0}, device="cuda"))
 
 
 @each_public
