@@ -1,12 +1,18 @@
 # Everything a fresh machine needs is done by the first target you type.
 #   make demo   analyze ResNet-50 on real photographs and print where the report lies
 #   make test   lint, types, import contracts, and all tests
+#   make bench-kernels [MACHINE=h200]   time every kernel on the GPU here, into benchmarks/results/MACHINE
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/ready
 
-.PHONY: setup demo test lint format browser bench clean
+# Where figures go, and the Python that has PyTorch for the GPU (any other than this one is taken as it is).
+MACHINE ?= h200
+GPU_PYTHON ?= $(BIN)/python
+KERNEL_BENCHMARKS := $(filter-out tables,$(basename $(notdir $(wildcard benchmarks/kernels/*.py))))
+
+.PHONY: setup demo test lint format browser bench-kernels clean
 
 setup: $(STAMP)
 
@@ -40,6 +46,15 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# A benchmark that fails leaves the others, and those fail the target at the end. Norms have a file each.
+bench-kernels: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "bench-kernels needs an NVIDIA GPU, and PyTorch finds none with $(GPU_PYTHON); name another Python with: make bench-kernels GPU_PYTHON=python3"; exit 1; }
+	@failed=; run() { echo "$$1"; $(GPU_PYTHON) benchmarks/kernels/$$2 --out benchmarks/results/$(MACHINE)/$$1.json || failed="$$failed $$1"; }; \
+	for name in $(filter-out norms,$(KERNEL_BENCHMARKS)); do run $$name $$name.py; done; \
+	run norms "norms.py --all-sizes"; \
+	for norm in rms_norm add_layer_norm add_rms_norm; do run $${norm}s "norms.py --norm $$norm"; done; \
+	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 clean:
 	rm -rf .venv build dist
