@@ -26,9 +26,9 @@ COMMANDS = {  # that make a file, where its name is not the script's
     "add_layer_norms.json": "norms.py --norm add_layer_norm",
     "add_rms_norms.json": "norms.py --norm add_rms_norm",
 }
-OURS = ("rooftop", "cuda", "chosen", "rooftop, compiled")
+OURS = ("rooftop", "cuda", "twin", "rooftop, compiled")
 FIGURES = ("graph", "rates", "eager")  # where a row has its figures, the best known first
-NOT_SHOWN = {*FIGURES, "unit", "roof", "op_roof", "direction", "plan", "peak_mib"}
+NOT_SHOWN = {*FIGURES, "unit", "roof", "op_roof", "direction", "plan", "chosen", "peak_mib"}
 UNKNOWN = "-"
 DIGITS = ((100, 0), (10, 1), (0.1, 2), (0, 4))  # after the point, of numbers from so much
 
