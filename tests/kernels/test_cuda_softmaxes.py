@@ -240,7 +240,9 @@ def test_gate_on_a_gpu(name: str, columns: int, dtype: torch.dtype, monkeypatch:
         exact = losses_by_torch(x.double(), target, terms, 1.0)
         for values in zip(fused(x, target, terms, None), plain, exact, strict=True):
             assert_as_accurate(*values)
-    assert any("_cluster" in kernel for kernel in launches)
+    found_kernels = {kernel.partition("<")[0] for kernel in launches}
+    if columns * dtype.itemsize <= 1 << 18:  # 4 blocks have room for it
+        assert {"softmax_cluster", "softmax_backward_cluster", "cross_entropy_cluster"} <= found_kernels
 
 
 @pytest.mark.gpu

@@ -14,7 +14,9 @@
 #include <cuda_fp16.h>
 
 #ifdef __CUDACC__
+#ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
+#endif
 
 __device__ __forceinline__ float exponential(float value) {
     float power;
