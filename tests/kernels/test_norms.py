@@ -163,11 +163,12 @@ def test_gate_of_rows_of_one_element(dtype: torch.dtype) -> None:
         assert_gate(name, inputs_of(name, 67, 1, dtype=dtype), PLAIN)
 
 
-# From 32 columns on: of fewer sums over the rows, PyTorch's worst error can be 0 by luck.
+# bfloat16: of a few float32 sums, PyTorch's worst error can be 0 by luck.
 @given(st.sampled_from(NORMS), st.integers(1, 17), st.integers(32, 200), st.sets(st.sampled_from(ARGUMENTS[NORMS[2]])))
 @settings(max_examples=6 if INTERPRETED else 25, deadline=None)
 def test_gate_of_any_shape_with_and_without_arguments(name: str, rows: int, columns: int, absent: set[str]) -> None:
-    assert_gate(name, inputs_of(name, rows, columns, without=tuple(absent - {"x"})))
+    inputs = inputs_of(name, rows, columns, dtype=torch.bfloat16, without=tuple(absent - {"x"}))
+    assert_gate(name, inputs)
 
 
 def test_rows_are_normal_and_a_shift_changes_nothing() -> None:
@@ -411,7 +412,7 @@ def test_wrong_terms(residual: object, more: dict[str, Tensor], error: type[Exce
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
-    assert interpreted(__file__, str(Path(__file__).with_name("test_norm_clusters.py"))) > 83
+    assert interpreted(__file__, str(Path(__file__).with_name("test_norm_clusters.py"))) > 82
 
 
 GPU_SIZES = (1, 7, 64, 100, 200, 512, 768, 1000, 1001, 1024, 1536, 2048, 2601, 3072, 4096, 4099, 5120, 6145, 8192)

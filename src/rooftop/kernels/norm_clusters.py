@@ -91,14 +91,16 @@ def backward_plan(dy: Tensor, x: Tensor, weight: Tensor | None, rms: bool) -> Pl
 
 def config_for(table: Sequence[ClusterConfig], columns: int) -> ClusterConfig | None:
     """The entry for rows of so many elements."""
-    return next((config for config in table if config.least <= columns <= config.most), None)
+    for config in table:
+        if config.least <= columns <= config.most:
+            return config
+    return None
 
 
 def _config(table: Sequence[ClusterConfig], x: Tensor) -> ClusterConfig | None:
-    rows, columns = x.shape
-    if not table or rows == 0 or x.element_size() != 2 or not _is_hopper(x):
+    if not table or x.shape[0] == 0 or x.element_size() != 2 or not _is_hopper(x):
         return None
-    return config_for(table, columns)
+    return config_for(table, x.shape[1])
 
 
 def _is_hopper(x: Tensor) -> bool:

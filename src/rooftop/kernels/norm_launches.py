@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -99,7 +100,10 @@ Constants = dict[str, int | bool]
 
 def config_for(table: Sequence[Config], columns: int) -> Config | None:
     """The parameters for rows of so many elements; None where they are too long for a tile."""
-    return next((config for config in table if columns <= config.columns), None)
+    for config in table:
+        if columns <= config.columns:
+            return config
+    return None
 
 
 def tile(config: ForwardConfig | BackwardConfig, columns: int) -> Constants:
@@ -155,6 +159,15 @@ def exact_products(*tensors: Tensor | None) -> dict[str, bool]:
     return {"enable_fp_fusion": all(t is None or t.dtype in (torch.bfloat16, torch.float16) for t in tensors)}
 
 
+@cache
+def _kernels() -> tuple[Any, Any]:
+    """The modules of Triton's kernels, for tiles and for long rows; a look-up from the second call on."""
+    require_triton()
+    from rooftop.kernels import long_norm_kernels, norm_kernels
+
+    return norm_kernels, long_norm_kernels
+
+
 # ---- forward ---------------------------------------------------------------------------------------------------
 
 
@@ -171,14 +184,13 @@ def forward(
 
     x, residual (M, N) have unit column stride; the others (N,) are contiguous.
     """
-    require_triton()
     rows, columns = x.shape
     adds = residual is not None or input_bias is not None
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     total = torch.empty_like(y) if adds else None
     mean = None if rms else torch.empty(rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    shifts = (
+    shifts = columns % 4 != 0 and (
         config_for(FORWARD_SHIFTED, columns) is not None
         or norm_clusters.config_for(norm_clusters.FORWARD, columns) is not None
         or (config_for(FORWARD, columns) is None and FORWARD_LONG_ODD.shifted)
@@ -205,8 +217,7 @@ def _forward(
     eps: float,
     shifted: bool,
 ) -> None:
-    from rooftop.kernels import long_norm_kernels, norm_kernels
-
+    norm_kernels, long_norm_kernels = _kernels()
     rows, columns = x.shape
     rms = outputs[2] is None
     _, weight, bias = parameters
@@ -260,9 +271,6 @@ def backward(
 
     dy, dtotal, x (M, N) have unit column stride, weight (N,) is contiguous. `mean` is None of an RMS norm.
     """
-    require_triton()
-    from rooftop.kernels.norm_kernels import add_partial_sums
-
     columns = x.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sums: Constants = {"SUM_WEIGHT": dweight is not None, "SUM_BIAS": dbias is not None}
@@ -281,7 +289,17 @@ def backward(
     if any(sums.values()):
         grid = (-(-columns // ADD_PARTIAL_SUMS["COLUMNS"]),)
         gradients = (dweight, dbias)
-        launch(add_partial_sums, grid, x.device, partial, *gradients, slots, columns, **sums, **ADD_PARTIAL_SUMS)
+        launch(
+            _kernels()[0].add_partial_sums,
+            grid,
+            x.device,
+            partial,
+            *gradients,
+            slots,
+            columns,
+            **sums,
+            **ADD_PARTIAL_SUMS,
+        )
     return dx
 
 
@@ -311,8 +329,7 @@ class _Part:
 
 
 def _backward(part: _Part, partial: Tensor, constants: Constants) -> None:
-    from rooftop.kernels import long_norm_kernels, norm_kernels
-
+    norm_kernels, long_norm_kernels = _kernels()
     tensors = part.tensors
     dy, dtotal, x, weight, mean, rstd, dx = tensors
     rows, columns = dx.shape
