@@ -77,8 +77,8 @@ def by_torch(x: Tensor, dy: Tensor, scale: float, log: bool) -> list[Tensor]:
 @pytest.mark.parametrize(("name", "columns"), [("one", 1), ("turns", 1024), ("ahead", 1001), ("each", 130)])
 def test_gate_of_softmax(name: str, columns: int, dtype: torch.dtype, log: bool, clusters: Any) -> None:
     launches = clusters(name)
-    x, scale = rows(11, columns, dtype), 0.7
-    dy = torch.randn(11, columns).to(dtype)
+    x, scale = rows(7, columns, dtype), 0.7
+    dy = torch.randn(7, columns).to(dtype)
     found = (softmax_both_ways(x, dy, scale, log), by_torch(x, dy, scale, log))
     for what, *values in zip(("y", "dx"), *found, by_torch(x.double(), dy.double(), scale, log), strict=True):
         assert_as_accurate(*values, what=f"{what} of {columns} {dtype}")
@@ -157,14 +157,14 @@ def test_infinities_and_nan_do_what_they_do_in_pytorch(log: bool, clusters: Any)
     torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-4, atol=1e-6)
 
 
-def test_rows_apart_and_ten_runs_alike(clusters: Any) -> None:
+def test_rows_apart_and_four_runs_alike(clusters: Any) -> None:
     launches = clusters("ahead")
     base = rows(12, 1024, torch.bfloat16)
     x = base[::2, 8:520]  # 16 bytes in, and rows 4 KiB apart
-    first, *others = [softmaxes._forward(x, None, 1.0, False, x.dtype) for _ in range(10)]
+    first, *others = [softmaxes._forward(x, None, 1.0, False, x.dtype) for _ in range(4)]
     assert_as_accurate(first, torch.softmax(x, -1), torch.softmax(x.double(), -1))
     assert all(torch.equal(first, other) for other in others)
-    assert launches == {"softmax_cluster": 10}
+    assert launches == {"softmax_cluster": 4}
 
 
 @pytest.mark.parametrize(
