@@ -86,6 +86,8 @@ SMALL = [
     d(128, 128, 64, 8, 6, parts=2),
     s(64, 256, 64, 4, 4, parts=2),
     s(128, 64, 64, 4, 4),
+    s(128, 128, 64, 4, 6, parts=2, early=True),
+    s(128, 128, 64, 8, 6, parts=2, early=True),
 ]
 # 4096 x 768 is 128 tiles of 128 x 192: one for each multiprocessor.
 NARROW = [
@@ -142,7 +144,7 @@ TINY: list[Job] = [
 
 def label(tile: Tile) -> str:
     text = f"{tile.kernel[0]}{tile.rows}x{tile.columns}x{tile.depth} w{tile.warps} s{tile.stages}"
-    for name, plain in (("parts", 1), ("split", 1), ("group", 8), ("lag", 0), ("more", 0)):
+    for name, plain in (("parts", 1), ("split", 1), ("group", 8), ("lag", 0), ("more", 0), ("early", False)):
         value = getattr(tile, name)
         text += f" {name}{value}" if value != plain else ""
     per_sm = tile.programs_per_sm

@@ -561,9 +561,10 @@ def test_every_kernel_on_a_gpu(kernel: str, split: int, keep: bool, across: bool
     [
         replace(TWO_AN_SM, lag=5),
         Tile("single", 128, 128, 64, 4, 3, parts=2),
+        Tile("single", 128, 128, 64, 4, 3, parts=2, early=True),
         Tile("single", 128, 128, 64, 8, 4, parts=2, more=64),
     ],
-    ids=["out of step", "one tile a program", "one tile of 192 columns a program"],
+    ids=["out of step", "one tile a program", "one tile a program, early", "one tile of 192 columns a program"],
 )
 def test_programs_out_of_step_and_of_one_tile_on_a_gpu(tile: Tile, across: bool, activation: str) -> None:
     x, weight, bias, residual = operands(3000, 2056, 520, dtype=torch.bfloat16, residual=True, device="cuda")

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 NONE = tl.constexpr(0)
 RELU = tl.constexpr(1)
@@ -98,9 +99,14 @@ def linear_act_single(
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
     X_ACROSS: tl.constexpr, W_ACROSS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
-    PARTS: tl.constexpr, HALF: tl.constexpr, MORE: tl.constexpr,
+    PARTS: tl.constexpr, HALF: tl.constexpr, MORE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of COLUMNS + MORE columns; MORE is 0 or the COLUMNS // PARTS columns that are stored at a time."""
+    """One tile of COLUMNS + MORE columns; MORE is 0 or the COLUMNS // PARTS columns that are stored at a time.
+
+    EARLY: launched while the kernel before may still run, whose results are waited for (programmatic dependent launch).
+    """
+    if EARLY:
+        gdc_wait()
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS + MORE)
     row_tile, column_tile = _place(tl.program_id(0), row_tiles, column_tiles, GROUP)
     row, column = row_tile * ROWS, column_tile * (COLUMNS + MORE)
@@ -127,6 +133,8 @@ def linear_act_single(
             left = _rows_from(x, row, step * DEPTH, X_ACROSS)
             right = _rows_from(weight, column, step * DEPTH, W_ACROSS).T
             total = _add_product(left, right, total, PRECISION, WIDEN)
+    if EARLY:
+        gdc_launch_dependents()
     if HAS_BIAS:
         total += offset[None, :].to(tl.float32)
     if KEEP:

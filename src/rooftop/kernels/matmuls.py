@@ -103,6 +103,7 @@ class Tile:
             finishes.
         lag: clock cycles for each element of K that the later half of the programs waits at first (descriptors): two
             that begin together would also finish together. About half of what a tile takes.
+        early: whether it is launched while the kernel before may still run (single), and waits for it by itself.
         more: columns beside `columns` (single), 0 or `columns // parts`: 128 + 64 make a tile of 192.
     """
 
@@ -118,6 +119,7 @@ class Tile:
     programs_per_sm: int = 1
     lag: int = 0
     more: int = 0
+    early: bool = False
 
     def __str__(self) -> str:
         split = f", K in {self.split} parts" if self.split > 1 else ""
@@ -421,6 +423,7 @@ def _with_single_tiles(
         _described(before, tile.rows, part) if keep else None,
         *(residual, bias, rows, columns, depth, residual.stride(0) if residual is not None else 0),
         X_ACROSS=x.stride(1) != 1, W_ACROSS=weight.stride(1) != 1, PARTS=tile.parts, MORE=tile.more,
+        **({"EARLY": True, "launch_pdl": True} if tile.early and not INTERPRETED else {"EARLY": False}),
         **_constants(tile, split, x, bias, activation, residual, keep),
     )  # fmt: skip
 
