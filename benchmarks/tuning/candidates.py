@@ -32,6 +32,7 @@ CACHE_BYTES = 50 << 20  # the L2 of an H200: CUDA must not start before the proc
 
 Call = Callable[[], object]
 Settings = dict[tuple[ModuleType, str], Any]  # tables to set, by module and name
+Job = tuple[int, str]  # a candidate, by the number of its task and its name
 
 
 @dataclass
@@ -103,7 +104,7 @@ def main(tasks: Sequence[Task], description: str | None) -> None:
 _tasks: list[Task] = []  # as the processes find them
 
 
-def _prove(job: tuple[int, str]) -> str | None:
+def _prove(job: Job) -> str | None:
     """What is wrong with a candidate, None if nothing is."""
     task = _tasks[job[0]]
     try:
@@ -114,17 +115,29 @@ def _prove(job: tuple[int, str]) -> str | None:
     return None
 
 
-def _proofs(jobs: list[tuple[int, str]], processes: int, until: float) -> list[str | None]:
+def _proofs(jobs: list[Job], processes: int, until: float) -> dict[Job, str | None]:
     if QUICK:
-        return [_prove(job) for job in jobs]
+        return {job: _prove(job) for job in jobs}
     assert not torch.cuda.is_initialized()  # or the processes could not use the GPU
-    found: list[str | None] = []
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        for work in [pool.apply_async(_prove, (job,)) for job in jobs]:
+    found = _proven_by(jobs, processes, until)
+    # A kernel that goes out of bounds breaks its process for all that it proves later: those are told apart once more.
+    broken = [job for job, why in found.items() if why and ("CUDA error" in why or "[CUDA]" in why)]
+    return found | _proven_by(broken, processes, until, tasks_per_process=1)
+
+
+def _proven_by(
+    jobs: list[Job], processes: int, until: float, tasks_per_process: int | None = None
+) -> dict[Job, str | None]:
+    found: dict[Job, str | None] = {}
+    if not jobs:
+        return found
+    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=tasks_per_process) as pool:
+        waiting = {job: pool.apply_async(_prove, (job,)) for job in jobs}
+        for job, proof in waiting.items():
             try:
-                found.append(work.get(timeout=max(0.1, until - time.perf_counter())))
+                found[job] = proof.get(timeout=max(0.1, until - time.perf_counter()))
             except multiprocessing.TimeoutError:
-                found.append("not compiled in time")
+                found[job] = "not compiled in time"
         pool.terminate()
     return found
 
@@ -137,10 +150,10 @@ def _run(tasks: list[Task], options: argparse.Namespace) -> None:
     proofs = _proofs(jobs, options.processes, began + 0.55 * options.seconds)
     if not QUICK and not torch.cuda.is_available():  # asked before, it would start CUDA
         sys.exit("there is no GPU: --quick shows that this runs")
-    failed = {f"{tasks[i].name}: {name}": why for (i, name), why in zip(jobs, proofs, strict=True) if why}
+    failed = {f"{tasks[i].name}: {name}": why for (i, name), why in proofs.items() if why}
     for name, why in failed.items():
         print(f"FAILED {name}: {why}", flush=True)
-    right = {job for job, why in zip(jobs, proofs, strict=True) if why is None}
+    right = {job for job, why in proofs.items() if why is None}
     print(f"{len(right)} right after {time.perf_counter() - began:.1f} s", flush=True)
     device = "CPU" if QUICK else torch.cuda.get_device_name()
     found: dict[str, Any] = {"device": device, "torch": torch.__version__, "rows": [], "failed": failed}
