@@ -46,7 +46,8 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     """
     if 0 in grid:
         return
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    elsewhere = device.type == "cuda" and torch._C._cuda_getDevice() != device.index
+    with torch.cuda.device(device) if elsewhere else nullcontext():
         kernel[grid](*args, **parameters)
     record_launch(kernel.fn.__name__)
 
