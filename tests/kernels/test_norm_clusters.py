@@ -172,10 +172,18 @@ GPU_CASES = [
     (1001, ClusterConfig(1, 1 << 20, 1, 1, 12)),
     (2601, ClusterConfig(1, 1 << 20, 1, 4, 4)),
     (16_384, ClusterConfig(1, 1 << 20, 1, 16)),
-    (16_383, ClusterConfig(1, 1 << 20, 2, 8, 2)),
+    (16_383, ClusterConfig(1, 1 << 20, 2, 9)),
     (50_257, ClusterConfig(1, 1 << 20, 4, 13)),
     (50_256, ClusterConfig(1, 1 << 20, 8, 7, 2)),
 ]
+
+
+@pytest.mark.parametrize(("columns", "entry"), GPU_CASES)
+def test_what_is_tested_on_a_gpu_is_taken_there(columns: int, entry: ClusterConfig) -> None:
+    for element_bytes, parameter_bytes in ((2, 4), (4, 2)):  # forward, backward
+        _, chunks, stages = layout(entry, columns, element_bytes, parameter_bytes, 232_448)
+        assert chunks <= norm_clusters.MOST_CHUNKS
+        assert stages >= 2
 
 
 @pytest.mark.gpu
@@ -186,11 +194,9 @@ def test_gate_on_a_gpu(columns: int, entry: ClusterConfig, name: str, dtype: tor
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("bulk copies and clusters of Hopper")
     take(entry)
-    assert_gate(name, inputs_of(name, 1000, columns, dtype, "cuda"))
-    x = torch.randn(1000, columns, dtype=dtype, device="cuda")
     with count_launches() as launches:
-        (layer_norm if name == "layer_norm" else rms_norm)(x, columns)
-    assert any(kernel.startswith(FORWARD) for kernel in launches)
+        assert_gate(name, inputs_of(name, 1000, columns, dtype, "cuda"))
+    assert {kernel.partition("<")[0] for kernel in launches} == {FORWARD, BACKWARD, "add_partial_sums"}
 
 
 @pytest.mark.gpu
