@@ -22,7 +22,7 @@ def measured(width: int) -> Shape:
 
 
 def small() -> Shape:
-    return (1, 2, 3) if QUICK else (1, 4, 128)
+    return (1, 2, 3) if QUICK else (1, 32, 128)
 
 
 def states(shape: Shape, width: int) -> list[Tensor]:

@@ -121,7 +121,7 @@ def task(
         math.prod(shape) * dtype.itemsize,
         candidates,
         partial(call, reduced, kind, shape, dtype, dim),
-        partial(check, kind, small(shape), dtype, dim),
+        partial(check, kind, shape if dim == 0 else small(shape), dtype, dim),
         {"torch": partial(call, by_torch, kind, shape, dtype, dim)},
         "torch",
         repeats=copies(shape, dtype),

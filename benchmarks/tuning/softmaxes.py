@@ -19,7 +19,7 @@ HALF = torch.bfloat16
 
 
 def rows_of(columns: int) -> int:
-    return 3 if QUICK else min(8192 if columns > 20000 else 1 << 30, (1 << 28) // columns)
+    return 3 if QUICK else min(8192 if columns > 20000 else 1 << 30, (1 << 28) // columns // 16 * 16)
 
 
 SMALL = 3 if QUICK else 512  # rows of a check
