@@ -1,7 +1,8 @@
 # Everything a fresh machine needs is done by the first target you type.
 #   make demo   analyze ResNet-50 on real photographs and print where the report lies
 #   make test   lint, types, import contracts, and all tests
-#   make bench-kernels [MACHINE=h200]   time every kernel on the GPU here, into benchmarks/results/MACHINE
+#   make bench-kernels [MACHINE=h200] [KERNELS="softmaxes losses"]
+#               time every kernel, or these, on the GPU here, into benchmarks/results/MACHINE
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,7 +11,7 @@ STAMP := .venv/ready
 # Where figures go, and the Python that has PyTorch for the GPU (any other than this one is taken as it is).
 MACHINE ?= h200
 GPU_PYTHON ?= $(BIN)/python
-KERNEL_BENCHMARKS := $(filter-out tables,$(basename $(notdir $(wildcard benchmarks/kernels/*.py))))
+KERNELS ?= $(filter-out tables,$(basename $(notdir $(wildcard benchmarks/kernels/*.py)))) rms_norms add_layer_norms add_rms_norms
 
 .PHONY: setup demo test lint format browser bench-kernels clean
 
@@ -47,13 +48,18 @@ format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# A benchmark that fails leaves the others, and those fail the target at the end. Norms have a file each.
+# A benchmark that fails leaves the others, and fails the target at the end. Norms have a file each.
 bench-kernels: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "bench-kernels needs an NVIDIA GPU, and PyTorch finds none with $(GPU_PYTHON); name another Python with: make bench-kernels GPU_PYTHON=python3"; exit 1; }
-	@failed=; run() { echo "$$1"; $(GPU_PYTHON) benchmarks/kernels/$$2 --out benchmarks/results/$(MACHINE)/$$1.json || failed="$$failed $$1"; }; \
-	for name in $(filter-out norms,$(KERNEL_BENCHMARKS)); do run $$name $$name.py; done; \
-	run norms "norms.py --all-sizes"; \
-	for norm in rms_norm add_layer_norm add_rms_norm; do run $${norm}s "norms.py --norm $$norm"; done; \
+	@failed=; for name in $(KERNELS); do \
+		case $$name in \
+			norms) script="norms.py --all-sizes";; \
+			rms_norms|add_layer_norms|add_rms_norms) script="norms.py --norm $${name%s}";; \
+			*) script=$$name.py;; \
+		esac; \
+		echo "$$name"; \
+		$(GPU_PYTHON) benchmarks/kernels/$$script --out benchmarks/results/$(MACHINE)/$$name.json || failed="$$failed $$name"; \
+	done; \
 	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 clean:
