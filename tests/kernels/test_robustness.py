@@ -352,6 +352,38 @@ def test_on_a_gpu(public: Public) -> None:
             assert_as_torch(public, tensors_of(public, {**SIZES, dimension: 0}, device="cuda"))
 
 
+LARGE = {"B": 2, "H": 4, "G": 2, "S": 257, "D": 64, "C": 32, "M": 1001, "N": 2600, "K": 768, "V": 5003}
+IN_FLOAT32 = {"lse_a", "lse_b", "points", "cos", "sin"}
+
+
+def assert_the_same_bits(public: Public, sizes: Sizes, dtype: torch.dtype, device: str) -> None:
+    """Ten runs, forward and backward."""
+    tensors = {
+        name: t.to(dtype) if t.is_floating_point() and name not in IN_FLOAT32 else t
+        for name, t in tensors_of(public, sizes, device=device).items()
+    }
+    first, *others = (outcome(public, public.ours, tensors) for _ in range(10))
+    for other in others:
+        for found, expected in zip(other, first, strict=True):
+            assert torch.equal(found, expected)
+
+
+@each_public
+def test_ten_runs_have_the_same_bits(public: Public) -> None:
+    assert_the_same_bits(public, SIZES, torch.bfloat16, "cpu")
+
+
+@pytest.mark.gpu
+@each_public
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_ten_runs_have_the_same_bits_on_a_gpu(public: Public, dtype: torch.dtype) -> None:
+    torch.use_deterministic_algorithms(public.name == "attention")  # its back ends are only then
+    try:
+        assert_the_same_bits(public, LARGE, dtype, "cuda")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @each_public
 def test_tensors_of_inference_mode(public: Public) -> None:
     plain = tensors_of(public)
