@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
+
+from rooftop import kernels, nn
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = runpy.run_path(str(ROOT / "benchmarks" / "kernels" / "tables.py"))
@@ -59,3 +65,31 @@ def test_what_was_not_measured_says_how(tmp_path: Path) -> None:
     text = TABLES["with_figures"](MARKED, tmp_path)
     assert "No figures yet: `python benchmarks/kernels/some.py --out benchmarks/results/h200/some.json`." in text
     assert "old" not in text
+
+
+def tensors(snippet: str) -> dict[str, Any]:
+    """What the snippets of the page leave to the reader, small; some names mean another shape elsewhere."""
+    rows, heads = torch.randn(4, 8, requires_grad=True), torch.randn(1, 2, 6, 8)
+    names = ("x", "residual", "gate", "hidden", "logits", "both")
+    by_shape = {**dict.fromkeys(names, rows), **dict.fromkeys(("query", "key", "value", "key_a", "key_b"), heads)}
+    by_shape |= {"value_a": heads, "value_b": heads, "cos": torch.rand(6, 4), "sin": torch.rand(6, 4)}
+    by_shape |= {"scores": torch.randn(2, 6, 6), "keep": torch.ones(6, 6, dtype=torch.bool).tril(), "d": 8}
+    by_shape |= {"weight": torch.randn(8, 8) if "linear_act" in snippet or "embedding" in snippet else torch.ones(8)}
+    by_shape |= {"bias": torch.zeros(8), "linear_bias": torch.zeros(8), "head": torch.nn.Linear(8, 8, bias=False)}
+    by_shape |= {"target": torch.arange(4), "tokens": torch.arange(4), "model": torch.nn.LayerNorm(8)}
+    by_shape |= {"features": torch.randn(5, 8, 3), "points": torch.zeros(5, 3)}
+    if "amax" in snippet:
+        by_shape["x"] = torch.randn(2, 3, 4)
+    return by_shape
+
+
+@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+def test_every_snippet_of_the_page_runs(snippet: str) -> None:
+    exec(compile(snippet, "docs/kernels.md", "exec"), {"__name__": "snippet", **tensors(snippet)})
+
+
+def test_the_overview_names_every_operator_and_module() -> None:
+    overview = PAGE[: PAGE.index("\n## ")]
+    operators = {name for name in kernels.__all__ if name.islower() and not name.endswith("_plan")}
+    modules = {name for name in nn.__all__ if name[0].isupper() and name != "Replacement"}
+    assert {name for name in operators | modules if f"`{name}`" not in overview} == set()
