@@ -4,7 +4,8 @@
 
 A GPT-2 block between its embedding and its loss, a Llama block (RMS norm, rotary embedding, SwiGLU) and a Swin block
 (attention in shifted windows). Each pair of classes has the same parameters under the same names, so that a checkpoint
-of one is a checkpoint of the other. At the end `rooftop.nn.replace` does by itself what it can.
+of one is a checkpoint of the other. On a GPU both are timed, forward and called eagerly; at sizes that fill a GPU and
+from CUDA graphs `benchmarks/kernels/blocks.py` does it. At the end `rooftop.nn.replace` does by itself what it can.
 """
 
 from __future__ import annotations
@@ -248,17 +249,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
+    on_gpu = torch.device(options.device).type == "cuda"
     for name in PAIRS:
         blocks = [block.to(options.device) for block in pair(name, options.width)]
         given = [x.to(options.device) for x in inputs(name, options.width)]
         with torch.no_grad():
             theirs, ours = (block(*given) for block in blocks)
         apart = (theirs - ours).abs().max() / theirs.abs().max()
-        calls = {kind: partial(block, *given) for kind, block in zip(("torch", "rooftop"), blocks, strict=True)}
-        times = compare(calls, device=options.device, seconds=0.05)
-        shown = ", ".join(f"{kind} {timing.median_ms:.3f} ms" for kind, timing in times.items())
-        print(f"{name}: results differ by {apart:.1e} of the largest; {shown}")
-    print("rooftop.nn.replace of the torch.nn blocks:")
+        shown = f"{name}: results differ by {apart:.1e} of the largest"
+        if on_gpu:
+            calls = {kind: partial(block, *given) for kind, block in zip(("torch", "rooftop"), blocks, strict=True)}
+            times = compare(calls, device=options.device, seconds=0.05)
+            shown += "; " + ", ".join(f"{kind} {timing.median_ms:.3f} ms" for kind, timing in times.items())
+        print(shown)
+    if not on_gpu:
+        print("No times without a GPU: on a CPU Rooftop's operators are plain PyTorch, too.")
+    print("Of the torch.nn blocks, rooftop.nn.replace swaps by itself:")
     print(rooftop.nn.replace(nn.ModuleDict({name: pair(name, options.width)[0] for name in PAIRS})))
 
 
