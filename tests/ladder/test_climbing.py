@@ -104,7 +104,7 @@ def test_all_kernels_compile_without_spills(name: str, arch: str) -> None:
 
 
 def test_wrong_calls() -> None:
-    with pytest.raises(ValueError, match="no ladder 'stairs': expected one of vector, reduction"):
+    with pytest.raises(ValueError, match="no ladder 'stairs': expected one of vector, indexing, reduction"):
         build("stairs")
     for size in (0, -1, 1 << 40):
         with pytest.raises(ValueError, match="takes 1 to 536,870,912 elements"):

@@ -1,6 +1,6 @@
 """Ladders: one piece of work done better rung by rung, in CUDA C++ and in Triton, each measured against the roof.
 
-    rooftop ladder vector|reduction|matmul|layer|indexing
+    rooftop ladder vector|indexing|reduction|matmul|layer
 
 `LADDERS` names them; `build` makes one, `climb` checks and times its rungs. What each rung changes, and why that should
 be faster, is in docs/ladder.md. No rung is the operator to use: those are in `rooftop.kernels`.

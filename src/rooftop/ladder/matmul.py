@@ -37,7 +37,7 @@ def make(size: int, device: torch.device) -> Ladder:
     a, b = (torch.randn(size, size, device=device).half() for _ in range(2))
     c = torch.empty(size, size, dtype=torch.float16, device=device)
     without = (Rung(EACH, TRITON, None, note="Triton's programs compute tiles"),)
-    only = (Rung(PERSISTENT, CUDA, None, note="in CUDA C++: CUTLASS"),)
+    only = (Rung(PERSISTENT, CUDA, None, note="see CUTLASS for one in CUDA C++"),)
     triton = triton_rungs(device, lambda: in_triton(a, b, c), tuple(TILES))
     library = CUBLAS if c.is_cuda else "PyTorch"
     return Ladder(

@@ -91,12 +91,12 @@ class Entry:
     multiple: int = 1
 
 
-LADDERS = {
+LADDERS = {  # in the order in which one learns
     "vector": Entry("vector", "z = x + y", "elements", 1 << 26, 10_001, 1 << 29),
+    "indexing": Entry("indexing", "matrices added with 1-D, 2-D and 3-D grids", "rows and columns", 8192, 70, 16384),
     "reduction": Entry("reduction", "the sum of a vector", "elements", 1 << 28, 10_001, 1 << 30),
     "matmul": Entry("matmul", "the product of two square matrices", "rows and columns", 4096, 136, 16384, multiple=8),
     "layer": Entry("layer", "y = sigmoid(x W^T + b), CPU against GPU", "rows and features", 2048, 70, 16384),
-    "indexing": Entry("indexing", "matrices added with 1-D, 2-D and 3-D grids", "rows and columns", 8192, 70, 16384),
 }
 
 
