@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=50, help="after which no further size is begun")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
     draw, began = random.Random(options.seed), time.perf_counter()
     drawn = [
         (draw.randint(*span), width, True) for span, width in (((130, 900), 64), ((900, 5000), 128), ((64, 8000), 96))
@@ -138,5 +140,5 @@ def able(calls: Calls, inputs: list[Tensor]) -> Calls:
 
 
 if __name__ == "__main__":
-    STREAM = torch.cuda.Stream()
+    STREAM = torch.cuda.Stream() if torch.cuda.is_available() else None
     main()

@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS, help="other sizes C")
     parser.add_argument("--seconds", type=float, default=45, help="after which no size is begun")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
     began = time.perf_counter()
     ceilings = measure_ceilings("cuda")
     environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}

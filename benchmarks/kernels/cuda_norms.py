@@ -38,6 +38,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other sizes N")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
     ceilings = measure_ceilings("cuda")
     rows: list[dict[str, Any]] = []
     environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}

@@ -52,6 +52,8 @@ def main() -> None:
     parser.add_argument("--expressions", nargs="+", choices=EXPRESSIONS, default=list(EXPRESSIONS))
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
     drawn = [random.Random(options.seed + i).randint(*span) for i, span in enumerate(SPANS)]
     ceilings = measure_ceilings("cuda")
     found: dict[str, Any] = {
@@ -160,5 +162,5 @@ def _compare(variants: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    STREAM = torch.cuda.Stream()
+    STREAM = torch.cuda.Stream() if torch.cuda.is_available() else None
     main()

@@ -62,6 +62,8 @@ def main() -> None:
         "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn shapes"
     )
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
     ceilings = measure_ceilings("cuda")
     environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
     rows: list[dict[str, Any]] = []
@@ -158,5 +160,5 @@ def _operands(case: Case, backward: bool) -> Operands:
 
 
 if __name__ == "__main__":
-    STREAM = torch.cuda.Stream()
+    STREAM = torch.cuda.Stream() if torch.cuda.is_available() else None
     main()

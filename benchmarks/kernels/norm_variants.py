@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other sizes N")
     parser.add_argument("--compile-only", metavar="I/N", help="only compile every N-th variant from the I-th on")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
     launches.SHIFTED_FROM = 1 << 30
     if options.compile_only:
         index, count = map(int, options.compile_only.split("/"))

@@ -63,6 +63,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
     drawn = [random.Random(options.seed + i).randint(*span) for i, span in enumerate(SPANS)]
     ceilings = measure_ceilings("cuda")
     sums = [Case("sum", (n,), None, torch.float32) for n in (*SIZES, *drawn)]
@@ -144,5 +146,5 @@ def _roof_us(case: Case, x: Tensor, ceilings: Ceilings) -> float:
 
 if __name__ == "__main__":
     functorch_config.donated_buffer = False  # a compiled backward is called many times
-    STREAM = torch.cuda.Stream()
+    STREAM = torch.cuda.Stream() if torch.cuda.is_available() else None
     main()

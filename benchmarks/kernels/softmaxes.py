@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
     parser.add_argument("--seconds", type=float, default=45, help="after which no size is begun")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
     began = time.perf_counter()
     drawn = [random.Random(options.seed + i).randint(*span) for i, span in enumerate(SPANS)]
     ceilings = measure_ceilings("cuda")
@@ -142,5 +144,5 @@ def _backward(y: Tensor, x: Tensor, dy: Tensor) -> None:
 
 
 if __name__ == "__main__":
-    STREAM = torch.cuda.Stream()
+    STREAM = torch.cuda.Stream() if torch.cuda.is_available() else None
     main()

@@ -48,6 +48,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=sorted(CASES), default=sorted(CASES), help="these operators")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
     ceilings = measure_ceilings("cuda")
     environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
     found: dict[str, Any] = {"environment": environment, "dtype": "bfloat16", "seed": options.seed, "rows": []}
@@ -258,5 +260,5 @@ def rates(variants: dict[str, Any], cost: Cost, sets: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    STREAM = torch.cuda.Stream()
+    STREAM = torch.cuda.Stream() if torch.cuda.is_available() else None
     main()

@@ -1,0 +1,37 @@
+"""Benchmarks of kernels explain themselves where there is no GPU, and say that they need one."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels"
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "tables")
+
+
+def started(monkeypatch: pytest.MonkeyPatch, name: str, *words: str) -> int | str | None:
+    """The exit status of a script."""
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    monkeypatch.syspath_prepend(str(FOLDER))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    return ended.value.code
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_needs_no_gpu(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert started(monkeypatch, name, "--help") == 0
+    assert f"python benchmarks/kernels/{name}.py" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what the scripts say where there is no GPU")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_without_a_gpu_one_line_says_so(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert started(monkeypatch, name) == 2
+    assert "error: needs an NVIDIA GPU" in capsys.readouterr().err
