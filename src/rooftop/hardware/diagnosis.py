@@ -288,6 +288,7 @@ PARTS: tuple[Part, ...] = (
     Part("torch.compile", _compile, needed=False),
     Part("Ceilings cache", _cache),
     Part("Shared memory", _shared_memory, needed=False),
+    Part("cuda.core", partial(_package, module="cuda.core", package="cuda-core", extra="cuda"), needed=False),
     Part("Charts", partial(_package, module="plotly", package="plotly", extra="report"), needed=False),
     Part("Jupyter kernel", _jupyter, needed=False),
     Part("Warp", partial(_package, module="warp", package="warp-lang"), needed=False),
