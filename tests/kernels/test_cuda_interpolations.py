@@ -139,6 +139,9 @@ def test_operator_checks_of_torch_library_and_the_gradient_check() -> None:
     (gradient,) = torch.autograd.grad(out.square().sum(), exact[0], create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         gradient.sum().backward()
+    plain = [t.detach() for t in exact]
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative: use trilinear_reference under jvp"):
+        torch.func.jvp(lambda p: trilinear_interpolate_cuda(plain[0], p), (plain[1],), (plain[1],))
 
 
 def test_compiled_whole() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.launch import cuda
-from rooftop.launch.operators import operator
+from rooftop.launch.operators import no_tangents, operator
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -211,9 +211,10 @@ def trilinear_interpolate_cuda(features: Tensor, points: Tensor) -> Tensor:
         TypeError: no dense tensors, or dtypes that are not floating point.
         ValueError: shapes or devices that do not fit.
         MissingExtraError: on a GPU, without NVRTC or `cuda.core`.
-        NotImplementedError: a second derivative.
+        NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     check_arguments("trilinear_interpolate_cuda", features, points)
+    no_tangents("trilinear_interpolate_cuda", features, points, instead="trilinear_reference")
     return _trilinear(features, points)  # type: ignore[no-any-return]
 
 
