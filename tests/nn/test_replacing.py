@@ -142,13 +142,23 @@ def test_parametrized_modules_and_those_of_other_libraries_are_not_looked_at() -
 
 def test_only_some_kinds() -> None:
     model = Model()
-    assert set(replace(model, only=["LayerNorm"]).swapped.values()) == {"LayerNorm"}
+    assert set(replace(model, only=(kind for kind in ["LayerNorm"])).swapped.values()) == {"LayerNorm"}
+    assert set(replace(model, only=["RMSNorm"]).swapped.values()) == {"RMSNorm"}
     with pytest.raises(ValueError, match=r"only must be some of .*LayerNorm.*, got \['Linear'\]"):
         replace(model, only=["Linear"])
     with pytest.raises(ValueError, match="only must be some of"):
         replace(model, only="LayerNorm")
+    with pytest.raises(ValueError, match="only must be some of"):
+        replace(model, only=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got function"):
         replace(gradients)  # type: ignore[arg-type]
+
+
+def test_targets_of_bytes_still_work() -> None:
+    loss, x, target = nn.CrossEntropyLoss(ignore_index=3), torch.randn(3, 5), torch.tensor([1, 3, 4], dtype=torch.uint8)
+    expected = loss(x, target)
+    replace(loss)
+    torch.testing.assert_close(loss(x, target), expected)
 
 
 def test_class_probabilities_still_work() -> None:

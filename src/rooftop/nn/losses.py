@@ -30,6 +30,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         """input (N, V), (V,) or (N, V, ...), target (N,), () or (N, ...); () or, not reduced, like target."""
         if isinstance(target, Tensor) and target.is_floating_point() and self.z_loss == 0.0:
             return super().forward(input, target)
+        if isinstance(target, Tensor) and target.dtype == torch.uint8:  # which PyTorch takes
+            target = target.long()
         return cross_entropy(
             input,
             target,

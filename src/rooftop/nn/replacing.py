@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -41,7 +41,7 @@ class Replacement:
         return "\n".join(lines) or "nothing to replace"
 
 
-def replace(model: torch.nn.Module, *, only: Collection[str] | None = None) -> Replacement:
+def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None) -> Replacement:
     """Make Rooftop compute a model's layer norms, RMS norms, softmaxes, embeddings and cross entropies, in place.
 
     Modules change their class and nothing else: parameters (shared ones, too), their names, dtypes and devices, hooks,
@@ -63,13 +63,12 @@ def replace(model: torch.nn.Module, *, only: Collection[str] | None = None) -> R
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"replace: model must be a torch.nn.Module, got {type(model).__name__}")
-    kinds = {kind.__name__ for kind in SUBSTITUTES}
-    if only is not None and (isinstance(only, str) or set(only) - kinds):
-        raise ValueError(f"replace: only must be some of {', '.join(sorted(kinds))}, got {only!r}")
+    kinds = sorted(kind.__name__ for kind in SUBSTITUTES)
+    wanted = _listed(only, kinds)
     done = Replacement()
     for name, module in model.named_modules():
         substitute = SUBSTITUTES.get(type(module))
-        if substitute is None or (only is not None and substitute.__name__ not in only):
+        if substitute is None or substitute.__name__ not in wanted:
             continue
         reason = _reason_to_leave(module)
         if reason is not None:
@@ -80,6 +79,16 @@ def replace(model: torch.nn.Module, *, only: Collection[str] | None = None) -> R
             module.z_loss = 0.0
         done.swapped[name] = substitute.__name__
     return done
+
+
+def _listed(only: Iterable[str] | None, kinds: list[str]) -> list[str]:
+    if only is None:
+        return kinds
+    wanted = None if isinstance(only, str) or not isinstance(only, Iterable) else list(only)
+    if wanted is None or any(each not in kinds for each in wanted):
+        given = only if wanted is None else wanted
+        raise ValueError(f"replace: only must be some of {', '.join(kinds)}, got {given!r}")
+    return wanted
 
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
