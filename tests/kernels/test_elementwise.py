@@ -4,8 +4,12 @@ interpreted. The function that is fused, called on tensors, is the reference."""
 from __future__ import annotations
 
 import math
+import pickle
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rooftop.cost import CountingMode
-from rooftop.kernels import add, axpy, fused, gelu, mul, relu, sigmoid, silu, tanh
+from rooftop.kernels import add, axpy, expressions, fused, gelu, mul, relu, sigmoid, silu, tanh
 from rooftop.kernels.expression_types import NUMBER, SINGLE, TENSOR, Kind, promoted, types_of
 from rooftop.kernels.expressions import DTYPES, argument, parse, text_of
 from rooftop.launch import INTERPRETED, count_launches
@@ -272,6 +276,37 @@ def test_integers_wrap_around_and_casts_round() -> None:
     assert fused(lambda h, n: h == n)(half, 0.1).all()
 
 
+def with_number(function: Function, number: float) -> Function:
+    """The function of its first argument, with the number in the kernel."""
+    return fused(lambda x: function(x, number))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+@pytest.mark.parametrize("number", [300, 70_000, 2**40 + 1, -(2**63), 2**64 - 1])
+def test_numbers_beyond_integers_wrap_around_where_pytorchs_do(dtype: torch.dtype, number: int) -> None:
+    x = torch.tensor([0, 1, 44, 100], dtype=dtype)
+    for function in (lambda x, n: x + n, lambda x, n: n - x, lambda x, n: x * n, lambda x, n: x < n):
+        expected = function(x, number)
+        assert torch.equal(fused(function)(x, number), expected)
+        assert torch.equal(with_number(function, number)(x), expected)
+
+
+def test_numbers_beyond_integers_are_no_limits() -> None:
+    x = torch.tensor([0, 1, 44, 100], dtype=torch.uint8)
+    for function in (lambda x, n: x.clamp(max=n), lambda x, n: torch.where(x > 1, x, n)):
+        assert torch.equal(fused(function)(x, 255), function(x, 255))
+        with pytest.raises(ValueError, match=r"fused: 1000 is outside of the range of torch\.uint8, 0 to 255"):
+            fused(function)(x, 1000)
+        with pytest.raises(ValueError, match="fused: 1000 is outside"):
+            with_number(function, 1000)(x)
+
+
+def test_numbers_beyond_float32_are_infinite() -> None:
+    x = torch.tensor([-1.0, 2.0])
+    assert torch.equal(fused(lambda x: x * 1e300)(x), x * 1e300)
+    assert torch.equal(fused(lambda x: x < 1e300)(x), x < 1e300)
+
+
 def test_half_precision_is_rounded_once() -> None:
     x = values(1000, dtype=torch.bfloat16)
     ours = fused(lambda x: (x + 256) - 256)(x)
@@ -365,6 +400,28 @@ def test_text_is_read_back_as_the_same_tree() -> None:
     assert parse(text_of((deep,)))[0] is deep
 
 
+def test_threads_have_one_node_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(WeakValueDictionary[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            time.sleep(0.02)
+            return found
+
+    monkeypatch.setattr(expressions, "_NODES", Slow())
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: argument(0), range(2))
+    assert first is second
+
+
+@fused
+def scaled_sigmoid(x: Any) -> Any:
+    return torch.sigmoid(x) * 2
+
+
+def test_pickled_by_name() -> None:
+    assert pickle.loads(pickle.dumps(scaled_sigmoid)) is scaled_sigmoid
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -381,6 +438,7 @@ def test_text_is_read_back_as_the_same_tree() -> None:
             "a0 if a1 else 2",
         ),
         *("t0 = a0", "import os; a0", "a0 < a1 < a2", "exp(x=a0)", "'a0'", "(" * 500 + "a0" + ")" * 500, "1 + 2"),
+        *("-" * 900 + "a0", "+".join(["a0"] * 900), f"a0 + {2**64}", f"a0 - {10**400}"),
     ],
 )
 def test_other_text_is_refused(text: str) -> None:

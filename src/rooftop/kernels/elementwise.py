@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,12 @@ from rooftop.kernels.expression_types import (
     TENSOR,
     Kind,
     Types,
+    check_limit,
     computed_in,
+    limits_of,
     number_kind,
     types_of,
+    wrapped,
 )
 from rooftop.kernels.expressions import (
     DTYPES,
@@ -68,8 +72,11 @@ def fused_reference(
         value = values[id(node)]
         if isinstance(value, Tensor):
             return value.to(dtype)
-        number = torch.full((), value, dtype=rounded_to or dtype, device=device)  # half precision where it is compared
-        return number.to(dtype)
+        if isinstance(value, float) or dtype.is_floating_point:
+            number = torch.full((), float(value), dtype=torch.float64, device=device)
+        else:
+            number = torch.full((), wrapped(int(value), torch.int64), dtype=torch.int64, device=device)
+        return number.to(rounded_to or dtype).to(dtype)  # half precision where it is compared
 
     for node in topological(outputs):
         typed = types[id(node)]
@@ -171,6 +178,7 @@ class _Plan:
     results: tuple[torch.dtype, ...]
     double: bool
     used: tuple[tuple[int, ...], ...]  # arguments of each output
+    limits: tuple[tuple[int, torch.dtype], ...]  # numbers that integers of a dtype must be able to hold
 
 
 @functools.lru_cache(maxsize=4096)
@@ -183,7 +191,14 @@ def _plan(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype) -> _P
     )
     results = tuple(types[id(node)].kind.dtype for node in program.outputs)
     used = tuple(tuple(arguments_of([each])) for each in program.outputs)
-    return _Plan(program.outputs, kinds, types, results, double, used)
+    limits = []
+    for node, dtype in limits_of(program.outputs, types):
+        assert node.value is not None
+        if node.operation == "argument":
+            limits.append((int(node.value), dtype))
+        else:
+            check_limit(node.value, dtype)
+    return _Plan(program.outputs, kinds, types, results, double, used, tuple(limits))
 
 
 def _kind(value: Argument | None) -> Kind | None:
@@ -214,7 +229,10 @@ def _planned(tensors: Sequence[Tensor], numbers: Sequence[Number], text: str) ->
         if each.device != device:
             arguments[i] = each.to(device)  # one number, from the CPU
     kinds = tuple(map(_kind, arguments))
-    return _plan(text, kinds, torch.get_default_dtype()), arguments
+    plan = _plan(text, kinds, torch.get_default_dtype())
+    for number, dtype in plan.limits:
+        check_limit(arguments[number], dtype)  # type: ignore[arg-type]
+    return plan, arguments
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
@@ -562,6 +580,13 @@ class Fused:
 
     def __repr__(self) -> str:
         return f"fused({', '.join(self.names)}: {self.text})"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickled by its name where it has one, as functions are; that of a decorated function is this object's."""
+        found: Any = sys.modules.get(self.function.__module__)
+        for name in self.function.__qualname__.split("."):
+            found = getattr(found, name, None)
+        return self.function.__qualname__ if found is self else (Fused, (self.function,))
 
     def __call__(self, *arguments: Argument, **keywords: Argument) -> Any:
         """The results for tensors and numbers in the function's arguments.

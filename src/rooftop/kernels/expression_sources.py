@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rooftop.kernels.expression_types import HALF, NUMBER, Kind, Types, computed_in
+from rooftop.kernels.expression_types import HALF, NUMBER, Kind, Types, computed_in, wrapped
 from rooftop.kernels.expressions import DTYPES, NAMES, OPERATIONS, Expression, arguments_of, text_of, topological
 
 
@@ -259,7 +259,8 @@ def _cast(text: str, dtype: torch.dtype) -> str:
 
 def _literal(value: int | float | bool, dtype: torch.dtype) -> str:
     if not dtype.is_floating_point:
-        return f"tl.full((), {int(value)}, {_tl(dtype)})"
+        number = int(value) if dtype == torch.bool else wrapped(int(value), dtype)
+        return f"tl.full((), {number}, {_tl(dtype)})"
     text = repr(float(value))
     return f"tl.full((), {text if text[-1].isdigit() else f'float({text!r})'}, {_tl(dtype)})"
 

@@ -50,6 +50,37 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+OF_LIMITS = ("maximum", "minimum", "clamp_min", "clamp_max", "where")
+"""What gives its operands back: a number that is none of the dtype would be another one, where sums only wrap."""
+
+
+def limits_of(outputs: Sequence[Expression], types: Types) -> list[tuple[Expression, torch.dtype]]:
+    """Plain numbers (constants, arguments) that must be within the range of integers as they are."""
+    return [
+        (each, common)
+        for node in topological(outputs)
+        if node.operation in OF_LIMITS and not (common := types[id(node)].common).is_floating_point
+        for each in node.operands[node.operation == "where" :]
+        if types[id(each)].kind.rank == NUMBER and not each.operands
+    ]
+
+
+def check_limit(value: int | float | bool, dtype: torch.dtype) -> None:
+    """ValueError where a tensor of integers cannot hold the number."""
+    if dtype == torch.bool:
+        return
+    limits = torch.iinfo(dtype)
+    least = limits.min or -limits.max  # PyTorch takes -1 as 255
+    if not least <= value <= limits.max:
+        raise ValueError(f"fused: {value} is outside of the range of {dtype}, {limits.min} to {limits.max}")
+
+
+def wrapped(value: int, dtype: torch.dtype) -> int:
+    """An integer as a tensor of integers holds it: modulo 2^bits."""
+    limits = torch.iinfo(dtype)
+    return (value - limits.min) % (1 << limits.bits) + limits.min
+
+
 def number_kind(value: bool | int | float) -> Kind:
     """As torch sees a Python number: bool, int64 or the default dtype."""
     if isinstance(value, (bool, torch.SymBool)):

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -229,13 +230,17 @@ def _node(operation: str, operands: Operands, value: Any = None) -> Expression:
     key = (operation, tuple(map(id, operands)), type(value), repr(value))
     found = _NODES.get(key)
     if found is None:
-        found = object.__new__(Expression)
-        found.operation, found.operands, found.value = operation, operands, value
-        _NODES[key] = found
+        with _lock:  # two nodes of one kind would have half of a gradient each
+            found = _NODES.get(key)
+            if found is None:
+                found = object.__new__(Expression)
+                found.operation, found.operands, found.value = operation, operands, value
+                _NODES[key] = found
     return found
 
 
 _NODES: WeakValueDictionary[Any, Expression] = WeakValueDictionary()
+_lock = Lock()
 
 
 def argument(number: int) -> Expression:
@@ -244,7 +249,13 @@ def argument(number: int) -> Expression:
 
 
 def constant(value: int | float | bool) -> Expression:
-    """A number that belongs to the expression."""
+    """A number that belongs to the expression.
+
+    Raises:
+        ValueError: an integer of more than 64 bits.
+    """
+    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        raise ValueError(f"fused: a number of {value.bit_length()} bits is none that a tensor can hold: write a float")
     return _node("constant", (), value)
 
 
@@ -500,9 +511,19 @@ def parse(text: str) -> tuple[Expression, ...]:
         ValueError: it is anything else.
     """
     try:
-        *statements, last = ast.parse(text.strip()).body
+        body = ast.parse(text.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"fused: {text!r} is no expression: {error}") from error
+    try:
+        return _results(body, text)
+    except RecursionError as error:
+        raise ValueError(f"fused: an expression of {len(text):,} characters is nested too deep") from error
+
+
+def _results(body: list[ast.stmt], text: str) -> tuple[Expression, ...]:
+    if not body:
+        raise ValueError(f"fused: {text!r} is no expression")
+    *statements, last = body
     names: dict[str, Expression] = {}
     for statement in statements:
         match statement:
