@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -48,7 +49,7 @@ def on_ubuntu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mending, "container", lambda: "")
     monkeypatch.setattr("platform.freedesktop_os_release", lambda: {"ID": "ubuntu"})
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(mending, "find_spec", lambda name: object())
+    monkeypatch.setattr(mending, "has_pip", lambda: True)
 
 
 class NVMLError(Exception):
@@ -520,3 +521,11 @@ def test_without_ipykernel_the_command_is_said(monkeypatch: pytest.MonkeyPatch, 
     assert finding.command == "pip install ipykernel && rooftop doctor --install-kernel"
     with pytest.raises(MissingExtraError, match="pip install ipykernel"):
         install_kernel()
+
+
+def test_setuptools_can_be_imported_after_a_diagnosis() -> None:
+    """setuptools takes a search for pip for a run of pip, and torch.compile imports setuptools."""
+    pytest.importorskip("setuptools")
+    program = "from rooftop.hardware import diagnose; diagnose(); import setuptools"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import sys
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 SYSTEM_PACKAGES = {
@@ -29,9 +29,15 @@ DRIVER_INSTALLS = {
 
 def pip(*requirements: str, options: str = "") -> str:
     """Installs packages into this Python; uv where there is no pip."""
-    installer = "pip" if find_spec("pip") is not None or shutil.which("uv") is None else "uv pip"
+    installer = "pip" if has_pip() or shutil.which("uv") is None else "uv pip"
     quoted = (f'"{each}"' if set(each) & set("<>=[~!") else each for each in requirements)
     return " ".join(word for word in (installer, "install", options, *quoted) if word)
+
+
+def has_pip() -> bool:
+    """Whether this Python has pip. Looked up by its path: setuptools hooks `importlib.util.find_spec("pip")`, takes it
+    for a run of pip, and then cannot be imported any more in this process, nor torch.compile used on a CPU."""
+    return PathFinder.find_spec("pip") is not None
 
 
 def system_package(kind: str) -> str:
