@@ -395,6 +395,21 @@ def test_tensors_of_inference_mode(public: Public) -> None:
     torch.testing.assert_close(public.ours(**tensors), expected)  # and outside of it, where nothing needs a gradient
 
 
+@each_public
+def test_compiled_whole_for_sizes_that_change(public: Public) -> None:
+    torch._dynamo.reset()
+    names = list(public.shapes)
+    compiled = torch.compile(
+        lambda *tensors: public.ours(**dict(zip(names, tensors, strict=True))),
+        fullgraph=True,
+        dynamic=True,
+        backend="eager",
+    )
+    for sizes in (SIZES, {**SIZES, "M": 9, "S": 3, "N": 5, "B": 4}):
+        tensors = tensors_of(public, sizes)
+        torch.testing.assert_close(compiled(*tensors.values()), public.ours(**tensors))
+
+
 HUGE = {"M": (1 << 21) + 1, "N": 1 << 11, "K": 1 << 11, "V": 1 << 18, "S": 1 << 17, "H": 1 << 7, "D": 256, "C": 128}
 
 

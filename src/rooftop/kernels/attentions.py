@@ -654,7 +654,7 @@ def _check(
     _check_shapes(query, key, value, enable_gqa)
     if scale is not None and not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"attention: scale must be a number or None, got {type(scale).__name__}")
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not abs(scale) < math.inf:  # torch.compile has no isfinite of a variable
         raise ValueError(f"attention: scale must be finite, got {scale}")
     if mask is not None:
         _check_mask(query, key, mask, is_causal)

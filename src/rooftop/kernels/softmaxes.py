@@ -364,7 +364,7 @@ def _check(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tens
         raise ValueError(f"{name}: dim {dim} is out of range for an input of shape {tuple(x.shape)}")
     if not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name}: scale must be a number, got {type(scale).__name__}")
-    if not math.isfinite(scale):
+    if not abs(scale) < math.inf:  # torch.compile has no isfinite of a number that it takes as a variable
         raise ValueError(f"{name}: scale must be finite, got {scale}")
     if mask is None:
         return
