@@ -289,12 +289,23 @@ def test_limits_depend_on_the_kernel_and_the_architecture() -> None:
         ((None, None, torch.tensor(1), 1.0), TypeError, "got a tensor: take a pointer"),
         ((None, None, 1, "1"), TypeError, "expected a number, got '1'"),
         ((None, None, 1, -1e39), ValueError, "beyond the largest value"),
+        ((None, None, 1, 10**400), ValueError, r"argument 4 \(float\): the integer is beyond the largest value"),
+        ((torch.ones(4).to_sparse(), None, 1, 1.0), TypeError, r"argument 1 .* dense tensor, got layout .*sparse"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     kernel = cuda.compile(SOURCE, "scale<float>", arch="sm_90")
     with pytest.raises(error, match=message):
         kernel._signature.values(arguments, -1)
+
+
+def test_what_is_no_text_or_no_number() -> None:
+    with pytest.raises(TypeError, match="compile: source must be a str, got bytes"):
+        cuda.compile(SOURCE.encode(), "reversed", arch="sm_90")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="compile: name must be a str, got NoneType"):
+        cuda.compile(SOURCE, None, arch="sm_90")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"kernel reversed: shared_bytes must be an int, got 1\.5"):
+        cuda.compile(SOURCE, "reversed", arch="sm_90").check(1, 1, shared_bytes=1.5)  # type: ignore[arg-type]
 
 
 def test_tensors_must_be_where_the_launch_is() -> None:

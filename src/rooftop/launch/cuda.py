@@ -76,9 +76,12 @@ def compile(
     Raises:
         CompilationError: with the compiler's log and the line of the source.
         MissingExtraError: NVRTC, `cuda.core` or a CUDA header is not installed: the message says how.
-        TypeError: a parameter of the kernel that nothing in Python can be passed for.
+        TypeError: a parameter of the kernel that nothing in Python can be passed for; source or name is no str.
         ValueError: no GPU to compile for, or an architecture that NVRTC does not know.
     """
+    for what, text in (("source", source), ("name", name)):
+        if not isinstance(text, str):
+            raise TypeError(f"compile: {what} must be a str, got {type(text).__name__}")
     arch = arch or _arch_of(device)
     macros = tuple((key, str(value)) for key, value in defines.items()) if defines else ()
     key = (source, name, arch, macros, fast_math, fused_multiply_add, max_registers)
@@ -193,7 +196,7 @@ class Kernel:
             for axis, size, limit in zip("xyz", sizes, limits, strict=True):
                 if size > limit:
                     raise ValueError(f"{what}: the {kind} {sizes} has {size:,} in {axis}, at most {limit:,} can be")
-        self._check_shared_memory(operator.index(shared_bytes))
+        self._check_shared_memory(shared_bytes)
         if cluster is not None:
             self._check_cluster(blocks, _three(what, "cluster", cluster, least=1))
         return blocks
@@ -207,6 +210,10 @@ class Kernel:
         )
 
     def _check_shared_memory(self, dynamic: int) -> None:
+        try:
+            dynamic = operator.index(dynamic)
+        except TypeError:
+            raise TypeError(f"kernel {self.name}: shared_bytes must be an int, got {dynamic!r}") from None
         if dynamic < 0:
             raise ValueError(f"kernel {self.name}: shared_bytes must not be negative, got {dynamic:,}")
         unit = MULTIPROCESSORS.get(self.capability)

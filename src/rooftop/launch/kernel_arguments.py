@@ -166,6 +166,8 @@ def _pointer(what: str, pointee: Pointee) -> Converter:
             return 0
         if not isinstance(value, Tensor):
             raise TypeError(f"{what}: expected a tensor or None, got {type(value).__name__}")
+        if value.layout != torch.strided:
+            raise TypeError(f"{what}: expected a dense tensor, got layout {value.layout}: use .to_dense()")
         if dtypes is not None and value.dtype not in dtypes:
             raise TypeError(f"{what}: expected a tensor of {dtypes[0]}, got {value.dtype}: convert it")
         if value.get_device() != device and not (value.device.type == "cpu" and value.is_pinned()):
@@ -224,7 +226,10 @@ def _float(what: str, dtype: torch.dtype) -> Converter:
             if isinstance(value, Tensor):
                 _refuse_tensor(what)
             raise TypeError(f"{what}: expected a number, got {value!r}")
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            raise ValueError(f"{what}: the integer is beyond the largest value {most:.6g}") from None
         if abs(number) > most and math.isfinite(number):
             raise ValueError(f"{what}: {number!r} is beyond the largest value {most:.6g}")
         return make(number)
