@@ -76,6 +76,7 @@ def test_wrong_calls(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for words, status, part in (
         (["ladder", "stairs"], 2, "vector|indexing|reduction|matmul|layer"),
         (["ladder", "vector", "--out", "no/such.json"], 2, "no/such"),
+        (["ladder", "vector", "--out", "both", "--chart", "./both"], 2, "name the same file"),
         (["ladder", "vector", "--chart", "chart.html"], 1, "need an NVIDIA GPU"),
     ):
         assert cli.main(words) == status

@@ -55,6 +55,8 @@ def command(
     for path in (out, chart):
         if path is not None:
             check_writable(path)
+    if out is not None and chart is not None and out.resolve() == chart.resolve():
+        raise click.UsageError(f"--out and --chart name the same file: {out}")
     if chart is not None:
         if where.type != "cuda":
             raise MeasurementError("a chart shows speeds, and those need an NVIDIA GPU: leave --chart out")
