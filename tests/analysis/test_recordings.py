@@ -215,7 +215,7 @@ def test_waiting_for_data_is_noticed(ceilings: Ceilings) -> None:
             net(batch).sum().backward()
             recorded.step()
     (advice,) = [item for item in recorded.report.advice if item.title == "Load data beside the step"]
-    assert advice.gain_ms > 4  # four samples of 2 ms, less what the machine was slower in some steps than in others
+    assert advice.gain_ms >= 4 * 2  # four samples of 2 ms
     assert advice.gain_ms <= recorded.report.summary.wall_ms
 
 

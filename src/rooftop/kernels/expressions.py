@@ -281,10 +281,12 @@ def _as_expression(operation: str, value: Any) -> Expression:
 
 
 def where(condition: Any, a: Any, b: Any) -> Expression:
+    """As torch.where, element by element."""
     return apply("where", condition, a, b)
 
 
 def equal(a: Any, b: Any) -> Expression:
+    """As torch.eq, element by element."""
     return apply("eq", a, b)
 
 

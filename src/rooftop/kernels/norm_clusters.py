@@ -181,6 +181,7 @@ def layout(
 def kernel_name(
     name: str, config: ClusterConfig, dtype: torch.dtype, parameter: torch.dtype, chunks: int, rms: bool
 ) -> str:
+    """The kernel with its template arguments, as NVRTC wants it named."""
     types = f"{CPP_TYPES[dtype]}, {CPP_TYPES[parameter]}"
     return f"{name}<{types}, {chunks}, {config.warps}, {config.blocks}, {str(rms).lower()}>"
 

@@ -65,6 +65,7 @@ def norm_backward_reference(
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
+    """In what mean and 1 / std are kept: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -159,6 +160,7 @@ def unit_columns(x: Tensor) -> Tensor:
 
 
 def contiguous(parameter: Tensor | None) -> Tensor | None:
+    """The parameter, copied where it has gaps; None stays None."""
     return parameter.contiguous() if parameter is not None else None
 
 
