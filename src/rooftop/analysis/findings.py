@@ -19,6 +19,7 @@ class Findings:
         summary, gaps: the step as a whole. ceilings: what it is compared with.
         plain: the run under the profiler alone, None where nothing was run.
         host_ms: how long the host needs for the step, None where that is not known.
+        best_ms: wall time of the fastest step, None where nothing was run.
     """
 
     operators: Sequence[MeasuredOperator]
@@ -28,6 +29,7 @@ class Findings:
     ceilings: Ceilings
     plain: Plain | None = None
     host_ms: float | None = None
+    best_ms: float | None = None
 
     @property
     def training(self) -> bool:
@@ -45,14 +47,16 @@ class Findings:
     def saved_ms(self, labelled_ms: float, more_launches: int = 0) -> float:
         """What the step gains when operators take so much less: nothing beyond where the host becomes the slower one.
 
-        Additional launches cost the host what launches of this step do, on average.
+        Additional launches cost the host what launches of this step do, on average. Compared are the step and the host
+        at their fastest: what else the host does delays the step with the change as it does the step without.
         """
         busy_ms = self.undisturbed_ms(labelled_ms)
         if self.host_ms is None:
             return busy_ms
+        wall_ms = self.summary.wall_ms if self.best_ms is None else self.best_ms
         launch_ms = max(self.ceilings.launch_eager_ms, self.host_ms / max(1, self.summary.kernels))
         host_ms = self.host_ms + more_launches * launch_ms
-        return self.summary.wall_ms - max(host_ms, self.summary.wall_ms - busy_ms)
+        return wall_ms - max(host_ms, wall_ms - busy_ms)
 
 
 LEAST_GAIN = 0.01

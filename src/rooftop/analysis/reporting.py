@@ -47,7 +47,7 @@ def report_of(
     rows = operator_rows(operators, ceilings)
     modules = module_tree(operators, profile.tracker, ceilings, root_type)
     summary, gaps, balance_notes = _balance(profile, modules, inputs)
-    findings = Findings(operators, rows, summary, gaps, ceilings, profile.plain, profile.host_ms)
+    findings = Findings(operators, rows, summary, gaps, ceilings, profile.plain, profile.host_ms, profile.wall.best_ms)
     return Report(
         target=target,
         mode=mode,

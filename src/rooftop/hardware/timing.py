@@ -94,7 +94,7 @@ def compare(
                 spent[name] += time.perf_counter() - began
         if round_ >= LEAST_SAMPLES and all(s >= seconds for s in spent.values()):
             break
-    return {name: _timing(values) for name, values in samples.items()}
+    return {name: timing_of(values) for name, values in samples.items()}
 
 
 def captured(fn: Callable[[], object], stream: torch.cuda.Stream | None = None) -> Callable[[], object]:
@@ -171,7 +171,8 @@ def _warm_up(fn: Callable[[], object], seconds: float, synchronize: Callable[[],
     return max(1, math.ceil(LEAST_SAMPLE_S * calls / (time.perf_counter() - began)))
 
 
-def _timing(samples: list[float]) -> Timing:
+def timing_of(samples: Sequence[float]) -> Timing:
+    """What samples in ms of one call say, taken with any clock."""
     median = statistics.median(samples)
     quarters = statistics.quantiles(samples, n=4, method="inclusive")
     return Timing(median, min(samples), (quarters[2] - quarters[0]) / median if median > 0 else 0.0, len(samples))
