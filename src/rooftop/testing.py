@@ -33,7 +33,8 @@ def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: st
         raise AssertionError(f"{what}: the reference must be float64, got {exact.dtype}")
     if actual.numel() == 0:
         return
-    got, plain, truth = (t.detach().double().cpu() for t in (actual, eager, exact))
+    device = actual.device if actual.is_cuda else torch.device("cpu")  # others have no float64
+    got, plain, truth = (t.detach().to(device).double() for t in (actual, eager, exact))
     _assert_same_specials(got, truth, what)
     finite = truth.isfinite() & plain.isfinite()
     got, plain, truth = got[finite], plain[finite], truth[finite]

@@ -41,7 +41,7 @@ Progress = Callable[[str, float], None]
 
 WARM_UP_STEPS = 2
 COMPILED_WARM_UP_STEPS = 5  # compile, warm up and capture CUDA graphs, forward and backward
-LAUNCHING_RUNS = 9
+LAUNCHING_RUNS = 6
 QUEUE_LENGTH = 1000  # a GPU takes about this many launches before the host must wait
 LABELLED_SECONDS = 8.0  # bounds the labelled runs of slow programs ...
 LABELLED_RUNS = (3, 9)  # ... to at least and at most this many
@@ -106,10 +106,11 @@ def profile_program(
             program.step()
         progress("timing the step", 0.1)
         wall = measure(program.step, device=device)
-        launching_ms = _launching_ms(program) if device.type == "cuda" else None
+        launching_ms = _launching_ms(program)
         progress("profiling", 0.4)
         with PlainInstrument(device, _allocated_bytes(program), trace) as plain:
             program.step()
+        launching_ms += _launching_ms(program)
         progress("profiling each operator", 0.5)
         least, most = LABELLED_RUNS
         runs = max(least, min(most, int(1e3 * LABELLED_SECONDS / max(wall.median_ms, 1e-3))))
@@ -119,20 +120,25 @@ def profile_program(
                 tracker.restart()
                 labelled.append(_labelled(program, tracker, graphs))
                 progress("profiling each operator", 0.5 + 0.5 * (run + 1) / runs)
-    return assembled(device, labelled, wall, plain.result, tracker, graphs, launching_ms)
+        launching_ms += _launching_ms(program)
+    return assembled(device, labelled, wall, plain.result, tracker, graphs, min(launching_ms, default=None))
 
 
-def _launching_ms(program: Program) -> float:
-    """From the call of a step until it returns, the device being idle at first: the least of several runs, since what
-    else the host does only adds to it."""
+def _launching_ms(program: Program) -> list[float]:
+    """From the call of a step until it returns, the device being idle at first; nothing without a GPU.
+
+    What else the host does only adds to it, at times for seconds: the least of several runs, some seconds apart, is
+    what the program itself needs.
+    """
     taken = []
-    for _ in range(LAUNCHING_RUNS):
+    for _ in range(LAUNCHING_RUNS if program.device.type == "cuda" else 0):
         torch.cuda.synchronize(program.device)
         began = time.perf_counter()
         program.step()
         taken.append(1e3 * (time.perf_counter() - began))
-    torch.cuda.synchronize(program.device)
-    return min(taken)
+    if taken:
+        torch.cuda.synchronize(program.device)
+    return taken
 
 
 def _labelled(program: Program, tracker: ModuleTracker, graphs: CompiledGraphs | None) -> Labelled:
