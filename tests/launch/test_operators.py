@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftop.kernels import layer_norm
+from rooftop.kernels import fused, layer_norm
 from rooftop.launch import operators
 
 
@@ -38,7 +38,7 @@ class Own(Tensor):
 
 def test_a_plain_call_is_plain() -> None:
     x = torch.randn(3, requires_grad=True)
-    assert operators._is_plain((x, torch.nn.Parameter(x), None, 1e-5, [True, False]))
+    assert operators._is_plain((x, torch.nn.Parameter(x), None, 1e-5, [True, False], [x, x]))
     with torch.no_grad(), torch.autocast("cpu"):
         assert operators._is_plain((x,))
 
@@ -49,7 +49,7 @@ def test_a_plain_call_is_plain() -> None:
         torch.randn(3).as_subclass(Own),
         torch.empty(3, device="meta"),
         torch.randn(3, dtype=torch.complex64).conj().imag,  # its sign is not in memory
-        [torch.randn(3)],
+        [torch.randn(3), torch.empty(3, device="meta")],
     ],
 )
 def test_arguments_that_the_dispatcher_must_see(argument: object) -> None:
@@ -93,4 +93,21 @@ def test_both_ways_give_the_same(grad: bool, monkeypatch: pytest.MonkeyPatch) ->
             y = layer_norm(x, 6, weight)
             found.append([y.detach(), *(torch.autograd.grad(y.square().sum(), x) if grad else ())])
             assert y.requires_grad == grad
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_both_ways_give_the_same_for_lists_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of arguments, some of which need no gradient, and of results, some of which have or get none."""
+    function = fused(lambda x, y, s: (x * torch.exp(y), x > 0, y * s))
+    x, y = torch.randn(4, 6, requires_grad=True), torch.randn(6)
+    found = []
+    for way in (nullcontext(), monkeypatch.context()):
+        with way as patch:
+            if patch is not None:
+                patch.setattr(operators, "_is_plain", lambda arguments: False)
+            product, positive, unused = function(x, y, 0.5)
+            assert [each.requires_grad for each in (product, positive, unused)] == [True, False, True]
+            (first,) = torch.autograd.grad(product.square().sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), x)
+            found.append([each.detach() for each in (product, positive, unused, first, second)])
     torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -49,7 +49,7 @@ from rooftop.kernels.expressions import (
     topological,
 )
 from rooftop.kernels.tiles import unit
-from rooftop.launch.operators import operator
+from rooftop.launch.operators import differentiable, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 MOST_TENSORS = 8
@@ -529,7 +529,7 @@ def _places(program: _Program, kind: str) -> list[int]:
     return [i for i, each in enumerate(program.kinds) if each == kind]
 
 
-torch.library.register_autograd("rooftop::fused", _differentiate, setup_context=_save)
+differentiable("fused", _differentiate, _save)
 
 
 @cost_of("rooftop::fused")

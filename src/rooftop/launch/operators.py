@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import islice
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., 
         def call(*arguments: Any) -> Any:
             if torch.compiler.is_compiling() or not _is_plain(arguments):
                 return overload(*arguments)
-            if not torch.is_grad_enabled() or not any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
+            if not torch.is_grad_enabled() or not any(map(_requires_grad, arguments)):
                 return function(*arguments)
             recorded = _recorded.get(name)
             return overload(*arguments) if recorded is None else recorded(*arguments)
@@ -53,7 +54,11 @@ def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., 
 def differentiable(
     name: str, backward: Callable[..., Any], setup_context: Callable[[Any, Any, Any], None] | None = None
 ) -> None:
-    """Gives the operator of that name its derivative, as `torch.library.register_autograd` does."""
+    """Gives the operator of that name its derivative, as `torch.library.register_autograd` does.
+
+    Lists of tensors, as arguments and as results, are differentiated too: `backward` gets a list of gradients for a
+    list of results, and returns one for a list of arguments.
+    """
     torch.library.register_autograd(f"rooftop::{name}", backward, setup_context=setup_context)
     function = _functions[name]
 
@@ -63,10 +68,51 @@ def differentiable(
             setup_context(ctx, arguments, output)
         return output
 
+    schema = getattr(torch.ops.rooftop, name).default._schema
+    if any(str(each.type) == "List[Tensor]" for each in [*schema.arguments, *schema.returns]):
+        _recorded[name] = _recording_lists(name, forward, backward)
+    else:
+        _recorded[name] = _recording(name, forward, backward)
+
+
+def _recording(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that autograd records, with these as the methods of `torch.autograd.Function`."""
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     recording: Any = type(f"GeneratedBackwardFor_rooftop_{name}_default", (torch.autograd.Function,), methods)
     # What Function.apply does before it calls this only concerns transforms, and those go through the dispatcher.
-    _recorded[name] = super(torch.autograd.Function, recording).apply
+    return super(torch.autograd.Function, recording).apply  # type: ignore[no-any-return]
+
+
+def _recording_lists(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where arguments or results are lists of tensors, which autograd only sees one by one."""
+    gives_list = str(getattr(torch.ops.rooftop, name).default._schema.returns[0].type) == "List[Tensor]"
+
+    def forward_of_each(ctx: Any, counts: Sequence[int | None], *flat: Any) -> Any:
+        """`counts`: for each argument how many tensors it has if it is a list of them."""
+        ctx.counts, rest = counts, iter(flat)
+        output = forward(ctx, *(next(rest) if n is None else list(islice(rest, n)) for n in counts))
+        return tuple(output) if gives_list else output
+
+    def backward_of_each(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        found = backward(ctx, list(gradients)) if gives_list else backward(ctx, *gradients)
+        flat: list[Tensor | None] = [None]  # of `counts`
+        for count, gradient in zip(ctx.counts, found, strict=True):
+            flat += [gradient] if count is None else [None] * count if gradient is None else gradient
+        return tuple(flat)
+
+    record = _recording(name, forward_of_each, backward_of_each)
+
+    def recorded(*arguments: Any) -> Any:
+        counts: list[int | None] = []
+        flat: list[Any] = []
+        for each in arguments:
+            is_list = isinstance(each, list | tuple) and all(isinstance(item, Tensor) for item in each)
+            counts.append(len(each) if is_list else None)
+            flat += each if is_list else [each]
+        output = record(counts, *flat)
+        return list(output) if gives_list else output
+
+    return recorded
 
 
 _functions: dict[str, Callable[..., Any]] = {}  # what computes an operator, by name
@@ -85,11 +131,24 @@ def _is_plain(arguments: Sequence[Any]) -> bool:
         return False
     for argument in arguments:
         if isinstance(argument, Tensor):
-            if type(argument) not in _PLAIN or argument.is_meta or argument.is_neg():
+            if not _is_plain_tensor(argument):
                 return False
-        elif isinstance(argument, list | tuple) and any(isinstance(each, Tensor) for each in argument):
-            return False
+        elif isinstance(argument, list | tuple):
+            for each in argument:
+                if isinstance(each, Tensor) and not _is_plain_tensor(each):
+                    return False
     return True
+
+
+def _is_plain_tensor(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and not tensor.is_meta and not tensor.is_neg()
+
+
+def _requires_grad(argument: Any) -> bool:
+    """Of a tensor, or of any in a list."""
+    if isinstance(argument, Tensor):
+        return argument.requires_grad
+    return isinstance(argument, list | tuple) and any(isinstance(t, Tensor) and t.requires_grad for t in argument)
 
 
 def no_second_derivative(name: str, instead: str | None = None) -> Callable[..., Any]:
