@@ -1,4 +1,4 @@
-"""Tiles of linear_act beside cuBLAS and torch.compile; what is found goes into the tables of `kernels/matmuls.py`.
+"""Tiles of linear_act beside cuBLAS and torch.compile; what is found goes into `kernels/matmul_tables.py`.
 
     python benchmarks/tuning/matmuls.py --out matmuls.json [--seconds 60] [--processes 15]
     python benchmarks/tuning/matmuls.py --quick
@@ -31,8 +31,9 @@ from torch.nn import functional
 
 from rooftop.hardware import compare
 from rooftop.hardware.timing import captured
-from rooftop.kernels import matmuls
-from rooftop.kernels.matmuls import LinearPlan, Tile, forward
+from rooftop.kernels import matmul_launches
+from rooftop.kernels.matmul_launches import forward
+from rooftop.kernels.matmul_tables import LinearPlan, Tile
 
 LIB = LinearPlan("library", None, "")
 TORCH: dict[str, Callable[[Tensor], Tensor]] = {
@@ -229,14 +230,14 @@ def library(backwards: bool, mib: int, job: Job) -> Callable[..., object]:
 
 @contextmanager
 def tables(**values: object) -> Iterator[None]:
-    before = {name: getattr(matmuls, name) for name in values}
+    before = {name: getattr(matmul_launches, name) for name in values}
     for name, value in values.items():
-        setattr(matmuls, name, value)
+        setattr(matmul_launches, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(matmuls, name, value)
+            setattr(matmul_launches, name, value)
 
 
 def measure(job: Job, tiles: list[Tile], device: str, seconds: float) -> dict[str, Any]:
@@ -266,8 +267,8 @@ def pointwise(device: str, seconds: float) -> list[dict[str, Any]]:
     y = torch.empty_like(z)
     rows = []
     for name, fn in (
-        ("finish", lambda: matmuls._finish(z, 1, size, None, "sigmoid", None, y, y.new_empty(0))),
-        ("backward", lambda: matmuls._backward(dy, z, "gelu", False, True)),
+        ("finish", lambda: matmul_launches.finish(z, 1, size, None, "sigmoid", None, y, y.new_empty(0))),
+        ("backward", lambda: matmul_launches.backward(dy, z, "gelu", False, True)),
     ):
         calls: dict[str, Callable[[], object]] = {}
         if name == "finish":
@@ -292,15 +293,15 @@ def pointwise(device: str, seconds: float) -> list[dict[str, Any]]:
                 (16, 128, 8, 8),
             ]
             names = ("BACKWARD_ROWS", "BACKWARD_COLUMNS", "BACKWARD_WARPS", "BACKWARD_PROGRAMS_PER_SM")
-        before = [getattr(matmuls, each) for each in names]
+        before = [getattr(matmul_launches, each) for each in names]
         for values in settings:
             for each, value in zip(names, values, strict=True):
-                setattr(matmuls, each, value)
+                setattr(matmul_launches, each, value)
             fn()
             if device == "cuda":
                 calls[str(values)] = captured(fn)
         for each, value in zip(names, before, strict=True):
-            setattr(matmuls, each, value)
+            setattr(matmul_launches, each, value)
         if device == "cuda":
             calls["torch"] = captured(calls["torch"])
         else:

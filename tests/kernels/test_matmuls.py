@@ -16,18 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import CountingMode
-from rooftop.kernels import linear_act, linear_act_plan, matmul, matmuls
-from rooftop.kernels.matmuls import (
-    ACTIVATIONS,
-    FUSED_ON_HOPPER,
-    TWO_AN_SM,
-    Entry,
-    LinearPlan,
-    Problem,
-    Tile,
-    choose,
-    forward,
-)
+from rooftop.kernels import linear_act, linear_act_plan, matmul, matmul_launches, matmul_tables
+from rooftop.kernels.matmul_launches import ACTIVATIONS, forward
+from rooftop.kernels.matmul_tables import FUSED_ON_HOPPER, TWO_AN_SM, Entry, LinearPlan, Problem, Tile, choose
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.launch.triton_launch import launch
 from rooftop.nn import LinearAct
@@ -103,13 +94,13 @@ def wide(given_: Operands) -> Operands:
 @contextmanager
 def tiles_for_all() -> Iterator[None]:
     """The kernels for all that a table decides, also where the library is faster."""
-    before = matmuls.FUSED_ON_HOPPER
-    matmuls.FUSED_ON_HOPPER = dict.fromkeys(before, (Entry(math.inf, replace(TWO_AN_SM, rows=64)),))
+    before = matmul_tables.FUSED_ON_HOPPER
+    matmul_tables.FUSED_ON_HOPPER = dict.fromkeys(before, (Entry(math.inf, replace(TWO_AN_SM, rows=64)),))
     choose.cache_clear()
     try:
         yield
     finally:
-        matmuls.FUSED_ON_HOPPER = before
+        matmul_tables.FUSED_ON_HOPPER = before
         choose.cache_clear()
 
 
@@ -255,8 +246,8 @@ def test_a_library_product_can_be_finished_in_parts(bias: bool, monkeypatch: pyt
     given_ = operands(600, 24, 8, bias=bias, residual=True)
     plan = LinearPlan("library", None, "")
     whole = forward(plan, *given_[:3], "gelu", given_[3], True)
-    monkeypatch.setattr(matmuls, "LIBRARY_BYTES", 4 * 24 * 300)
-    monkeypatch.setattr(matmuls, "FINISH_BACKWARDS", True)
+    monkeypatch.setattr(matmul_launches, "LIBRARY_BYTES", 4 * 24 * 300)
+    monkeypatch.setattr(matmul_launches, "FINISH_BACKWARDS", True)
     with count_launches() as launches:
         parts = forward(plan, *given_[:3], "gelu", given_[3], True)
     assert launches["linear_act_finish"] == 2

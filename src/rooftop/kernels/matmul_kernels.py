@@ -1,4 +1,4 @@
-"""Triton kernels of y = activation(x @ weight.T + bias) + residual; `matmuls.py` has the operators.
+"""Triton kernels of y = activation(x @ weight.T + bias) + residual; `matmul_launches.py` launches them.
 
 Three make the product, all in float32 tiles of ROWS by COLUMNS, DEPTH of the K dimension at a time, and visit the tiles
 in bands of GROUP rows of tiles, so that the tiles that are worked on at a time share their operands in L2:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels import linear_act
-from rooftop.kernels.matmuls import ACTIVATIONS
+from rooftop.kernels.matmul_launches import ACTIVATIONS
 
 
 class LinearAct(torch.nn.Linear):

@@ -1,0 +1,213 @@
+"""Which kernel makes a product with what follows it, with which parameters, or the library: tables by the shape.
+
+The tables say what a GPU measured (`benchmarks/tuning/matmuls.py`); `plan_of` looks a call up. Nothing is timed when a
+program starts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rooftop.launch.triton_launch import INTERPRETED, processors
+
+HALVES = (torch.bfloat16, torch.float16)
+
+# ---- what can be chosen ----------------------------------------------------------------------------------------
+
+Kernel = Literal["descriptors", "single", "pointers"]
+Backend = Literal["descriptors", "single", "pointers", "library", "reference"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel makes a product.
+
+    Attributes:
+        kernel: that with tensor descriptors, that with descriptors and one tile a program, or that with pointers.
+        rows, columns, depth: of a tile of the result, and of its steps through K.
+        warps, stages: of a program, and how many steps are on their way to shared memory.
+        group: rows of tiles in a band that shares operands in L2.
+        parts: of a tile's columns, finished one after the other (descriptors).
+        split: parts of K that are summed apart.
+        programs_per_sm: how many persistent programs an SM holds (descriptors): with two, one computes while the other
+            finishes.
+        lag: clock cycles for each element of K that the later half of the programs waits at first (descriptors): two
+            that begin together would also finish together. About half of what a tile takes.
+        early: whether it is launched while the kernel before may still run (single), and waits for it by itself.
+        more: columns beside `columns` (single), 0 or `columns // parts`: 128 + 64 make a tile of 192.
+    """
+
+    kernel: Kernel
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    group: int = 8
+    parts: int = 1
+    split: int = 1
+    programs_per_sm: int = 1
+    lag: int = 0
+    more: int = 0
+    early: bool = False
+
+    def __str__(self) -> str:
+        split = f", K in {self.split} parts" if self.split > 1 else ""
+        return (
+            f"{self.rows} x {self.columns + self.more} x {self.depth}, {self.warps} warps, {self.stages} stages{split}"
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is taken for results of up to `tiles` tiles of 128 x 128 for each SM.
+
+    `tile`: None for the library. `tile_ms`, `library_ms`: of the best tile and the library at `shape` (M, N, K), as
+    measured beside each other; None where nothing was measured yet.
+    """
+
+    tiles: float
+    tile: Tile | None
+    shape: tuple[int, int, int] | None = None
+    tile_ms: float | None = None
+    library_ms: float | None = None
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------
+
+# Two programs of 128 x 128 an SM hide what one finishes behind the other's product better than one of 128 x 256.
+TWO_AN_SM = Tile("descriptors", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
+# Measured on an H200 (benchmarks/results/h200/tune_matmuls.json), the best of the candidates. That of gelu was measured
+# with an error function for which there is a shorter formula now. relu and silu are taken to be as sigmoid.
+_LIKE_SIGMOID = (
+    Entry(3.0, None, (512, 4096, 4096), 0.0307, 0.0301),
+    Entry(math.inf, TWO_AN_SM, (4096, 4096, 4096), 0.2095, 0.2149),
+)
+FUSED_ON_HOPPER = {
+    "none": (Entry(math.inf, None, (4096, 768, 3072), 0.0416, 0.0340),),
+    "relu": _LIKE_SIGMOID,
+    "gelu": (
+        Entry(3.0, None, (512, 4096, 4096), 0.0323, 0.0315),
+        Entry(math.inf, None, (4096, 4096, 4096), 0.2470, 0.2214),
+    ),
+    "gelu_tanh": (Entry(math.inf, None, (4096, 3072, 768), 0.0415, 0.0381),),
+    "silu": _LIKE_SIGMOID,
+    "sigmoid": _LIKE_SIGMOID,
+}
+# Loads of two bytes cannot be fetched ahead, and cost more than copies of the operands to where rows are aligned. Not
+# measured yet.
+UNALIGNED_ON_HOPPER = (
+    Entry(0.1, None),
+    Entry(1.0, Tile("pointers", 128, 128, 64, 8, 3)),
+    Entry(math.inf, TWO_AN_SM),
+)
+FUSED_ELSEWHERE = (Entry(0.1, None), Entry(math.inf, Tile("pointers", 128, 128, 32, 8, 3)))
+
+# ---- choice ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """How a call of `linear_act` is computed.
+
+    Attributes:
+        backend: "descriptors" or "pointers" (one Triton kernel), "library" (cuBLAS, and one more pass where that has no
+            epilogue for it), "reference" (plain PyTorch).
+        tile: the kernel's parameters.
+        reason: why.
+    """
+
+    backend: Backend
+    tile: Tile | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}{f' ({self.tile})' if self.tile else ''}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the choice depends on. `aligned`: tensor descriptors can say where the operands are; `finish`: there is more
+    to do than a bias; `library_finish`: cuBLAS has an epilogue for it."""
+
+    rows: int
+    columns: int
+    depth: int
+    dtype: torch.dtype
+    activation: str
+    aligned: bool
+    finish: bool
+    library_finish: bool
+    sms: int
+    capability: int
+
+
+@cache
+def choose(problem: Problem) -> LinearPlan:
+    """The plan for a product on a GPU."""
+    if problem.depth == 0:
+        return LinearPlan("library", None, "K is 0: there is no product")
+    if problem.dtype not in HALVES:
+        return LinearPlan("library", None, "float32")
+    if not problem.finish:
+        return LinearPlan("library", None, "nothing but a bias follows, which cuBLAS adds")
+    if problem.library_finish:
+        return LinearPlan("library", None, "cuBLAS has an epilogue for this")
+    table: tuple[Entry, ...]
+    if problem.capability != 9:
+        table = FUSED_ELSEWHERE
+    elif problem.aligned:
+        table = FUSED_ON_HOPPER[problem.activation]
+    else:
+        table = UNALIGNED_ON_HOPPER
+    tiles = -(-problem.rows // 128) * -(-problem.columns // 128) / problem.sms
+    entry = next(entry for entry in table if tiles <= entry.tiles)
+    return LinearPlan(entry.tile.kernel if entry.tile else "library", entry.tile, _reason(entry))
+
+
+def _reason(entry: Entry) -> str:
+    if entry.tile_ms is None or entry.library_ms is None or entry.shape is None:
+        return "not measured for this class of shapes"
+    shape = " x ".join(map(str, entry.shape))
+    return f"{entry.tile_ms:.4g} ms at {shape} with tiles, {entry.library_ms:.4g} ms with the library"
+
+
+def plan_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+) -> LinearPlan:
+    """x (M, K), weight (N, K), residual (M, N) or none; `keep`: what is activated is written, too."""
+    if x.dtype == torch.float64:
+        return LinearPlan("reference", None, "float64")
+    if x.device.type != "cuda" and not INTERPRETED:
+        return LinearPlan("reference", None, f"no kernels for {x.device.type}")
+    finish = activation != "none" or residual is not None
+    library_finish = activation in ("relu", "gelu_tanh") and bias is not None and residual is None and not keep
+    operands = [t for t in (x, weight, residual) if t is not None]
+    aligned = weight.shape[0] * x.element_size() % 16 == 0 and all(map(describable, operands))
+    aligned = aligned and (residual is None or residual.stride(1) == 1)
+    return choose(
+        Problem(
+            x.shape[0], weight.shape[0], x.shape[1], x.dtype, activation, aligned, finish,
+            library_finish and x.is_cuda, processors(x), _capability(x.device),
+        )
+    )  # fmt: skip
+
+
+def describable(t: Tensor) -> bool:
+    """Whether a tensor descriptor can say where it is: one stride of 1, the other of whole groups of 16 bytes."""
+    slow, fast = t.stride() if t.stride(1) == 1 else t.stride()[::-1]
+    width = t.shape[1] if t.stride(1) == 1 else t.shape[0]
+    aligned = t.data_ptr() % 16 == 0 and slow * t.element_size() % 16 == 0
+    return fast == 1 and slow >= width and aligned
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    """The major compute capability; interpreted kernels run as on Hopper."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
