@@ -2,9 +2,10 @@
 
     python benchmarks/tuning/clusters.py [--out clusters.json] [--seconds 45] [--quick]
 
-A candidate is named by blocks of a cluster, threads of a block, rows in shared memory at a time, and whether clusters
-stay (each with rows in turns) or have a row each. An entry of a table holds for the sizes between those measured where
-it won: `above_bytes` and `row_bytes` are to be set by hand. With --quick there is no cluster: Triton's kernels are run.
+A candidate is named by blocks of a cluster, threads of a block, rows in shared memory at a time, whether clusters stay
+(each with rows in turns) or have a row each, and the groups that a thread holds in registers, if it does. An entry of a
+table holds for the sizes between those measured where it won: `above_bytes` and `row_bytes` are to be set by hand. With
+--quick there is no cluster: Triton's kernels are run.
 """
 
 from __future__ import annotations
@@ -21,23 +22,26 @@ from rooftop.kernels.cuda_softmaxes import ClusterConfig
 from rooftop.kernels.softmaxes import ANY_BYTES
 from rooftop.launch import count_launches
 
-Shape = tuple[int, int, int, bool]  # blocks, threads, stages, resident
+Shape = tuple[int, int, int, bool, int]  # blocks, threads, stages, resident, held
 
 
 def by_cluster(table: str, check: Callable[[int], None], columns: int) -> None:
     """The check, and (where the table has an entry) that clusters ran in it."""
     with count_launches() as launches:
         check(columns)
-    assert QUICK or bool(getattr(cuda_softmaxes, table)) == any("_cluster<" in name for name in launches), launches
+    assert QUICK or bool(getattr(cuda_softmaxes, table)) == any(
+        "_cluster<" in name or "_held<" in name for name in launches
+    ), launches
 
 
 def candidates(table: str, columns: int, shapes: tuple[Shape, ...]) -> dict[str, Settings]:
     odd = columns % 8 != 0
     found: dict[str, Settings] = {"Triton": {(cuda_softmaxes, table): ()}}
     for shape in shapes:
-        blocks, threads, stages, resident = shape
-        name = f"{blocks}b {threads}t {stages}s {'turns' if resident else 'each'}"
-        found[name] = {(cuda_softmaxes, table): (ClusterConfig(0, ANY_BYTES, *shape, odd=odd),)}
+        *most, held = shape
+        blocks, threads, stages, resident = most
+        name = f"{blocks}b {threads}t {stages}s {'turns' if resident else 'each'}" + (f" {held}h" if held else "")
+        found[name] = {(cuda_softmaxes, table): (ClusterConfig(0, ANY_BYTES, *most, odd=odd, held=held),)}
     return found
 
 
@@ -65,19 +69,22 @@ def task(table: str, columns: int, goal: str, *shapes: Shape) -> Task:
 
 
 LONG: tuple[Shape, ...] = (
-    *((8, 512, 1, False), (8, 256, 1, False), (4, 512, 1, False), (4, 1024, 1, False)),
-    *((8, 512, 2, True), (8, 256, 3, True), (4, 512, 3, True), (8, 512, 1, True)),
+    *((4, 512, 3, True, 8), (8, 256, 3, True, 8), (8, 512, 3, True, 4), (4, 1024, 3, True, 4), (8, 256, 1, False, 8)),
+    *((8, 512, 5, True, 4), (8, 256, 1, False, 0)),
 )
 LONG_PAIRS: tuple[Shape, ...] = (
-    *((8, 512, 1, False), (8, 256, 1, False), (8, 1024, 1, False)),
-    *((8, 512, 2, True), (8, 512, 3, True), (8, 512, 1, True)),
+    *((8, 512, 3, True, 4), (8, 512, 2, True, 4), (8, 256, 2, True, 8), (4, 512, 1, True, 8), (4, 1024, 1, True, 4)),
+    *((8, 256, 1, True, 8), (8, 512, 2, True, 0)),
 )
 MIDDLE: tuple[Shape, ...] = (
-    *((2, 512, 1, False), (1, 512, 1, False), (1, 1024, 1, False), (4, 256, 1, False)),
-    *((2, 512, 2, True), (1, 512, 3, True)),
+    *((1, 512, 3, True, 8), (1, 512, 2, True, 8), (2, 256, 3, True, 8), (2, 512, 4, True, 4), (1, 1024, 3, True, 4)),
+    *((1, 1024, 2, True, 4), (1, 512, 1, False, 8), (2, 256, 1, False, 8), (1, 512, 1, False, 0)),
 )
-SHORT: tuple[Shape, ...] = ((1, 512, 1, False), (1, 256, 1, False), (1, 512, 3, True), (1, 256, 4, True))
-SHORTEST: tuple[Shape, ...] = ((1, 128, 1, False), (1, 256, 1, False), (1, 128, 4, True), (1, 256, 6, True))
+MIDDLE_PAIRS: tuple[Shape, ...] = (
+    *((2, 512, 2, True, 4), (2, 512, 4, True, 4), (4, 256, 3, True, 4), (2, 256, 2, True, 8), (1, 1024, 1, True, 4)),
+    *((2, 512, 1, False, 4), (2, 512, 2, True, 0)),
+)
+SHORT: tuple[Shape, ...] = (*((1, 512, 6, True, 4), (1, 256, 3, True, 8), (1, 256, 1, False, 8), (1, 512, 3, True, 4)),)
 
 TASKS = (
     task("CLUSTER_FORWARD", 128256, "3.9 TB/s", *LONG),
@@ -87,11 +94,14 @@ TASKS = (
     task("CLUSTER_FORWARD", 32768, "4.0 TB/s", *MIDDLE),
     task("CLUSTER_FUSED", 32768, "copy", *MIDDLE),
     task("CLUSTER_FORWARD", 50257, "copy", *MIDDLE),
-    task("CLUSTER_BACKWARD", 50257, "copy", *MIDDLE),
-    task("CLUSTER_BACKWARD", 65536, "copy", *((4, 512, 1, False), (8, 256, 1, False), (4, 512, 2, True))),
+    task("CLUSTER_BACKWARD", 50257, "copy", *MIDDLE_PAIRS),
+    task("CLUSTER_BACKWARD", 65536, "copy", *LONG_PAIRS),
+    task("CLUSTER_FORWARD", 65536, "copy", *LONG),
     task("CLUSTER_FORWARD", 16384, "copy", *SHORT),
-    task("CLUSTER_FORWARD", 4096, "copy", *SHORTEST),
-    task("CLUSTER_FORWARD", 5001, "copy", *SHORTEST),
+    task("CLUSTER_FUSED", 16384, "copy", *SHORT),
+    task("CLUSTER_FORWARD", 20815, "copy", *SHORT, (1, 512, 4, True, 8), (1, 512, 1, False, 0)),
+    task("CLUSTER_BACKWARD", 20815, "copy", *MIDDLE_PAIRS),
+    task("CLUSTER_FORWARD", 262144, "copy", (8, 512, 3, True, 8), (8, 1024, 3, True, 4)),
 )
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ a GPU gets."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -26,10 +27,13 @@ CPU_DTYPES = [torch.bfloat16, torch.float32]  # each takes the C++ compiler seco
 IGNORED = -100
 # Clusters of one block and of several, a row each or rows in turns, one to three of them at a time in shared memory.
 SHAPES = {"one": (1, 64, 1, False), "turns": (2, 32, 2, True), "ahead": (4, 32, 3, True), "each": (3, 32, 1, False)}
+HELD = 5  # groups in registers: in the shapes whose names begin with "held"
+SHAPES |= {"held": (3, 32, 2, True), "held each": (2, 32, 1, False)}
 
 
 def table(name: str) -> tuple[ClusterConfig, ...]:
-    return tuple(ClusterConfig(0, ANY, *SHAPES[name], odd=odd) for odd in (False, True))
+    held = HELD if name.startswith("held") else 0
+    return tuple(ClusterConfig(0, ANY, *SHAPES[name], odd=odd, held=held) for odd in (False, True))
 
 
 @pytest.fixture
@@ -38,8 +42,9 @@ def clusters(
 ) -> Callable[[str], Counter[str]]:
     """Gives a function that turns clusters on; it gives the launches."""
     names = [
-        module.kernel_name(kernel, dtype, variant)
-        for kernel in ("softmax_cluster", "softmax_backward_cluster", "cross_entropy_cluster")
+        module.kernel_name(kernel, dtype, variant, table(name)[0])
+        for name in ("one", "held")
+        for kernel in ("softmax", "softmax_backward", "cross_entropy")
         for dtype in CPU_DTYPES
         for variant in (False, True)
     ]
@@ -74,7 +79,10 @@ def by_torch(x: Tensor, dy: Tensor, scale: float, log: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
-@pytest.mark.parametrize(("name", "columns"), [("one", 1), ("turns", 1024), ("ahead", 1001), ("each", 130)])
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("one", 1), ("turns", 1024), ("ahead", 1001), ("each", 130), ("held", 1), ("held", 1001), ("held each", 1024)],
+)
 def test_gate_of_softmax(name: str, columns: int, dtype: torch.dtype, log: bool, clusters: Any) -> None:
     launches = clusters(name)
     x, scale = rows(7, columns, dtype), 0.7
@@ -82,7 +90,8 @@ def test_gate_of_softmax(name: str, columns: int, dtype: torch.dtype, log: bool,
     found = (softmax_both_ways(x, dy, scale, log), by_torch(x, dy, scale, log))
     for what, *values in zip(("y", "dx"), *found, by_torch(x.double(), dy.double(), scale, log), strict=True):
         assert_as_accurate(*values, what=f"{what} of {columns} {dtype}")
-    assert launches == {"softmax_cluster": 1, "softmax_backward_cluster": 1}
+    kind = "held" if name.startswith("held") else "cluster"
+    assert launches == {f"softmax_{kind}": 1, f"softmax_backward_{kind}": 1}
 
 
 def fused(x: Tensor, target: Tensor, terms: losses.Terms, inverse: Tensor | None) -> list[Tensor]:
@@ -101,7 +110,10 @@ def losses_by_torch(x: Tensor, target: Tensor, terms: losses.Terms, inverse: flo
 
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
-@pytest.mark.parametrize(("name", "columns"), [("one", 40), ("turns", 1024), ("ahead", 1001), ("each", 130)])
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("one", 40), ("turns", 1024), ("ahead", 1001), ("each", 130), ("held", 40), ("held", 1001), ("held each", 1024)],
+)
 def test_gate_of_cross_entropy(
     name: str, columns: int, dtype: torch.dtype, smoothing: float, z_loss: float, clusters: Any
 ) -> None:
@@ -115,10 +127,10 @@ def test_gate_of_cross_entropy(
     exact = losses_by_torch(x.double(), target, terms, 0.125)
     for what, *values in zip(("losses", "dx"), ours, plain, exact, strict=True):
         assert_as_accurate(*values, what=f"{what} of {columns} {dtype}")
-    assert launches == {"cross_entropy_cluster": 1}
+    assert launches == {"cross_entropy_held" if name.startswith("held") else "cross_entropy_cluster": 1}
 
 
-@pytest.mark.parametrize("name", ["turns", "ahead"])
+@pytest.mark.parametrize("name", ["turns", "ahead", "held"])
 @pytest.mark.parametrize("columns", [1001, 1024])
 def test_the_gradient_may_take_the_place_of_the_logits(columns: int, name: str, clusters: Any) -> None:
     clusters(name)
@@ -131,8 +143,9 @@ def test_the_gradient_may_take_the_place_of_the_logits(columns: int, name: str, 
     assert torch.equal(x, expected[1])
 
 
-def test_certain_rows_large_offsets_and_targets_that_are_no_class(clusters: Any) -> None:
-    clusters("turns")
+@pytest.mark.parametrize("name", ["turns", "held"])
+def test_certain_rows_large_offsets_and_targets_that_are_no_class(name: str, clusters: Any) -> None:
+    clusters(name)
     x, target = rows(6, 500), torch.arange(6)
     x[0, 0] += 30
     x[1] += 1e4
@@ -146,12 +159,15 @@ def test_certain_rows_large_offsets_and_targets_that_are_no_class(clusters: Any)
     assert all(torch.equal(a[[0, 1, 4, 5]], b[[0, 1, 4, 5]]) for a, b in zip(wrong, ours, strict=True))
 
 
+@pytest.mark.parametrize("name", ["each", "held"])
 @pytest.mark.parametrize("log", [False, True])
-def test_infinities_and_nan_do_what_they_do_in_pytorch(log: bool, clusters: Any) -> None:
-    clusters("each")
+def test_infinities_and_nan_do_what_they_do_in_pytorch(log: bool, name: str, clusters: Any) -> None:
+    clusters(name)
     x = rows(7, 333)
     x[1, 3], x[2, 4], x[4, ::2], x[6, 0] = math.nan, math.inf, -math.inf, -math.inf
     x[3] = -math.inf
+    x[5] -= 300  # as a whole, but for one block of a cluster, of which nothing counts
+    x[5, :166] = -math.inf
     y = softmaxes._forward(x, None, 1.0, log, x.dtype)
     expected = torch.log_softmax(x, -1) if log else torch.softmax(x, -1)
     torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-4, atol=1e-6)
@@ -195,14 +211,15 @@ def test_the_table_decides_by_bytes_and_by_where_rows_begin(clusters: Any) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_compile_for_sm_90_without_spills_and_nothing_older(dtype: torch.dtype) -> None:
     pytest.importorskip("cuda.core")
-    for kernel, tensors in (("softmax_cluster", 1), ("softmax_backward_cluster", 2), ("cross_entropy_cluster", 1)):
-        for variant in (False, True):
-            config = ClusterConfig(0, ANY, 8, 512, stages=2)
-            compiled = cuda.compile(module.source(), module.kernel_name(kernel, dtype, variant), arch="sm_90")
-            plan = module._planned(config, 262_144 // dtype.itemsize, dtype.itemsize, tensors)
-            compiled.check(16, config.threads, plan.shared_bytes, config.blocks)
-            assert compiled.binary.spill_bytes == 0, compiled
-            assert compiled.max_threads_per_block >= 1024
+    kernels = (("softmax", 1), ("softmax_backward", 2), ("cross_entropy", 1))
+    for (kernel, tensors), variant, held in itertools.product(kernels, (False, True), (0, 8)):
+        config = ClusterConfig(0, ANY, 8, 512, stages=2, held=held)
+        name = module.kernel_name(kernel, dtype, variant, config)
+        compiled = cuda.compile(module.source(), name, arch="sm_90")
+        plan = module._planned(config, 262_144 // dtype.itemsize, dtype.itemsize, tensors)
+        compiled.check(16, config.threads, plan.shared_bytes, config.blocks)
+        assert compiled.binary.spill_bytes == 0, compiled
+        assert compiled.max_threads_per_block >= (512 if held else 1024)
     with pytest.raises(CompilationError, match="clusters and bulk copies need sm_90"):
         cuda.compile(module.source(), "softmax_cluster<float, false>", arch="sm_80")
 

@@ -36,6 +36,8 @@ class ClusterConfig:
         stages: rows in shared memory at a time, 1 to 8.
         resident: as many clusters as run at once, each with every so many-th row; or else a cluster for each row.
         odd: for rows that do not begin at multiples of 16 bytes; or else for those that do.
+        held: 16-byte groups of each tensor that a thread keeps in registers, enough for its share of a part; 0: it
+            reads shared memory again.
     """
 
     above_bytes: int
@@ -45,6 +47,7 @@ class ClusterConfig:
     stages: int = 1
     resident: bool = False
     odd: bool = False
+    held: int = 0
 
 
 # Empty: not measured yet, so that Triton's kernels are used. benchmarks/tuning has candidates.
@@ -54,7 +57,7 @@ CLUSTER_FUSED: tuple[ClusterConfig, ...] = ()  # cross entropy and its gradient
 
 CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 GROUP_BYTES = 16
-ARRIVAL_BYTES = 64  # at the beginning of shared memory, before shares of 16 bytes
+ARRIVAL_BYTES = 192  # at the beginning of shared memory, before shares of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ def plan(table: Sequence[ClusterConfig], sources: Sequence[Tensor], result: Tens
         if config.odd == odd and config.above_bytes < columns * size <= config.row_bytes:
             found = _planned(config, columns, size, len(sources))
             fits = found.shared_bytes <= shared_memory_bytes(first)
-            return found if fits and has_clusters(first.device) else None
+            held = not config.held or found.part_groups <= config.threads * config.held
+            return found if fits and held and has_clusters(first.device) else None
     return None
 
 
@@ -118,19 +122,20 @@ def source() -> str:
     return "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in files)
 
 
-def kernel_name(kernel: str, dtype: torch.dtype, variant: bool) -> str:
+def kernel_name(kernel: str, dtype: torch.dtype, variant: bool, config: ClusterConfig) -> str:
     """`variant`: the logarithm of softmax, label smoothing of cross entropy."""
-    return f"{kernel}<{CPP_TYPES[dtype]}, {str(variant).lower()}>"
+    types = f"{CPP_TYPES[dtype]}, {str(variant).lower()}"
+    return f"{kernel}_held<{types}, {config.threads}, {config.held}>" if config.held else f"{kernel}_cluster<{types}>"
 
 
 def softmax_forward(plan: Plan, x: Tensor, y: Tensor, scale: float, log: bool) -> None:
     """y = softmax(x * scale) of rows x (M, N), or its logarithm."""
-    _launch(plan, "softmax_cluster", log, x, (x, y), (x.stride(0),), (scale,))
+    _launch(plan, "softmax", log, x, (x, y), (x.stride(0),), (scale,))
 
 
 def softmax_backward(plan: Plan, dy: Tensor, y: Tensor, dx: Tensor, scale: float, log: bool) -> None:
     """dx from rows dy and y (M, N)."""
-    _launch(plan, "softmax_backward_cluster", log, y, (dy, y, dx), (dy.stride(0),), (scale,))
+    _launch(plan, "softmax_backward", log, y, (dy, y, dx), (dy.stride(0),), (scale,))
 
 
 def cross_entropy(
@@ -146,7 +151,7 @@ def cross_entropy(
         numbers: ignore_index, 1 - label smoothing, label smoothing / V, z-loss.
     """
     tensors = (x, target, inverse, losses, dx)
-    _launch(plan, "cross_entropy_cluster", numbers[2] > 0, x, tensors, (x.stride(0),), numbers)
+    _launch(plan, "cross_entropy", numbers[2] > 0, x, tensors, (x.stride(0),), numbers)
 
 
 def _launch(
@@ -157,7 +162,7 @@ def _launch(
     if rows == 0:
         return
     config = plan.config
-    compiled = cuda.compile(source(), kernel_name(kernel, x.dtype, variant), device=x.device)
+    compiled = cuda.compile(source(), kernel_name(kernel, x.dtype, variant, config), device=x.device)
     clusters = rows
     if config.resident:
         most = compiled.active_clusters(config.threads, config.blocks, plan.shared_bytes, x.device)

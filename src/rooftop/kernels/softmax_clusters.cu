@@ -176,6 +176,7 @@ struct Share {
 // At the beginning of dynamic shared memory; shares and parts follow.
 struct Arrivals {
     unsigned long long of_stage[8];
+    float maxima[32];  // of warps
 };
 
 // The ring of parts in a block's shared memory, and its exchange with the cluster. `number` counts a cluster's rows.
@@ -216,6 +217,16 @@ struct Ring {
 
     __device__ void wait(int number) const {
         await_copies(arrivals->of_stage + number % stages, number / stages % 2);
+    }
+
+    // The largest value of the block's threads; also a barrier of the block. Between two calls is one of the cluster.
+    __device__ float largest_of_block(float value) const {
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+        if (threadIdx.x % 32 == 0) arrivals->maxima[threadIdx.x / 32] = value;
+        __syncthreads();
+        for (int i = 0; i < warps; ++i) value = fmaxf(value, arrivals->maxima[i]);
+        return value;
     }
 
     // The shares of all threads of the cluster as one. `time` counts these exchanges, for which there are two sets of
@@ -435,5 +446,241 @@ __global__ void cross_entropy_cluster(
         __syncthreads();
         if (threadIdx.x == 0) fetch(number + stages, ahead);
         label = next;
+    }
+}
+
+// ---- kernels that hold their part in registers ---------------------------------------------------------------------
+
+// As above, but a thread takes its groups, HELD at most, from shared memory once and keeps them, or what it made of
+// them: an exponential is computed once, and the stage is free for a later row as soon as all threads have loaded.
+
+template <typename T, bool LOG, int THREADS, int HELD>
+__global__ void __launch_bounds__(THREADS, 1) softmax_held(
+    const T* x, T* y, long long rows, int columns, long long x_stride, int blocks, int stages,
+    int part_groups, float scale) {
+    const Ring<T, 1> ring(blocks, stages, part_groups);
+    const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
+    const auto fetch = [&](int number) {
+        const long long row = first + number * step;
+        const T* const source[] = {x + row * x_stride};
+        if (row < rows) ring.fetch(number, source, ring.part_of(source[0], columns));
+    };
+    if (threadIdx.x == 0) {
+        for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead);
+    }
+    for (int number = 0; first + number * step < rows; ++number) {
+        const long long row = first + number * step;
+        const Part part = ring.part_of(x + row * x_stride, columns);
+        float values[HELD][WIDTH<T>];
+        Share share;
+        ring.wait(number);
+#pragma unroll
+        for (int j = 0; j < HELD; ++j) {
+            const int i = threadIdx.x + j * THREADS;
+            if (i < part.groups) {
+                widen<T>(ring.groups(number) + i, values[j]);
+#pragma unroll
+                for (int k = 0; k < WIDTH<T>; ++k) values[j][k] *= scale;
+                part.exclude<T>(-INFINITY, i, values[j]);
+#pragma unroll
+                for (int k = 0; k < WIDTH<T>; ++k) share.largest = fmaxf(share.largest, values[j][k]);
+            }
+        }
+        share.largest = ring.largest_of_block(share.largest);
+        if (threadIdx.x == 0) fetch(number + stages);
+        const float origin = Share::origin_of(share.largest);
+#pragma unroll
+        for (int j = 0; j < HELD; ++j) {
+            if (threadIdx.x + j * THREADS < part.groups) {
+#pragma unroll
+                for (int k = 0; k < WIDTH<T>; ++k) {
+                    const float power = exponential(values[j][k] - origin);
+                    share.total += power;
+                    if constexpr (!LOG) values[j][k] = power;
+                }
+            }
+        }
+        const Share whole = ring.merged(share, number);
+        const float logarithm = logf(whole.total);
+        const float factor = exponential(share.largest - Share::origin_of(whole.largest)) / whole.total;
+#pragma unroll
+        for (int j = 0; j < HELD; ++j) {
+            const int i = threadIdx.x + j * THREADS;
+            if (i < part.groups) {
+#pragma unroll
+                for (int k = 0; k < WIDTH<T>; ++k) {
+                    values[j][k] = LOG ? (values[j][k] - whole.largest) - logarithm : values[j][k] * factor;
+                }
+                store_inside(values[j], y + row * columns, part, i);
+            }
+        }
+    }
+}
+
+template <typename T, bool LOG, int THREADS, int HELD>
+__global__ void __launch_bounds__(THREADS, 1) softmax_backward_held(
+    const T* dy, const T* y, T* dx, long long rows, int columns, long long dy_stride, int blocks, int stages,
+    int part_groups, float scale) {
+    const Ring<T, 2> ring(blocks, stages, part_groups);
+    const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
+    const auto fetch = [&](int number) {
+        const long long row = first + number * step;
+        const T* const sources[] = {dy + row * dy_stride, y + row * columns};
+        if (row < rows) ring.fetch(number, sources, ring.part_of(sources[1], columns));
+    };
+    if (threadIdx.x == 0) {
+        for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead);
+    }
+    for (int number = 0; first + number * step < rows; ++number) {
+        const long long row = first + number * step;
+        const Part part = ring.part_of(y + row * columns, columns);
+        Group gradients[HELD], results[HELD];
+        float gradient[WIDTH<T>], result[WIDTH<T>];
+        Share share;
+        ring.wait(number);
+#pragma unroll
+        for (int j = 0; j < HELD; ++j) {
+            const int i = threadIdx.x + j * THREADS;
+            if (i < part.groups) {
+                gradients[j] = ring.groups(number, 0)[i];
+                results[j] = ring.groups(number, 1)[i];
+                widen<T>(gradients + j, gradient);
+                if constexpr (!LOG) {
+                    widen<T>(results + j, result);
+#pragma unroll
+                    for (int k = 0; k < WIDTH<T>; ++k) gradient[k] *= result[k];
+                }
+                part.exclude<T>(0.0f, i, gradient);
+#pragma unroll
+                for (int k = 0; k < WIDTH<T>; ++k) share.sum += gradient[k];
+            }
+        }
+        const float sum = ring.merged(share, number).sum;  // also: all have loaded
+        if (threadIdx.x == 0) fetch(number + stages);
+#pragma unroll
+        for (int j = 0; j < HELD; ++j) {
+            const int i = threadIdx.x + j * THREADS;
+            if (i < part.groups) {
+                widen<T>(gradients + j, gradient);
+                widen<T>(results + j, result);
+#pragma unroll
+                for (int k = 0; k < WIDTH<T>; ++k) {
+                    gradient[k] = LOG ? (gradient[k] - exponential(result[k]) * sum) * scale
+                                      : (gradient[k] - sum) * result[k] * scale;
+                }
+                store_inside(gradient, dx + row * columns, part, i);
+            }
+        }
+    }
+}
+
+template <typename T, bool SMOOTH, int THREADS, int HELD>
+__global__ void __launch_bounds__(THREADS, 1) cross_entropy_held(
+    const T* x, const long long* target, const float* inverse, float* losses, T* dx,  // (M, N), (M,), (), (M,), (M, N)
+    long long rows, int columns, long long x_stride, int blocks, int stages, int part_groups,
+    long long ignored, float kept, float spread, float z_loss) {
+    const Ring<T, 1> ring(blocks, stages, part_groups);
+    const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
+    const float given = inverse == nullptr ? 1.0f : *inverse;
+    const auto label_of = [&](int number) {
+        const long long row = first + number * step;
+        return row < rows ? target[row] : ignored;
+    };
+    const auto fetch = [&](int number, long long label) {
+        const long long row = first + number * step;
+        const T* const source[] = {label == ignored ? nullptr : x + row * x_stride};
+        if (row < rows) ring.fetch(number, source, ring.part_of(x + row * x_stride, columns));
+    };
+    if (threadIdx.x == 0) {
+        for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead, label_of(ahead));
+    }
+    long long label = label_of(0);
+    const auto picked_of = [&](int number, long long label) {
+        const long long row = first + number * step;
+        const bool valid = label >= 0 && label < columns && label != ignored && row < rows;
+        return valid ? static_cast<float>(x[row * x_stride + label]) : 0.0f;
+    };
+    float picked = picked_of(0, label);
+    int exchanges = 0;  // not of rows that are ignored
+    for (int number = 0; first + number * step < rows; ++number) {
+        const long long row = first + number * step;
+        const T* source = x + row * x_stride;
+        T* gradient = dx + row * columns;
+        const long long next = label_of(number + 1), ahead = stages == 1 ? next : label_of(number + stages);
+        const bool valid = label >= 0 && label < columns;
+        const float next_picked = picked_of(number + 1, next);
+        const Part part = ring.part_of(source, columns);
+        float values[HELD][WIDTH<T>];
+        ring.wait(number);
+        if (label == ignored) {  // as the whole cluster sees it
+            __syncthreads();
+            if (threadIdx.x == 0) fetch(number + stages, ahead);
+#pragma unroll
+            for (int k = 0; k < WIDTH<T>; ++k) values[0][k] = 0.0f;
+            for (int i = threadIdx.x; i < part.groups; i += THREADS) store_inside(values[0], gradient, part, i);
+            if (threadIdx.x == 0 && ring.rank == 0) losses[row] = 0.0f;
+        } else {
+            // Infinite where the loss is infinite or NaN in any case: then the sum counts from 0.
+            const float base = fabsf(picked) < INFINITY ? picked : 0.0f;
+            Share share;
+#pragma unroll
+            for (int j = 0; j < HELD; ++j) {
+                const int i = threadIdx.x + j * THREADS;
+                if (i < part.groups) {
+                    widen<T>(ring.groups(number) + i, values[j]);
+                    if constexpr (SMOOTH) {
+                        part.exclude<T>(base, i, values[j]);
+#pragma unroll
+                        for (int k = 0; k < WIDTH<T>; ++k) share.sum += values[j][k] - base;
+                    }
+                    part.exclude<T>(-INFINITY, i, values[j]);
+#pragma unroll
+                    for (int k = 0; k < WIDTH<T>; ++k) share.largest = fmaxf(share.largest, values[j][k]);
+                }
+            }
+            share.largest = ring.largest_of_block(share.largest);
+            if (threadIdx.x == 0) fetch(number + stages, ahead);
+            const float origin = Share::origin_of(share.largest);
+#pragma unroll
+            for (int j = 0; j < HELD; ++j) {
+                if (threadIdx.x + j * THREADS < part.groups) {
+#pragma unroll
+                    for (int k = 0; k < WIDTH<T>; ++k) {
+                        values[j][k] = exponential(values[j][k] - origin);
+                        share.total += values[j][k];
+                    }
+                }
+            }
+            const Share whole = ring.merged(share, exchanges++);
+            const float maximum = whole.largest, logarithm = logf(whole.total), log_sum_exp = maximum + logarithm;
+            const float row_weight = valid ? 1.0f : INFINITY - INFINITY;
+            if (threadIdx.x == 0 && ring.rank == 0) {
+                float loss = row_weight * (kept * (logarithm - (picked - maximum)));
+                if constexpr (SMOOTH) loss += spread * (columns * (logarithm + (maximum - base)) - whole.sum);
+                losses[row] = loss + row_weight * z_loss * log_sum_exp * log_sum_exp;
+            }
+            const float at_target = given * (row_weight * kept), share_of_each = given * spread;
+            const float squared = given * (2.0f * z_loss * row_weight * log_sum_exp);
+            const float density = (at_target + share_of_each * columns + squared) / whole.total *
+                                  exponential(share.largest - Share::origin_of(maximum));
+            // Each term cancels by itself, as exactly as it can where a probability is near 1.
+            const float power = exponential((picked - maximum) - logarithm);
+            const float of_target =
+                (power - 1.0f) * at_target + share_of_each * (power * columns - 1.0f) + power * squared;
+#pragma unroll
+            for (int j = 0; j < HELD; ++j) {
+                const int i = threadIdx.x + j * THREADS;
+                if (i < part.groups) {
+                    const int place = valid ? static_cast<int>(label) - part.column<T>(i) : -1;
+#pragma unroll
+                    for (int k = 0; k < WIDTH<T>; ++k) {
+                        values[j][k] = k == place ? of_target : values[j][k] * density - share_of_each;
+                    }
+                    store_inside(values[j], gradient, part, i);
+                }
+            }
+        }
+        label = next;
+        picked = next_picked;
     }
 }
