@@ -11,7 +11,7 @@ from torch import Tensor
 from rooftop.cost import CountingMode
 from rooftop.kernels import trilinear_interpolate_cuda
 from rooftop.kernels.cuda_interpolations import kernel_for, trilinear_reference
-from rooftop.launch import count_launches, cuda
+from rooftop.launch import count_launches, cuda, operators
 from rooftop.testing import assert_as_accurate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -137,11 +137,21 @@ def test_operator_checks_of_torch_library_and_the_gradient_check() -> None:
     assert torch.autograd.gradcheck(trilinear_interpolate_cuda, exact)
     out = trilinear_interpolate_cuda(*exact)
     (gradient,) = torch.autograd.grad(out.square().sum(), exact[0], create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
+    with pytest.raises(NotImplementedError, match="no second derivative: for one, use trilinear_reference"):
         gradient.sum().backward()
     plain = [t.detach() for t in exact]
     with pytest.raises(NotImplementedError, match="no forward-mode derivative: use trilinear_reference under jvp"):
         torch.func.jvp(lambda p: trilinear_interpolate_cuda(plain[0], p), (plain[1],), (plain[1],))
+
+
+def test_an_eager_call_past_the_dispatcher_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, points = tensors(6, 8)
+    assert "trilinear_interpolate_cuda" in operators._recorded
+    direct = forward_and_gradients(trilinear_interpolate_cuda, features, points, torch.ones(6, 8))
+    monkeypatch.setattr(operators, "_is_plain", lambda arguments: False)
+    dispatched = forward_and_gradients(trilinear_interpolate_cuda, features, points, torch.ones(6, 8))
+    assert len(direct) == 3
+    assert all(map(torch.equal, direct, dispatched))
 
 
 def test_compiled_whole() -> None:

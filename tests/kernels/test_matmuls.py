@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import CountingMode
-from rooftop.kernels import linear_act, linear_act_plan, matmul, matmul_launches, matmul_tables
+from rooftop.kernels import linear_act, linear_act_plan, matmul, matmul_launches, matmul_tables, matmuls
 from rooftop.kernels.matmul_launches import ACTIVATIONS, forward
 from rooftop.kernels.matmul_tables import FUSED_ON_HOPPER, TWO_AN_SM, Entry, LinearPlan, Problem, Tile, choose
-from rooftop.launch import INTERPRETED, count_launches
+from rooftop.launch import INTERPRETED, count_launches, operators
 from rooftop.launch.triton_launch import launch
 from rooftop.nn import LinearAct
 from rooftop.testing import assert_as_accurate
@@ -349,8 +349,9 @@ def test_only_the_gradients_that_are_wanted_are_made() -> None:
     torch.testing.assert_close(gradient, (share * (1 - share)).sum(0))
     y = torch.ops.rooftop.linear_act(x, weight, None, "silu", None, False)
     assert y[1].numel() == 0
-    with pytest.raises(ValueError, match="keep=True"):
-        torch.ops.rooftop.linear_act(x.requires_grad_(), weight, None, "silu", None, False)
+    for call in (torch.ops.rooftop.linear_act, matmuls._linear_act):
+        with pytest.raises(ValueError, match="keep=True"):
+            call(x.requires_grad_(), weight, None, "silu", None, False)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -394,6 +395,41 @@ def test_compiled_whole() -> None:
     ours = torch.autograd.grad(y.square().sum(), leaves)
     theirs = torch.autograd.grad((2 * by_torch(*leaves[:3], "gelu", leaves[3])).square().sum(), leaves)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_for_sizes_that_change() -> None:
+    compiled = torch.compile(
+        lambda x, weight, bias: linear_act(x, weight, bias, "silu"), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for shape in ((6, 8, 16), (3, 12, 5)):
+        x, weight, bias, _ = operands(*shape)
+        leaves = [t.requires_grad_() for t in (x, weight, bias) if t is not None]
+        y, expected = compiled(*leaves), by_torch(*leaves, "silu")
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+        ours, theirs = (torch.autograd.grad(each.square().sum(), leaves) for each in (y, expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_eager_call_past_the_dispatcher_gives_the_same_bits(
+    activation: str, residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_, dy = operands(5, 8, 16, residual=residual), torch.randn(5, 8)
+    assert "linear_act" in operators._recorded
+    direct = output_and_gradients(linear_act, given_, activation, dy)
+    monkeypatch.setattr(operators, "_is_plain", lambda arguments: False)
+    dispatched = output_and_gradients(linear_act, given_, activation, dy)
+    assert direct.keys() == dispatched.keys()
+    assert all(torch.equal(direct[name], dispatched[name]) for name in direct)
+
+
+def test_backward_fills_no_memory_for_what_was_activated() -> None:
+    x, weight, bias, _ = operands(5, 8, 16)
+    y = linear_act(x.requires_grad_(), weight, bias, "silu")
+    with CountingMode() as counted:
+        y.backward(torch.ones_like(y))
+    assert not [r.name for r in counted.records if "zero" in r.name]
 
 
 def test_autocast_casts_as_it_does_for_linear() -> None:

@@ -14,17 +14,17 @@ gradient of that gather adds what they share. `interpolations.py` has the same i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.launch import cuda
-from rooftop.launch.operators import no_tangents, operator
+from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -162,18 +162,9 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | 
     return dfeatures if mask[0] else None, dpoints if mask[1] else None
 
 
-def no_second_derivative(name: str) -> Callable[..., NoReturn]:
-    """The backward of the backward operator of `name`."""
-
-    def refuse(ctx: Any, *gradients: Tensor) -> NoReturn:
-        raise NotImplementedError(f"{name} has no second derivative: differentiate trilinear_reference")
-
-    return refuse
-
-
-torch.library.register_autograd("rooftop::trilinear_interpolate_cuda", _differentiate, setup_context=_save)
-torch.library.register_autograd(
-    "rooftop::trilinear_interpolate_cuda_backward", no_second_derivative("trilinear_interpolate_cuda")
+differentiable("trilinear_interpolate_cuda", _differentiate, _save)
+differentiable(
+    "trilinear_interpolate_cuda_backward", no_second_derivative("trilinear_interpolate_cuda", "trilinear_reference")
 )
 
 

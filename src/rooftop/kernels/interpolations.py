@@ -14,13 +14,12 @@ from torch import Tensor
 
 from rooftop.kernels.cuda_interpolations import (
     check_arguments,
-    no_second_derivative,
     trilinear_backward_reference,
     trilinear_reference,
 )
 from rooftop.kernels.softmaxes import ANY_BYTES
 from rooftop.kernels.tiles import unit
-from rooftop.launch.operators import differentiable, no_tangents, operator
+from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
@@ -124,7 +123,7 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | 
 
 
 differentiable("trilinear_interpolate", _differentiate, _save)
-differentiable("trilinear_interpolate_backward", no_second_derivative("trilinear_interpolate"))
+differentiable("trilinear_interpolate_backward", no_second_derivative("trilinear_interpolate", "trilinear_reference"))
 
 # The cost is that of the same operator in CUDA C++, and is registered there.
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.matmul_launches import ACTIVATIONS, backward, forward
 from rooftop.kernels.matmul_tables import LinearPlan, plan_of
-from rooftop.launch.operators import no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED
 
 OF_OUTPUT = ("relu", "sigmoid")  # the result says the derivative
@@ -126,11 +126,14 @@ def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple
     ctx.activation, ctx.of_output = activation, not keep  # type: ignore[attr-defined]
     ctx.save_for_backward(x, weight, bias, *([] if activation == "none" else [before if keep else y]))
     ctx.mark_non_differentiable(before)
+    ctx.set_materialize_grads(False)  # no zeros for what was activated
 
 
 def _differentiate(
-    ctx: torch.autograd.function.FunctionCtx, dy: Tensor, _before: Tensor | None
+    ctx: torch.autograd.function.FunctionCtx, dy: Tensor | None, _before: Tensor | None
 ) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 6
     x, weight, bias, *saved = ctx.saved_tensors  # type: ignore[attr-defined]
     for_x, for_weight, for_bias, _, for_residual, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
     activation, of_output = ctx.activation, ctx.of_output  # type: ignore[attr-defined]
@@ -149,8 +152,8 @@ def _differentiate(
     return dx, dweight, dbias if for_bias else None, None, dy if for_residual else None, None
 
 
-torch.library.register_autograd("rooftop::linear_act", _differentiate, setup_context=_save)
-torch.library.register_autograd("rooftop::linear_act_backward", no_second_derivative("linear"))
+differentiable("linear_act", _differentiate, _save)
+differentiable("linear_act_backward", no_second_derivative("linear"))
 
 # Of one element: an exponential, a division, an error function and a product count 1 each.
 _FORWARD_FLOPS = {"none": 0, "relu": 1, "gelu": 5, "gelu_tanh": 8, "silu": 4, "sigmoid": 3}
