@@ -3,8 +3,11 @@ interpreted. The function that is fused, called on tensors, is the reference."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import pickle
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -251,6 +254,69 @@ def test_dtypes_are_promoted_as_pytorch_promotes_them(kinds: list[Kind]) -> None
     assert promoted(kinds) == torch.result_type(*operands)
 
 
+OPERATORS: dict[str, Function] = {
+    **{f"x**{power!r}": (lambda x, power=power: x**power) for power in (1, 2, 3, 4, 0.5, 2.0, -1.0, -2.0, 1.7)},
+    **{name: two(getattr(torch, name)) for name in ("lt", "le", "gt", "ge", "eq", "ne", "pow")},
+    **{f"bitwise_{name}": two(getattr(torch, f"bitwise_{name}")) for name in ("and", "or", "xor")},
+    **{f"logical_{name}": two(getattr(torch, f"logical_{name}")) for name in ("and", "or", "xor")},
+    "bitwise_not": lambda x: ~x,
+    "logical_not": one(torch.logical_not),
+    "where": lambda x, y: torch.where(x != 0, x, y),
+    "add, alpha=2": lambda x, y: torch.add(x, y, alpha=2),
+    "sub, alpha=2": lambda x, y: torch.sub(x, y, alpha=2),
+    "add, alpha=0.5": lambda x, y: torch.add(x, y, alpha=0.5),
+    "addcmul": lambda x, y: torch.addcmul(x, x, y),
+    "addcmul, value=2": lambda x, y: torch.addcmul(y, x, y, value=2),
+    "addcdiv, value=0.5": lambda x, y: torch.addcdiv(x, x, y, value=0.5),
+    "float": lambda x: x.float(),
+}
+REFUSED = "powers 1 to 4|pow of booleans|sub of booleans"
+"""What of PyTorch's is refused: integer powers of integers but the small constant ones."""
+
+
+def type_of(function: Function, *operands: Any) -> torch.dtype | Exception:
+    try:
+        return as_tuple(function(*operands))[0].dtype
+    except (TypeError, RuntimeError) as error:
+        return error
+
+
+@pytest.mark.parametrize("name", [*(UNARY.keys() - {"hardtanh"}), *BINARY, *OPERATORS])
+def test_results_have_pytorchs_dtype_for_all_dtypes_of_operands(name: str) -> None:
+    """Wherever PyTorch has one. Of tensors with and without dimensions, and of numbers. (hardtanh of integers is
+    float32 here: its limits are.)"""
+    function = {**UNARY, **BINARY, **OPERATORS}[name]
+    ours = fused(function)
+    tensors = [torch.ones(shape, dtype=dtype) for dtype in DTYPES.values() for shape in ((2,), ())]
+    pairs = itertools.chain(
+        itertools.product(tensors, tensors), *(((x, n), (n, x)) for x in tensors for n in (True, 2, 1.5))
+    )
+    for operands in pairs if len(ours.names) == 2 else [(x,) for x in tensors]:
+        shapes = [each.to("meta") if isinstance(each, Tensor) else each for each in operands]  # needs no kernel
+        found, expected = type_of(ours, *shapes), type_of(function, *operands)
+        if isinstance(found, Exception):
+            assert isinstance(expected, Exception) or re.search(REFUSED, str(found)), (operands, found)
+        else:
+            assert isinstance(expected, Exception) or found == expected, operands
+
+
+def test_powers_of_booleans_and_integers_are_computed_in_the_dtype_of_the_result() -> None:
+    x, n = torch.tensor([False, True]), torch.tensor([0, 100, 200], dtype=torch.uint8)
+    for power in (1, 2, 3, 4, 2.0, -2.0):
+        for operand in (x, n):
+            torch.testing.assert_close(with_number(operator.pow, power)(operand), operand**power)
+    torch.testing.assert_close(add(values(3).half(), n, alpha=0.3), values(3).half() + 0.3 * n.half())
+    torch.testing.assert_close(add(n, x[1], alpha=3), torch.add(n, x[1], alpha=3))
+    with pytest.raises(TypeError, match=r"alpha and value must be integers beside torch\.uint8"):
+        add(n, n, alpha=0.5)
+
+
+def test_results_of_add_lie_in_memory_as_input_with_and_without_alpha() -> None:
+    x, y = values(4, 6), values(6, 4).t()
+    for alpha in (1, 2):
+        assert add(x, y, alpha=alpha).stride() == torch.add(x, y, alpha=alpha).stride()
+
+
 @pytest.mark.parametrize("right", ["bool", "uint8", "int32", "int64", "bfloat16", "float32"])
 @pytest.mark.parametrize("left", ["bool", "uint8", "int32", "bfloat16"])
 def test_mixed_dtypes(left: str, right: str) -> None:
@@ -484,10 +550,10 @@ def test_wrong_calls(call: Function, error: type[Exception], message: str) -> No
 
 
 def test_operator_checks_of_torch_library() -> None:
-    operator = torch.ops.rooftop.fused.default
+    checked = torch.ops.rooftop.fused.default
     x, y = values(4, 6).requires_grad_(), values(6).requires_grad_()
-    torch.library.opcheck(operator, ([x, y], [0.5], "tnt: a0 * sigmoid(a2) + a1"))
-    torch.library.opcheck(operator, ([x.detach().bfloat16(), y], [], "tt: t0 = a0 * a1; t0 * t0, t0 > 0, exp(a1)"))
+    torch.library.opcheck(checked, ([x, y], [0.5], "tnt: a0 * sigmoid(a2) + a1"))
+    torch.library.opcheck(checked, ([x.detach().bfloat16(), y], [], "tt: t0 = a0 * a1; t0 * t0, t0 > 0, exp(a1)"))
 
 
 def test_compiled_whole() -> None:
@@ -507,9 +573,11 @@ def test_on_meta_tensors_only_shapes_are_made() -> None:
 
 
 def test_autocast_keeps_float32_where_pytorch_does() -> None:
-    tree = parse("exp(a0) + a0, a0 * 2")
+    a = argument(0)
+    tree = (torch.exp(a) + a, a * 2, a**3, torch.square(a), a.add(a, alpha=2))
     types = types_of(tree, [Kind(torch.float16, TENSOR)], autocast=True)
-    assert [types[id(each)].kind.dtype for each in tree] == [torch.float32, torch.float16]
+    wide, half = torch.float32, torch.float16
+    assert [types[id(each)].kind.dtype for each in tree] == [wide, half, wide, wide, half]
     x = values(8, dtype=torch.bfloat16).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         assert gelu(x).dtype == F.gelu(x).dtype

@@ -698,7 +698,7 @@ def _autocasts(tensors: Sequence[Tensor]) -> bool:
 
 
 _ADD = fused(lambda input, other: input + other)
-_ADD_SCALED = fused(lambda other, input, alpha: alpha * other + input)
+_ADD_SCALED = fused(lambda input, other, alpha: input.add(other, alpha=alpha))
 _AXPY = fused(lambda x, y, a: a * x + y)
 _MUL = fused(lambda input, other: input * other)
 _RELU = fused(lambda input: torch.relu(input))
@@ -713,7 +713,7 @@ def add(input: Tensor, other: Argument, *, alpha: Number = 1) -> Tensor:
     """input + alpha * other, broadcast; arguments, dtypes and errors as of `torch.add`."""
     if type(alpha) is int and alpha == 1:
         return _ADD(input, other)
-    return _ADD_SCALED(other, input, alpha)
+    return _ADD_SCALED(input, other, alpha)
 
 
 def axpy(a: Argument, x: Tensor, y: Argument) -> Tensor:

@@ -69,8 +69,8 @@ def source_of(
 
 def kernel_name(outputs: Sequence[Expression]) -> str:
     """As profiles show it: fused_mul_sigmoid_add."""
-    names = dict.fromkeys(node.operation for node in topological(outputs) if node.operands)
-    return "_".join(["fused", *list(names)[-5:]])
+    names = dict.fromkeys(n.operation for n in topological(outputs) if n.operands)
+    return "_".join(["fused", *[name for name in names if name not in ("common", "base")][-5:]])
 
 
 def compiled(source: str, name: str) -> Any:
@@ -276,10 +276,15 @@ _OF_BOOLS = {
     "minimum": "{0} & {1}",
     "clamp_min": "{0} | {1}",
     "clamp_max": "{0} & {1}",
+    "scale": "{0} & {1}",
+    "sign": "{0}",
     "bitwise_not": "({0} == 0)",
 }
 _TEMPLATES = {
     **{name: f"{{0}} {each.symbol} {{1}}" for name, each in OPERATIONS.items() if each.symbol and each.arity == 2},
+    "common": "{0}",
+    "base": "{0}",
+    "scale": "{0} * {1}",
     "neg": "-{0}",
     "bitwise_not": "{0} ^ {ones}",
     "abs": "tl.abs({0})",

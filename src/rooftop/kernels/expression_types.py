@@ -18,7 +18,8 @@ from rooftop.kernels.expressions import DTYPES, OPERATIONS, Expression, topologi
 TENSOR, SINGLE, NUMBER = 2, 1, 0
 """Ranks of operands: with dimensions, a tensor without dimensions, a Python number."""
 HALF = (torch.float16, torch.bfloat16)
-OF_BOOLS = ("add", "mul", "maximum", "minimum", "clamp_min", "clamp_max")  # what "promoted" ones do with booleans
+OF_BOOLS = ("add", "mul", "maximum", "minimum", "clamp_min", "clamp_max", "sign", "common", "base")
+"""What is "promoted" and has a meaning for booleans."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,10 @@ def _type_of(name: str, operands: list[Kind], autocast: bool) -> Typed:
         common = promoted(operands[1:])
         return Typed(Kind(common, rank), common)
     common = promoted(operands)
+    if operation.typing == "scaled":
+        if common.is_floating_point and not operands[0].dtype.is_floating_point:
+            raise TypeError(f"fused: alpha and value must be integers beside {operands[0].dtype}, got {common}")
+        common = operands[0].dtype
     if operation.typing == "compared":
         return Typed(Kind(torch.bool, rank), common)
     if operation.typing == "bitwise" and common.is_floating_point:

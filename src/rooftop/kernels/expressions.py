@@ -36,8 +36,8 @@ class Operation:
     """What a node does.
 
     Attributes:
-        typing: how its dtype follows from its operands' ("promoted", "float", "compared", "bitwise", "where", or the
-            name of the dtype that is cast to).
+        typing: how its dtype follows from its operands' ("promoted", "float", "compared", "bitwise", "where",
+            "scaled": that of the first; or the name of the dtype that is cast to).
         arity: number of operands.
         apply: the same in PyTorch, of tensors of one dtype.
         gradients: (gradient of the result, result, *operands) to those of the operands; None: no gradient at all.
@@ -89,6 +89,9 @@ def _operations() -> dict[str, Operation]:
         "where": Operation(
             "where", 3, torch.where, lambda g, y, c, a, b: (None, where(c, g, 0), where(c, 0, g)), flops=0
         ),
+        "common": Operation("promoted", 2, _first, lambda g, y, a, b: (g, None), flops=0),
+        "base": Operation("promoted", 2, _first, lambda g, y, a, b: (g, None), flops=0, autocast=True),
+        "scale": Operation("scaled", 2, torch.mul, lambda g, y, a, n: (g * n, g * a)),
         "lt": Operation("compared", 2, torch.lt, symbol="<"),
         "le": Operation("compared", 2, torch.le, symbol="<="),
         "gt": Operation("compared", 2, torch.gt, symbol=">"),
@@ -140,6 +143,11 @@ DTYPES = {
 }
 """Dtypes of tensors and casts, by the names that they have in texts."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def _first(a: Tensor, b: Tensor) -> Tensor:
+    """a, once it has the dtype of both."""
+    return a
 
 
 def _gradients_of_power(g: Expression, y: Expression, a: Expression, b: Expression) -> Gradients:
@@ -317,21 +325,40 @@ def arguments_of(outputs: Iterable[Expression]) -> list[int]:
 def _power(a: Any, b: Any) -> Expression:
     """Small constant powers as products, as PyTorch has them."""
     if type(b) in (int, float) and b in (1, 2, 3, 4):
-        a = _as_expression("pow", a)
+        a = apply("base", a, b)  # powers of booleans are integers, those with a float exponent floating point
         square = apply("mul", a, a)
-        power = {1: lambda: a, 2: lambda: square, 3: lambda: square * a, 4: lambda: square * square}[int(b)]()
-        return power * 1.0 if type(b) is float else power  # a float exponent makes integers float
-    if type(b) is float and b in (0.5, -0.5, -1.0, -2.0):
-        special = {0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", -2.0: "reciprocal"}[b]
-        return apply(special, apply("mul", a, a) if b == -2.0 else a)
+        return {1: lambda: a, 2: lambda: square, 3: lambda: square * a, 4: lambda: square * square}[int(b)]()
+    if type(b) is float and b == -2.0:
+        return apply("reciprocal", _power(a, 2.0))
+    if type(b) is float and b in (0.5, -0.5, -1.0):
+        return apply({0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal"}[b], a)
     return apply("pow", a, b)
 
 
-def _scaled(operation: str) -> Callable[..., Expression]:
+def _with_alpha(operation: str) -> Callable[..., Expression]:
+    """input + alpha * other, where alpha changes no dtype."""
+
     def build(input: Any, other: Any, *, alpha: Any = 1) -> Expression:
-        return apply(operation, input, other if type(alpha) is int and alpha == 1 else apply("mul", other, alpha))
+        return apply(operation, input, _times(apply("common", other, input), alpha) if _not_1(alpha) else other)
 
     return build
+
+
+def _with_value(operation: str) -> Callable[..., Expression]:
+    """input + value * (a * b) or value * (a / b), where value changes no dtype."""
+
+    def build(input: Any, a: Any, b: Any, *, value: Any = 1) -> Expression:
+        return apply("add", input, _times(apply(operation, apply("common", a, input), b), value))
+
+    return build
+
+
+def _times(a: Expression, number: Any) -> Expression:
+    return apply("scale", a, number) if _not_1(number) else a
+
+
+def _not_1(number: Any) -> bool:
+    return type(number) not in (int, float) or number != 1
 
 
 def _divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Expression:
@@ -404,23 +431,23 @@ _METHODS: dict[str, Callable[..., Expression]] = {
     **{name: (lambda input, name=name: apply(NAMES[getattr(torch, name)], input)) for name in ("half", "bfloat16")},
     **{name: (lambda input, name=name: apply(NAMES[getattr(torch, name)], input)) for name in ("float", "double")},
     **{name: (lambda input, name=name: apply(NAMES[getattr(torch, name)], input)) for name in ("int", "long", "bool")},
-    "add": _scaled("add"),
-    "sub": _scaled("sub"),
+    "add": _with_alpha("add"),
+    "sub": _with_alpha("sub"),
     "div": _divide,
     "true_divide": _divide,
     "pow": _power,
-    "subtract": _scaled("sub"),
+    "subtract": _with_alpha("sub"),
     "multiply": _binary("mul"),
     "divide": _divide,
     "negative": _unary("neg"),
     "clamp": _clamp,
     "clip": _clamp,
     "absolute": _unary("abs"),
-    "square": lambda input: apply("mul", input, input),
+    "square": lambda input: _power(input, 2),
     "where": lambda input, condition, other: where(condition, input, other),
     "lerp": lambda input, end, weight: input + (end - input) * weight,
-    "addcmul": lambda input, a, b, *, value=1: input + a * b * value,
-    "addcdiv": lambda input, a, b, *, value=1: input + a / b * value,
+    "addcmul": _with_value("mul"),
+    "addcdiv": _with_value("div"),
     "isnan": lambda input: apply("ne", input, input),
 }
 """Methods of tensors, and the functions of torch that have the same names and arguments."""
