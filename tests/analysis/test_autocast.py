@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rooftop import models
 from rooftop.analysis.advice import alternatives
 from rooftop.analysis.advice.alternatives import repeated_ms, repeated_ratios
-from rooftop.analysis.advice.autocast import under_autocast
+from rooftop.analysis.advice.autocast import cast_host_ms, under_autocast
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.cost import CallSpec, CountingMode, Record
 
@@ -188,3 +188,8 @@ def test_a_transformer_takes_the_types_that_autocast_gives_it() -> None:
     casts = sum(len(recast.casts) for recast in under_autocast(full))
     made = sum(r.name in ("aten::_to_copy", "aten::copy_") for r in recorded(mixed) if r.phase == "forward")
     assert casts == pytest.approx(made, rel=0.25)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_cast_costs_the_host_time(training: bool) -> None:
+    assert 1e-4 < cast_host_ms("cpu", training) < 1.0

@@ -44,19 +44,20 @@ class Findings:
         """Time of operators as it is in a plain step: all together take no longer there than the device is busy."""
         return labelled_ms * min(1.0, self.summary.busy_ms / sum(op.measured_ms for op in self.operators))
 
-    def saved_ms(self, labelled_ms: float, more_launches: int = 0) -> float:
+    def saved_ms(self, labelled_ms: float, more_host_ms: float = 0.0) -> float:
         """What the step gains when operators take so much less: nothing beyond where the host becomes the slower one.
 
-        Additional launches cost the host what launches of this step do, on average. Compared are the step and the host
-        at their fastest: what else the host does delays the step with the change as it does the step without.
+        Compared are the step and the host at their fastest: what else the host does delays the step with the change as
+        it does the step without.
+
+        Args:
+            labelled_ms: of the operators. more_host_ms: that the host needs more to launch them.
         """
         busy_ms = self.undisturbed_ms(labelled_ms)
         if self.host_ms is None:
             return busy_ms
         wall_ms = self.summary.wall_ms if self.best_ms is None else self.best_ms
-        launch_ms = max(self.ceilings.launch_eager_ms, self.host_ms / max(1, self.summary.kernels))
-        host_ms = self.host_ms + more_launches * launch_ms
-        return wall_ms - max(host_ms, wall_ms - busy_ms)
+        return wall_ms - max(self.host_ms + more_host_ms, wall_ms - busy_ms)
 
 
 LEAST_GAIN = 0.01

@@ -7,11 +7,13 @@ bfloat16 until something else is written there. Autocast's lists are those of Py
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch.nn.functional import linear
 
 from rooftop.cost import Record
 
@@ -108,3 +110,33 @@ def _write(record: Record, half: set[int], written: set[int], becomes_half: bool
             half.add(tensor.memory)
         else:
             half.discard(tensor.memory)
+
+
+LAYERS, REPEATS = 64, 7  # of the chain whose launching is timed
+
+
+def cast_host_ms(device: str, training: bool) -> float:
+    """How long the host needs for a cast of autocast, timed here: an allocation, a copy and, in training, a node of the
+    graph, which together are far more than a launch.
+
+    A chain of small products is launched as it is and under autocast, forward and (for training) backward. What else
+    the host does only adds to a time: the least of several counts.
+    """
+    weights = [torch.zeros(16, 16, device=device, requires_grad=training) for _ in range(LAYERS)]
+    x = torch.zeros(16, 16, device=device)
+
+    def launched_ms(half: bool) -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16, enabled=half), torch.set_grad_enabled(training):
+            y = x
+            for weight in weights:
+                y = linear(y, weight)
+        if training:
+            torch.autograd.grad(y, weights, torch.zeros_like(y))
+        return 1e3 * (time.perf_counter() - began)
+
+    taken = [(launched_ms(False), launched_ms(True)) for _ in range(REPEATS)]
+    plain_ms, half_ms = (min(times) for times in zip(*taken, strict=True))
+    return max(0.0, half_ms - plain_ms) / (2 * LAYERS if training else LAYERS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from rooftop.analysis.advice.alternatives import repeated_ratios
-from rooftop.analysis.advice.autocast import Recast, under_autocast
+from rooftop.analysis.advice.autocast import Recast, cast_host_ms, under_autocast
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.report import Advice
@@ -37,6 +37,7 @@ def half_precision(findings: Findings) -> list[Advice]:
         after_ms += op.measured_ms * (ratio if ratio is not None else _roof_ratio(op, recast, findings))
     casts = [elements for recast in recasts for elements in recast.casts] * (2 if findings.training else 1)
     casts_ms = sum(roof(Cost(4 * elements, 2 * elements), ceilings).ms for elements in casts)
+    host_ms = len(casts) * cast_host_ms(ceilings.kind, findings.training) if findings.repeatable else 0.0
     return [
         Advice(
             "Run in bfloat16",
@@ -44,7 +45,7 @@ def half_precision(findings: Findings) -> list[Advice]:
             + (f", {100 * timed_ms / now_ms:.0f}% of it timed here on their shapes" if timed_ms else "")
             + (", at their percent of roof" if not timed_ms else "")
             + (f"; {len(casts)} casts would take {casts_ms:.2f} ms" if casts else ""),
-            findings.saved_ms(now_ms - after_ms - casts_ms, more_launches=len(casts)),
+            findings.saved_ms(now_ms - after_ms - casts_ms, host_ms),
             f'with torch.autocast("{ceilings.kind}", dtype=torch.bfloat16): ...',
         )
     ]
