@@ -3,11 +3,13 @@ interpreted. The function that is fused, called on tensors, is the reference."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import operator
 import pickle
 import re
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +25,9 @@ from torch import Tensor
 
 from rooftop.cost import CountingMode
 from rooftop.kernels import add, axpy, expressions, fused, gelu, mul, relu, sigmoid, silu, tanh
+from rooftop.kernels.expression_texts import parse, text_of
 from rooftop.kernels.expression_types import NUMBER, SINGLE, TENSOR, Kind, promoted, types_of
-from rooftop.kernels.expressions import DTYPES, argument, parse, text_of
+from rooftop.kernels.expressions import DTYPES, argument
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
@@ -471,6 +474,41 @@ def test_text_is_read_back_as_the_same_tree() -> None:
     assert parse(text_of((deep,)))[0] is deep
 
 
+def texts() -> st.SearchStrategy[str]:
+    """Expressions whose meaning hangs on how operators bind."""
+    binary = st.sampled_from(["+", "-", "*", "/", "**", "&", "|", "^"])
+    inner = st.recursive(
+        st.sampled_from(["a0", "a1", "a2"]),
+        lambda part: (
+            st.tuples(st.sampled_from("-~"), part).map("".join)
+            | st.tuples(part, binary, part).map(" ".join)
+            | part.map(lambda text: f"({text})")
+        ),
+    )
+    return inner | st.tuples(inner, st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), inner).map("".join)
+
+
+@given(texts())
+def test_operators_bind_as_in_python(text: str) -> None:
+    assert parse(text)[0] is eval(text, {f"a{i}": argument(i) for i in range(3)})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(" * 3000 + "a0" + ")" * 3000, "-" * 3000 + "a0", "+".join(["a0"] * 3000), "abs(" * 3000 + "a0" + ")" * 3000],
+)
+def test_texts_of_any_depth_are_read_whatever_the_callers_stack(text: str) -> None:
+    def after(calls: int) -> Any:
+        return after(calls - 1) if calls else parse.__wrapped__(text)
+
+    used = len(inspect.stack())
+    (tree,) = after(sys.getrecursionlimit() - used - 60)
+    assert tree is parse(text)[0]
+    assert parse(text_of((tree,)))[0] is tree
+    (y,) = torch.ops.rooftop.fused([torch.ones(2, device="meta")], [], f"t: {text}")
+    assert y.shape == (2,)
+
+
 def test_threads_have_one_node_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(WeakValueDictionary[Any, Any]):
         def get(self, key: Any, default: Any = None) -> Any:
@@ -508,8 +546,9 @@ def test_pickled_by_name() -> None:
             "lambda: a0",
             "a0 if a1 else 2",
         ),
-        *("t0 = a0", "import os; a0", "a0 < a1 < a2", "exp(x=a0)", "'a0'", "(" * 500 + "a0" + ")" * 500, "1 + 2"),
-        *("-" * 3000 + "a0", "+".join(["a0"] * 3000), f"a0 + {2**64}", f"a0 - {10**400}"),
+        *("t0 = a0", "import os; a0", "a0 < a1 < a2", "a0 | a1 == a0 < 2", "exp(x=a0)", "'a0'", "1 + 2", "a0, "),
+        *("(a0", "a0)", "exp(a0", "(a0, a0)", "()", "exp()", "a0 a0", "a0 = 1", "t0 = a0, a0; t0", "1a0", "a0 + 2.5.1"),
+        *(f"a0 + {2**64}", f"a0 - {10**400}", f"a0 - {'9' * 5000}"),
     ],
 )
 def test_other_text_is_refused(text: str) -> None:

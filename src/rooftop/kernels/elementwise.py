@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.expression_sources import Access, Layout, compiled, kernel_name, source_of, stride_names
+from rooftop.kernels.expression_texts import parse, text_of
 from rooftop.kernels.expression_types import (
     NUMBER,
     SINGLE,
@@ -44,8 +45,6 @@ from rooftop.kernels.expressions import (
     argument,
     arguments_of,
     derivatives,
-    parse,
-    text_of,
     topological,
 )
 from rooftop.kernels.tiles import unit

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from rooftop.kernels.expression_texts import text_of
 from rooftop.kernels.expression_types import HALF, NUMBER, Kind, Types, computed_in, wrapped
-from rooftop.kernels.expressions import DTYPES, NAMES, OPERATIONS, Expression, arguments_of, text_of, topological
+from rooftop.kernels.expressions import DTYPES, NAMES, OPERATIONS, Expression, arguments_of, topological
 
 
 @dataclass(frozen=True)

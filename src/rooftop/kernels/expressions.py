@@ -1,20 +1,16 @@
-"""Elementwise expressions as trees: traced from a Python function, written as text, parsed, differentiated.
+"""Elementwise expressions as trees: traced from a Python function, differentiated.
 
 A function of tensors that is called with `Expression`s in their place gives the tree of what it computes: operators,
 methods and torch's own functions (through `__torch_function__`) each add a node. Equal nodes are one object, so what a
-function computes twice is in the tree once. The text of a tree, `t0 = sigmoid(a1); (a0 * t0) + 3`, is Python's syntax
-for a small part of the language; `parse` walks that syntax and evaluates nothing.
+function computes twice is in the tree once. No walk over a tree is recursive: it may be as deep as memory holds.
 """
 
 from __future__ import annotations
 
-import ast
 import math
 import numbers
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -23,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MOST_DEPTH = 16  # of the parentheses of a text
 Operands = tuple["Expression", ...]
 Gradients = tuple["Expression | None", ...]
 
@@ -180,6 +175,8 @@ class Expression:
         raise TypeError("expressions come from tracing a function (rooftop.kernels.fused) or from its text")
 
     def __repr__(self) -> str:
+        from rooftop.kernels.expression_texts import text_of
+
         return f"Expression({text_of((self,))})"
 
     def __bool__(self) -> bool:
@@ -486,135 +483,6 @@ def _define_methods() -> None:
 
 
 _define_methods()
-
-
-# ---- text --------------------------------------------------------------------------------------------------------
-
-
-def text_of(outputs: Sequence[Expression]) -> str:
-    """The canonical text: what is used more than once gets a name, then the results, separated by commas."""
-    nodes = topological(outputs)
-    uses: dict[int, int] = {}
-    for node in nodes:
-        for operand in node.operands:
-            uses[id(operand)] = uses.get(id(operand), 0) + 1
-    written: dict[int, str] = {}
-    depth: dict[int, int] = {}
-    statements: list[str] = []
-    for node in nodes:
-        text = _text_of_node(node, [written[id(each)] for each in node.operands])
-        deep = 1 + max((depth[id(each)] for each in node.operands), default=0)
-        if node.operands and (uses.get(id(node), 0) > 1 or deep > MOST_DEPTH):
-            statements.append(f"t{len(statements)} = {_bare(text)}")
-            text, deep = f"t{len(statements) - 1}", 0
-        written[id(node)], depth[id(node)] = text, deep
-    return "; ".join([*statements, ", ".join(_bare(written[id(each)]) for each in outputs)])
-
-
-def _text_of_node(node: Expression, operands: list[str]) -> str:
-    """With parentheses around operators and negative numbers."""
-    if node.operation == "argument":
-        return f"a{node.value}"
-    if node.operation == "constant":
-        return repr(node.value) if repr(node.value)[0] != "-" else f"({node.value!r})"
-    symbol = OPERATIONS[node.operation].symbol
-    if not symbol:
-        return f"{node.operation}({', '.join(map(_bare, operands))})"
-    return f"({symbol}{operands[0]})" if len(operands) == 1 else f"({operands[0]} {symbol} {operands[1]})"
-
-
-def _bare(text: str) -> str:
-    """Without the outermost parentheses."""
-    return text[1:-1] if text[0] == "(" else text
-
-
-@lru_cache(maxsize=1024)
-def parse(text: str) -> tuple[Expression, ...]:
-    """The trees of a text's results.
-
-    Grammar: statements `t0 = expression` separated by `;` and at last one expression or several with commas between
-    them; in expressions arguments a0, a1, ..., names defined before, numbers, inf, nan, True, False, operators and
-    calls by `OPERATIONS`, parentheses.
-
-    Raises:
-        ValueError: it is anything else.
-    """
-    try:
-        body = ast.parse(text.strip()).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"fused: {text!r} is no expression: {error}") from error
-    try:
-        return _results(body, text)
-    except RecursionError as error:
-        raise ValueError(f"fused: an expression of {len(text):,} characters is nested too deep") from error
-
-
-def _results(body: list[ast.stmt], text: str) -> tuple[Expression, ...]:
-    if not body:
-        raise ValueError(f"fused: {text!r} is no expression")
-    *statements, last = body
-    names: dict[str, Expression] = {}
-    for statement in statements:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if re.fullmatch(r"t\d+", name):
-                names[name] = _parsed(value, names, text)
-            case _:
-                raise ValueError(f"fused: expected 't0 = ...' before the results, got {ast.unparse(statement)!r}")
-    if not isinstance(last, ast.Expr):
-        raise ValueError(f"fused: {text!r} ends without a result")
-    results = last.value.elts if isinstance(last.value, ast.Tuple) else [last.value]
-    return tuple(_parsed(each, names, text) for each in results)
-
-
-_BINARY: dict[type[ast.AST], str] = {
-    ast.Add: "add",
-    ast.Sub: "sub",
-    ast.Mult: "mul",
-    ast.Div: "div",
-    ast.Pow: "pow",
-    ast.BitAnd: "bitwise_and",
-    ast.BitOr: "bitwise_or",
-    ast.BitXor: "bitwise_xor",
-    ast.Lt: "lt",
-    ast.LtE: "le",
-    ast.Gt: "gt",
-    ast.GtE: "ge",
-    ast.Eq: "eq",
-    ast.NotEq: "ne",
-}
-_NUMBERS = {"inf": math.inf, "nan": math.nan}
-
-
-def _parsed(tree: ast.expr, names: dict[str, Expression], text: str) -> Expression:
-    def parsed(*trees: ast.expr) -> Iterable[Expression]:
-        return (_parsed(each, names, text) for each in trees)
-
-    match tree:
-        case ast.Constant(value=bool() | int() | float() as value):
-            return constant(value)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return constant(-value)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
-            return constant(-math.inf)
-        case ast.Name(id=name) if name in _NUMBERS:
-            return constant(_NUMBERS[name])
-        case ast.Name(id=name) if name in names:
-            return names[name]
-        case ast.Name(id=name) if re.fullmatch(r"a\d{1,3}", name):
-            return argument(int(name[1:]))
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return apply("neg", *parsed(operand))
-        case ast.UnaryOp(op=ast.Invert(), operand=operand):
-            return apply("bitwise_not", *parsed(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return apply(_BINARY[type(op)], *parsed(left, right))
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _BINARY:
-            return apply(_BINARY[type(op)], *parsed(left, right))
-        case ast.Call(func=ast.Name(id=name), args=operands, keywords=[]) if name in OPERATIONS:
-            if len(operands) != OPERATIONS[name].arity:
-                raise ValueError(f"fused: {name} takes {OPERATIONS[name].arity} operands, got {len(operands)}")
-            return apply(name, *parsed(*operands))
-    raise ValueError(f"fused: {ast.unparse(tree)!r} in {text!r} is not in the grammar of elementwise expressions")
 
 
 # ---- derivatives ---------------------------------------------------------------------------------------------------
