@@ -21,21 +21,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.kernels.expression_sources import Access, Layout, compiled, kernel_name, source_of, stride_names
-from rooftop.kernels.expression_texts import parse, text_of
-from rooftop.kernels.expression_types import (
-    NUMBER,
-    SINGLE,
-    TENSOR,
-    Kind,
-    Types,
-    check_limit,
-    computed_in,
-    limits_of,
-    number_kind,
-    types_of,
-    wrapped,
+from rooftop.kernels.elementwise_launches import launch_program, layout_of, merged_dims, source_for
+from rooftop.kernels.elementwise_programs import (
+    Argument,
+    Number,
+    Program,
+    empty,
+    planned,
+    program_of,
+    shape_of,
+    strides_of,
 )
+from rooftop.kernels.expression_texts import text_of
+from rooftop.kernels.expression_types import Types, computed_in, wrapped
 from rooftop.kernels.expressions import (
     DTYPES,
     NAMES,
@@ -47,14 +45,10 @@ from rooftop.kernels.expressions import (
     derivatives,
     topological,
 )
-from rooftop.kernels.tiles import unit
 from rooftop.launch.operators import differentiable, operator
-from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
+from rooftop.launch.triton_launch import INTERPRETED, require_triton
 
 MOST_TENSORS = 8
-MOST_DIMS = 5  # after merging
-Number = bool | int | float
-Argument = Tensor | Number
 Function = Callable[..., Any]
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -101,198 +95,16 @@ def fused_reference(
     return [operand(node, dtype) for node, dtype in zip(outputs, results, strict=True)]
 
 
-# ---- launch parameters -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FlatConfig:
-    """Elements and warps of a program, for kernels that move up to `element_bytes` for each element."""
-
-    element_bytes: int
-    block: int
-    warps: int
-
-
-@dataclass(frozen=True)
-class TileConfig:
-    """Elements of a tile, its columns at most, and warps. Rows of fewer columns leave room for more rows."""
-
-    elements: int
-    columns: int
-    warps: int
-
-
-# Measured on an H200 with up to four inputs, and chosen for all of them: differences are small but for activations of
-# one tensor in half precision, which want 16 elements a thread, and for transposed ones, which want large tiles (larger
-# ones still gain little, and more tensors would spill).
-FLAT = (FlatConfig(4, 2048, 4), FlatConfig(1 << 30, 1024, 4))
-TILES = TileConfig(elements=4096, columns=1024, warps=8)
-SQUARE = TileConfig(elements=8192, columns=64, warps=8)  # where a tensor's neighbours lie along rows: transposed
-
-
-# ---- programs ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Program:
-    """A parsed operator argument: which arguments there are, and the trees.
-
-    `kinds` has a letter for each argument: t a tensor, n a number, - none (not used).
-    """
-
-    kinds: str
-    autocast: bool
-    outputs: tuple[Expression, ...]
-
-    def arguments(self, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> tuple[Argument | None, ...]:
-        """All arguments by number."""
-        rest: dict[str, Any] = {"t": iter(tensors), "n": iter(numbers), "-": iter([None] * len(self.kinds))}
-        return tuple(next(rest[kind]) for kind in self.kinds)
-
-
-@functools.lru_cache(maxsize=1024)
-def _program(text: str) -> _Program:
-    """From "tnt: a0 * a1 + a2", or "tnt autocast: ..."."""
-    head, _, trees = text.partition(":")
-    kinds, _, autocast = head.partition(" ")
-    outputs = parse(trees)
-    used = arguments_of(outputs)
-    if set(kinds) - set("tn-") or autocast not in ("", "autocast"):
-        raise ValueError(f"fused: expected letters t, n, - for tensors, numbers and nothing, got {head!r}")
-    if any(number >= len(kinds) or kinds[number] == "-" for number in used):
-        raise ValueError(f"fused: {trees.strip()!r} uses arguments that {head!r} does not have")
-    for output in outputs:
-        if not any(kinds[number] == "t" for number in arguments_of([output])):
-            raise ValueError(f"fused: the result {text_of([output])} depends on no tensor")
-    return _Program(kinds, bool(autocast), outputs)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What follows from a program and its arguments' dtypes."""
-
-    outputs: tuple[Expression, ...]  # kept, since types are by their identity
-    kinds: tuple[Kind | None, ...]
-    types: Types
-    results: tuple[torch.dtype, ...]
-    double: bool
-    used: tuple[tuple[int, ...], ...]  # arguments of each output
-    limits: tuple[tuple[int, torch.dtype], ...]  # numbers that integers of a dtype must be able to hold
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype) -> _Plan:
-    program = _program(text)
-    types = types_of(program.outputs, kinds, program.autocast)
-    nodes = [node for node in topological(program.outputs) if node.operands]
-    double = any(types[id(node)].common == torch.float64 for node in nodes) or any(
-        kind is not None and kind.rank != NUMBER and kind.dtype == torch.float64 for kind in kinds
-    )
-    results = tuple(types[id(node)].kind.dtype for node in program.outputs)
-    used = tuple(tuple(arguments_of([each])) for each in program.outputs)
-    limits = []
-    for node, dtype in limits_of(program.outputs, types):
-        assert node.value is not None
-        if node.operation == "argument":
-            limits.append((int(node.value), dtype))
-        else:
-            check_limit(node.value, dtype)
-    return _Plan(program.outputs, kinds, types, results, double, used, tuple(limits))
-
-
-def _kind(value: Argument | None) -> Kind | None:
-    if isinstance(value, Tensor):
-        return Kind(value.dtype, TENSOR if value.dim() else SINGLE)
-    return None if value is None else number_kind(value)
-
-
-def _planned(tensors: Sequence[Tensor], numbers: Sequence[Number], text: str) -> tuple[_Plan, list[Any]]:
-    """The plan of a program and its arguments by number, on one device.
-
-    Raises:
-        TypeError: tensors that are not dense, or of a dtype that is not supported.
-        ValueError: tensors on several devices, or shapes that do not broadcast.
-    """
-    program = _program(text)
-    if len(tensors) != program.kinds.count("t") or len(numbers) != program.kinds.count("n"):
-        raise ValueError(f"fused: {text!r} takes other arguments than {len(tensors)} tensors, {len(numbers)} numbers")
-    device = _device(tensors)
-    arguments = list(program.arguments(tensors, numbers))
-    for i, each in enumerate(arguments):
-        if not isinstance(each, Tensor):
-            continue
-        if each.layout != torch.strided:
-            raise TypeError(f"fused: argument {i} must be dense, got layout {each.layout}: use .to_dense()")
-        if each.dtype not in NAMES:
-            raise TypeError(f"fused: argument {i} must have one of the dtypes {', '.join(DTYPES)}, got {each.dtype}")
-        if each.device != device:
-            arguments[i] = each.to(device)  # one number, from the CPU
-    kinds = tuple(map(_kind, arguments))
-    plan = _plan(text, kinds, torch.get_default_dtype())
-    for number, dtype in plan.limits:
-        check_limit(arguments[number], dtype)  # type: ignore[arg-type]
-    return plan, arguments
-
-
-def _device(tensors: Sequence[Tensor]) -> torch.device:
-    """Where the tensors are; those without dimensions may be on the CPU, as in PyTorch."""
-    device = next((each.device for each in tensors if each.dim() or each.device.type != "cpu"), tensors[0].device)
-    for each in tensors:
-        if each.device != device and (each.dim() or each.device.type != "cpu"):
-            raise ValueError(f"fused: tensors are on {device} and {each.device}: move them to one device")
-    return device
-
-
-def _shape(arguments: Sequence[Argument | None], used: Sequence[int]) -> torch.Size:
-    shapes = [arguments[i].shape for i in used if isinstance(arguments[i], Tensor)]  # type: ignore[union-attr]
-    if all(shape == shapes[0] for shape in shapes):
-        return shapes[0]
-    try:
-        return torch.broadcast_shapes(*shapes)
-    except RuntimeError as error:
-        listed = ", ".join(str(tuple(shape)) for shape in shapes)
-        raise ValueError(f"fused: tensors of shapes {listed} do not broadcast to one shape") from error
-
-
-def _strides(shape: torch.Size, arguments: Sequence[Argument | None], used: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides of the results, as PyTorch chooses them: those of the first tensor of the full shape, where it is dense;
-    None: contiguous."""
-    for i in used:
-        tensor = arguments[i]
-        if isinstance(tensor, Tensor) and tensor.shape == shape:
-            if tensor.is_contiguous():
-                return None
-            return tensor.stride() if _is_dense(tensor) else None
-    return None
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements are a piece of memory, in some order of the dimensions, without gaps or repetition."""
-    expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _empty(shape: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dtype, like: Tensor) -> Tensor:
-    if strides is None:
-        return like.new_empty(shape, dtype=dtype)
-    return like.new_empty_strided(shape, strides, dtype=dtype)
-
-
 # ---- implementations -------------------------------------------------------------------------------------------
 
 
 def _run(tensors: Sequence[Tensor], numbers: Sequence[Number], text: str) -> list[Tensor]:
     """Results, in the order of the program's outputs."""
-    plan, arguments = _planned(tensors, numbers, text)
-    shapes = [_shape(arguments, used) for used in plan.used]
+    plan, arguments = planned(tensors, numbers, text)
+    shapes = [shape_of(arguments, used) for used in plan.used]
     like = next(each for each in arguments if isinstance(each, Tensor))
     found = [
-        _empty(shape, _strides(shape, arguments, used), dtype, like)
+        empty(shape, strides_of(shape, arguments, used), dtype, like)
         for shape, used, dtype in zip(shapes, plan.used, plan.results, strict=True)
     ]
     if plan.double or (like.device.type == "cpu" and not INTERPRETED):
@@ -305,116 +117,8 @@ def _run(tensors: Sequence[Tensor], numbers: Sequence[Number], text: str) -> lis
         for strides in dict.fromkeys(y.stride() for y, of in zip(found, shapes, strict=True) if of == shape):
             chosen = [i for i, of in enumerate(shapes) if of == shape and found[i].stride() == strides]
             if math.prod(shape):
-                _launch(text, plan, tuple(chosen), arguments, [found[i] for i in chosen])
+                launch_program(text, plan, tuple(chosen), arguments, [found[i] for i in chosen])
     return found
-
-
-def _launch(text: str, plan: _Plan, chosen: tuple[int, ...], arguments: list[Any], results: list[Tensor]) -> None:
-    """One kernel for outputs of the same shape and strides."""
-    used = sorted({number for i in chosen for number in plan.used[i]})
-    tensors = {i: arguments[i] for i in used if isinstance(arguments[i], Tensor)}
-    y = results[0]
-    dims = _merged(y, list(tensors.values()))
-    if len(dims) > MOST_DIMS:  # copies in the results' order, which then merge to one dimension
-        tensors = {
-            i: t if t.dim() == 0 else torch.empty_like(y, dtype=t.dtype).copy_(t.expand(y.shape))
-            for i, t in tensors.items()
-        }
-        arguments = [tensors.get(i, each) for i, each in enumerate(arguments)]
-        dims = _merged(y, list(tensors.values()))
-    layout = _layout(dims, tensors, len(arguments), results)
-    kernel = _kernel(text, plan.kinds, torch.get_default_dtype(), chosen, layout)
-    pointers = [*(int(a) if isinstance(a := arguments[i], bool) else a for i in used), *results]
-    if layout.outer_dims == 0:
-        config = flat_config([*tensors.values(), *results])
-        steps = [dims[-1][1][n] for n, i in enumerate(tensors) if layout.accesses[i].column == 2]  # type: ignore[union-attr]
-        grid = (-(-y.numel() // config.block),)
-        launch(kernel, grid, y.device, *pointers, y.numel(), *steps, BLOCK=config.block, num_warps=config.warps)
-    else:
-        _launch_tiles(kernel, pointers, tensors, layout, dims, y.device)
-
-
-Dims = list[tuple[int, tuple[int, ...]]]  # (size, a stride for each tensor), the outermost dimension first
-
-
-def _launch_tiles(
-    kernel: Any, pointers: list[Any], tensors: dict[int, Tensor], layout: Layout, dims: Dims, device: torch.device
-) -> None:
-    *outer, (columns, steps) = dims
-    group, values = columns, []
-    accesses = [layout.accesses[i] for i in tensors]
-    for n, access in enumerate(accesses):
-        if access is not None and access.column == 1:
-            group = unit(group, *(strides[n] for _, strides in outer))
-    group = unit(group)
-    for n, (i, access) in enumerate(zip(tensors, accesses, strict=True)):
-        assert access is not None
-        divisor = group if access.column == 1 else 1
-        values += [strides[n] // divisor for moves, (_, strides) in zip(access.outer, outer, strict=True) if moves]
-        values += [steps[n]] if access.column == 2 else []
-        assert len(stride_names(i, access)) == sum(access.outer) + (access.column == 2)
-    rows = math.prod(size for size, _ in outer)
-    turned = any(steps[n] > 1 and outer[-1][1][n] == 1 for n in range(len(accesses)))
-    config = SQUARE if turned else TILES
-    width = min(config.columns, 1 << (columns - 1).bit_length())
-    height = min(config.elements // width, 1 << (rows - 1).bit_length())
-    grid = (-(-rows // height) * -(-columns // width),)
-    sizes = [size for size, _ in outer[1:]]
-    constants = {"UNIT": group, "ROWS": height, "COLUMNS": width, "num_warps": config.warps}
-    launch(kernel, grid, device, *pointers, rows, columns // group, *sizes, *values, **constants)
-
-
-def flat_config(tensors: Sequence[Tensor]) -> FlatConfig:
-    """The parameters for a kernel that moves these."""
-    element_bytes = sum(each.element_size() for each in tensors if each.dim())
-    return next(config for config in FLAT if element_bytes <= config.element_bytes)
-
-
-def _merged(y: Tensor, tensors: Sequence[Tensor]) -> Dims:
-    """The dimensions in the order of y's memory, those merged that all tensors walk through as if they were one."""
-    if all((t.shape == y.shape and t.is_contiguous()) or t.dim() == 0 for t in tensors) and y.is_contiguous():
-        return [(y.numel(), tuple(int(t.dim() > 0) for t in tensors))]
-    strides = [
-        (0,) * (y.dim() - t.dim()) + tuple(s if n > 1 else 0 for n, s in zip(t.shape, t.stride(), strict=True))
-        for t in tensors
-    ]
-    dims: Dims = []
-    for d in sorted(range(y.dim()), key=y.stride, reverse=True):
-        size, moves = y.shape[d], tuple(each[d] for each in strides)
-        if size == 1:
-            continue
-        if dims and all(outer == size * inner for outer, inner in zip(dims[-1][1], moves, strict=True)):
-            dims[-1] = (dims[-1][0] * size, moves)
-        else:
-            dims.append((size, moves))
-    return dims or [(1, (0,) * len(tensors))]
-
-
-def _layout(dims: Dims, tensors: dict[int, Tensor], arguments: int, results: Sequence[Tensor]) -> Layout:
-    accesses: list[Access | None] = [None] * arguments
-    for n, i in enumerate(tensors):
-        outer = tuple(strides[n] != 0 for _, strides in dims[:-1])
-        accesses[i] = Access(outer, min(dims[-1][1][n], 2))
-    spans = [sum((size - 1) * strides[n] for size, strides in dims) for n in range(len(tensors))]
-    return Layout(tuple(accesses), wide=len(dims) > 1 and max(*spans, results[0].numel()) >= 2**31)
-
-
-@functools.lru_cache(maxsize=4096)
-def _source(
-    text: str, kinds: tuple[Kind | None, ...], default: torch.dtype, chosen: tuple[int, ...], layout: Layout
-) -> tuple[str, str]:
-    """(source, name) of the kernel for some of a program's outputs."""
-    plan = _plan(text, kinds, default)
-    outputs = [plan.outputs[i] for i in chosen]
-    source = source_of(outputs, [plan.results[i] for i in chosen], plan.types, kinds, layout)  # type: ignore[arg-type]
-    return source, kernel_name(outputs)
-
-
-@functools.lru_cache(maxsize=4096)
-def _kernel(
-    text: str, kinds: tuple[Kind | None, ...], default: torch.dtype, chosen: tuple[int, ...], layout: Layout
-) -> Any:
-    return compiled(*_source(text, kinds, default, chosen, layout))
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
@@ -427,11 +131,11 @@ def _fused(tensors: list[Tensor], numbers: list[bool | int | float], program: st
 
 @torch.library.register_fake("rooftop::fused")
 def _(tensors: list[Tensor], numbers: list[bool | int | float], program: str) -> list[Tensor]:
-    plan, arguments = _planned(tensors, numbers, program)
+    plan, arguments = planned(tensors, numbers, program)
     like = next(each for each in arguments if isinstance(each, Tensor))
-    shapes = [_shape(arguments, used) for used in plan.used]
+    shapes = [shape_of(arguments, used) for used in plan.used]
     return [
-        _empty(shape, _strides(shape, arguments, used), dtype, like)
+        empty(shape, strides_of(shape, arguments, used), dtype, like)
         for shape, used, dtype in zip(shapes, plan.used, plan.results, strict=True)
     ]
 
@@ -459,7 +163,7 @@ def _gradients_of(
     text: str, outputs: tuple[tuple[int, torch.dtype], ...], wanted: tuple[tuple[int, torch.dtype], ...]
 ) -> _Gradients:
     """From the gradients of `outputs` by the arguments `wanted`, both as (number, dtype)."""
-    program = _program(text)
+    program = program_of(text)
     first = len(program.kinds)
     given = [argument(first + i) for i, _ in outputs]
     found = derivatives([program.outputs[i] for i, _ in outputs], given, [i for i, _ in wanted])
@@ -477,7 +181,7 @@ def _gradients_of(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, numbers, text = inputs
-    program = _program(text)
+    program = program_of(text)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(y for y in output if not y.is_floating_point()))
     tensor_of = dict(zip(_places(program, "t"), tensors, strict=True))
@@ -490,7 +194,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
-    program = _program(ctx.text)
+    program = program_of(ctx.text)
     places = _places(program, "t")
     tensors = dict(zip(places, ctx.saved_tensors, strict=True))
     groups: list[dict[int, Tensor]] = []  # of one shape each: sums must not repeat smaller outputs
@@ -507,7 +211,7 @@ def _differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     return [sums.get(i) for i in places], None if ctx.numbers else [], None
 
 
-def _gradients(ctx: Any, program: _Program, tensors: dict[int, Tensor], given: dict[int, Tensor]) -> dict[int, Tensor]:
+def _gradients(ctx: Any, program: Program, tensors: dict[int, Tensor], given: dict[int, Tensor]) -> dict[int, Tensor]:
     """Gradients by argument, summed to its shape, from those of outputs of one shape."""
     plan = _gradients_of(ctx.text, tuple((i, g.dtype) for i, g in given.items()), ctx.wanted)
     computed = iter(())  # type: ignore[var-annotated]
@@ -523,7 +227,7 @@ def _gradients(ctx: Any, program: _Program, tensors: dict[int, Tensor], given: d
     return found
 
 
-def _places(program: _Program, kind: str) -> list[int]:
+def _places(program: Program, kind: str) -> list[int]:
     """Numbers of the arguments of a kind."""
     return [i for i, each in enumerate(program.kinds) if each == kind]
 
@@ -534,12 +238,12 @@ differentiable("fused", _differentiate, _save)
 @cost_of("rooftop::fused")
 def _cost(call: Call) -> Cost:
     """Each operation once for each element of its operands' common shape: what is broadcast later is computed once."""
-    plan, arguments = _planned(call["tensors"], call["numbers"], call["program"])
+    plan, arguments = planned(call["tensors"], call["numbers"], call["program"])
     flops: dict[str, int] = {}
     for node in topological(plan.outputs):
         if node.operands and OPERATIONS[node.operation].flops:
             used = [i for i in arguments_of([node]) if isinstance(arguments[i], Tensor)]
-            elements = math.prod(_shape(arguments, used)) if used else 1
+            elements = math.prod(shape_of(arguments, used)) if used else 1
             precision = precision_of(plan.types[id(node)].common)
             flops[precision] = flops.get(precision, 0) + OPERATIONS[node.operation].flops * elements
     read_of = {i for each in plan.used for i in each}
@@ -633,13 +337,13 @@ class Fused:
         kinds = "".join("t" if isinstance(each, Tensor) else "n" for each in values)
         tensors = [each for each in values if isinstance(each, Tensor)]
         text = f"{kinds}: {self.text}"
-        plan, bound = _planned(tensors, [each for each in values if not isinstance(each, Tensor)], text)
-        shape = _shape(bound, plan.used[0])
-        y = _empty(shape, _strides(shape, bound, plan.used[0]), plan.results[0], tensors[0].to("meta"))
+        plan, bound = planned(tensors, [each for each in values if not isinstance(each, Tensor)], text)
+        shape = shape_of(bound, plan.used[0])
+        y = empty(shape, strides_of(shape, bound, plan.used[0]), plan.results[0], tensors[0].to("meta"))
         of = {i: bound[i] for i in sorted(plan.used[0]) if isinstance(bound[i], Tensor)}
-        layout = _layout(_merged(y, list(of.values())), of, len(bound), [y])
-        same = tuple(i for i, used in enumerate(plan.used) if _shape(bound, used) == shape)
-        return _source(text, plan.kinds, torch.get_default_dtype(), same, layout)[0]
+        layout = layout_of(merged_dims(y, list(of.values())), of, len(bound), [y])
+        same = tuple(i for i, used in enumerate(plan.used) if shape_of(bound, used) == shape)
+        return source_for(text, plan.kinds, torch.get_default_dtype(), same, layout)[0]
 
     def _bound(self, arguments: tuple[Argument, ...], keywords: dict[str, Argument]) -> tuple[Argument, ...]:
         """All arguments in order, from positions, keywords and defaults."""
