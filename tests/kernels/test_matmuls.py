@@ -240,6 +240,46 @@ def test_derivatives_for_results_of_16_bits_are_far_within_their_rounding(activa
     assert ((dz - exact).abs() <= 0.2 * limits.eps * (exact.abs() + 0.1)).all()
 
 
+def derivatives(x: Tensor, activation: str) -> Tensor:
+    """By the kernel of backward, in float32."""
+    return matmul_launches.backward(torch.ones(1, len(x)), x[None], activation, False, False)[0][0]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "sigmoid"])
+def test_derivatives_in_float32_lose_nothing_to_cancellation(activation: str) -> None:
+    """Within a few roundings of the largest term of the sum that the derivative is."""
+    x = torch.linspace(-12, 12, 4001)
+    wide_x = x.double().requires_grad_()
+    (exact,) = torch.autograd.grad(TORCH[activation](wide_x).sum(), wide_x)
+    error = (derivatives(x, activation) - exact).abs()
+    assert error.max() < 4 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+def test_derivatives_of_very_large_numbers_are_0_or_1() -> None:
+    for activation in ("gelu", "gelu_tanh", "silu"):
+        found = derivatives(torch.tensor([-1e18, -1e13, -1e4, 1e4, 1e13, 1e18]), activation)
+        assert found.tolist() == [0, 0, 0, 1, 1, 1], activation
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+def test_sums_for_the_bias_do_not_lose_more_with_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program adds up 512 tiles of 0.1, whose roundings all go the same way once the sum is large."""
+    monkeypatch.setattr(matmul_launches, "BACKWARD_PROGRAMS_PER_SM", 1)
+    dy = torch.full((8192, 3), 0.1)
+    _, sums = matmul_launches.backward(dy, dy, "none", False, True)
+    torch.testing.assert_close(sums.double(), dy.double().sum(0), rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+def test_sums_for_the_bias_keep_infinities() -> None:
+    dy = torch.ones(600, 3)
+    dy[7, 0], dy[300, 1], dy[8, 2], dy[301, 2] = math.inf, -math.inf, math.inf, -math.inf
+    _, sums = matmul_launches.backward(dy, dy, "none", False, True)
+    torch.testing.assert_close(sums, dy.sum(0), equal_nan=True)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_a_library_product_can_be_finished_in_parts(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +308,21 @@ def test_without_k_there_is_the_bias_alone(activation: str) -> None:
     bias, residual = torch.randn(8), torch.randn(4, 8)
     y = linear_act(torch.empty(4, 0), torch.empty(8, 0), bias, activation, residual)
     torch.testing.assert_close(y, TORCH[activation](bias.expand(4, 8)) + residual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(0, 8, 16), (4, 0, 8), (4, 8, 0), (0, 8, 0), (4, 0, 0), (0, 0, 0)])
+def test_without_rows_columns_or_k_it_is_as_in_pytorch(
+    shape: tuple[int, ...], activation: str, dtype: torch.dtype
+) -> None:
+    dy = torch.randn(shape[:2]).to(dtype)
+    for bias, residual in ((True, False), (False, True)):
+        given_ = operands(*shape, dtype=dtype, bias=bias, residual=residual)
+        theirs = output_and_gradients(by_torch, given_, activation, dy)
+        torch.testing.assert_close(output_and_gradients(linear_act, given_, activation, dy), theirs)
+        with torch.no_grad():
+            torch.testing.assert_close(linear_act(*given_[:3], activation, given_[3]), theirs["y"])
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -560,6 +615,17 @@ def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], i
 def test_gate_on_a_gpu(shape: tuple[int, ...], activation: str, dtype: torch.dtype) -> None:
     assert_gate(operands(*shape, dtype=dtype, device="cuda"), activation)
     assert_gate(operands(*shape, dtype=dtype, device="cuda", residual=True), activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(500, 4096, 1024), (300, 2049, 513), (64, 48, 0)])
+def test_gate_without_a_gradient_on_a_gpu(shape: tuple[int, ...], activation: str, dtype: torch.dtype) -> None:
+    """Here cuBLAS may finish its product by itself."""
+    given_ = operands(*shape, dtype=dtype, device="cuda")
+    exact = by_torch(*wide(given_)[:3], activation)
+    assert_as_accurate(linear_act(*given_[:3], activation), by_torch(*given_[:3], activation), exact)
 
 
 @pytest.mark.gpu

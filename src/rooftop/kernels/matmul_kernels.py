@@ -19,7 +19,8 @@ x and weight may lie in memory either way: X_ACROSS and W_ACROSS say that K is t
 
 Activations cost as much as the product's last tenth where they are not hidden behind it, most of it in the unit for
 exponentials and reciprocals, 8 times slower than multiplication. HALF says that results are rounded to 16 bits: then
-each takes one exponential and a polynomial (`_below`, `_reciprocal`), far within that rounding.
+each takes one exponential and a polynomial (`_below`, `_reciprocal`), far within that rounding. Results of float32 are
+as accurate as PyTorch's: an exponential of a reduced argument, divisions that round correctly, nothing that cancels.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rooftop.kernels.elementwise_kernels import exponential
 
 NONE = tl.constexpr(0)
 RELU = tl.constexpr(1)
@@ -248,13 +251,15 @@ def linear_act_backward(
 ):  # fmt: skip
     """dz = dy * activation', and with SUM the column sums of dz over a chunk of rows.
 
-    `saved` is what was activated or, with OF_OUTPUT, the result. Without an activation only the sums are made.
+    `saved` is what was activated or, with OF_OUTPUT, the result. Without an activation only the sums are made. A chunk
+    may have very many rows: sums are compensated, except for HALF, where far more is rounded off in the end.
     """
     columns = units * UNIT
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(1).to(tl.int64) * rows_of_chunk
     last = min(first + rows_of_chunk, rows)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    lost = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(first, last, ROWS):
         row = start + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < last)[:, None] & (column < columns)[None, :]
@@ -266,7 +271,10 @@ def linear_act_backward(
             gradient = _gradient(gradient, value, ACTIVATION, OF_OUTPUT, HALF)
             tl.store(dz + place, gradient.to(dz.dtype.element_ty), mask=inside)
         if SUM:
-            sums += gradient
+            if HALF:
+                sums += gradient
+            else:
+                sums, lost = _compensated(sums, lost, gradient)
     if SUM:
         target = partial + tl.program_id(1).to(tl.int64) * columns + column
         tl.store(target, tl.sum(sums, axis=0), mask=column < columns)
@@ -276,19 +284,34 @@ def linear_act_backward(
 def add_column_sums(
     partial, total,  # (chunks, N), (N,)
     chunks, columns,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums over chunks, in a fixed order."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    lost = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, chunks, ROWS):
         chunk = start + tl.arange(0, ROWS)
         inside = (chunk < chunks)[:, None] & (column < columns)[None, :]
-        sums += tl.load(partial + chunk[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
+        place = partial + chunk[:, None].to(tl.int64) * columns + column[None, :]
+        found = tl.load(place, mask=inside, other=0.0)
+        if HALF:
+            sums += found
+        else:
+            sums, lost = _compensated(sums, lost, found)
     tl.store(total + column, tl.sum(sums, axis=0).to(total.dtype.element_ty), mask=column < columns)
 
 
 # ---- pieces ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _compensated(sums, lost, values):
+    """(sums + values, what its rounding lost, which the next addition makes up for): Kahan 1965. Infinities stay."""
+    values -= lost
+    total = sums + values
+    lost = tl.where(tl.abs(total) < float("inf"), (total - sums) - values, 0.0)
+    return total, lost
 
 
 @triton.jit
@@ -402,7 +425,7 @@ def _activated(values, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
             above = tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL)
             values = above - size * small * _reciprocal(small)
         else:
-            values = values * tl.sigmoid(_gelu_argument(values))
+            values = values * _sigmoid(_gelu_argument(values), HALF)
     elif ACTIVATION == SILU:
         values = values * _sigmoid(values, HALF)
     elif ACTIVATION == SIGMOID:
@@ -423,7 +446,17 @@ def _sigmoid(values, HALF: tl.constexpr):
         share = _reciprocal(small)
         return tl.where(values < 0.0, small * share, share)
     else:
-        return tl.sigmoid(values)
+        share, _ = _shares(values)
+        return share
+
+
+@triton.jit
+def _shares(values):
+    """(sigmoid(v), sigmoid(-v)) in float32; 1 less the first would have nothing left of a small second."""
+    small = exponential(-tl.abs(values), True)
+    larger = tl.div_rn(1.0, 1.0 + small)
+    smaller = small * larger
+    return tl.where(values < 0.0, smaller, larger), tl.where(values < 0.0, larger, smaller)
 
 
 @triton.jit
@@ -468,17 +501,30 @@ def _gradient(gradient, value, ACTIVATION: tl.constexpr, OF_OUTPUT: tl.constexpr
         if HALF:
             small = _below(tl.minimum(tl.abs(value), 14.0))
             below = tl.where(value < 0.0, small, 1.0 - small)
+            result = gradient * (below + value * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * value * value))
         else:
             below = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
-        result = gradient * (below + value * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * value * value))
+            result = gradient * (below + value * 0.3989422804014327 * exponential(-0.5 * value * value, True))
     elif ACTIVATION == GELU_TANH:
-        share = _sigmoid(_gelu_argument(value), HALF)
-        slope = 1.5957691216057308 * (1.0 + 3 * 0.044715 * value * value)
-        result = gradient * share * (1.0 + value * slope * (1.0 - share))
+        if HALF:
+            share = _sigmoid(_gelu_argument(value), HALF)
+            slope = 1.5957691216057308 * (1.0 + 3 * 0.044715 * value * value)
+            result = gradient * share * (1.0 + value * slope * (1.0 - share))
+        else:
+            share, rest = _shares(_gelu_argument(value))
+            slope = 1.5957691216057308 * (1.0 + 3 * 0.044715 * value * value)
+            result = gradient * (share + value * (share * rest) * slope)
     elif ACTIVATION == SILU:
-        share = _sigmoid(value, HALF)
-        result = gradient * share * (1.0 + value * (1.0 - share))
-    else:
+        if HALF:
+            share = _sigmoid(value, HALF)
+            result = gradient * share * (1.0 + value * (1.0 - share))
+        else:
+            share, rest = _shares(value)
+            result = gradient * (share + value * (share * rest))
+    elif OF_OUTPUT or HALF:
         share = value if OF_OUTPUT else _sigmoid(value, HALF)
         result = gradient * share * (1.0 - share)
+    else:
+        share, rest = _shares(value)
+        result = gradient * (share * rest)
     return result

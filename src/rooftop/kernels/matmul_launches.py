@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import matrix_precision
-from rooftop.kernels.matmul_tables import HALVES, LinearPlan, Tile, describable
+from rooftop.kernels.matmul_tables import HALVES, LinearPlan, Tile, describable, finished_by_library
 from rooftop.kernels.tiles import unit
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
@@ -71,7 +71,7 @@ def _by_library(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
     nothing = x.new_empty(0)
-    if activation in ("relu", "gelu_tanh") and bias is not None and residual is None and not keep and x.is_cuda:
+    if bias is not None and finished_by_library(x, bias, activation, residual, keep):
         return torch._addmm_activation(bias, x, weight.t(), use_gelu=activation == "gelu_tanh"), nothing
     if activation == "none" and residual is None:
         before = functional.linear(x, weight, bias)
@@ -252,18 +252,21 @@ def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: 
     block = min(BACKWARD_COLUMNS, 1 << (columns - 1).bit_length())
     blocks = -(-columns // block)
     wanted = max(1, BACKWARD_PROGRAMS_PER_SM * processors(dy) // blocks)
-    rows_of_chunk = -(-rows // (wanted * BACKWARD_ROWS)) * BACKWARD_ROWS
+    height = BACKWARD_ROWS * 2 // dy.element_size()  # as many bytes, and registers that do not spill, in float32
+    rows_of_chunk = -(-rows // (wanted * height)) * height
     chunks = -(-rows // rows_of_chunk)
     partial = torch.empty((chunks if sums else 0, columns), dtype=torch.float32, device=dy.device)
     launch(
         linear_act_backward, (blocks, chunks), dy.device,
         dy, saved, dz, partial, rows, columns // group, dy.stride(0) // group, rows_of_chunk,
         ACTIVATION=ACTIVATIONS.index(activation), OF_OUTPUT=of_output, SUM=sums, UNIT=group,
-        ROWS=BACKWARD_ROWS, COLUMNS=block, HALF=dy.dtype in HALVES, num_warps=BACKWARD_WARPS,
+        ROWS=height, COLUMNS=block, HALF=dy.dtype in HALVES, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     if sums:
         grid = (-(-columns // SUM_OF_CHUNKS["COLUMNS"]),)
-        launch(add_column_sums, grid, dy.device, partial, total, chunks, columns, **SUM_OF_CHUNKS)
+        launch(
+            add_column_sums, grid, dy.device, partial, total, chunks, columns, HALF=dy.dtype in HALVES, **SUM_OF_CHUNKS
+        )
     return dz, total
 
 

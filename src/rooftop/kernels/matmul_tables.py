@@ -187,16 +187,22 @@ def plan_of(
     if x.device.type != "cuda" and not INTERPRETED:
         return LinearPlan("reference", None, f"no kernels for {x.device.type}")
     finish = activation != "none" or residual is not None
-    library_finish = activation in ("relu", "gelu_tanh") and bias is not None and residual is None and not keep
+    library_finish = finished_by_library(x, bias, activation, residual, keep)
     operands = [t for t in (x, weight, residual) if t is not None]
     aligned = weight.shape[0] * x.element_size() % 16 == 0 and all(map(describable, operands))
     aligned = aligned and (residual is None or residual.stride(1) == 1)
     return choose(
         Problem(
             x.shape[0], weight.shape[0], x.shape[1], x.dtype, activation, aligned, finish,
-            library_finish and x.is_cuda, processors(x), _capability(x.device),
+            library_finish, processors(x), _capability(x.device),
         )
     )  # fmt: skip
+
+
+def finished_by_library(x: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool) -> bool:
+    """Whether cuBLAS has an epilogue for all that follows the product; where K is 0 it would be left out."""
+    has_one = activation in ("relu", "gelu_tanh") and bias is not None and residual is None and not keep
+    return has_one and x.is_cuda and x.shape[1] > 0
 
 
 def describable(t: Tensor) -> bool:
