@@ -156,6 +156,15 @@ def test_no_rows() -> None:
     assert y.shape == total.shape == x.grad.shape == (0, 16)
 
 
+def test_rows_of_no_elements(cuda_on_cpu: Counter[str]) -> None:
+    x = torch.empty(3, 0, requires_grad=True)
+    y, total = add_layer_norm_cuda(x, x, 0, torch.empty(0))
+    (y.sum() + total.sum()).backward()
+    assert x.grad is not None
+    assert y.shape == total.shape == x.grad.shape == (3, 0)
+    assert not cuda_on_cpu
+
+
 def test_gradients_against_finite_differences() -> None:
     inputs = [t.double().requires_grad_() for t in tensors(3, 5, torch.float64) if t is not None]
     assert torch.autograd.gradcheck(ours, inputs)

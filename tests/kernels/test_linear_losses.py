@@ -3,6 +3,7 @@ interpreted."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -143,6 +144,22 @@ def test_dimensions_before_the_last_and_no_rows() -> None:
     assert loss.isnan()
     assert dhidden.shape == (0, 16)
     assert (dweight == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(6,), (2, 3), ()])
+def test_hidden_states_of_no_features_make_all_classes_alike(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    target = torch.arange(math.prod(shape)).reshape(shape)
+    hidden, weight = torch.randn(*shape, 0, dtype=dtype), torch.randn(9, 0, dtype=dtype)
+    loss, dhidden, dweight = loss_and_gradients(linear_cross_entropy, [hidden, weight, None], target)
+    torch.testing.assert_close(loss, torch.tensor(9.0, dtype=dtype).log())
+    assert (dhidden.shape, dweight.shape) == (hidden.shape, weight.shape)
+    bias = torch.randn(9).to(dtype)
+    ours = loss_and_gradients(linear_cross_entropy, [hidden, weight, bias], target)
+    flat = hidden.new_empty(target.numel(), 0)
+    theirs = loss_and_gradients(by_torch, [flat, weight, bias], target.reshape(-1))
+    rounding = {"rtol": 4 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
+    torch.testing.assert_close(ours, [theirs[0], hidden, *theirs[2:]], **rounding)
 
 
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])

@@ -78,7 +78,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, residual (M, N) with unit column stride; parameters: input_bias, weight, bias, contiguous."""
     with_sum = adds(residual, parameters[0])
-    if x.dtype == torch.float64 or not cuda.runs_on(x):
+    if x.dtype == torch.float64 or x.shape[1] == 0 or not cuda.runs_on(x):
         input_bias, weight, bias = parameters
         y, total, mean, rstd = add_layer_norm_reference(x, residual, input_bias, weight, bias, eps)
         return y, total if with_sum else x.new_empty(0), mean, rstd

@@ -216,7 +216,7 @@ def linear_cross_entropy(
         narrow = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = (t.to(narrow) if t is not None else None for t in (hidden, weight, bias))  # type: ignore[assignment]
     _check_linear(hidden, weight, bias, target)
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden.unsqueeze(0)  # (N, H)
     logits = LogitsShape((rows.shape[0], weight.shape[0]), hidden.dtype, hidden.device)
     indices = target.reshape(-1)
     check_arguments("linear_cross_entropy", logits, indices, class_weight, reduction, label_smoothing, z_loss)
@@ -245,7 +245,7 @@ def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
         raise TypeError(f"{name}: target must be dense, got layout {target.layout}: use .to_dense()")
     if hidden.dtype not in FLOATS:
         raise TypeError(f"{name}: hidden must be bfloat16, float16, float32 or float64, got {hidden.dtype}")
-    if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or weight.shape[1] == 0:
+    if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{name}: expected hidden (..., H) and weight (V, H), got {tuple(hidden.shape)} and {tuple(weight.shape)}"
         )

@@ -70,8 +70,8 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 def runs_reference(x: Tensor) -> bool:
-    """Whether plain PyTorch computes it, and no kernel."""
-    return x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED)
+    """Whether plain PyTorch computes it, and no kernel: also rows of no elements, which have nothing to launch for."""
+    return x.dtype == torch.float64 or x.shape[1] == 0 or (x.device.type == "cpu" and not INTERPRETED)
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
@@ -363,6 +363,6 @@ def _shape(name: str, normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
     if not isinstance(sizes, Sequence) or isinstance(sizes, str):
         raise TypeError(f"{name}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
     shape: tuple[int, ...] = tuple(sizes)
-    if not shape or 0 in shape:
-        raise ValueError(f"{name}: normalized_shape must name at least one element, got {shape}")
+    if not shape:
+        raise ValueError(f"{name}: normalized_shape must name at least one dimension, got {shape}")
     return shape
