@@ -69,39 +69,46 @@ def task(table: str, columns: int, goal: str, *shapes: Shape) -> Task:
 
 
 LONG: tuple[Shape, ...] = (
-    *((4, 512, 3, True, 8), (8, 256, 3, True, 8), (8, 512, 3, True, 4), (4, 1024, 3, True, 4), (8, 256, 1, False, 8)),
-    *((8, 512, 5, True, 4), (8, 256, 1, False, 0)),
+    *((4, 512, 3, True, 8), (8, 256, 3, True, 8), (4, 1024, 3, True, 4), (8, 256, 1, False, 0)),
+    *((8, 256, 2, True, 8), (4, 512, 2, True, 8)),
 )
 LONG_PAIRS: tuple[Shape, ...] = (
-    *((8, 512, 3, True, 4), (8, 512, 2, True, 4), (8, 256, 2, True, 8), (4, 512, 1, True, 8), (4, 1024, 1, True, 4)),
-    *((8, 256, 1, True, 8), (8, 512, 2, True, 0)),
+    *((8, 512, 3, True, 4), (8, 512, 2, True, 4), (8, 256, 2, True, 8), (8, 256, 3, True, 8), (4, 512, 1, True, 8)),
 )
 MIDDLE: tuple[Shape, ...] = (
-    *((1, 512, 3, True, 8), (1, 512, 2, True, 8), (2, 256, 3, True, 8), (2, 512, 4, True, 4), (1, 1024, 3, True, 4)),
-    *((1, 1024, 2, True, 4), (1, 512, 1, False, 8), (2, 256, 1, False, 8), (1, 512, 1, False, 0)),
+    *((1, 512, 3, True, 8), (1, 512, 2, True, 8), (2, 256, 3, True, 8), (1, 1024, 3, True, 4), (1, 512, 1, False, 0)),
 )
-MIDDLE_PAIRS: tuple[Shape, ...] = (
-    *((2, 512, 2, True, 4), (2, 512, 4, True, 4), (4, 256, 3, True, 4), (2, 256, 2, True, 8), (1, 1024, 1, True, 4)),
-    *((2, 512, 1, False, 4), (2, 512, 2, True, 0)),
+ODD: tuple[Shape, ...] = (
+    *((2, 512, 4, True, 8), (2, 512, 2, True, 8), (4, 256, 4, True, 8), (4, 256, 2, True, 8), (2, 1024, 4, True, 4)),
+    *((1, 512, 1, False, 0),),
 )
-SHORT: tuple[Shape, ...] = (*((1, 512, 6, True, 4), (1, 256, 3, True, 8), (1, 256, 1, False, 8), (1, 512, 3, True, 4)),)
+ODD_PAIRS: tuple[Shape, ...] = (
+    *((2, 512, 2, True, 8), (4, 256, 2, True, 8), (4, 512, 4, True, 4), (8, 256, 2, True, 4), (2, 512, 2, True, 0)),
+)
+SHORT: tuple[Shape, ...] = ((1, 512, 6, True, 4), (1, 256, 3, True, 8), (1, 512, 3, True, 4), (1, 256, 2, True, 8))
 
 TASKS = (
     task("CLUSTER_FORWARD", 128256, "3.9 TB/s", *LONG),
     task("CLUSTER_FUSED", 128256, "1.15 ms", *LONG),
     task("CLUSTER_BACKWARD", 128256, "3.9 TB/s", *LONG_PAIRS),
-    task("CLUSTER_FUSED", 50257, "PyTorch", *MIDDLE),
     task("CLUSTER_FORWARD", 32768, "4.0 TB/s", *MIDDLE),
     task("CLUSTER_FUSED", 32768, "copy", *MIDDLE),
-    task("CLUSTER_FORWARD", 50257, "copy", *MIDDLE),
-    task("CLUSTER_BACKWARD", 50257, "copy", *MIDDLE_PAIRS),
-    task("CLUSTER_BACKWARD", 65536, "copy", *LONG_PAIRS),
-    task("CLUSTER_FORWARD", 65536, "copy", *LONG),
+    task("CLUSTER_FUSED", 50257, "PyTorch", *ODD),
+    task("CLUSTER_FORWARD", 50257, "copy", *ODD),
+    task("CLUSTER_BACKWARD", 50257, "copy", *ODD_PAIRS),
+    task("CLUSTER_BACKWARD", 65536, "copy", *LONG_PAIRS, *ODD_PAIRS),
+    task("CLUSTER_FORWARD", 65536, "copy", *ODD),
+    task("CLUSTER_FUSED", 65536, "copy", *ODD),
     task("CLUSTER_FORWARD", 16384, "copy", *SHORT),
     task("CLUSTER_FUSED", 16384, "copy", *SHORT),
-    task("CLUSTER_FORWARD", 20815, "copy", *SHORT, (1, 512, 4, True, 8), (1, 512, 1, False, 0)),
-    task("CLUSTER_BACKWARD", 20815, "copy", *MIDDLE_PAIRS),
-    task("CLUSTER_FORWARD", 262144, "copy", (8, 512, 3, True, 8), (8, 1024, 3, True, 4)),
+    task("CLUSTER_FORWARD", 20815, "copy", *MIDDLE),
+    task("CLUSTER_FUSED", 20815, "copy", *MIDDLE),
+    task("CLUSTER_BACKWARD", 20815, "copy", (2, 256, 2, True, 8), (4, 256, 2, True, 4), (1, 512, 2, True, 8)),
+    task("CLUSTER_FORWARD", 262144, "copy", (8, 512, 3, True, 8), (8, 1024, 3, True, 4), (8, 512, 2, True, 8)),
+    task("CLUSTER_FUSED", 262144, "copy", (8, 512, 3, True, 8), (8, 1024, 3, True, 4), (8, 512, 2, True, 8)),
+    task("CLUSTER_BACKWARD", 262144, "copy", (8, 512, 1, True, 8), (8, 1024, 1, True, 4)),
+    task("CLUSTER_FORWARD", 5001, "copy", (1, 128, 4, True, 8), (1, 128, 2, True, 8), (1, 256, 4, True, 4)),
+    task("CLUSTER_BACKWARD", 5001, "copy", (1, 128, 2, True, 8), (1, 256, 2, True, 4)),
 )
 
 if __name__ == "__main__":

@@ -150,8 +150,20 @@ TASKS = (
     task("backward", 50257, TABLE | staged("BACKWARD", (4, 13, 1, 4), (8, 7, 2, 3), (8, 13, 1, 8))),
     task("backward", 12287, TABLE | staged("BACKWARD", (1, 13, 1, 4), (2, 7, 2, 4))),
     task("forward", 12287, TABLE | staged("FORWARD", (1, 13, 2, 2), (1, 13, 1, 6), (2, 7, 4, 3))),
-    task("forward", 262144, TABLE | staged("FORWARD", (8, 32, 1, 1)) | long("FORWARD", (8192, 16, 64, 1))),
-    task("forward", 65536, TABLE | NOT_HELD | staged("FORWARD", (4, 16, 1, 4), (8, 8, 2, 3))),
+    task(
+        "forward",
+        262144,
+        TABLE
+        | staged("FORWARD", (8, 32, 1, 1))
+        | long("FORWARD", (8192, 16, 64, 1), (8192, 16, 64, 3), (4096, 8, 64, 4)),
+    ),
+    task("forward", 65536, TABLE | NOT_HELD | staged("FORWARD", (4, 16, 1, 4), (8, 8, 2, 3), (4, 16, 1, 2))),
+    task(
+        "forward",
+        131072,
+        TABLE | NOT_HELD | staged("FORWARD", (8, 16, 1, 2), (4, 32, 1, 1)) | long("FORWARD", (8192, 16, 64, 3)),
+    ),
+    task("forward", 16384, TABLE | staged("FORWARD", (1, 16, 1, 3), (2, 8, 2, 3))),
     task("backward", 65536, TABLE | staged("BACKWARD", (4, 16, 1, 3), (8, 8, 2, 3))),
     task("forward", 1001, TABLE | PLAIN | staged("FORWARD", (1, 1, 16, 3), (1, 2, 8, 4), (1, 4, 8, 4))),
     task("backward", 2601, TABLE | staged("BACKWARD", (1, 4, 4, 3), (1, 6, 3, 3))),

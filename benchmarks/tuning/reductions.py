@@ -1,4 +1,4 @@
-"""Tables of reductions: ALL, ROWS, PLACES, COLUMNS, SPLIT and GRADIENT_* of `reductions.py`.
+"""Tables of reductions: ALL, ROWS, PLACES, COLUMNS, SPLIT and GRADIENT_* of `reduction_launches.py`.
 
     python benchmarks/tuning/reductions.py [--out reductions.json] [--seconds 40] [--quick]
 
@@ -15,8 +15,8 @@ import torch
 from candidates import QUICK, Call, Settings, Task, copies_past_cache, main, randn
 from torch import Tensor
 
-from rooftop.kernels import reductions
-from rooftop.kernels.reductions import ANY_BYTES, AllConfig, ColumnConfig, RowConfig, SplitConfig
+from rooftop.kernels import reduction_launches, reductions
+from rooftop.kernels.reduction_launches import ANY_BYTES, AllConfig, ColumnConfig, RowConfig, SplitConfig
 
 SINGLE, HALF = torch.float32, torch.bfloat16
 Shape = tuple[int, ...]
@@ -34,7 +34,7 @@ def everything(*found: tuple[int, int, int, bool, int]) -> dict[str, Settings]:
 
 def rows(table: str, *found: tuple[int, int, int]) -> dict[str, Settings]:
     """By rows, block bytes of each and warps."""
-    return {f"{r}r {b}B {w}w": {(reductions, table): (RowConfig(ANY_BYTES, r, b, w),)} for r, b, w in found}
+    return {f"{r}r {b}B {w}w": {(reduction_launches, table): (RowConfig(ANY_BYTES, r, b, w),)} for r, b, w in found}
 
 
 def columns(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
@@ -50,7 +50,8 @@ def columns(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
 
 def gradients(*found: tuple[int, int]) -> dict[str, Settings]:
     return {
-        f"{b}B {w}w": {(reductions, "GRADIENT_BLOCK_BYTES"): b, (reductions, "GRADIENT_WARPS"): w} for b, w in found
+        f"{b}B {w}w": {(reduction_launches, "GRADIENT_BLOCK_BYTES"): b, (reductions, "GRADIENT_WARPS"): w}
+        for b, w in found
     }
 
 
@@ -125,14 +126,14 @@ def task(
         {"torch": partial(call, by_torch, kind, shape, dtype, dim)},
         "torch",
         repeats=copies(shape, dtype),
-        changed=reductions._plan.cache_clear,
+        changed=reduction_launches._plan.cache_clear,
     )
 
 
 def backward_task(shape: Shape, candidates: dict[str, Settings]) -> Task:
     shape = small(shape) if QUICK else shape
     checked, peers = partial(check_backward, small(shape)), {"torch": partial(torch_backward, shape)}
-    moved, changed = 6 * math.prod(shape), reductions._plan.cache_clear
+    moved, changed = 6 * math.prod(shape), reduction_launches._plan.cache_clear
     timed = partial(backward, shape)
     return Task(f"backward amax {shape}", moved, candidates, timed, checked, peers, "torch", changed=changed)
 

@@ -7,7 +7,7 @@
 // each has the whole row's, always added up in the same order. A second pass over shared memory writes the results.
 //
 // Clusters take every (number of clusters)-th row, and `stages` rows are in shared memory at a time. That of a block:
-// 64 bytes of arrivals, 2 x (blocks of a cluster) x (warps) float4 of shares, stages x TENSORS parts.
+// 704 bytes of arrivals and of sums of warps, 2 x (blocks of a cluster) x (warps) float4 of shares, stages x TENSORS parts.
 // cluster_pieces.cu stands in front of it.
 
 #include <cuda_bf16.h>
@@ -176,7 +176,8 @@ struct Share {
 // At the beginning of dynamic shared memory; shares and parts follow.
 struct Arrivals {
     unsigned long long of_stage[8];
-    float maxima[32];  // of warps
+    float maxima[32];        // of warps
+    float2 totals[2][32];    // in turns: a warp that is late still reads those of the row before
 };
 
 // The ring of parts in a block's shared memory, and its exchange with the cluster. `number` counts a cluster's rows.
@@ -227,6 +228,45 @@ struct Ring {
         __syncthreads();
         for (int i = 0; i < warps; ++i) value = fmaxf(value, arrivals->maxima[i]);
         return value;
+    }
+
+    // The same as `merged` where all threads of a block have the same maximum.
+    template <bool TOTAL, bool SUM>
+    __device__ Share added(Share share, int time) const {
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) {
+            if constexpr (TOTAL) share.total += __shfl_xor_sync(0xffffffffu, share.total, lanes);
+            if constexpr (SUM) share.sum += __shfl_xor_sync(0xffffffffu, share.sum, lanes);
+        }
+        float2* of_warps = arrivals->totals[time % 2];
+        if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = {share.total, share.sum};
+        __syncthreads();
+        share.total = share.sum = 0.0f;
+        if (blocks == 1 || threadIdx.x < 32) {
+            for (int i = 0; i < warps; ++i) {
+                if constexpr (TOTAL) share.total += of_warps[i].x;
+                if constexpr (SUM) share.sum += of_warps[i].y;
+            }
+        }
+        if (blocks == 1) return share;
+        float4* of_blocks = shares + time % 2 * blocks;
+        if (threadIdx.x < blocks) {
+            float4* place = of_blocks + rank;
+            if constexpr (TOTAL) store_in_block(&place->x, threadIdx.x, share.largest);
+            if constexpr (TOTAL) store_in_block(&place->y, threadIdx.x, share.total);
+            if constexpr (SUM) store_in_block(&place->z, threadIdx.x, share.sum);
+        }
+        cluster_wait();
+        Share whole;
+        if constexpr (TOTAL) {
+            for (int i = 0; i < blocks; ++i) whole.largest = fmaxf(whole.largest, of_blocks[i].x);
+        }
+        const float origin = Share::origin_of(whole.largest);
+        for (int i = 0; i < blocks; ++i) {
+            if constexpr (TOTAL) whole.total += of_blocks[i].y * exponential(of_blocks[i].x - origin);
+            if constexpr (SUM) whole.sum += of_blocks[i].z;
+        }
+        return whole;
     }
 
     // The shares of all threads of the cluster as one. `time` counts these exchanges, for which there are two sets of
@@ -500,7 +540,7 @@ __global__ void __launch_bounds__(THREADS, 1) softmax_held(
                 }
             }
         }
-        const Share whole = ring.merged(share, number);
+        const Share whole = ring.template added<true, false>(share, number);
         const float logarithm = logf(whole.total);
         const float factor = exponential(share.largest - Share::origin_of(whole.largest)) / whole.total;
 #pragma unroll
@@ -555,7 +595,7 @@ __global__ void __launch_bounds__(THREADS, 1) softmax_backward_held(
                 for (int k = 0; k < WIDTH<T>; ++k) share.sum += gradient[k];
             }
         }
-        const float sum = ring.merged(share, number).sum;  // also: all have loaded
+        const float sum = ring.template added<false, true>(share, number).sum;  // also: all have loaded
         if (threadIdx.x == 0) fetch(number + stages);
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
@@ -582,57 +622,57 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_held(
     const Ring<T, 1> ring(blocks, stages, part_groups);
     const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
     const float given = inverse == nullptr ? 1.0f : *inverse;
+    constexpr int NONE = -1, NO_CLASS = -2;  // for rows that are ignored, and targets that are wrong
     const auto label_of = [&](int number) {
-        const long long row = first + number * step;
-        return row < rows ? target[row] : ignored;
+        const long long row = first + number * step, label = row < rows ? target[row] : ignored;
+        return label == ignored ? NONE : label >= 0 && label < columns ? static_cast<int>(label) : NO_CLASS;
     };
-    const auto fetch = [&](int number, long long label) {
+    const auto fetch = [&](int number, int label) {
         const long long row = first + number * step;
-        const T* const source[] = {label == ignored ? nullptr : x + row * x_stride};
+        const T* const source[] = {label == NONE ? nullptr : x + row * x_stride};
         if (row < rows) ring.fetch(number, source, ring.part_of(x + row * x_stride, columns));
     };
     if (threadIdx.x == 0) {
         for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead, label_of(ahead));
     }
-    long long label = label_of(0);
-    const auto picked_of = [&](int number, long long label) {
-        const long long row = first + number * step;
-        const bool valid = label >= 0 && label < columns && label != ignored && row < rows;
-        return valid ? static_cast<float>(x[row * x_stride + label]) : 0.0f;
+    int label = label_of(0);
+    const auto picked_of = [&](int number, int label) {
+        return label >= 0 ? static_cast<float>(x[(first + number * step) * x_stride + label]) : 0.0f;
     };
     float picked = picked_of(0, label);
     int exchanges = 0;  // not of rows that are ignored
     for (int number = 0; first + number * step < rows; ++number) {
         const long long row = first + number * step;
-        const T* source = x + row * x_stride;
-        T* gradient = dx + row * columns;
-        const long long next = label_of(number + 1), ahead = stages == 1 ? next : label_of(number + stages);
-        const bool valid = label >= 0 && label < columns;
+        const int next = label_of(number + 1), ahead = stages == 1 ? next : label_of(number + stages);
         const float next_picked = picked_of(number + 1, next);
-        const Part part = ring.part_of(source, columns);
+        const Part part = ring.part_of(x + row * x_stride, columns);
         float values[HELD][WIDTH<T>];
         ring.wait(number);
-        if (label == ignored) {  // as the whole cluster sees it
+        if (label == NONE) {  // as the whole cluster sees it
             __syncthreads();
             if (threadIdx.x == 0) fetch(number + stages, ahead);
 #pragma unroll
             for (int k = 0; k < WIDTH<T>; ++k) values[0][k] = 0.0f;
-            for (int i = threadIdx.x; i < part.groups; i += THREADS) store_inside(values[0], gradient, part, i);
+            for (int i = threadIdx.x; i < part.groups; i += THREADS) store_inside(values[0], dx + row * columns, part, i);
             if (threadIdx.x == 0 && ring.rank == 0) losses[row] = 0.0f;
         } else {
             // Infinite where the loss is infinite or NaN in any case: then the sum counts from 0.
             const float base = fabsf(picked) < INFINITY ? picked : 0.0f;
             Share share;
+            if constexpr (SMOOTH) {  // by itself, for it takes registers
+#pragma unroll 1
+                for (int i = threadIdx.x; i < part.groups; i += THREADS) {
+                    widen<T>(ring.groups(number) + i, values[0]);
+                    part.exclude<T>(base, i, values[0]);
+#pragma unroll
+                    for (int k = 0; k < WIDTH<T>; ++k) share.sum += values[0][k] - base;
+                }
+            }
 #pragma unroll
             for (int j = 0; j < HELD; ++j) {
                 const int i = threadIdx.x + j * THREADS;
                 if (i < part.groups) {
                     widen<T>(ring.groups(number) + i, values[j]);
-                    if constexpr (SMOOTH) {
-                        part.exclude<T>(base, i, values[j]);
-#pragma unroll
-                        for (int k = 0; k < WIDTH<T>; ++k) share.sum += values[j][k] - base;
-                    }
                     part.exclude<T>(-INFINITY, i, values[j]);
 #pragma unroll
                     for (int k = 0; k < WIDTH<T>; ++k) share.largest = fmaxf(share.largest, values[j][k]);
@@ -651,9 +691,9 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_held(
                     }
                 }
             }
-            const Share whole = ring.merged(share, exchanges++);
+            const Share whole = ring.template added<true, SMOOTH>(share, exchanges++);
             const float maximum = whole.largest, logarithm = logf(whole.total), log_sum_exp = maximum + logarithm;
-            const float row_weight = valid ? 1.0f : INFINITY - INFINITY;
+            const float row_weight = label >= 0 ? 1.0f : INFINITY - INFINITY;
             if (threadIdx.x == 0 && ring.rank == 0) {
                 float loss = row_weight * (kept * (logarithm - (picked - maximum)));
                 if constexpr (SMOOTH) loss += spread * (columns * (logarithm + (maximum - base)) - whole.sum);
@@ -671,12 +711,12 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_held(
             for (int j = 0; j < HELD; ++j) {
                 const int i = threadIdx.x + j * THREADS;
                 if (i < part.groups) {
-                    const int place = valid ? static_cast<int>(label) - part.column<T>(i) : -1;
+                    const int place = label >= 0 ? label - part.column<T>(i) : -1;
 #pragma unroll
                     for (int k = 0; k < WIDTH<T>; ++k) {
                         values[j][k] = k == place ? of_target : values[j][k] * density - share_of_each;
                     }
-                    store_inside(values[j], gradient, part, i);
+                    store_inside(values[j], dx + row * columns, part, i);
                 }
             }
         }
