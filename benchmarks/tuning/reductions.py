@@ -26,7 +26,7 @@ def everything(*found: tuple[int, int, int, bool, int]) -> dict[str, Settings]:
     """By block bytes, warps, programs an SM, whether the last one combines, and stages."""
     return {
         f"{b}B {w}w {p}p{' last' if last else ''} {s}s": {
-            (reductions, "ALL"): (AllConfig(ANY_BYTES, b, w, SplitConfig(p, last), s),)
+            (reduction_launches, "ALL"): (AllConfig(ANY_BYTES, b, w, SplitConfig(p, last), s),)
         }
         for b, w, p, last, s in found
     }
@@ -41,8 +41,8 @@ def columns(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
     """By bytes of a row and of the tile, warps, programs an SM and stages."""
     return {
         f"{width}B of {tile}B {w}w {p}p {s}s": {
-            (reductions, "COLUMNS"): ColumnConfig(width, tile, w, s),
-            (reductions, "SPLIT"): SplitConfig(p, True),
+            (reduction_launches, "COLUMNS"): ColumnConfig(width, tile, w, s),
+            (reduction_launches, "SPLIT"): SplitConfig(p, True),
         }
         for width, tile, w, p, s in found
     }
@@ -50,7 +50,7 @@ def columns(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
 
 def gradients(*found: tuple[int, int]) -> dict[str, Settings]:
     return {
-        f"{b}B {w}w": {(reduction_launches, "GRADIENT_BLOCK_BYTES"): b, (reductions, "GRADIENT_WARPS"): w}
+        f"{b}B {w}w": {(reduction_launches, "GRADIENT_BLOCK_BYTES"): b, (reduction_launches, "GRADIENT_WARPS"): w}
         for b, w in found
     }
 

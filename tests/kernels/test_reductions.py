@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rooftop import kernels
 from rooftop.cost import CountingMode
-from rooftop.kernels import amax, amin, argmax, argmin, mean, norm, reductions, sum
+from rooftop.kernels import amax, amin, argmax, argmin, mean, norm, reduction_launches, sum
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.launch import counters as counting
 from rooftop.testing import assert_as_accurate
@@ -112,15 +112,19 @@ def test_places(dtype: torch.dtype) -> None:
 @pytest.fixture(params=[True, False], ids=["last combines", "second kernel"])
 def last_combines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Small tiles, so that little is enough to be split, and both ways to combine."""
-    split = reductions.SplitConfig(4, request.param)
-    monkeypatch.setattr(reductions, "SPLIT", split)
-    monkeypatch.setattr(reductions, "ALL", (reductions.AllConfig(reductions.ANY_BYTES, 256, 4, split),))
+    split = reduction_launches.SplitConfig(4, request.param)
+    monkeypatch.setattr(reduction_launches, "SPLIT", split)
+    monkeypatch.setattr(
+        reduction_launches, "ALL", (reduction_launches.AllConfig(reduction_launches.ANY_BYTES, 256, 4, split),)
+    )
     for table in ("ROWS", "PLACES"):
-        monkeypatch.setattr(reductions, table, (reductions.RowConfig(reductions.ANY_BYTES, 2, 256, 4),))
-    monkeypatch.setattr(reductions, "COLUMNS", reductions.ColumnConfig(64, 1024, 4))
-    reductions._plan.cache_clear()
+        monkeypatch.setattr(
+            reduction_launches, table, (reduction_launches.RowConfig(reduction_launches.ANY_BYTES, 2, 256, 4),)
+        )
+    monkeypatch.setattr(reduction_launches, "COLUMNS", reduction_launches.ColumnConfig(64, 1024, 4))
+    reduction_launches._plan.cache_clear()
     yield bool(request.param)
-    reductions._plan.cache_clear()
+    reduction_launches._plan.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["mean", "norm2", "norm_inf", "amin", "argmax"])
@@ -190,7 +194,7 @@ def test_views_are_read_where_they_are() -> None:
     }
     for what, (x, dim) in views.items():
         dims = tuple(range(x.dim())) if dim is None else (dim,) if isinstance(dim, int) else dim
-        assert reductions.view_of(tuple(x.shape), x.stride(), dims, False) is not None, what
+        assert reduction_launches.view_of(tuple(x.shape), x.stride(), dims, False) is not None, what
         torch.testing.assert_close(sum(x, dim), torch.sum(x, dim), msg=what)
         torch.testing.assert_close(amax(x, dim), torch.amax(x, () if dim is None else dim), msg=what)
 
