@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.loss_launches import Terms
 from rooftop.kernels.losses import (
     FLOATS,
     LogitsShape,
-    Terms,
     check_arguments,
     check_index,
     check_targets,
