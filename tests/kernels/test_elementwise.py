@@ -595,10 +595,11 @@ def test_operator_checks_of_torch_library() -> None:
     torch.library.opcheck(checked, ([x.detach().bfloat16(), y], [], "tt: t0 = a0 * a1; t0 * t0, t0 > 0, exp(a1)"))
 
 
-def test_compiled_whole() -> None:
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_whole(dynamic: bool | None) -> None:
     scaled = fused(lambda x, y, a: torch.tanh(x) * a + y)
     x, y = values(6, 32).requires_grad_(), values(32)
-    compiled = torch.compile(lambda x, y, a: scaled(x, y, a) * 2, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda x, y, a: scaled(x, y, a) * 2, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for a in (0.5, 0.75, 0.875):
         found = compiled(x, y, a)
         torch.testing.assert_close(found, 2 * (torch.tanh(x) * a + y))

@@ -390,6 +390,7 @@ def fused(function: Function) -> Fused:
 
 
 def _has_tangents(tensors: Sequence[Tensor]) -> bool:
+    """Whether any is differentiated in forward mode."""
     if forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)

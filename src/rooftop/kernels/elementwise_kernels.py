@@ -75,6 +75,7 @@ def _tanh_near_0(x):
 
 @triton.jit
 def quotient(a, b, PRECISE: tl.constexpr):
+    """a / b; where PRECISE, correctly rounded."""
     if PRECISE:
         return tl.div_rn(a, b)
     else:
@@ -83,6 +84,7 @@ def quotient(a, b, PRECISE: tl.constexpr):
 
 @triton.jit
 def square_root(x, PRECISE: tl.constexpr):
+    """The root of x; where PRECISE, correctly rounded."""
     if PRECISE:
         return tl.sqrt_rn(x)
     else:
@@ -109,6 +111,7 @@ def power(a, b, PRECISE: tl.constexpr):
 
 @triton.jit
 def round_half_even(x):
+    """The nearest integer, of two the even one, as torch.round."""
     low = tl.floor(x)
     part = x - low
     even = tl.floor(low * 0.5) * 2.0 == low
@@ -117,11 +120,13 @@ def round_half_even(x):
 
 @triton.jit
 def truncated(x):
+    """x without its fraction, as torch.trunc."""
     return tl.where(x < 0, tl.ceil(x), tl.floor(x))
 
 
 @triton.jit
 def sign(x):
+    """1, -1 or 0, as torch.sign; 0 of NaN."""
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 
 
@@ -133,6 +138,7 @@ def largest(a, b):
 
 @triton.jit
 def smallest(a, b):
+    """min(a, b), and NaN where either is."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -86,6 +86,7 @@ Dims = list[tuple[int, tuple[int, ...]]]  # (size, a stride for each tensor), th
 def _launch_tiles(
     kernel: Any, pointers: list[Any], tensors: dict[int, Tensor], layout: Layout, dims: Dims, device: torch.device
 ) -> None:
+    """One launch of the kernel in tiles of rows and columns, for tensors that are broadcast or strided."""
     *outer, (columns, steps) = dims
     group, values = columns, []
     accesses = [layout.accesses[i] for i in tensors]
@@ -161,4 +162,5 @@ def source_for(
 def _kernel(
     text: str, kinds: tuple[Kind | None, ...], default: torch.dtype, chosen: tuple[int, ...], layout: Layout
 ) -> Any:
+    """The compiled kernel of `source_for`."""
     return compiled(*source_for(text, kinds, default, chosen, layout))

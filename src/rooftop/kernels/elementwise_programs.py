@@ -82,6 +82,7 @@ class Plan:
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype) -> Plan:
+    """The plan for arguments of these kinds, where floating point results of integers have the dtype `default`."""
     program = program_of(text)
     types = types_of(program.outputs, kinds, program.autocast)
     nodes = [node for node in topological(program.outputs) if node.operands]
@@ -101,6 +102,7 @@ def plan_of(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype) -> 
 
 
 def _kind(value: Argument | None) -> Kind | None:
+    """Dtype and rank of an argument; None of what is not used."""
     if isinstance(value, Tensor):
         return Kind(value.dtype, TENSOR if value.dim() else SINGLE)
     return None if value is None else number_kind(value)

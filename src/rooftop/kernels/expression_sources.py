@@ -90,6 +90,7 @@ def _flat(
     body: _Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
     used: list[int],
 ) -> list[str]:  # fmt: skip
+    """The kernel that walks through all tensors alike, and the function of one of its blocks."""
     steps = [f"a{i}_step" for i in used if (access := body.layout.accesses[i]) and access.column == 2]
     arguments = ", ".join([*names, "elements", *steps])
     for i in used:
@@ -123,6 +124,7 @@ def _tiles(
     body: _Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
     used: list[int],
 ) -> list[str]:  # fmt: skip
+    """The kernel in tiles of rows and columns."""
     layout = body.layout
     dims = layout.outer_dims
     sizes = [f"size{d}" for d in range(1, dims)]  # of all outer dimensions but the first
@@ -255,10 +257,12 @@ def _plain(node: Expression, text: str) -> str:
 
 
 def _cast(text: str, dtype: torch.dtype) -> str:
+    """A value in another dtype; booleans are what differs from 0."""
     return f"({text} != 0)" if dtype == torch.bool else f"{text}.to({_tl(dtype)})"
 
 
 def _literal(value: int | float | bool, dtype: torch.dtype) -> str:
+    """A number of a dtype; integers wrap around."""
     if not dtype.is_floating_point:
         number = int(value) if dtype == torch.bool else wrapped(int(value), dtype)
         return f"tl.full((), {number}, {_tl(dtype)})"
@@ -267,6 +271,7 @@ def _literal(value: int | float | bool, dtype: torch.dtype) -> str:
 
 
 def _tl(dtype: torch.dtype) -> str:
+    """Triton's name of a dtype."""
     return "tl.int1" if dtype == torch.bool else f"tl.{NAMES[dtype]}"
 
 

@@ -210,4 +210,5 @@ class _Reader:
 
 
 def _shown(text: str) -> str:
+    """The text as errors show it: the beginning of a long one."""
     return repr(text if len(text) <= 80 else f"{text[:77]}...")

@@ -116,6 +116,7 @@ def types_of(outputs: Sequence[Expression], arguments: Sequence[Kind | None], au
 
 
 def _type_of(name: str, operands: list[Kind], autocast: bool) -> Typed:
+    """The type of an operation of operands of these kinds."""
     operation, rank = OPERATIONS[name], max(each.rank for each in operands)
     if name in DTYPES:
         return Typed(Kind(DTYPES[name], rank), DTYPES[name])
@@ -162,4 +163,5 @@ def promoted(operands: Sequence[Kind]) -> torch.dtype:
 
 
 def _category(dtype: torch.dtype) -> int:
+    """0 of booleans, 1 of integers, 2 of floating point."""
     return 2 if dtype.is_floating_point else 0 if dtype == torch.bool else 1

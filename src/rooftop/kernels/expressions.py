@@ -51,6 +51,7 @@ class Operation:
 
 
 def _operations() -> dict[str, Operation]:
+    """The table; a function, since gradients are made of expressions."""
     return {
         "add": Operation("promoted", 2, torch.add, lambda g, y, a, b: (g, g), symbol="+"),
         "sub": Operation("promoted", 2, torch.sub, lambda g, y, a, b: (g, -g), symbol="-"),
@@ -146,6 +147,7 @@ def _first(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _gradients_of_power(g: Expression, y: Expression, a: Expression, b: Expression) -> Gradients:
+    """b a^(b - 1) and a^b log(a), times g; without NaN where a or b is 0."""
     base = where(equal(b, 0), 0, g * (b * a ** (b - 1)))
     return base, where(equal(a, 0) & (b >= 0), 0, g * (y * apply("log", a)))
 
@@ -274,6 +276,7 @@ def apply(operation: str, *operands: Any) -> Expression:
 
 
 def _as_expression(operation: str, value: Any) -> Expression:
+    """An operand as a node: numbers become constants."""
     if isinstance(value, Expression):
         return value
     if isinstance(value, bool) or type(value) in (int, float):
@@ -351,10 +354,12 @@ def _with_value(operation: str) -> Callable[..., Expression]:
 
 
 def _times(a: Expression, number: Any) -> Expression:
+    """a * number in the dtype of a."""
     return apply("scale", a, number) if _not_1(number) else a
 
 
 def _not_1(number: Any) -> bool:
+    """Whether a factor is worth a product."""
     return type(number) not in (int, float) or number != 1
 
 
@@ -365,6 +370,7 @@ def _divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Expr
 
 
 def _clamp(input: Any, min: Any = None, max: Any = None) -> Expression:
+    """min(max(input, min), max), with the bounds that there are."""
     if min is None and max is None:
         raise ValueError("fused: clamp needs min, max or both")
     bounded = input if min is None else apply("clamp_min", input, min)
@@ -381,12 +387,14 @@ def _gelu(input: Any, approximate: str = "none") -> Expression:
 
 
 def _softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Expression:
+    """log(1 + exp(beta x)) / beta, and x itself above the threshold."""
     scaled = input if beta == 1.0 else input * beta
     soft = apply("log1p", apply("exp", apply("clamp_max", scaled, threshold)))  # bounded: its gradient is no inf * 0
     return where(scaled > threshold, input, soft if beta == 1.0 else soft / beta)
 
 
 def _elu(input: Any, alpha: float = 1.0) -> Expression:
+    """x above 0, else alpha (exp(x) - 1)."""
     return where(apply("gt", input, 0), input, apply("expm1", apply("clamp_max", input, 0)) * alpha)
 
 

@@ -53,4 +53,5 @@ def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _sigmoid(x):
+    """1 / (1 + exp(-x)), of any shape, divided with correct rounding."""
     return tl.div_rn(1.0, 1.0 + tl.exp(-x))

@@ -77,6 +77,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _class_weights(x: Tensor, terms: Terms) -> Tensor:
+    """(V,) in the statistics' dtype: the weights of the terms, or ones."""
     if terms.weight is None:
         return torch.ones(x.shape[1], dtype=statistics_dtype(x.dtype), device=x.device)
     return terms.weight.to(statistics_dtype(x.dtype))
@@ -86,6 +87,7 @@ def _class_weights(x: Tensor, terms: Terms) -> Tensor:
 
 
 def _by_reference(x: Tensor) -> bool:
+    """Whether PyTorch computes it: float64, and the CPU where kernels are not interpreted."""
     return x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED)
 
 

@@ -314,6 +314,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 def rms_eps(x: Tensor, eps: float | None) -> float:
+    """`eps`, or PyTorch's default: the machine epsilon of the statistics' dtype."""
     return torch.finfo(statistics_dtype(x)).eps if eps is None else eps
 
 

@@ -282,6 +282,7 @@ def _combined(
 
 @triton.jit
 def _store_results(out, place, exists, value, first, count, KIND: tl.constexpr):
+    """Stores a tile of results: of extremes places, of a mean value / count, of the 2-norm the root of value."""
     if KIND >= ARGMAX:
         tl.store(out + place, first, mask=exists)
     else:
@@ -294,4 +295,5 @@ def _store_results(out, place, exists, value, first, count, KIND: tl.constexpr):
 
 @triton.jit
 def _sign(value):
+    """1.0, -1.0 or 0.0 of each value; 0.0 of NaN."""
     return (value > 0.0).to(tl.float32) - (value < 0.0).to(tl.float32)

@@ -59,6 +59,7 @@ def reduce_backward_reference(dy: Tensor, x: Tensor, y: Tensor, kind: str, dims:
 
 
 def _or_all(x: Tensor, dims: Sequence[int]) -> list[int] | None:
+    """The dimensions; None, which PyTorch takes as all, where there are none."""
     return list(dims) if x.dim() else None
 
 
@@ -71,6 +72,7 @@ def _is_reference(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _result_shape(x: Tensor, dims: Sequence[int], keepdim: bool) -> list[int]:
+    """The shape of x without `dims`, or with 1 in their place."""
     sizes = enumerate(x.shape)
     if keepdim:
         return [1 if dim in dims else size for dim, size in sizes]
