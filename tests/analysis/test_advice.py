@@ -64,6 +64,16 @@ def test_what_the_host_cannot_launch_faster_is_not_promised(ceilings: Ceilings) 
     assert advice.gain_ms == pytest.approx(8.5 - 5.0)
 
 
+def test_what_comes_after_the_last_launch_takes_its_time(ceilings: Ceilings) -> None:
+    """The host launches one in 0.1 ms: a large one after 99 small ones cannot start before 10 ms."""
+    small, large = operator("relu", Cost(MEGABYTE, MEGABYTE), 0.05), operator("mm", Cost(1, 1), 10.0)
+    at_the_end = dataclasses.replace(findings(ceilings, *[small] * 99, large, launch_gap_ms=5.05), host_ms=10.0)
+    after = [0.01] * 99 + [4.0]
+    assert at_the_end.saved_by_ms(after) == pytest.approx(20.0 - (10.0 + 4.0))
+    at_first = dataclasses.replace(findings(ceilings, large, *[small] * 99, launch_gap_ms=0.0), host_ms=10.0)
+    assert at_first.saved_by_ms([4.0] + [0.01] * 99) == pytest.approx(0.1 + 14.95 - (10.0 + 0.01), rel=0.02)
+
+
 def test_fusion_leaves_only_the_second_operand(ceilings: Ceilings) -> None:
     activation = operator("relu", Cost(MEGABYTE, MEGABYTE), 3.0)
     residual = operator("add_", Cost(2 * MEGABYTE, MEGABYTE), 4.0)

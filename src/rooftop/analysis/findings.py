@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from rooftop.analysis.instruments import MeasuredOperator, Plain
 from rooftop.analysis.report import Gaps, OperatorRow, Summary
@@ -42,7 +43,11 @@ class Findings:
 
     def undisturbed_ms(self, labelled_ms: float) -> float:
         """Time of operators as it is in a plain step: all together take no longer there than the device is busy."""
-        return labelled_ms * min(1.0, self.summary.busy_ms / sum(op.measured_ms for op in self.operators))
+        return labelled_ms * self._undisturbed
+
+    @cached_property
+    def _undisturbed(self) -> float:
+        return min(1.0, self.summary.busy_ms / sum(op.measured_ms for op in self.operators))
 
     def saved_ms(self, labelled_ms: float, more_host_ms: float = 0.0) -> float:
         """What the step gains when operators take so much less: nothing beyond where the host becomes the slower one.
@@ -58,6 +63,27 @@ class Findings:
             return busy_ms
         wall_ms = self.summary.wall_ms if self.best_ms is None else self.best_ms
         return wall_ms - max(self.host_ms + more_host_ms, wall_ms - busy_ms)
+
+    def saved_by_ms(self, after_ms: Sequence[float], more_host_ms: float = 0.0) -> float:
+        """`saved_ms` where the time after the change is known of each operator (labelled, in order of execution).
+
+        The GPU may wait for the host in one part of the step and the host be far ahead in another: what small operators
+        gain is lost where the host launches no faster, and what large ones at the end take comes after all launches.
+        """
+        now_ms = [op.measured_ms for op in self.operators]
+        most_ms = self.saved_ms(sum(now_ms) - sum(after_ms), more_host_ms)
+        if self.host_ms is None:
+            return most_ms
+        return min(most_ms, self._done_ms(now_ms, self.host_ms) - self._done_ms(after_ms, self.host_ms + more_host_ms))
+
+    def _done_ms(self, labelled_ms: Sequence[float], host_ms: float) -> float:
+        """When the GPU is done with operators that take so long, which the host launches at an even pace."""
+        kernels = [max(1, len(op.kernels)) for op in self.operators]
+        pace_ms, launched_ms, done_ms = host_ms / sum(kernels), 0.0, 0.0
+        for count, ms in zip(kernels, labelled_ms, strict=True):
+            launched_ms += count * pace_ms
+            done_ms = max(done_ms, launched_ms) + self.undisturbed_ms(ms)
+        return done_ms
 
 
 LEAST_GAIN = 0.01

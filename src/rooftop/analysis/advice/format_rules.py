@@ -30,25 +30,37 @@ def half_precision(findings: Findings) -> list[Advice]:
         return []
     timed = repeated_ratios([op for op, _ in changed], dtype=torch.bfloat16) if findings.repeatable else {}
     now_ms = after_ms = timed_ms = 0.0
+    ratios: dict[int, float] = {}  # by operator
     for op, recast in changed:
-        now_ms += op.measured_ms
         ratio = timed.get(op.record.spec)
+        ratios[id(op)] = _roof_ratio(op, recast, findings) if ratio is None else ratio
+        now_ms += op.measured_ms
         timed_ms += op.measured_ms if ratio is not None else 0.0
-        after_ms += op.measured_ms * (ratio if ratio is not None else _roof_ratio(op, recast, findings))
-    casts = [elements for recast in recasts for elements in recast.casts] * (2 if findings.training else 1)
-    casts_ms = sum(roof(Cost(4 * elements, 2 * elements), ceilings).ms for elements in casts)
-    host_ms = len(casts) * cast_host_ms(ceilings.kind, findings.training) if findings.repeatable else 0.0
+        after_ms += op.measured_ms * ratios[id(op)]
+    casts = sum(len(recast.casts) for recast in recasts) * (2 if findings.training else 1)
+    casts_ms = [_casts_ms(recast, findings) for recast in recasts]
+    host_ms = casts * cast_host_ms(ceilings.kind, findings.training) if findings.repeatable else 0.0
+    with_casts_ms = [
+        op.measured_ms * ratios.get(id(op), 1.0) + cast_ms
+        for op, cast_ms in zip(findings.operators, casts_ms, strict=True)
+    ]
     return [
         Advice(
             "Run in bfloat16",
             f"{len(changed)} operators that take {now_ms:.2f} ms in float32 would take {after_ms:.2f} ms"
             + (f", {100 * timed_ms / now_ms:.0f}% of it timed here on their shapes" if timed_ms else "")
             + (", at their percent of roof" if not timed_ms else "")
-            + (f"; {len(casts)} casts would take {casts_ms:.2f} ms" if casts else ""),
-            findings.saved_ms(now_ms - after_ms - casts_ms, host_ms),
+            + (f"; {casts} casts would take {sum(casts_ms):.2f} ms" if casts else ""),
+            findings.saved_by_ms(with_casts_ms, host_ms),
             f'with torch.autocast("{ceilings.kind}", dtype=torch.bfloat16): ...',
         )
     ]
+
+
+def _casts_ms(recast: Recast, findings: Findings) -> float:
+    """Of the casts for an operator, those of their gradients included."""
+    each = sum(roof(Cost(4 * elements, 2 * elements), findings.ceilings).ms for elements in recast.casts)
+    return 2 * each if findings.training else each
 
 
 def _roof_ratio(op: MeasuredOperator, recast: Recast, findings: Findings) -> float:
@@ -77,15 +89,14 @@ def channels_last(findings: Findings) -> list[Advice]:
     if not findings.repeatable or 2 * _total(first) <= _total(convolutions):
         return []
     timed = repeated_ratios(images, channels_last=True)
-    images = [op for op in images if op.record.spec in timed]
-    now_ms = _total(images)
-    after_ms = sum(op.measured_ms * timed[op.record.spec] for op in images)
+    after = {id(op): op.measured_ms * timed[op.record.spec] for op in images if op.record.spec in timed}
+    now_ms, after_ms = _total([op for op in images if id(op) in after]), sum(after.values())
     return [
         Advice(
             "Lay images out channels last",
-            f"{len(images)} convolutions, batch norms and poolings take {now_ms:.2f} ms; timed here on their shapes, "
+            f"{len(after)} convolutions, batch norms and poolings take {now_ms:.2f} ms; timed here on their shapes, "
             f"channels last, they take {after_ms:.2f} ms",
-            findings.saved_ms(now_ms - after_ms),
+            findings.saved_by_ms([after.get(id(op), op.measured_ms) for op in findings.operators]),
             "model = model.to(memory_format=torch.channels_last); x = x.to(memory_format=torch.channels_last)",
         )
     ]
