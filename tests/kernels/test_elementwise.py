@@ -527,6 +527,10 @@ def scaled_sigmoid(x: Any) -> Any:
     return torch.sigmoid(x) * 2
 
 
+def test_powers_of_one_argument_share_their_products() -> None:
+    assert fused(lambda x: x**3 + torch.square(x)).text == "t0 = base(a0, 1); t1 = t0 * t0; (t1 * t0) + t1"
+
+
 def test_pickled_by_name() -> None:
     assert pickle.loads(pickle.dumps(scaled_sigmoid)) is scaled_sigmoid
 

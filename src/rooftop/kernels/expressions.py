@@ -325,7 +325,7 @@ def arguments_of(outputs: Iterable[Expression]) -> list[int]:
 def _power(a: Any, b: Any) -> Expression:
     """Small constant powers as products, as PyTorch has them."""
     if type(b) in (int, float) and b in (1, 2, 3, 4):
-        a = apply("base", a, b)  # powers of booleans are integers, those with a float exponent floating point
+        a = apply("base", a, type(b)(1))  # powers of booleans are integers, those with a float exponent floating point
         square = apply("mul", a, a)
         return {1: lambda: a, 2: lambda: square, 3: lambda: square * a, 4: lambda: square * square}[int(b)]()
     if type(b) is float and b == -2.0:
