@@ -53,6 +53,7 @@ using std::max;
 using std::min;
 inline float __expf(float value) { return std::exp(value); }
 inline float exponential(float value) { return std::exp(value); }
+inline float power_of_two(float exponent) { return std::exp2(exponent); }
 template <typename T> T __shfl_xor_sync(unsigned mask, T value, int lanes) {
     Warp& warp = *this_block().warps[linear_thread() / 32];
     if (mask != 0xffffffffu) std::abort();
@@ -192,22 +193,27 @@ static_assert(sizeof(Copies) == sizeof(unsigned long long));
 inline void prepare_copies(unsigned long long* barrier) { *reinterpret_cast<Copies*>(barrier) = {0, 0}; }
 inline void prepared() {}
 inline void phase_is_over(Copies* copies) { std::atomic_ref<uint32_t>(copies->phases).fetch_add(1, std::memory_order_release); }
-inline void expect_copies(unsigned long long* barrier, int bytes) {
+// Bytes may arrive before they are expected: what is left is 0 when all have, and at no time before.
+inline void count_bytes(unsigned long long* barrier, int bytes) {
     Copies* copies = reinterpret_cast<Copies*>(barrier);
-    copies->bytes = bytes;
-    if (bytes == 0) phase_is_over(copies);
+    if (std::atomic_ref<int>(copies->bytes).fetch_add(bytes) == -bytes) phase_is_over(copies);
 }
+inline void expect_copies(unsigned long long* barrier, int bytes) { count_bytes(barrier, bytes); }
 inline void copy_bulk(void* to, const void* from, int bytes, unsigned long long* barrier) {
     if (bytes % 16 || (reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16) std::abort();
-    Copies* copies = reinterpret_cast<Copies*>(barrier);
     std::memcpy(to, from, bytes);
-    copies->bytes -= bytes;
-    if (copies->bytes == 0) phase_is_over(copies);
+    count_bytes(barrier, -bytes);
+}
+inline void send_to_block(float4* place, int rank, float4 value, unsigned long long* barrier) {
+    char *here = reinterpret_cast<char*>(this_block().memory.data()), *there = reinterpret_cast<char*>(cluster[rank]->memory.data());
+    std::memcpy(there + (reinterpret_cast<char*>(place) - here), &value, 16);
+    count_bytes(reinterpret_cast<unsigned long long*>(there + (reinterpret_cast<char*>(barrier) - here)), -16);
 }
 inline void await_copies(unsigned long long* barrier, unsigned parity) {
     std::atomic_ref<uint32_t> phases(reinterpret_cast<Copies*>(barrier)->phases);
     while (phases.load(std::memory_order_acquire) % 2 == parity) std::this_thread::yield();
 }
+inline void await_blocks(unsigned long long* barrier, unsigned parity) { await_copies(barrier, parity); }
 inline void store_words(void* to, const unsigned (&words)[4]) {
     if (reinterpret_cast<uintptr_t>(to) % 16) std::abort();
     std::memcpy(to, words, 16);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop import models
-from rooftop.analysis.advice import alternatives
+from rooftop.analysis.advice import alternatives, autocast
 from rooftop.analysis.advice.alternatives import repeated_ms, repeated_ratios
 from rooftop.analysis.advice.autocast import cast_host_ms, under_autocast
 from rooftop.analysis.instruments import MeasuredOperator
@@ -191,5 +192,12 @@ def test_a_transformer_takes_the_types_that_autocast_gives_it() -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_cast_costs_the_host_time(training: bool) -> None:
-    assert 1e-4 < cast_host_ms("cpu", training) < 1.0
+def test_a_cast_costs_what_autocast_adds_to_a_launch(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow_under_autocast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02 if torch.is_autocast_enabled("cpu") else 0.0)
+        return x + weight
+
+    monkeypatch.setattr(autocast, "linear", slow_under_autocast)
+    monkeypatch.setattr(autocast, "LAYERS", 2)
+    casts = 2 if training else 1  # of each layer
+    assert cast_host_ms("cpu", training) == pytest.approx(20 / casts, rel=0.3)

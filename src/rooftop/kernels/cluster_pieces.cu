@@ -58,4 +58,20 @@ __device__ __forceinline__ void await_copies(unsigned long long* barrier, unsign
                  "again:\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
                  :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
+
+// To the same place of the shared memory of another block, where the barrier at the same place counts the 16 bytes:
+// unlike a barrier of the cluster it does not wait until results on their way to memory are there.
+__device__ __forceinline__ void send_to_block(float4* place, int rank, float4 value, unsigned long long* barrier) {
+    unsigned there, signal;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(signal) : "r"(shared_address(barrier)), "r"(rank));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 :: "r"(there), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(signal) : "memory");
+}
+
+__device__ __forceinline__ void await_blocks(unsigned long long* barrier, unsigned parity) {
+    asm volatile("{\n.reg .pred done;\n"
+                 "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
+                 :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
 #endif

@@ -57,7 +57,7 @@ CLUSTER_FUSED: tuple[ClusterConfig, ...] = ()  # cross entropy and its gradient
 
 CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 GROUP_BYTES = 16
-ARRIVAL_BYTES = 704  # at the beginning of shared memory, before shares of 16 bytes
+ARRIVAL_BYTES = 720  # at the beginning of shared memory, before shares of 16 bytes
 
 
 @dataclass(frozen=True)

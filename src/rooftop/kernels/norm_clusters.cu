@@ -14,9 +14,10 @@ constexpr int GROUP = 8;
 
 // At the beginning of dynamic shared memory; parameters and stages follow.
 struct Exchange {
-    unsigned long long full[8];  // of each stage
-    float of_warps[2][2][32];    // two sums of a row, in turns: who is late still reads those of the row before
-    float of_blocks[2][8][2];
+    unsigned long long full[8];     // of each stage
+    unsigned long long arrived[2];  // what the blocks of a cluster send each other, in turns
+    float of_warps[2][2][32];       // two sums of a row, in turns: who is late still reads those of the row before
+    float4 of_blocks[2][8];
 };
 
 // What a block has of a row.
@@ -36,6 +37,9 @@ struct Part {
     __device__ int column(int group) const { return (first + group) * GROUP - shift; }
     __device__ bool has(int column) const { return column >= 0 && column < columns; }
     __device__ bool is_whole(int column) const { return column >= 0 && column + GROUP <= columns; }
+
+    // In a tensor whose rows begin at multiples of 16 bytes.
+    __device__ bool is_aligned(int column) const { return is_whole(column) && column % GROUP == 0 && columns % GROUP == 0; }
 
     // Columns of the block of that rank.
     __device__ int count(int rank) const {
@@ -57,10 +61,17 @@ __device__ void start_copies(const Part& part, Pack<T, GROUP>* stage, const T* a
 // A parameter as it lies in groups of the rows, `missing` where there is none.
 template <typename P>
 __device__ void fetch_parameter(const Part& part, const P* from, P* to, float missing) {
-    for (int i = threadIdx.x; i < part.groups * GROUP; i += blockDim.x) {
-        const int column = part.column(0) + i;
-        if (from != nullptr && part.has(column)) to[i] = from[column];
-        else narrow(missing, to + i);
+    for (int group = threadIdx.x; group < part.groups; group += blockDim.x) {
+        const int column = part.column(group);
+        if (from != nullptr && part.is_whole(column) && reinterpret_cast<unsigned long long>(from + column) % 16 == 0) {
+            *reinterpret_cast<Pack<P, GROUP>*>(to + group * GROUP) = load<P, GROUP>(from + column);
+            continue;
+        }
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) {
+            if (from != nullptr && part.has(column + i)) to[group * GROUP + i] = from[column + i];
+            else narrow(missing, to + group * GROUP + i);
+        }
     }
 }
 
@@ -82,14 +93,17 @@ __device__ float2 block_sums(float a, float b, float (&scratch)[2][32]) {
     return {warp_sum(lane < WARPS ? scratch[0][lane] : 0.0f), warp_sum(lane < WARPS ? scratch[1][lane] : 0.0f)};
 }
 
-// Afterwards all blocks of the cluster have the pairs of all of them.
+// Afterwards all blocks of the cluster have the pairs of all of them. `number` counts these exchanges: a block that is
+// one ahead of another sends to the other set, and none can be two ahead.
 template <int CLUSTER>
-__device__ void exchange(float2 values, int rank, float (&all)[8][2]) {
+__device__ const float4* exchange(float2 values, int rank, Exchange& shared, unsigned number) {
+    const unsigned turn = number % 2;
+    if (threadIdx.x == 0) expect_copies(&shared.arrived[turn], CLUSTER * sizeof(float4));
     if (threadIdx.x < CLUSTER) {
-        store_in_block(&all[rank][0], threadIdx.x, values.x);
-        store_in_block(&all[rank][1], threadIdx.x, values.y);
+        send_to_block(&shared.of_blocks[turn][rank], threadIdx.x, {values.x, values.y, 0.0f, 0.0f}, &shared.arrived[turn]);
     }
-    cluster_wait();
+    await_blocks(&shared.arrived[turn], number / 2 % 2);
+    return shared.of_blocks[turn];
 }
 
 template <typename T>
@@ -126,6 +140,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
     };
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < stages; ++stage) prepare_copies(&shared.full[stage]);
+        for (int turn = 0; turn < 2; ++turn) prepare_copies(&shared.arrived[turn]);
         prepared();
         for (int stage = 0; stage < stages; ++stage) fill(row + static_cast<long long>(stage) * clusters, stage);
     }
@@ -135,7 +150,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
     else __syncthreads();
 
     int stage = 0;
-    unsigned parity = 0, turn = 0;
+    unsigned parity = 0, number = 0;
     for (; row < rows; row += clusters) {
         await_copies(&shared.full[stage], parity);
         Pack<T, GROUP> held[CHUNKS];
@@ -159,7 +174,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
                 }
             }
         }
-        sum = block_sums<WARPS>(sum, 0.0f, shared.of_warps[RMS ? turn : 0]).x;
+        sum = block_sums<WARPS>(sum, 0.0f, shared.of_warps[RMS ? number % 2 : 0]).x;
         // All have taken what they need from this stage.
         if (threadIdx.x == 0) fill(row + static_cast<long long>(stages) * clusters, stage);
         float average = 0.0f, squares = sum;
@@ -187,18 +202,17 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
             squares = block_sums<WARPS>(squares, 0.0f, shared.of_warps[1]).x;
         }
         if constexpr (CLUSTER > 1) {  // means and squares about them of all parts (Chan, Golub and LeVeque 1979)
-            exchange<CLUSTER>({average, squares}, rank, shared.of_blocks[turn]);
-            const auto& all = shared.of_blocks[turn];
+            const float4* all = exchange<CLUSTER>({average, squares}, rank, shared, number);
             average = squares = 0.0f;
             if constexpr (!RMS) {
 #pragma unroll 1
-                for (int other = 0; other < CLUSTER; ++other) average += part.count(other) * all[other][0];
+                for (int other = 0; other < CLUSTER; ++other) average += part.count(other) * all[other].x;
                 average /= columns;
             }
 #pragma unroll 1
             for (int other = 0; other < CLUSTER; ++other) {
-                const float apart = all[other][0] - average;
-                squares += all[other][1] + part.count(other) * apart * apart;
+                const float apart = all[other].x - average;
+                squares += all[other].y + part.count(other) * apart * apart;
             }
         }
         const float scale = 1.0f / sqrtf(squares / columns + eps);
@@ -219,7 +233,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
             if constexpr (!RMS) mean[row] = average;
             rstd[row] = scale;
         }
-        turn ^= 1;
+        ++number;
         if (++stage == stages) stage = 0, parity ^= 1;
     }
 }
@@ -247,6 +261,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_backward_staged(
     };
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < stages; ++stage) prepare_copies(&shared.full[stage]);
+        for (int turn = 0; turn < 2; ++turn) prepare_copies(&shared.arrived[turn]);
         prepared();
         for (int stage = 0; stage < stages; ++stage) fill(row + static_cast<long long>(stage) * clusters, stage);
     }
@@ -261,7 +276,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_backward_staged(
         next_scale = rstd[row];
     }
     int stage = 0, before = -1;
-    unsigned parity = 0, turn = 0;
+    unsigned parity = 0, number = 0;
     for (; row < rows; row += clusters) {
         const float average = next_average, scale = next_scale;
         if (row + clusters < rows) {
@@ -294,17 +309,17 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_backward_staged(
                 }
             }
         }
-        float2 sums = block_sums<WARPS>(along, across, shared.of_warps[turn]);
+        float2 sums = block_sums<WARPS>(along, across, shared.of_warps[number % 2]);
         if (threadIdx.x == 0 && before >= 0) {  // all have left the row before
             fill(row + static_cast<long long>(stages - 1) * clusters, before);
         }
         if constexpr (CLUSTER > 1) {
-            exchange<CLUSTER>(sums, rank, shared.of_blocks[turn]);
+            const float4* all = exchange<CLUSTER>(sums, rank, shared, number);
             sums = {0.0f, 0.0f};
 #pragma unroll 1
             for (int other = 0; other < CLUSTER; ++other) {
-                sums.x += shared.of_blocks[turn][other][0];
-                sums.y += shared.of_blocks[turn][other][1];
+                sums.x += all[other].x;
+                sums.y += all[other].y;
             }
         }
         along = sums.x / columns;
@@ -328,7 +343,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_backward_staged(
             }
         }
         before = stage;
-        turn ^= 1;
+        ++number;
         if (++stage == stages) stage = 0, parity ^= 1;
     }
 
@@ -338,6 +353,11 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_backward_staged(
         const int group = chunk * THREADS + threadIdx.x;
         if (group < part.groups) {
             const int column = part.column(group);
+            if (part.is_aligned(column)) {
+                store(weight_sums[chunk], of_weight + column);
+                if constexpr (!RMS) store(bias_sums[chunk], of_weight + columns + column);
+                continue;
+            }
 #pragma unroll
             for (int i = 0; i < GROUP; ++i) {
                 if (!part.has(column + i)) continue;

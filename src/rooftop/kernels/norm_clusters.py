@@ -45,7 +45,7 @@ FORWARD: tuple[ClusterConfig, ...] = ()
 BACKWARD: tuple[ClusterConfig, ...] = ()
 
 GROUP = 8  # elements of 16 bytes
-EXCHANGE_BYTES = 704  # `Exchange` in norm_clusters.cu
+EXCHANGE_BYTES = 848  # `Exchange` in norm_clusters.cu
 MOST_STAGES = 8
 SYSTEM_BYTES = 1024  # of shared memory, for each block
 MOST_CHUNKS = 4  # groups of a thread: more do not fit in registers

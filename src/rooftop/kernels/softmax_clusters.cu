@@ -7,7 +7,7 @@
 // each has the whole row's, always added up in the same order. A second pass over shared memory writes the results.
 //
 // Clusters take every (number of clusters)-th row, and `stages` rows are in shared memory at a time. That of a block:
-// 704 bytes of arrivals and of sums of warps, 2 x (blocks of a cluster) x (warps) float4 of shares, stages x TENSORS parts.
+// 720 bytes of arrivals and of sums of warps, 2 x (blocks of a cluster) x (warps) float4 of shares, stages x TENSORS parts.
 // cluster_pieces.cu stands in front of it.
 
 #include <cuda_bf16.h>
@@ -23,6 +23,11 @@ __device__ __forceinline__ float exponential(float value) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value * 1.4426950408889634f));
     return power;
 }
+__device__ __forceinline__ float power_of_two(float exponent) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
+    return power;
+}
 // In the kernels nobody reads it, so that loads may pass it.
 __device__ __forceinline__ void store_words(void* to, const unsigned (&words)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words[0]),
@@ -32,6 +37,8 @@ __device__ __forceinline__ void store_words(void* to, const unsigned (&words)[4]
 
 template <typename T>
 constexpr int WIDTH = 16 / sizeof(T);
+
+constexpr float LOG2_E = 1.4426950408889634f;
 
 // Words, not elements: a struct of elements is loaded and stored by pieces.
 struct alignas(16) Group {
@@ -171,11 +178,36 @@ struct Share {
     }
 };
 
+// The same in powers of two, scores being values x factor, which has log2(e) in it. Exponentials are relative to
+// `largest`: the highest value, if EXACT, so that its own is 1; or its product with the factor, rounded, as one fused
+// operation makes an exponent then, and the rounding cancels where both sums and results count from there.
+template <bool EXACT>
+struct HeldShare {
+    float factor;
+    float largest = -INFINITY;
+    float total = 0.0f;
+    float sum = 0.0f;
+
+    __device__ HeldShare(float highest, float factor)
+        : factor(factor), largest(EXACT || highest == -INFINITY ? highest : highest * factor) {}
+
+    __device__ float origin() const { return Share::origin_of(largest); }
+    __device__ float power(float value) const {
+        return power_of_two(EXACT ? (value - origin()) * factor : fmaf(value, factor, -origin()));
+    }
+    // What brings sums of a share to those of the whole row.
+    __device__ float share_of(const HeldShare& whole) const { return power(largest, whole); }
+    __device__ static float power(float largest, const HeldShare& whole) {
+        return power_of_two(EXACT ? (largest - whole.origin()) * whole.factor : largest - whole.origin());
+    }
+};
+
 // ---- rows that come in ---------------------------------------------------------------------------------------------
 
 // At the beginning of dynamic shared memory; shares and parts follow.
 struct Arrivals {
     unsigned long long of_stage[8];
+    unsigned long long of_blocks[2];
     float maxima[32];        // of warps
     float2 totals[2][32];    // in turns: a warp that is late still reads those of the row before
 };
@@ -195,6 +227,7 @@ struct Ring {
         parts = reinterpret_cast<Group*>(shares + 2 * blocks * warps);
         if (threadIdx.x == 0) {
             for (int stage = 0; stage < stages; ++stage) prepare_copies(arrivals->of_stage + stage);
+            for (int turn = 0; turn < 2; ++turn) prepare_copies(arrivals->of_blocks + turn);
             prepared();
         }
         cluster_wait();  // the other blocks run: their memory is there
@@ -230,9 +263,9 @@ struct Ring {
         return value;
     }
 
-    // The same as `merged` where all threads of a block have the same maximum.
-    template <bool TOTAL, bool SUM>
-    __device__ Share added(Share share, int time) const {
+    // The shares of all blocks as one, from those of a block's threads, which have the same `largest`.
+    template <bool TOTAL, bool SUM, typename Held>
+    __device__ Held added(Held share, int time) const {
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) {
             if constexpr (TOTAL) share.total += __shfl_xor_sync(0xffffffffu, share.total, lanes);
@@ -249,22 +282,22 @@ struct Ring {
             }
         }
         if (blocks == 1) return share;
+        // In turns, too: a block that is one ahead of another sends to the other set, and none can be two ahead.
         float4* of_blocks = shares + time % 2 * blocks;
+        unsigned long long* arrival = arrivals->of_blocks + time % 2;
+        if (threadIdx.x == 0) expect_copies(arrival, blocks * sizeof(float4));
         if (threadIdx.x < blocks) {
-            float4* place = of_blocks + rank;
-            if constexpr (TOTAL) store_in_block(&place->x, threadIdx.x, share.largest);
-            if constexpr (TOTAL) store_in_block(&place->y, threadIdx.x, share.total);
-            if constexpr (SUM) store_in_block(&place->z, threadIdx.x, share.sum);
+            send_to_block(of_blocks + rank, threadIdx.x, {share.largest, share.total, share.sum, 0.0f}, arrival);
         }
-        cluster_wait();
-        Share whole;
-        if constexpr (TOTAL) {
-            for (int i = 0; i < blocks; ++i) whole.largest = fmaxf(whole.largest, of_blocks[i].x);
-        }
-        const float origin = Share::origin_of(whole.largest);
+        await_blocks(arrival, time / 2 % 2);
+        Held whole = share;
+        whole.total = whole.sum = 0.0f;
         for (int i = 0; i < blocks; ++i) {
-            if constexpr (TOTAL) whole.total += of_blocks[i].y * exponential(of_blocks[i].x - origin);
+            if constexpr (TOTAL) whole.largest = fmaxf(whole.largest, of_blocks[i].x);
             if constexpr (SUM) whole.sum += of_blocks[i].z;
+        }
+        if constexpr (TOTAL) {
+            for (int i = 0; i < blocks; ++i) whole.total += of_blocks[i].y * Held::power(of_blocks[i].x, whole);
         }
         return whole;
     }
@@ -500,6 +533,8 @@ __global__ void __launch_bounds__(THREADS, 1) softmax_held(
     int part_groups, float scale) {
     const Ring<T, 1> ring(blocks, stages, part_groups);
     const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
+    const bool negative = scale < 0.0f;
+    const float factor = fabsf(scale) * LOG2_E;
     const auto fetch = [&](int number) {
         const long long row = first + number * step;
         const T* const source[] = {x + row * x_stride};
@@ -511,45 +546,45 @@ __global__ void __launch_bounds__(THREADS, 1) softmax_held(
     for (int number = 0; first + number * step < rows; ++number) {
         const long long row = first + number * step;
         const Part part = ring.part_of(x + row * x_stride, columns);
-        float values[HELD][WIDTH<T>];
-        Share share;
+        float values[HELD][WIDTH<T>], top = -INFINITY;
         ring.wait(number);
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
             const int i = threadIdx.x + j * THREADS;
             if (i < part.groups) {
                 widen<T>(ring.groups(number) + i, values[j]);
+                if (negative) {
 #pragma unroll
-                for (int k = 0; k < WIDTH<T>; ++k) values[j][k] *= scale;
+                    for (int k = 0; k < WIDTH<T>; ++k) values[j][k] = -values[j][k];
+                }
                 part.exclude<T>(-INFINITY, i, values[j]);
 #pragma unroll
-                for (int k = 0; k < WIDTH<T>; ++k) share.largest = fmaxf(share.largest, values[j][k]);
+                for (int k = 0; k < WIDTH<T>; ++k) top = fmaxf(top, values[j][k]);
             }
         }
-        share.largest = ring.largest_of_block(share.largest);
+        HeldShare<LOG> share(ring.largest_of_block(top), factor);
         if (threadIdx.x == 0) fetch(number + stages);
-        const float origin = Share::origin_of(share.largest);
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
             if (threadIdx.x + j * THREADS < part.groups) {
 #pragma unroll
                 for (int k = 0; k < WIDTH<T>; ++k) {
-                    const float power = exponential(values[j][k] - origin);
+                    const float power = share.power(values[j][k]);
                     share.total += power;
                     if constexpr (!LOG) values[j][k] = power;
                 }
             }
         }
-        const Share whole = ring.template added<true, false>(share, number);
-        const float logarithm = logf(whole.total);
-        const float factor = exponential(share.largest - Share::origin_of(whole.largest)) / whole.total;
+        const HeldShare<LOG> whole = ring.template added<true, false>(share, number);
+        const float inverse = share.share_of(whole) / whole.total;
+        const float size = fabsf(scale), logarithm = LOG ? logf(whole.total) : 0.0f;
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
             const int i = threadIdx.x + j * THREADS;
             if (i < part.groups) {
 #pragma unroll
                 for (int k = 0; k < WIDTH<T>; ++k) {
-                    values[j][k] = LOG ? (values[j][k] - whole.largest) - logarithm : values[j][k] * factor;
+                    values[j][k] = LOG ? (values[j][k] - whole.largest) * size - logarithm : values[j][k] * inverse;
                 }
                 store_inside(values[j], y + row * columns, part, i);
             }
@@ -622,20 +657,23 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_held(
     const Ring<T, 1> ring(blocks, stages, part_groups);
     const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
     const float given = inverse == nullptr ? 1.0f : *inverse;
-    constexpr int NONE = -1, NO_CLASS = -2;  // for rows that are ignored, and targets that are wrong
-    const auto label_of = [&](int number) {
-        const long long row = first + number * step, label = row < rows ? target[row] : ignored;
-        return label == ignored ? NONE : label >= 0 && label < columns ? static_cast<int>(label) : NO_CLASS;
-    };
-    const auto fetch = [&](int number, int label) {
+    const auto target_of = [&](int number) {
         const long long row = first + number * step;
-        const T* const source[] = {label == NONE ? nullptr : x + row * x_stride};
+        return row < rows ? target[row] : ignored;
+    };
+    constexpr int NONE = -1, NO_CLASS = -2;  // for rows that are ignored, and targets that are wrong
+    const auto label_of = [&](long long target) {
+        return target == ignored ? NONE : target >= 0 && target < columns ? static_cast<int>(target) : NO_CLASS;
+    };
+    const auto fetch = [&](int number, long long target) {
+        const long long row = first + number * step;
+        const T* const source[] = {target == ignored ? nullptr : x + row * x_stride};
         if (row < rows) ring.fetch(number, source, ring.part_of(x + row * x_stride, columns));
     };
     if (threadIdx.x == 0) {
-        for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead, label_of(ahead));
+        for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead, target_of(ahead));
     }
-    int label = label_of(0);
+    int label = label_of(target_of(0));
     const auto picked_of = [&](int number, int label) {
         return label >= 0 ? static_cast<float>(x[(first + number * step) * x_stride + label]) : 0.0f;
     };
@@ -643,8 +681,8 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_held(
     int exchanges = 0;  // not of rows that are ignored
     for (int number = 0; first + number * step < rows; ++number) {
         const long long row = first + number * step;
-        const int next = label_of(number + 1), ahead = stages == 1 ? next : label_of(number + stages);
-        const float next_picked = picked_of(number + 1, next);
+        // Nobody looks at them for a while.
+        const long long next = target_of(number + 1), ahead = stages == 1 ? next : target_of(number + stages);
         const Part part = ring.part_of(x + row * x_stride, columns);
         float values[HELD][WIDTH<T>];
         ring.wait(number);
@@ -658,14 +696,14 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_held(
         } else {
             // Infinite where the loss is infinite or NaN in any case: then the sum counts from 0.
             const float base = fabsf(picked) < INFINITY ? picked : 0.0f;
-            Share share;
+            float top = -INFINITY, sum = 0.0f;
             if constexpr (SMOOTH) {  // by itself, for it takes registers
 #pragma unroll 1
                 for (int i = threadIdx.x; i < part.groups; i += THREADS) {
                     widen<T>(ring.groups(number) + i, values[0]);
                     part.exclude<T>(base, i, values[0]);
 #pragma unroll
-                    for (int k = 0; k < WIDTH<T>; ++k) share.sum += values[0][k] - base;
+                    for (int k = 0; k < WIDTH<T>; ++k) sum += values[0][k] - base;
                 }
             }
 #pragma unroll
@@ -675,23 +713,23 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_held(
                     widen<T>(ring.groups(number) + i, values[j]);
                     part.exclude<T>(-INFINITY, i, values[j]);
 #pragma unroll
-                    for (int k = 0; k < WIDTH<T>; ++k) share.largest = fmaxf(share.largest, values[j][k]);
+                    for (int k = 0; k < WIDTH<T>; ++k) top = fmaxf(top, values[j][k]);
                 }
             }
-            share.largest = ring.largest_of_block(share.largest);
+            HeldShare<true> share(ring.largest_of_block(top), LOG2_E);
+            share.sum = sum;
             if (threadIdx.x == 0) fetch(number + stages, ahead);
-            const float origin = Share::origin_of(share.largest);
 #pragma unroll
             for (int j = 0; j < HELD; ++j) {
                 if (threadIdx.x + j * THREADS < part.groups) {
 #pragma unroll
                     for (int k = 0; k < WIDTH<T>; ++k) {
-                        values[j][k] = exponential(values[j][k] - origin);
+                        values[j][k] = share.power(values[j][k]);
                         share.total += values[j][k];
                     }
                 }
             }
-            const Share whole = ring.template added<true, SMOOTH>(share, exchanges++);
+            const HeldShare<true> whole = ring.template added<true, SMOOTH>(share, exchanges++);
             const float maximum = whole.largest, logarithm = logf(whole.total), log_sum_exp = maximum + logarithm;
             const float row_weight = label >= 0 ? 1.0f : INFINITY - INFINITY;
             if (threadIdx.x == 0 && ring.rank == 0) {
@@ -702,7 +740,7 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_held(
             const float at_target = given * (row_weight * kept), share_of_each = given * spread;
             const float squared = given * (2.0f * z_loss * row_weight * log_sum_exp);
             const float density = (at_target + share_of_each * columns + squared) / whole.total *
-                                  exponential(share.largest - Share::origin_of(maximum));
+                                  share.share_of(whole);
             // Each term cancels by itself, as exactly as it can where a probability is near 1.
             const float power = exponential((picked - maximum) - logarithm);
             const float of_target =
@@ -713,14 +751,18 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_held(
                 if (i < part.groups) {
                     const int place = label >= 0 ? label - part.column<T>(i) : -1;
 #pragma unroll
-                    for (int k = 0; k < WIDTH<T>; ++k) {
-                        values[j][k] = k == place ? of_target : values[j][k] * density - share_of_each;
+                    for (int k = 0; k < WIDTH<T>; ++k) values[j][k] = values[j][k] * density - share_of_each;
+                    if (place >= 0 && place < WIDTH<T>) {
+#pragma unroll
+                        for (int k = 0; k < WIDTH<T>; ++k) {
+                            if (k == place) values[j][k] = of_target;
+                        }
                     }
                     store_inside(values[j], dx + row * columns, part, i);
                 }
             }
         }
-        label = next;
-        picked = next_picked;
+        label = label_of(next);
+        picked = picked_of(number + 1, label);
     }
 }
