@@ -234,6 +234,7 @@ def test_memory_is_read_in_bulk_and_written_16_bytes_at_a_time() -> None:
 
 GPU_SIZES = [1000, 16_384, 32_768, 50_257, 65_536, 128_256, 262_144]
 GPU_SHAPES = {"each": (4, 512, 1, False), "turns": (8, 512, 1, True), "ahead": (8, 256, 2, True)}
+GPU_SHAPES |= {"held": (8, 512, 2, True), "held each": (8, 512, 1, False)}
 
 
 @pytest.mark.gpu
@@ -241,7 +242,8 @@ GPU_SHAPES = {"each": (4, 512, 1, False), "turns": (8, 512, 1, True), "ahead": (
 @pytest.mark.parametrize("columns", GPU_SIZES)
 @pytest.mark.parametrize("name", GPU_SHAPES)
 def test_gate_on_a_gpu(name: str, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = tuple(ClusterConfig(0, ANY, *GPU_SHAPES[name], odd=odd) for odd in (False, True))
+    held = 8 if name.startswith("held") else 0
+    both = tuple(ClusterConfig(0, ANY, *GPU_SHAPES[name], odd=odd, held=held) for odd in (False, True))
     for one in ("CLUSTER_FORWARD", "CLUSTER_BACKWARD", "CLUSTER_FUSED"):
         monkeypatch.setattr(module, one, both)
     x, dy = rows(301, columns, dtype).cuda(), torch.randn(301, columns, device="cuda").to(dtype)
@@ -259,7 +261,8 @@ def test_gate_on_a_gpu(name: str, columns: int, dtype: torch.dtype, monkeypatch:
             assert_as_accurate(*values)
     found_kernels = {kernel.partition("<")[0] for kernel in launches}
     if columns * dtype.itemsize <= 1 << 18:  # 4 blocks have room for it
-        assert {"softmax_cluster", "softmax_backward_cluster", "cross_entropy_cluster"} <= found_kernels
+        kind = "held" if held else "cluster"
+        assert {f"softmax_{kind}", f"softmax_backward_{kind}", f"cross_entropy_{kind}"} <= found_kernels
 
 
 @pytest.mark.gpu
