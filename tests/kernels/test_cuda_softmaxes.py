@@ -173,6 +173,18 @@ def test_infinities_and_nan_do_what_they_do_in_pytorch(log: bool, name: str, clu
     torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["each", "held"])
+def test_a_row_of_nan_leaves_its_neighbours_alone(name: str, clusters: Any) -> None:
+    """Rows of 333 elements share 16-byte groups."""
+    clusters(name)
+    x, dy = rows(5, 333), torch.randn(5, 333)
+    expected = softmax_both_ways(x, dy, 1.0, False)
+    x[2] = math.nan
+    for found, clean in zip(softmax_both_ways(x, dy, 1.0, False), expected, strict=True):
+        assert found[2].isnan().all()
+        assert torch.equal(found[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+
+
 def test_rows_apart_and_four_runs_alike(clusters: Any) -> None:
     launches = clusters("ahead")
     base = rows(12, 1024, torch.bfloat16)

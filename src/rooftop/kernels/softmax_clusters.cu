@@ -527,13 +527,56 @@ __global__ void cross_entropy_cluster(
 // As above, but a thread takes its groups, HELD at most, from shared memory once and keeps them, or what it made of
 // them: an exponential is computed once, and the stage is free for a later row as soon as all threads have loaded.
 
+// What a thread has of a part: groups threadIdx.x + j * THREADS. Where the part has no such group there are `outside`
+// elements instead, so that no loop over them branches; only a thread with a group that a neighbour's row shares, which
+// has an `edge`, looks at single elements.
+template <typename T, int THREADS, int HELD>
+struct Hold {
+    const Part& part;
+    bool edge = false;
+
+    __device__ explicit Hold(const Part& part) : part(part) {
+        const int last = part.groups - 1;
+        const bool at_first = threadIdx.x == 0 && part.groups > 0 && !part.is_whole<T>(0);
+        const bool at_last = last >= 0 && last % THREADS == threadIdx.x && !part.is_whole<T>(last);
+        edge = at_first || at_last;
+    }
+    __device__ int group(int j) const { return threadIdx.x + j * THREADS; }
+
+    __device__ void load(const Group* from, unsigned outside, Group (&groups)[HELD]) const {
+#pragma unroll
+        for (int j = 0; j < HELD; ++j) {
+            groups[j] = {outside, outside, outside, outside};
+            if (group(j) < part.groups) groups[j] = from[group(j)];
+        }
+    }
+    __device__ void exclude(float outside, int j, float (&values)[WIDTH<T>]) const {
+        if (group(j) < part.groups) part.exclude<T>(outside, group(j), values);
+    }
+    __device__ void store(const float (&values)[WIDTH<T>], T* row, int j) const {
+        if (group(j) >= part.groups) return;
+        if (edge) store_inside(values, row, part, group(j));
+        else store_words(row + part.column<T>(group(j)), narrowed<T>(values).words);
+    }
+};
+
+// -inf in each element of a word.
+__device__ unsigned lowest(float) { return 0xff800000u; }
+__device__ unsigned lowest(__half) { return 0xfc00fc00u; }
+__device__ unsigned lowest(__nv_bfloat16) { return 0xff80ff80u; }
+
+// The sign bit of each.
+__device__ unsigned signs(float) { return 0x80000000u; }
+__device__ unsigned signs(__half) { return 0x80008000u; }
+__device__ unsigned signs(__nv_bfloat16) { return 0x80008000u; }
+
 template <typename T, bool LOG, int THREADS, int HELD>
 __global__ void __launch_bounds__(THREADS, 1) softmax_held(
     const T* x, T* y, long long rows, int columns, long long x_stride, int blocks, int stages,
     int part_groups, float scale) {
     const Ring<T, 1> ring(blocks, stages, part_groups);
     const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
-    const bool negative = scale < 0.0f;
+    const unsigned flipped = scale < 0.0f ? signs(T()) : 0;
     const float factor = fabsf(scale) * LOG2_E;
     const auto fetch = [&](int number) {
         const long long row = first + number * step;
@@ -546,33 +589,35 @@ __global__ void __launch_bounds__(THREADS, 1) softmax_held(
     for (int number = 0; first + number * step < rows; ++number) {
         const long long row = first + number * step;
         const Part part = ring.part_of(x + row * x_stride, columns);
+        const Hold<T, THREADS, HELD> hold(part);
+        Group groups[HELD];
         float values[HELD][WIDTH<T>], top = -INFINITY;
         ring.wait(number);
+        hold.load(ring.groups(number), lowest(T()) ^ flipped, groups);
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
-            const int i = threadIdx.x + j * THREADS;
-            if (i < part.groups) {
-                widen<T>(ring.groups(number) + i, values[j]);
-                if (negative) {
 #pragma unroll
-                    for (int k = 0; k < WIDTH<T>; ++k) values[j][k] = -values[j][k];
-                }
-                part.exclude<T>(-INFINITY, i, values[j]);
+            for (int k = 0; k < 4; ++k) groups[j].words[k] ^= flipped;
+            widen<T>(groups + j, values[j]);
+        }
+        if (hold.edge) {
 #pragma unroll
-                for (int k = 0; k < WIDTH<T>; ++k) top = fmaxf(top, values[j][k]);
-            }
+            for (int j = 0; j < HELD; ++j) hold.exclude(-INFINITY, j, values[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < HELD; ++j) {
+#pragma unroll
+            for (int k = 0; k < WIDTH<T>; ++k) top = fmaxf(top, values[j][k]);
         }
         HeldShare<LOG> share(ring.largest_of_block(top), factor);
         if (threadIdx.x == 0) fetch(number + stages);
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
-            if (threadIdx.x + j * THREADS < part.groups) {
 #pragma unroll
-                for (int k = 0; k < WIDTH<T>; ++k) {
-                    const float power = share.power(values[j][k]);
-                    share.total += power;
-                    if constexpr (!LOG) values[j][k] = power;
-                }
+            for (int k = 0; k < WIDTH<T>; ++k) {
+                const float power = share.power(values[j][k]);
+                share.total += power;
+                if constexpr (!LOG) values[j][k] = power;
             }
         }
         const HeldShare<LOG> whole = ring.template added<true, false>(share, number);
@@ -580,14 +625,11 @@ __global__ void __launch_bounds__(THREADS, 1) softmax_held(
         const float size = fabsf(scale), logarithm = LOG ? logf(whole.total) : 0.0f;
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
-            const int i = threadIdx.x + j * THREADS;
-            if (i < part.groups) {
 #pragma unroll
-                for (int k = 0; k < WIDTH<T>; ++k) {
-                    values[j][k] = LOG ? (values[j][k] - whole.largest) * size - logarithm : values[j][k] * inverse;
-                }
-                store_inside(values[j], y + row * columns, part, i);
+            for (int k = 0; k < WIDTH<T>; ++k) {
+                values[j][k] = LOG ? (values[j][k] - whole.largest) * size - logarithm : values[j][k] * inverse;
             }
+            hold.store(values[j], y + row * columns, j);
         }
     }
 }
@@ -609,42 +651,47 @@ __global__ void __launch_bounds__(THREADS, 1) softmax_backward_held(
     for (int number = 0; first + number * step < rows; ++number) {
         const long long row = first + number * step;
         const Part part = ring.part_of(y + row * columns, columns);
+        const Hold<T, THREADS, HELD> hold(part);
         Group gradients[HELD], results[HELD];
         float gradient[WIDTH<T>], result[WIDTH<T>];
         Share share;
         ring.wait(number);
+        hold.load(ring.groups(number, 0), 0, gradients);
+        hold.load(ring.groups(number, 1), 0, results);
+        if (hold.edge) {
+#pragma unroll
+            for (int j = 0; j < HELD; ++j) {
+                widen<T>(gradients + j, gradient);
+                hold.exclude(0.0f, j, gradient);
+                gradients[j] = narrowed<T>(gradient);
+                widen<T>(results + j, result);
+                hold.exclude(0.0f, j, result);
+                results[j] = narrowed<T>(result);
+            }
+        }
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
-            const int i = threadIdx.x + j * THREADS;
-            if (i < part.groups) {
-                gradients[j] = ring.groups(number, 0)[i];
-                results[j] = ring.groups(number, 1)[i];
-                widen<T>(gradients + j, gradient);
-                if constexpr (!LOG) {
-                    widen<T>(results + j, result);
+            widen<T>(gradients + j, gradient);
+            if constexpr (!LOG) {
+                widen<T>(results + j, result);
 #pragma unroll
-                    for (int k = 0; k < WIDTH<T>; ++k) gradient[k] *= result[k];
-                }
-                part.exclude<T>(0.0f, i, gradient);
-#pragma unroll
-                for (int k = 0; k < WIDTH<T>; ++k) share.sum += gradient[k];
+                for (int k = 0; k < WIDTH<T>; ++k) gradient[k] *= result[k];
             }
+#pragma unroll
+            for (int k = 0; k < WIDTH<T>; ++k) share.sum += gradient[k];
         }
         const float sum = ring.template added<false, true>(share, number).sum;  // also: all have loaded
         if (threadIdx.x == 0) fetch(number + stages);
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
-            const int i = threadIdx.x + j * THREADS;
-            if (i < part.groups) {
-                widen<T>(gradients + j, gradient);
-                widen<T>(results + j, result);
+            widen<T>(gradients + j, gradient);
+            widen<T>(results + j, result);
 #pragma unroll
-                for (int k = 0; k < WIDTH<T>; ++k) {
-                    gradient[k] = LOG ? (gradient[k] - exponential(result[k]) * sum) * scale
-                                      : (gradient[k] - sum) * result[k] * scale;
-                }
-                store_inside(gradient, dx + row * columns, part, i);
+            for (int k = 0; k < WIDTH<T>; ++k) {
+                gradient[k] = LOG ? (gradient[k] - exponential(result[k]) * sum) * scale
+                                  : (gradient[k] - sum) * result[k] * scale;
             }
+            hold.store(gradient, dx + row * columns, j);
         }
     }
 }
@@ -684,6 +731,8 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_held(
         // Nobody looks at them for a while.
         const long long next = target_of(number + 1), ahead = stages == 1 ? next : target_of(number + stages);
         const Part part = ring.part_of(x + row * x_stride, columns);
+        const Hold<T, THREADS, HELD> hold(part);
+        Group groups[HELD];
         float values[HELD][WIDTH<T>];
         ring.wait(number);
         if (label == NONE) {  // as the whole cluster sees it
@@ -706,27 +755,27 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_held(
                     for (int k = 0; k < WIDTH<T>; ++k) sum += values[0][k] - base;
                 }
             }
+            hold.load(ring.groups(number), lowest(T()), groups);
+#pragma unroll
+            for (int j = 0; j < HELD; ++j) widen<T>(groups + j, values[j]);
+            if (hold.edge) {
+#pragma unroll
+                for (int j = 0; j < HELD; ++j) hold.exclude(-INFINITY, j, values[j]);
+            }
 #pragma unroll
             for (int j = 0; j < HELD; ++j) {
-                const int i = threadIdx.x + j * THREADS;
-                if (i < part.groups) {
-                    widen<T>(ring.groups(number) + i, values[j]);
-                    part.exclude<T>(-INFINITY, i, values[j]);
 #pragma unroll
-                    for (int k = 0; k < WIDTH<T>; ++k) top = fmaxf(top, values[j][k]);
-                }
+                for (int k = 0; k < WIDTH<T>; ++k) top = fmaxf(top, values[j][k]);
             }
             HeldShare<true> share(ring.largest_of_block(top), LOG2_E);
             share.sum = sum;
             if (threadIdx.x == 0) fetch(number + stages, ahead);
 #pragma unroll
             for (int j = 0; j < HELD; ++j) {
-                if (threadIdx.x + j * THREADS < part.groups) {
 #pragma unroll
-                    for (int k = 0; k < WIDTH<T>; ++k) {
-                        values[j][k] = share.power(values[j][k]);
-                        share.total += values[j][k];
-                    }
+                for (int k = 0; k < WIDTH<T>; ++k) {
+                    values[j][k] = share.power(values[j][k]);
+                    share.total += values[j][k];
                 }
             }
             const HeldShare<true> whole = ring.template added<true, SMOOTH>(share, exchanges++);
@@ -747,19 +796,16 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_held(
                 (power - 1.0f) * at_target + share_of_each * (power * columns - 1.0f) + power * squared;
 #pragma unroll
             for (int j = 0; j < HELD; ++j) {
-                const int i = threadIdx.x + j * THREADS;
-                if (i < part.groups) {
-                    const int place = label >= 0 ? label - part.column<T>(i) : -1;
+                const int place = label >= 0 ? label - part.column<T>(hold.group(j)) : -1;
 #pragma unroll
-                    for (int k = 0; k < WIDTH<T>; ++k) values[j][k] = values[j][k] * density - share_of_each;
-                    if (place >= 0 && place < WIDTH<T>) {
+                for (int k = 0; k < WIDTH<T>; ++k) values[j][k] = values[j][k] * density - share_of_each;
+                if (place >= 0 && place < WIDTH<T>) {
 #pragma unroll
-                        for (int k = 0; k < WIDTH<T>; ++k) {
-                            if (k == place) values[j][k] = of_target;
-                        }
+                    for (int k = 0; k < WIDTH<T>; ++k) {
+                        if (k == place) values[j][k] = of_target;
                     }
-                    store_inside(values[j], dx + row * columns, part, i);
                 }
+                hold.store(values[j], dx + row * columns, j);
             }
         }
         label = label_of(next);
