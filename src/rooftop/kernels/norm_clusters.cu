@@ -106,17 +106,57 @@ __device__ const float4* exchange(float2 values, int rank, Exchange& shared, uns
     return shared.of_blocks[turn];
 }
 
-template <typename T>
-__device__ void store_group(const Part& part, int column, const float (&values)[GROUP], T* row) {
-    if (part.is_whole(column)) {
-        store(values, row + column);
-    } else {
+// The groups of a thread, whose loops do not branch: where the block has no such group they read its last one, which
+// counts for nothing. Only a thread with a group that a neighbour's row shares, which has an `edge`, looks at single
+// elements.
+template <int CHUNKS, int THREADS>
+struct Own {
+    const Part& part;
+    bool edge = false;
+
+    __device__ explicit Own(const Part& part) : part(part) {
 #pragma unroll
-        for (int i = 0; i < GROUP; ++i) {
-            if (part.has(column + i)) narrow(values[i], row + column + i);
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) edge |= has(chunk) && !part.is_whole(part.column(group(chunk)));
+    }
+    __device__ int group(int chunk) const { return chunk * THREADS + threadIdx.x; }
+    __device__ bool has(int chunk) const { return group(chunk) < part.groups; }
+    __device__ int place(int chunk) const { return min(group(chunk), max(0, part.groups - 1)); }
+
+    // Sums of what `add(sum, chunk, first, last)` adds for elements of a group.
+    template <typename Sum, typename Add>
+    __device__ Sum sums(Sum zero, Add add) const {
+        Sum total = zero;
+        if (!edge) {
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                Sum more = total;
+                add(more, chunk, 0, GROUP);
+                if (has(chunk)) total = more;
+            }
+        } else {
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                const int column = part.column(group(chunk));
+                if (has(chunk)) add(total, chunk, max(0, -column), min(GROUP, part.columns - column));
+            }
+        }
+        return total;
+    }
+
+    template <typename T>
+    __device__ void store_group(int chunk, const float (&values)[GROUP], T* row) const {
+        if (!has(chunk)) return;
+        const int column = part.column(group(chunk));
+        if (!edge || part.is_whole(column)) {
+            store(values, row + column);
+        } else {
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) {
+                if (part.has(column + i)) narrow(values[i], row + column + i);
+            }
         }
     }
-}
+};
 
 // The threads of a block hold CHUNKS groups each. weight, bias and mean (of an RMS norm) may be null.
 template <typename T, typename P, int CHUNKS, int WARPS, int CLUSTER, bool RMS>
@@ -129,6 +169,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
     const int clusters = gridDim.x / CLUSTER;
     const Part part(blockIdx.x / CLUSTER, rank, CLUSTER, columns);
     Exchange& shared = *static_cast<Exchange*>(shared_memory());
+    const Own<CHUNKS, THREADS> own(part);
     P* const weights = reinterpret_cast<P*>(&shared + 1);  // (share * 8,)
     P* const biases = weights + part.share * GROUP;
     Pack<T, GROUP>* const staged = reinterpret_cast<Pack<T, GROUP>*>(biases + part.share * GROUP);  // (stages, share)
@@ -154,51 +195,30 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
     for (; row < rows; row += clusters) {
         await_copies(&shared.full[stage], parity);
         Pack<T, GROUP> held[CHUNKS];
-        float sum = 0.0f;
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            const int group = chunk * THREADS + threadIdx.x;
-            if (group < part.groups) {
-                held[chunk] = staged[stage * part.share + group];
-                float values[GROUP];
-                widen(held[chunk], values);
-                const int column = part.column(group);
-                if (part.is_whole(column)) {
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) held[chunk] = staged[stage * part.share + own.place(chunk)];
+        float sum = own.sums(0.0f, [&](float& total, int chunk, int begin, int end) {
+            float values[GROUP];
+            widen(held[chunk], values);
 #pragma unroll
-                    for (int i = 0; i < GROUP; ++i) sum += RMS ? values[i] * values[i] : values[i];
-                } else {
-#pragma unroll
-                    for (int i = 0; i < GROUP; ++i) {
-                        if (part.has(column + i)) sum += RMS ? values[i] * values[i] : values[i];
-                    }
-                }
+            for (int i = 0; i < GROUP; ++i) {
+                if (i >= begin && i < end) total += RMS ? values[i] * values[i] : values[i];
             }
-        }
+        });
         sum = block_sums<WARPS>(sum, 0.0f, shared.of_warps[RMS ? number % 2 : 0]).x;
         // All have taken what they need from this stage.
         if (threadIdx.x == 0) fill(row + static_cast<long long>(stages) * clusters, stage);
         float average = 0.0f, squares = sum;
         if constexpr (!RMS) {
             average = sum / max(1, part.count(rank));
-            squares = 0.0f;
+            squares = own.sums(0.0f, [&](float& total, int chunk, int begin, int end) {
+                float values[GROUP];
+                widen(held[chunk], values);
 #pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-                const int group = chunk * THREADS + threadIdx.x;
-                if (group < part.groups) {
-                    float values[GROUP];
-                    widen(held[chunk], values);
-                    const int column = part.column(group);
-                    if (part.is_whole(column)) {
-#pragma unroll
-                        for (int i = 0; i < GROUP; ++i) squares += (values[i] - average) * (values[i] - average);
-                    } else {
-#pragma unroll
-                        for (int i = 0; i < GROUP; ++i) {
-                            if (part.has(column + i)) squares += (values[i] - average) * (values[i] - average);
-                        }
-                    }
+                for (int i = 0; i < GROUP; ++i) {
+                    if (i >= begin && i < end) total += (values[i] - average) * (values[i] - average);
                 }
-            }
+            });
             squares = block_sums<WARPS>(squares, 0.0f, shared.of_warps[1]).x;
         }
         if constexpr (CLUSTER > 1) {  // means and squares about them of all parts (Chan, Golub and LeVeque 1979)
@@ -218,16 +238,13 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
         const float scale = 1.0f / sqrtf(squares / columns + eps);
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            const int group = chunk * THREADS + threadIdx.x;
-            if (group < part.groups) {
-                float values[GROUP], factors[GROUP], terms[GROUP];
-                widen(held[chunk], values);
-                widen(load<P, GROUP>(weights + group * GROUP), factors);
-                widen(load<P, GROUP>(biases + group * GROUP), terms);
+            float values[GROUP], factors[GROUP], terms[GROUP];
+            widen(held[chunk], values);
+            widen(load<P, GROUP>(weights + own.place(chunk) * GROUP), factors);
+            widen(load<P, GROUP>(biases + own.place(chunk) * GROUP), terms);
 #pragma unroll
-                for (int i = 0; i < GROUP; ++i) values[i] = (values[i] - average) * scale * factors[i] + terms[i];
-                store_group(part, part.column(group), values, y + row * columns);
-            }
+            for (int i = 0; i < GROUP; ++i) values[i] = (values[i] - average) * scale * factors[i] + terms[i];
+            own.store_group(chunk, values, y + row * columns);
         }
         if (threadIdx.x == 0 && rank == 0) {
             if constexpr (!RMS) mean[row] = average;
@@ -251,6 +268,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_backward_staged(
     const int clusters = gridDim.x / CLUSTER;
     const Part part(blockIdx.x / CLUSTER, rank, CLUSTER, columns);
     Exchange& shared = *static_cast<Exchange*>(shared_memory());
+    const Own<CHUNKS, THREADS> own(part);
     P* const weights = reinterpret_cast<P*>(&shared + 1);  // (share * 8,)
     Pack<T, GROUP>* const staged = reinterpret_cast<Pack<T, GROUP>*>(weights + part.share * GROUP);  // (stages, 2, share)
 
@@ -285,31 +303,21 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_backward_staged(
         }
         await_copies(&shared.full[stage], parity);
         const Pack<T, GROUP>* const gradients = staged + 2 * stage * part.share;
-        float along = 0.0f, across = 0.0f;  // sums along the row of dy * weight, and of that times the normalized x
+        // Along the row, of dy * weight and of that times the normalized x.
+        const float2 own_sums = own.sums(float2{0.0f, 0.0f}, [&](float2& total, int chunk, int begin, int end) {
+            float gradient[GROUP], values[GROUP], factors[GROUP];
+            widen(gradients[own.place(chunk)], gradient);
+            widen(gradients[part.share + own.place(chunk)], values);
+            widen(load<P, GROUP>(weights + own.place(chunk) * GROUP), factors);
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            const int group = chunk * THREADS + threadIdx.x;
-            if (group < part.groups) {
-                float gradient[GROUP], values[GROUP], factors[GROUP];
-                widen(gradients[group], gradient);
-                widen(gradients[part.share + group], values);
-                widen(load<P, GROUP>(weights + group * GROUP), factors);
-                const int column = part.column(group);
-                if (!part.is_whole(column)) {
-#pragma unroll
-                    for (int i = 0; i < GROUP; ++i) {
-                        if (!part.has(column + i)) gradient[i] = values[i] = 0.0f;
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < GROUP; ++i) {
-                    const float weighted = gradient[i] * factors[i];
-                    if constexpr (!RMS) along += weighted;
-                    across += weighted * ((values[i] - average) * scale);
-                }
+            for (int i = 0; i < GROUP; ++i) {
+                if (i < begin || i >= end) continue;
+                const float weighted = gradient[i] * factors[i];
+                if constexpr (!RMS) total.x += weighted;
+                total.y += weighted * ((values[i] - average) * scale);
             }
-        }
-        float2 sums = block_sums<WARPS>(along, across, shared.of_warps[number % 2]);
+        });
+        float2 sums = block_sums<WARPS>(own_sums.x, own_sums.y, shared.of_warps[number % 2]);
         if (threadIdx.x == 0 && before >= 0) {  // all have left the row before
             fill(row + static_cast<long long>(stages - 1) * clusters, before);
         }
@@ -322,25 +330,21 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_backward_staged(
                 sums.y += all[other].y;
             }
         }
-        along = sums.x / columns;
-        across = sums.y / columns;
+        const float along = sums.x / columns, across = sums.y / columns;
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            const int group = chunk * THREADS + threadIdx.x;
-            if (group < part.groups) {
-                float gradient[GROUP], values[GROUP], factors[GROUP];
-                widen(gradients[group], gradient);
-                widen(gradients[part.share + group], values);
-                widen(load<P, GROUP>(weights + group * GROUP), factors);
+            float gradient[GROUP], values[GROUP], factors[GROUP];
+            widen(gradients[own.place(chunk)], gradient);
+            widen(gradients[part.share + own.place(chunk)], values);
+            widen(load<P, GROUP>(weights + own.place(chunk) * GROUP), factors);
 #pragma unroll
-                for (int i = 0; i < GROUP; ++i) {
-                    const float normal = (values[i] - average) * scale;
-                    weight_sums[chunk][i] += gradient[i] * normal;
-                    if constexpr (!RMS) bias_sums[chunk][i] += gradient[i];
-                    values[i] = (gradient[i] * factors[i] - along - normal * across) * scale;
-                }
-                store_group(part, part.column(group), values, dx + row * columns);
+            for (int i = 0; i < GROUP; ++i) {
+                const float normal = (values[i] - average) * scale;
+                weight_sums[chunk][i] += gradient[i] * normal;
+                if constexpr (!RMS) bias_sums[chunk][i] += gradient[i];
+                values[i] = (gradient[i] * factors[i] - along - normal * across) * scale;
             }
+            own.store_group(chunk, values, dx + row * columns);
         }
         before = stage;
         ++number;
