@@ -12,7 +12,7 @@ from rooftop.analysis.advice.host_rules import cuda_graph
 from rooftop.analysis.advice.kernel_rules import pointwise_fusion
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import operator_rows
-from rooftop.analysis.instruments import MeasuredOperator
+from rooftop.analysis.instruments import MeasuredOperator, Plain
 from rooftop.analysis.report import Gaps, Summary
 from rooftop.cost import Cost, Record
 from rooftop.hardware.ceilings import Ceilings
@@ -70,6 +70,11 @@ def test_what_comes_after_the_last_launch_takes_its_time(ceilings: Ceilings) -> 
     at_the_end = dataclasses.replace(findings(ceilings, *[small] * 99, large, launch_gap_ms=5.05), host_ms=10.0)
     after = [0.01] * 99 + [4.0]
     assert at_the_end.saved_by_ms(after) == pytest.approx(20.0 - (10.0 + 4.0))
+    plain = Plain(14.95, [], [], 0.0, 0.0, compiled=False, launched=tuple((n / 100) ** 2 for n in range(1, 101)))
+    late = dataclasses.replace(at_the_end, plain=plain)  # the host is slow at the end: 10 ms all the same
+    assert late.saved_by_ms(after) == pytest.approx(20.0 - (10.0 + 4.0))
+    early = [plain.launched[place] * 10.0 for place in (0, 49, 99)]
+    assert [10.0 * late._launched(part) for part in (0.01, 0.5, 1.0)] == pytest.approx(early)
     at_first = dataclasses.replace(findings(ceilings, large, *[small] * 99, launch_gap_ms=0.0), host_ms=10.0)
     assert at_first.saved_by_ms([4.0] + [0.01] * 99) == pytest.approx(0.1 + 14.95 - (10.0 + 0.01), rel=0.02)
 

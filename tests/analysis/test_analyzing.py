@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftop
+from rooftop.analysis.instruments import PlainInstrument
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware.ceilings import Ceilings
 
@@ -318,3 +319,17 @@ def test_a_slow_step_is_run_few_times(ceilings: Ceilings) -> None:
 
     rooftop.analyze(Slow(), torch.ones(3), ceilings=ceilings)
     assert Slow.calls <= 2 + 2 + 5 + 1 + 9
+
+
+@pytest.mark.gpu
+def test_the_pace_at_which_the_host_launches_is_seen_on_a_gpu() -> None:
+    x = torch.randn(64, 64, device="cuda")
+    with PlainInstrument(x.device, 0) as plain:
+        for _ in range(50):
+            torch.relu_(x)
+        torch.cuda.synchronize()
+    launched = plain.result.launched
+    assert len(launched) == 50
+    assert launched[0] < 0.5
+    assert launched[-1] == 1.0
+    assert list(launched) == sorted(launched)

@@ -427,6 +427,20 @@ def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], i
     assert interpreted(__file__, str(Path(__file__).with_name("test_norm_clusters.py"))) > 82
 
 
+@pytest.mark.parametrize("columns", [1000, 4096, 8192, 16384, 262_144])
+@pytest.mark.parametrize("tensors", [2, 3])  # backward fetches dy and x, and the gradient of a sum beside them
+def test_what_is_fetched_ahead_fits_in_shared_memory(
+    tensors: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm_launches, "shared_memory_bytes", lambda tensor: 232_448)  # an H200's
+    rows = [torch.empty(1, columns) for _ in range(tensors)]
+    config = norm_launches.config_for(norm_launches.BACKWARD, columns) or norm_launches.BACKWARD_LONG
+    length = columns if isinstance(config, norm_launches.BackwardConfig) else config.block
+    count = norm_launches.stages(config, rows, length)
+    height = config.rows if isinstance(config, norm_launches.BackwardConfig) else 1
+    assert count == 1 or 4 * height * length * tensors * count < 232_448
+
+
 GPU_SIZES = (1, 7, 64, 100, 200, 512, 768, 1000, 1001, 1024, 1536, 2048, 2601, 3072, 4096, 4099, 5120, 6145, 8192)
 GPU_LONG_SIZES = (11008, 12287, 16384, 20815, 32768, 50257, 262144)
 

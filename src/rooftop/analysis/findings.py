@@ -77,13 +77,20 @@ class Findings:
         return min(most_ms, self._done_ms(now_ms, self.host_ms) - self._done_ms(after_ms, self.host_ms + more_host_ms))
 
     def _done_ms(self, labelled_ms: Sequence[float], host_ms: float) -> float:
-        """When the GPU is done with operators that take so long, which the host launches at an even pace."""
+        """When the GPU is done with operators that take so long, which the host launches at the pace of the step."""
         kernels = [max(1, len(op.kernels)) for op in self.operators]
-        pace_ms, launched_ms, done_ms = host_ms / sum(kernels), 0.0, 0.0
+        launched, done_ms, total = 0, 0.0, sum(kernels)
         for count, ms in zip(kernels, labelled_ms, strict=True):
-            launched_ms += count * pace_ms
-            done_ms = max(done_ms, launched_ms) + self.undisturbed_ms(ms)
+            launched += count
+            done_ms = max(done_ms, host_ms * self._launched(launched / total)) + self.undisturbed_ms(ms)
         return done_ms
+
+    def _launched(self, part: float) -> float:
+        """The fraction of its time after which the host has launched this part of the step."""
+        pace = self.plain.launched if self.plain is not None else ()
+        return (
+            pace[min(len(pace) - 1, round(part * len(pace)) - 1)] if len(pace) > 1 and part * len(pace) >= 1 else part
+        )
 
 
 LEAST_GAIN = 0.01

@@ -52,6 +52,7 @@ class Plain:
             launch what comes next.
         loading_ms: time in which the step waited for a `DataLoader`.
         compiled: whether compiled code ran.
+        launched: when the host launched each piece of work, as fractions of the time that it launched for, ascending.
     """
 
     busy_ms: float
@@ -60,6 +61,7 @@ class Plain:
     waiting_ms: float
     loading_ms: float
     compiled: bool
+    launched: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ class PlainInstrument:
             waiting_ms=_waiting_ms(events, kernels),
             loading_ms=sum(e.duration_ns() for e in events if e.name().startswith("enumerate(DataLoader)")) / 1e6,
             compiled=any(e.name().startswith(("## Call CompiledFxGraph", "Torch-Compiled Region")) for e in events),
+            launched=_launched(events),
         )
         if self._trace is not None:
             self._profiled.profiler.export_chrome_trace(os.fspath(self._trace))
@@ -176,6 +179,17 @@ def _waiting_ms(events: Iterable[Any], kernels: Sequence[Kernel]) -> float:
         # Idle since the last kernel before ended; what ran past the return of the call is no wait.
         idle_ns += max(0, starts[position] - max(ends[position - 1], 0))
     return idle_ns / 1e6
+
+
+LAUNCHING_CALLS = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
+
+
+def _launched(events: Iterable[Any]) -> tuple[float, ...]:
+    starts = [e.start_ns() for e in events if e.name() == STEP_LABEL and e.device_type().name == "CPU"]
+    ends = sorted(e.start_ns() + e.duration_ns() for e in events if e.name().startswith(LAUNCHING_CALLS))
+    if not starts or not ends or ends[-1] <= starts[0]:
+        return ()
+    return tuple(max(0.0, (end - starts[0]) / (ends[-1] - starts[0])) for end in ends)
 
 
 def _waits(event: Any) -> bool:

@@ -32,21 +32,19 @@ class Terms(NamedTuple):
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
-# The fastest of those measured on an H200 in half precision: with the gradient (FUSED) 1024, 8192, 32768, 50257 and
-# 128256 classes, without it and the gradient alone 128256; LOSS has FUSED's tiles. Rows that are read once only need no
-# registers for the whole row, and no room in L2: many programs an SM. With the gradient rows of 64 KiB are faster read
-# twice, in long blocks, than held; those of up to 128 KiB are as odd ones (50257 classes), measured before these were
-# loaded by groups of 16 bytes.
+# The fastest of those measured on an H200 in half precision: with the gradient (FUSED) 1024, 8192, 16384, 32768, 50257,
+# 50304 and 128256 classes, without it and the gradient alone 128256; LOSS has FUSED's tiles. Rows that are read once
+# only need no registers for the whole row, and no room in L2: many programs an SM. With the gradient rows of 64 KiB are
+# faster read twice, in long blocks, than held.
 LOSS = (
     *(TileConfig(256, 16, 256, 2), TileConfig(512, 8, 256, 2), TileConfig(1024, 4, 1024, 2)),
     *(TileConfig(2048, 1, 1024, 2), TileConfig(4096, 1, 1024, 4), TileConfig(8192, 1, 2048, 4)),
     TileConfig(16384, 1, 4096, 4),
 )
-LOSS_LONG = (LongConfig(ANY_BYTES, block_bytes=8192, warps=8, programs_per_sm=5, stages=1, again=""),)
-FUSED = (*LOSS, TileConfig(32768, 1, 8192, 8))
+LOSS_LONG = (LongConfig(ANY_BYTES, block_bytes=4096, warps=4, programs_per_sm=10, stages=1, again=""),)
+FUSED = (*LOSS, TileConfig(32768, 1, 8192, 16))
 FUSED_LONG = (
-    LongConfig(65536, block_bytes=8192, warps=8, programs_per_sm=4, stages=4),
-    LongConfig(131072, block_bytes=16384, warps=16, programs_per_sm=2, stages=1),
+    LongConfig(131072, block_bytes=8192, warps=8, programs_per_sm=4, stages=4),
     LongConfig(ANY_BYTES, block_bytes=32768, warps=32, programs_per_sm=1, stages=1),
 )
 GRADIENT_BYTES = 4096  # of a tile: rows of fewer bytes share one

@@ -88,7 +88,7 @@ SHIFTED_FROM = 128  # columns: shorter rows are a few loads either way
 # Longer rows, forward: a program for each row. Few persistent programs, so that L2 keeps their rows for the second
 # pass, were slower: 132 of them have too little on its way.
 MANY = 64
-FORWARD_LONG = LongConfig(block=4096, warps=8, programs_per_sm=MANY, stages=1)
+FORWARD_LONG = LongConfig(block=8192, warps=16, programs_per_sm=MANY, stages=3)
 FORWARD_LONG_ODD = LongConfig(block=1024, warps=8, programs_per_sm=MANY, stages=1, shifted=False)
 ROW_SUMS = {"COLUMNS": 2048, "num_warps": 8}
 BACKWARD_LONG = LongConfig(block=2048, warps=8, programs_per_sm=2, stages=4)
@@ -338,6 +338,7 @@ def _backward(part: _Part, partial: Tensor, constants: Constants) -> None:
         part.plan.launch(dy, x, weight, mean, rstd, dx, partial, rows, columns, *strides, part.plan.stages)
         return
     config = part.config
+    fetched = [t for t in (dy, dtotal, x) if t is not None]
     dtotal_stride = dtotal.stride(0) if dtotal is not None else 0
     group = unit(columns, x.stride(0), dy.stride(0), dtotal_stride)
     sizes = (rows, columns // group, dy.stride(0) // group, dtotal_stride // group, x.stride(0) // group)
@@ -347,13 +348,13 @@ def _backward(part: _Part, partial: Tensor, constants: Constants) -> None:
         of_sums = {key: constants[key] for key in ("RMS", "enable_fp_fusion")} | common | ROW_SUMS
         arguments = (dy, x, weight, mean, rstd, row_sums, *sizes[:3], sizes[4])
         launch(long_norm_kernels.norm_row_sums, (rows,), x.device, *arguments, **of_sums)
-        constants = constants | common | long_tile(BACKWARD_LONG, (dy, x))
+        constants = constants | common | long_tile(BACKWARD_LONG, fetched)
         all_tensors = (*tensors[:-1], row_sums, dx, partial)
         launch(long_norm_kernels.norm_backward_long, part.grid, x.device, *all_tensors, *sizes, **constants)
     elif part.shifted:
-        constants = constants | shifted_tile(config, columns, (dy, x))
+        constants = constants | shifted_tile(config, columns, fetched)
         launch(norm_kernels.norm_backward_shifted, part.grid, x.device, *tensors, partial, rows, columns, **constants)
     else:
         constants = constants | tile(config, columns) | {"HOLD": config.hold, "AGAIN": config.again, "UNIT": group}
-        constants["STAGES"] = stages(config, (dy, x), columns)
+        constants["STAGES"] = stages(config, fetched, columns)
         launch(norm_kernels.norm_backward, part.grid, x.device, *tensors, partial, *sizes, **constants)

@@ -78,9 +78,8 @@ class LongConfig:
 # The fastest of those measured on an H200 in half precision with 1024 (rows of 2 KiB forward, 4 KiB backward), 4096,
 # 8192, 16384 and 32768 columns, long rows with 128256; between these sizes the shares of a thread are those of the
 # layer norm's table, whose traffic is the same. Backward holds 128 KiB of a row in 16 warps, where few of the 128
-# registers of a thread spill; of 64, in 32 warps, more do, and it is slower. Long rows forward: two programs an SM, so
-# that one loads while the other adds up. Half read on average, 264 rows of 128256 half precision elements are 34 MB, of
-# the 50 MB of L2.
+# registers of a thread spill; of 64, in 32 warps, more do, and it is slower. Long rows: one wide program an SM, whose
+# 132 rows of 128256 half precision elements are 34 MB, of the 50 MB of L2, when they are read again.
 FORWARD = (
     *(TileConfig(256, 16, 256, 2, hold=True), TileConfig(512, 8, 256, 2, hold=True)),
     *(TileConfig(1024, 4, 1024, 2, hold=True), TileConfig(2048, 1, 512, 2, hold=True)),
@@ -93,8 +92,8 @@ BACKWARD = (
     *(TileConfig(32768, 1, 16384, 8), TileConfig(65536, 1, 16384, 16), TileConfig(131072, 1, 32768, 16)),
 )
 ANY_BYTES = 1 << 62  # rows of any length
-FORWARD_LONG = (LongConfig(ANY_BYTES, block_bytes=8192, warps=8, programs_per_sm=2, stages=5),)
-BACKWARD_LONG = (LongConfig(ANY_BYTES, block_bytes=32768, warps=32, programs_per_sm=1, stages=3),)
+FORWARD_LONG = (LongConfig(ANY_BYTES, block_bytes=32768, warps=32, programs_per_sm=1, stages=1),)
+BACKWARD_LONG = (LongConfig(ANY_BYTES, block_bytes=65536, warps=32, programs_per_sm=1, stages=1),)
 
 Constants = dict[str, int | bool | str]
 Config = TypeVar("Config", TileConfig, LongConfig)
