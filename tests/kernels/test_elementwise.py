@@ -284,7 +284,7 @@ def type_of(function: Function, *operands: Any) -> torch.dtype | Exception:
         return error
 
 
-@pytest.mark.parametrize("name", [*(UNARY.keys() - {"hardtanh"}), *BINARY, *OPERATORS])
+@pytest.mark.parametrize("name", [*sorted(UNARY.keys() - {"hardtanh"}), *BINARY, *OPERATORS])
 def test_results_have_pytorchs_dtype_for_all_dtypes_of_operands(name: str) -> None:
     """Wherever PyTorch has one. Of tensors with and without dimensions, and of numbers. (hardtanh of integers is
     float32 here: its limits are.)"""
