@@ -524,6 +524,10 @@ __global__ void cross_entropy_cluster(
 
 // ---- kernels that hold their part in registers ---------------------------------------------------------------------
 
+// With 128 registers a thread.
+template <int THREADS>
+constexpr int RESIDENT = THREADS < 512 ? 512 / THREADS : 1;
+
 // As above, but a thread takes its groups, HELD at most, from shared memory once and keeps them, or what it made of
 // them: an exponential is computed once, and the stage is free for a later row as soon as all threads have loaded.
 
@@ -571,7 +575,7 @@ __device__ unsigned signs(__half) { return 0x80008000u; }
 __device__ unsigned signs(__nv_bfloat16) { return 0x80008000u; }
 
 template <typename T, bool LOG, int THREADS, int HELD>
-__global__ void __launch_bounds__(THREADS, 1) softmax_held(
+__global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_held(
     const T* x, T* y, long long rows, int columns, long long x_stride, int blocks, int stages,
     int part_groups, float scale) {
     const Ring<T, 1> ring(blocks, stages, part_groups);
@@ -635,7 +639,7 @@ __global__ void __launch_bounds__(THREADS, 1) softmax_held(
 }
 
 template <typename T, bool LOG, int THREADS, int HELD>
-__global__ void __launch_bounds__(THREADS, 1) softmax_backward_held(
+__global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_held(
     const T* dy, const T* y, T* dx, long long rows, int columns, long long dy_stride, int blocks, int stages,
     int part_groups, float scale) {
     const Ring<T, 2> ring(blocks, stages, part_groups);
@@ -697,7 +701,7 @@ __global__ void __launch_bounds__(THREADS, 1) softmax_backward_held(
 }
 
 template <typename T, bool SMOOTH, int THREADS, int HELD>
-__global__ void __launch_bounds__(THREADS, 1) cross_entropy_held(
+__global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_held(
     const T* x, const long long* target, const float* inverse, float* losses, T* dx,  // (M, N), (M,), (), (M,), (M, N)
     long long rows, int columns, long long x_stride, int blocks, int stages, int part_groups,
     long long ignored, float kept, float spread, float z_loss) {
