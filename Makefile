@@ -1,6 +1,8 @@
 # Everything a fresh machine needs is done by the first target you type.
 #   make demo   analyze ResNet-50 on real photographs and print where the report lies
 #   make test   lint, types, import contracts, and all tests
+#   make test-gpu [GPU_PYTHON=python3] [TESTS=tests/kernels]
+#               the tests that need an NVIDIA GPU, on the one here
 #   make bench-kernels [MACHINE=h200] [KERNELS="softmaxes losses"]
 #               time every kernel, or these, on the GPU here, into benchmarks/results/MACHINE
 
@@ -13,7 +15,9 @@ MACHINE ?= h200
 GPU_PYTHON ?= $(BIN)/python
 KERNELS ?= $(filter-out tables,$(basename $(notdir $(wildcard benchmarks/kernels/*.py)))) rms_norms add_layer_norms add_rms_norms
 
-.PHONY: setup demo test lint format browser bench-kernels clean
+TESTS ?= tests
+
+.PHONY: setup demo test test-gpu lint format browser gpu bench-kernels clean
 
 setup: $(STAMP)
 
@@ -37,6 +41,10 @@ browser:
 test: setup browser lint
 	$(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
 
+# Kernels are compiled in many processes at once: each has one thread for what runs on the CPU.
+test-gpu: gpu
+	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n logical --maxprocesses 14 --dist worksteal $(TESTS)
+
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -48,9 +56,11 @@ format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "$(MAKECMDGOALS) needs an NVIDIA GPU, and PyTorch finds none with $(GPU_PYTHON); name another Python with: make $(MAKECMDGOALS) GPU_PYTHON=python3"; exit 1; }
+
 # A benchmark that fails leaves the others, and fails the target at the end. Norms have a file each.
-bench-kernels: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
-	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "bench-kernels needs an NVIDIA GPU, and PyTorch finds none with $(GPU_PYTHON); name another Python with: make bench-kernels GPU_PYTHON=python3"; exit 1; }
+bench-kernels: gpu
 	@failed=; for name in $(KERNELS); do \
 		case $$name in \
 			norms) script="norms.py --all-sizes";; \

@@ -1,10 +1,10 @@
-"""Tables of norms: rows at odd addresses and long rows, by Triton and by the kernels of clusters.
+"""Tables of norms: short rows, rows at odd addresses and long rows, by Triton and by the kernels of clusters.
 
     python benchmarks/tuning/norms.py [--out norms.json] [--seconds 60] [--quick]
 
 Decides FORWARD and BACKWARD of `norm_clusters.py` ("staged": blocks of a cluster, warps, blocks on an SM, stages), and
-FORWARD_SHIFTED, BACKWARD_SHIFTED, FORWARD_LONG, FORWARD_LONG_ODD and BACKWARD_LONG of `norm_launches.py`. "plain": rows
-at odd addresses are loaded one element at a time. "table": as the tables are.
+FORWARD, FORWARD_SHIFTED, BACKWARD_SHIFTED, FORWARD_LONG, FORWARD_LONG_ODD and BACKWARD_LONG of `norm_launches.py`.
+"plain": rows at odd addresses are loaded one element at a time. "table": as the tables are.
 """
 
 from __future__ import annotations
@@ -132,6 +132,11 @@ def staged(direction: str, *values: tuple[int, ...]) -> dict[str, Settings]:
     return {f"staged {v}": {(clusters, direction): (ClusterConfig(1, 1 << 30, *v),)} for v in values}
 
 
+def forward(*values: tuple[int, ...]) -> dict[str, Settings]:
+    """values: rows of a tile, elements of a block, warps."""
+    return TABLE | tables("FORWARD", partial(ForwardConfig, 1 << 30), *values)
+
+
 NOT_HELD: dict[str, Settings] = {"not held": {(launches, "FORWARD_HELD"): ForwardConfig(1, 1, 16, 4)}}
 TASKS = (
     task(
@@ -175,6 +180,11 @@ TASKS = (
     task("backward", 1001, TABLE | staged("BACKWARD", (1, 1, 16, 3), (1, 2, 8, 3))),
     task("forward", 32768, TABLE | staged("FORWARD", (2, 16, 1, 4), (2, 16, 1, 2), (1, 32, 1, 1))),
     *(task(name, 16384, TABLE) for name in ("rms backward", "add forward")),
+    task("forward", 768, forward((2, 256, 2), (4, 256, 4), (2, 256, 4), (2, 1024, 4), (4, 1024, 4), (1, 256, 1))),
+    task("forward", 928, forward((2, 256, 2), (4, 256, 4), (2, 256, 4), (2, 1024, 4), (4, 1024, 4), (1, 512, 2))),
+    task("forward", 1024, forward((2, 1024, 4), (1, 1024, 2), (4, 1024, 4), (2, 512, 4), (1, 1024, 4))),
+    task("forward", 512, forward((2, 512, 1), (8, 512, 4), (4, 512, 4), (2, 512, 2))),
+    task("forward", 256, forward((8, 256, 4), (4, 256, 1), (16, 256, 4))),
 )
 
 if __name__ == "__main__":
