@@ -78,12 +78,16 @@ LONG_PAIRS: tuple[Shape, ...] = (
 MIDDLE: tuple[Shape, ...] = (
     *((1, 512, 3, True, 8), (1, 512, 2, True, 8), (2, 256, 3, True, 8), (1, 1024, 3, True, 4), (1, 512, 1, False, 0)),
 )
+HALVED: tuple[Shape, ...] = (
+    *((2, 512, 2, True, 8), (2, 512, 1, True, 8), (4, 256, 2, True, 8), (4, 256, 3, True, 8), (2, 1024, 1, True, 4)),
+    *((1, 512, 1, False, 0),),
+)
 ODD: tuple[Shape, ...] = (
-    *((2, 512, 4, True, 8), (2, 512, 2, True, 8), (4, 256, 4, True, 8), (4, 256, 2, True, 8), (2, 1024, 4, True, 4)),
+    *((2, 512, 4, True, 7), (2, 512, 2, True, 7), (4, 256, 4, True, 7), (4, 256, 2, True, 7), (2, 1024, 4, True, 4)),
     *((1, 512, 1, False, 0),),
 )
 ODD_PAIRS: tuple[Shape, ...] = (
-    *((2, 512, 2, True, 8), (4, 256, 2, True, 8), (4, 512, 4, True, 4), (8, 256, 2, True, 4), (2, 512, 2, True, 0)),
+    *((2, 512, 2, True, 7), (4, 256, 2, True, 7), (4, 512, 4, True, 4), (8, 256, 2, True, 4), (2, 512, 2, True, 0)),
 )
 SHORT: tuple[Shape, ...] = ((1, 512, 6, True, 4), (1, 256, 3, True, 8), (1, 512, 3, True, 4), (1, 256, 2, True, 8))
 
@@ -96,19 +100,28 @@ TASKS = (
     task("CLUSTER_FUSED", 50257, "PyTorch", *ODD),
     task("CLUSTER_FORWARD", 50257, "copy", *ODD),
     task("CLUSTER_BACKWARD", 50257, "copy", *ODD_PAIRS),
-    task("CLUSTER_BACKWARD", 65536, "copy", *LONG_PAIRS, *ODD_PAIRS),
-    task("CLUSTER_FORWARD", 65536, "copy", *ODD),
-    task("CLUSTER_FUSED", 65536, "copy", *ODD),
+    task("CLUSTER_BACKWARD", 65536, "copy", *LONG_PAIRS, (4, 256, 2, True, 8)),
+    task("CLUSTER_FORWARD", 65536, "copy", *HALVED),
+    task("CLUSTER_FUSED", 65536, "copy", *HALVED),
     task("CLUSTER_FORWARD", 16384, "copy", *SHORT),
     task("CLUSTER_FUSED", 16384, "copy", *SHORT),
-    task("CLUSTER_FORWARD", 20815, "copy", *MIDDLE),
-    task("CLUSTER_FUSED", 20815, "copy", *MIDDLE),
-    task("CLUSTER_BACKWARD", 20815, "copy", (2, 256, 2, True, 8), (4, 256, 2, True, 4), (1, 512, 2, True, 8)),
     task("CLUSTER_FORWARD", 262144, "copy", (8, 512, 3, True, 8), (8, 1024, 3, True, 4), (8, 512, 2, True, 8)),
     task("CLUSTER_FUSED", 262144, "copy", (8, 512, 3, True, 8), (8, 1024, 3, True, 4), (8, 512, 2, True, 8)),
     task("CLUSTER_BACKWARD", 262144, "copy", (8, 512, 1, True, 8), (8, 1024, 1, True, 4)),
-    task("CLUSTER_FORWARD", 5001, "copy", (1, 128, 4, True, 8), (1, 128, 2, True, 8), (1, 256, 4, True, 4)),
-    task("CLUSTER_BACKWARD", 5001, "copy", (1, 128, 2, True, 8), (1, 256, 2, True, 4)),
+    # Rows at odd addresses, with no more groups for each thread than it needs.
+    task("CLUSTER_FORWARD", 20815, "copy", (1, 512, 3, True, 6), (2, 256, 3, True, 6), (1, 512, 2, True, 6)),
+    task("CLUSTER_FUSED", 20815, "copy", (1, 512, 3, True, 6), (2, 256, 3, True, 6), (1, 512, 2, True, 6)),
+    task("CLUSTER_BACKWARD", 20815, "copy", (2, 256, 2, True, 6), (4, 256, 2, True, 3), (1, 512, 2, True, 6)),
+    task("CLUSTER_FORWARD", 10007, "copy", (1, 256, 4, True, 5), (1, 256, 2, True, 5), (1, 512, 4, True, 3)),
+    task("CLUSTER_FUSED", 10007, "copy", (1, 256, 4, True, 5), (1, 256, 2, True, 5), (1, 512, 4, True, 3)),
+    task("CLUSTER_BACKWARD", 10007, "copy", (1, 256, 2, True, 5), (1, 512, 2, True, 3), (2, 128, 2, True, 5)),
+    task("CLUSTER_FORWARD", 5001, "copy", (1, 128, 4, True, 5), (1, 128, 2, True, 5), (1, 256, 4, True, 3)),
+    task("CLUSTER_FUSED", 5001, "copy", (1, 128, 4, True, 5), (1, 128, 2, True, 5), (1, 256, 4, True, 3)),
+    task("CLUSTER_BACKWARD", 5001, "copy", (1, 128, 2, True, 5), (1, 256, 2, True, 3), (1, 128, 4, True, 5)),
+    task("CLUSTER_FORWARD", 2601, "copy", (1, 64, 4, True, 6), (1, 128, 3, True, 3), (1, 64, 2, True, 6)),
+    task("CLUSTER_BACKWARD", 2601, "copy", (1, 64, 2, True, 6), (1, 128, 2, True, 3), (1, 64, 4, True, 6)),
+    task("CLUSTER_FORWARD", 1001, "copy", (1, 32, 4, True, 4), (1, 64, 4, True, 2), (1, 32, 2, True, 4)),
+    task("CLUSTER_BACKWARD", 1001, "copy", (1, 32, 2, True, 4), (1, 64, 2, True, 2), (1, 32, 4, True, 4)),
 )
 
 if __name__ == "__main__":
