@@ -1,0 +1,334 @@
+"""DETR is facebookresearch's in its keys and Hugging Face's in its numbers, whatever the sizes of the images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rooftop.errors import WeightsError
+from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101, pad_images, sine_positions
+from rooftop.models.detr_weights import detr_state_dict
+from rooftop.models.resnet import BasicBlock, Bottleneck
+
+SMALL: dict[str, Any] = {
+    "num_classes": 5,
+    "queries": 7,
+    "width": 32,
+    "heads": 4,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "feed_forward": 48,
+}
+SIZES = [(70, 101), (128, 64), (33, 130)]
+
+
+def small(block: type[BasicBlock | Bottleneck] = BasicBlock, **options: Any) -> Detr:
+    return Detr(block, (1, 1, 1, 1), **{**SMALL, **options}).eval()
+
+
+@torch.no_grad()
+def randomize(model: nn.Module) -> None:
+    """All parameters and norm buffers, of sizes that keep the activations near one."""
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.dim() > 1:
+            nn.init.normal_(value, std=value[0].numel() ** -0.5)
+        elif name.endswith(("running_var", "weight")):
+            nn.init.uniform_(value, 0.5, 1.5)
+        elif value.is_floating_point():
+            nn.init.normal_(value, std=0.2)
+
+
+@pytest.fixture(scope="session")
+def hugging_face(torchvision_models: ModuleType) -> Callable[..., nn.Module]:
+    """Builds transformers' DETR of the size of `small`, randomized, on its own ResNet."""
+    transformers = pytest.importorskip("transformers")
+
+    @cache
+    def build(layer_type: str = "basic", **options: Any) -> nn.Module:
+        widths = [64 * 2**i * (4 if layer_type == "bottleneck" else 1) for i in range(4)]
+        config = transformers.DetrConfig(
+            use_timm_backbone=False,
+            backbone_config=transformers.ResNetConfig(
+                out_features=["stage4"], depths=[1] * 4, hidden_sizes=widths, layer_type=layer_type
+            ),
+            num_labels=SMALL["num_classes"],
+            num_queries=SMALL["queries"],
+            d_model=SMALL["width"],
+            encoder_attention_heads=SMALL["heads"],
+            decoder_attention_heads=SMALL["heads"],
+            encoder_layers=SMALL["encoder_layers"],
+            decoder_layers=SMALL["decoder_layers"],
+            encoder_ffn_dim=SMALL["feed_forward"],
+            decoder_ffn_dim=SMALL["feed_forward"],
+            **options,
+        )
+        torch.manual_seed(0)
+        model = transformers.DetrForObjectDetection(config).eval()
+        randomize(model)
+        return model
+
+    return build
+
+
+def version_4(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The names that transformers 4 gives, and that the published files have."""
+    renamed = {}
+    for key, value in tensors.items():
+        key = key.replace("model.backbone.", "model.backbone.conv_encoder.")
+        renamed[key.replace(".o_proj.", ".out_proj.").replace(".mlp.fc", ".fc")] = value
+    return renamed
+
+
+# Counts of facebookresearch/detr, as its trained files have them.
+@pytest.mark.parametrize(
+    ("build", "parameters", "trained", "keys"),
+    [(detr_resnet50, 41_524_768, 41_302_368, 458), (detr_resnet101, 60_464_672, 60_242_272, 713)],
+)
+def test_size(build: Callable[..., Detr], parameters: int, trained: int, keys: int) -> None:
+    with torch.device("meta"):
+        model = build()
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == trained
+    assert len(model.state_dict()) == keys
+    assert f"{parameters:,} parameters" in (build.__doc__ or "")
+
+
+def test_keys_are_facebookresearchs() -> None:
+    with torch.device("meta"):
+        shapes = {key: tuple(value.shape) for key, value in detr_resnet50().state_dict().items()}
+    norm = ("weight", "bias", "running_mean", "running_var")
+    attention = {"in_proj_weight": (768, 256), "in_proj_bias": (768,)}
+    attention |= {"out_proj.weight": (256, 256), "out_proj.bias": (256,)}
+    layer = {f"self_attn.{key}": shape for key, shape in attention.items()}
+    layer |= {"linear1.weight": (2048, 256), "linear1.bias": (2048,), "linear2.weight": (256, 2048)}
+    layer |= dict.fromkeys(("linear2.bias", "norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"), (256,))
+    decoder = layer | {f"multihead_attn.{key}": shape for key, shape in attention.items()}
+    decoder |= {"norm3.weight": (256,), "norm3.bias": (256,)}
+    expected = {f"transformer.encoder.layers.{i}.{key}": shape for i in range(6) for key, shape in layer.items()}
+    expected |= {f"transformer.decoder.layers.{i}.{key}": shape for i in range(6) for key, shape in decoder.items()}
+    expected |= {"transformer.decoder.norm.weight": (256,), "transformer.decoder.norm.bias": (256,)}
+    expected |= {"class_embed.weight": (92, 256), "class_embed.bias": (92,), "query_embed.weight": (100, 256)}
+    for i, out in enumerate((256, 256, 4)):
+        expected |= {f"bbox_embed.layers.{i}.weight": (out, 256), f"bbox_embed.layers.{i}.bias": (out,)}
+    expected |= {"input_proj.weight": (256, 2048, 1, 1), "input_proj.bias": (256,)}
+    expected |= {f"backbone.0.body.bn1.{key}": (64,) for key in norm}
+    found = {key: shape for key, shape in shapes.items() if ".body.layer" not in key and ".body.conv1" not in key}
+    assert found == expected
+
+
+def test_the_backbone_is_torchvisions_with_frozen_norms(torchvision_models: ModuleType) -> None:
+    theirs = torchvision_models.resnet18()
+    randomize(theirs)
+    ours = Detr(BasicBlock, (2, 2, 2, 2), **SMALL).train().backbone[0].body
+    keys = {k: v for k, v in theirs.state_dict().items() if "fc." not in k and "num_batches" not in k}
+    assert list(ours.state_dict()) == list(keys)
+    ours.load_state_dict(keys)
+    theirs.avgpool, theirs.fc = nn.Identity(), nn.Identity()
+    x = torch.randn(2, 3, 64, 96)
+    torch.testing.assert_close(ours(x).flatten(1), theirs.eval()(x), rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(v, keys[k]) for k, v in ours.state_dict().items())  # training left the statistics alone
+
+
+@pytest.mark.parametrize(("block", "layer_type"), [(BasicBlock, "basic"), (Bottleneck, "bottleneck")])
+def test_logits_and_boxes_are_hugging_faces(
+    block: type[BasicBlock | Bottleneck], layer_type: str, hugging_face: Callable[..., Any]
+) -> None:
+    theirs = hugging_face(layer_type)
+    ours = small(block)
+    tensors = detr_state_dict(theirs.state_dict())
+    before = detr_state_dict(version_4(theirs.state_dict()))
+    assert all(torch.equal(before.pop(key), value) for key, value in tensors.items())
+    assert not before
+    ours.load_state_dict(tensors, strict=True)
+    images = [torch.randn(3, *size) for size in SIZES]
+    batch, padding = pad_images(images)
+    with torch.no_grad():
+        expected = theirs(batch, (~padding).long())
+        whole = theirs(batch)
+        for found, reference in ((ours(images), expected), (ours(batch, padding), expected), (ours(batch), whole)):
+            torch.testing.assert_close(found.logits, reference.logits, rtol=0, atol=1e-5)
+            torch.testing.assert_close(found.boxes, reference.pred_boxes, rtol=0, atol=1e-5)
+    assert not torch.allclose(expected.logits, whole.logits, atol=1e-2)  # the mask matters
+
+
+def test_a_timm_backbone_is_known(hugging_face: Callable[..., Any]) -> None:
+    pytest.importorskip("timm")
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        theirs = transformers.DetrForObjectDetection(transformers.DetrConfig(num_labels=91))
+        ours = detr_resnet50()
+    for names in (dict, version_4):
+        shapes = {k: v.shape for k, v in detr_state_dict(names(theirs.state_dict())).items()}
+        assert shapes == {k: v.shape for k, v in ours.state_dict().items()}
+
+
+def test_every_decoder_layer_predicts(hugging_face: Callable[..., Any]) -> None:
+    theirs, ours = hugging_face(), small()
+    ours.load_state_dict(detr_state_dict(theirs.state_dict()))
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        found = ours(x)
+        hidden = theirs(x, output_hidden_states=True).decoder_hidden_states
+        normed = [theirs.model.decoder.layernorm(h) for h in hidden[1:-1]]
+    assert len(found.auxiliary) == SMALL["decoder_layers"] - 1
+    for earlier, objects in zip(found.auxiliary, normed, strict=True):
+        torch.testing.assert_close(earlier.logits, theirs.class_labels_classifier(objects), rtol=0, atol=1e-5)
+        torch.testing.assert_close(earlier.boxes, theirs.bbox_predictor(objects).sigmoid(), rtol=0, atol=1e-5)
+    ours.auxiliary = False
+    last = ours(x)
+    assert last.auxiliary == ()
+    torch.testing.assert_close(last.logits, found.logits)
+
+
+def test_padding_changes_nothing_but_where_the_features_end() -> None:
+    """Of images whose sides are multiples of 32 and that are black at the border, only rounding is left."""
+    model = small()
+    randomize(model)
+    body = model.backbone[0].body
+    for module in body.modules():  # black stays black: no bias anywhere
+        if hasattr(module, "running_mean"):
+            module.running_mean.zero_()
+            module.bias.zero_()
+    image = torch.zeros(3, 160, 192)
+    image[:, :32, :32] = torch.randn(3, 32, 32)
+    alone = model([image])
+    beside = model([image, torch.randn(3, 256, 224)])
+    torch.testing.assert_close(beside.logits[0], alone.logits[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(beside.boxes[0], alone.boxes[0], rtol=0, atol=1e-4)
+
+
+def test_an_image_wholly_padding_is_finite_and_leaves_the_others_alone() -> None:
+    model = small().train()
+    batch, padding = pad_images([torch.randn(3, 64, 96), torch.randn(3, 96, 64)])
+    with torch.no_grad():
+        model.eval()
+        expected = model(batch, padding).logits[0]
+        padding[1] = True
+        found = model(batch, padding)
+    torch.testing.assert_close(found.logits[0], expected)
+    assert found.logits.isfinite().all()
+    assert found.boxes.isfinite().all()
+    out = model.train()(batch, padding)
+    (out.logits.sum() + out.boxes.sum()).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_positions_run_to_two_pi_and_tell_all_cells_apart() -> None:
+    padding = torch.ones(2, 9, 12, dtype=torch.bool)
+    padding[0, :5, :7] = False
+    padding[1, :9, :12] = False
+    found = sine_positions(padding, 32).unflatten(1, (9, 12))
+    assert found[0, 4, 6, [0, 1, 16, 17]].tolist() == pytest.approx([0, 1, 0, 1], abs=1e-5)
+    first = math.sin(2 * math.pi / 5), math.sin(2 * math.pi / 7)
+    assert (found[0, 0, 0, 0].item(), found[0, 0, 0, 16].item()) == pytest.approx(first, abs=1e-5)
+    distances = torch.cdist(found[1].flatten(0, 1), found[1].flatten(0, 1)) + 10 * torch.eye(108)
+    assert distances.min() > 0.05
+
+
+def test_half_precision_has_no_nan() -> None:
+    batch, padding = pad_images([torch.randn(3, 64, 96), torch.randn(3, 96, 64)])
+    padding[1] = True
+    found = small().bfloat16()(batch.bfloat16(), padding)
+    assert found.logits.dtype == torch.bfloat16
+    assert found.logits.isfinite().all()
+
+
+def test_every_trained_parameter_gets_a_gradient() -> None:
+    model = small().train()
+    randomize(model)
+    found = model([torch.randn(3, 64, 96), torch.randn(3, 96, 64)])
+    sum(each.logits.square().sum() + each.boxes.square().sum() for each in (found, *found.auxiliary)).backward()
+    without = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {n for n, _ in model.named_parameters() if ".body.conv1" in n or ".body.layer1" in n}
+    # The first layer attends to zeros, so that only biases matter there.
+    assert without - {"transformer.decoder.layers.0.self_attn.in_proj_weight"} == frozen
+    assert all(p.requires_grad for p in small(norm=nn.BatchNorm2d).parameters())
+
+
+def test_compiled_whole() -> None:
+    model = small(encoder_layers=1, decoder_layers=2)
+    batch, padding = pad_images([torch.randn(3, 64, 96), torch.randn(3, 96, 64)])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(batch, padding), model(batch, padding))
+
+
+def test_weights_from_files(tmp_path: Path) -> None:
+    model = detr_resnet50(**SMALL)
+    randomize(model)
+    expected = model.state_dict()
+    torch.save({"model": expected}, tmp_path / "detr.pth")
+    found = detr_resnet50(weights=tmp_path / "detr.pth", **SMALL).state_dict()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_wrong_weights(tmp_path: Path, resnet18_file: Path) -> None:
+    model = small()
+    torch.save(model.state_dict(), tmp_path / "detr.pth")
+    with pytest.raises(WeightsError, match="has 5 classes, the model 91: build it with num_classes=5"):
+        detr_resnet50(weights=tmp_path / "detr.pth")
+    with pytest.raises(WeightsError, match="does not fit the model"):
+        detr_resnet50(weights=tmp_path / "detr.pth", num_classes=5)
+    with pytest.raises(WeightsError, match=r"three\.pth: no weights of a DETR"):
+        detr_resnet50(weights=resnet18_file)
+    with pytest.raises(WeightsError, match="cannot be read: No such file"):
+        detr_resnet50(weights=tmp_path / "missing.pth")
+    names = ("class_labels_classifier.weight", "model.encoder.layers.0.self_attn.q_proj.bias")
+    with pytest.raises(WeightsError, match=r"self_attn has q_proj\.bias but no k, v_proj\.bias"):
+        detr_state_dict({name: torch.zeros(6) for name in names})
+
+
+def test_a_backbone_of_its_own(tmp_path: Path) -> None:
+    from rooftop.models import resnet50
+
+    backbone = resnet50(num_classes=3)
+    randomize(backbone)
+    torch.save(backbone.state_dict(), tmp_path / "resnet50.pth")
+    body = detr_resnet50(backbone_weights=tmp_path / "resnet50.pth", **SMALL).backbone[0].body.state_dict()
+    theirs = backbone.state_dict()
+    assert all(torch.equal(value, theirs[key]) for key, value in body.items())
+
+
+def test_images_are_padded_right_and_below() -> None:
+    images = [torch.randn(3, h, w) for h, w in SIZES]
+    batch, padding = pad_images(images, multiple=32)
+    assert batch.shape == (3, 3, 128, 160)
+    for image, place, mask in zip(images, batch, padding, strict=True):
+        _, h, w = image.shape
+        assert torch.equal(place[:, :h, :w], image)
+        assert not mask[:h, :w].any()
+        assert (~mask).sum() == h * w
+        assert place.abs().sum().item() == pytest.approx(image.abs().sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("images", "padding", "message"),
+    [
+        ([], None, "zero images"),
+        (torch.zeros(0, 3, 8, 8), None, "zero images"),
+        (torch.zeros(1, 3, 0, 8), None, "images without pixels"),
+        (torch.zeros(1, 4, 8, 8), None, "expected \\(B, 3, H, W\\)"),
+        ([torch.zeros(3, 8, 8), torch.zeros(1, 8, 8)], None, "image 1 is \\(1, 8, 8\\), expected \\(3, H, W\\)"),
+        ([torch.zeros(3, 8, 8)], torch.zeros(1, 8, 8, dtype=torch.bool), "belongs to a batch"),
+        (torch.zeros(1, 3, 8, 8), torch.zeros(1, 8, 8), "torch.float32 \\(1, 8, 8\\), expected torch.bool"),
+        (torch.zeros(1, 3, 8, 8), torch.zeros(1, 8, 9, dtype=torch.bool), "expected torch.bool \\(1, 8, 8\\)"),
+    ],
+)
+def test_wrong_images(images: Any, padding: Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small()(images, padding)
+
+
+@pytest.mark.parametrize("options", [{"width": 30}, {"heads": 5}, {"decoder_layers": 0}])
+def test_wrong_options(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"width|decoder_layers"):
+        small(**options)
