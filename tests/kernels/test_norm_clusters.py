@@ -169,6 +169,15 @@ def test_kernels_compile_without_spills(rms: bool) -> None:
             assert kernel.binary.spill_bytes <= (64 if (name, warps) == (BACKWARD, 32) else 0), kernel
 
 
+@pytest.mark.parametrize("name", [FORWARD, BACKWARD])
+def test_memory_is_read_in_bulk_and_written_16_bytes_at_a_time(name: str) -> None:
+    pytest.importorskip("cuda.core")
+    kernel = kernel_name(name, ClusterConfig(1, 1 << 20, 1, 16), BFLOAT16, BFLOAT16, 4, False)
+    ptx = cuda.compile(norm_clusters._source(), kernel, arch="sm_90").ptx
+    for instruction in ("cp.async.bulk.shared::cluster.global", "ld.shared.v4.u32", "st.global.v4.b32"):
+        assert instruction in ptx, instruction
+
+
 GPU_CASES = [
     (1001, ClusterConfig(1, 1 << 20, 1, 1, 12)),
     (2601, ClusterConfig(1, 1 << 20, 1, 4, 4)),
