@@ -25,6 +25,7 @@ OPERATORS = sorted(  # those of the kernels; each is registered when its file is
     if name.startswith("rooftop::") and "." not in name
 )
 X = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
+GATES, STATE = X.reshape(1, 8, 3, 1), X.flatten()[:6].reshape(1, 2, 3, 1)  # two features at three places
 ROW, OTHER = X[0].clone(), X.flip(0)
 CLASSES = torch.tensor([0, 2, 5, 1])
 HIDDEN, HEAD = X[:, :3].contiguous(), X.flatten()[:18].reshape(6, 3)
@@ -68,6 +69,16 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
     "reduce_backward": (lambda: learn(lambda x: kernels.amax(x, 1), X), (4 * 24, F4 * (4 + 24 + 4), F4 * 24)),
     "swiglu": (lambda: kernels.swiglu(X, OTHER), (6 * 24, F4 * 48, F4 * 24)),
     "swiglu_backward": (lambda: learn(kernels.swiglu, X, OTHER), (12 * 24, F4 * 72, F4 * 48)),
+    # three sigmoids, two tanh, f c + i g, o times, four sums
+    "conv_lstm_gates": (
+        lambda: kernels.conv_lstm_gates(GATES, STATE.clone(), added=GATES.clone()),
+        ((3 * 4 + 2 * 5 + 4 + 4) * 6, F4 * (48 + 6), F4 * 12),
+    ),
+    # the same activations and their slopes; 3 for the cell, 3 for its gradient, 9 products
+    "conv_lstm_gates_backward": (
+        lambda: learn(kernels.conv_lstm_gates, GATES, STATE),
+        ((3 * 6 + 2 * 7 + 15) * 6, F4 * (24 + 18), F4 * 30),
+    ),
     # four rows of three of the table's six
     "embedding": (lambda: kernels.embedding(CLASSES, HEAD), (0, F4 * 12 + I8 * 4, F4 * 12)),
     "embedding_backward": (lambda: learn(kernels.embedding, CLASSES, HEAD), (12, F4 * 12 + I8 * 4, F4 * 18)),
@@ -184,6 +195,8 @@ class Everything(nn.Module):
         for reduce in (kernels.sum, kernels.mean, kernels.amax, kernels.amin, kernels.norm):
             x = x + reduce(x, 1, keepdim=True)
         x = x + kernels.argmax(x, 1, keepdim=True) - kernels.argmin(x, 1, keepdim=True)
+        hidden, cell = kernels.conv_lstm_gates(x.reshape(1, 8, 3, 1), x.flatten()[:6].reshape(1, 2, 3, 1))
+        x = x + (hidden + cell).flatten()
         heads = x.reshape(1, 2, 3, 4)
         query, key = kernels.rope_pair(heads, kernels.rope(heads, *2 * (ANGLES[:3],)), *2 * (ANGLES[:3],))
         parts = [kernels.attention(query, each, heads, return_lse=True) for each in (key, heads)]

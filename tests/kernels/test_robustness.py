@@ -98,6 +98,14 @@ def trilinear(features: Tensor, points: Tensor) -> Tensor:
     return torch.einsum("bc,bcf->bf", weights, features)
 
 
+def conv_lstm(gates: Tensor, cell: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, c, o = (gates + added).chunk(4, 1)
+    if gates.shape[1] != 4 * cell.shape[1] or gates.shape != added.shape or gates.dim() != 4:
+        raise ValueError("expected four gates of each cell")
+    cell = f.sigmoid() * cell + i.sigmoid() * c.tanh()
+    return o.sigmoid() * cell.tanh(), cell
+
+
 HEAD = "B H S D"
 PUBLIC = [
     elementwise("relu", torch.relu),
@@ -147,6 +155,7 @@ PUBLIC = [
         fixed=("C", "D"),
     ),
     Public("swiglu", {"gate": "M N", "up": "M N"}, lambda gate, up: F.silu(gate) * up, {}),
+    Public("conv_lstm_gates", {"gates": "M 8 H S", "cell": "M 2 H S", "added": "M 8 H S"}, conv_lstm, {}),
     *(
         Public(name, {"features": "M 8 K", "points": "M 3"}, trilinear, {})
         for name in ("trilinear_interpolate", "trilinear_interpolate_cuda")

@@ -2,6 +2,7 @@
 
 from rooftop.kernels.attention_states import merge_attention_states
 from rooftop.kernels.attentions import AttentionPlan, attention, attention_plan
+from rooftop.kernels.conv_lstms import conv_lstm_gates
 from rooftop.kernels.cuda_interpolations import trilinear_interpolate_cuda
 from rooftop.kernels.cuda_norms import add_layer_norm_cuda
 from rooftop.kernels.elementwise import add, axpy, fused, gelu, mul, relu, sigmoid, silu, tanh
@@ -30,6 +31,7 @@ __all__ = [
     "attention",
     "attention_plan",
     "axpy",
+    "conv_lstm_gates",
     "cross_entropy",
     "embedding",
     "fused",
