@@ -89,7 +89,7 @@ __device__ void store(const float (&values)[WIDTH], T* to) {
 }
 
 template <typename T, int WIDTH>
-__device__ void widen(const Pack<T, WIDTH>& pack, float (&values)[WIDTH]) {
+__device__ void widen(const Pack<T, WIDTH> pack, float (&values)[WIDTH]) {
     if constexpr (sizeof(T) == 4) {
         memcpy(values, pack.words, sizeof(values));
     } else if constexpr (WIDTH == 1) {
@@ -113,7 +113,7 @@ __device__ void store_rounded(float (&values)[WIDTH], T* to) {
 }
 
 template <typename T, int WIDTH>
-__device__ void add(const Pack<T, WIDTH>& pack, float (&values)[WIDTH]) {
+__device__ void add(const Pack<T, WIDTH> pack, float (&values)[WIDTH]) {
     float more[WIDTH];
     widen(pack, more);
 #pragma unroll
