@@ -1,0 +1,157 @@
+"""Each target its own query, at the lowest total cost: the linear assignment problem, for a batch of them.
+
+Two ways with the same total cost. `assign_on_host` calls scipy for one problem after another, which for tensors on a
+GPU waits for them. `assign_batched` solves all problems in step, in plain PyTorch, and never waits: by shortest
+augmenting paths (Jonker and Volgenant 1987, in the form of Crouse 2016, "On implementing 2D rectangular assignment
+algorithms", which scipy follows, too). For M targets it takes M (M + 1) / 2 steps of some dozen launches each, whatever
+the size of the batch: it suits few targets, a CUDA graph, or a host that has better things to do.
+
+A cost that is NaN or infinite counts as `WORST`, so that such a pair is taken only where there is no other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rooftop.errors import MissingExtraError
+
+WORST = 1e5
+"""Costs are held between -WORST and WORST. In float64 their sums keep ten digits after the point."""
+FORBIDDEN = 1e9
+"""The cost of what is not there: more than any total of costs that are."""
+
+
+def assign_on_host(cost: Tensor, valid: Tensor) -> Tensor:
+    """Assign by scipy.
+
+    Args:
+        cost: (B, M, Q), any floating dtype: of giving target m to query q.
+        valid: bool (B, M), which targets there are.
+
+    Returns:
+        int64 (B, M) on the device of `cost`: the query of each target; -1 for a target that is not there, or gets none
+        because there are more targets than queries.
+
+    Raises:
+        ValueError: other shapes.
+        MissingExtraError: scipy is not installed.
+    """
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError as error:
+        raise MissingExtraError('matching on the host needs scipy: pip install "rooftop[detection]"') from error
+    _check(cost, valid)
+    costs, there = _finite(cost).cpu().numpy(), valid.cpu()
+    queries = torch.full(valid.shape, -1)
+    for problem, present, row in zip(costs, there, queries, strict=True):
+        targets = present.nonzero()[:, 0]
+        chosen, columns = linear_sum_assignment(problem[targets.numpy()])
+        row[targets[torch.from_numpy(chosen)]] = torch.from_numpy(columns)
+    return queries.to(cost.device)
+
+
+@torch.no_grad()
+def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
+    """Assign all problems in step, on their device and without waiting for it; the rest is as for `assign_on_host`."""
+    _check(cost, valid)
+    cost = _finite(cost)
+    batch, targets, queries = cost.shape
+    if not targets or not queries:
+        return torch.full_like(valid, -1, dtype=torch.int64)
+    if targets <= queries:
+        return _augmented(cost, valid)
+    # Paths start from the shorter side: here each query looks for a target, and takes one that is not there at last.
+    of_queries = cost.masked_fill(~valid[..., None], FORBIDDEN).transpose(1, 2)
+    chosen = _augmented(of_queries, torch.ones_like(of_queries[..., 0], dtype=torch.bool))  # (B, Q)
+    numbers = torch.arange(queries, device=cost.device).expand(batch, -1)
+    found = torch.full_like(valid, -1, dtype=torch.int64).scatter(1, chosen, numbers)
+    return found.masked_fill(~valid, -1)
+
+
+def _augmented(cost: Tensor, active: Tensor) -> Tensor:
+    """The column of each active row (B, R), for costs (B, R, C), R <= C; -1 for other rows.
+
+    Rows are taken one by one. Each searches the cheapest path to a free column, along which columns change hands.
+    """
+    batch, rows, columns = cost.shape
+    numbers = torch.arange(columns, device=cost.device)
+    row_prices, column_prices = cost.new_zeros((batch, rows)), cost.new_zeros((batch, columns))
+    column_of = torch.full_like(active, -1, dtype=torch.int64)
+    row_of = torch.full_like(column_prices, -1, dtype=torch.int64)
+    for row in range(rows):
+        started = active[:, row]
+        sink, distance, lengths, came_from, seen = _search(cost, row_prices, column_prices, row_of, row, started)
+        # Rows on the tree hold columns that were seen, but for the first; prices keep reduced costs non-negative.
+        slack = torch.where(seen, distance[:, None] - lengths, 0)  # (B, C)
+        held = column_of.clamp(min=0)
+        gains = torch.where(column_of >= 0, slack.gather(1, held), 0)
+        gains[:, row] = torch.where(started, distance, 0)
+        row_prices += gains
+        column_prices -= slack
+        column, going = sink, started
+        for _ in range(row + 1):
+            taker = came_from.gather(1, column[:, None])  # (B, 1)
+            left = column_of.gather(1, taker)[:, 0]
+            row_of = torch.where(going[:, None] & (numbers == column[:, None]), taker, row_of)
+            kept = torch.where(going, column, left)
+            column_of = column_of.scatter(1, taker, kept[:, None])
+            going = going & (taker[:, 0] != row)
+            column = torch.where(going, left, column)
+            if _over(~going):
+                break
+    return column_of
+
+
+def _search(
+    cost: Tensor, row_prices: Tensor, column_prices: Tensor, row_of: Tensor, first: int, started: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Dijkstra's search from row `first` for the nearest free column.
+
+    Returns:
+        That column (B,), its distance (B,), the distances of all columns (B, C), the row from which each was reached
+        (B, C), and which were settled (B, C).
+    """
+    batch, _, columns = cost.shape
+    numbers = torch.arange(columns, device=cost.device)
+    lengths = torch.full_like(column_prices, torch.inf)
+    came_from = torch.full_like(row_of, first)
+    seen = torch.zeros_like(row_of, dtype=torch.bool)
+    distance = cost.new_zeros(batch)
+    row = torch.full_like(row_of[:, 0], first)
+    sink = torch.zeros_like(row)
+    open_ = started
+    for _ in range(first + 1):  # each step but the last settles the column of one of the rows before
+        of_row = cost.gather(1, row[:, None, None].expand(-1, 1, columns))[:, 0]  # (B, C)
+        reached = (distance - row_prices.gather(1, row[:, None])[:, 0])[:, None] + of_row - column_prices
+        better = (reached < lengths) & ~seen & open_[:, None]
+        lengths = torch.where(better, reached, lengths)
+        came_from = torch.where(better, row[:, None], came_from)
+        nearest, column = lengths.masked_fill(seen, torch.inf).min(dim=1)
+        distance = torch.where(open_, nearest, distance)
+        seen = seen | (open_[:, None] & (numbers == column[:, None]))
+        sink = torch.where(open_, column, sink)
+        holder = row_of.gather(1, column[:, None])[:, 0]
+        open_ = open_ & (holder >= 0)
+        row = torch.where(open_, holder, row)
+        if _over(~open_):
+            break
+    return sink, distance, lengths, came_from, seen
+
+
+def _over(done: Tensor) -> bool:
+    """Whether all problems are done, where asking costs nothing: on the CPU."""
+    return done.device.type == "cpu" and bool(done.all())
+
+
+def _finite(cost: Tensor) -> Tensor:
+    """Costs in float64, none outside of -WORST and WORST; NaN and both infinities are the worst."""
+    return cost.detach().double().nan_to_num(WORST, WORST, WORST).clamp(-WORST, WORST)
+
+
+def _check(cost: Tensor, valid: Tensor) -> None:
+    if cost.dim() != 3 or valid.shape != cost.shape[:2] or valid.dtype != torch.bool:
+        raise ValueError(
+            f"costs are {tuple(cost.shape)} and valid {valid.dtype} {tuple(valid.shape)}, "
+            "expected (B, M, Q) and torch.bool (B, M)"
+        )
