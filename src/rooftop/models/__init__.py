@@ -1,7 +1,15 @@
 """Models with the state dicts and weights of their origins, and the photographs that go into them."""
 
 from rooftop.models.classification import Classified, Guess, classify, load_classifier
+from rooftop.models.conv_lstm import (
+    ConvLSTM2D,
+    NextFrameNetwork,
+    colour_next_frame_network,
+    next_frame_network,
+    predict_frames,
+)
 from rooftop.models.images import Preprocessing, find_images, load_images
+from rooftop.models.keras_weights import load_keras_weights
 from rooftop.models.registry import ModelEntry, builtin_models, model_entry
 from rooftop.models.resnet import (
     ResNet,
@@ -19,16 +27,22 @@ from rooftop.models.resnet import (
 
 __all__ = [
     "Classified",
+    "ConvLSTM2D",
     "Guess",
     "ModelEntry",
+    "NextFrameNetwork",
     "Preprocessing",
     "ResNet",
     "builtin_models",
     "classify",
+    "colour_next_frame_network",
     "find_images",
     "load_classifier",
     "load_images",
+    "load_keras_weights",
     "model_entry",
+    "next_frame_network",
+    "predict_frames",
     "resnet18",
     "resnet34",
     "resnet50",

@@ -1,0 +1,472 @@
+"""ConvLSTM with Keras's semantics, and the network of Keras's example that predicts the next frame of a video.
+
+Shi et al. 2015, "Convolutional LSTM Network: A Machine Learning Approach for Precipitation Nowcasting", without
+peepholes; order of gates, defaults and options are those of `keras.layers.ConvLSTM2D`:
+
+    z = conv(x_t, kernel) + conv(h, recurrent_kernel) + bias
+    i, f, o = recurrent_activation(z_i, z_f, z_o)
+    c' = f c + i activation(z_c)
+    h' = o activation(c')
+
+The input convolutions of all time steps are one call; a step is one recurrent convolution with 4 F outputs and one
+kernel for the rest (`rooftop.kernels.conv_lstm_gates`), where Keras runs eight convolutions.
+
+    network = next_frame_network()
+    load_keras_weights(network, "next_frame.keras")
+    future = predict_frames(network, frames, 10)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rooftop.kernels import conv_lstm_gates
+from rooftop.kernels.conv_lstms import ACTIVATIONS
+
+Pair = tuple[int, int]
+States = tuple[Tensor, Tensor]
+FIRST, LAST = "channels_first", "channels_last"
+
+
+class ConvLSTM2D(nn.Module):
+    """`keras.layers.ConvLSTM2D`: frames (N, T, H, W, C), or (N, T, C, H, W) with channels_first, to hidden states.
+
+    Parameters are `kernel` (4 F, C, kh, kw), `recurrent_kernel` (4 F, F, kh, kw) and `bias` (4 F), gates in the order
+    i, f, c, o: Keras's weights with output and input channels first (`keras_weights.py` reads them).
+
+    Args:
+        in_channels: C, which Keras finds out at the first call.
+        filters: F.
+        kernel_size: of both convolutions, one number or (height, width).
+        strides: of the input convolution. The recurrent one has none, and no dilation.
+        padding: of the input convolution: "valid", or "same", where the odd one goes to the end as in TensorFlow. The
+            recurrent one is always "same".
+        data_format: "channels_last" or "channels_first", of frames and results.
+        dilation_rate: of the input convolution.
+        activation, recurrent_activation: one of `rooftop.kernels.conv_lstms.ACTIVATIONS`. "hard_sigmoid" is Keras 3's;
+            networks of Keras 2 want "hard_sigmoid_keras2".
+        use_bias: whether there is `bias`.
+        unit_forget_bias: whether the forget gate's bias starts at 1.
+        return_sequences: results of all steps, (N, T, ...), or of the last, (N, ...).
+        return_state: (output, hidden, cell) in place of the output.
+        go_backwards: from the last frame to the first; results are in the order in which they came about.
+        stateful: each call begins with the state that the one before ended with, until `reset_state()`. No gradient
+            goes from one call to another. The state is not part of the state dict.
+        dropout, recurrent_dropout: probability, below 1, with which elements of the input and of the hidden state are
+            dropped while training. Each gate has a mask of its own, drawn once a call and used for every step.
+
+    Raises:
+        ValueError: options that do not exist or do not fit; strides with dilation.
+    """
+
+    hidden_state: Tensor | None
+    cell_state: Tensor | None
+
+    def __init__(
+        self,
+        in_channels: int,
+        filters: int,
+        kernel_size: int | Sequence[int],
+        strides: int | Sequence[int] = 1,
+        padding: str = "valid",
+        data_format: str = LAST,
+        dilation_rate: int | Sequence[int] = 1,
+        activation: str = "tanh",
+        recurrent_activation: str = "sigmoid",
+        use_bias: bool = True,
+        unit_forget_bias: bool = True,
+        return_sequences: bool = False,
+        return_state: bool = False,
+        go_backwards: bool = False,
+        stateful: bool = False,
+        dropout: float = 0.0,
+        recurrent_dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.in_channels, self.filters = _positive("in_channels", in_channels), _positive("filters", filters)
+        self.kernel_size = _pair("kernel_size", kernel_size)
+        self.strides, self.dilation_rate = _pair("strides", strides), _pair("dilation_rate", dilation_rate)
+        if max(self.strides) > 1 and max(self.dilation_rate) > 1:
+            raise ValueError(
+                "ConvLSTM2D: strides > 1 and dilation_rate > 1 do not go together: set one of them to 1; "
+                f"got strides={self.strides}, dilation_rate={self.dilation_rate}"
+            )
+        self.padding = _one_of("padding", str(padding).lower(), ("valid", "same"))
+        self.data_format = _one_of("data_format", data_format, (LAST, FIRST))
+        self.activation = _one_of("activation", activation, ACTIVATIONS)
+        self.recurrent_activation = _one_of("recurrent_activation", recurrent_activation, ACTIVATIONS)
+        for name, rate in (("dropout", dropout), ("recurrent_dropout", recurrent_dropout)):
+            if not 0 <= rate < 1:
+                raise ValueError(f"ConvLSTM2D: {name} must be at least 0 and below 1, got {rate}")
+        self.dropout, self.recurrent_dropout = dropout, recurrent_dropout
+        self.unit_forget_bias = unit_forget_bias
+        self.return_sequences, self.return_state = return_sequences, return_state
+        self.go_backwards, self.stateful = go_backwards, stateful
+        self.kernel = nn.Parameter(torch.empty(4 * filters, in_channels, *self.kernel_size))
+        self.recurrent_kernel = nn.Parameter(torch.empty(4 * filters, filters, *self.kernel_size))
+        self.bias = nn.Parameter(torch.empty(4 * filters)) if use_bias else None
+        self.register_buffer("hidden_state", None, persistent=False)
+        self.register_buffer("cell_state", None, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Keras's initial values: Glorot uniform, orthogonal, zeros with 1 for the forget gate."""
+        nn.init.xavier_uniform_(self.kernel)
+        nn.init.orthogonal_(self.recurrent_kernel)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+            if self.unit_forget_bias:
+                nn.init.ones_(self.bias[self.filters : 2 * self.filters])
+
+    def reset_state(self) -> None:
+        """The next call of a stateful layer begins with zeros."""
+        self.hidden_state = self.cell_state = None
+
+    def extra_repr(self) -> str:
+        shapes = ("in_channels", "filters", "kernel_size", "strides", "padding", "data_format", "dilation_rate")
+        names = (*shapes, "activation", "recurrent_activation", "return_sequences")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+    def forward(
+        self, x: Tensor, initial_state: Sequence[Tensor] | None = None, mask: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Hidden states of one call.
+
+        Args:
+            x: (N, T, H, W, C), or (N, T, C, H, W) with channels_first; T at least 1.
+            initial_state: (hidden, cell), each (N, H', W', F) or (N, F, H', W') as the result of one step; None: zeros,
+                or the state of a stateful layer.
+            mask: (N, T) booleans; a step that is False leaves the state as it is and gives the result of the step
+                before (zeros at the first).
+
+        Returns:
+            (N, T, H', W', F) or (N, H', W', F), channels where data_format says; with return_state also hidden and
+            cell after the last step.
+
+        Raises:
+            TypeError: dtypes that do not fit.
+            ValueError: shapes that do not fit, a frame smaller than the kernel, or another batch size than the state of
+                a stateful layer has.
+        """
+        output, (hidden, cell) = self.unrolled(x, initial_state, mask)
+        if not self.return_sequences:
+            output = output[:, -1]
+        return (output, hidden, cell) if self.return_state else output
+
+    def unrolled(
+        self, x: Tensor, initial_state: Sequence[Tensor] | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, States]:
+        """Results of all steps and the last (hidden, cell), whatever return_sequences and return_state say."""
+        self._check(x, mask)
+        inputs = self._input_gates(x)  # (T, N, 4 F, H', W')
+        given = self._given_state(inputs, initial_state)
+        outputs, state = self._steps(inputs, given, mask)
+        if self.stateful:
+            self.hidden_state, self.cell_state = (t.detach() for t in state)
+        results = torch.stack([self._as_given(y) for y in outputs])  # (T, N, ...): what the next layer's steps read
+        hidden, cell = (self._as_given(t) for t in state)
+        return results.transpose(0, 1), (hidden, cell)
+
+    def _input_gates(self, x: Tensor) -> Tensor:
+        """The input convolutions of all steps: (T, N, 4 F, H', W')."""
+        frames = x.transpose(0, 1)  # (T, N, ...)
+        if self.data_format == LAST:
+            frames = frames.contiguous().permute(0, 1, 4, 2, 3)  # (T, N, C, H, W), channels last in memory
+        steps, batch = frames.shape[:2]
+        groups = 1
+        if self.training and self.dropout > 0:
+            frames, groups = _four_times(frames, self.dropout), 4  # (T, N, 4 C, H, W)
+        flat = frames.flatten(0, 1)
+        before, after = self._pads(flat.shape[-2:])
+        if before != after:
+            flat, before = F.pad(flat, (before[1], after[1], before[0], after[0])), (0, 0)
+        gates = F.conv2d(flat, self.kernel, self.bias, self.strides, before, self.dilation_rate, groups)
+        return gates.unflatten(0, (steps, batch))
+
+    def _pads(self, sizes: Sequence[int]) -> tuple[Pair, Pair]:
+        """Rows and columns of zeros before and after a frame; of an odd number there is one more after."""
+        if self.padding == "valid":
+            return (0, 0), (0, 0)
+        totals = [
+            max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
+            for size, stride, kernel, dilation in zip(
+                sizes, self.strides, self.kernel_size, self.dilation_rate, strict=True
+            )
+        ]
+        (a, b), (c, d) = [total // 2 for total in totals], [total - total // 2 for total in totals]
+        return (a, b), (c, d)
+
+    def _recurrent_gates(self, hidden: Tensor, masks: Tensor | None) -> Tensor:
+        """The recurrent convolution of a step, (N, 4 F, H', W')."""
+        if masks is not None:
+            hidden = (hidden[:, None] * masks).flatten(1, 2)  # (N, 4 F, H', W'): a masked copy for each gate
+        height, width = self.kernel_size
+        if height % 2 and width % 2:
+            padding = (height // 2, width // 2)
+        else:  # one more row or column at the end
+            pads = ((width - 1) // 2, width // 2, (height - 1) // 2, height // 2)
+            hidden, padding = F.pad(hidden, pads), (0, 0)
+        return F.conv2d(hidden, self.recurrent_kernel, padding=padding, groups=1 if masks is None else 4)
+
+    def _steps(self, inputs: Tensor, given: States | None, mask: Tensor | None) -> tuple[list[Tensor], States]:
+        """Results of all steps in the order in which they are done, and the last state; (N, F, H', W') each."""
+        state = given or self._zeros(inputs)
+        steps = range(inputs.shape[0])
+        masks = None
+        if self.training and self.recurrent_dropout > 0:
+            masks = _masks(state[0], self.recurrent_dropout)
+        output = torch.zeros_like(state[0])
+        outputs: list[Tensor] = []
+        for step in reversed(steps) if self.go_backwards else steps:
+            hidden, cell = state
+            if given is None and not outputs and len(steps) > 1:  # of zeros; alone, it would leave no gradient
+                hidden, cell = self._gates(inputs[step], cell, None)
+            else:
+                hidden, cell = self._gates(self._recurrent_gates(hidden, masks), cell, inputs[step])
+            if mask is None:
+                state, output = (hidden, cell), hidden
+            else:
+                seen = mask[:, step, None, None, None]
+                output = torch.where(seen, hidden, output)
+                state = torch.where(seen, hidden, state[0]), torch.where(seen, cell, state[1])
+            outputs.append(output)
+        return outputs, state
+
+    def _gates(self, gates: Tensor, cell: Tensor, added: Tensor | None) -> States:
+        return conv_lstm_gates(gates, cell, self.activation, self.recurrent_activation, added=added)
+
+    def _zeros(self, inputs: Tensor) -> States:
+        """A state of zeros. The cell has the parameters' dtype: under autocast it loses nothing over time."""
+        shape = (inputs.shape[1], self.filters, *inputs.shape[3:])
+        memory_format = torch.channels_last if self.data_format == LAST else torch.contiguous_format
+        hidden = torch.zeros(shape, dtype=inputs.dtype, device=inputs.device).contiguous(memory_format=memory_format)
+        return hidden, hidden.to(self.kernel.dtype)
+
+    def _given_state(self, inputs: Tensor, initial_state: Sequence[Tensor] | None) -> States | None:
+        """The state to begin with, (N, F, H', W') each; None: zeros."""
+        shape = (inputs.shape[1], self.filters, *inputs.shape[3:])
+        if initial_state is None:
+            if not self.stateful or self.hidden_state is None or self.cell_state is None:
+                return None
+            if self.hidden_state.shape != shape:
+                raise ValueError(
+                    f"ConvLSTM2D: the state of the call before is {tuple(self.hidden_state.shape)}, these frames need "
+                    f"{shape}: call reset_state() before another batch size or frame size"
+                )
+            return self.hidden_state, self.cell_state
+        if len(initial_state) != 2:
+            raise ValueError(f"ConvLSTM2D: initial_state must be (hidden, cell), got {len(initial_state)} tensors")
+        hidden, cell = (
+            t.permute(0, 3, 1, 2) if self.data_format == LAST and t.dim() == 4 else t for t in initial_state
+        )
+        for name, state in (("hidden", hidden), ("cell", cell)):
+            if state.shape != shape:
+                expected = (shape[0], *shape[2:], shape[1]) if self.data_format == LAST else shape
+                raise ValueError(f"ConvLSTM2D: expected an initial {name} state {expected}, got {tuple(state.shape)}")
+        return hidden, cell
+
+    def _as_given(self, x: Tensor) -> Tensor:
+        """(N, F, H', W') with channels where data_format says."""
+        return x.permute(0, 2, 3, 1) if self.data_format == LAST else x
+
+    def _check(self, x: Tensor, mask: Tensor | None) -> None:
+        names = "(N, T, H, W, C)" if self.data_format == LAST else "(N, T, C, H, W)"
+        if x.dim() != 5:
+            raise ValueError(f"ConvLSTM2D: frames must be {names}, got {tuple(x.shape)}")
+        channels, sizes = (x.shape[4], x.shape[2:4]) if self.data_format == LAST else (x.shape[2], x.shape[3:])
+        if channels != self.in_channels or x.shape[1] == 0:
+            raise ValueError(
+                f"ConvLSTM2D: frames must be {names} with C = {self.in_channels} and a time step, got {tuple(x.shape)}"
+            )
+        spans = [(k - 1) * d + 1 for k, d in zip(self.kernel_size, self.dilation_rate, strict=True)]
+        if min(sizes) == 0 or (self.padding == "valid" and any(n < k for n, k in zip(sizes, spans, strict=True))):
+            raise ValueError(
+                f"ConvLSTM2D: frames of {tuple(sizes)} are smaller than the kernel, which spans {tuple(spans)}; "
+                'padding="same" takes any size but 0'
+            )
+        if mask is None:
+            return
+        if mask.dtype != torch.bool:
+            raise TypeError(f"ConvLSTM2D: mask must be boolean, got {mask.dtype}")
+        if mask.shape != x.shape[:2]:
+            raise ValueError(f"ConvLSTM2D: mask must be (N, T) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+
+
+def _masks(like: Tensor, rate: float) -> Tensor:
+    """Four masks of elements (N, C, H, W) that are kept, scaled: (N, 4, C, H, W)."""
+    ones = torch.ones_like(like)[:, None].expand(-1, 4, -1, -1, -1)
+    return F.dropout(ones, rate)
+
+
+def _four_times(frames: Tensor, rate: float) -> Tensor:
+    """Frames (T, N, C, H, W), the same elements of all steps dropped for each of four gates: (T, N, 4 C, H, W)."""
+    return (frames[:, :, None] * _masks(frames[0], rate)).flatten(2, 3)
+
+
+def _pair(name: str, value: int | Sequence[int]) -> Pair:
+    found = (value, value) if isinstance(value, int) else tuple(value)
+    if len(found) != 2 or not all(isinstance(each, int) and each > 0 for each in found):
+        raise ValueError(f"ConvLSTM2D: {name} must be a positive integer or two of them, got {value!r}")
+    return found
+
+
+def _positive(name: str, value: int) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"ConvLSTM2D: {name} must be a positive integer, got {value!r}")
+    return value
+
+
+def _one_of(name: str, value: Any, names: Sequence[str]) -> str:
+    if value not in names:
+        raise ValueError(f"ConvLSTM2D: {name} must be one of {', '.join(names)}; got {value!r}")
+    return str(value)
+
+
+class NextFrameNetwork(nn.Module):
+    """Frames of a video to the frame that follows: the network of Keras's example "Next-Frame Video Prediction with
+    Convolutional LSTMs", and the variant of it that gives one frame only.
+
+    Three ConvLSTM layers (relu) with a batch norm after the first and the second, as Keras's (epsilon 0.001, momentum
+    0.99); then a 3x3x3 convolution over the frames, or for `every_frame=False` a 3x3 one of the last hidden state.
+
+    Args:
+        channels: of frames; 1 for grey, 3 for colour.
+        filters: of each ConvLSTM layer.
+        kernel_sizes: of the three layers.
+        every_frame: results of all steps (each the frame that follows that step's), or of the last only.
+        data_format: "channels_last", (N, T, H, W, C), or "channels_first", (N, T, C, H, W).
+    """
+
+    def __init__(
+        self,
+        channels: int = 1,
+        filters: int = 64,
+        kernel_sizes: Sequence[int] = (5, 3, 1),
+        every_frame: bool = True,
+        data_format: str = LAST,
+    ) -> None:
+        super().__init__()
+        if len(kernel_sizes) != 3:
+            raise ValueError(f"NextFrameNetwork: expected three kernel sizes, got {kernel_sizes!r}")
+        self.every_frame, self.data_format = every_frame, data_format
+        inputs = (channels, filters, filters)
+        self.layers = nn.ModuleList(
+            ConvLSTM2D(c, filters, k, padding="same", activation="relu", data_format=data_format, return_sequences=True)
+            for c, k in zip(inputs, kernel_sizes, strict=True)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm3d(filters, eps=1e-3, momentum=0.01) for _ in range(2))
+        head = nn.Conv3d if every_frame else nn.Conv2d
+        self.head = head(filters, channels, 3, padding=1)
+        nn.init.xavier_uniform_(self.head.weight)
+        nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Frames in [0, 1], as given: (N, T, ...) if every_frame, else (N, ...).
+
+        Args:
+            x: (N, T, H, W, C), or (N, T, C, H, W) with channels_first.
+        """
+        return self.logits(x).sigmoid()
+
+    def logits(self, x: Tensor) -> Tensor:
+        """What the sigmoid is taken of, for `binary_cross_entropy_with_logits`, which half precision needs."""
+        hidden, _ = self.features(x)
+        return self.frames_of(hidden)
+
+    def features(self, x: Tensor, states: Sequence[States | None] = (None, None, None)) -> tuple[Tensor, list[States]]:
+        """The last layer's hidden states of all steps, (N, T, ...), and the state of each layer after them.
+
+        Args:
+            x: as of forward.
+            states: with which each layer begins.
+        """
+        after = []
+        for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
+            x, found = layer.unrolled(x, state)  # type: ignore[operator]
+            after.append(found)
+            if index < 2:
+                x = self._from_channels_first(self.norms[index](self._channels_first(x)))
+        return x, after
+
+    def frames_of(self, hidden: Tensor) -> Tensor:
+        """The head's logits of hidden states (N, T, ...): frames (N, T, ...), or (N, ...) of the last."""
+        if self.every_frame:
+            return self._from_channels_first(self.head(self._channels_first(hidden)))
+        last = hidden[:, -1]
+        if self.data_format == FIRST:
+            return self.head(last)
+        return self.head(last.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+    def _channels_first(self, x: Tensor) -> Tensor:
+        """(N, T, H, W, C) or (N, T, C, H, W) as (N, C, T, H, W)."""
+        return x.permute(0, 4, 1, 2, 3) if self.data_format == LAST else x.transpose(1, 2)
+
+    def _from_channels_first(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 4, 1) if self.data_format == LAST else x.transpose(1, 2)
+
+
+def next_frame_network(**options: Any) -> NextFrameNetwork:
+    """The example's network for grey frames: 746,689 parameters, of which 256 are running statistics of the norms.
+
+    Frames (N, T, H, W, 1) in [0, 1] to the following ones, (N, T, H, W, 1): trained on pairs shifted by one frame with
+    binary cross entropy and Adam. Options are those of `NextFrameNetwork`.
+    """
+    return NextFrameNetwork(**{"channels": 1, **options})
+
+
+def colour_next_frame_network(**options: Any) -> NextFrameNetwork:
+    """The variant for colour frames, 759,491 parameters: (N, T, H, W, 3) in [0, 1] to the next one, (N, H, W, 3).
+
+    The last ConvLSTM gives its last state only, and a 3x3 convolution makes a frame of it; trained with the mean
+    absolute error and Adam. Options are those of `NextFrameNetwork`.
+    """
+    return NextFrameNetwork(**{"channels": 3, "every_frame": False, **options})
+
+
+def predict_frames(network: NextFrameNetwork, frames: Tensor, count: int) -> Tensor:
+    """The next frames of a video, each predicted from all before it.
+
+    The layers' states are kept, so that a further frame costs one step; the frames are those that running the network
+    over the lengthened video each time would give. The network is run as in evaluation, without gradients, and left as
+    it was.
+
+    Args:
+        network: of one frame or of all.
+        frames: (N, T, H, W, C) or (N, T, C, H, W), as the network takes them; T at least 1.
+        count: how many, at least 1.
+
+    Returns:
+        (N, count, ...), in [0, 1].
+
+    Raises:
+        ValueError: count, or the shape of the frames.
+    """
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"predict_frames: count must be a positive integer, got {count!r}")
+    modes = [(module, module.training) for module in network.modules()]
+    network.eval()
+    try:
+        with torch.no_grad():
+            return _rolled_out(network, frames, count)
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _rolled_out(network: NextFrameNetwork, frames: Tensor, count: int) -> Tensor:
+    hidden, states = network.features(frames)
+    predicted = []
+    while True:
+        # A 3x3x3 head sees the last two steps, and zeros after them.
+        recent = hidden[:, -2:]
+        frame = network.frames_of(recent).sigmoid()
+        predicted.append(frame[:, -1] if network.every_frame else frame)
+        if len(predicted) == count:
+            return torch.stack(predicted, 1)
+        step, states = network.features(predicted[-1][:, None].to(frames.dtype), states)
+        hidden = torch.cat((recent[:, -1:], step), 1)
