@@ -258,7 +258,7 @@ class ConvLSTM2D(nn.Module):
                     f"ConvLSTM2D: the state of the call before is {tuple(self.hidden_state.shape)}, these frames need "
                     f"{shape}: call reset_state() before another batch size or frame size"
                 )
-            return self.hidden_state, self.cell_state
+            return self.hidden_state.to(inputs.dtype), self.cell_state.to(self.kernel.dtype)
         if len(initial_state) != 2:
             raise ValueError(f"ConvLSTM2D: initial_state must be (hidden, cell), got {len(initial_state)} tensors")
         hidden, cell = (
@@ -268,7 +268,7 @@ class ConvLSTM2D(nn.Module):
             if state.shape != shape:
                 expected = (shape[0], *shape[2:], shape[1]) if self.data_format == LAST else shape
                 raise ValueError(f"ConvLSTM2D: expected an initial {name} state {expected}, got {tuple(state.shape)}")
-        return hidden, cell
+        return hidden.to(inputs.dtype), cell.to(self.kernel.dtype)
 
     def _as_given(self, x: Tensor) -> Tensor:
         """(N, F, H', W') with channels where data_format says."""
@@ -276,6 +276,8 @@ class ConvLSTM2D(nn.Module):
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
         names = "(N, T, H, W, C)" if self.data_format == LAST else "(N, T, C, H, W)"
+        if not x.is_floating_point():
+            raise TypeError(f"ConvLSTM2D: frames must be of floating point numbers, got {x.dtype}")
         if x.dim() != 5:
             raise ValueError(f"ConvLSTM2D: frames must be {names}, got {tuple(x.shape)}")
         channels, sizes = (x.shape[4], x.shape[2:4]) if self.data_format == LAST else (x.shape[2], x.shape[3:])
