@@ -292,6 +292,8 @@ def test_wrong_weights(tmp_path: Path, resnet18_file: Path) -> None:
         load_detr_weights(model, resnet18_file)
     with pytest.raises(WeightsError, match="cannot be read: No such file"):
         load_detr_weights(model, tmp_path / "missing.pth")
+    with pytest.raises(WeightsError, match="safetensors files are not read"):
+        load_detr_weights(model, tmp_path / "detr.safetensors")
     names = ("class_labels_classifier.weight", "model.encoder.layers.0.self_attn.q_proj.bias")
     with pytest.raises(WeightsError, match=r"self_attn has q_proj\.bias but no k, v_proj\.bias"):
         detr_state_dict({name: torch.zeros(6) for name in names})
@@ -324,6 +326,7 @@ def test_images_are_padded_right_and_below() -> None:
     [
         ([], None, "zero images"),
         (torch.zeros(0, 3, 8, 8), None, "zero images"),
+        (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), None, "images are torch.uint8"),
         (torch.zeros(1, 3, 0, 8), None, "images without pixels"),
         (torch.zeros(1, 4, 8, 8), None, "expected \\(B, 3, H, W\\)"),
         ([torch.zeros(3, 8, 8), torch.zeros(1, 8, 8)], None, "image 1 is \\(1, 8, 8\\), expected \\(3, H, W\\)"),

@@ -187,6 +187,7 @@ def test_the_gpu_is_not_waited_for() -> None:
     try:
         found = criterion(predictions, on_gpu)
         criterion.total(found).backward()
+        to_detections(predictions, [(3, 4), (5, 6)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for name, loss in expected.items():

@@ -329,7 +329,7 @@ class Detr(nn.Module):
                 that is wholly padding is taken as a black one.
 
         Raises:
-            ValueError: zero images, other shapes, a mask beside a list or of another shape or dtype.
+            ValueError: zero images, other shapes or dtypes, a mask beside a list or of another shape or dtype.
         """
         if isinstance(images, Tensor):
             batch = images
@@ -400,7 +400,7 @@ def _built(
         body = {k: v for k, v in tensors.items() if k not in unused and not k.endswith("num_batches_tracked")}
         load_into(model.backbone.get_submodule("0.body"), body, path)
     if weights is not None:
-        load_detr_weights(model, Path(weights))
+        load_detr_weights(model, Path(weights).expanduser())
     return model
 
 
@@ -409,6 +409,8 @@ def _check_batch(batch: Tensor, padding: Tensor | None) -> None:
         raise ValueError(f"images are {tuple(batch.shape)}, expected (B, 3, H, W), or a list of (3, H, W)")
     if not batch.numel():
         raise ValueError(f"got zero images, or images without pixels: {tuple(batch.shape)}")
+    if not batch.is_floating_point():
+        raise ValueError(f"images are {batch.dtype}, expected real numbers, normalized as for a ResNet")
     if padding is None:
         return
     expected = (batch.shape[0], *batch.shape[2:])

@@ -81,12 +81,17 @@ def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
     Returns:
         (...).
     """
-    area_a, area_b = ((x[..., 2:] - x[..., :2]).prod(-1) for x in (a, b))
+    area_a, area_b = (_area(x[..., 2:] - x[..., :2]) for x in (a, b))
     shared = torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])
-    shared = shared.clamp(min=0).prod(-1)
+    shared = _area(shared.clamp(min=0))
     union = area_a + area_b - shared
-    hull = (torch.maximum(a[..., 2:], b[..., 2:]) - torch.minimum(a[..., :2], b[..., :2])).prod(-1)
+    hull = _area(torch.maximum(a[..., 2:], b[..., 2:]) - torch.minimum(a[..., :2], b[..., :2]))
     return shared / union - (hull - union) / hull
+
+
+def _area(sides: Tensor) -> Tensor:
+    """Width times height of (..., 2). Not by `prod`, whose backward waits for the GPU."""
+    return sides[..., 0] * sides[..., 1]
 
 
 @dataclass(frozen=True)
@@ -252,7 +257,7 @@ def to_detections(
         raise ValueError(f"got sizes {tuple(pixels.shape)}, expected (height, width) for each of {len(logits)} images")
     if pixels.device.type == "cpu" and not (pixels > 0).all():
         raise ValueError(f"heights and widths must be positive, got {pixels.tolist()}")
-    scale = pixels.to(boxes).flip(1).repeat(1, 2)  # (B, 4): width, height, width, height
+    scale = pixels.to(boxes, non_blocking=True).flip(1).repeat(1, 2)  # (B, 4): width, height, width, height
     scores, labels = logits.softmax(-1)[..., :-1].max(-1)
     found = [Detections(*each) for each in zip(scores, labels, corners(boxes) * scale[:, None], strict=True)]
     if threshold <= 0:

@@ -67,6 +67,10 @@ def load_detr_weights(model: Detr, path: Path) -> None:
     Raises:
         WeightsError: the file cannot be read, is damaged, belongs to another model or has another number of classes.
     """
+    if path.suffix.lower() == ".safetensors":
+        raise WeightsError(
+            f"{path}: safetensors files are not read; what you read of it: load_state_dict(detr_state_dict(tensors))"
+        )
     try:
         tensors = detr_state_dict(read_weights(path))
     except WeightsError as error:
