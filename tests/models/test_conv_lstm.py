@@ -214,6 +214,15 @@ def test_dropout_drops_the_share_it_says_and_keeps_the_mean() -> None:
     assert not torch.equal(layer._input_gates(torch.ones(1, 5, 9, 9, 2)), gates), "another at each call"
 
 
+@pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
+def test_between_layers_and_norms_nothing_is_copied(data_format: str) -> None:
+    network = NextFrameNetwork(2, 3, data_format=data_format).eval()
+    x = torch.rand(2, 3, 5, 4, 2) if data_format == "channels_last" else torch.rand(2, 3, 2, 5, 4)
+    hidden, _ = network.layers[0].unrolled(x)
+    assert hidden.transpose(0, 1).is_contiguous()
+    assert network._normalized(hidden, network.norms[0]).transpose(0, 1).is_contiguous()
+
+
 def test_compiled_whole_it_gives_the_same() -> None:
     layer, x = ConvLSTM2D(2, 3, 3, padding="same", return_state=True), frames(2, 3, 5, 5, 2)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

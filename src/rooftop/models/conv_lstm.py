@@ -146,28 +146,35 @@ class ConvLSTM2D(nn.Module):
 
         Returns:
             (N, T, H', W', F) or (N, H', W', F), channels where data_format says; with return_state also hidden and
-            cell after the last step.
+            cell after the last step. Memory is that of (T, N, ...) or of another format: not always contiguous.
 
         Raises:
             TypeError: dtypes that do not fit.
             ValueError: shapes that do not fit, a frame smaller than the kernel, or another batch size than the state of
                 a stateful layer has.
         """
-        output, (hidden, cell) = self.unrolled(x, initial_state, mask)
+        output, (hidden, cell) = self.unrolled(x, initial_state, mask, last_only=not self.return_sequences)
         if not self.return_sequences:
-            output = output[:, -1]
+            output = output[:, 0]
         return (output, hidden, cell) if self.return_state else output
 
     def unrolled(
-        self, x: Tensor, initial_state: Sequence[Tensor] | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        initial_state: Sequence[Tensor] | None = None,
+        mask: Tensor | None = None,
+        last_only: bool = False,
     ) -> tuple[Tensor, States]:
-        """Results of all steps and the last (hidden, cell), whatever return_sequences and return_state say."""
+        """Results of all steps (last_only: of one, the last) as a sequence, and the last (hidden, cell), whatever
+        return_sequences and return_state say."""
         self._check(x, mask)
         inputs = self._input_gates(x)  # (T, N, 4 F, H', W')
         given = self._given_state(inputs, initial_state)
         outputs, state = self._steps(inputs, given, mask)
         if self.stateful:
             self.hidden_state, self.cell_state = (t.detach() for t in state)
+        if last_only:
+            del outputs[:-1]
         results = torch.stack([self._as_given(y) for y in outputs])  # (T, N, ...): what the next layer's steps read
         hidden, cell = (self._as_given(t) for t in state)
         return results.transpose(0, 1), (hidden, cell)
@@ -361,7 +368,7 @@ class NextFrameNetwork(nn.Module):
             ConvLSTM2D(c, filters, k, padding="same", activation="relu", data_format=data_format, return_sequences=True)
             for c, k in zip(inputs, kernel_sizes, strict=True)
         )
-        self.norms = nn.ModuleList(nn.BatchNorm3d(filters, eps=1e-3, momentum=0.01) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(filters, eps=1e-3, momentum=0.01) for _ in range(2))
         head = nn.Conv3d if every_frame else nn.Conv2d
         self.head = head(filters, channels, 3, padding=1)
         nn.init.xavier_uniform_(self.head.weight)
@@ -381,7 +388,8 @@ class NextFrameNetwork(nn.Module):
         return self.frames_of(hidden)
 
     def features(self, x: Tensor, states: Sequence[States | None] = (None, None, None)) -> tuple[Tensor, list[States]]:
-        """The last layer's hidden states of all steps, (N, T, ...), and the state of each layer after them.
+        """The last layer's hidden states, (N, T, ...), or (N, 1, ...) for one frame only, and each layer's state after
+        them.
 
         Args:
             x: as of forward.
@@ -389,10 +397,11 @@ class NextFrameNetwork(nn.Module):
         """
         after = []
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
-            x, found = layer.unrolled(x, state)  # type: ignore[operator]
+            last_only = index == 2 and not self.every_frame
+            x, found = layer.unrolled(x, state, last_only=last_only)  # type: ignore[operator]
             after.append(found)
             if index < 2:
-                x = self._from_channels_first(self.norms[index](self._channels_first(x)))
+                x = self._normalized(x, self.norms[index])
         return x, after
 
     def frames_of(self, hidden: Tensor) -> Tensor:
@@ -403,6 +412,12 @@ class NextFrameNetwork(nn.Module):
         if self.data_format == FIRST:
             return self.head(last)
         return self.head(last.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+    def _normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """The norm of all frames (N, T, ...), as one batch of them in the layers' memory format: copies nothing."""
+        flat = x.transpose(0, 1).flatten(0, 1)  # (T N, ...)
+        y = norm(flat) if self.data_format == FIRST else norm(flat.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return y.unflatten(0, (x.shape[1], x.shape[0])).transpose(0, 1)
 
     def _channels_first(self, x: Tensor) -> Tensor:
         """(N, T, H, W, C) or (N, T, C, H, W) as (N, C, T, H, W)."""
