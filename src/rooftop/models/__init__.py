@@ -8,6 +8,7 @@ from rooftop.models.conv_lstm import (
     next_frame_network,
     predict_frames,
 )
+from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101
 from rooftop.models.images import Preprocessing, find_images, load_images
 from rooftop.models.keras_weights import load_keras_weights
 from rooftop.models.registry import ModelEntry, builtin_models, model_entry
@@ -28,6 +29,7 @@ from rooftop.models.resnet import (
 __all__ = [
     "Classified",
     "ConvLSTM2D",
+    "Detr",
     "Guess",
     "ModelEntry",
     "NextFrameNetwork",
@@ -36,6 +38,8 @@ __all__ = [
     "builtin_models",
     "classify",
     "colour_next_frame_network",
+    "detr_resnet50",
+    "detr_resnet101",
     "find_images",
     "load_classifier",
     "load_images",
