@@ -34,6 +34,13 @@ LSE = HEADS[..., 0].contiguous()
 ANGLES = HEADS[0, 0, :, :2].contiguous()  # (5, 2)
 CELLS, POINTS = torch.rand(4, 8, 3, generator=torch.Generator().manual_seed(1)), X[:, :3].contiguous()
 
+MAP = torch.linspace(-1, 1, 108).reshape(1, 3, 3, 12)  # of 3 x 3 positions
+PAIR_BIAS, BEYOND = torch.linspace(-1, 1, 32).reshape(2, 4, 4), ROW.repeat(2)
+
+
+def windowed(packed: Tensor, bias: Tensor, padding: Tensor) -> Tensor:
+    return kernels.window_attention(packed, bias, 2, (2, 2), (1, 1), padding=padding)
+
 
 def learn(function: Callable[..., Any], *tensors: Tensor) -> None:
     """Forward and backward, the gradient of all floating point tensors."""
@@ -113,6 +120,12 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
     "attention_backward": (
         lambda: learn(kernels.attention, HEADS, HEADS + 1, HEADS + 2),
         (150 * (2 * 20 + 6), F4 * (5 * 120 + 30), F4 * 360),
+    ),
+    # four windows of four positions in two heads of two features, and the bias and the mask of each pair
+    "window_attention": (lambda: windowed(MAP, PAIR_BIAS, BEYOND), (128 * (2 * 4 + 7), F4 * (108 + 32 + 12), F4 * 36)),
+    "window_attention_backward": (
+        lambda: learn(windowed, MAP, PAIR_BIAS, BEYOND),
+        (128 * (2 * 10 + 9), F4 * (36 + 108 + 32 + 12), F4 * (108 + 32 + 12)),
     ),
     "merge_attention_states": (
         lambda: kernels.merge_attention_states(HEADS, LSE, HEADS + 1, LSE + 1),
@@ -197,6 +210,8 @@ class Everything(nn.Module):
         x = x + kernels.argmax(x, 1, keepdim=True) - kernels.argmin(x, 1, keepdim=True)
         hidden, cell = kernels.conv_lstm_gates(x.reshape(1, 8, 3, 1), x.flatten()[:6].reshape(1, 2, 3, 1))
         x = x + (hidden + cell).flatten()
+        packed, bias = x.flatten()[:12].expand(1, 2, 3, 12), x.flatten()[:16].reshape(1, 4, 4)
+        x = x + kernels.window_attention(packed, bias, 1, (2, 2), (1, 1)).reshape(4, 6)
         heads = x.reshape(1, 2, 3, 4)
         query, key = kernels.rope_pair(heads, kernels.rope(heads, *2 * (ANGLES[:3],)), *2 * (ANGLES[:3],))
         parts = [kernels.attention(query, each, heads, return_lse=True) for each in (key, heads)]

@@ -106,7 +106,22 @@ def conv_lstm(gates: Tensor, cell: Tensor, added: Tensor) -> tuple[Tensor, Tenso
     return o.sigmoid() * cell.tanh(), cell
 
 
-HEAD = "B H S D"
+def windows(query_key_value: Tensor, bias: Tensor, padding: Tensor, heads: int, window: tuple[int, int]) -> Tensor:
+    """Of two heads, 2 x 2 positions each, neither shifted."""
+    batch, height, width, channels = query_key_value.shape
+    if bias.shape != (2, 4, 4) or padding.shape != (channels,):
+        raise ValueError("expected a bias of each head and pair, and one vector beyond the map")
+    tall, wide = height + height % 2, width + width % 2
+    padded = padding.expand(batch, tall, wide, channels).clone()
+    padded[:, :height, :width] = query_key_value
+    cut = padded.reshape(batch, tall // 2, 2, wide // 2, 2, 3, 2, channels // 6).permute(5, 0, 1, 3, 6, 2, 4, 7)
+    query, key, value = cut.flatten(-3, -2)  # (B, down, across, heads, 4, D)
+    attended = (query @ key.mT * (channels // 6) ** -0.5 + bias).softmax(-1) @ value
+    joined = attended.unflatten(-2, (2, 2)).permute(0, 1, 4, 2, 5, 3, 6)
+    return joined.reshape(batch, tall, wide, channels // 3)[:, :height, :width]
+
+
+HEAD, WINDOWS = "B H S D", {"heads": 2, "window": (2, 2)}
 PUBLIC = [
     elementwise("relu", torch.relu),
     elementwise("sigmoid", torch.sigmoid),
@@ -156,6 +171,7 @@ PUBLIC = [
     ),
     Public("swiglu", {"gate": "M N", "up": "M N"}, lambda gate, up: F.silu(gate) * up, {}),
     Public("conv_lstm_gates", {"gates": "M 8 H S", "cell": "M 2 H S", "added": "M 8 H S"}, conv_lstm, {}),
+    Public("window_attention", {"query_key_value": "B H S 72", "bias": "2 4 4", "padding": "72"}, windows, WINDOWS),
     *(
         Public(name, {"features": "M 8 K", "points": "M 3"}, trilinear, {})
         for name in ("trilinear_interpolate", "trilinear_interpolate_cuda")

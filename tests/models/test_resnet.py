@@ -10,7 +10,7 @@ from torch import nn
 
 from rooftop import models
 
-NAMES = sorted(models.builtin_models())
+NAMES = sorted(name for name in models.builtin_models() if "resne" in name)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,6 +17,7 @@ from rooftop.kernels.reductions import amax, amin, argmax, argmin, mean, norm, s
 from rooftop.kernels.rotary import rope, rope_pair
 from rooftop.kernels.softmaxes import log_softmax, softmax
 from rooftop.kernels.sum_norms import add_layer_norm, add_rms_norm
+from rooftop.kernels.window_attentions import window_attention
 
 __all__ = [
     "AttentionPlan",
@@ -58,4 +59,5 @@ __all__ = [
     "tanh",
     "trilinear_interpolate",
     "trilinear_interpolate_cuda",
+    "window_attention",
 ]

@@ -25,6 +25,7 @@ from rooftop.models.resnet import (
     wide_resnet50_2,
     wide_resnet101_2,
 )
+from rooftop.models.swin import SwinTransformer, swin_b, swin_s, swin_t, swin_v2_b, swin_v2_s, swin_v2_t
 
 __all__ = [
     "Classified",
@@ -35,6 +36,7 @@ __all__ = [
     "NextFrameNetwork",
     "Preprocessing",
     "ResNet",
+    "SwinTransformer",
     "builtin_models",
     "classify",
     "colour_next_frame_network",
@@ -55,6 +57,12 @@ __all__ = [
     "resnext50_32x4d",
     "resnext101_32x8d",
     "resnext101_64x4d",
+    "swin_b",
+    "swin_s",
+    "swin_t",
+    "swin_v2_b",
+    "swin_v2_s",
+    "swin_v2_t",
     "wide_resnet50_2",
     "wide_resnet101_2",
 ]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rooftop.errors import InputError, ModelRunError
 from rooftop.models.images import IMAGENET, Preprocessing, check_images, find_images, load_images
 from rooftop.models.registry import model_entry
-from rooftop.models.weights import load_into, preprocessing_of, read_weights, weights_file
+from rooftop.models.weights import HEADS, load_into, preprocessing_of, read_weights, weights_file
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def load_classifier(name: str, weights: str | Path = "DEFAULT") -> tuple[nn.Modu
     entry = model_entry(name)
     path = weights_file(name, weights)
     tensors = read_weights(path)
-    head = tensors.get("fc.bias")
+    head = next((tensors[key] for key in HEADS if key in tensors), None)
     model = entry.build(num_classes=1000 if head is None or head.dim() != 1 else len(head))
     load_into(model, tensors, path)
     return model.eval(), preprocessing_of(name, weights)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from rooftop.errors import InputError, WeightsError
@@ -59,6 +60,11 @@ class Weights:
 
 _256, _232 = Preprocessing(resize=256), Preprocessing(resize=232)
 
+
+def _bicubic(resize: int, crop: int = 224) -> Preprocessing:
+    return Preprocessing(resize, crop, Image.Resampling.BICUBIC)
+
+
 WEIGHTS: dict[str, dict[str, Weights]] = {
     builder: {
         f"IMAGENET1K_V{version}": Weights(f"{builder}-{sha256}.pth", preprocessing)
@@ -75,9 +81,19 @@ WEIGHTS: dict[str, dict[str, Weights]] = {
         "resnext101_64x4d": [("173b62eb", _232)],  # its first weights already come from the second recipe
         "wide_resnet50_2": [("95faca4d", _256), ("9ba9bcbe", _232)],
         "wide_resnet101_2": [("32ee1156", _256), ("d733dc28", _232)],
+        "swin_t": [("704ceda3", _bicubic(232))],
+        "swin_s": [("5e29d889", _bicubic(246))],
+        "swin_b": [("68c6b09e", _bicubic(238))],
+        "swin_v2_t": [("b137f0e2", _bicubic(260, 256))],
+        "swin_v2_s": [("637d8ceb", _bicubic(260, 256))],
+        "swin_v2_b": [("781e5279", _bicubic(272, 256))],
     }.items()
 }
 """Builder -> name -> file, oldest first; "DEFAULT" stands for the last."""
+
+
+HEADS = ("fc.bias", "head.bias")
+"""What the last layer's bias is called, whose length is the number of classes."""
 
 
 def load_weights(model: nn.Module, builder: str, weights: str | Path) -> None:
@@ -189,7 +205,7 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> No
 
 def _fitting(found: dict[str, tuple[int, ...]]) -> str:
     """Which built-in models the shapes in a file belong to, as a sentence; "" if none."""
-    classes = (found.get("fc.bias") or (1000,))[0]
+    classes = next((found[key][0] for key in HEADS if found.get(key)), 1000)
     fitting = []
     for name, entry in builtin_models().items():
         with torch.device("meta"):

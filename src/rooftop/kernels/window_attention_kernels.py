@@ -1,0 +1,175 @@
+"""The Triton kernels of window attention; `window_attentions.py` has the operator.
+
+A program works on one window and one head: position n of a window in row n // WINDOW_W, column n % WINDOW_W of it. Its
+row on the map follows from the shift: what passes the end of the padded map comes from its beginning. Maps lie
+contiguous, so that the D features of a head are neighbours.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def window_attention_forward(
+    packed, bias, padding, cosine_scale,  # (B, H, W, 3, heads, D), (heads, N, N), (3, heads, D), (heads,)
+    out,  # (B, H, W, heads, D)
+    heads, height, width, down, across, shift_h, shift_w, scale,
+    WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PADDING: tl.constexpr, COSINE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """QUERIES positions of a window attend to all KEYS of it (N and more)."""
+    head = tl.program_id(0) % heads
+    window = tl.program_id(0) // heads
+    feature = tl.arange(0, BLOCK_D)
+    n = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
+    m = tl.arange(0, KEYS)
+    token, part, real, here = _places(n, window, height, width, down, across, shift_h, shift_w, WINDOW_H, WINDOW_W)
+    tokens, parts, reals, there = _places(m, window, height, width, down, across, shift_h, shift_w, WINDOW_H, WINDOW_W)
+    query = _vectors(packed, padding, token, feature, real, here, 0, head, heads, D, PADDING)
+    key = _vectors(packed, padding, tokens, feature, reals, there, 1, head, heads, D, PADDING)
+    value = _vectors(packed, padding, tokens, feature, reals, there, 2, head, heads, D, PADDING)
+    scores = _product(query, tl.trans(key), PRECISION, WIDEN)
+    if COSINE:
+        scores = scores * _inverse_lengths(query)[:, None] * _inverse_lengths(key)[None, :]
+        scores = scores * tl.load(cosine_scale + head).to(tl.float32)
+    else:
+        scores = scores * scale
+    exponentials = _exponentials(scores, bias, head, n, m, part, parts, WINDOW_H * WINDOW_W, SHIFTED)
+    total = tl.sum(exponentials, axis=1)
+    result = _product(exponentials.to(value.dtype), value, PRECISION, WIDEN) / total[:, None]
+    place = (token * heads + head)[:, None] * D + feature[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=here[:, None] & (feature < D)[None, :])
+
+
+@triton.jit
+def window_attention_backward(
+    dout, packed, bias, padding, cosine_scale,  # as forward; dout as its out
+    dpacked, dbias, dpadding, dscale,  # as packed; (P, heads, N, N), (P, 3, heads, D), (P, heads) float32: sums
+    heads, height, width, down, across, windows, shift_h, shift_w, scale,
+    WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
+    PADDING: tl.constexpr, COSINE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Every P-th window of a head, weights computed again; what all windows share is summed in registers."""
+    head = tl.program_id(0)
+    program = tl.program_id(1)
+    N: tl.constexpr = WINDOW_H * WINDOW_W
+    feature = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, KEYS)
+    to_bias = tl.zeros((KEYS, KEYS), tl.float32)
+    to_key_padding = tl.zeros((BLOCK_D,), tl.float32)
+    to_value_padding = tl.zeros((BLOCK_D,), tl.float32)
+    to_scale = tl.zeros((KEYS,), tl.float32)
+    for window in range(program, windows, tl.num_programs(1)):
+        token, part, real, here = _places(n, window, height, width, down, across, shift_h, shift_w, WINDOW_H, WINDOW_W)
+        inside = here[:, None] & (feature < D)[None, :]
+        query = _vectors(packed, padding, token, feature, real, here, 0, head, heads, D, PADDING)
+        key = _vectors(packed, padding, token, feature, real, here, 1, head, heads, D, PADDING)
+        value = _vectors(packed, padding, token, feature, real, here, 2, head, heads, D, PADDING)
+        gradient = tl.load(dout + (token * heads + head)[:, None] * D + feature[None, :], mask=inside, other=0.0)
+        cosines = _product(query, tl.trans(key), PRECISION, WIDEN)
+        factor = scale
+        if COSINE:
+            factor = tl.load(cosine_scale + head).to(tl.float32)
+            query_inverse, key_inverse = _inverse_lengths(query), _inverse_lengths(key)
+            cosines = cosines * query_inverse[:, None] * key_inverse[None, :]
+        weights = _exponentials(cosines * factor, bias, head, n, n, part, part, N, SHIFTED)
+        weights = weights / tl.sum(weights, axis=1)[:, None]
+        dweights = _product(gradient, tl.trans(value), PRECISION, WIDEN)
+        dscores = weights * (dweights - tl.sum(weights * dweights, axis=1)[:, None])
+        to_bias += dscores
+        dvalue = _product(tl.trans(weights.to(value.dtype)), gradient, PRECISION, WIDEN)
+        rounded = dscores.to(value.dtype)
+        if COSINE:
+            unit_query = (query.to(tl.float32) * query_inverse[:, None]).to(value.dtype)
+            unit_key = (key.to(tl.float32) * key_inverse[:, None]).to(value.dtype)
+            dquery = factor * _product(rounded, unit_key, PRECISION, WIDEN)
+            dkey = factor * _product(tl.trans(rounded), unit_query, PRECISION, WIDEN)
+            to_scale += tl.sum(dscores * cosines, axis=1)
+            dquery = _through_normalizing(dquery, query, query_inverse)
+            dkey = _through_normalizing(dkey, key, key_inverse)
+        else:
+            dquery = factor * _product(rounded, key, PRECISION, WIDEN)
+            dkey = factor * _product(tl.trans(rounded), query, PRECISION, WIDEN)
+        place = (token * 3 * heads + head)[:, None] * D + feature[None, :]
+        tl.store(dpacked + place, dquery.to(dpacked.dtype.element_ty), mask=inside)
+        tl.store(dpacked + place + heads * D, dkey.to(dpacked.dtype.element_ty), mask=inside)
+        tl.store(dpacked + place + 2 * heads * D, dvalue.to(dpacked.dtype.element_ty), mask=inside)
+        if PADDING:
+            beyond = (real & ~here)[:, None]
+            to_key_padding += tl.sum(tl.where(beyond, dkey, 0.0), axis=0)
+            to_value_padding += tl.sum(tl.where(beyond, dvalue, 0.0), axis=0)
+    square = ((program * heads + head) * N + n)[:, None] * N + n[None, :]
+    tl.store(dbias + square, to_bias, mask=(n < N)[:, None] & (n < N)[None, :])
+    if PADDING:  # no gradient comes from beyond the map, so none reaches the queries there
+        start = dpadding + (program * 3 * heads + head) * D + feature
+        tl.store(start, tl.zeros((BLOCK_D,), tl.float32), mask=feature < D)
+        tl.store(start + heads * D, to_key_padding, mask=feature < D)
+        tl.store(start + 2 * heads * D, to_value_padding, mask=feature < D)
+    if COSINE:
+        tl.store(dscale + program * heads + head, tl.sum(to_scale, axis=0))
+
+
+@triton.jit
+def _places(n, window, height, width, down, across, shift_h, shift_w, WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr):
+    """(token, part, real, here) of positions n in a window: where on the map; which of four parts a window at its end
+    holds; whether the window has it; whether the map has it."""
+    row = window // across % down * WINDOW_H + n // WINDOW_W + shift_h
+    column = window % across * WINDOW_W + n % WINDOW_W + shift_w
+    below, beside = row >= down * WINDOW_H, column >= across * WINDOW_W
+    part = 2 * below.to(tl.int32) + beside.to(tl.int32)
+    row = tl.where(below, row - down * WINDOW_H, row)
+    column = tl.where(beside, column - across * WINDOW_W, column)
+    real = n < WINDOW_H * WINDOW_W
+    image = (window // (down * across)).to(tl.int64)
+    token = (image * height + row) * width + column
+    return token, part, real, real & (row < height) & (column < width)
+
+
+@triton.jit
+def _vectors(
+    packed, padding, token, feature, real, here, part: tl.constexpr, head, heads, D: tl.constexpr, PADDING: tl.constexpr
+):
+    """Queries (part 0), keys (1) or values (2) of a head, (positions, BLOCK_D); zeros where there is nothing."""
+    place = ((token * 3 + part) * heads + head)[:, None] * D + feature[None, :]
+    values = tl.load(packed + place, mask=here[:, None] & (feature < D)[None, :], other=0.0)
+    if PADDING:
+        beyond = tl.load(padding + (part * heads + head) * D + feature, mask=feature < D, other=0.0)
+        values = tl.where((real & ~here)[:, None], beyond.to(values.dtype)[None, :], values)
+    return values
+
+
+@triton.jit
+def _exponentials(scores, bias, head, n, m, part, parts, N: tl.constexpr, SHIFTED: tl.constexpr):
+    """exp(scores + bias + mask - their maximum) of queries n and keys m; 0 for keys that the window has not."""
+    known = (n < N)[:, None] & (m < N)[None, :]
+    scores += tl.load(bias + (head * N + n)[:, None] * N + m[None, :], mask=known, other=0.0).to(tl.float32)
+    if SHIFTED:
+        scores += tl.where(part[:, None] != parts[None, :], -100.0, 0.0)
+    scores = tl.where((m < N)[None, :], scores, float("-inf"))
+    largest = tl.max(scores, axis=1)
+    return tl.exp(scores - largest[:, None])
+
+
+@triton.jit
+def _inverse_lengths(vectors):
+    """1 / max(|x|, 1e-12) of each row."""
+    wide = vectors.to(tl.float32)
+    return 1.0 / tl.maximum(tl.sqrt(tl.sum(wide * wide, axis=1)), 1e-12)
+
+
+@triton.jit
+def _through_normalizing(gradient, vectors, inverse):
+    """The gradient of x, from that of x / max(|x|, 1e-12)."""
+    unit = tl.where((inverse < 1e12)[:, None], vectors.to(tl.float32) * inverse[:, None], 0.0)
+    return (gradient - unit * tl.sum(gradient * unit, axis=1)[:, None]) * inverse[:, None]
+
+
+@triton.jit
+def _product(left, right, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """left @ right in float32. WIDEN: Triton's interpreter takes bits of bfloat16 for whole numbers in a product."""
+    if WIDEN:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision=PRECISION)

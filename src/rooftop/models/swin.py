@@ -1,0 +1,374 @@
+"""Swin Transformer, first and second version, with torchvision's keys.
+
+Liu et al. 2021, "Swin Transformer: Hierarchical Vision Transformer using Shifted Windows"; Liu et al. 2022, "Swin
+Transformer V2: Scaling Up Capacity and Resolution".
+
+A block attends within windows of a map, every second one within windows that are shifted by half their size, so that
+neighbours meet; between stages, 2x2 positions become one of twice the width. Images of any size: maps are padded to
+whole windows, and where one window covers a map nothing is shifted.
+
+    model = swin_t(weights="IMAGENET1K_V1").eval()
+
+Every builder takes `weights`: a published name, "DEFAULT" for the newest, or a file (`rooftop.models.weights`); further
+options are those of `SwinTransformer`. There is no dropout of attention weights, which no published model uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.kernels import window_attention
+from rooftop.models.registry import register
+from rooftop.models.weights import load_weights
+
+Norm = Callable[[int], nn.Module]
+Size = tuple[int, int]
+
+
+class Permute(nn.Module):
+    """The dimensions of a tensor in another order."""
+
+    def __init__(self, dims: Sequence[int]) -> None:
+        super().__init__()
+        self.dims = tuple(dims)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(self.dims)
+
+
+class StochasticDepth(nn.Module):
+    """While training, zero for an image with probability p, and else divided by 1 - p (Huang et al. 2016).
+
+    Raises:
+        ValueError: p is no probability.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"a probability of stochastic depth must be between 0 and 1, got {p}")
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        kept = x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(1 - self.p)
+        return x * (kept.div_(1 - self.p) if self.p < 1 else kept)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class PatchMerging(nn.Module):
+    """2x2 positions become one: (B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), 2 C)."""
+
+    def __init__(self, channels: int, norm: Norm) -> None:
+        super().__init__()
+        self.reduction = nn.Linear(4 * channels, 2 * channels, bias=False)
+        self.norm = norm(self.normalized(channels))
+
+    @staticmethod
+    def normalized(channels: int) -> int:
+        """How wide the norm is."""
+        return 4 * channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reduction(self.norm(gathered(x)))
+
+
+class PatchMergingV2(PatchMerging):
+    """The norm comes after the reduction."""
+
+    @staticmethod
+    def normalized(channels: int) -> int:
+        return 2 * channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.reduction(gathered(x)))
+
+
+def gathered(x: Tensor) -> Tensor:
+    """Of each 2x2 positions, by column and then by row, all channels: (B, H, W, C) -> (B, H / 2, W / 2, 4 C)."""
+    x = nn.functional.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
+    return torch.cat([x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)], -1)
+
+
+class ShiftedWindowAttention(nn.Module):
+    """(B, H, W, C) -> (B, H, W, C): linear layers around `rooftop.kernels.window_attention`.
+
+    The bias of a pair of positions depends on how far they are apart: a table has a row for each of the
+    (2 h - 1)(2 w - 1) offsets, `relative_position_index` (N * N,) says which row is whose.
+
+    Args:
+        channels: C.
+        window, shift: (h, w) in positions.
+        heads: which share C evenly.
+        dropout: probability, of the result.
+
+    Raises:
+        ValueError: channels that heads do not divide.
+    """
+
+    relative_position_index: Tensor
+
+    def __init__(self, channels: int, window: Size, shift: Size, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        if channels % heads:
+            raise ValueError(f"{heads} heads do not divide {channels} channels")
+        self.window, self.shift, self.heads, self.dropout = window, shift, heads, dropout
+        self.qkv = nn.Linear(channels, 3 * channels)
+        self.proj = nn.Linear(channels, channels)
+        self._define_bias()
+        self.register_buffer("relative_position_index", relative_positions(window))
+
+    def _define_bias(self) -> None:
+        table = torch.zeros((2 * self.window[0] - 1) * (2 * self.window[1] - 1), self.heads)
+        self.relative_position_bias_table = nn.Parameter(table)
+        nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
+
+    def position_bias(self) -> Tensor:
+        """(heads, N, N)."""
+        return self._by_pair(self.relative_position_bias_table)
+
+    def _by_pair(self, table: Tensor) -> Tensor:
+        """(offsets, heads) -> (heads, N, N)."""
+        positions = self.window[0] * self.window[1]
+        return table[self.relative_position_index].view(positions, positions, -1).permute(2, 0, 1).contiguous()
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Without the last linear layer. Where a map is padded, queries, keys and values are the first one's bias."""
+        qkv, bias = self.qkv(x), self.position_bias()
+        return window_attention(qkv, bias, self.heads, self.window, self.shift, padding=self.qkv.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.proj(self.attend(x))
+        return nn.functional.dropout(x, self.dropout, self.training)
+
+
+class ShiftedWindowAttentionV2(ShiftedWindowAttention):
+    """Cosine attention with a learned scale of each head, and a bias that a small network makes of log offsets."""
+
+    relative_coords_table: Tensor
+
+    def __init__(self, channels: int, window: Size, shift: Size, heads: int, dropout: float = 0.0) -> None:
+        super().__init__(channels, window, shift, heads, dropout)
+        self.logit_scale = nn.Parameter(torch.log(10 * torch.ones(heads, 1, 1)))
+        self.cpb_mlp = nn.Sequential(nn.Linear(2, 512), nn.ReLU(inplace=True), nn.Linear(512, heads, bias=False))
+        nn.init.zeros_(self.qkv.bias[channels : 2 * channels].data)
+
+    def _define_bias(self) -> None:
+        self.register_buffer("relative_coords_table", log_offsets(self.window))
+
+    def position_bias(self) -> Tensor:
+        table = self.cpb_mlp(self.relative_coords_table).view(-1, self.heads)
+        return 16 * torch.sigmoid(self._by_pair(table))
+
+    def attend(self, x: Tensor) -> Tensor:
+        query_bias, key_bias, value_bias = self.qkv.bias.chunk(3)
+        bias = torch.cat((query_bias, torch.zeros_like(key_bias), value_bias))  # keys have none
+        qkv = nn.functional.linear(x, self.qkv.weight, bias)
+        scale = self.logit_scale.clamp(max=math.log(100.0)).exp().flatten()
+        arguments = (qkv, self.position_bias(), self.heads, self.window, self.shift)
+        return window_attention(*arguments, padding=bias, cosine_scale=scale)
+
+
+def relative_positions(window: Size) -> Tensor:
+    """(N * N,): the row of the bias table for each pair of positions in a window."""
+    high, wide = window
+    row, column = (t.flatten() for t in torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij"))
+    down = row[:, None] - row[None, :] + high - 1  # from 0
+    across = column[:, None] - column[None, :] + wide - 1
+    return (down * (2 * wide - 1) + across).flatten()
+
+
+def log_offsets(window: Size) -> Tensor:
+    """(1, 2 h - 1, 2 w - 1, 2): offsets in a window, stretched to -8..8, on a logarithmic scale to -1..1 or so."""
+    axes = [torch.arange(-(size - 1), size, dtype=torch.float32) / max(1, size - 1) for size in window]
+    offsets = 8 * torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)[None]
+    return torch.sign(offsets) * torch.log2(torch.abs(offsets) + 1.0) / 3.0
+
+
+class SwinBlock(nn.Module):
+    """x + attention(norm(x)), then the same with two linear layers: (B, H, W, C) -> (B, H, W, C).
+
+    Args:
+        channels: C.
+        heads, window, shift: of the attention.
+        mlp_ratio: how much wider the hidden layer is.
+        dropout: probability, after each part.
+        stochastic_depth_prob: probability that a part is left out for an image.
+        norm: makes a norm from a number of channels.
+    """
+
+    attention: type[ShiftedWindowAttention] = ShiftedWindowAttention
+
+    def __init__(
+        self,
+        channels: int,
+        heads: int,
+        window: Size,
+        shift: Size,
+        mlp_ratio: float,
+        dropout: float,
+        stochastic_depth_prob: float,
+        norm: Norm,
+    ) -> None:
+        super().__init__()
+        self.norm1 = norm(channels)
+        self.attn = self.attention(channels, window, shift, heads, dropout)
+        self.stochastic_depth = StochasticDepth(stochastic_depth_prob)
+        self.norm2 = norm(channels)
+        hidden = int(channels * mlp_ratio)
+        layers = (nn.Linear(channels, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, channels))
+        self.mlp = nn.Sequential(*layers, nn.Dropout(dropout))
+        for layer in self.mlp:
+            if isinstance(layer, nn.Linear):
+                nn.init.xavier_uniform_(layer.weight)
+                nn.init.normal_(layer.bias, std=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.stochastic_depth(self.attn(self.norm1(x)))
+        return x + self.stochastic_depth(self.mlp(self.norm2(x)))
+
+
+class SwinBlockV2(SwinBlock):
+    """The norms come last: x + norm(attention(x))."""
+
+    attention = ShiftedWindowAttentionV2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.stochastic_depth(self.norm1(self.attn(x)))
+        return x + self.stochastic_depth(self.norm2(self.mlp(x)))
+
+
+class SwinTransformer(nn.Module):
+    """Patches, stages of blocks with mergings between, global average, linear head: (B, 3, H, W) -> (B, num_classes).
+
+    Args:
+        patch_size: (h, w) of a patch in pixels; pixels beyond whole patches are not seen.
+        embed_dim: channels of the first stage.
+        depths: blocks of each stage.
+        num_heads: heads in each stage.
+        window_size: (h, w) of a window in positions.
+        mlp_ratio: how much wider the hidden layer of a block is.
+        dropout: probability, after attention and linear layers.
+        stochastic_depth_prob: of the last block; the first has 0, those between lie on a line.
+        num_classes: width of the head.
+        norm_layer: makes a norm from a number of channels; LayerNorm with eps 1e-5 if not given.
+        block: SwinBlock or SwinBlockV2.
+        downsample_layer: PatchMerging or PatchMergingV2.
+
+    Raises:
+        ValueError: `depths` and `num_heads` of different lengths, sizes that are not two, heads that do not divide the
+            channels, or no probability.
+    """
+
+    def __init__(
+        self,
+        patch_size: Sequence[int],
+        embed_dim: int,
+        depths: Sequence[int],
+        num_heads: Sequence[int],
+        window_size: Sequence[int],
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.0,
+        stochastic_depth_prob: float = 0.1,
+        num_classes: int = 1000,
+        norm_layer: Norm | None = None,
+        block: type[SwinBlock] = SwinBlock,
+        downsample_layer: type[PatchMerging] = PatchMerging,
+    ) -> None:
+        super().__init__()
+        if len(depths) != len(num_heads) or len(patch_size) != 2 or len(window_size) != 2:
+            raise ValueError(
+                "expected as many depths as num_heads, and two numbers each for patch_size and window_size, got "
+                f"{list(depths)}, {list(num_heads)}, {list(patch_size)} and {list(window_size)}"
+            )
+        norm = norm_layer or partial(nn.LayerNorm, eps=1e-5)
+        patch, window = (patch_size[0], patch_size[1]), (window_size[0], window_size[1])
+        half = (window[0] // 2, window[1] // 2)
+        patches = nn.Conv2d(3, embed_dim, patch, patch)
+        layers: list[nn.Module] = [nn.Sequential(patches, Permute((0, 2, 3, 1)), norm(embed_dim))]
+        channels, number, last = embed_dim, 0, max(1, sum(depths) - 1)
+        for stage, (depth, heads) in enumerate(zip(depths, num_heads, strict=True)):
+            if stage > 0:
+                layers.append(downsample_layer(channels, norm))
+                channels *= 2
+            blocks = []
+            for place in range(depth):
+                shift, probability = half if place % 2 else (0, 0), stochastic_depth_prob * number / last
+                blocks.append(block(channels, heads, window, shift, mlp_ratio, dropout, probability, norm))
+                number += 1
+            layers.append(nn.Sequential(*blocks))
+        self.features = nn.Sequential(*layers)
+        self.norm = norm(channels)
+        self.permute = Permute((0, 3, 1, 2))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten(1)
+        self.head = nn.Linear(channels, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.features(x))  # (B, H / 32, W / 32, 8 embed_dim) with four stages
+        x = self.flatten(self.avgpool(self.permute(x)))  # (B, 8 embed_dim)
+        return self.head(x)
+
+
+@register
+def swin_t(*, weights: str | Path | None = None, **options: Any) -> SwinTransformer:
+    """Swin-T: 28,288,354 parameters."""
+    return _built("swin_t", weights, {"depths": (2, 2, 6, 2), "stochastic_depth_prob": 0.2, **options})
+
+
+@register
+def swin_s(*, weights: str | Path | None = None, **options: Any) -> SwinTransformer:
+    """Swin-S: 49,606,258 parameters."""
+    return _built("swin_s", weights, {"depths": (2, 2, 18, 2), "stochastic_depth_prob": 0.3, **options})
+
+
+@register
+def swin_b(*, weights: str | Path | None = None, **options: Any) -> SwinTransformer:
+    """Swin-B: 87,768,224 parameters."""
+    return _built("swin_b", weights, {**BASE, "depths": (2, 2, 18, 2), "stochastic_depth_prob": 0.5, **options})
+
+
+@register
+def swin_v2_t(*, weights: str | Path | None = None, **options: Any) -> SwinTransformer:
+    """Swin V2-T: 28,351,570 parameters."""
+    return _built("swin_v2_t", weights, {**V2, "depths": (2, 2, 6, 2), "stochastic_depth_prob": 0.2, **options})
+
+
+@register
+def swin_v2_s(*, weights: str | Path | None = None, **options: Any) -> SwinTransformer:
+    """Swin V2-S: 49,737,442 parameters."""
+    return _built("swin_v2_s", weights, {**V2, "depths": (2, 2, 18, 2), "stochastic_depth_prob": 0.3, **options})
+
+
+@register
+def swin_v2_b(*, weights: str | Path | None = None, **options: Any) -> SwinTransformer:
+    """Swin V2-B: 87,930,848 parameters."""
+    both = {**V2, **BASE, "depths": (2, 2, 18, 2), "stochastic_depth_prob": 0.5}
+    return _built("swin_v2_b", weights, {**both, **options})
+
+
+SMALL: dict[str, Any] = {"patch_size": (4, 4), "embed_dim": 96, "num_heads": (3, 6, 12, 24), "window_size": (7, 7)}
+BASE: dict[str, Any] = {"embed_dim": 128, "num_heads": (4, 8, 16, 32)}
+V2: dict[str, Any] = {"window_size": (8, 8), "block": SwinBlockV2, "downsample_layer": PatchMergingV2}
+
+
+def _built(name: str, weights: str | Path | None, options: dict[str, Any]) -> SwinTransformer:
+    model = SwinTransformer(**{**SMALL, **options})
+    if weights is not None:
+        load_weights(model, name, weights)
+    return model
