@@ -78,6 +78,7 @@ def tensors(snippet: str) -> dict[str, Any]:
     by_shape |= {"bias": torch.zeros(8), "linear_bias": torch.zeros(8), "head": torch.nn.Linear(8, 8, bias=False)}
     by_shape |= {"target": torch.arange(4), "tokens": torch.arange(4), "model": torch.nn.LayerNorm(8)}
     by_shape |= {"features": torch.randn(5, 8, 3), "points": torch.zeros(5, 3)}
+    by_shape |= {"cell": torch.randn(1, 2, 3, 3), **dict.fromkeys(("recurrent", "inputs"), torch.randn(1, 8, 3, 3))}
     if "amax" in snippet:
         by_shape["x"] = torch.randn(2, 3, 4)
     return by_shape
