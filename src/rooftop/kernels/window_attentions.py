@@ -174,8 +174,8 @@ class Config:
 
 
 # Not measured yet, but chosen by the compiler's report for sm_90. Forward: no spills of half precision; of windows of
-# more than 64 positions, a program has 16 of the queries. Backward: no spills of half precision with plain scores. Cosine attention,
-# and float32, spill some hundred bytes a thread with 4, 8 and 16 warps, with and without pipelined loads; least with 8.
+# more than 64 positions, a program has 16 of the queries. Backward: no spills of half precision with plain scores.
+# Cosine attention and float32 spill some hundred bytes a thread in backward, with 4, 8 and 16 warps alike.
 FORWARD = (Config(64, 64, 64, 4), Config(64, 128, 64, 8), Config(256, 64, 16, 4))
 BACKWARD = (Config(64, 64, 64, 8),)
 PROGRAMS_PER_SM = 4  # of backward, whose sums over windows each program writes once
