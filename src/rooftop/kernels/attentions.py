@@ -34,7 +34,7 @@ from rooftop.kernels.attention_states import (
     rows_tile,
     unit_features,
 )
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator, without_autocast
 from rooftop.launch.triton_launch import launch, require_triton
 
 Direction = Literal["forward", "backward"]
@@ -42,6 +42,7 @@ Direction = Literal["forward", "backward"]
 # ---- reference -------------------------------------------------------------------------------------------------
 
 
+@without_autocast
 def attention_reference(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -51,6 +52,7 @@ def attention_reference(
     return (_probabilities(scores, lse) @ values).to(query.dtype), lse
 
 
+@without_autocast
 def attention_backward_reference(
     dout: Tensor,
     dlse: Tensor | None,

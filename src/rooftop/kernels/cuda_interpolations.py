@@ -24,17 +24,19 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.launch import cuda
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator, without_autocast
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
 
+@without_autocast
 def trilinear_reference(features: Tensor, points: Tensor) -> Tensor:
     """(B, C) of features (B, 8, C) and points (B, 3) in plain PyTorch, added up in float32 or wider."""
     wide = _accumulator(features.dtype)
     return torch.einsum("bk,bkc->bc", _weights(points.to(wide)), features.to(wide)).to(features.dtype)
 
 
+@without_autocast
 def trilinear_backward_reference(
     gradient: Tensor, features: Tensor, points: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:

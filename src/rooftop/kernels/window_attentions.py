@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator, without_autocast
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 MASKED = -100.0  # what the origin adds where parts are no neighbours: nearly, not exactly, nothing
@@ -31,6 +31,7 @@ SHORTEST = 1e-12  # of the lengths that vectors are divided by, as torch.nn.func
 # ---- reference -------------------------------------------------------------------------------------------------
 
 
+@without_autocast
 def window_attention_reference(
     query_key_value: Tensor,
     bias: Tensor,
@@ -49,6 +50,7 @@ def window_attention_reference(
     return _on_map(out, query_key_value).to(query_key_value.dtype).contiguous()
 
 
+@without_autocast
 def window_attention_backward_reference(
     dout: Tensor,
     query_key_value: Tensor,
@@ -238,8 +240,7 @@ def _forward(x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tens
     """x (B, H, W, 3 C)."""
     config = _config(FORWARD, x, sizes)
     if config is None:
-        with torch.autocast(x.device.type, enabled=False):
-            return window_attention_reference(x, bias, padding, cosine_scale, *sizes.all)
+        return window_attention_reference(x, bias, padding, cosine_scale, *sizes.all)
     require_triton()
     from rooftop.kernels.window_attention_kernels import window_attention_forward
 
@@ -263,8 +264,7 @@ def _backward(
     """As the reference."""
     config = _config(BACKWARD, x, sizes)
     if config is None or x.numel() == 0:
-        with torch.autocast(x.device.type, enabled=False):
-            return window_attention_backward_reference(dout, x, bias, padding, cosine_scale, *sizes.all)
+        return window_attention_backward_reference(dout, x, bias, padding, cosine_scale, *sizes.all)
     require_triton()
     from rooftop.kernels.window_attention_kernels import window_attention_backward
 

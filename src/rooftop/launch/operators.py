@@ -11,13 +11,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 _library = torch.library.Library("rooftop", "FRAGMENT")
+
+Result = TypeVar("Result")
+
+
+def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
+    """For formulas in PyTorch whose sums are float32: a backward that runs within autocast would round their products.
+
+    The first argument is a tensor.
+    """
+
+    @wraps(function)
+    def exact(*arguments: Any, **options: Any) -> Result:
+        device = arguments[0].device.type
+        if not torch.amp.is_autocast_available(device):  # meta
+            return function(*arguments, **options)
+        with torch.autocast(device, enabled=False):
+            return function(*arguments, **options)
+
+    return exact
 
 
 def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:

@@ -1,0 +1,56 @@
+"""Autocast: a backward that runs within it gives the gradients of one outside, as PyTorch's own operators do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rooftop import kernels
+
+Made = tuple[list[Tensor], Callable[..., Any]]
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(*shape).requires_grad_() for shape in shapes]
+
+
+CASES: dict[str, Callable[[], Made]] = {
+    "attention": lambda: (leaves(*[(2, 3, 16, 8)] * 3), kernels.attention),
+    "linear_act": lambda: (leaves((16, 24), (20, 24), (20,)), lambda x, w, b: kernels.linear_act(x, w, b, "gelu")),
+    "linear_cross_entropy": lambda: (
+        leaves((16, 24), (50, 24)),
+        lambda h, w: kernels.linear_cross_entropy(h, w, torch.arange(16)),
+    ),
+    "cross_entropy": lambda: (leaves((16, 24)), lambda x: kernels.cross_entropy(x, torch.arange(16))),
+    "layer_norm": lambda: (leaves((16, 24), (24,), (24,)), lambda x, w, b: kernels.layer_norm(x, (24,), w, b)),
+    "softmax": lambda: (leaves((16, 24)), lambda x: kernels.softmax(x, -1)),
+    "swiglu": lambda: (leaves((16, 24), (16, 24)), kernels.swiglu),
+    "trilinear_interpolate": lambda: (leaves((16, 8, 8), (16, 3)), kernels.trilinear_interpolate),
+    "trilinear_interpolate_cuda": lambda: (leaves((16, 8, 8), (16, 3)), kernels.trilinear_interpolate_cuda),
+    "window_attention": lambda: (
+        leaves((1, 6, 6, 48), (2, 9, 9)),
+        lambda x, bias: kernels.window_attention(x, bias, 2, (3, 3), (1, 1)),
+    ),
+    "conv_lstm_gates": lambda: (leaves((2, 16, 4, 4), (2, 4, 4, 4)), kernels.conv_lstm_gates),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_backward_within_autocast_is_one_outside(name: str) -> None:
+    def gradients(inside: bool) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        inputs, function = CASES[name]()
+        with torch.autocast("cpu", torch.bfloat16):
+            found = function(*inputs)
+            outputs = [t for t in (found if isinstance(found, tuple) else (found,)) if t.requires_grad]
+            douts = [torch.randn(t.shape).to(t.dtype) for t in outputs]
+            if inside:
+                return torch.autograd.grad(outputs, inputs, douts)
+        return torch.autograd.grad(outputs, inputs, douts)
+
+    for within, outside in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(within, outside)
