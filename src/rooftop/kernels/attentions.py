@@ -136,7 +136,7 @@ class Rule:
     dtype: torch.dtype | None = None
 
 
-# Measured on an H200 at 64 to 16384 positions of 32 to 256 features (benchmarks/results/h200/tune_attentions.json):
+# Measured on an H200 at 64 to 16384 positions of 32 to 128 features (benchmarks/results/h200/tune_attentions.json):
 # cuDNN's kernels, which use its matrix instructions, are the fastest, causal or not, forward and backward; then
 # flash-2, which does not use them, then the memory-efficient ones. Of few positions with few features these are first.
 _CUDNN_FIRST, _EFFICIENT_FIRST = ("cudnn", "flash", "efficient"), ("efficient", "cudnn", "flash")
@@ -227,7 +227,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
         (lambda s, c: c >= (8, 0), "it needs compute capability 8.0"),
         (lambda s, c: not torch.are_deterministic_algorithms_enabled(), "it is not deterministic"),
         *(_NOT_EMPTY, _HALF, _UNMASKED, _SQUARE, _SAME_FEATURES),
-        (lambda s, c: s.query[3] <= (256 if c[0] == 9 else 128), "it takes up to 128 features, on Hopper 256"),
+        (lambda s, c: s.query[3] <= 128, "it takes up to 128 features"),
         (lambda s, c: min(s.query[2], s.keys) >= 64, "it is for 64 positions and more"),
     ),
     "efficient": (

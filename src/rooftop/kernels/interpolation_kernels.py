@@ -18,6 +18,7 @@ def trilinear_forward(
     count, units,
     UNIT: tl.constexpr, EVEN: tl.constexpr, POINTS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
+    """The eight corners of each point's cell, weighted by where the point lies in it; sums are float32."""
     channels = units * UNIT
     blocks = tl.cdiv(channels, CHANNELS)
     point = (tl.program_id(0) // blocks).to(tl.int64) * POINTS + tl.arange(0, POINTS)  # (POINTS,)
