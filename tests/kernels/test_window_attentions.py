@@ -57,7 +57,7 @@ class Case:
         shift = [s if size > w else 0 for s, size, w in zip(self.shift, self.size, self.window, strict=True)]
         x = qkv.new_zeros(self.batch, tall, broad, qkv.shape[3]) + (0 if padding is None else padding)
         x[:, :height, :width] = qkv
-        part = torch.zeros(tall, broad)
+        part = qkv.new_zeros(tall, broad)
         for number, ends in enumerate([(0, -high), (-high, -shift[0] or None), (-shift[0] or tall, None)]):
             part[slice(*ends)] += 10 * number
         for number, ends in enumerate([(0, -wide), (-wide, -shift[1] or None), (-shift[1] or broad, None)]):
@@ -68,7 +68,7 @@ class Case:
             scores = (query * self.features**-0.5) @ key.mT
         else:
             scores = F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).mT * scale[:, None, None]
-        scores = scores + bias + -100.0 * (part != part.mT)[:, :, None].to(scores.dtype)
+        scores = scores + bias - 100.0 * (part != part.mT)[:, :, None].to(scores.dtype)
         out = (scores.softmax(-1) @ value).transpose(2, 3).flatten(3)
         out = out.unflatten(2, self.window).unflatten(1, (tall // high, broad // wide)).transpose(2, 3)
         out = out.reshape(self.batch, tall, broad, -1).roll((shift[0], shift[1]), (1, 2))

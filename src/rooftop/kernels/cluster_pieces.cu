@@ -1,4 +1,5 @@
-// What only PTX says of clusters and bulk copies: it stands in front of kernels that use them.
+// What kernels of clusters share, which it stands in front of: clusters and bulk copies, as only PTX says them, and what
+// the warps of a block have found.
 
 #ifdef __CUDACC__
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -75,3 +76,38 @@ __device__ __forceinline__ void await_blocks(unsigned long long* barrier, unsign
                  :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 #endif
+
+// 16 bytes at a time: one after another a warp would wait for each.
+template <int COUNT>
+__device__ void load_fours(const float* from, float (&values)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from + i);
+        values[i] = four.x;
+        values[i + 1] = four.y;
+        values[i + 2] = four.z;
+        values[i + 3] = four.w;
+    }
+}
+
+template <int WARPS>
+constexpr int IN_FOURS = (WARPS + 3) / 4 * 4;
+
+// Always in the same order.
+template <int WARPS>
+__device__ float sum_of(const float* of_warps) {
+    float values[IN_FOURS<WARPS>], sums[4] = {};
+    load_fours(of_warps, values);
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) sums[i % 4] += values[i];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+template <int WARPS>
+__device__ float largest_of(const float* of_warps) {
+    float values[IN_FOURS<WARPS>], largest = of_warps[0];
+    load_fours(of_warps, values);
+#pragma unroll
+    for (int i = 1; i < WARPS; ++i) largest = fmaxf(largest, values[i]);
+    return largest;
+}

@@ -75,35 +75,46 @@ __device__ void fetch_parameter(const Part& part, const P* from, P* to, float mi
     }
 }
 
-// Both over the warps of a block; every thread gets them.
+// Over the warps of a block; every thread gets it.
 template <int WARPS>
-__device__ float2 block_sums(float a, float b, float (&scratch)[2][32]) {
-    a = warp_sum(a);
-    b = warp_sum(b);
+__device__ float block_sum(float value, float (&scratch)[32]) {
+    value = warp_sum(value);
     if constexpr (WARPS == 1) {
         __syncwarp();
-        return {a, b};
+        return value;
     }
-    const int lane = threadIdx.x % 32;
-    if (lane == 0) {
-        scratch[0][threadIdx.x / 32] = a;
-        scratch[1][threadIdx.x / 32] = b;
-    }
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
     __syncthreads();
-    return {warp_sum(lane < WARPS ? scratch[0][lane] : 0.0f), warp_sum(lane < WARPS ? scratch[1][lane] : 0.0f)};
+    return sum_of<WARPS>(scratch);
 }
 
-// Afterwards all blocks of the cluster have the pairs of all of them. `number` counts these exchanges: a block that is
-// one ahead of another sends to the other set, and none can be two ahead.
-template <int CLUSTER>
-__device__ const float4* exchange(float2 values, int rank, Exchange& shared, unsigned number) {
-    const unsigned turn = number % 2;
-    if (threadIdx.x == 0) expect_copies(&shared.arrived[turn], CLUSTER * sizeof(float4));
-    if (threadIdx.x < CLUSTER) {
-        send_to_block(&shared.of_blocks[turn][rank], threadIdx.x, {values.x, values.y, 0.0f, 0.0f}, &shared.arrived[turn]);
+template <int WARPS>
+__device__ float2 block_sums(float2 values, float (&scratch)[2][32]) {
+    if constexpr (WARPS > 1) {
+        values.x = warp_sum(values.x);
+        if (threadIdx.x % 32 == 0) scratch[0][threadIdx.x / 32] = values.x;
+        values.y = block_sum<WARPS>(values.y, scratch[1]);
+        return {sum_of<WARPS>(scratch[0]), values.y};
     }
-    await_blocks(&shared.arrived[turn], number / 2 % 2);
-    return shared.of_blocks[turn];
+    return {warp_sum(values.x), block_sum<WARPS>(values.y, scratch[1])};
+}
+
+// Blocks of a cluster send each other a pair, and receive the pairs of all, in two steps: what is done between them costs
+// no time where blocks wait for each other. `number` counts these exchanges: a block that is one ahead of another sends
+// to the other set, and none can be two ahead.
+template <int CLUSTER>
+__device__ void send(float2 values, int rank, Exchange& shared, unsigned number) {
+    unsigned long long* const arrived = &shared.arrived[number % 2];
+    if (threadIdx.x == 0) expect_copies(arrived, CLUSTER * sizeof(float4));
+    if (threadIdx.x < CLUSTER) {
+        send_to_block(&shared.of_blocks[number % 2][rank], threadIdx.x, {values.x, values.y, 0.0f, 0.0f}, arrived);
+    }
+}
+
+template <int CLUSTER>
+__device__ const float4* received(Exchange& shared, unsigned number) {
+    await_blocks(&shared.arrived[number % 2], number / 2 % 2);
+    return shared.of_blocks[number % 2];
 }
 
 // The groups of a thread, whose loops do not branch: where the block has no such group they read its last one, which
@@ -192,22 +203,29 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
 
     int stage = 0;
     unsigned parity = 0, number = 0;
-    for (; row < rows; row += clusters) {
+    Pack<T, GROUP> taken[CHUNKS];
+    const auto take = [&] {  // and the sum of what this thread has of that row
         await_copies(&shared.full[stage], parity);
-        Pack<T, GROUP> held[CHUNKS];
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) held[chunk] = staged[stage * part.share + own.place(chunk)];
-        float sum = own.sums(0.0f, [&](float& total, int chunk, int begin, int end) {
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) taken[chunk] = staged[stage * part.share + own.place(chunk)];
+        return own.sums(0.0f, [&](float& total, int chunk, int begin, int end) {
             float values[GROUP];
-            widen(held[chunk], values);
+            widen(taken[chunk], values);
 #pragma unroll
             for (int i = 0; i < GROUP; ++i) {
                 if (i >= begin && i < end) total += RMS ? values[i] * values[i] : values[i];
             }
         });
-        sum = block_sums<WARPS>(sum, 0.0f, shared.of_warps[RMS ? number % 2 : 0]).x;
+    };
+    float sum = row < rows ? take() : 0.0f;
+    for (; row < rows; row += clusters) {
+        sum = block_sum<WARPS>(sum, shared.of_warps[0][RMS ? number % 2 : 0]);
         // All have taken what they need from this stage.
         if (threadIdx.x == 0) fill(row + static_cast<long long>(stages) * clusters, stage);
+        if (++stage == stages) stage = 0, parity ^= 1;
+        Pack<T, GROUP> held[CHUNKS];
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) held[chunk] = taken[chunk];
         float average = 0.0f, squares = sum;
         if constexpr (!RMS) {
             average = sum / max(1, part.count(rank));
@@ -219,17 +237,19 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
                     if (i >= begin && i < end) total += (values[i] - average) * (values[i] - average);
                 }
             });
-            squares = block_sums<WARPS>(squares, 0.0f, shared.of_warps[1]).x;
+            squares = block_sum<WARPS>(squares, shared.of_warps[0][1]);
         }
+        if constexpr (CLUSTER > 1) send<CLUSTER>({average, squares}, rank, shared, number);
+        if (row + clusters < rows) sum = take();  // of the next row, while results of this one are on their way
         if constexpr (CLUSTER > 1) {  // means and squares about them of all parts (Chan, Golub and LeVeque 1979)
-            const float4* all = exchange<CLUSTER>({average, squares}, rank, shared, number);
+            const float4* all = received<CLUSTER>(shared, number);
             average = squares = 0.0f;
             if constexpr (!RMS) {
-#pragma unroll 1
+#pragma unroll
                 for (int other = 0; other < CLUSTER; ++other) average += part.count(other) * all[other].x;
                 average /= columns;
             }
-#pragma unroll 1
+#pragma unroll
             for (int other = 0; other < CLUSTER; ++other) {
                 const float apart = all[other].x - average;
                 squares += all[other].y + part.count(other) * apart * apart;
@@ -251,7 +271,6 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
             rstd[row] = scale;
         }
         ++number;
-        if (++stage == stages) stage = 0, parity ^= 1;
     }
 }
 
@@ -288,23 +307,21 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_backward_staged(
     else __syncthreads();
 
     float weight_sums[CHUNKS][GROUP] = {}, bias_sums[CHUNKS][GROUP] = {};
-    float next_average = 0.0f, next_scale = 0.0f;
-    if (row < rows) {
-        if constexpr (!RMS) next_average = mean[row];
-        next_scale = rstd[row];
-    }
+    float average = 0.0f, scale = 0.0f, next_average = 0.0f, next_scale = 0.0f;
+    const auto look_up = [&](long long of, float& average, float& scale) {
+        if (of >= rows) return;
+        if constexpr (!RMS) average = mean[of];
+        scale = rstd[of];
+    };
+    look_up(row, average, scale);
+    look_up(row + clusters, next_average, next_scale);
     int stage = 0, before = -1;
     unsigned parity = 0, number = 0;
-    for (; row < rows; row += clusters) {
-        const float average = next_average, scale = next_scale;
-        if (row + clusters < rows) {
-            if constexpr (!RMS) next_average = mean[row + clusters];
-            next_scale = rstd[row + clusters];
-        }
+    // Along a row, of dy * weight and of that times the normalized x, what this thread has.
+    const auto sums_of = [&](float average, float scale) {
         await_copies(&shared.full[stage], parity);
         const Pack<T, GROUP>* const gradients = staged + 2 * stage * part.share;
-        // Along the row, of dy * weight and of that times the normalized x.
-        const float2 own_sums = own.sums(float2{0.0f, 0.0f}, [&](float2& total, int chunk, int begin, int end) {
+        return own.sums(float2{0.0f, 0.0f}, [&](float2& total, int chunk, int begin, int end) {
             float gradient[GROUP], values[GROUP], factors[GROUP];
             widen(gradients[own.place(chunk)], gradient);
             widen(gradients[part.share + own.place(chunk)], values);
@@ -317,20 +334,30 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_backward_staged(
                 total.y += weighted * ((values[i] - average) * scale);
             }
         });
-        float2 sums = block_sums<WARPS>(own_sums.x, own_sums.y, shared.of_warps[number % 2]);
+    };
+    float2 sums = row < rows ? sums_of(average, scale) : float2{0.0f, 0.0f};
+    for (; row < rows; row += clusters) {
+        float later_average = 0.0f, later_scale = 0.0f;
+        look_up(row + 2ll * clusters, later_average, later_scale);
+        float2 whole = block_sums<WARPS>(sums, shared.of_warps[number % 2]);
         if (threadIdx.x == 0 && before >= 0) {  // all have left the row before
             fill(row + static_cast<long long>(stages - 1) * clusters, before);
         }
+        if constexpr (CLUSTER > 1) send<CLUSTER>(whole, rank, shared, number);
+        before = stage;
+        if (++stage == stages) stage = 0, parity ^= 1;
+        if (row + clusters < rows) sums = sums_of(next_average, next_scale);  // with no barrier to what follows
         if constexpr (CLUSTER > 1) {
-            const float4* all = exchange<CLUSTER>(sums, rank, shared, number);
-            sums = {0.0f, 0.0f};
-#pragma unroll 1
+            const float4* all = received<CLUSTER>(shared, number);
+            whole = {0.0f, 0.0f};
+#pragma unroll
             for (int other = 0; other < CLUSTER; ++other) {
-                sums.x += all[other].x;
-                sums.y += all[other].y;
+                whole.x += all[other].x;
+                whole.y += all[other].y;
             }
         }
-        const float along = sums.x / columns, across = sums.y / columns;
+        const float along = whole.x / columns, across = whole.y / columns;
+        const Pack<T, GROUP>* const gradients = staged + 2 * before * part.share;
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             float gradient[GROUP], values[GROUP], factors[GROUP];
@@ -346,9 +373,9 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_backward_staged(
             }
             own.store_group(chunk, values, dx + row * columns);
         }
-        before = stage;
+        average = next_average, scale = next_scale;
+        next_average = later_average, next_scale = later_scale;
         ++number;
-        if (++stage == stages) stage = 0, parity ^= 1;
     }
 
     float* const of_weight = partial + 2ll * (blockIdx.x / CLUSTER) * columns;

@@ -208,8 +208,8 @@ struct HeldShare {
 struct Arrivals {
     unsigned long long of_stage[8];
     unsigned long long of_blocks[2];
-    float maxima[32];        // of warps
-    float2 totals[2][32];    // in turns: a warp that is late still reads those of the row before
+    float maxima[32];                // of warps
+    float totals[2][32], sums[2][32];  // in turns: a warp that is late still reads those of the row before
 };
 
 // The ring of parts in a block's shared memory, and its exchange with the cluster. `number` counts a cluster's rows.
@@ -253,43 +253,49 @@ struct Ring {
         await_copies(arrivals->of_stage + number % stages, number / stages % 2);
     }
 
-    // The largest value of the block's threads; also a barrier of the block. Between two calls is one of the cluster.
+    // The largest value of the block's threads; also a barrier of the block. Between two calls is another one.
+    template <int WARPS>
     __device__ float largest_of_block(float value) const {
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, lanes));
         if (threadIdx.x % 32 == 0) arrivals->maxima[threadIdx.x / 32] = value;
         __syncthreads();
-        for (int i = 0; i < warps; ++i) value = fmaxf(value, arrivals->maxima[i]);
-        return value;
+        return largest_of<WARPS>(arrivals->maxima);
     }
 
-    // The shares of all blocks as one, from those of a block's threads, which have the same `largest`.
-    template <bool TOTAL, bool SUM, typename Held>
-    __device__ Held added(Held share, int time) const {
+    // The shares of all blocks as one, from those of a block's threads, which have the same `largest`, in two steps:
+    // what is done between them costs no time where blocks wait for each other. `time` counts these exchanges. The
+    // first is a barrier of the block.
+    template <int WARPS, bool TOTAL, bool SUM, typename Held>
+    __device__ void send(Held& share, int time) const {
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) {
             if constexpr (TOTAL) share.total += __shfl_xor_sync(0xffffffffu, share.total, lanes);
             if constexpr (SUM) share.sum += __shfl_xor_sync(0xffffffffu, share.sum, lanes);
         }
-        float2* of_warps = arrivals->totals[time % 2];
-        if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = {share.total, share.sum};
-        __syncthreads();
-        share.total = share.sum = 0.0f;
-        if (blocks == 1 || threadIdx.x < 32) {
-            for (int i = 0; i < warps; ++i) {
-                if constexpr (TOTAL) share.total += of_warps[i].x;
-                if constexpr (SUM) share.sum += of_warps[i].y;
-            }
+        const int turn = time % 2;
+        if (threadIdx.x % 32 == 0) {
+            if constexpr (TOTAL) arrivals->totals[turn][threadIdx.x / 32] = share.total;
+            if constexpr (SUM) arrivals->sums[turn][threadIdx.x / 32] = share.sum;
         }
-        if (blocks == 1) return share;
+        __syncthreads();
+        if constexpr (TOTAL) share.total = sum_of<WARPS>(arrivals->totals[turn]);
+        if constexpr (SUM) share.sum = sum_of<WARPS>(arrivals->sums[turn]);
+        if (blocks == 1) return;
         // In turns, too: a block that is one ahead of another sends to the other set, and none can be two ahead.
-        float4* of_blocks = shares + time % 2 * blocks;
-        unsigned long long* arrival = arrivals->of_blocks + time % 2;
+        unsigned long long* arrival = arrivals->of_blocks + turn;
         if (threadIdx.x == 0) expect_copies(arrival, blocks * sizeof(float4));
         if (threadIdx.x < blocks) {
-            send_to_block(of_blocks + rank, threadIdx.x, {share.largest, share.total, share.sum, 0.0f}, arrival);
+            const float4 own = {share.largest, share.total, share.sum, 0.0f};
+            send_to_block(shares + turn * blocks + rank, threadIdx.x, own, arrival);
         }
-        await_blocks(arrival, time / 2 % 2);
+    }
+
+    template <bool TOTAL, bool SUM, typename Held>
+    __device__ Held received(const Held& share, int time) const {
+        if (blocks == 1) return share;
+        const float4* of_blocks = shares + time % 2 * blocks;
+        await_blocks(arrivals->of_blocks + time % 2, time / 2 % 2);
         Held whole = share;
         whole.total = whole.sum = 0.0f;
         for (int i = 0; i < blocks; ++i) {
@@ -554,8 +560,17 @@ struct Hold {
             if (group(j) < part.groups) groups[j] = from[group(j)];
         }
     }
-    __device__ void exclude(float outside, int j, float (&values)[WIDTH<T>]) const {
-        if (group(j) < part.groups) part.exclude<T>(outside, group(j), values);
+    // Also in groups that a neighbour's row shares.
+    __device__ void exclude(float outside, Group (&groups)[HELD]) const {
+        if (!edge) return;
+#pragma unroll
+        for (int j = 0; j < HELD; ++j) {
+            if (group(j) >= part.groups) continue;
+            float values[WIDTH<T>];
+            widen<T>(groups + j, values);
+            part.exclude<T>(outside, group(j), values);
+            groups[j] = narrowed<T>(values);
+        }
     }
     __device__ void store(const float (&values)[WIDTH<T>], T* row, int j) const {
         if (group(j) >= part.groups) return;
@@ -574,6 +589,27 @@ __device__ unsigned signs(float) { return 0x80000000u; }
 __device__ unsigned signs(__half) { return 0x80008000u; }
 __device__ unsigned signs(__nv_bfloat16) { return 0x80008000u; }
 
+// A thread's groups of a row that has come, -inf outside, with signs flipped; returns its largest value.
+template <typename T, int THREADS, int HELD>
+__device__ float taken(const Part& part, const Group* from, unsigned flipped, Group (&groups)[HELD]) {
+    const Hold<T, THREADS, HELD> hold(part);
+    float values[WIDTH<T>], top = -INFINITY;
+    hold.load(from, lowest(T()) ^ flipped, groups);
+#pragma unroll
+    for (int j = 0; j < HELD; ++j) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) groups[j].words[k] ^= flipped;
+    }
+    hold.exclude(-INFINITY, groups);
+#pragma unroll
+    for (int j = 0; j < HELD; ++j) {
+        widen<T>(groups + j, values);
+#pragma unroll
+        for (int k = 0; k < WIDTH<T>; ++k) top = fmaxf(top, values[k]);
+    }
+    return top;
+}
+
 template <typename T, bool LOG, int THREADS, int HELD>
 __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_held(
     const T* x, T* y, long long rows, int columns, long long x_stride, int blocks, int stages,
@@ -582,41 +618,29 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_held(
     const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
     const unsigned flipped = scale < 0.0f ? signs(T()) : 0;
     const float factor = fabsf(scale) * LOG2_E;
+    const auto part_of = [&](int number) { return ring.part_of(x + (first + number * step) * x_stride, columns); };
     const auto fetch = [&](int number) {
         const long long row = first + number * step;
         const T* const source[] = {x + row * x_stride};
-        if (row < rows) ring.fetch(number, source, ring.part_of(source[0], columns));
+        if (row < rows) ring.fetch(number, source, part_of(number));
+    };
+    Group groups[HELD];
+    const auto take = [&](int number) {
+        ring.wait(number);
+        return taken<T, THREADS>(part_of(number), ring.groups(number), flipped, groups);
     };
     if (threadIdx.x == 0) {
         for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead);
     }
+    float top = take(0);
     for (int number = 0; first + number * step < rows; ++number) {
         const long long row = first + number * step;
-        const Part part = ring.part_of(x + row * x_stride, columns);
-        const Hold<T, THREADS, HELD> hold(part);
-        Group groups[HELD];
-        float values[HELD][WIDTH<T>], top = -INFINITY;
-        ring.wait(number);
-        hold.load(ring.groups(number), lowest(T()) ^ flipped, groups);
+        float values[HELD][WIDTH<T>];
+        HeldShare<LOG> share(ring.template largest_of_block<THREADS / 32>(top), factor);
+        if (threadIdx.x == 0) fetch(number + stages);  // all have taken theirs
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) groups[j].words[k] ^= flipped;
             widen<T>(groups + j, values[j]);
-        }
-        if (hold.edge) {
-#pragma unroll
-            for (int j = 0; j < HELD; ++j) hold.exclude(-INFINITY, j, values[j]);
-        }
-#pragma unroll
-        for (int j = 0; j < HELD; ++j) {
-#pragma unroll
-            for (int k = 0; k < WIDTH<T>; ++k) top = fmaxf(top, values[j][k]);
-        }
-        HeldShare<LOG> share(ring.largest_of_block(top), factor);
-        if (threadIdx.x == 0) fetch(number + stages);
-#pragma unroll
-        for (int j = 0; j < HELD; ++j) {
 #pragma unroll
             for (int k = 0; k < WIDTH<T>; ++k) {
                 const float power = share.power(values[j][k]);
@@ -624,9 +648,13 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_held(
                 if constexpr (!LOG) values[j][k] = power;
             }
         }
-        const HeldShare<LOG> whole = ring.template added<true, false>(share, number);
+        ring.template send<THREADS / 32, true, false>(share, number);
+        if (row + step < rows) top = take(number + 1);
+        const HeldShare<LOG> whole = ring.template received<true, false>(share, number);
         const float inverse = share.share_of(whole) / whole.total;
         const float size = fabsf(scale), logarithm = LOG ? logf(whole.total) : 0.0f;
+        const Part part = part_of(number);
+        const Hold<T, THREADS, HELD> hold(part);
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
 #pragma unroll
@@ -662,17 +690,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_h
         ring.wait(number);
         hold.load(ring.groups(number, 0), 0, gradients);
         hold.load(ring.groups(number, 1), 0, results);
-        if (hold.edge) {
-#pragma unroll
-            for (int j = 0; j < HELD; ++j) {
-                widen<T>(gradients + j, gradient);
-                hold.exclude(0.0f, j, gradient);
-                gradients[j] = narrowed<T>(gradient);
-                widen<T>(results + j, result);
-                hold.exclude(0.0f, j, result);
-                results[j] = narrowed<T>(result);
-            }
-        }
+        hold.exclude(0.0f, gradients);
+        hold.exclude(0.0f, results);
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
             widen<T>(gradients + j, gradient);
@@ -684,8 +703,9 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_h
 #pragma unroll
             for (int k = 0; k < WIDTH<T>; ++k) share.sum += gradient[k];
         }
-        const float sum = ring.template added<false, true>(share, number).sum;  // also: all have loaded
-        if (threadIdx.x == 0) fetch(number + stages);
+        ring.template send<THREADS / 32, false, true>(share, number);
+        if (threadIdx.x == 0) fetch(number + stages);  // all have taken theirs
+        const float sum = ring.template received<false, true>(share, number).sum;
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
             widen<T>(gradients + j, gradient);
@@ -706,10 +726,11 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_held
     long long rows, int columns, long long x_stride, int blocks, int stages, int part_groups,
     long long ignored, float kept, float spread, float z_loss) {
     const Ring<T, 1> ring(blocks, stages, part_groups);
-    const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
+    const int step = gridDim.x / blocks, first = blockIdx.x / blocks;
+    const auto row_of = [&](int number) { return first + static_cast<long long>(number) * step; };
     const float given = inverse == nullptr ? 1.0f : *inverse;
     const auto target_of = [&](int number) {
-        const long long row = first + number * step;
+        const long long row = row_of(number);
         return row < rows ? target[row] : ignored;
     };
     constexpr int NONE = -1, NO_CLASS = -2;  // for rows that are ignored, and targets that are wrong
@@ -717,7 +738,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_held
         return target == ignored ? NONE : target >= 0 && target < columns ? static_cast<int>(target) : NO_CLASS;
     };
     const auto fetch = [&](int number, long long target) {
-        const long long row = first + number * step;
+        const long long row = row_of(number);
         const T* const source[] = {target == ignored ? nullptr : x + row * x_stride};
         if (row < rows) ring.fetch(number, source, ring.part_of(x + row * x_stride, columns));
     };
@@ -726,68 +747,73 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_held
     }
     int label = label_of(target_of(0));
     const auto picked_of = [&](int number, int label) {
-        return label >= 0 ? static_cast<float>(x[(first + number * step) * x_stride + label]) : 0.0f;
+        return label >= 0 ? static_cast<float>(x[row_of(number) * x_stride + label]) : 0.0f;
     };
-    float picked = picked_of(0, label);
+    const auto part_of = [&](int number) { return ring.part_of(x + row_of(number) * x_stride, columns); };
+    // Infinite where the loss is infinite or NaN in any case: then the sum counts from 0.
+    const auto base_of = [](float picked) { return fabsf(picked) < INFINITY ? picked : 0.0f; };
+    Group groups[HELD];
+    float picked = picked_of(0, label), top = -INFINITY, sum = 0.0f;
+    const auto take = [&](int number, int label, float picked) {
+        ring.wait(number);
+        if (label == NONE) return;
+        const Part part = part_of(number);
+        if constexpr (SMOOTH) {  // by itself, for it takes registers
+            sum = 0.0f;
+#pragma unroll 1
+            for (int i = threadIdx.x; i < part.groups; i += THREADS) {
+                float values[WIDTH<T>];
+                widen<T>(ring.groups(number) + i, values);
+                part.exclude<T>(base_of(picked), i, values);
+#pragma unroll
+                for (int k = 0; k < WIDTH<T>; ++k) sum += values[k] - base_of(picked);
+            }
+        }
+        top = taken<T, THREADS>(part, ring.groups(number), 0, groups);
+    };
+    take(0, label, picked);
     int exchanges = 0;  // not of rows that are ignored
-    for (int number = 0; first + number * step < rows; ++number) {
-        const long long row = first + number * step;
+    for (int number = 0; row_of(number) < rows; ++number) {
+        const long long row = row_of(number);
         // Nobody looks at them for a while.
         const long long next = target_of(number + 1), ahead = stages == 1 ? next : target_of(number + stages);
-        const Part part = ring.part_of(x + row * x_stride, columns);
-        const Hold<T, THREADS, HELD> hold(part);
-        Group groups[HELD];
         float values[HELD][WIDTH<T>];
-        ring.wait(number);
         if (label == NONE) {  // as the whole cluster sees it
+            const Part part = part_of(number);
             __syncthreads();
             if (threadIdx.x == 0) fetch(number + stages, ahead);
 #pragma unroll
             for (int k = 0; k < WIDTH<T>; ++k) values[0][k] = 0.0f;
             for (int i = threadIdx.x; i < part.groups; i += THREADS) store_inside(values[0], dx + row * columns, part, i);
             if (threadIdx.x == 0 && ring.rank == 0) losses[row] = 0.0f;
+            label = label_of(next);
+            picked = picked_of(number + 1, label);
+            if (row + step < rows) take(number + 1, label, picked);
         } else {
-            // Infinite where the loss is infinite or NaN in any case: then the sum counts from 0.
-            const float base = fabsf(picked) < INFINITY ? picked : 0.0f;
-            float top = -INFINITY, sum = 0.0f;
-            if constexpr (SMOOTH) {  // by itself, for it takes registers
-#pragma unroll 1
-                for (int i = threadIdx.x; i < part.groups; i += THREADS) {
-                    widen<T>(ring.groups(number) + i, values[0]);
-                    part.exclude<T>(base, i, values[0]);
-#pragma unroll
-                    for (int k = 0; k < WIDTH<T>; ++k) sum += values[0][k] - base;
-                }
-            }
-            hold.load(ring.groups(number), lowest(T()), groups);
-#pragma unroll
-            for (int j = 0; j < HELD; ++j) widen<T>(groups + j, values[j]);
-            if (hold.edge) {
-#pragma unroll
-                for (int j = 0; j < HELD; ++j) hold.exclude(-INFINITY, j, values[j]);
-            }
-#pragma unroll
-            for (int j = 0; j < HELD; ++j) {
-#pragma unroll
-                for (int k = 0; k < WIDTH<T>; ++k) top = fmaxf(top, values[j][k]);
-            }
-            HeldShare<true> share(ring.largest_of_block(top), LOG2_E);
+            HeldShare<true> share(ring.template largest_of_block<THREADS / 32>(top), LOG2_E);
             share.sum = sum;
-            if (threadIdx.x == 0) fetch(number + stages, ahead);
+            if (threadIdx.x == 0) fetch(number + stages, ahead);  // all have taken theirs
 #pragma unroll
             for (int j = 0; j < HELD; ++j) {
+                widen<T>(groups + j, values[j]);
 #pragma unroll
                 for (int k = 0; k < WIDTH<T>; ++k) {
                     values[j][k] = share.power(values[j][k]);
                     share.total += values[j][k];
                 }
             }
-            const HeldShare<true> whole = ring.template added<true, SMOOTH>(share, exchanges++);
+            ring.template send<THREADS / 32, true, SMOOTH>(share, exchanges);
+            const int own_label = label;
+            const float own_picked = picked;
+            label = label_of(next);
+            picked = picked_of(number + 1, label);
+            if (row + step < rows) take(number + 1, label, picked);
+            const HeldShare<true> whole = ring.template received<true, SMOOTH>(share, exchanges++);
             const float maximum = whole.largest, logarithm = logf(whole.total), log_sum_exp = maximum + logarithm;
-            const float row_weight = label >= 0 ? 1.0f : INFINITY - INFINITY;
+            const float row_weight = own_label >= 0 ? 1.0f : INFINITY - INFINITY;
             if (threadIdx.x == 0 && ring.rank == 0) {
-                float loss = row_weight * (kept * (logarithm - (picked - maximum)));
-                if constexpr (SMOOTH) loss += spread * (columns * (logarithm + (maximum - base)) - whole.sum);
+                float loss = row_weight * (kept * (logarithm - (own_picked - maximum)));
+                if constexpr (SMOOTH) loss += spread * (columns * (logarithm + (maximum - base_of(own_picked))) - whole.sum);
                 losses[row] = loss + row_weight * z_loss * log_sum_exp * log_sum_exp;
             }
             const float at_target = given * (row_weight * kept), share_of_each = given * spread;
@@ -795,12 +821,14 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_held
             const float density = (at_target + share_of_each * columns + squared) / whole.total *
                                   share.share_of(whole);
             // Each term cancels by itself, as exactly as it can where a probability is near 1.
-            const float power = exponential((picked - maximum) - logarithm);
+            const float power = exponential((own_picked - maximum) - logarithm);
             const float of_target =
                 (power - 1.0f) * at_target + share_of_each * (power * columns - 1.0f) + power * squared;
+            const Part part = part_of(number);
+            const Hold<T, THREADS, HELD> hold(part);
 #pragma unroll
             for (int j = 0; j < HELD; ++j) {
-                const int place = label >= 0 ? label - part.column<T>(hold.group(j)) : -1;
+                const int place = own_label >= 0 ? own_label - part.column<T>(hold.group(j)) : -1;
 #pragma unroll
                 for (int k = 0; k < WIDTH<T>; ++k) values[j][k] = values[j][k] * density - share_of_each;
                 if (place >= 0 && place < WIDTH<T>) {
@@ -812,7 +840,5 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_held
                 hold.store(values[j], dx + row * columns, j);
             }
         }
-        label = label_of(next);
-        picked = picked_of(number + 1, label);
     }
 }
