@@ -54,16 +54,19 @@ using std::min;
 inline float __expf(float value) { return std::exp(value); }
 inline float exponential(float value) { return std::exp(value); }
 inline float power_of_two(float exponent) { return std::exp2(exponent); }
-template <typename T> T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+template <typename T> T shuffled(unsigned mask, T value, int from) {
     Warp& warp = *this_block().warps[linear_thread() / 32];
     if (mask != 0xffffffffu) std::abort();
     warp.values[linear_thread() % 32] = value;
     warp.arrived.arrive_and_wait();
-    T result = static_cast<T>(warp.values[(linear_thread() % 32) ^ lanes]);
+    T result = static_cast<T>(warp.values[from]);
     warp.arrived.arrive_and_wait();
     return result;
 }
-
+template <typename T> T __shfl_sync(unsigned mask, T value, int lane) { return shuffled(mask, value, lane); }
+template <typename T> T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+    return shuffled(mask, value, (linear_thread() % 32) ^ lanes);
+}
 struct __half {
     _Float16 bits;
     __half() = default;

@@ -33,21 +33,18 @@ class ClusterConfig:
     Attributes:
         blocks: of a cluster, 1 to 8: what a row is divided into.
         threads: of a block, a multiple of 32.
-        stages: rows in shared memory at a time, 1 to 8.
-        resident: as many clusters as run at once, each with every so many-th row; or else a cluster for each row.
+        held: 16-byte groups of each tensor that a thread keeps in registers, enough for its share of a part.
+        stages: rows in shared memory at a time, 1 to 6.
         odd: for rows that do not begin at multiples of 16 bytes; or else for those that do.
-        held: 16-byte groups of each tensor that a thread keeps in registers, enough for its share of a part; 0: it
-            reads shared memory again.
     """
 
     above_bytes: int
     row_bytes: int
     blocks: int
     threads: int
-    stages: int = 1
-    resident: bool = False
+    held: int
+    stages: int = 2
     odd: bool = False
-    held: int = 0
 
 
 # Empty: not measured yet, so that Triton's kernels are used. benchmarks/tuning has candidates.
@@ -57,7 +54,7 @@ CLUSTER_FUSED: tuple[ClusterConfig, ...] = ()  # cross entropy and its gradient
 
 CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 GROUP_BYTES = 16
-ARRIVAL_BYTES = 720  # at the beginning of shared memory, before shares of 16 bytes
+ARRIVAL_BYTES = 752  # at the beginning of shared memory, before shares of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ def plan(table: Sequence[ClusterConfig], sources: Sequence[Tensor], result: Tens
         if config.odd == odd and config.above_bytes < columns * size <= config.row_bytes:
             found = _planned(config, columns, size, len(sources))
             fits = found.shared_bytes <= shared_memory_bytes(first)
-            held = not config.held or found.part_groups <= config.threads * config.held
+            held = found.part_groups <= config.threads * config.held
             return found if fits and held and has_clusters(first.device) else None
     return None
 
@@ -95,7 +92,7 @@ def _planned(config: ClusterConfig, columns: int, element_bytes: int, tensors: i
     width = GROUP_BYTES // element_bytes
     groups = -(-(columns + (width - 1 if config.odd else 0)) // width)
     part_groups = -(-groups // config.blocks)
-    shares = 2 * config.blocks * (config.threads // 32)
+    shares = 2 * config.blocks
     return Plan(config, part_groups, ARRIVAL_BYTES + GROUP_BYTES * (shares + config.stages * tensors * part_groups))
 
 
@@ -125,7 +122,7 @@ def source() -> str:
 def kernel_name(kernel: str, dtype: torch.dtype, variant: bool, config: ClusterConfig) -> str:
     """`variant`: the logarithm of softmax, label smoothing of cross entropy."""
     types = f"{CPP_TYPES[dtype]}, {str(variant).lower()}"
-    return f"{kernel}_held<{types}, {config.threads}, {config.held}>" if config.held else f"{kernel}_cluster<{types}>"
+    return f"{kernel}_cluster<{types}, {config.threads}, {config.held}>"
 
 
 def softmax_forward(plan: Plan, x: Tensor, y: Tensor, scale: float, log: bool) -> None:
@@ -163,11 +160,12 @@ def _launch(
         return
     config = plan.config
     compiled = cuda.compile(source(), kernel_name(kernel, x.dtype, variant, config), device=x.device)
-    clusters = rows
-    if config.resident:
-        most = compiled.active_clusters(config.threads, config.blocks, plan.shared_bytes, x.device)
-        clusters = -(-rows // -(-rows // max(1, most)))  # as few as give each as many rows at most
+    clusters = min(rows, max(1, compiled.active_clusters(config.threads, config.blocks, plan.shared_bytes, x.device)))
+    # Each begins with `stages` + 1 rows; what is left goes to those that are free. A new counter each time: launches on
+    # several streams, and graphs, do not meet.
+    left = rows > clusters * (config.stages + 1)
+    counter = torch.zeros(1, dtype=torch.int32, device=x.device) if left else None
     compiled.launch(
         clusters * config.blocks, config.threads, *tensors, rows, columns, *strides, config.blocks, config.stages,
-        plan.part_groups, *numbers, shared_bytes=plan.shared_bytes, cluster=config.blocks,
+        plan.part_groups, counter, *numbers, shared_bytes=plan.shared_bytes, cluster=config.blocks,
     )  # fmt: skip

@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
             squares = block_sum<WARPS>(squares, shared.of_warps[0][1]);
         }
         if constexpr (CLUSTER > 1) send<CLUSTER>({average, squares}, rank, shared, number);
-        if (row + clusters < rows) sum = take();  // of the next row, while results of this one are on their way
+        if (CLUSTER > 1 && row + clusters < rows) sum = take();  // of the next row, while the others send theirs
         if constexpr (CLUSTER > 1) {  // means and squares about them of all parts (Chan, Golub and LeVeque 1979)
             const float4* all = received<CLUSTER>(shared, number);
             average = squares = 0.0f;
@@ -270,6 +270,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
             if constexpr (!RMS) mean[row] = average;
             rstd[row] = scale;
         }
+        if (CLUSTER == 1 && row + clusters < rows) sum = take();
         ++number;
     }
 }
@@ -277,7 +278,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
 // dx, and for each cluster the sums over its rows for weight and bias, which stay in registers until the end.
 // weight and mean (of an RMS norm, which has no sums for a bias) may be null.
 template <typename T, typename P, int CHUNKS, int WARPS, int CLUSTER, bool RMS>
-__global__ void __launch_bounds__(32 * WARPS, 1) norm_backward_staged(
+__global__ void __launch_bounds__(32 * WARPS, WARPS > 16 ? 1 : 16 / WARPS) norm_backward_staged(
     const T* __restrict__ dy, const T* __restrict__ x, const P* __restrict__ weight,      // (M, N), (M, N), (N,)
     const float* __restrict__ mean, const float* __restrict__ rstd,                       // (M,), (M,)
     T* __restrict__ dx, float* __restrict__ partial,                                      // (M, N), (clusters, 2, N)

@@ -2,13 +2,15 @@
 //
 // The blocks of a cluster have a part of the row each, in shared memory, where one bulk copy puts it: the 16-byte
 // groups of memory that enclose the part, so that rows may begin at any address. A group never leaves the page of
-// memory that an element of it is in. Each thread folds the groups that it reads into a maximum and a sum; every warp
-// sends what it found to all blocks of the cluster (distributed shared memory), and after one barrier of the cluster
-// each has the whole row's, always added up in the same order. A second pass over shared memory writes the results.
+// memory that an element of it is in. A thread takes its groups, HELD at most, from shared memory once and keeps them, or
+// what it made of them: an exponential is computed once, and the stage is free for a later row as soon as all threads have
+// taken theirs. Blocks send each other what they found (distributed shared memory), always added up in the same order, and
+// take the next row before they look at what the others sent.
 //
-// Clusters take every (number of clusters)-th row, and `stages` rows are in shared memory at a time. That of a block:
-// 720 bytes of arrivals and of sums of warps, 2 x (blocks of a cluster) x (warps) float4 of shares, stages x TENSORS parts.
-// cluster_pieces.cu stands in front of it.
+// Clusters begin with the rows at their number and every (number of clusters)-th, and then, given a counter that is 0 at
+// first, take those that are left as they are free: some SMs are a fifth slower at memory than others. `stages` rows are
+// on their way at a time. Shared memory of a block: 752 bytes of arrivals and of sums of warps, 2 x (blocks of a cluster)
+// float4 of shares, stages x TENSORS parts. cluster_pieces.cu stands in front of it.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -139,65 +141,28 @@ __device__ void store_inside(const float (&values)[WIDTH<T>], T* row, const Part
 
 // ---- what is known of a row ----------------------------------------------------------------------------------------
 
-// The maximum, the sum of exponentials relative to it, and a plain sum.
-struct Share {
-    float largest = -INFINITY;
-    float total = 0.0f;
-    float sum = 0.0f;
-
-    // A maximum ignores NaN, an exponential does not. A share of nothing but -inf has a total of 0.
-    template <int COUNT>
-    __device__ void fold(const float (&scores)[COUNT]) {
-        float higher = largest;
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) higher = fmaxf(higher, scores[i]);
-        const float origin = origin_of(higher);
-        total *= exponential(largest - origin);
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) total += exponential(scores[i] - origin);
-        largest = higher;
-    }
-    __device__ void merge(const Share& other) {
-        const float higher = fmaxf(largest, other.largest), origin = origin_of(higher);
-        total = total * exponential(largest - origin) + other.total * exponential(other.largest - origin);
-        sum += other.sum;
-        largest = higher;
-    }
-    __device__ static float origin_of(float highest) { return highest == -INFINITY ? 0.0f : highest; }
-
-    // Of all lanes; the same bits in each.
-    __device__ void merge_lanes() {
-#pragma unroll
-        for (int lanes = 16; lanes > 0; lanes /= 2) {
-            Share other;
-            other.largest = __shfl_xor_sync(0xffffffffu, largest, lanes);
-            other.total = __shfl_xor_sync(0xffffffffu, total, lanes);
-            other.sum = __shfl_xor_sync(0xffffffffu, sum, lanes);
-            merge(other);
-        }
-    }
-};
-
-// The same in powers of two, scores being values x factor, which has log2(e) in it. Exponentials are relative to
+// The maximum, the sum of exponentials relative to it, and a plain sum: in powers of two, scores being values x factor,
+// which has log2(e) in it. Exponentials are relative to
 // `largest`: the highest value, if EXACT, so that its own is 1; or its product with the factor, rounded, as one fused
 // operation makes an exponent then, and the rounding cancels where both sums and results count from there.
 template <bool EXACT>
-struct HeldShare {
+struct Share {
     float factor;
     float largest = -INFINITY;
     float total = 0.0f;
     float sum = 0.0f;
 
-    __device__ HeldShare(float highest, float factor)
+    __device__ Share(float highest, float factor)
         : factor(factor), largest(EXACT || highest == -INFINITY ? highest : highest * factor) {}
 
-    __device__ float origin() const { return Share::origin_of(largest); }
+    __device__ static float origin_of(float highest) { return highest == -INFINITY ? 0.0f : highest; }
+    __device__ float origin() const { return origin_of(largest); }
     __device__ float power(float value) const {
         return power_of_two(EXACT ? (value - origin()) * factor : fmaf(value, factor, -origin()));
     }
     // What brings sums of a share to those of the whole row.
-    __device__ float share_of(const HeldShare& whole) const { return power(largest, whole); }
-    __device__ static float power(float largest, const HeldShare& whole) {
+    __device__ float share_of(const Share& whole) const { return power(largest, whole); }
+    __device__ static float power(float largest, const Share& whole) {
         return power_of_two(EXACT ? (largest - whole.origin()) * whole.factor : largest - whole.origin());
     }
 };
@@ -209,6 +174,7 @@ struct Arrivals {
     unsigned long long of_stage[8];
     unsigned long long of_blocks[2];
     float maxima[32];                // of warps
+    int rows[8];                     // that the cluster takes
     float totals[2][32], sums[2][32];  // in turns: a warp that is late still reads those of the row before
 };
 
@@ -216,21 +182,33 @@ struct Arrivals {
 template <typename T, int TENSORS>
 struct Ring {
     Arrivals* arrivals;
-    float4* shares;   // (2, blocks, warps)
-    Group* parts;  // (stages, TENSORS, part_groups)
-    int part_groups, blocks, stages, rank, warps;
+    float4* shares;  // (2, blocks)
+    Group* parts;    // (stages, TENSORS, part_groups)
+    int* counter;    // of rows that clusters have taken, beside the first `stages` + 1 of each; or null
+    int part_groups, blocks, stages, rank;
 
-    __device__ Ring(int blocks, int stages, int part_groups)
-        : part_groups(part_groups), blocks(blocks), stages(stages), rank(block_rank()), warps(blockDim.x / 32) {
+    __device__ Ring(int blocks, int stages, int part_groups, int* counter)
+        : counter(counter), part_groups(part_groups), blocks(blocks), stages(stages), rank(block_rank()) {
         arrivals = static_cast<Arrivals*>(shared_memory());
         shares = reinterpret_cast<float4*>(arrivals + 1);
-        parts = reinterpret_cast<Group*>(shares + 2 * blocks * warps);
+        parts = reinterpret_cast<Group*>(shares + 2 * blocks);
         if (threadIdx.x == 0) {
             for (int stage = 0; stage < stages; ++stage) prepare_copies(arrivals->of_stage + stage);
             for (int turn = 0; turn < 2; ++turn) prepare_copies(arrivals->of_blocks + turn);
             prepared();
         }
         cluster_wait();  // the other blocks run: their memory is there
+    }
+
+    // Of this row and the `stages` after it; ascending, and there are no more where one is past the end.
+    __device__ long long row_of(int number) const {
+        if (counter != nullptr && number > stages) return arrivals->rows[number % 8];
+        return blockIdx.x / blocks + static_cast<long long>(number) * (gridDim.x / blocks);
+    }
+    // One more row for the cluster, known to one thread, which `send` passes on. Early: the answer takes a while.
+    __device__ int ask() const {
+        if (counter == nullptr || rank > 0 || threadIdx.x > 0) return 0;
+        return gridDim.x / blocks * (stages + 1) + atomicAdd(counter, 1);
     }
 
     __device__ Part part_of(const T* row, int columns) const { return Part(row, columns, rank, part_groups); }
@@ -264,278 +242,57 @@ struct Ring {
     }
 
     // The shares of all blocks as one, from those of a block's threads, which have the same `largest`, in two steps:
-    // what is done between them costs no time where blocks wait for each other. `time` counts these exchanges. The
-    // first is a barrier of the block.
-    template <int WARPS, bool TOTAL, bool SUM, typename Held>
-    __device__ void send(Held& share, int time) const {
+    // what is done between them costs no time where blocks wait for each other. The first is a barrier of the block,
+    // and the second must not be the last that is done for a row.
+    template <int WARPS, bool TOTAL, bool SUM, typename Found>
+    __device__ void send(Found& share, int number, int asked) const {
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) {
             if constexpr (TOTAL) share.total += __shfl_xor_sync(0xffffffffu, share.total, lanes);
             if constexpr (SUM) share.sum += __shfl_xor_sync(0xffffffffu, share.sum, lanes);
         }
-        const int turn = time % 2;
+        const int turn = number % 2;
         if (threadIdx.x % 32 == 0) {
             if constexpr (TOTAL) arrivals->totals[turn][threadIdx.x / 32] = share.total;
             if constexpr (SUM) arrivals->sums[turn][threadIdx.x / 32] = share.sum;
         }
+        if (blocks == 1 && threadIdx.x == 0) arrivals->rows[(number + stages + 1) % 8] = asked;
         __syncthreads();
         if constexpr (TOTAL) share.total = sum_of<WARPS>(arrivals->totals[turn]);
         if constexpr (SUM) share.sum = sum_of<WARPS>(arrivals->sums[turn]);
-        if (blocks == 1) return;
+        if (blocks == 1 || threadIdx.x >= 32) return;
         // In turns, too: a block that is one ahead of another sends to the other set, and none can be two ahead.
         unsigned long long* arrival = arrivals->of_blocks + turn;
         if (threadIdx.x == 0) expect_copies(arrival, blocks * sizeof(float4));
+        asked = __shfl_sync(0xffffffffu, asked, 0);
+        float more;
+        memcpy(&more, &asked, 4);
         if (threadIdx.x < blocks) {
-            const float4 own = {share.largest, share.total, share.sum, 0.0f};
+            const float4 own = {share.largest, share.total, share.sum, more};
             send_to_block(shares + turn * blocks + rank, threadIdx.x, own, arrival);
         }
     }
 
-    template <bool TOTAL, bool SUM, typename Held>
-    __device__ Held received(const Held& share, int time) const {
+    template <bool TOTAL, bool SUM, typename Found>
+    __device__ Found received(const Found& share, int number) const {
         if (blocks == 1) return share;
-        const float4* of_blocks = shares + time % 2 * blocks;
-        await_blocks(arrivals->of_blocks + time % 2, time / 2 % 2);
-        Held whole = share;
+        const float4* of_blocks = shares + number % 2 * blocks;
+        await_blocks(arrivals->of_blocks + number % 2, number / 2 % 2);
+        if (threadIdx.x == 0) memcpy(arrivals->rows + (number + stages + 1) % 8, &of_blocks[0].w, 4);
+        Found whole = share;
         whole.total = whole.sum = 0.0f;
         for (int i = 0; i < blocks; ++i) {
             if constexpr (TOTAL) whole.largest = fmaxf(whole.largest, of_blocks[i].x);
             if constexpr (SUM) whole.sum += of_blocks[i].z;
         }
         if constexpr (TOTAL) {
-            for (int i = 0; i < blocks; ++i) whole.total += of_blocks[i].y * Held::power(of_blocks[i].x, whole);
+            for (int i = 0; i < blocks; ++i) whole.total += of_blocks[i].y * Found::power(of_blocks[i].x, whole);
         }
-        return whole;
-    }
-
-    // The shares of all threads of the cluster as one. `time` counts these exchanges, for which there are two sets of
-    // shares: a block that is one ahead of another writes to the other set, and none can be two ahead.
-    __device__ Share merged(Share share, int time) const {
-        share.merge_lanes();
-        const int lane = threadIdx.x % 32, count = blocks * warps;
-        float4* set = shares + time % 2 * count;
-        if (lane < blocks) {
-            float4* place = set + rank * warps + threadIdx.x / 32;
-            store_in_block(&place->x, lane, share.largest);
-            store_in_block(&place->y, lane, share.total);
-            store_in_block(&place->z, lane, share.sum);
-        }
-        cluster_wait();
-        Share whole;
-        for (int i = lane; i < count; i += 32) {
-            Share other;
-            other.largest = set[i].x;
-            other.total = set[i].y;
-            other.sum = set[i].z;
-            whole.merge(other);
-        }
-        whole.merge_lanes();
         return whole;
     }
 };
 
-// ---- kernels -------------------------------------------------------------------------------------------------------
-
-// y = softmax(x * scale), or its logarithm. x and y: (M, N), rows of both at the same distance from a multiple of 16.
-template <typename T, bool LOG>
-__global__ void softmax_cluster(
-    const T* x, T* y, long long rows, int columns, long long x_stride, int blocks, int stages,
-    int part_groups, float scale) {
-    const Ring<T, 1> ring(blocks, stages, part_groups);
-    const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
-    const auto fetch = [&](int number) {
-        const long long row = first + number * step;
-        const T* const source[] = {x + row * x_stride};
-        if (row < rows) ring.fetch(number, source, ring.part_of(source[0], columns));
-    };
-    if (threadIdx.x == 0) {
-        for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead);
-    }
-    for (int number = 0; first + number * step < rows; ++number) {
-        const long long row = first + number * step;
-        const Part part = ring.part_of(x + row * x_stride, columns);
-        const Group* groups = ring.groups(number);
-        float values[WIDTH<T>];
-        Share share;
-        ring.wait(number);
-#pragma unroll 2
-        for (int i = threadIdx.x; i < part.groups; i += blockDim.x) {
-            widen<T>(groups + i, values);
-#pragma unroll
-            for (int k = 0; k < WIDTH<T>; ++k) values[k] *= scale;
-            part.exclude<T>(-INFINITY, i, values);
-            share.fold(values);
-        }
-        share = ring.merged(share, number);
-        const float inverse = 1.0f / share.total, logarithm = logf(share.total);
-#pragma unroll 2
-        for (int i = threadIdx.x; i < part.groups; i += blockDim.x) {
-            widen<T>(groups + i, values);
-#pragma unroll
-            for (int k = 0; k < WIDTH<T>; ++k) {
-                const float apart = values[k] * scale - share.largest;
-                values[k] = LOG ? apart - logarithm : exponential(apart) * inverse;
-            }
-            store_inside(values, y + row * columns, part, i);
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) fetch(number + stages);
-    }
-}
-
-// dx of y = softmax(x * scale), or of its logarithm, from dy and y.
-template <typename T, bool LOG>
-__global__ void softmax_backward_cluster(
-    const T* dy, const T* y, T* dx, long long rows, int columns, long long dy_stride, int blocks, int stages,
-    int part_groups, float scale) {
-    const Ring<T, 2> ring(blocks, stages, part_groups);
-    const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
-    const auto fetch = [&](int number) {
-        const long long row = first + number * step;
-        const T* const sources[] = {dy + row * dy_stride, y + row * columns};
-        if (row < rows) ring.fetch(number, sources, ring.part_of(sources[1], columns));
-    };
-    if (threadIdx.x == 0) {
-        for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead);
-    }
-    for (int number = 0; first + number * step < rows; ++number) {
-        const long long row = first + number * step;
-        const Part part = ring.part_of(y + row * columns, columns);
-        const Group *gradients = ring.groups(number, 0), *results = ring.groups(number, 1);
-        float gradient[WIDTH<T>], result[WIDTH<T>];
-        Share share;
-        ring.wait(number);
-#pragma unroll 2
-        for (int i = threadIdx.x; i < part.groups; i += blockDim.x) {
-            widen<T>(gradients + i, gradient);
-            if constexpr (!LOG) {
-                widen<T>(results + i, result);
-#pragma unroll
-                for (int k = 0; k < WIDTH<T>; ++k) gradient[k] *= result[k];
-            }
-            part.exclude<T>(0.0f, i, gradient);
-#pragma unroll
-            for (int k = 0; k < WIDTH<T>; ++k) share.sum += gradient[k];
-        }
-        const float sum = ring.merged(share, number).sum;
-#pragma unroll 2
-        for (int i = threadIdx.x; i < part.groups; i += blockDim.x) {
-            widen<T>(gradients + i, gradient);
-            widen<T>(results + i, result);
-#pragma unroll
-            for (int k = 0; k < WIDTH<T>; ++k) {
-                gradient[k] = LOG ? (gradient[k] - exponential(result[k]) * sum) * scale
-                                  : (gradient[k] - sum) * result[k] * scale;
-            }
-            store_inside(gradient, dx + row * columns, part, i);
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) fetch(number + stages);
-    }
-}
-
-// The losses of rows of logits and their gradient, as of cross_entropy_rows_long (loss_kernels.py), without class
-// weights. dx may be the memory of x. inverse: what a mean multiplies gradients with, or null. kept: 1 - smoothing; spread:
-// smoothing / N. Rows whose target is `ignored` are not read; one whose target is no class is NaN.
-template <typename T, bool SMOOTH>
-__global__ void cross_entropy_cluster(
-    const T* x, const long long* target, const float* inverse, float* losses, T* dx,  // (M, N), (M,), (), (M,), (M, N)
-    long long rows, int columns, long long x_stride, int blocks, int stages, int part_groups,
-    long long ignored, float kept, float spread, float z_loss) {
-    const Ring<T, 1> ring(blocks, stages, part_groups);
-    const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
-    const float factor = inverse == nullptr ? 1.0f : *inverse;
-    const auto label_of = [&](int number) {
-        const long long row = first + number * step;
-        return row < rows ? target[row] : ignored;
-    };
-    const auto fetch = [&](int number, long long label) {
-        const long long row = first + number * step;
-        const T* const source[] = {label == ignored ? nullptr : x + row * x_stride};
-        if (row < rows) ring.fetch(number, source, ring.part_of(x + row * x_stride, columns));
-    };
-    if (threadIdx.x == 0) {
-        for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead, label_of(ahead));
-    }
-    long long label = label_of(0);
-    int exchanges = 0;  // not of rows that are ignored
-    for (int number = 0; first + number * step < rows; ++number) {
-        const long long row = first + number * step;
-        const T* source = x + row * x_stride;
-        T* gradient = dx + row * columns;
-        const long long next = label_of(number + 1), ahead = stages == 1 ? next : label_of(number + stages);
-        const bool valid = label >= 0 && label < columns;
-        const float picked = valid && label != ignored ? static_cast<float>(source[label]) : 0.0f;
-        const Part part = ring.part_of(source, columns);
-        const Group* groups = ring.groups(number);
-        float values[WIDTH<T>];
-        ring.wait(number);
-        if (label == ignored) {  // as the whole cluster sees it
-#pragma unroll
-            for (int k = 0; k < WIDTH<T>; ++k) values[k] = 0.0f;
-            for (int i = threadIdx.x; i < part.groups; i += blockDim.x) store_inside(values, gradient, part, i);
-            if (threadIdx.x == 0 && ring.rank == 0) losses[row] = 0.0f;
-        } else {
-            // Infinite where the loss is infinite or NaN in any case: then the sum counts from 0.
-            const float origin = fabsf(picked) < INFINITY ? picked : 0.0f;
-            Share share;
-#pragma unroll 2
-            for (int i = threadIdx.x; i < part.groups; i += blockDim.x) {
-                widen<T>(groups + i, values);
-                part.exclude<T>(-INFINITY, i, values);
-                share.fold(values);
-                if constexpr (SMOOTH) {
-                    part.exclude<T>(origin, i, values);
-#pragma unroll
-                    for (int k = 0; k < WIDTH<T>; ++k) share.sum += values[k] - origin;
-                }
-            }
-            share = ring.merged(share, exchanges++);
-            const float maximum = share.largest, logarithm = logf(share.total), log_sum_exp = maximum + logarithm;
-            const float row_weight = valid ? 1.0f : INFINITY - INFINITY;
-            if (threadIdx.x == 0 && ring.rank == 0) {
-                float loss = row_weight * (kept * (logarithm - (picked - maximum)));
-                if constexpr (SMOOTH) loss += spread * (columns * (logarithm + (maximum - origin)) - share.sum);
-                losses[row] = loss + row_weight * z_loss * log_sum_exp * log_sum_exp;
-            }
-            const float at_target = factor * (row_weight * kept), share_of_each = factor * spread;
-            const float squared = factor * (2.0f * z_loss * row_weight * log_sum_exp);
-            const float density = (at_target + share_of_each * columns + squared) / share.total;
-            // Each term cancels by itself, as exactly as it can where a probability is near 1.
-            const float power = exponential((picked - maximum) - logarithm);
-            const float of_target =
-                (power - 1.0f) * at_target + share_of_each * (power * columns - 1.0f) + power * squared;
-#pragma unroll 2
-            for (int i = threadIdx.x; i < part.groups; i += blockDim.x) {
-                widen<T>(groups + i, values);
-                const long long place = label - part.column<T>(i);
-#pragma unroll
-                for (int k = 0; k < WIDTH<T>; ++k) {
-                    values[k] = exponential(values[k] - maximum) * density - share_of_each;
-                }
-                if (place >= 0 && place < WIDTH<T>) {
-#pragma unroll
-                    for (int k = 0; k < WIDTH<T>; ++k) {
-                        if (k == place) values[k] = of_target;
-                    }
-                }
-                store_inside(values, gradient, part, i);
-            }
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) fetch(number + stages, ahead);
-        label = next;
-    }
-}
-
-// ---- kernels that hold their part in registers ---------------------------------------------------------------------
-
-// With 128 registers a thread.
-template <int THREADS>
-constexpr int RESIDENT = THREADS < 512 ? 512 / THREADS : 1;
-
-// As above, but a thread takes its groups, HELD at most, from shared memory once and keeps them, or what it made of
-// them: an exponential is computed once, and the stage is free for a later row as soon as all threads have loaded.
+// ---- what a thread has of a part -----------------------------------------------------------------------------------
 
 // What a thread has of a part: groups threadIdx.x + j * THREADS. Where the part has no such group there are `outside`
 // elements instead, so that no loop over them branches; only a thread with a group that a neighbour's row shares, which
@@ -610,17 +367,23 @@ __device__ float taken(const Part& part, const Group* from, unsigned flipped, Gr
     return top;
 }
 
+// ---- kernels -------------------------------------------------------------------------------------------------------
+
+// Blocks on an SM: with 128 registers a thread.
+template <int THREADS>
+constexpr int RESIDENT = THREADS < 512 ? 512 / THREADS : 1;
+
+// y = softmax(x * scale), or its logarithm. x and y: (M, N), rows of both at the same distance from a multiple of 16.
 template <typename T, bool LOG, int THREADS, int HELD>
-__global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_held(
+__global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
     const T* x, T* y, long long rows, int columns, long long x_stride, int blocks, int stages,
-    int part_groups, float scale) {
-    const Ring<T, 1> ring(blocks, stages, part_groups);
-    const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
+    int part_groups, int* counter, float scale) {
+    const Ring<T, 1> ring(blocks, stages, part_groups, counter);
     const unsigned flipped = scale < 0.0f ? signs(T()) : 0;
     const float factor = fabsf(scale) * LOG2_E;
-    const auto part_of = [&](int number) { return ring.part_of(x + (first + number * step) * x_stride, columns); };
+    const auto part_of = [&](int number) { return ring.part_of(x + ring.row_of(number) * x_stride, columns); };
     const auto fetch = [&](int number) {
-        const long long row = first + number * step;
+        const long long row = ring.row_of(number);
         const T* const source[] = {x + row * x_stride};
         if (row < rows) ring.fetch(number, source, part_of(number));
     };
@@ -633,10 +396,10 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_held(
         for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead);
     }
     float top = take(0);
-    for (int number = 0; first + number * step < rows; ++number) {
-        const long long row = first + number * step;
+    for (int number = 0; ring.row_of(number) < rows; ++number) {
+        const int asked = ring.ask();
         float values[HELD][WIDTH<T>];
-        HeldShare<LOG> share(ring.template largest_of_block<THREADS / 32>(top), factor);
+        Share<LOG> share(ring.template largest_of_block<THREADS / 32>(top), factor);
         if (threadIdx.x == 0) fetch(number + stages);  // all have taken theirs
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
@@ -648,45 +411,47 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_held(
                 if constexpr (!LOG) values[j][k] = power;
             }
         }
-        ring.template send<THREADS / 32, true, false>(share, number);
-        if (row + step < rows) top = take(number + 1);
-        const HeldShare<LOG> whole = ring.template received<true, false>(share, number);
+        ring.template send<THREADS / 32, true, false>(share, number, asked);
+        if (ring.row_of(number + 1) < rows) top = take(number + 1);
+        const Share<LOG> whole = ring.template received<true, false>(share, number);
         const float inverse = share.share_of(whole) / whole.total;
         const float size = fabsf(scale), logarithm = LOG ? logf(whole.total) : 0.0f;
         const Part part = part_of(number);
         const Hold<T, THREADS, HELD> hold(part);
+        T* const row = y + ring.row_of(number) * columns;
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
 #pragma unroll
             for (int k = 0; k < WIDTH<T>; ++k) {
                 values[j][k] = LOG ? (values[j][k] - whole.largest) * size - logarithm : values[j][k] * inverse;
             }
-            hold.store(values[j], y + row * columns, j);
+            hold.store(values[j], row, j);
         }
     }
 }
 
+// dx of y = softmax(x * scale), or of its logarithm, from dy and y.
 template <typename T, bool LOG, int THREADS, int HELD>
-__global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_held(
+__global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_cluster(
     const T* dy, const T* y, T* dx, long long rows, int columns, long long dy_stride, int blocks, int stages,
-    int part_groups, float scale) {
-    const Ring<T, 2> ring(blocks, stages, part_groups);
-    const long long step = gridDim.x / blocks, first = blockIdx.x / blocks;
+    int part_groups, int* counter, float scale) {
+    const Ring<T, 2> ring(blocks, stages, part_groups, counter);
     const auto fetch = [&](int number) {
-        const long long row = first + number * step;
+        const long long row = ring.row_of(number);
         const T* const sources[] = {dy + row * dy_stride, y + row * columns};
         if (row < rows) ring.fetch(number, sources, ring.part_of(sources[1], columns));
     };
     if (threadIdx.x == 0) {
         for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead);
     }
-    for (int number = 0; first + number * step < rows; ++number) {
-        const long long row = first + number * step;
+    for (int number = 0; ring.row_of(number) < rows; ++number) {
+        const int asked = ring.ask();
+        const long long row = ring.row_of(number);
         const Part part = ring.part_of(y + row * columns, columns);
         const Hold<T, THREADS, HELD> hold(part);
         Group gradients[HELD], results[HELD];
         float gradient[WIDTH<T>], result[WIDTH<T>];
-        Share share;
+        Share<true> share(0.0f, 1.0f);
         ring.wait(number);
         hold.load(ring.groups(number, 0), 0, gradients);
         hold.load(ring.groups(number, 1), 0, results);
@@ -703,7 +468,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_h
 #pragma unroll
             for (int k = 0; k < WIDTH<T>; ++k) share.sum += gradient[k];
         }
-        ring.template send<THREADS / 32, false, true>(share, number);
+        ring.template send<THREADS / 32, false, true>(share, number, asked);
         if (threadIdx.x == 0) fetch(number + stages);  // all have taken theirs
         const float sum = ring.template received<false, true>(share, number).sum;
 #pragma unroll
@@ -720,17 +485,18 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_h
     }
 }
 
+// The losses of rows of logits and their gradient, as of cross_entropy_rows_long (loss_kernels.py), without class
+// weights. dx may be the memory of x. inverse: what a mean multiplies gradients with, or null. kept: 1 - smoothing; spread:
+// smoothing / N. Rows whose target is `ignored` are not read; one whose target is no class is NaN.
 template <typename T, bool SMOOTH, int THREADS, int HELD>
-__global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_held(
+__global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_cluster(
     const T* x, const long long* target, const float* inverse, float* losses, T* dx,  // (M, N), (M,), (), (M,), (M, N)
-    long long rows, int columns, long long x_stride, int blocks, int stages, int part_groups,
+    long long rows, int columns, long long x_stride, int blocks, int stages, int part_groups, int* counter,
     long long ignored, float kept, float spread, float z_loss) {
-    const Ring<T, 1> ring(blocks, stages, part_groups);
-    const int step = gridDim.x / blocks, first = blockIdx.x / blocks;
-    const auto row_of = [&](int number) { return first + static_cast<long long>(number) * step; };
+    const Ring<T, 1> ring(blocks, stages, part_groups, counter);
     const float given = inverse == nullptr ? 1.0f : *inverse;
     const auto target_of = [&](int number) {
-        const long long row = row_of(number);
+        const long long row = ring.row_of(number);
         return row < rows ? target[row] : ignored;
     };
     constexpr int NONE = -1, NO_CLASS = -2;  // for rows that are ignored, and targets that are wrong
@@ -738,7 +504,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_held
         return target == ignored ? NONE : target >= 0 && target < columns ? static_cast<int>(target) : NO_CLASS;
     };
     const auto fetch = [&](int number, long long target) {
-        const long long row = row_of(number);
+        const long long row = ring.row_of(number);
         const T* const source[] = {target == ignored ? nullptr : x + row * x_stride};
         if (row < rows) ring.fetch(number, source, ring.part_of(x + row * x_stride, columns));
     };
@@ -747,9 +513,9 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_held
     }
     int label = label_of(target_of(0));
     const auto picked_of = [&](int number, int label) {
-        return label >= 0 ? static_cast<float>(x[row_of(number) * x_stride + label]) : 0.0f;
+        return label >= 0 ? static_cast<float>(x[ring.row_of(number) * x_stride + label]) : 0.0f;
     };
-    const auto part_of = [&](int number) { return ring.part_of(x + row_of(number) * x_stride, columns); };
+    const auto part_of = [&](int number) { return ring.part_of(x + ring.row_of(number) * x_stride, columns); };
     // Infinite where the loss is infinite or NaN in any case: then the sum counts from 0.
     const auto base_of = [](float picked) { return fabsf(picked) < INFINITY ? picked : 0.0f; };
     Group groups[HELD];
@@ -772,27 +538,16 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_held
         top = taken<T, THREADS>(part, ring.groups(number), 0, groups);
     };
     take(0, label, picked);
-    int exchanges = 0;  // not of rows that are ignored
-    for (int number = 0; row_of(number) < rows; ++number) {
-        const long long row = row_of(number);
-        // Nobody looks at them for a while.
-        const long long next = target_of(number + 1), ahead = stages == 1 ? next : target_of(number + stages);
+    for (int number = 0; ring.row_of(number) < rows; ++number) {
+        const long long row = ring.row_of(number);
+        const int asked = ring.ask();
+        const long long ahead = threadIdx.x == 0 ? target_of(number + stages) : 0;
         float values[HELD][WIDTH<T>];
-        if (label == NONE) {  // as the whole cluster sees it
-            const Part part = part_of(number);
-            __syncthreads();
-            if (threadIdx.x == 0) fetch(number + stages, ahead);
-#pragma unroll
-            for (int k = 0; k < WIDTH<T>; ++k) values[0][k] = 0.0f;
-            for (int i = threadIdx.x; i < part.groups; i += THREADS) store_inside(values[0], dx + row * columns, part, i);
-            if (threadIdx.x == 0 && ring.rank == 0) losses[row] = 0.0f;
-            label = label_of(next);
-            picked = picked_of(number + 1, label);
-            if (row + step < rows) take(number + 1, label, picked);
-        } else {
-            HeldShare<true> share(ring.template largest_of_block<THREADS / 32>(top), LOG2_E);
-            share.sum = sum;
-            if (threadIdx.x == 0) fetch(number + stages, ahead);  // all have taken theirs
+        Share<true> share(ring.template largest_of_block<THREADS / 32>(top), LOG2_E);
+        share.sum = sum;
+        if (threadIdx.x == 0) fetch(number + stages, ahead);  // all have taken theirs
+        const long long next = target_of(number + 1);  // nobody looks at it for a while
+        if (label != NONE) {
 #pragma unroll
             for (int j = 0; j < HELD; ++j) {
                 widen<T>(groups + j, values[j]);
@@ -802,13 +557,20 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_held
                     share.total += values[j][k];
                 }
             }
-            ring.template send<THREADS / 32, true, SMOOTH>(share, exchanges);
-            const int own_label = label;
-            const float own_picked = picked;
-            label = label_of(next);
-            picked = picked_of(number + 1, label);
-            if (row + step < rows) take(number + 1, label, picked);
-            const HeldShare<true> whole = ring.template received<true, SMOOTH>(share, exchanges++);
+        }
+        ring.template send<THREADS / 32, true, SMOOTH>(share, number, asked);
+        const int own_label = label;
+        const float own_picked = picked;
+        label = label_of(next);
+        picked = picked_of(number + 1, label);
+        if (ring.row_of(number + 1) < rows) take(number + 1, label, picked);
+        const Share<true> whole = ring.template received<true, SMOOTH>(share, number);
+        const Part part = part_of(number);
+        if (own_label == NONE) {  // as the whole cluster sees it
+            for (int k = 0; k < WIDTH<T>; ++k) values[0][k] = 0.0f;
+            for (int i = threadIdx.x; i < part.groups; i += THREADS) store_inside(values[0], dx + row * columns, part, i);
+            if (threadIdx.x == 0 && ring.rank == 0) losses[row] = 0.0f;
+        } else {
             const float maximum = whole.largest, logarithm = logf(whole.total), log_sum_exp = maximum + logarithm;
             const float row_weight = own_label >= 0 ? 1.0f : INFINITY - INFINITY;
             if (threadIdx.x == 0 && ring.rank == 0) {
@@ -824,7 +586,6 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_held
             const float power = exponential((own_picked - maximum) - logarithm);
             const float of_target =
                 (power - 1.0f) * at_target + share_of_each * (power * columns - 1.0f) + power * squared;
-            const Part part = part_of(number);
             const Hold<T, THREADS, HELD> hold(part);
 #pragma unroll
             for (int j = 0; j < HELD; ++j) {
