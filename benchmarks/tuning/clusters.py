@@ -64,20 +64,18 @@ def task(table: str, columns: int, goal: str, *shapes: Shape) -> Task:
     return Task(f"{table} {columns}", moved, found, partial(call, columns), proof, peers, goal)
 
 
-LONG: tuple[Shape, ...] = ((8, 256, 8, 2), (8, 256, 8, 3), (4, 512, 8, 2), (4, 512, 8, 3), (8, 512, 4, 3))
-LONG_PAIRS: tuple[Shape, ...] = ((8, 256, 8, 2), (8, 256, 8, 3), (8, 512, 4, 2), (4, 512, 8, 1))
-MIDDLE: tuple[Shape, ...] = (
-    (2, 256, 8, 2),
-    (2, 256, 8, 3),
-    (1, 512, 8, 2),
-    (1, 512, 8, 3),
-    (2, 512, 4, 2),
-    (4, 128, 8, 2),
-)
-HALVED: tuple[Shape, ...] = ((2, 512, 8, 2), (2, 512, 8, 1), (4, 256, 8, 2), (4, 256, 8, 3))
-ODD: tuple[Shape, ...] = ((2, 512, 7, 2), (2, 512, 7, 1), (4, 256, 7, 2), (4, 256, 7, 4))
-ODD_PAIRS: tuple[Shape, ...] = ((2, 512, 7, 1), (2, 512, 7, 2), (4, 256, 7, 2), (4, 256, 7, 3))
-SHORT: tuple[Shape, ...] = ((1, 256, 8, 2), (1, 256, 8, 3), (1, 512, 4, 3), (2, 128, 8, 2))
+LONG: tuple[Shape, ...] = ((8, 256, 8, 2), (8, 256, 8, 3), (16, 128, 8, 2), (16, 128, 8, 3), (4, 512, 8, 2))
+LONG_PAIRS: tuple[Shape, ...] = ((8, 256, 8, 2), (16, 256, 4, 2), (8, 512, 4, 2), (4, 512, 8, 1), (16, 128, 8, 1))
+MIDDLE: tuple[Shape, ...] = ((2, 256, 8, 2), (1, 512, 8, 2), (4, 128, 8, 2), (4, 128, 8, 3), (8, 64, 8, 2))
+HALVED: tuple[Shape, ...] = ((2, 512, 8, 2), (8, 128, 8, 2), (4, 256, 8, 2), (4, 256, 8, 3))
+LONGEST: tuple[Shape, ...] = ((8, 512, 8, 2), (16, 256, 8, 2), (16, 256, 8, 3))
+SHORT: tuple[Shape, ...] = ((1, 256, 8, 2), (1, 256, 8, 3), (2, 128, 8, 2), (2, 128, 8, 3))
+# Rows at odd addresses, with no more groups for each thread than it needs.
+ODD: tuple[Shape, ...] = ((2, 512, 7, 2), (4, 256, 7, 2), (8, 128, 7, 2), (8, 128, 7, 3))
+ODD_PAIRS: tuple[Shape, ...] = ((2, 512, 7, 2), (4, 256, 7, 2), (8, 128, 7, 2))
+ODD_MIDDLE: tuple[Shape, ...] = ((1, 512, 6, 2), (2, 256, 6, 2), (4, 128, 6, 2))
+ODD_SHORT: tuple[Shape, ...] = ((1, 256, 5, 2), (2, 128, 5, 2), (2, 128, 5, 3))
+ODD_SHORTER: tuple[Shape, ...] = ((1, 128, 5, 2), (1, 128, 5, 3), (2, 64, 5, 2))
 
 TASKS = (
     task("CLUSTER_FORWARD", 32768, "4.0 TB/s", *MIDDLE),
@@ -88,27 +86,26 @@ TASKS = (
     task("CLUSTER_FUSED", 50257, "PyTorch", *ODD),
     task("CLUSTER_FORWARD", 50257, "copy", *ODD),
     task("CLUSTER_BACKWARD", 50257, "copy", *ODD_PAIRS),
-    task("CLUSTER_BACKWARD", 65536, "copy", *LONG_PAIRS, (4, 256, 8, 2)),
-    task("CLUSTER_BACKWARD", 32768, "copy", (2, 256, 8, 2), (1, 512, 8, 1), (4, 256, 4, 2)),
+    task("CLUSTER_BACKWARD", 65536, "copy", (8, 256, 8, 2), (4, 256, 8, 2), (8, 128, 8, 2)),
+    task("CLUSTER_BACKWARD", 32768, "copy", (4, 256, 4, 2), (4, 128, 8, 2), (1, 512, 8, 1)),
     task("CLUSTER_FORWARD", 65536, "copy", *HALVED),
     task("CLUSTER_FUSED", 65536, "copy", *HALVED),
     task("CLUSTER_FORWARD", 16384, "copy", *SHORT),
     task("CLUSTER_FUSED", 16384, "copy", *SHORT),
-    task("CLUSTER_FORWARD", 262144, "copy", (8, 512, 8, 2), (8, 512, 8, 3), (8, 1024, 4, 2)),
-    task("CLUSTER_FUSED", 262144, "copy", (8, 512, 8, 2), (8, 512, 8, 3), (8, 1024, 4, 2)),
-    task("CLUSTER_BACKWARD", 262144, "copy", (8, 512, 8, 1), (8, 1024, 4, 1)),
-    # Rows at odd addresses, with no more groups for each thread than it needs.
-    task("CLUSTER_FORWARD", 20815, "copy", (1, 512, 6, 3), (2, 256, 6, 3), (2, 256, 6, 2), (1, 512, 6, 2)),
-    task("CLUSTER_FUSED", 20815, "copy", (1, 512, 6, 3), (2, 256, 6, 3), (2, 256, 6, 2), (1, 512, 6, 2)),
-    task("CLUSTER_BACKWARD", 20815, "copy", (2, 256, 6, 2), (2, 256, 6, 1), (1, 512, 6, 2)),
-    task("CLUSTER_FORWARD", 10007, "copy", (1, 256, 5, 4), (1, 256, 5, 2), (1, 256, 5, 3)),
-    task("CLUSTER_FUSED", 10007, "copy", (1, 256, 5, 4), (1, 256, 5, 2), (1, 256, 5, 3)),
-    task("CLUSTER_BACKWARD", 10007, "copy", (1, 256, 5, 2), (2, 128, 5, 2)),
-    task("CLUSTER_FORWARD", 5001, "copy", (1, 128, 5, 4), (1, 128, 5, 2), (1, 128, 5, 3)),
-    task("CLUSTER_FUSED", 5001, "copy", (1, 128, 5, 4), (1, 128, 5, 2), (1, 128, 5, 3)),
-    task("CLUSTER_BACKWARD", 5001, "copy", (1, 128, 5, 2), (1, 256, 3, 2)),
-    task("CLUSTER_FORWARD", 2601, "copy", (1, 64, 6, 4), (1, 128, 3, 3), (1, 64, 6, 2)),
-    task("CLUSTER_BACKWARD", 2601, "copy", (1, 64, 6, 2), (1, 128, 3, 2)),
+    task("CLUSTER_FORWARD", 262144, "copy", *LONGEST),
+    task("CLUSTER_FUSED", 262144, "copy", *LONGEST),
+    task("CLUSTER_BACKWARD", 262144, "copy", (8, 512, 8, 1), (16, 512, 4, 1), (16, 256, 8, 1)),
+    task("CLUSTER_FORWARD", 20815, "copy", *ODD_MIDDLE),
+    task("CLUSTER_FUSED", 20815, "copy", *ODD_MIDDLE),
+    task("CLUSTER_BACKWARD", 20815, "copy", *ODD_MIDDLE),
+    task("CLUSTER_FORWARD", 10007, "copy", *ODD_SHORT),
+    task("CLUSTER_FUSED", 10007, "copy", *ODD_SHORT),
+    task("CLUSTER_BACKWARD", 10007, "copy", *ODD_SHORT),
+    task("CLUSTER_FORWARD", 5001, "copy", *ODD_SHORTER),
+    task("CLUSTER_FUSED", 5001, "copy", *ODD_SHORTER),
+    task("CLUSTER_BACKWARD", 5001, "copy", *ODD_SHORTER),
+    task("CLUSTER_FORWARD", 2601, "copy", (1, 128, 3, 3), (1, 64, 6, 2)),
+    task("CLUSTER_BACKWARD", 2601, "copy", (1, 128, 3, 2), (1, 64, 6, 2)),
 )
 
 if __name__ == "__main__":

@@ -165,8 +165,8 @@ def test_kernels_compile_without_spills(rms: bool) -> None:
                 norm_clusters._source(), kernel_name(name, entry, BFLOAT16, parameter, chunks, rms), arch="sm_90"
             )
             kernel.check(8 * blocks, 32 * warps, 200_000, blocks)
-            # Where a thread has 64 registers, 32 of them sums, some constants are read again for each row.
-            assert kernel.binary.spill_bytes <= (64 if (name, warps) == (BACKWARD, 32) else 0), kernel
+            # Where a thread has 64 registers, some constants are read again for each row.
+            assert kernel.binary.spill_bytes <= (64 if warps == 32 else 0), kernel
 
 
 @pytest.mark.parametrize("name", [FORWARD, BACKWARD])

@@ -60,6 +60,9 @@ __device__ __forceinline__ void await_copies(unsigned long long* barrier, unsign
                  :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
+// What a thread has written to shared memory comes before what copies write there, once it has passed a barrier.
+__device__ __forceinline__ void hand_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // To the same place of the shared memory of another block, where the barrier at the same place counts the 16 bytes:
 // unlike a barrier of the cluster it does not wait until results on their way to memory are there.
 __device__ __forceinline__ void send_to_block(float4* place, int rank, float4 value, unsigned long long* barrier) {

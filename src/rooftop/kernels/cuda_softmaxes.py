@@ -31,7 +31,7 @@ class ClusterConfig:
     """How rows of more than `above_bytes`, up to `row_bytes` (of one tensor), are worked on.
 
     Attributes:
-        blocks: of a cluster, 1 to 8: what a row is divided into.
+        blocks: of a cluster, 1 to 16: what a row is divided into.
         threads: of a block, a multiple of 32.
         held: 16-byte groups of each tensor that a thread keeps in registers, enough for its share of a part.
         stages: rows in shared memory at a time, 1 to 6.

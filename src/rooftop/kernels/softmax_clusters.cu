@@ -310,23 +310,25 @@ struct Hold {
     }
     __device__ int group(int j) const { return threadIdx.x + j * THREADS; }
 
-    __device__ void load(const Group* from, unsigned outside, Group (&groups)[HELD]) const {
+    // `outside`: in each element of a word. In a group that a neighbour's row shares it is put into shared memory first.
+    __device__ void load(Group* from, unsigned outside, Group (&groups)[HELD]) const {
+        if (edge) {
+            settle(from, outside, 0);
+            settle(from, outside, part.groups - 1);
+            hand_to_copies();
+        }
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
             groups[j] = {outside, outside, outside, outside};
             if (group(j) < part.groups) groups[j] = from[group(j)];
         }
     }
-    // Also in groups that a neighbour's row shares.
-    __device__ void exclude(float outside, Group (&groups)[HELD]) const {
-        if (!edge) return;
+    __device__ void settle(Group* from, unsigned outside, int group) const {
+        if (group % THREADS != threadIdx.x) return;
+        const int column = part.column<T>(group);
 #pragma unroll
-        for (int j = 0; j < HELD; ++j) {
-            if (group(j) >= part.groups) continue;
-            float values[WIDTH<T>];
-            widen<T>(groups + j, values);
-            part.exclude<T>(outside, group(j), values);
-            groups[j] = narrowed<T>(values);
+        for (int i = 0; i < WIDTH<T>; ++i) {
+            if (!part.has(column + i)) memcpy(reinterpret_cast<T*>(from + group) + i, &outside, sizeof(T));
         }
     }
     __device__ void store(const float (&values)[WIDTH<T>], T* row, int j) const {
@@ -348,7 +350,7 @@ __device__ unsigned signs(__nv_bfloat16) { return 0x80008000u; }
 
 // A thread's groups of a row that has come, -inf outside, with signs flipped; returns its largest value.
 template <typename T, int THREADS, int HELD>
-__device__ float taken(const Part& part, const Group* from, unsigned flipped, Group (&groups)[HELD]) {
+__device__ float taken(const Part& part, Group* from, unsigned flipped, Group (&groups)[HELD]) {
     const Hold<T, THREADS, HELD> hold(part);
     float values[WIDTH<T>], top = -INFINITY;
     hold.load(from, lowest(T()) ^ flipped, groups);
@@ -357,7 +359,6 @@ __device__ float taken(const Part& part, const Group* from, unsigned flipped, Gr
 #pragma unroll
         for (int k = 0; k < 4; ++k) groups[j].words[k] ^= flipped;
     }
-    hold.exclude(-INFINITY, groups);
 #pragma unroll
     for (int j = 0; j < HELD; ++j) {
         widen<T>(groups + j, values);
@@ -455,8 +456,6 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_c
         ring.wait(number);
         hold.load(ring.groups(number, 0), 0, gradients);
         hold.load(ring.groups(number, 1), 0, results);
-        hold.exclude(0.0f, gradients);
-        hold.exclude(0.0f, results);
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
             widen<T>(gradients + j, gradient);

@@ -38,7 +38,8 @@ Size = int | tuple[int, ...]
 
 GRID_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA C++ Programming Guide, technical specifications: the same since 3.0
 BLOCK_LIMITS = (1024, 1024, 64)
-CLUSTER_LIMIT = 8  # blocks; more are not portable
+PORTABLE_CLUSTER_LIMIT = 8  # blocks
+CLUSTER_LIMIT = 16  # of sm_90, when the driver is asked
 DEFAULT_SHARED_BYTES = 48 * 1024  # of a block; for more a kernel must opt in
 CONFIGURATIONS_KEPT = 1024  # of one kernel
 
@@ -295,6 +296,11 @@ class Kernel:
             _bind_context(device)
             self._allow(math.prod(_three(self.name, "block", block, least=1)), shared_bytes, device)
             blocks = self.check(grid, block, shared_bytes, cluster)
+            if (
+                cluster is not None
+                and math.prod(_three(self.name, "cluster", cluster, least=1)) > PORTABLE_CLUSTER_LIMIT
+            ):
+                self._allow_large_clusters(device)
             settings = {"block": block, "shmem_size": shared_bytes, "is_cooperative": cooperative}
             if cluster is not None:  # `cuda.core` counts the grid in clusters
                 sizes = _three(self.name, "cluster", cluster, least=1)
@@ -324,6 +330,14 @@ class Kernel:
             allowed = int(self._driver(driver.cuKernelGetAttribute(dynamic, handle, number)))
             if shared_bytes > allowed:
                 self._driver(driver.cuKernelSetAttribute(dynamic, shared_bytes, handle, number))
+
+    def _allow_large_clusters(self, device: int) -> None:
+        from cuda.bindings import driver
+
+        large = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        self._driver(
+            driver.cuKernelSetAttribute(large, 1, self._loaded.handle, self._driver(driver.cuDeviceGet(device)))
+        )
 
     def _driver(self, results: tuple[Any, ...]) -> Any:
         """What a call of the driver gives.
