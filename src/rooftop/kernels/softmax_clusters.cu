@@ -299,8 +299,8 @@ struct Ring {
 // has an `edge`, looks at single elements.
 template <typename T, int THREADS, int HELD>
 struct Hold {
-    const Part& part;
-    bool edge = false;
+    Part part;
+    bool edge;
 
     __device__ explicit Hold(const Part& part) : part(part) {
         const int last = part.groups - 1;
@@ -350,8 +350,7 @@ __device__ unsigned signs(__nv_bfloat16) { return 0x80008000u; }
 
 // A thread's groups of a row that has come, -inf outside, with signs flipped; returns its largest value.
 template <typename T, int THREADS, int HELD>
-__device__ float taken(const Part& part, Group* from, unsigned flipped, Group (&groups)[HELD]) {
-    const Hold<T, THREADS, HELD> hold(part);
+__device__ float taken(const Hold<T, THREADS, HELD>& hold, Group* from, unsigned flipped, Group (&groups)[HELD]) {
     float values[WIDTH<T>], top = -INFINITY;
     hold.load(from, lowest(T()) ^ flipped, groups);
 #pragma unroll
@@ -389,9 +388,11 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
         if (row < rows) ring.fetch(number, source, part_of(number));
     };
     Group groups[HELD];
+    Hold<T, THREADS, HELD> next(part_of(0));
     const auto take = [&](int number) {
         ring.wait(number);
-        return taken<T, THREADS>(part_of(number), ring.groups(number), flipped, groups);
+        next = Hold<T, THREADS, HELD>(part_of(number));
+        return taken<T>(next, ring.groups(number), flipped, groups);
     };
     if (threadIdx.x == 0) {
         for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead);
@@ -399,6 +400,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
     float top = take(0);
     for (int number = 0; ring.row_of(number) < rows; ++number) {
         const int asked = ring.ask();
+        const Hold<T, THREADS, HELD> hold = next;
         float values[HELD][WIDTH<T>];
         Share<LOG> share(ring.template largest_of_block<THREADS / 32>(top), factor);
         if (threadIdx.x == 0) fetch(number + stages);  // all have taken theirs
@@ -417,8 +419,6 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
         const Share<LOG> whole = ring.template received<true, false>(share, number);
         const float inverse = share.share_of(whole) / whole.total;
         const float size = fabsf(scale), logarithm = LOG ? logf(whole.total) : 0.0f;
-        const Part part = part_of(number);
-        const Hold<T, THREADS, HELD> hold(part);
         T* const row = y + ring.row_of(number) * columns;
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
@@ -519,10 +519,12 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
     const auto base_of = [](float picked) { return fabsf(picked) < INFINITY ? picked : 0.0f; };
     Group groups[HELD];
     float picked = picked_of(0, label), top = -INFINITY, sum = 0.0f;
+    Hold<T, THREADS, HELD> following(part_of(0));
     const auto take = [&](int number, int label, float picked) {
         ring.wait(number);
+        following = Hold<T, THREADS, HELD>(part_of(number));
         if (label == NONE) return;
-        const Part part = part_of(number);
+        const Part& part = following.part;
         if constexpr (SMOOTH) {  // by itself, for it takes registers
             sum = 0.0f;
 #pragma unroll 1
@@ -534,12 +536,14 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
                 for (int k = 0; k < WIDTH<T>; ++k) sum += values[k] - base_of(picked);
             }
         }
-        top = taken<T, THREADS>(part, ring.groups(number), 0, groups);
+        top = taken<T>(following, ring.groups(number), 0, groups);
     };
     take(0, label, picked);
     for (int number = 0; ring.row_of(number) < rows; ++number) {
         const long long row = ring.row_of(number);
         const int asked = ring.ask();
+        const Hold<T, THREADS, HELD> hold = following;
+        const Part& part = hold.part;
         const long long ahead = threadIdx.x == 0 ? target_of(number + stages) : 0;
         float values[HELD][WIDTH<T>];
         Share<true> share(ring.template largest_of_block<THREADS / 32>(top), LOG2_E);
@@ -564,7 +568,6 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         picked = picked_of(number + 1, label);
         if (ring.row_of(number + 1) < rows) take(number + 1, label, picked);
         const Share<true> whole = ring.template received<true, SMOOTH>(share, number);
-        const Part part = part_of(number);
         if (own_label == NONE) {  // as the whole cluster sees it
             for (int k = 0; k < WIDTH<T>; ++k) values[0][k] = 0.0f;
             for (int i = threadIdx.x; i < part.groups; i += THREADS) store_inside(values[0], dx + row * columns, part, i);
@@ -585,7 +588,6 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
             const float power = exponential((own_picked - maximum) - logarithm);
             const float of_target =
                 (power - 1.0f) * at_target + share_of_each * (power * columns - 1.0f) + power * squared;
-            const Hold<T, THREADS, HELD> hold(part);
 #pragma unroll
             for (int j = 0; j < HELD; ++j) {
                 const int place = own_label >= 0 ? own_label - part.column<T>(hold.group(j)) : -1;
