@@ -4,8 +4,12 @@
 
 Each case is analyzed; then the program is changed as one item of the advice says, and both are timed interleaved in
 this process. The gain is that of the fastest steps, since what else the host does only adds to a step (on a shared host
-a third and more, where a training step keeps the host nearly as busy as the GPU); the medians stand beside it. Exits
-with 1 if a CUDA graph gains more than 25% less or more than predicted, or bfloat16 or channels last more than 30%.
+a third and more, where a step keeps the host nearly as busy as the GPU); the medians stand beside it.
+
+`disturbance` says how far the host was from being the same all the time: the largest ratio between the program's step
+when it was analyzed and when it was timed, and between medians and fastest steps. A case with more than 10% is measured
+again, at most twice, and the quietest time counts. Exits with 1 if a CUDA graph gains more than 25% less or more than
+predicted, or bfloat16 or channels last more than 30%; what was disturbed each time is marked, and proves neither.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ from rooftop.hardware.timing import Timing, captured, timing_of
 from rooftop.kernels import layer_norm
 
 SECONDS = 1.5
+QUIET = 1.1
+ATTEMPTS = 3
 TOLERANCES = {"graph": 0.25, "bfloat16": 0.30, "channels last": 0.30}
 
 
@@ -133,30 +139,43 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/advice.json"))
     parser.add_argument("--quick", action="store_true", help="tiny programs on the CPU, to try the script")
-    parser.add_argument("--only", default="", help="cases whose names have this text")
+    parser.add_argument("--only", default=[""], nargs="+", metavar="TEXT", help="cases whose names have one of these")
     options = parser.parse_args()
     device = "cpu" if options.quick else "cuda"
     ceilings = measure_ceilings(device)
-    results, failures = Results(options.out, ceilings), []
-    for case in (each for each in cases(options.quick) if options.only in each.name):
+    results, rows = Results(options.out, ceilings), []
+    for case in (each for each in cases(options.quick) if any(text in each.name for text in options.only)):
         for row in verified(case, ceilings, device):
             results.add(row)
-            tolerance = TOLERANCES.get(row["advice"])
-            if tolerance is not None and abs(row["predicted_ms"] / row["real_ms"] - 1) > tolerance:
-                failures.append(row)
+            rows.append(row)
         if device == "cuda":
             torch.cuda.empty_cache()
-    for host_case in (waiting, unpinned, batches, loading):
+    for host_case in (waiting, unpinned, batches, loading) if "" in options.only else ():
         results.add(host_case(ceilings, device))
-    for row in failures:
+    missed = [row for row in rows if abs(row["predicted_ms"] / row["real_ms"] - 1) > TOLERANCES.get(row["advice"], 9)]
+    for row in missed:
+        verdict = "FAILED" if row["disturbance"] <= QUIET else "DISTURBED"
         print(
-            "FAILED", row["case"], row["advice"], f"predicted {row['predicted_ms']:.2f}, real {row['real_ms']:.2f} ms"
+            verdict, row["case"], row["advice"], f"{row['predicted_ms']:.2f} promised, {row['real_ms']:.2f} ms gained"
         )
-    return 1 if failures else 0
+    return 1 if any(row["disturbance"] <= QUIET for row in missed) else 0
 
 
 def verified(case: Case, ceilings: Ceilings, device: str) -> list[dict[str, Any]]:
-    """A row for each change: what the report predicted, what the change really gains."""
+    """A row for each change, of the attempt at which the host was quietest."""
+    quietest: dict[str, dict[str, Any]] = {}
+    for _ in range(ATTEMPTS if device == "cuda" else 1):
+        for row in measured(case, ceilings, device):
+            before = quietest.setdefault(row["advice"], row)
+            if row["disturbance"] < before["disturbance"]:
+                quietest[row["advice"]] = row
+        if all(row["disturbance"] <= QUIET for row in quietest.values()):
+            break
+    return list(quietest.values())
+
+
+def measured(case: Case, ceilings: Ceilings, device: str) -> list[dict[str, Any]]:
+    """What the report predicted, what each change really gains."""
     step = case.build()
     began = time.perf_counter()
     report = rooftop.analyze(step.model, *step.args, ceilings=ceilings, **step.kwargs, **step.training)
@@ -192,8 +211,14 @@ def row_of(
         "changed_ms": changed.best_ms / steps,
         "median_as_is_ms": as_is.median_ms,
         "median_changed_ms": changed.median_ms / steps,
+        "disturbance": disturbance(report.summary.wall_ms, as_is, changed),
         "evidence": promised[0].evidence if promised else "",
     }
+
+
+def disturbance(analyzed_ms: float, as_is: Timing, changed: Timing) -> float:
+    apart = max(analyzed_ms / as_is.best_ms, as_is.best_ms / analyzed_ms)
+    return max(apart, as_is.median_ms / as_is.best_ms, changed.median_ms / changed.best_ms)
 
 
 class Waiting:

@@ -233,7 +233,7 @@ def test_kernels_compile_for_sm_90_without_spills_and_nothing_older(dtype: torch
         compiled = cuda.compile(module.source(), name, arch="sm_90")
         plan = module._planned(config, 262_144 // dtype.itemsize, dtype.itemsize, tensors)
         compiled.check(16, config.threads, plan.shared_bytes, config.blocks)
-        assert compiled.binary.spill_bytes <= 32, compiled  # a few words that all rows have in common
+        assert compiled.binary.spill_bytes <= 64, compiled  # a few words that all rows have in common
         assert compiled.max_threads_per_block >= 512
     with pytest.raises(CompilationError, match="clusters and bulk copies need sm_90"):
         cuda.compile(module.source(), "softmax_cluster<float, false, 512, 8>", arch="sm_80")

@@ -47,10 +47,42 @@ class ClusterConfig:
     odd: bool = False
 
 
-# Empty: not measured yet, so that Triton's kernels are used. benchmarks/tuning has candidates.
-CLUSTER_FORWARD: tuple[ClusterConfig, ...] = ()
-CLUSTER_BACKWARD: tuple[ClusterConfig, ...] = ()
-CLUSTER_FUSED: tuple[ClusterConfig, ...] = ()  # cross entropy and its gradient
+# From an H200 (results/h200/tune_clusters.json): what is not here is faster by Triton's kernels.
+CLUSTER_FORWARD = (
+    ClusterConfig(4096, 6100, 1, 64, 6, odd=True),
+    ClusterConfig(6100, 10_200, 1, 128, 5, odd=True),
+    ClusterConfig(10_200, 20_400, 1, 256, 5, odd=True),
+    ClusterConfig(20_400, 49_000, 2, 256, 6, odd=True),
+    ClusterConfig(49_000, 114_000, 8, 128, 7, odd=True),
+    ClusterConfig(114_000, 262_000, 8, 256, 8, odd=True),
+    ClusterConfig(32_768, 65_536, 4, 128, 8),
+    ClusterConfig(65_536, 131_072, 8, 128, 8),
+    ClusterConfig(131_072, 262_144, 8, 256, 8),
+    ClusterConfig(262_144, 524_288, 16, 256, 8),
+)
+CLUSTER_BACKWARD = (
+    ClusterConfig(4096, 6100, 1, 128, 3, odd=True),
+    ClusterConfig(6100, 10_200, 1, 128, 5, odd=True),
+    ClusterConfig(10_200, 20_400, 1, 256, 5, odd=True),
+    ClusterConfig(20_400, 49_000, 1, 512, 6, odd=True),
+    ClusterConfig(49_000, 114_000, 4, 256, 7, odd=True),
+    ClusterConfig(114_000, 262_000, 8, 256, 8, odd=True),
+    ClusterConfig(65_536, 131_072, 8, 128, 8),
+    ClusterConfig(131_072, 262_144, 4, 512, 8, 1),
+    ClusterConfig(262_144, 524_288, 16, 256, 8, 1),
+)
+CLUSTER_FUSED = (  # cross entropy and its gradient
+    ClusterConfig(6100, 10_200, 1, 128, 5, odd=True),
+    ClusterConfig(10_200, 20_400, 1, 256, 5, odd=True),
+    ClusterConfig(20_400, 49_000, 2, 256, 6, odd=True),
+    ClusterConfig(49_000, 114_000, 4, 256, 7, odd=True),
+    ClusterConfig(114_000, 262_000, 8, 256, 8, odd=True),
+    ClusterConfig(16_384, 32_768, 1, 256, 8),
+    ClusterConfig(32_768, 65_536, 2, 256, 8),
+    ClusterConfig(65_536, 131_072, 4, 256, 8),
+    ClusterConfig(131_072, 262_144, 8, 256, 8),
+    ClusterConfig(262_144, 524_288, 8, 512, 8),
+)
 
 CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 GROUP_BYTES = 16

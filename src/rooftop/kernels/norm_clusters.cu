@@ -240,7 +240,8 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
             squares = block_sum<WARPS>(squares, shared.of_warps[0][1]);
         }
         if constexpr (CLUSTER > 1) send<CLUSTER>({average, squares}, rank, shared, number);
-        if (CLUSTER > 1 && row + clusters < rows) sum = take();  // of the next row, while the others send theirs
+        const bool early = CLUSTER > 1 && stages > 1;  // the next row, while the others send what they found
+        if (early && row + clusters < rows) sum = take();
         if constexpr (CLUSTER > 1) {  // means and squares about them of all parts (Chan, Golub and LeVeque 1979)
             const float4* all = received<CLUSTER>(shared, number);
             average = squares = 0.0f;
@@ -270,7 +271,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
             if constexpr (!RMS) mean[row] = average;
             rstd[row] = scale;
         }
-        if (CLUSTER == 1 && row + clusters < rows) sum = take();
+        if (!early && row + clusters < rows) sum = take();
         ++number;
     }
 }

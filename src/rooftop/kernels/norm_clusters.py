@@ -30,6 +30,7 @@ class ClusterConfig:
         warps: of a block.
         blocks_per_sm: share the shared memory of an SM.
         stages: rows of a block that are on their way or worked on; fewer where shared memory does not have the room.
+        odd: whether it is for rows that do not begin at multiples of 16 bytes; None: for both kinds.
     """
 
     least: int
@@ -38,11 +39,27 @@ class ClusterConfig:
     warps: int
     blocks_per_sm: int = 1
     stages: int = 3
+    odd: bool | None = None
 
 
-# Empty until measured: benchmarks/tuning/norms.py has the candidates.
-FORWARD: tuple[ClusterConfig, ...] = ()
-BACKWARD: tuple[ClusterConfig, ...] = ()
+# From an H200 (results/h200/tune_norms.json): what is not here is faster by Triton's kernels.
+FORWARD: tuple[ClusterConfig, ...] = (
+    ClusterConfig(4097, 8184, 1, 8, 3, 2, odd=True),
+    ClusterConfig(8185, 13_304, 1, 13, 2, 2, odd=True),
+    ClusterConfig(13_305, 24_568, 1, 24, 1, 3, odd=True),
+    ClusterConfig(24_569, 51_192, 2, 25, 1, 2, odd=True),
+    ClusterConfig(32_769, 65_536, 4, 16, 1, 2, odd=False),
+    ClusterConfig(65_537, 131_072, 8, 16, 1, 2, odd=False),
+)
+BACKWARD: tuple[ClusterConfig, ...] = (
+    ClusterConfig(4097, 8184, 1, 8, 2, 3, odd=True),
+    ClusterConfig(8185, 14_328, 2, 7, 2, 4, odd=True),
+    ClusterConfig(14_329, 22_520, 2, 11, 1, 5, odd=True),
+    ClusterConfig(22_521, 57_336, 8, 7, 2, 3, odd=True),
+    ClusterConfig(8193, 16_384, 1, 16, 1, 3, odd=False),
+    ClusterConfig(16_385, 32_768, 2, 16, 1, 3, odd=False),
+    ClusterConfig(32_769, 65_536, 8, 8, 2, 3, odd=False),
+)
 
 GROUP = 8  # elements of 16 bytes
 EXCHANGE_BYTES = 848  # `Exchange` in norm_clusters.cu
@@ -91,8 +108,9 @@ def backward_plan(dy: Tensor, x: Tensor, weight: Tensor | None, rms: bool) -> Pl
 
 def config_for(table: Sequence[ClusterConfig], columns: int) -> ClusterConfig | None:
     """The entry for rows of so many elements."""
+    odd = columns % GROUP != 0
     for config in table:
-        if config.least <= columns <= config.most:
+        if config.least <= columns <= config.most and config.odd in (None, odd):
             return config
     return None
 
