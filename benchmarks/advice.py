@@ -15,6 +15,7 @@ predicted, or bfloat16 or channels last more than 30%; what was disturbed each t
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -139,11 +140,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/advice.json"))
     parser.add_argument("--quick", action="store_true", help="tiny programs on the CPU, to try the script")
-    parser.add_argument("--only", default=[""], nargs="+", metavar="TEXT", help="cases whose names have one of these")
+    parser.add_argument(
+        "--only",
+        default=[""],
+        nargs="+",
+        metavar="TEXT",
+        help="cases whose names have one of these; the file keeps its other rows",
+    )
     options = parser.parse_args()
     device = "cpu" if options.quick else "cuda"
     ceilings = measure_ceilings(device)
     results, rows = Results(options.out, ceilings), []
+    if options.only != [""] and options.out.exists():
+        kept = json.loads(options.out.read_text())["results"]
+        results.rows = [row for row in kept if not any(text in row["case"] for text in options.only)]
     for case in (each for each in cases(options.quick) if any(text in each.name for text in options.only)):
         for row in verified(case, ceilings, device):
             results.add(row)
@@ -204,6 +214,7 @@ def row_of(
     return {
         "case": name,
         "advice": word,
+        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "predicted_ms": promised[0].gain_ms if promised else 0.0,
         "real_ms": as_is.best_ms - changed.best_ms / steps,
         "wall_ms": report.summary.wall_ms,
