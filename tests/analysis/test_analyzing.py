@@ -325,11 +325,10 @@ def test_a_slow_step_is_run_few_times(ceilings: Ceilings) -> None:
 def test_the_pace_at_which_the_host_launches_is_seen_on_a_gpu() -> None:
     x = torch.randn(64, 64, device="cuda")
     with PlainInstrument(x.device, 0) as plain:
-        for _ in range(2000):  # the first launch starts the profiler's own work, which takes a while
+        for _ in range(50):
             torch.relu_(x)
         torch.cuda.synchronize()
     launched = plain.result.launched
-    assert len(launched) == 2000
-    assert launched[0] < 0.5
-    assert launched[-1] == 1.0
+    assert len(launched) == 50
+    assert launched[0] < launched[25] < launched[-1] == 1.0  # the first, with which the profiler begins, takes long
     assert list(launched) == sorted(launched)

@@ -307,8 +307,8 @@ def test_a_forward_by_one_back_end_and_a_backward_by_another(forward: str, backw
         gradients = torch.autograd.grad(out, tensors, dy)
     eager = with_gradients(lambda *t: plain(*t, is_causal=True), tensors, dy)[1:]
     exact = with_gradients(lambda *t: plain(*t, is_causal=True), [t.double() for t in tensors], dy.double())[1:]
-    for mine, plain, truth in zip(gradients, eager, exact, strict=True):
-        assert_as_accurate(mine, plain, truth, what=f"{forward} and {backward}")
+    for values in zip(gradients, eager, exact, strict=True):
+        assert_as_accurate(*values, what=f"{forward} and {backward}")
 
 
 @pytest.mark.gpu

@@ -134,12 +134,17 @@ def _(
 def _save_gradients(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # no zeros for the gradients
     ctx.dtypes = [t.dtype if t is not None else None for t in inputs[:3]]  # type: ignore[attr-defined]
     ctx.wanted = inputs[-1]  # type: ignore[attr-defined]
 
 
-def _scale_gradients(ctx: torch.autograd.function.FunctionCtx, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _scale_gradients(
+    ctx: torch.autograd.function.FunctionCtx, dloss: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
     refuse_second_derivative("linear_cross_entropy", "torch.nn.functional.linear and ")
+    if dloss is None:
+        return (None,) * 11
     *gradients, factor = ctx.saved_tensors  # type: ignore[attr-defined]
     factor = factor * dloss
     found = [

@@ -196,12 +196,15 @@ def _save(ctx: Context, inputs: tuple, output: tuple) -> None:  # type: ignore[t
     _, statistics, inverse = output
     ctx.save_for_backward(x, target, weight, statistics, inverse)
     ctx.mark_non_differentiable(statistics, inverse)
+    ctx.set_materialize_grads(False)  # no zeros for statistics
     ctx.numbers = numbers  # type: ignore[attr-defined]
 
 
 def _differentiate(
-    ctx: Context, dloss: Tensor, _statistics: None, inverse_of_targets: None
+    ctx: Context, dloss: Tensor | None, _statistics: None, inverse_of_targets: None
 ) -> tuple[Tensor | None, ...]:
+    if dloss is None:
+        return (None,) * 7
     dx = _cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.numbers)  # type: ignore[attr-defined]
     return dx, None, None, None, None, None, None
 
@@ -237,10 +240,13 @@ def _(
 def _save_gradient(ctx: Context, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
     ctx.save_for_backward(output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for the gradient, which take as long as to read the logits
 
 
-def _scale_gradient(ctx: Context, dloss: Tensor, _gradient: None) -> tuple[Tensor | None, ...]:
+def _scale_gradient(ctx: Context, dloss: Tensor | None, _gradient: None) -> tuple[Tensor | None, ...]:
     refuse_second_derivative("cross_entropy", "fused=False, or ")
+    if dloss is None:
+        return (None,) * 7
     (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
     return scaled(gradient, dloss), None, None, None, None, None, None
 
