@@ -1,4 +1,5 @@
-"""Autocast: a backward that runs within it gives the gradients of one outside, as PyTorch's own operators do."""
+"""Laws of every backward: within autocast it gives the gradients of one outside, as PyTorch's own operators do, and
+autograd makes no zeros for what it takes along from forward, which would cost as much as to read it."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop import kernels
 
@@ -54,3 +56,29 @@ def test_a_backward_within_autocast_is_one_outside(name: str) -> None:
 
     for within, outside in zip(gradients(True), gradients(False), strict=True):
         assert torch.equal(within, outside)
+
+
+class Zeros(TorchDispatchMode):
+    """The shapes of tensors of zeros that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        found = function(*arguments, **(options or {}))
+        if function.overloadpacket is torch.ops.aten.zeros:
+            self.shapes.append(tuple(found.shape))
+        return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_backward_makes_no_zeros_for_what_has_no_gradient(name: str) -> None:
+    inputs, function = CASES[name]()
+    found = function(*inputs)
+    outputs = [t for t in (found if isinstance(found, tuple) else (found,)) if t.requires_grad]
+    douts = [torch.randn(t.shape).to(t.dtype) for t in outputs]
+    with Zeros() as zeros:
+        torch.autograd.grad(outputs, inputs, douts)
+    sums = [t.shape for t in inputs] if name.startswith("trilinear") else []  # gradients that are added up
+    assert set(zeros.shapes) <= set(sums), zeros.shapes
