@@ -8,7 +8,7 @@
 // take the next row before they look at what the others sent.
 //
 // Clusters begin with the rows at their number and every (number of clusters)-th, and then, given a counter that is 0 at
-// first, take those that are left as they are free: some SMs are a fifth slower at memory than others. `stages` rows are
+// first, take those that are left as they are free: some SMs are slower at memory than others. `stages` rows are
 // on their way at a time. Shared memory of a block: 752 bytes of arrivals and of sums of warps, 2 x (blocks of a cluster)
 // float4 of shares, stages x TENSORS parts. cluster_pieces.cu stands in front of it.
 
