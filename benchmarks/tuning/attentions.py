@@ -1,4 +1,4 @@
-"""Which back end of attention is fastest: what decides RULES of `attentions.py`.
+"""Which back end of attention is fastest: what decides RULES of `attention_plans.py`.
 
     python benchmarks/tuning/attentions.py [--out attentions.json] [--seconds 60] [--quick]
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost.formulas.attentions import visible_pairs
-from rooftop.kernels import attentions
-from rooftop.kernels.attentions import Direction, Rule
+from rooftop.kernels import attention_plans, attentions
+from rooftop.kernels.attention_plans import Direction, Rule
 
 BACKENDS = ("cudnn", "flash", "efficient")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -51,8 +51,8 @@ def sdpa(shape: tuple[int, ...], causal: bool) -> Call:
 def check(backend: str, direction: Direction, positions: int, width: int, causal: bool) -> None:
     query, key, value, dout = inputs(2, 4, 2, positions, width)
     scale = width**-0.5
-    shape = attentions._shape_of(query, key, value, None, causal)
-    plan = attentions.plan_of(shape, query.device, direction)
+    shape = attention_plans.shape_of(query, key, value, None, causal)
+    plan = attention_plans.plan_of(shape, query.device, direction)
     assert QUICK or plan.backend == backend, plan.refused
     wide = [t.double() for t in (query, key, value)]
     exact, exact_lse = attentions.attention_reference(*wide, None, causal, scale)
@@ -73,8 +73,8 @@ def check(backend: str, direction: Direction, positions: int, width: int, causal
 
 def rules(backend: str, direction: Direction) -> Settings:
     """Of this direction one back end; of the other PyTorch's order."""
-    others = [rule for rule in attentions.RULES if rule.direction != direction]
-    return {(attentions, "RULES"): (Rule(direction, (backend,)), *others)}
+    others = [rule for rule in attention_plans.RULES if rule.direction != direction]
+    return {(attention_plans, "RULES"): (Rule(direction, (backend,)), *others)}
 
 
 def task(
@@ -92,7 +92,7 @@ def task(
     checked = min(positions, 192)
 
     def proof() -> None:
-        (first, *_) = attentions.RULES
+        (first, *_) = attention_plans.RULES
         check(first.order[0], direction, checked, width, causal)
 
     return Task(

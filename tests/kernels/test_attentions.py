@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rooftop.cost import CountingMode
-from rooftop.kernels import attention, attention_plan, attentions, merge_attention_states
+from rooftop.kernels import attention, attention_plan, attention_plans, merge_attention_states
 from rooftop.testing import assert_as_accurate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -207,16 +207,16 @@ def test_derivatives_that_it_has_not_are_refused() -> None:
 
 
 @pytest.fixture
-def plan_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., attentions.AttentionPlan]:
+def plan_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., attention_plans.AttentionPlan]:
     """The plan for a GPU that is not there."""
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
 
     def plan(capability: tuple[int, int] = (9, 0), direction: Any = "forward", **changes: Any) -> Any:
-        monkeypatch.setattr(attentions, "_capability", lambda device: capability)
+        monkeypatch.setattr(attention_plans, "_capability", lambda device: capability)
         shape: dict[str, Any] = {"query": (2, 8, 4096, 128), "key_heads": 8, "keys": 4096, "value_features": 128}
         shape |= {"dtype": torch.bfloat16, "is_causal": True, "masked": False, **changes}
-        return attentions.plan_of(attentions.Shape(**shape), torch.device("cuda"), direction)
+        return attention_plans.plan_of(attention_plans.Shape(**shape), torch.device("cuda"), direction)
 
     return plan
 

@@ -1,7 +1,8 @@
 """Dense operators at or near the roof: one file for each family."""
 
+from rooftop.kernels.attention_plans import AttentionPlan
 from rooftop.kernels.attention_states import merge_attention_states
-from rooftop.kernels.attentions import AttentionPlan, attention, attention_plan
+from rooftop.kernels.attentions import attention, attention_plan
 from rooftop.kernels.conv_lstms import conv_lstm_gates
 from rooftop.kernels.cuda_interpolations import trilinear_interpolate_cuda
 from rooftop.kernels.cuda_norms import add_layer_norm_cuda
