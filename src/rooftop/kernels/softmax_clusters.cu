@@ -511,16 +511,21 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead, target_of(ahead));
     }
     int label = label_of(target_of(0));
+    // As it lies in memory: to convert it is to wait for it.
     const auto picked_of = [&](int number, int label) {
-        return label >= 0 ? static_cast<float>(x[ring.row_of(number) * x_stride + label]) : 0.0f;
+        return label >= 0 ? x[ring.row_of(number) * x_stride + label] : T(0.0f);
     };
     const auto part_of = [&](int number) { return ring.part_of(x + ring.row_of(number) * x_stride, columns); };
     // Infinite where the loss is infinite or NaN in any case: then the sum counts from 0.
-    const auto base_of = [](float picked) { return fabsf(picked) < INFINITY ? picked : 0.0f; };
+    const auto base_of = [](T picked) {
+        const float value = static_cast<float>(picked);
+        return fabsf(value) < INFINITY ? value : 0.0f;
+    };
     Group groups[HELD];
-    float picked = picked_of(0, label), top = -INFINITY, sum = 0.0f;
+    T picked = picked_of(0, label);
+    float top = -INFINITY, sum = 0.0f;
     Hold<T, THREADS, HELD> following(part_of(0));
-    const auto take = [&](int number, int label, float picked) {
+    const auto take = [&](int number, int label, T picked) {
         ring.wait(number);
         following = Hold<T, THREADS, HELD>(part_of(number));
         if (label == NONE) return;
@@ -563,11 +568,12 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         }
         ring.template send<THREADS / 32, true, SMOOTH>(share, number, asked);
         const int own_label = label;
-        const float own_picked = picked;
+        const T picked_before = picked;
         label = label_of(next);
         picked = picked_of(number + 1, label);
         if (ring.row_of(number + 1) < rows) take(number + 1, label, picked);
         const Share<true> whole = ring.template received<true, SMOOTH>(share, number);
+        const float own_picked = static_cast<float>(picked_before);
         if (own_label == NONE) {  // as the whole cluster sees it
             for (int k = 0; k < WIDTH<T>; ++k) values[0][k] = 0.0f;
             for (int i = threadIdx.x; i < part.groups; i += THREADS) store_inside(values[0], dx + row * columns, part, i);
@@ -577,7 +583,9 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
             const float row_weight = own_label >= 0 ? 1.0f : INFINITY - INFINITY;
             if (threadIdx.x == 0 && ring.rank == 0) {
                 float loss = row_weight * (kept * (logarithm - (own_picked - maximum)));
-                if constexpr (SMOOTH) loss += spread * (columns * (logarithm + (maximum - base_of(own_picked))) - whole.sum);
+                if constexpr (SMOOTH) {
+                    loss += spread * (columns * (logarithm + (maximum - base_of(picked_before))) - whole.sum);
+                }
                 losses[row] = loss + row_weight * z_loss * log_sum_exp * log_sum_exp;
             }
             const float at_target = given * (row_weight * kept), share_of_each = given * spread;
