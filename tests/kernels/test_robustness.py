@@ -371,7 +371,8 @@ def test_on_a_gpu(public: Public) -> None:
         sizes = {**SIZES, dimension: 0}
         if (public.name, dimension) == ("embedding", "K"):
             found = outcome(public, public.ours, tensors_of(public, sizes, device="cuda"))
-            torch.testing.assert_close(found, outcome(public, public.peer, tensors_of(public, sizes)), check_device=False)
+            expected = outcome(public, public.peer, tensors_of(public, sizes))
+            torch.testing.assert_close(found, expected, check_device=False)
         else:
             assert_as_torch(public, tensors_of(public, sizes, device="cuda"))
 
