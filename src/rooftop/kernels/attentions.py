@@ -127,8 +127,9 @@ def _forward(
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
     found = aten._scaled_dot_product_efficient_attention(query, keys, values, bias, True, 0.0, is_causal, scale=scale)
     lse = found[1].narrow(-1, 0, query.shape[2])  # it pads rows to a multiple of 32
-    if mask is not None:  # and calls nothing attended +inf
-        lse = lse.masked_fill(lse == math.inf, -math.inf)
+    if mask is not None:  # of a row that sees nothing it says +inf or 0, by the version of PyTorch
+        sees = (mask if mask.dtype == torch.bool else mask != -math.inf).any(-1)
+        lse = lse.masked_fill(~sees, -math.inf)
     return found[0], lse.contiguous()
 
 
