@@ -223,6 +223,17 @@ def test_the_table_decides_by_bytes_and_by_where_rows_begin(clusters: Any) -> No
     assert module.plan((), (torch.zeros(2, 96),), torch.zeros(2, 96)) is None
 
 
+@pytest.mark.parametrize(("table", "tensors"), [("CLUSTER_FORWARD", 1), ("CLUSTER_BACKWARD", 2), ("CLUSTER_FUSED", 1)])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_the_longest_rows_of_each_entry_fit(table: str, tensors: int, element_bytes: int) -> None:
+    for entry in getattr(module, table):
+        columns = entry.row_bytes // element_bytes
+        plan = module._planned(entry, columns, element_bytes, tensors)
+        assert plan.shared_bytes <= 232_448, entry  # of an H200
+        assert plan.part_groups <= entry.threads * entry.held, entry
+        assert entry.stages + 2 <= 8, entry  # numbers of rows that are known at a time
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_compile_for_sm_90_without_spills_and_nothing_older(dtype: torch.dtype) -> None:
     pytest.importorskip("cuda.core")
