@@ -173,6 +173,28 @@ def test_infinities_and_nan_do_what_they_do_in_pytorch(log: bool, name: str, clu
 
 
 @pytest.mark.parametrize("name", ["one", "three"])
+@pytest.mark.parametrize("log", [False, True])
+def test_rows_at_the_ends_of_the_range(log: bool, name: str, clusters: Any) -> None:
+    clusters(name)
+    highest = torch.finfo(torch.float32).max
+    x = rows(5, 333)
+    x[0], x[1, 7], x[2, 9], x[3, 5:] = -highest, 3e38, -highest, -highest
+    x[4, :200] = highest
+    y = softmaxes._forward(x, None, 1.0, log, x.dtype)
+    torch.testing.assert_close(y, torch.log_softmax(x, -1) if log else torch.softmax(x, -1), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-300, 1e-45, 1e39])
+def test_scales_that_are_no_normal_float32_go_to_triton(
+    scale: float, clusters: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters("one")
+    monkeypatch.setattr(module, "softmax_forward", lambda *_: pytest.fail("by clusters"))
+    monkeypatch.setattr(softmaxes, "launch", lambda *_, **__: None)
+    softmaxes._forward(rows(2, 40), None, scale, False, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["one", "three"])
 def test_a_row_of_nan_leaves_its_neighbours_alone(name: str, clusters: Any) -> None:
     """Rows of 333 elements share 16-byte groups."""
     clusters(name)

@@ -141,30 +141,20 @@ __device__ void store_inside(const float (&values)[WIDTH<T>], T* row, const Part
 
 // ---- what is known of a row ----------------------------------------------------------------------------------------
 
-// The maximum, the sum of exponentials relative to it, and a plain sum: in powers of two, scores being values x factor,
-// which has log2(e) in it. Exponentials are relative to
-// `largest`: the highest value, if EXACT, so that its own is 1; or its product with the factor, rounded, as one fused
-// operation makes an exponent then, and the rounding cancels where both sums and results count from there.
-template <bool EXACT>
+// The maximum, the sum of exponentials relative to it, and a plain sum. Exponentials are powers of two of
+// (value - largest) x factor, which has log2(e) in it: their product by itself may be out of range.
 struct Share {
     float factor;
     float largest = -INFINITY;
     float total = 0.0f;
     float sum = 0.0f;
 
-    __device__ Share(float highest, float factor)
-        : factor(factor), largest(EXACT || highest == -INFINITY ? highest : highest * factor) {}
+    __device__ Share(float highest, float factor) : factor(factor), largest(highest) {}
 
-    __device__ static float origin_of(float highest) { return highest == -INFINITY ? 0.0f : highest; }
-    __device__ float origin() const { return origin_of(largest); }
-    __device__ float power(float value) const {
-        return power_of_two(EXACT ? (value - origin()) * factor : fmaf(value, factor, -origin()));
-    }
-    // What brings sums of a share to those of the whole row.
-    __device__ float share_of(const Share& whole) const { return power(largest, whole); }
-    __device__ static float power(float largest, const Share& whole) {
-        return power_of_two(EXACT ? (largest - whole.origin()) * whole.factor : largest - whole.origin());
-    }
+    __device__ float origin() const { return largest == -INFINITY ? 0.0f : largest; }
+    __device__ float power(float value) const { return power_of_two((value - origin()) * factor); }
+    // What brings sums relative to the largest value of a share to those of the whole row.
+    __device__ float from(float largest) const { return power(largest); }
 };
 
 // ---- rows that come in ---------------------------------------------------------------------------------------------
@@ -244,8 +234,8 @@ struct Ring {
     // The shares of all blocks as one, from those of a block's threads, which have the same `largest`, in two steps:
     // what is done between them costs no time where blocks wait for each other. The first is a barrier of the block,
     // and the second must not be the last that is done for a row.
-    template <int WARPS, bool TOTAL, bool SUM, typename Found>
-    __device__ void send(Found& share, int number, int asked) const {
+    template <int WARPS, bool TOTAL, bool SUM>
+    __device__ void send(Share& share, int number, int asked) const {
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) {
             if constexpr (TOTAL) share.total += __shfl_xor_sync(0xffffffffu, share.total, lanes);
@@ -273,20 +263,20 @@ struct Ring {
         }
     }
 
-    template <bool TOTAL, bool SUM, typename Found>
-    __device__ Found received(const Found& share, int number) const {
+    template <bool TOTAL, bool SUM>
+    __device__ Share received(const Share& share, int number) const {
         if (blocks == 1) return share;
         const float4* of_blocks = shares + number % 2 * blocks;
         await_blocks(arrivals->of_blocks + number % 2, number / 2 % 2);
         if (threadIdx.x == 0) memcpy(arrivals->rows + (number + stages + 1) % 8, &of_blocks[0].w, 4);
-        Found whole = share;
+        Share whole = share;
         whole.total = whole.sum = 0.0f;
         for (int i = 0; i < blocks; ++i) {
             if constexpr (TOTAL) whole.largest = fmaxf(whole.largest, of_blocks[i].x);
             if constexpr (SUM) whole.sum += of_blocks[i].z;
         }
         if constexpr (TOTAL) {
-            for (int i = 0; i < blocks; ++i) whole.total += of_blocks[i].y * Found::power(of_blocks[i].x, whole);
+            for (int i = 0; i < blocks; ++i) whole.total += of_blocks[i].y * whole.from(of_blocks[i].x);
         }
         return whole;
     }
@@ -402,7 +392,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
         const int asked = ring.ask();
         const Hold<T, THREADS, HELD> hold = next;
         float values[HELD][WIDTH<T>];
-        Share<LOG> share(ring.template largest_of_block<THREADS / 32>(top), factor);
+        Share share(ring.template largest_of_block<THREADS / 32>(top), factor);
         if (threadIdx.x == 0) fetch(number + stages);  // all have taken theirs
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
@@ -416,8 +406,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
         }
         ring.template send<THREADS / 32, true, false>(share, number, asked);
         if (ring.row_of(number + 1) < rows) top = take(number + 1);
-        const Share<LOG> whole = ring.template received<true, false>(share, number);
-        const float inverse = share.share_of(whole) / whole.total;
+        const Share whole = ring.template received<true, false>(share, number);
+        const float inverse = whole.from(share.largest) / whole.total;
         const float size = fabsf(scale), logarithm = LOG ? logf(whole.total) : 0.0f;
         T* const row = y + ring.row_of(number) * columns;
 #pragma unroll
@@ -452,7 +442,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_c
         const Hold<T, THREADS, HELD> hold(part);
         Group gradients[HELD], results[HELD];
         float gradient[WIDTH<T>], result[WIDTH<T>];
-        Share<true> share(0.0f, 1.0f);
+        Share share(0.0f, 1.0f);
         ring.wait(number);
         hold.load(ring.groups(number, 0), 0, gradients);
         hold.load(ring.groups(number, 1), 0, results);
@@ -517,10 +507,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
     };
     const auto part_of = [&](int number) { return ring.part_of(x + ring.row_of(number) * x_stride, columns); };
     // Infinite where the loss is infinite or NaN in any case: then the sum counts from 0.
-    const auto base_of = [](T picked) {
-        const float value = static_cast<float>(picked);
-        return fabsf(value) < INFINITY ? value : 0.0f;
-    };
+    const auto base_of = [](float picked) { return fabsf(picked) < INFINITY ? picked : 0.0f; };
     Group groups[HELD];
     T picked = picked_of(0, label);
     float top = -INFINITY, sum = 0.0f;
@@ -531,14 +518,15 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         if (label == NONE) return;
         const Part& part = following.part;
         if constexpr (SMOOTH) {  // by itself, for it takes registers
+            const float base = base_of(static_cast<float>(picked));
             sum = 0.0f;
 #pragma unroll 1
             for (int i = threadIdx.x; i < part.groups; i += THREADS) {
                 float values[WIDTH<T>];
                 widen<T>(ring.groups(number) + i, values);
-                part.exclude<T>(base_of(picked), i, values);
+                part.exclude<T>(base, i, values);
 #pragma unroll
-                for (int k = 0; k < WIDTH<T>; ++k) sum += values[k] - base_of(picked);
+                for (int k = 0; k < WIDTH<T>; ++k) sum += values[k] - base;
             }
         }
         top = taken<T>(following, ring.groups(number), 0, groups);
@@ -551,7 +539,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         const Part& part = hold.part;
         const long long ahead = threadIdx.x == 0 ? target_of(number + stages) : 0;
         float values[HELD][WIDTH<T>];
-        Share<true> share(ring.template largest_of_block<THREADS / 32>(top), LOG2_E);
+        Share share(ring.template largest_of_block<THREADS / 32>(top), LOG2_E);
         share.sum = sum;
         if (threadIdx.x == 0) fetch(number + stages, ahead);  // all have taken theirs
         const long long next = target_of(number + 1);  // nobody looks at it for a while
@@ -566,14 +554,13 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
                 }
             }
         }
-        ring.template send<THREADS / 32, true, SMOOTH>(share, number, asked);
         const int own_label = label;
-        const T picked_before = picked;
+        const float own_picked = static_cast<float>(picked);  // before any block may write its gradient there
+        ring.template send<THREADS / 32, true, SMOOTH>(share, number, asked);
         label = label_of(next);
         picked = picked_of(number + 1, label);
         if (ring.row_of(number + 1) < rows) take(number + 1, label, picked);
-        const Share<true> whole = ring.template received<true, SMOOTH>(share, number);
-        const float own_picked = static_cast<float>(picked_before);
+        const Share whole = ring.template received<true, SMOOTH>(share, number);
         if (own_label == NONE) {  // as the whole cluster sees it
             for (int k = 0; k < WIDTH<T>; ++k) values[0][k] = 0.0f;
             for (int i = threadIdx.x; i < part.groups; i += THREADS) store_inside(values[0], dx + row * columns, part, i);
@@ -584,14 +571,14 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
             if (threadIdx.x == 0 && ring.rank == 0) {
                 float loss = row_weight * (kept * (logarithm - (own_picked - maximum)));
                 if constexpr (SMOOTH) {
-                    loss += spread * (columns * (logarithm + (maximum - base_of(picked_before))) - whole.sum);
+                    loss += spread * (columns * (logarithm + (maximum - base_of(own_picked))) - whole.sum);
                 }
                 losses[row] = loss + row_weight * z_loss * log_sum_exp * log_sum_exp;
             }
             const float at_target = given * (row_weight * kept), share_of_each = given * spread;
             const float squared = given * (2.0f * z_loss * row_weight * log_sum_exp);
             const float density = (at_target + share_of_each * columns + squared) / whole.total *
-                                  share.share_of(whole);
+                                  whole.from(share.largest);
             // Each term cancels by itself, as exactly as it can where a probability is near 1.
             const float power = exponential((own_picked - maximum) - logarithm);
             const float of_target =

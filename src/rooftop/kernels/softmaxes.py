@@ -161,7 +161,8 @@ def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: tor
     if y.numel() == 0:
         return y
     table = rows_of(x)
-    plan = clusters.plan(clusters.CLUSTER_FORWARD, (table,), y) if mask is None else None
+    normal = 2.0**-126 <= abs(scale) <= 2.0**126  # as a float32: what is not in a row is -inf there, and not x 0
+    plan = clusters.plan(clusters.CLUSTER_FORWARD, (table,), y) if mask is None and normal else None
     if plan is not None:
         clusters.softmax_forward(plan, table, y, scale, log)
         return y
