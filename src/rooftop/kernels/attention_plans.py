@@ -29,6 +29,7 @@ class Shape:
 
 
 def shape_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Shape:
+    """Of a call with query (B, H, S_q, D), key (B, H_k, S_k, D) and value (B, H_k, S_k, D_v)."""
     batches, heads, queries, features = query.shape
     shape = (batches, heads, queries, features)
     return Shape(shape, key.shape[1], key.shape[2], value.shape[3], query.dtype, is_causal, mask is not None)
