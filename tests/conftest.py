@@ -4,6 +4,8 @@ those in CUDA C++ through the C++ compiler, both by the launch code that a GPU g
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import gc
 import os
 import re
 import shutil
@@ -11,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +30,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def memory_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers share one GPU: what a test took is given back after it, and those marked `large` follow one another."""
+    if "gpu" not in request.keywords:
+        yield
+        return
+    with ExitStack() as held:
+        if "large" in request.keywords:
+            lock = held.enter_context(open(tmp_path_factory.getbasetemp().parent / "large", "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 TORCHVISION = (

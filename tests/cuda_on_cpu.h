@@ -99,6 +99,10 @@ inline float2 __bfloat1622float2(__nv_bfloat162 pair) { return {float(pair.x), f
 inline __half2 __float22half2_rn(float2 pair) { return {__half(pair.x), __half(pair.y)}; }
 inline __nv_bfloat162 __float22bfloat162_rn(float2 pair) { return {__nv_bfloat16(pair.x), __nv_bfloat16(pair.y)}; }
 
+template <typename T> T larger(T a, T b) { return T(std::fmax(float(a), float(b))); }
+inline __half2 __hmax2(__half2 a, __half2 b) { return {larger(a.x, b.x), larger(a.y, b.y)}; }
+inline __nv_bfloat162 __hmax2(__nv_bfloat162 a, __nv_bfloat162 b) { return {larger(a.x, b.x), larger(a.y, b.y)}; }
+
 // sizes: of the grid, of a block, of a cluster (in x), and the bytes of dynamic shared memory.
 template <typename Kernel> void run_blocks(const unsigned* sizes, Kernel kernel) {
     gridDim = {sizes[0], sizes[1], sizes[2]};
@@ -207,6 +211,11 @@ inline void copy_bulk(void* to, const void* from, int bytes, unsigned long long*
     std::memcpy(to, from, bytes);
     count_bytes(barrier, -bytes);
 }
+inline void copy_eight(void* to, const void* from) {
+    if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 8) std::abort();
+    std::memcpy(to, from, 8);
+}
+inline void await_eights() {}
 inline void hand_to_copies() {}
 inline void send_to_block(float4* place, int rank, float4 value, unsigned long long* barrier) {
     char *here = reinterpret_cast<char*>(this_block().memory.data()), *there = reinterpret_cast<char*>(cluster[rank]->memory.data());

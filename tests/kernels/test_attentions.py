@@ -289,6 +289,7 @@ def assert_gate_with(backend: SDPBackend, tensors: list[Tensor], is_causal: bool
         keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         return out, lse_of(query, keys, is_causal).to(torch.promote_types(query.dtype, torch.float32))
 
+    tensors = [t.clone(memory_format=torch.contiguous_format) for t in tensors]  # PyTorch's need to be aligned
     eager = with_gradients(both, tensors, *gradients)
     exact = with_gradients(both, [t.double() for t in tensors], *(g.double() for g in gradients))
     for what, *values in zip(("out", "lse", "dquery", "dkey", "dvalue"), ours, eager, exact, strict=True):
@@ -309,6 +310,34 @@ def test_a_forward_by_one_back_end_and_a_backward_by_another(forward: str, backw
     exact = with_gradients(lambda *t: plain(*t, is_causal=True), [t.double() for t in tensors], dy.double())[1:]
     for values in zip(gradients, eager, exact, strict=True):
         assert_as_accurate(*values, what=f"{forward} and {backward}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("positions", [64, 150, 300])  # in each range of the table another back end
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gate_of_what_is_chosen_on_a_gpu(is_causal: bool, positions: int, dtype: torch.dtype) -> None:
+    assert_gate(inputs(2, 4, positions, positions, 64, dtype), "cuda", is_causal=is_causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BACKENDS)
+def test_rows_at_any_address_on_a_gpu(name: str) -> None:
+    plain = [t.cuda() for t in inputs(2, 4, 200, 200, 64, torch.bfloat16)]
+    for layout in (_shifted, _rows_of_odd_distance, _positions_first):
+        assert_gate_with(BACKENDS[name], [layout(t) for t in plain], True)
+
+
+def _shifted(x: Tensor) -> Tensor:
+    return torch.cat((x.flatten()[:1], x.flatten()))[1:].reshape(x.shape)
+
+
+def _rows_of_odd_distance(x: Tensor) -> Tensor:
+    return torch.cat((x, x[..., :3]), -1)[..., : x.shape[-1]]
+
+
+def _positions_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @pytest.mark.gpu

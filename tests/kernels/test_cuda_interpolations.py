@@ -225,6 +225,7 @@ def test_captured_in_a_cuda_graph_on_another_stream() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_more_than_two_billion_elements_on_a_gpu() -> None:
     features = torch.randn(2_100_000, 8, 128, device="cuda", dtype=torch.float16)
     points = torch.rand(2_100_000, 3, device="cuda") * 2 - 1

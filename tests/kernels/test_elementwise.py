@@ -670,6 +670,7 @@ def test_broadcast_tensors_on_a_gpu(case: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_more_than_two_billion_elements_on_a_gpu() -> None:
     x = torch.randn(131_073, 16_384, device="cuda", dtype=torch.bfloat16)  # 2^31 + 16384
     row = torch.randn(16_384, device="cuda", dtype=torch.bfloat16)

@@ -205,6 +205,7 @@ def test_the_same_bits_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_more_than_two_billion_elements_on_a_gpu() -> None:
     tokens = torch.arange(524_292, device="cuda") % 7
     dy = torch.ones(524_292, 4096, device="cuda", dtype=torch.bfloat16)  # 2^31 + 16384 elements

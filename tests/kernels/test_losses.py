@@ -412,6 +412,7 @@ def test_targets_that_are_no_class_are_nan_on_a_gpu(fused: bool, monkeypatch: py
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("fused", [True, False])
 def test_more_than_two_billion_elements_on_a_gpu(fused: bool) -> None:
     x = torch.randn(131_073, 16_384, device="cuda", dtype=torch.bfloat16)  # 2^31 + 16384

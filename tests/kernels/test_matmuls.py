@@ -672,6 +672,7 @@ def test_programs_out_of_step_and_of_one_tile_on_a_gpu(tile: Tile, across: bool,
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_more_than_two_billion_elements_on_a_gpu() -> None:
     rows = (1 << 31) // 4096 + 64
     x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)

@@ -456,6 +456,7 @@ def test_gate_on_a_gpu(columns: int, name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("columns", [16_384, 16_383])  # 2^31 + 16384 elements, and rows at odd addresses
 def test_more_than_two_billion_elements_on_a_gpu(columns: int) -> None:
     x = torch.randn(131_080, columns, device="cuda", dtype=torch.bfloat16)

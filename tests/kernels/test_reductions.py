@@ -446,6 +446,7 @@ def test_graphs_replayed_on_several_streams_at_once() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_more_than_two_billion_elements_on_a_gpu() -> None:
     x = torch.zeros((1 << 31) + 4099, device="cuda", dtype=torch.int8)
     x[-3] = 7

@@ -233,6 +233,7 @@ def test_gate_on_a_gpu(width: int, dtype: torch.dtype, interleaved: bool) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_more_than_two_billion_elements_on_a_gpu() -> None:
     x, (cos, sin) = torch.randn(2, 33, 262_144, 128, device="cuda", dtype=torch.bfloat16), tables(262_144, 64)
     y = rope(x, cos.cuda(), sin.cuda())

@@ -325,6 +325,7 @@ def test_gate_of_masks_on_a_gpu(columns: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_more_than_two_billion_elements_on_a_gpu() -> None:
     x = torch.randn(131_073, 16_384, device="cuda", dtype=torch.bfloat16)  # 2^31 + 16384
     y = softmax(x)

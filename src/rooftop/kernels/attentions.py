@@ -106,6 +106,19 @@ def _of_groups(gradient: Tensor, like: Tensor) -> Tensor:
 # ---- implementations -------------------------------------------------------------------------------------------
 
 aten = torch.ops.aten
+ALIGNMENT = 16  # bytes of a load of the back ends, which take it for granted where a row is a multiple of them
+
+
+def _aligned_rows(x: Tensor) -> Tensor:
+    """The features of a row side by side; rows of a multiple of 16 bytes that far apart, too."""
+    x, size = unit_features(x), x.element_size()
+    strides = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    apart = x.shape[-1] * size % ALIGNMENT == 0 and any(stride * size % ALIGNMENT for stride in strides)
+    return x.contiguous() if apart else x
+
+
+def _at_aligned_address(x: Tensor) -> Tensor:
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def _forward(
@@ -114,7 +127,7 @@ def _forward(
     """(out, L) by a back end; works on fake tensors, too."""
     if backend == "reference":
         return attention_reference(query, key, value, mask, is_causal, scale)
-    query, key, value = (unit_features(t) for t in (query, key, value))
+    query, key, value = (_aligned_rows(t) for t in (query, key, value))
     if backend == "flash":
         found = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)
         return found[0], found[1]
@@ -147,8 +160,9 @@ def _backward(
     mask_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dquery, dkey, dvalue, dscores or none) by a back end that is not the reference."""
-    dout = dout if dout.stride(-1) == 1 and 0 not in dout.stride() else dout.contiguous()
-    query, key, value, out = (unit_features(t) for t in (query, key, value, out))
+    dout = dout if 0 not in dout.stride() else dout.contiguous()
+    tensors = (_at_aligned_address(t) for t in (dout, query, key, value, out))
+    dout, query, key, value, out = (_aligned_rows(t) for t in tensors)
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of the dropout that there is not
     lengths = (None, None, query.shape[2], key.shape[2])
     if backend == "flash":
@@ -156,9 +170,12 @@ def _backward(
             dout, query, key, value, out, lse, *lengths, 0.0, is_causal, seed, seed, scale=scale
         ), None
     if backend == "cudnn":
+        # PyTorch keeps its plans by the strides of the inputs alone: both must lie as its forward would have left them.
+        dout, out = (_in_order_of(t, query) for t in (dout, out))
         return *aten._scaled_dot_product_cudnn_attention_backward(
             dout, query, key, value, out, lse.unsqueeze(-1), seed, seed, None, *lengths, 0.0, is_causal, scale=scale
         ), None
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # its kernel does not look at these strides
     bias = _bias(mask, query, key)
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
     rows = -(-query.shape[2] // 32) * 32 - query.shape[2]
@@ -169,6 +186,12 @@ def _backward(
     )
     dscores = dbias.narrow(-1, 0, key.shape[2]) if mask_gradient else None
     return dquery, _of_groups(dkey, key), _of_groups(dvalue, value), dscores
+
+
+def _in_order_of(x: Tensor, query: Tensor) -> Tensor:
+    """x with its elements in memory in the order of those of the query, which has the same shape."""
+    target = torch.empty_like(query)
+    return x if x.stride() == target.stride() else target.copy_(x)
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -209,6 +232,7 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     plan = plan_of(shape_of(query, key, value, mask, is_causal), query.device, "forward")
+    query, key, value = (_at_aligned_address(t) for t in (query, key, value))
     return _forward(plan.backend, query, key, value, mask, is_causal, scale)
 
 

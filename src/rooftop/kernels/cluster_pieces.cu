@@ -60,6 +60,13 @@ __device__ __forceinline__ void await_copies(unsigned long long* barrier, unsign
                  :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
+// 8 bytes, without a register that waits for them; `await_eights`: for all that this thread has asked for.
+__device__ __forceinline__ void copy_eight(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"
+                 :: "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)) : "memory");
+}
+__device__ __forceinline__ void await_eights() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // What a thread has written to shared memory comes before what copies write there, once it has passed a barrier.
 __device__ __forceinline__ void hand_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -87,7 +87,7 @@ CLUSTER_FUSED = (  # cross entropy and its gradient
 
 CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 GROUP_BYTES = 16
-ARRIVAL_BYTES = 752  # at the beginning of shared memory, before shares of 16 bytes
+ARRIVAL_BYTES = 800  # at the beginning of shared memory, before shares of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def source() -> str:
 def kernel_name(kernel: str, dtype: torch.dtype, variant: bool, config: ClusterConfig) -> str:
     """`variant`: the logarithm of softmax, label smoothing of cross entropy."""
     types = f"{CPP_TYPES[dtype]}, {str(variant).lower()}"
-    return f"{kernel}_cluster<{types}, {config.threads}, {config.held}>"
+    return f"{kernel}_cluster<{types}, {config.threads}, {config.held}, {config.blocks}, {config.stages}>"
 
 
 def softmax_forward(plan: Plan, x: Tensor, y: Tensor, scale: float, log: bool) -> None:
@@ -199,6 +199,6 @@ def _launch(
     left = rows > clusters * (config.stages + 1)
     counter = torch.zeros(1, dtype=torch.int32, device=x.device) if left else None
     compiled.launch(
-        clusters * config.blocks, config.threads, *tensors, rows, columns, *strides, config.blocks, config.stages,
-        plan.part_groups, counter, *numbers, shared_bytes=plan.shared_bytes, cluster=config.blocks,
+        clusters * config.blocks, config.threads, *tensors, rows, columns, *strides, plan.part_groups, counter,
+        *numbers, shared_bytes=plan.shared_bytes, cluster=config.blocks,
     )  # fmt: skip

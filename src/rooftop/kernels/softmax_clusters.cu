@@ -8,9 +8,9 @@
 // take the next row before they look at what the others sent.
 //
 // Clusters begin with the rows at their number and every (number of clusters)-th, and then, given a counter that is 0 at
-// first, take those that are left as they are free: some SMs are slower at memory than others. `stages` rows are
-// on their way at a time. Shared memory of a block: 752 bytes of arrivals and of sums of warps, 2 x (blocks of a cluster)
-// float4 of shares, stages x TENSORS parts. cluster_pieces.cu stands in front of it.
+// first, take those that are left as they are free: some SMs are slower at memory than others. STAGES rows are
+// on their way at a time. Shared memory of a block: 800 bytes of arrivals and of sums of warps, 2 x (blocks of a cluster)
+// float4 of shares, STAGES x TENSORS parts. cluster_pieces.cu stands in front of it.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -57,6 +57,26 @@ __device__ float2 wide_pair_of(unsigned word, __nv_bfloat16) {
     memcpy(&pair, &word, 4);
     return __bfloat1622float2(pair);
 }
+__device__ unsigned larger_of_each(unsigned a, unsigned b, float) {
+    float first, second;
+    memcpy(&first, &a, 4);
+    memcpy(&second, &b, 4);
+    first = fmaxf(first, second);
+    memcpy(&a, &first, 4);
+    return a;
+}
+template <typename Pair>
+__device__ unsigned larger_pair(unsigned a, unsigned b) {
+    Pair first, second;
+    memcpy(&first, &a, 4);
+    memcpy(&second, &b, 4);
+    first = __hmax2(first, second);
+    memcpy(&a, &first, 4);
+    return a;
+}
+__device__ unsigned larger_of_each(unsigned a, unsigned b, __half) { return larger_pair<__half2>(a, b); }
+__device__ unsigned larger_of_each(unsigned a, unsigned b, __nv_bfloat16) { return larger_pair<__nv_bfloat162>(a, b); }
+
 __device__ __half2 rounded(float2 values, __half) { return __float22half2_rn(values); }
 __device__ __nv_bfloat162 rounded(float2 values, __nv_bfloat16) { return __float22bfloat162_rn(values); }
 
@@ -165,51 +185,53 @@ struct Arrivals {
     unsigned long long of_blocks[2];
     float maxima[32];                // of warps
     int rows[8];                     // that the cluster takes
+    int labels[8];                   // of their targets
+    float picked[2];                 // their logits, in turns
+    long long target;                // that is on its way
     float totals[2][32], sums[2][32];  // in turns: a warp that is late still reads those of the row before
 };
 
 // The ring of parts in a block's shared memory, and its exchange with the cluster. `number` counts a cluster's rows.
-template <typename T, int TENSORS>
+template <typename T, int TENSORS, int BLOCKS, int STAGES>
 struct Ring {
     Arrivals* arrivals;
-    float4* shares;  // (2, blocks)
-    Group* parts;    // (stages, TENSORS, part_groups)
-    int* counter;    // of rows that clusters have taken, beside the first `stages` + 1 of each; or null
-    int part_groups, blocks, stages, rank;
+    float4* shares;  // (2, BLOCKS)
+    Group* parts;    // (STAGES, TENSORS, part_groups)
+    int* counter;    // of rows that clusters have taken, beside the first STAGES + 1 of each; or null
+    int part_groups, rank;
 
-    __device__ Ring(int blocks, int stages, int part_groups, int* counter)
-        : counter(counter), part_groups(part_groups), blocks(blocks), stages(stages), rank(block_rank()) {
+    __device__ Ring(int part_groups, int* counter) : counter(counter), part_groups(part_groups), rank(block_rank()) {
         arrivals = static_cast<Arrivals*>(shared_memory());
         shares = reinterpret_cast<float4*>(arrivals + 1);
-        parts = reinterpret_cast<Group*>(shares + 2 * blocks);
+        parts = reinterpret_cast<Group*>(shares + 2 * BLOCKS);
         if (threadIdx.x == 0) {
-            for (int stage = 0; stage < stages; ++stage) prepare_copies(arrivals->of_stage + stage);
+            for (int stage = 0; stage < STAGES; ++stage) prepare_copies(arrivals->of_stage + stage);
             for (int turn = 0; turn < 2; ++turn) prepare_copies(arrivals->of_blocks + turn);
             prepared();
         }
         cluster_wait();  // the other blocks run: their memory is there
     }
 
-    // Of this row and the `stages` after it; ascending, and there are no more where one is past the end.
+    // Of this row and the STAGES after it; ascending, and there are no more where one is past the end.
     __device__ long long row_of(int number) const {
-        if (counter != nullptr && number > stages) return arrivals->rows[number % 8];
-        return blockIdx.x / blocks + static_cast<long long>(number) * (gridDim.x / blocks);
+        if (counter != nullptr && number > STAGES) return arrivals->rows[number % 8];
+        return blockIdx.x / BLOCKS + static_cast<long long>(number) * (gridDim.x / BLOCKS);
     }
     // One more row for the cluster, known to one thread, which `send` passes on. Early: the answer takes a while.
     __device__ int ask() const {
         if (counter == nullptr || rank > 0 || threadIdx.x > 0) return 0;
-        return gridDim.x / blocks * (stages + 1) + atomicAdd(counter, 1);
+        return gridDim.x / BLOCKS * (STAGES + 1) + atomicAdd(counter, 1);
     }
 
     __device__ Part part_of(const T* row, int columns) const { return Part(row, columns, rank, part_groups); }
 
     __device__ Group* groups(int number, int tensor = 0) const {
-        return parts + (number % stages * TENSORS + tensor) * part_groups;
+        return parts + (number % STAGES * TENSORS + tensor) * part_groups;
     }
 
     // By one thread, when all have read what was in that stage before; `from`: rows, or null: nothing has to come.
     __device__ void fetch(int number, const T* const (&from)[TENSORS], const Part& part) const {
-        unsigned long long* arrival = arrivals->of_stage + number % stages;
+        unsigned long long* arrival = arrivals->of_stage + number % STAGES;
         const int bytes = from[0] == nullptr ? 0 : part.groups * 16;
         expect_copies(arrival, TENSORS * bytes);
         for (int i = 0; i < TENSORS && bytes > 0; ++i) {
@@ -218,7 +240,7 @@ struct Ring {
     }
 
     __device__ void wait(int number) const {
-        await_copies(arrivals->of_stage + number % stages, number / stages % 2);
+        await_copies(arrivals->of_stage + number % STAGES, number / STAGES % 2);
     }
 
     // The largest value of the block's threads; also a barrier of the block. Between two calls is another one.
@@ -246,37 +268,47 @@ struct Ring {
             if constexpr (TOTAL) arrivals->totals[turn][threadIdx.x / 32] = share.total;
             if constexpr (SUM) arrivals->sums[turn][threadIdx.x / 32] = share.sum;
         }
-        if (blocks == 1 && threadIdx.x == 0) arrivals->rows[(number + stages + 1) % 8] = asked;
+        if (BLOCKS == 1 && threadIdx.x == 0) arrivals->rows[(number + STAGES + 1) % 8] = asked;
         __syncthreads();
         if constexpr (TOTAL) share.total = sum_of<WARPS>(arrivals->totals[turn]);
         if constexpr (SUM) share.sum = sum_of<WARPS>(arrivals->sums[turn]);
-        if (blocks == 1 || threadIdx.x >= 32) return;
+        if (BLOCKS == 1 || threadIdx.x >= 32) return;
         // In turns, too: a block that is one ahead of another sends to the other set, and none can be two ahead.
         unsigned long long* arrival = arrivals->of_blocks + turn;
-        if (threadIdx.x == 0) expect_copies(arrival, blocks * sizeof(float4));
+        if (threadIdx.x == 0) expect_copies(arrival, BLOCKS * sizeof(float4));
         asked = __shfl_sync(0xffffffffu, asked, 0);
         float more;
         memcpy(&more, &asked, 4);
-        if (threadIdx.x < blocks) {
+        if (threadIdx.x < BLOCKS) {
             const float4 own = {share.largest, share.total, share.sum, more};
-            send_to_block(shares + turn * blocks + rank, threadIdx.x, own, arrival);
+            send_to_block(shares + turn * BLOCKS + rank, threadIdx.x, own, arrival);
         }
     }
 
     template <bool TOTAL, bool SUM>
     __device__ Share received(const Share& share, int number) const {
-        if (blocks == 1) return share;
-        const float4* of_blocks = shares + number % 2 * blocks;
+        if (BLOCKS == 1) return share;
+        const float4* of_blocks = shares + number % 2 * BLOCKS;
         await_blocks(arrivals->of_blocks + number % 2, number / 2 % 2);
-        if (threadIdx.x == 0) memcpy(arrivals->rows + (number + stages + 1) % 8, &of_blocks[0].w, 4);
-        Share whole = share;
-        whole.total = whole.sum = 0.0f;
-        for (int i = 0; i < blocks; ++i) {
-            if constexpr (TOTAL) whole.largest = fmaxf(whole.largest, of_blocks[i].x);
-            if constexpr (SUM) whole.sum += of_blocks[i].z;
-        }
+        // A lane has the share of one block.
+        constexpr int LANES = BLOCKS > 8 ? 16 : BLOCKS > 4 ? 8 : BLOCKS > 2 ? 4 : 2;
+        const int lane = threadIdx.x % LANES;
+        const float4 one = lane < BLOCKS ? of_blocks[lane] : float4{-INFINITY, 0.0f, 0.0f, 0.0f};
+        if (threadIdx.x == 0) memcpy(arrivals->rows + (number + STAGES + 1) % 8, &one.w, 4);
+        float largest = one.x;
         if constexpr (TOTAL) {
-            for (int i = 0; i < blocks; ++i) whole.total += of_blocks[i].y * whole.from(of_blocks[i].x);
+#pragma unroll
+            for (int lanes = LANES / 2; lanes > 0; lanes /= 2) {
+                largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
+            }
+        }
+        Share whole(largest, share.factor);
+        whole.total = TOTAL ? one.y * whole.from(one.x) : 0.0f;
+        whole.sum = one.z;
+#pragma unroll
+        for (int lanes = LANES / 2; lanes > 0; lanes /= 2) {
+            if constexpr (TOTAL) whole.total += __shfl_xor_sync(0xffffffffu, whole.total, lanes);
+            if constexpr (SUM) whole.sum += __shfl_xor_sync(0xffffffffu, whole.sum, lanes);
         }
         return whole;
     }
@@ -341,19 +373,24 @@ __device__ unsigned signs(__nv_bfloat16) { return 0x80008000u; }
 // A thread's groups of a row that has come, -inf outside, with signs flipped; returns its largest value.
 template <typename T, int THREADS, int HELD>
 __device__ float taken(const Hold<T, THREADS, HELD>& hold, Group* from, unsigned flipped, Group (&groups)[HELD]) {
-    float values[WIDTH<T>], top = -INFINITY;
     hold.load(from, lowest(T()) ^ flipped, groups);
+    if (flipped != 0) {
 #pragma unroll
-    for (int j = 0; j < HELD; ++j) {
+        for (int j = 0; j < HELD; ++j) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) groups[j].words[k] ^= flipped;
+            for (int k = 0; k < 4; ++k) groups[j].words[k] ^= flipped;
+        }
     }
+    Group largest = groups[0];
 #pragma unroll
-    for (int j = 0; j < HELD; ++j) {
-        widen<T>(groups + j, values);
+    for (int j = 1; j < HELD; ++j) {
 #pragma unroll
-        for (int k = 0; k < WIDTH<T>; ++k) top = fmaxf(top, values[k]);
+        for (int k = 0; k < 4; ++k) largest.words[k] = larger_of_each(largest.words[k], groups[j].words[k], T());
     }
+    float values[WIDTH<T>], top = -INFINITY;
+    widen<T>(&largest, values);
+#pragma unroll
+    for (int k = 0; k < WIDTH<T>; ++k) top = fmaxf(top, values[k]);
     return top;
 }
 
@@ -364,11 +401,10 @@ template <int THREADS>
 constexpr int RESIDENT = THREADS < 512 ? 512 / THREADS : 1;
 
 // y = softmax(x * scale), or its logarithm. x and y: (M, N), rows of both at the same distance from a multiple of 16.
-template <typename T, bool LOG, int THREADS, int HELD>
+template <typename T, bool LOG, int THREADS, int HELD, int BLOCKS, int STAGES>
 __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
-    const T* x, T* y, long long rows, int columns, long long x_stride, int blocks, int stages,
-    int part_groups, int* counter, float scale) {
-    const Ring<T, 1> ring(blocks, stages, part_groups, counter);
+    const T* x, T* y, long long rows, int columns, long long x_stride, int part_groups, int* counter, float scale) {
+    const Ring<T, 1, BLOCKS, STAGES> ring(part_groups, counter);
     const unsigned flipped = scale < 0.0f ? signs(T()) : 0;
     const float factor = fabsf(scale) * LOG2_E;
     const auto part_of = [&](int number) { return ring.part_of(x + ring.row_of(number) * x_stride, columns); };
@@ -385,15 +421,16 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
         return taken<T>(next, ring.groups(number), flipped, groups);
     };
     if (threadIdx.x == 0) {
-        for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead);
+        for (int ahead = 0; ahead < STAGES; ++ahead) fetch(ahead);
     }
     float top = take(0);
+#pragma unroll 1
     for (int number = 0; ring.row_of(number) < rows; ++number) {
         const int asked = ring.ask();
         const Hold<T, THREADS, HELD> hold = next;
         float values[HELD][WIDTH<T>];
         Share share(ring.template largest_of_block<THREADS / 32>(top), factor);
-        if (threadIdx.x == 0) fetch(number + stages);  // all have taken theirs
+        if (threadIdx.x == 0) fetch(number + STAGES);  // all have taken theirs
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
             widen<T>(groups + j, values[j]);
@@ -422,19 +459,19 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
 }
 
 // dx of y = softmax(x * scale), or of its logarithm, from dy and y.
-template <typename T, bool LOG, int THREADS, int HELD>
+template <typename T, bool LOG, int THREADS, int HELD, int BLOCKS, int STAGES>
 __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_cluster(
-    const T* dy, const T* y, T* dx, long long rows, int columns, long long dy_stride, int blocks, int stages,
-    int part_groups, int* counter, float scale) {
-    const Ring<T, 2> ring(blocks, stages, part_groups, counter);
+    const T* dy, const T* y, T* dx, long long rows, int columns, long long dy_stride, int part_groups, int* counter, float scale) {
+    const Ring<T, 2, BLOCKS, STAGES> ring(part_groups, counter);
     const auto fetch = [&](int number) {
         const long long row = ring.row_of(number);
         const T* const sources[] = {dy + row * dy_stride, y + row * columns};
         if (row < rows) ring.fetch(number, sources, ring.part_of(sources[1], columns));
     };
     if (threadIdx.x == 0) {
-        for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead);
+        for (int ahead = 0; ahead < STAGES; ++ahead) fetch(ahead);
     }
+#pragma unroll 1
     for (int number = 0; ring.row_of(number) < rows; ++number) {
         const int asked = ring.ask();
         const long long row = ring.row_of(number);
@@ -458,8 +495,12 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_c
             for (int k = 0; k < WIDTH<T>; ++k) share.sum += gradient[k];
         }
         ring.template send<THREADS / 32, false, true>(share, number, asked);
-        if (threadIdx.x == 0) fetch(number + stages);  // all have taken theirs
+        if (threadIdx.x == 0) fetch(number + STAGES);  // all have taken theirs
         const float sum = ring.template received<false, true>(share, number).sum;
+        if (columns < 0) {  // never, which the compiler does not know: it would keep the floats of above, and spill
+            hold.load(ring.groups(number, 0), 0, gradients);
+            hold.load(ring.groups(number, 1), 0, results);
+        }
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
             widen<T>(gradients + j, gradient);
@@ -477,48 +518,62 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_c
 // The losses of rows of logits and their gradient, as of cross_entropy_rows_long (loss_kernels.py), without class
 // weights. dx may be the memory of x. inverse: what a mean multiplies gradients with, or null. kept: 1 - smoothing; spread:
 // smoothing / N. Rows whose target is `ignored` are not read; one whose target is no class is NaN.
-template <typename T, bool SMOOTH, int THREADS, int HELD>
+template <typename T, bool SMOOTH, int THREADS, int HELD, int BLOCKS, int STAGES>
 __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_cluster(
     const T* x, const long long* target, const float* inverse, float* losses, T* dx,  // (M, N), (M,), (), (M,), (M, N)
-    long long rows, int columns, long long x_stride, int blocks, int stages, int part_groups, int* counter,
+    long long rows, int columns, long long x_stride, int part_groups, int* counter,
     long long ignored, float kept, float spread, float z_loss) {
-    const Ring<T, 1> ring(blocks, stages, part_groups, counter);
+    constexpr int NONE = -1, NO_CLASS = -2;  // labels of rows that are ignored, and of targets that are wrong
+    const Ring<T, 1, BLOCKS, STAGES> ring(part_groups, counter);
+    int* const labels = ring.arrivals->labels;
+    float* const picked = ring.arrivals->picked;
     const float given = inverse == nullptr ? 1.0f : *inverse;
-    const auto target_of = [&](int number) {
+    // Both by one thread. A target is asked for a row before its logits are.
+    const auto ask_for_target = [&](int number) {
         const long long row = ring.row_of(number);
-        return row < rows ? target[row] : ignored;
+        if (row < rows) copy_eight(&ring.arrivals->target, target + row);
     };
-    constexpr int NONE = -1, NO_CLASS = -2;  // for rows that are ignored, and targets that are wrong
-    const auto label_of = [&](long long target) {
-        return target == ignored ? NONE : target >= 0 && target < columns ? static_cast<int>(target) : NO_CLASS;
-    };
-    const auto fetch = [&](int number, long long target) {
+    const auto fetch = [&](int number) {
         const long long row = ring.row_of(number);
+        if (row >= rows) return;
+        await_eights();
+        const long long target = ring.arrivals->target;
+        const bool is_class = target >= 0 && target < columns;
+        labels[number % 8] = target == ignored ? NONE : is_class ? static_cast<int>(target) : NO_CLASS;
         const T* const source[] = {target == ignored ? nullptr : x + row * x_stride};
-        if (row < rows) ring.fetch(number, source, ring.part_of(x + row * x_stride, columns));
+        ring.fetch(number, source, ring.part_of(x + row * x_stride, columns));
     };
     if (threadIdx.x == 0) {
-        for (int ahead = 0; ahead < stages; ++ahead) fetch(ahead, target_of(ahead));
+        for (int number = 0; number < STAGES; ++number) {
+            ask_for_target(number);
+            fetch(number);
+        }
+        ask_for_target(STAGES);
     }
-    int label = label_of(target_of(0));
-    // As it lies in memory: to convert it is to wait for it.
-    const auto picked_of = [&](int number, int label) {
-        return label >= 0 ? x[ring.row_of(number) * x_stride + label] : T(0.0f);
-    };
-    const auto part_of = [&](int number) { return ring.part_of(x + ring.row_of(number) * x_stride, columns); };
+    __syncthreads();
     // Infinite where the loss is infinite or NaN in any case: then the sum counts from 0.
     const auto base_of = [](float picked) { return fabsf(picked) < INFINITY ? picked : 0.0f; };
+    // Whether this thread has the target's logit; where there is none, whether it is the first of all.
+    const auto tells = [&](const Part& part, int label) {
+        const int group = (label - part.first) / WIDTH<T>;
+        if (label < 0) return ring.rank == 0 && threadIdx.x == 0;
+        return label >= part.first && group < part.groups && group % THREADS == threadIdx.x;
+    };
     Group groups[HELD];
-    T picked = picked_of(0, label);
     float top = -INFINITY, sum = 0.0f;
-    Hold<T, THREADS, HELD> following(part_of(0));
-    const auto take = [&](int number, int label, T picked) {
+    Hold<T, THREADS, HELD> following(ring.part_of(x + ring.row_of(0) * x_stride, columns));
+    const auto take = [&](int number) {
         ring.wait(number);
-        following = Hold<T, THREADS, HELD>(part_of(number));
-        if (label == NONE) return;
+        following = Hold<T, THREADS, HELD>(ring.part_of(x + ring.row_of(number) * x_stride, columns));
         const Part& part = following.part;
+        const int label = labels[number % 8];
+        if (label == NONE) return;
+        if (label >= 0 && tells(part, label)) {
+            picked[number % 2] = static_cast<float>(reinterpret_cast<T*>(ring.groups(number))[label - part.first]);
+        }
         if constexpr (SMOOTH) {  // by itself, for it takes registers
-            const float base = base_of(static_cast<float>(picked));
+            const T* const row = x + ring.row_of(number) * x_stride;
+            const float base = label >= 0 ? base_of(static_cast<float>(row[label])) : 0.0f;
             sum = 0.0f;
 #pragma unroll 1
             for (int i = threadIdx.x; i < part.groups; i += THREADS) {
@@ -531,19 +586,16 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         }
         top = taken<T>(following, ring.groups(number), 0, groups);
     };
-    take(0, label, picked);
+    take(0);
+#pragma unroll 1
     for (int number = 0; ring.row_of(number) < rows; ++number) {
-        const long long row = ring.row_of(number);
         const int asked = ring.ask();
         const Hold<T, THREADS, HELD> hold = following;
-        const Part& part = hold.part;
-        const long long ahead = threadIdx.x == 0 ? target_of(number + stages) : 0;
         float values[HELD][WIDTH<T>];
         Share share(ring.template largest_of_block<THREADS / 32>(top), LOG2_E);
         share.sum = sum;
-        if (threadIdx.x == 0) fetch(number + stages, ahead);  // all have taken theirs
-        const long long next = target_of(number + 1);  // nobody looks at it for a while
-        if (label != NONE) {
+        if (threadIdx.x == 0) fetch(number + STAGES);  // all have taken theirs
+        if (labels[number % 8] != NONE) {
 #pragma unroll
             for (int j = 0; j < HELD; ++j) {
                 widen<T>(groups + j, values[j]);
@@ -554,48 +606,41 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
                 }
             }
         }
-        const int own_label = label;
-        const float own_picked = static_cast<float>(picked);  // before any block may write its gradient there
         ring.template send<THREADS / 32, true, SMOOTH>(share, number, asked);
-        label = label_of(next);
-        picked = picked_of(number + 1, label);
-        if (ring.row_of(number + 1) < rows) take(number + 1, label, picked);
+        if (ring.row_of(number + 1) < rows) take(number + 1);
         const Share whole = ring.template received<true, SMOOTH>(share, number);
-        if (own_label == NONE) {  // as the whole cluster sees it
+        if (threadIdx.x == 0) ask_for_target(number + STAGES + 1);
+        const long long row = ring.row_of(number);
+        T* const gradient = dx + row * columns;
+        const int label = labels[number % 8];
+        if (label == NONE) {  // as the whole cluster sees it
+            const Part& part = hold.part;
             for (int k = 0; k < WIDTH<T>; ++k) values[0][k] = 0.0f;
-            for (int i = threadIdx.x; i < part.groups; i += THREADS) store_inside(values[0], dx + row * columns, part, i);
-            if (threadIdx.x == 0 && ring.rank == 0) losses[row] = 0.0f;
-        } else {
-            const float maximum = whole.largest, logarithm = logf(whole.total), log_sum_exp = maximum + logarithm;
-            const float row_weight = own_label >= 0 ? 1.0f : INFINITY - INFINITY;
-            if (threadIdx.x == 0 && ring.rank == 0) {
-                float loss = row_weight * (kept * (logarithm - (own_picked - maximum)));
-                if constexpr (SMOOTH) {
-                    loss += spread * (columns * (logarithm + (maximum - base_of(own_picked))) - whole.sum);
-                }
-                losses[row] = loss + row_weight * z_loss * log_sum_exp * log_sum_exp;
-            }
-            const float at_target = given * (row_weight * kept), share_of_each = given * spread;
-            const float squared = given * (2.0f * z_loss * row_weight * log_sum_exp);
-            const float density = (at_target + share_of_each * columns + squared) / whole.total *
-                                  whole.from(share.largest);
-            // Each term cancels by itself, as exactly as it can where a probability is near 1.
-            const float power = exponential((own_picked - maximum) - logarithm);
+            for (int i = threadIdx.x; i < part.groups; i += THREADS) store_inside(values[0], gradient, part, i);
+            if (tells(part, label)) losses[row] = 0.0f;
+            continue;
+        }
+        const float maximum = whole.largest, logarithm = logf(whole.total), log_sum_exp = maximum + logarithm;
+        const float row_weight = label >= 0 ? 1.0f : INFINITY - INFINITY;
+        const float at_target = given * (row_weight * kept), share_of_each = SMOOTH ? given * spread : 0.0f;
+        const float squared = given * (2.0f * z_loss * row_weight * log_sum_exp);
+        const float density = (at_target + share_of_each * columns + squared) / whole.total * whole.from(share.largest);
+#pragma unroll
+        for (int j = 0; j < HELD; ++j) {
+#pragma unroll
+            for (int k = 0; k < WIDTH<T>; ++k) values[j][k] = values[j][k] * density - share_of_each;
+            hold.store(values[j], gradient, j);
+        }
+        if (tells(hold.part, label)) {
+            const float below = picked[number % 2] - maximum, power = exponential(below - logarithm);
+            float loss = row_weight * (kept * (logarithm - below));
+            if constexpr (SMOOTH) loss += spread * (columns * (logarithm + (maximum - base_of(picked[number % 2]))) - whole.sum);
+            losses[row] = loss + row_weight * z_loss * log_sum_exp * log_sum_exp;
+            // Each term cancels by itself, as exactly as it can where a probability is near 1. In place of what this
+            // thread has stored there.
             const float of_target =
                 (power - 1.0f) * at_target + share_of_each * (power * columns - 1.0f) + power * squared;
-#pragma unroll
-            for (int j = 0; j < HELD; ++j) {
-                const int place = own_label >= 0 ? own_label - part.column<T>(hold.group(j)) : -1;
-#pragma unroll
-                for (int k = 0; k < WIDTH<T>; ++k) values[j][k] = values[j][k] * density - share_of_each;
-                if (place >= 0 && place < WIDTH<T>) {
-#pragma unroll
-                    for (int k = 0; k < WIDTH<T>; ++k) {
-                        if (k == place) values[j][k] = of_target;
-                    }
-                }
-                hold.store(values[j], dx + row * columns, j);
-            }
+            if (label >= 0) gradient[label] = T(of_target);
         }
     }
 }
