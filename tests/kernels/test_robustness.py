@@ -6,6 +6,7 @@ strided, repeated and huge tensors, tensors of inference mode.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,10 @@ def added_norm(name: str) -> Public:
 
 def scaled_dot_product(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value)
+
+
+def written_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return (query @ key.mT / math.sqrt(max(1, query.shape[-1]))).softmax(-1) @ value
 
 
 def merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -361,8 +366,8 @@ def laid_out_otherwise(plain: Tensor) -> Iterator[Tensor]:
 @each_public
 def test_on_a_gpu(public: Public) -> None:
     """What fits, strides and dimensions without elements. (Without classes, PyTorch's kernels stop the process; norms
-    of rows without elements are compared on the CPU, and so are tables without columns, to which PyTorch's backward
-    writes; its attention takes every address for a multiple of 16.)"""
+    of rows without elements are compared on the CPU, and so are tables without columns, to which its backward writes.
+    Its attention takes every address for a multiple of 16, and refuses to be differentiated where there is nothing.)"""
     tensors = tensors_of(public, device="cuda")
     assert_as_torch(public, tensors)
     for argument, plain in tensors.items():
@@ -374,6 +379,9 @@ def test_on_a_gpu(public: Public) -> None:
             found = outcome(public, public.ours, tensors_of(public, sizes, device="cuda"))
             expected = outcome(public, public.peer, tensors_of(public, sizes))
             torch.testing.assert_close(found, expected, check_device=False)
+        elif public.name == "attention":
+            empty = tensors_of(public, sizes, device="cuda")
+            torch.testing.assert_close(outcome(public, public.ours, empty), outcome(public, written_out, empty))
         else:
             assert_as_torch(public, tensors_of(public, sizes, device="cuda"))
 
