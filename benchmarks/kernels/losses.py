@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
-from rooftop.hardware.timing import captured, rotated
+from rooftop.hardware.timing import captured, rotated, waits_for_gpu
 from rooftop.kernels import cross_entropy, linear_cross_entropy
 
 CLASSES = (128256, 32000, 50257, 8192, 1024, 262144)
@@ -141,7 +141,9 @@ def _measure(
                 peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
             eager = rotated(step, sets)
             calls[name] = {"eager": eager}
-            if not _waits(eager):
+            with torch.cuda.stream(STREAM):
+                waits = waits_for_gpu(eager)
+            if not waits:
                 calls[name]["replay"] = captured(lambda step=step: [step(*each) for each in sets], STREAM)
         except Exception as error:
             torch.cuda.empty_cache()
@@ -158,19 +160,6 @@ def _measure(
     if memory:
         print("  peak: " + "  ".join(f"{name} {mib:.0f} MiB" for name, mib in peaks.items()), flush=True)
     return row
-
-
-def _waits(call: Callable[[], object]) -> bool:
-    """Whether the host waits for the GPU in it."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.stream(STREAM):
-            call()
-    except RuntimeError:
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return False
 
 
 def _compare(calls: dict[str, dict[str, Callable[[], object]]], how: str) -> dict[str, Any]:

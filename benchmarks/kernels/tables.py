@@ -59,6 +59,8 @@ def section(path: Path) -> str:
         script = COMMANDS.get(path.name, f"{path.stem}.py")
         return f"No figures yet: `python benchmarks/kernels/{script} --out benchmarks/results/h200/{path.name}`."
     found = json.loads(path.read_text(encoding="utf-8"))
+    if path.name == "tune_clusters.json":
+        return f"{clusters(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {found['device']}."
     device = found.get("environment", {}).get("device", "NVIDIA H200")
     tables = []
     for rows in found.values():
@@ -66,6 +68,25 @@ def section(path: Path) -> str:
             tables += [table(name, group, found) for name, group in groups(rows)]
     source = f"`benchmarks/results/h200/{path.name}`, {device}."
     return "\n\n".join([*tables, source])
+
+
+def clusters(rows: list[Row]) -> str:
+    """One line for each size: the fastest clusters of each kernel, Triton's kernel and torch."""
+    kernels = {"FORWARD": "softmax", "BACKWARD": "its backward", "FUSED": "fused cross entropy"}
+    found: dict[int, dict[str, list[float]]] = {}
+    for row in rows:
+        name, columns = row["task"].removeprefix("CLUSTER_").split()
+        others = [row["rates"].pop("Triton"), row["rates"].pop("torch")]
+        found.setdefault(int(columns), {})[name] = [max(row["rates"].values()), *others]
+    head = ["columns", *(each for name in kernels.values() for each in (f"{name}: clusters", "Triton", "torch"))]
+    lines = [head, ["---:"] * len(head)]
+    for columns, rates in sorted(found.items()):
+        cells = [str(columns)]
+        for name in kernels:
+            three = rates.get(name, [])
+            cells += [f"**{number(rate)}**" if rate == max(three) else number(rate) for rate in three] or [UNKNOWN] * 3
+        lines.append(cells)
+    return "\n".join(["In TB/s:", "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def groups(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rooftop.cost import Cost, CountingMode, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
-from rooftop.hardware.timing import captured, rotated
+from rooftop.hardware.timing import captured, rotated, waits_for_gpu
 from rooftop.kernels import embedding, merge_attention_states, rope_pair, swiglu
 
 Function = Callable[..., Any]
@@ -230,13 +230,9 @@ def variant(function: Function, sets: list[list[Tensor]]) -> list[tuple[Call, Ca
 
 def both(fn: Callable[..., object], sets: list[Any]) -> tuple[Call, Call | None]:
     eager = rotated(fn, sets)
-    eager()
-    try:
-        return eager, captured(lambda: [fn(*each) for each in sets], STREAM)
-    except RuntimeError as error:  # torch's gradient of an embedding synchronizes
-        torch.cuda.synchronize()
-        print(f"cannot be captured: {str(error)[:80]}")
-        return eager, None
+    with torch.cuda.stream(STREAM):
+        waits = waits_for_gpu(eager)  # as torch's gradient of an embedding does
+    return eager, None if waits else captured(lambda: [fn(*each) for each in sets], STREAM)
 
 
 def taped(function: Function, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -97,8 +97,12 @@ def main(tasks: Sequence[Task], description: str | None) -> None:
     parser.add_argument("--seconds", type=float, default=50, help="after which no task is begun")
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1), help="that prove candidates")
     parser.add_argument("--quick", action="store_true", help="on the CPU, tiny, to see that this runs")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these tasks, by name", default=[])
     options = parser.parse_args()
-    _run(list(tasks), options)
+    unknown = set(options.only) - {task.name for task in tasks}
+    if unknown:
+        parser.error(f"no task {', '.join(sorted(unknown))}; there are: {', '.join(task.name for task in tasks)}")
+    _run([task for task in tasks if not options.only or task.name in options.only], options)
 
 
 _tasks: list[Task] = []  # as the processes find them

@@ -75,6 +75,7 @@ ODD: tuple[Shape, ...] = ((2, 512, 7, 2), (4, 256, 7, 2), (8, 128, 7, 2), (8, 12
 ODD_PAIRS: tuple[Shape, ...] = ((2, 512, 7, 2), (4, 256, 7, 2), (8, 128, 7, 2))
 ODD_MIDDLE: tuple[Shape, ...] = ((1, 512, 6, 2), (2, 256, 6, 2), (4, 128, 6, 2))
 ODD_SHORT: tuple[Shape, ...] = ((1, 256, 5, 2), (2, 128, 5, 2), (2, 128, 5, 3))
+ODD_LONGEST: tuple[Shape, ...] = ((16, 256, 8, 2), (16, 256, 6, 2), (8, 512, 8, 2))
 ODD_SHORTER: tuple[Shape, ...] = ((1, 128, 5, 2), (1, 128, 5, 3), (2, 64, 5, 2))
 
 TASKS = (
@@ -108,6 +109,11 @@ TASKS = (
     task("CLUSTER_FORWARD", 5001, "copy", *ODD_SHORTER),
     task("CLUSTER_FUSED", 5001, "copy", *ODD_SHORTER),
     task("CLUSTER_BACKWARD", 5001, "copy", *ODD_SHORTER),
+    task("CLUSTER_FORWARD", 189881, "copy", *ODD_LONGEST),
+    task("CLUSTER_BACKWARD", 189881, "copy", (16, 256, 6, 1), (16, 256, 8, 1), (8, 512, 6, 1)),
+    task("CLUSTER_FUSED", 189881, "copy", *ODD_LONGEST),
+    task("CLUSTER_FUSED", 65598, "copy", (4, 512, 5, 2), (8, 256, 5, 2), (16, 128, 5, 2), (8, 256, 7, 2)),
+    task("CLUSTER_BACKWARD", 16384, "copy", (1, 256, 8, 1), (1, 512, 4, 2), (2, 256, 4, 2), (1, 256, 8, 2)),
     task("CLUSTER_FORWARD", 2601, "copy", (1, 128, 3, 3), (1, 64, 6, 2)),
     task("CLUSTER_BACKWARD", 2601, "copy", (1, 128, 3, 2), (1, 64, 6, 2)),
 )

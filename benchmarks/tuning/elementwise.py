@@ -1,4 +1,4 @@
-"""Tables of fused elementwise expressions: FLAT, TILES and SQUARE of `elementwise_launches.py`.
+"""Tables of fused elementwise expressions: FLAT, TILES, SQUARE and those of sums, of `elementwise_launches.py`.
 
 python benchmarks/tuning/elementwise.py [--out elementwise.json] [--seconds 30] [--quick]
 """
@@ -35,6 +35,18 @@ def gelu(x: Tensor) -> Tensor:
 
 def choose(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
     return torch.where(a > b, c * 2 + 1, d)
+
+
+def scaled(x: Tensor, s: Tensor) -> Tensor:
+    return torch.clamp(x * s, -1.0, 1.0)
+
+
+def gated(x: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    return x * torch.sigmoid(y + b)
+
+
+def four(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    return torch.where(a > b, c * a + b, d)
 
 
 def alike(count: int) -> Shapes:
@@ -97,6 +109,38 @@ def task(
     return Task(label, moved, candidates, timed, partial(check, function, *arguments), peers, "compile")
 
 
+def gradients(function: Function, tensors: list[Tensor]) -> Call:
+    """Of all tensors, by the gradient of the result."""
+    tensors = [t.requires_grad_() for t in tensors]
+    y = function(*tensors)
+    torch.manual_seed(1)
+    dy = randn(*y.shape).to(y.dtype)
+    return lambda: torch.autograd.grad(y, tensors, dy, retain_graph=True)
+
+
+def backward(table: str, function: Function, shapes: Shapes, full: int, candidates: dict[str, Settings]) -> Task:
+    """In bfloat16; `full`: tensors of full shape that are read and written, gradients among them."""
+
+    def call() -> Call:
+        return gradients(fused(function), inputs(shapes(ELEMENTS), HALF, False))
+
+    def compiled() -> Call:
+        torch._dynamo.reset()
+        return gradients(torch.compile(function, dynamic=False), inputs(shapes(ELEMENTS), HALF, False))
+
+    def check() -> None:
+        """The sums of float32 that is given the same."""
+        tensors = inputs(shapes(SMALL), HALF, False)
+        exact = gradients(function, [t.float() for t in tensors])()
+        for ours, theirs in zip(gradients(fused(function), tensors)(), exact, strict=True):  # type: ignore[call-overload]
+            torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
+
+    moved = full * ELEMENTS * HALF.itemsize
+    peers = {} if QUICK or table == "FLAT" else {"compile": compiled}
+    label = f"{table} {function.__name__} backward bfloat16"
+    return Task(label, moved, candidates, call, check, peers, "compile")
+
+
 def flat(*found: tuple[int, int]) -> dict[str, Settings]:
     """By elements and warps."""
     return {f"{n} {w}w": {(elementwise_launches, "FLAT"): (FlatConfig(1 << 30, n, w),)} for n, w in found}
@@ -107,7 +151,30 @@ def tiles(table: str, *found: tuple[int, int, int]) -> dict[str, Settings]:
     return {f"{n} of {c} {w}w": {(elementwise_launches, table): TileConfig(n, c, w)} for n, c, w in found}
 
 
+def sums(*found: tuple[int, int, int, int]) -> dict[str, Settings]:
+    """By elements, columns, warps and programs an SM."""
+    return {
+        f"{n} of {c} {w}w {p}p": {
+            (elementwise_launches, "LONG_SUMS"): TileConfig(n, c, w),
+            (elementwise_launches, "PROGRAMS_PER_SM"): p,
+        }
+        for n, c, w, p in found
+    }
+
+
 TASKS = (
+    backward(
+        *("SUMS", scaled, with_column(WIDE), 3),
+        tiles("SUMS", (4096, 4096, 8), (4096, 4096, 4), (8192, 4096, 8), (4096, 256, 8), (2048, 256, 4)),
+    ),
+    backward(
+        *("LONG_SUMS", gated, lambda n: [(n // WIDE, WIDE), *with_row(WIDE)(n)], 5),
+        sums(
+            *((2048, 1024, 4, 14), (2048, 1024, 4, 7), (2048, 1024, 4, 28), (1024, 1024, 4, 10), (1024, 1024, 4, 20)),
+            *((4096, 1024, 8, 8), (2048, 256, 4, 14), (1024, 256, 4, 20)),
+        ),
+    ),
+    backward("FLAT", four, alike(4), 8, flat((1024, 4), (512, 2), (1024, 2), (2048, 8), (2048, 4))),
     task("TILES", "channels", add, HALF, with_channels, tiles("TILES", (4096, 1024, 8), (4096, 4096, 8))),
     task("TILES", "narrow", add, HALF, with_row(3), tiles("TILES", (4096, 1024, 8), (1024, 1024, 4))),
     task("FLAT", "gelu", gelu, HALF, alike(1), flat((2048, 4), (4096, 4), (8192, 8), (2048, 2), (4096, 8))),

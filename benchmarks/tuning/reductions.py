@@ -1,4 +1,4 @@
-"""Tables of reductions: ALL, ROWS, PLACES, COLUMNS, SPLIT and GRADIENT_* of `reduction_launches.py`.
+"""Tables of reductions: ALL, ROWS, FAR_ROWS, PLACES, COLUMNS, SPLIT and SHARE_* of `reduction_launches.py`.
 
     python benchmarks/tuning/reductions.py [--out reductions.json] [--seconds 40] [--quick]
 
@@ -20,6 +20,7 @@ from rooftop.kernels.reduction_launches import ANY_BYTES, AllConfig, ColumnConfi
 
 SINGLE, HALF = torch.float32, torch.bfloat16
 Shape = tuple[int, ...]
+Dims = int | tuple[int, ...] | None
 
 
 def everything(*found: tuple[int, int, int, bool, int]) -> dict[str, Settings]:
@@ -48,20 +49,33 @@ def columns(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
     }
 
 
-def gradients(*found: tuple[int, int]) -> dict[str, Settings]:
+def far_rows(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
+    """By rows, block bytes of each, warps, programs an SM and stages."""
     return {
-        f"{b}B {w}w": {(reduction_launches, "GRADIENT_BLOCK_BYTES"): b, (reduction_launches, "GRADIENT_WARPS"): w}
-        for b, w in found
+        f"{r}r {b}B {w}w {p}p {s}s": {
+            (reduction_launches, "FAR_ROWS"): (RowConfig(ANY_BYTES, r, b, w, s),),
+            (reduction_launches, "SPLIT"): SplitConfig(p, True),
+        }
+        for r, b, w, p, s in found
     }
 
 
-def reduced(kind: str, x: Tensor, dim: int | None) -> Tensor:
-    function: Callable[[Tensor, int | None], Tensor] = getattr(reductions, kind)
+def gradients(*found: tuple[int, int]) -> dict[str, Settings]:
+    """By bytes of the tile and warps; and counting ties in a kernel of its own."""
+    candidates: dict[str, Settings] = {
+        f"{b}B {w}w": {(reduction_launches, "SHARE_BLOCK_BYTES"): b, (reduction_launches, "SHARE_WARPS"): w}
+        for b, w in found
+    }
+    return candidates | {"two kernels": {(reduction_launches, "SHARE_ELEMENTS"): 0}}
+
+
+def reduced(kind: str, x: Tensor, dim: Dims) -> Tensor:
+    function: Callable[[Tensor, Dims], Tensor] = getattr(reductions, kind)
     return function(x, dim)
 
 
-def by_torch(kind: str, x: Tensor, dim: int | None) -> Tensor:
-    function: Callable[[Tensor, int | None], Tensor] = getattr(torch, kind)
+def by_torch(kind: str, x: Tensor, dim: Dims) -> Tensor:
+    function: Callable[[Tensor, Dims], Tensor] = getattr(torch, kind)
     return function(x, dim)
 
 
@@ -69,12 +83,12 @@ def copies(shape: Shape, dtype: torch.dtype) -> int:
     return copies_past_cache(math.prod(shape) * dtype.itemsize)
 
 
-def call(of: Callable[..., Tensor], kind: str, shape: Shape, dtype: torch.dtype, dim: int | None) -> Call:
+def call(of: Callable[..., Tensor], kind: str, shape: Shape, dtype: torch.dtype, dim: Dims) -> Call:
     tensors = [randn(*shape, dtype=dtype) for _ in range(copies(shape, dtype))]
     return lambda: [of(kind, x, dim) for x in tensors]
 
 
-def check(kind: str, shape: Shape, dtype: torch.dtype, dim: int | None) -> None:
+def check(kind: str, shape: Shape, dtype: torch.dtype, dim: Dims) -> None:
     x = randn(*shape, dtype=dtype)
     found = reduced(kind, x, dim)
     if kind == "argmax":
@@ -114,7 +128,7 @@ def small(shape: Shape) -> Shape:
 
 
 def task(
-    name: str, shape: Shape, dim: int | None, dtype: torch.dtype, candidates: dict[str, Settings], kind: str = "sum"
+    name: str, shape: Shape, dim: Dims, dtype: torch.dtype, candidates: dict[str, Settings], kind: str = "sum"
 ) -> Task:
     shape = small(shape) if QUICK else shape
     return Task(
@@ -122,7 +136,7 @@ def task(
         math.prod(shape) * dtype.itemsize,
         candidates,
         partial(call, reduced, kind, shape, dtype, dim),
-        partial(check, kind, shape if dim == 0 else small(shape), dtype, dim),
+        partial(check, kind, small(shape) if dim in (1, None) else shape, dtype, dim),
         {"torch": partial(call, by_torch, kind, shape, dtype, dim)},
         "torch",
         repeats=copies(shape, dtype),
@@ -133,28 +147,41 @@ def task(
 def backward_task(shape: Shape, candidates: dict[str, Settings]) -> Task:
     shape = small(shape) if QUICK else shape
     checked, peers = partial(check_backward, small(shape)), {"torch": partial(torch_backward, shape)}
-    moved, changed = 6 * math.prod(shape), reduction_launches._plan.cache_clear
+    moved, changed = 4 * math.prod(shape), reduction_launches._plan.cache_clear
     timed = partial(backward, shape)
     return Task(f"backward amax {shape}", moved, candidates, timed, checked, peers, "torch", changed=changed)
 
 
-FEW = everything((8192, 8, 4, True, 1), (16384, 16, 2, True, 1), (8192, 8, 8, True, 1), (4096, 4, 8, True, 1))
-MANY = everything(
-    *((16384, 8, 8, True, 1), (16384, 8, 4, True, 3), (8192, 8, 8, True, 1)),
-    *((32768, 16, 2, True, 3), (16384, 8, 4, True, 2), (8192, 4, 8, True, 3)),
+FEW = everything(
+    *((8192, 8, 4, True, 1), (16384, 16, 2, True, 1), (8192, 4, 4, True, 1)),
+    *((4096, 4, 8, True, 1), (32768, 32, 1, True, 1), (8192, 8, 4, False, 1)),
 )
+ODD = everything(
+    *((16384, 8, 4, True, 3), (16384, 8, 8, True, 1), (16384, 8, 5, True, 1), (16384, 8, 4, True, 1)),
+    *((8192, 8, 4, True, 3), (8192, 8, 8, True, 1), (16384, 16, 2, True, 3)),
+)
+MANY = everything(
+    *((16384, 8, 8, True, 1), (16384, 8, 4, True, 3), (8192, 8, 8, True, 1), (16384, 8, 8, True, 2)),
+    *((32768, 16, 2, True, 3), (16384, 16, 4, True, 1), (8192, 4, 8, True, 3)),
+)
+WIDE = columns(
+    *((256, 8192, 8, 4, 4), (256, 8192, 8, 4, 3), (256, 8192, 8, 5, 5), (256, 16384, 8, 2, 3)),
+    *((512, 8192, 8, 4, 4), (256, 8192, 8, 2, 5), (128, 8192, 8, 4, 4), (256, 16384, 8, 4, 1)),
+)
+FAR = far_rows(
+    *((1, 16384, 8, 4, 4), (1, 16384, 8, 4, 3), (1, 16384, 8, 4, 5), (1, 16384, 4, 8, 1)),
+    *((1, 4096, 8, 4, 4), (2, 8192, 8, 2, 3), (1, 16384, 8, 4, 1)),
+)
+GRADIENTS = gradients((8192, 4), (4096, 2), (4096, 4), (16384, 8), (2048, 1), (8192, 8))
 TASKS = (
-    task(
-        *("middle", (64, 2048, 1024), 1, HALF),
-        columns((256, 16384, 8, 4, 1), (256, 16384, 8, 4, 3), (512, 16384, 8, 4, 3), (128, 16384, 8, 4, 1)),
-    ),
-    task(
-        *("columns", (1 << 17, 1024), 0, HALF),
-        columns((256, 16384, 8, 4, 1), (256, 16384, 8, 4, 3), (512, 16384, 8, 4, 3), (128, 16384, 8, 4, 3)),
-    ),
+    backward_task((1 << 17, 1024), GRADIENTS),
+    task("columns", (1 << 17, 1024), 0, HALF, WIDE),
+    task("middle", (64, 2048, 1024), 1, HALF, WIDE),
+    task("channels", (64, 256, 56, 56), (0, 2, 3), HALF, FAR),
+    task("all", (2750949,), None, SINGLE, ODD),
+    task("all", (1 << 20,), None, SINGLE, FEW),
     task("all", (1 << 24,), None, SINGLE, MANY),
     task("all", (1 << 28,), None, SINGLE, MANY),
-    task("all", (1 << 20,), None, SINGLE, FEW),
     task("all", (1 << 16,), None, SINGLE, FEW),
     task("rows", (1 << 17, 1024), 1, HALF, rows("ROWS", (2, 2048, 4), (2, 2048, 2), (1, 2048, 2), (1, 2048, 1))),
     task("rows", (1 << 21, 64), 1, HALF, rows("ROWS", (32, 128, 2), (16, 128, 1), (32, 128, 4), (64, 128, 4))),
@@ -164,7 +191,8 @@ TASKS = (
     task("rows", (1024, 128256), 1, HALF, rows("ROWS", (1, 16384, 8), (1, 8192, 8), (1, 8192, 4))),
     task("places", (1024, 128256), 1, HALF, rows("PLACES", (1, 8192, 8), (1, 4096, 8), (1, 8192, 4)), "argmax"),
     task("places", (1 << 14, 8192), 1, HALF, rows("PLACES", (1, 8192, 8), (1, 16384, 8), (1, 4096, 4)), "argmax"),
-    backward_task((1 << 16, 1024), gradients((8192, 4), (4096, 4), (4096, 2))),
+    backward_task((1 << 14, 8192), gradients((8192, 8), (8192, 16))),
+    backward_task((1 << 12, 32768), gradients((8192, 4))),
 )
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rooftop.cost import CountingMode
-from rooftop.kernels import add, axpy, expressions, fused, gelu, mul, relu, sigmoid, silu, tanh
+from rooftop.kernels import add, axpy, elementwise_launches, expressions, fused, gelu, mul, relu, sigmoid, silu, tanh
 from rooftop.kernels.expression_texts import parse, text_of
 from rooftop.kernels.expression_types import NUMBER, SINGLE, TENSOR, Kind, promoted, types_of
 from rooftop.kernels.expressions import DTYPES, argument
@@ -165,6 +165,74 @@ def test_broadcast_tensors_and_their_gradients(case: str) -> None:
     )
     for mine, plain in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
+
+
+SUMMED = {
+    **SHAPES,
+    "sum of all": [(7, 90), (1, 1)],
+    "last of three": [(3, 4, 50), (3, 1, 50), (3, 4, 1)],
+    "middle kept": [(3, 5, 90), (5, 1)],
+    "first and last kept": [(3, 5, 90), (3, 1, 90)],
+    "matrix": [(3, 5, 90), (5, 90)],
+    "matrix of rows": [(3, 5, 90), (3, 5, 1)],
+    "two rows": [(3, 5, 90), (5, 90), (90,)],
+    "many rows": [(150, 9), (9,), (150, 1)],
+    "many columns": [(3, 300), (300,), (3, 1)],
+}
+
+
+@pytest.mark.parametrize("wanted", ["all", "broadcast"])
+@pytest.mark.parametrize("case", SUMMED)
+def test_sums_of_gradients_in_tiles_of_any_size(case: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops over tiles, and partial sums, in small."""
+    for table in ("SUMS", "LONG_SUMS"):
+        monkeypatch.setattr(elementwise_launches, table, elementwise_launches.TileConfig(128, 32, 1))
+    monkeypatch.setattr(elementwise_launches, "PROGRAMS_PER_SM", 2)
+    function = expression_of(len(SUMMED[case]))
+    orders: list[Function] = [
+        lambda t: t,
+        lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
+        lambda t: t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 1 else t,
+    ]
+    for order in orders:
+        tensors = [order(values(*shape, seed=i)) for i, shape in enumerate(SUMMED[case])]
+        dy = values(*torch.broadcast_shapes(*(t.shape for t in tensors)), seed=9)
+        found = []
+        for f in (fused(function), function):
+            inputs = [t.clone().requires_grad_(wanted == "all" or t.shape != dy.shape) for t in tensors]
+            given = [t for t in inputs if t.requires_grad]
+            found.append(torch.autograd.grad(f(*inputs, 0.5), given, dy) if given else ())
+        for mine, plain in zip(*found, strict=True):
+            assert mine.shape == plain.shape
+            torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_sums_of_half_precision_are_rounded_once() -> None:
+    x = values(300, 40, dtype=torch.bfloat16)
+    row, column = (torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((40,), (300, 1)))
+    dy = values(300, 40, dtype=torch.bfloat16, seed=1)
+    found = torch.autograd.grad(fused(lambda x, r, c: x * r * c)(x, row, column), [row, column], dy)
+    exact = x.double() * dy.double()
+    for mine, total in zip(found, (exact.sum(0), exact.sum(1, keepdim=True)), strict=True):
+        torch.testing.assert_close(mine.double(), total, rtol=2**-7, atol=1e-4)  # the interpreter truncates
+
+
+def test_sums_are_made_by_the_kernel_of_the_gradient() -> None:
+    x, row, column = (values(*shape).requires_grad_() for shape in ((6, 40), (40,), (6, 1)))
+    with count_launches() as launches:
+        (x * 2).sum()
+        y = fused(lambda x, c: x * c)(x, column)
+        y.backward(torch.ones_like(y))
+    assert launches.total() == 2 * int(INTERPRETED)
+    with pytest.raises(ValueError, match="marks 1 dimensions of the 2"):
+        torch.ops.rooftop.fused([x, row], [], "tt 0=1: a0 * a1")
+    for head in ("tt 1=01", "tt 0=2", "tt 0=", "tt x", "tt 0=01 autocast"):
+        with pytest.raises(ValueError, match="which dimensions of which result are kept"):
+            torch.ops.rooftop.fused([x, row], [], f"{head}: a0 * a1")
+    with pytest.raises(TypeError, match="only floating point results are summed"):
+        torch.ops.rooftop.fused([x, row], [], "tt 0=01: a0 > a1")
+    (nothing,) = torch.ops.rooftop.fused([values(0, 4), row[:4]], [], "tt 0=01: a0 * a1")
+    torch.testing.assert_close(nothing, torch.zeros(1, 4))
 
 
 def expression_of(count: int) -> Function:
@@ -417,7 +485,7 @@ def test_gradients_against_finite_differences_twice() -> None:
     shapes = ((3, 4), (3, 1), (4,))
     tensors = [values(*shape, seed=i).double().requires_grad_() for i, shape in enumerate(shapes)]
     assert torch.autograd.gradcheck(fused(function), tensors)
-    assert torch.autograd.gradgradcheck(fused(function), tensors)
+    assert torch.autograd.gradgradcheck(fused(function), tensors)  # of sums, too
 
 
 def test_gradients_where_functions_have_corners() -> None:
@@ -596,19 +664,22 @@ def test_operator_checks_of_torch_library() -> None:
     checked = torch.ops.rooftop.fused.default
     x, y = values(4, 6).requires_grad_(), values(6).requires_grad_()
     torch.library.opcheck(checked, ([x, y], [0.5], "tnt: a0 * sigmoid(a2) + a1"))
+    torch.library.opcheck(checked, ([x, y], [0.5], "tnt 0=01 1=10: a0 * sigmoid(a2) + a1, a0 * a2"))
     torch.library.opcheck(checked, ([x.detach().bfloat16(), y], [], "tt: t0 = a0 * a1; t0 * t0, t0 > 0, exp(a1)"))
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_whole(dynamic: bool | None) -> None:
-    scaled = fused(lambda x, y, a: torch.tanh(x) * a + y)
-    x, y = values(6, 32).requires_grad_(), values(32)
+    scaled = fused(lambda x, y, a: torch.tanh(x) * a * y)
+    x, y = values(6, 32).requires_grad_(), values(32).requires_grad_()
     compiled = torch.compile(lambda x, y, a: scaled(x, y, a) * 2, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for a in (0.5, 0.75, 0.875):
         found = compiled(x, y, a)
-        torch.testing.assert_close(found, 2 * (torch.tanh(x) * a + y))
+        torch.testing.assert_close(found, 2 * (torch.tanh(x) * a * y))
     found[:, 0].sum().backward()
     assert x.grad is not None
+    assert y.grad is not None
+    torch.testing.assert_close(y.grad[0], 2 * 0.875 * torch.tanh(x[:, 0]).sum())
 
 
 def test_on_meta_tensors_only_shapes_are_made() -> None:
@@ -641,6 +712,11 @@ def test_cost_is_what_a_person_counts() -> None:
     assert backward is not None
     assert (forward.total_flops, forward.read_bytes, forward.write_bytes) == (40 + 2 * 400, 4 * 440, 4 * 400)
     assert (backward.total_flops, backward.read_bytes, backward.write_bytes) == (40 + 400, 4 * 440, 4 * 400)
+    with CountingMode() as counted:
+        torch.ops.rooftop.fused([x.detach(), row], [], "tt 0=01: a0 * a1")
+    (summed,) = (r.cost for r in counted.records if r.name == "rooftop::fused")
+    assert summed is not None
+    assert (summed.total_flops, summed.read_bytes, summed.write_bytes) == (2 * 400, 4 * 440, 4 * 40)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
@@ -667,6 +743,19 @@ def test_gate_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 def test_broadcast_tensors_on_a_gpu(case: str) -> None:
     tensors = [values(*shape, seed=i) for i, shape in enumerate(SHAPES[case])]
     assert_gate(expression_of(len(tensors)), *tensors, numbers=(0.5,), device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float16])
+def test_long_sums_of_gradients_on_a_gpu(dtype: torch.dtype) -> None:
+    """The same bits each time."""
+    shapes = [(3001, 4100), (4100,), (3001, 1), (3001, 4100)]
+    x, row, column, dy = (values(*shape, seed=i).to("cuda", dtype) for i, shape in enumerate(shapes))
+    assert_gate(lambda x, r, c: x * torch.sigmoid(r) * c, x, row, column, device="cuda")
+    inputs = [t.requires_grad_() for t in (x, row, column)]
+    y = fused(lambda x, r, c: x * torch.sigmoid(r) * c)(*inputs)
+    first, again = (torch.autograd.grad(y, inputs, dy, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, again))
 
 
 @pytest.mark.gpu

@@ -119,6 +119,19 @@ def test_the_gradient_of_long_rows_takes_the_place_of_the_logits_and_of_nothing_
         assert (memory[-8:] == 5).all()
 
 
+@pytest.mark.parametrize("columns", [129, 8_201])
+def test_rows_that_are_apart_are_written_in_place(columns: int) -> None:
+    x, target = logits(9, columns)
+    terms = losses.Terms(None, IGNORED, 0.1, 0.0)
+    dx = torch.empty_like(x)
+    expected = losses.losses_of_rows(x, target, terms, None, dx)[0]
+    around = torch.full((9, columns + 7), 5.0)
+    place = around[:, :columns]
+    found = losses.losses_of_rows(place.copy_(x), target, terms, None, place)[0]
+    torch.testing.assert_close((found, place), (expected, dx))
+    assert (around[:, columns:] == 5).all()
+
+
 CASES = itertools.product((False, True), (0.0, 0.1), (0.0, 1e-2), ("mean", "sum", "none"), (True, False))
 
 

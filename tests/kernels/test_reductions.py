@@ -58,7 +58,8 @@ def assert_gate(kind: str, x: Tensor, dim: Any, device: str = "cpu") -> None:
         mine = output_and_gradient(ours(kind), x, dim)
     if (INTERPRETED or device == "cuda") and x.numel():
         assert launches["reduce_tiles"] >= 1
-        assert (launches["spread_gradient"] == 1) == (kind not in ("sum", "mean"))
+        gradients = launches["spread_gradient"] + launches["share_gradient"]
+        assert gradients == (kind not in ("sum", "mean"))
     eager, exact = (output_and_gradient(by_torch(kind), t, dim) for t in (x, x.double()))
     few = 32 * torch.finfo(x.dtype).eps
     for what, got, plain, truth in zip(("y", "dx"), mine, eager, exact, strict=True):
@@ -128,7 +129,7 @@ def last_combines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("kind", ["mean", "norm2", "norm_inf", "amin", "argmax"])
-@pytest.mark.parametrize(("shape", "dim"), [((502,), None), ((3, 300), 1), ((101, 24), 0)])
+@pytest.mark.parametrize(("shape", "dim"), [((502,), None), ((2003,), None), ((3, 300), 1), ((101, 24), 0)])
 def test_what_several_programs_split(last_combines: bool, shape: tuple[int, ...], dim: Any, kind: str) -> None:
     x = values(*shape)
     for _ in range(2 if kind == "mean" else 1):  # the second time with the counters that the first left
@@ -289,6 +290,43 @@ def test_ties_and_zeros_share_the_gradient_as_in_pytorch(dim: int | None, kind: 
     torch.testing.assert_close(mine, truth)
 
 
+@pytest.mark.parametrize("kernels", [["share_gradient"], ["reduce_tiles", "spread_gradient"]])
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_ties_are_counted_by_either_kernel(
+    dim: int | None, kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reduction_launches, "SHARE_ELEMENTS", 4096 if len(kernels) == 1 else 0)
+    x = torch.randint(-3, 4, (37, 100)).float().requires_grad_()
+    for kind in ("amax", "norm_inf"):
+        mine, truth = (f(kind)(x, dim) for f in (ours, by_torch))
+        with count_launches() as launches:
+            (dx,) = torch.autograd.grad(mine, x, mine)
+        torch.testing.assert_close(dx, *torch.autograd.grad(truth, x, truth))
+        assert list(launches) == (kernels if INTERPRETED else [])
+
+
+def test_a_tile_that_counts_ties_is_wide_where_columns_are() -> None:
+    def tile(*shape: int, dim: int) -> tuple[int, int] | None:
+        view = reduction_launches.view_of(shape, tuple(torch.empty(shape, device="meta").stride()), (dim,), False)
+        assert view is not None
+        return reduction_launches._shared_tile(view, 2)
+
+    assert tile(1 << 17, 1024, dim=1) == (2, 1024)
+    assert tile(8, 20_000, dim=1) == (1, 32768)
+    assert tile(64, 300, 1024, dim=1) == (64, 512)
+    assert tile(64, 2048, 1024, dim=1) is None
+    assert tile(8, 50_000, dim=1) is None
+
+
+def test_partial_results_fill_the_steps_of_who_combines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduction_launches, "COLUMNS", reduction_launches.ColumnConfig(256, 8192, 8))
+    view = reduction_launches.view_of((1 << 17, 1024), (1024, 1), (0,), False)
+    assert view is not None
+    plan = reduction_launches._plan(view, "sum", torch.bfloat16, torch.bfloat16, 132)
+    assert plan.splits > plan.constants["SPLITS"]
+    assert plan.splits % plan.constants["SPLITS"] == 0
+
+
 def test_the_gradient_of_a_maximum_that_is_nan_is_nan() -> None:
     x = values(3, 20)
     x[1, 5] = math.nan
@@ -400,7 +438,7 @@ def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], i
 
 GPU_CASES = [
     *(((n,), None) for n in (1, 1000, 4096, (1 << 20) + 3, 1 << 22)),
-    *(((50, n), 1) for n in (1, 15, 64, 1000, 4096, 50257)),
+    *(((50, n), 1) for n in (1, 15, 64, 1000, 4096, 20_000, 50257)),
     *(((n, 48), 0) for n in (1, 33, 5000)),
     *(((2, 100_000), 1), ((100_000, 3), 0), ((30, 77, 129), 1), ((16, 24, 7, 9), (0, 2, 3))),
 ]

@@ -4,18 +4,22 @@
 - On a GPU measure between device events, on a CPU with the host's clock; short calls are timed many at a time, so that
   the resolution of the events does not matter.
 - Report the median and the spread (interquartile range over median): a disturbed sample moves neither much.
-- Compare variants interleaved in one process (A B A B ...), so that drift hits all alike.
+- Compare variants interleaved in one process, in another order each time, so that drift hits all alike, and so does
+  what the one before has left (clocks, caches).
 - Rotate the inputs where a repeated call would find them in L2 and a real program would not.
 - Replay small GPU work from a CUDA graph to see the device's time without the host's.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +79,10 @@ def compare(
     warm_up_seconds: float = WARM_UP_S,
     graph: bool = False,
 ) -> dict[str, Timing]:
-    """Time several callables, interleaved; `seconds` and the rest are for each of them (see `measure`)."""
+    """Time several callables, interleaved; `seconds` and the rest are for each of them (see `measure`).
+
+    Each round takes them in another order: what ran before decides the clocks that a GPU begins with.
+    """
     device = torch.device(device)
     if graph and device.type != "cuda":
         raise ValueError(f"graph=True needs a CUDA device, got {device}")
@@ -86,8 +93,10 @@ def compare(
         timed[name] = _sampler(fn, device, warm_up_seconds)
     samples: dict[str, list[float]] = {name: [] for name in timed}
     spent = dict.fromkeys(timed, 0.0)
+    order, shuffled = list(timed.items()), random.Random(0)
     for round_ in range(MOST_SAMPLES):
-        for name, sample in timed.items():
+        shuffled.shuffle(order)
+        for name, sample in order:
             if round_ < LEAST_SAMPLES or spent[name] < seconds:
                 began = time.perf_counter()
                 samples[name].append(sample())
@@ -110,9 +119,34 @@ def captured(fn: Callable[[], object], stream: torch.cuda.Stream | None = None) 
         fn()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with collection_paused(), torch.cuda.graph(graph, stream=stream):
         fn()
     return graph.replay
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """No garbage collection in the `with` block: to free the memory of another graph would end a capture."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def waits_for_gpu(fn: Callable[[], object]) -> bool:
+    """Whether the host waits for the GPU in the call, so that no graph can capture it. Calls it."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fn()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
 
 
 def rotated(fn: Callable[..., object], argument_sets: Sequence[Sequence[Tensor]]) -> Callable[[], object]:

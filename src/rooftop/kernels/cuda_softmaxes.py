@@ -55,6 +55,8 @@ CLUSTER_FORWARD = (
     ClusterConfig(20_400, 49_000, 2, 256, 6, odd=True),
     ClusterConfig(49_000, 114_000, 8, 128, 7, odd=True),
     ClusterConfig(114_000, 262_000, 8, 256, 8, odd=True),
+    ClusterConfig(262_000, 393_000, 16, 256, 6, odd=True),
+    ClusterConfig(393_000, 524_000, 16, 256, 8, odd=True),
     ClusterConfig(32_768, 65_536, 4, 128, 8),
     ClusterConfig(65_536, 131_072, 8, 128, 8),
     ClusterConfig(131_072, 262_144, 8, 256, 8),
@@ -68,6 +70,10 @@ CLUSTER_BACKWARD = (
     ClusterConfig(49_000, 114_000, 4, 256, 7, odd=True),
     ClusterConfig(114_000, 229_000, 8, 256, 7, odd=True),
     ClusterConfig(229_000, 262_000, 8, 256, 8, odd=True),
+    ClusterConfig(262_000, 393_000, 16, 256, 6, 1, odd=True),
+    ClusterConfig(393_000, 524_000, 16, 256, 8, 1, odd=True),
+    ClusterConfig(24_576, 32_768, 1, 256, 8),
+    ClusterConfig(32_768, 65_536, 4, 256, 4),
     ClusterConfig(65_536, 131_072, 4, 256, 8),
     ClusterConfig(131_072, 262_144, 8, 512, 4),
     ClusterConfig(262_144, 524_288, 16, 256, 8, 1),
@@ -77,7 +83,10 @@ CLUSTER_FUSED = (  # cross entropy and its gradient
     ClusterConfig(10_200, 20_400, 1, 256, 5, odd=True),
     ClusterConfig(20_400, 49_000, 2, 256, 6, odd=True),
     ClusterConfig(49_000, 114_000, 8, 128, 7, odd=True),
-    ClusterConfig(114_000, 229_000, 8, 256, 7, odd=True),
+    ClusterConfig(114_000, 163_000, 8, 256, 5, odd=True),
+    ClusterConfig(163_000, 229_000, 8, 256, 7, odd=True),
+    ClusterConfig(229_000, 393_000, 16, 256, 6, odd=True),
+    ClusterConfig(393_000, 524_000, 16, 256, 8, odd=True),
     ClusterConfig(16_384, 32_768, 2, 128, 8),
     ClusterConfig(32_768, 65_536, 2, 256, 8),
     ClusterConfig(65_536, 131_072, 4, 256, 8),
@@ -100,7 +109,7 @@ class Plan:
 
 
 def plan(table: Sequence[ClusterConfig], sources: Sequence[Tensor], result: Tensor) -> Plan | None:
-    """How to work on rows `sources`, (M, N) with unit column stride, that give `result`, contiguous; None: elsewhere.
+    """How to work on rows `sources` and `result`, (M, N) with unit column stride; None: elsewhere.
 
     All are of one dtype, and their rows begin at the same distance from a multiple of 16 bytes.
     """
@@ -109,7 +118,7 @@ def plan(table: Sequence[ClusterConfig], sources: Sequence[Tensor], result: Tens
         return None
     size = first.element_size()
     starts = {(t.data_ptr() % GROUP_BYTES, t.stride(0) * size % GROUP_BYTES) for t in sources}
-    if starts != {(result.data_ptr() % GROUP_BYTES, columns * size % GROUP_BYTES)}:
+    if starts != {(result.data_ptr() % GROUP_BYTES, result.stride(0) * size % GROUP_BYTES)}:
         return None
     odd = starts != {(0, 0)}
     for config in table:
@@ -172,7 +181,7 @@ def cross_entropy(
     plan: Plan, x: Tensor, target: Tensor, inverse: Tensor | None, losses: Tensor, dx: Tensor,
     numbers: Sequence[int | float],
 ) -> None:  # fmt: skip
-    """Losses (M,) of logits x (M, V), and dx, which may be x.
+    """Losses (M,) of logits x (M, V), and dx, which may be x; the rows of either may be apart.
 
     Args:
         target: (M,), int64.
@@ -181,7 +190,7 @@ def cross_entropy(
         numbers: ignore_index, 1 - label smoothing, label smoothing / V, z-loss.
     """
     tensors = (x, target, inverse, losses, dx)
-    _launch(plan, "cross_entropy", numbers[2] > 0, x, tensors, (x.stride(0),), numbers)
+    _launch(plan, "cross_entropy", numbers[2] > 0, x, tensors, (x.stride(0), dx.stride(0)), numbers)
 
 
 def _launch(

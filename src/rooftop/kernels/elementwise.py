@@ -3,7 +3,9 @@
 A Python function is traced once into a tree (`expressions.py`), from which a Triton kernel is written
 (`expression_sources.py`). Bound by memory: every input is read once and every result written once, whatever is computed
 between; intermediate values stay in float32 registers. The gradient is the tree's symbolic derivative, again an
-expression and again one kernel, so it has derivatives of its own. Deterministic: no atomics.
+expression and again one kernel, so it has derivatives of its own. The gradient of a broadcast input is summed in that
+kernel, so that it is not stored at full size; of much it makes partial sums, which a second kernel adds. Deterministic:
+no atomics.
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ from rooftop.kernels.elementwise_launches import launch_program, layout_of, merg
 from rooftop.kernels.elementwise_programs import (
     Argument,
     Number,
+    Plan,
     Program,
     empty,
     planned,
     program_of,
     shape_of,
     strides_of,
+    summed_shape,
 )
 from rooftop.kernels.expression_texts import text_of
-from rooftop.kernels.expression_types import Types, computed_in, wrapped
+from rooftop.kernels.expression_types import Types, computed_in, summand, wrapped
 from rooftop.kernels.expressions import (
     DTYPES,
     NAMES,
@@ -104,21 +108,51 @@ def _run(tensors: Sequence[Tensor], numbers: Sequence[Number], text: str) -> lis
     shapes = [shape_of(arguments, used) for used in plan.used]
     like = next(each for each in arguments if isinstance(each, Tensor))
     found = [
-        empty(shape, strides_of(shape, arguments, used), dtype, like)
-        for shape, used, dtype in zip(shapes, plan.used, plan.results, strict=True)
+        _result(shape, kept, arguments, used, dtype, like)
+        for shape, kept, used, dtype in zip(shapes, plan.kept, plan.used, plan.results, strict=True)
     ]
     if plan.double or (like.device.type == "cpu" and not INTERPRETED):
-        values = fused_reference(plan.outputs, plan.results, plan.types, arguments)
-        for result, value in zip(found, values, strict=True):
-            result.copy_(value)
+        _run_reference(plan, arguments, shapes, found)
         return found
     require_triton()
-    for shape in dict.fromkeys(shapes):
-        for strides in dict.fromkeys(y.stride() for y, of in zip(found, shapes, strict=True) if of == shape):
-            chosen = [i for i, of in enumerate(shapes) if of == shape and found[i].stride() == strides]
-            if math.prod(shape):
-                launch_program(text, plan, tuple(chosen), arguments, [found[i] for i in chosen])
+    stored = {shape: y for y, shape, kept in zip(found, shapes, plan.kept, strict=True) if not kept}
+    full: list[Tensor] = []  # the results; for those that are summed, something of the shape and strides of before
+    for y, shape, kept, used in zip(found, shapes, plan.kept, plan.used, strict=True):
+        if kept and shape not in stored:
+            stored[shape] = empty(shape, strides_of(shape, arguments, used), y.dtype, like.to("meta"))
+        full.append(stored[shape] if kept else y)
+    for shape, strides in dict.fromkeys((y.shape, y.stride()) for y in full):
+        chosen = [i for i, y in enumerate(full) if y.shape == shape and y.stride() == strides]
+        if math.prod(shape):
+            y = full[chosen[0]]
+            launch_program(text, plan, tuple(chosen), arguments, y, [found[i] for i in chosen])
+        else:
+            for i in chosen:
+                found[i].zero_()
     return found
+
+
+def _result(
+    shape: torch.Size,
+    kept: str,
+    arguments: Sequence[Argument | None],
+    used: Sequence[int],
+    dtype: torch.dtype,
+    like: Tensor,
+) -> Tensor:
+    """Memory for a result whose elements have this shape before they are summed to the dimensions `kept`."""
+    return empty(summed_shape(shape, kept), None if kept else strides_of(shape, arguments, used), dtype, like)
+
+
+def _run_reference(
+    plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size], results: Sequence[Tensor]
+) -> None:
+    nodes = [summand(y, plan.types) if kept else y for y, kept in zip(plan.outputs, plan.kept, strict=True)]
+    dtypes = [computed_in(dtype) if kept else dtype for dtype, kept in zip(plan.results, plan.kept, strict=True)]
+    values = fused_reference(nodes, dtypes, plan.types, arguments)
+    for result, value, shape, kept in zip(results, values, shapes, plan.kept, strict=True):
+        dims = [d for d, keep in enumerate(kept) if keep == "0"]
+        result.copy_(value.expand(shape).sum(dims, keepdim=True) if dims else value)
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
@@ -133,10 +167,9 @@ def _fused(tensors: list[Tensor], numbers: list[bool | int | float], program: st
 def _(tensors: list[Tensor], numbers: list[bool | int | float], program: str) -> list[Tensor]:
     plan, arguments = planned(tensors, numbers, program)
     like = next(each for each in arguments if isinstance(each, Tensor))
-    shapes = [shape_of(arguments, used) for used in plan.used]
     return [
-        empty(shape, strides_of(shape, arguments, used), dtype, like)
-        for shape, used, dtype in zip(shapes, plan.used, plan.results, strict=True)
+        _result(shape_of(arguments, used), kept, arguments, used, dtype, like)
+        for kept, used, dtype in zip(plan.kept, plan.used, plan.results, strict=True)
     ]
 
 
@@ -191,6 +224,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*(t if i in used else None for i, t in tensor_of.items()))
     ctx.numbers, ctx.text, ctx.count = numbers, text, len(tensors)
     ctx.likes = {i: (t.shape, t.device) for i, t in tensor_of.items() if t.requires_grad}
+    arguments = program.arguments(tensors, numbers)
+    ctx.summed = {  # shapes before
+        i: shape_of(arguments, arguments_of([y]))
+        for i, (y, kept) in enumerate(zip(program.outputs, program.kept, strict=True))
+        if kept
+    }
 
 
 def _differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
@@ -200,6 +239,7 @@ def _differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     groups: list[dict[int, Tensor]] = []  # of one shape each: sums must not repeat smaller outputs
     for i, gradient in enumerate(gradients):
         if gradient is not None:
+            gradient = gradient.expand(ctx.summed[i]) if i in ctx.summed else gradient
             group = next((each for each in groups if next(iter(each.values())).shape == gradient.shape), None)
             if group is None:
                 groups.append(group := {})
@@ -218,13 +258,27 @@ def _gradients(ctx: Any, program: Program, tensors: dict[int, Tensor], given: di
     if plan.program:
         all_tensors = tensors | {len(program.kinds) + i: g for i, g in given.items()}
         numbers = [n for i, n in zip(_places(program, "n"), ctx.numbers, strict=True) if i in plan.used]
-        computed = iter(_fused([all_tensors[i] for i in plan.used if i in all_tensors], numbers, plan.program))
+        full = next(iter(given.values())).shape
+        fresh = [i for (i, _), p, there in zip(ctx.wanted, plan.passed, plan.there, strict=True) if there and p is None]
+        kinds, _, trees = plan.program.partition(":")
+        sums = "".join(f" {n}={kept}" for n, i in enumerate(fresh) if (kept := _kept(ctx.likes[i][0], full)))
+        text = f"{kinds}{sums}:{trees}"
+        computed = iter(_fused([all_tensors[i] for i in plan.used if i in all_tensors], numbers, text))
     found = {}
     for (i, _), passed, there in zip(ctx.wanted, plan.passed, plan.there, strict=True):
         if there:
             shape, device = ctx.likes[i]
-            found[i] = (next(computed) if passed is None else given[passed]).sum_to_size(shape).to(device)
+            gradient = next(computed).reshape(shape) if passed is None else given[passed].sum_to_size(shape)
+            found[i] = gradient.to(device)
     return found
+
+
+def _kept(shape: torch.Size, full: torch.Size) -> str:
+    """The dimensions of `full` that a tensor broadcast to it has (1) and that its gradient is summed over (0); "" if
+    none is."""
+    missing = len(full) - len(shape)
+    kept = [size == 1 for size in full[:missing]] + [a == b for a, b in zip(shape, full[missing:], strict=True)]
+    return "" if all(kept) else "".join("1" if keep else "0" for keep in kept)
 
 
 def _places(program: Program, kind: str) -> list[int]:
@@ -237,7 +291,8 @@ differentiable("fused", _differentiate, _save)
 
 @cost_of("rooftop::fused")
 def _cost(call: Call) -> Cost:
-    """Each operation once for each element of its operands' common shape: what is broadcast later is computed once."""
+    """Each operation once for each element of its operands' common shape: what is broadcast later is computed once.
+    Of sums an addition of each element."""
     plan, arguments = planned(call["tensors"], call["numbers"], call["program"])
     flops: dict[str, int] = {}
     for node in topological(plan.outputs):
@@ -246,6 +301,10 @@ def _cost(call: Call) -> Cost:
             elements = math.prod(shape_of(arguments, used)) if used else 1
             precision = precision_of(plan.types[id(node)].common)
             flops[precision] = flops.get(precision, 0) + OPERATIONS[node.operation].flops * elements
+    for node, kept, needed in zip(plan.outputs, plan.kept, plan.used, strict=True):
+        if kept:
+            precision = precision_of(plan.types[id(node)].common)
+            flops[precision] = flops.get(precision, 0) + math.prod(shape_of(arguments, needed))
     read_of = {i for each in plan.used for i in each}
     read = [each for i, each in enumerate(arguments) if i in read_of and isinstance(each, Tensor)]
     return Cost(distinct_bytes(read), distinct_bytes(call.out), flops)
@@ -341,7 +400,7 @@ class Fused:
         shape = shape_of(bound, plan.used[0])
         y = empty(shape, strides_of(shape, bound, plan.used[0]), plan.results[0], tensors[0].to("meta"))
         of = {i: bound[i] for i in sorted(plan.used[0]) if isinstance(bound[i], Tensor)}
-        layout = layout_of(merged_dims(y, list(of.values())), of, len(bound), [y])
+        layout = layout_of(merged_dims(y, list(of.values())), of, len(bound), y)
         same = tuple(i for i, used in enumerate(plan.used) if shape_of(bound, used) == shape)
         return source_for(text, plan.kinds, torch.get_default_dtype(), same, layout)[0]
 

@@ -62,6 +62,32 @@ def hyperbolic_tangent(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def normal_distribution(x, PRECISE: tl.constexpr):
+    """Phi(x); of NaN it may be 1."""
+    if PRECISE:
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        below = normal_below(tl.minimum(tl.abs(x), 14.0))
+        return tl.where(x < 0.0, below, 1.0 - below)
+
+
+@triton.jit
+def normal_below(size):
+    """Phi(-size), the normal distribution, for size in [0, 14]: 2 to a polynomial of degree 8, the best for log2 Phi.
+
+    The error is 4e-5 of the value up to 5.8 (where float16 ends), 7e-4 up to 13.2, and absolute 1e-38 beyond.
+    """
+    power = size * 3.958181338248323e-08 - 2.3413381313730497e-06
+    power = power * size + 5.956412132945843e-05
+    power = power * size - 0.000864746340084821
+    power = power * size + 0.008082262240350246
+    power = power * size - 0.052745018154382706
+    power = power * size - 0.46003416180610657
+    power = power * size - 1.150498628616333
+    return tl.exp2(power * size - 1.0000571012496948)
+
+
+@triton.jit
 def _tanh_near_0(x):
     """For |x| < 0.6: x + x^3 P(x^2)."""
     s = x * x

@@ -1,8 +1,8 @@
 """Programs of fused elementwise expressions: trees with what their arguments are, and what follows from these.
 
 The operator takes a program as text, "tnt: a0 * a1 + a2": which arguments are tensors and which are numbers, and the
-trees (`expression_texts.py`). A plan adds dtypes. Both are kept, by text and dtypes; shapes and the results' layouts
-are found at each call.
+trees (`expression_texts.py`). "tt 1=01: a0, a0 * a1" sums result 1 over the first of two dimensions, which becomes 1.
+A plan adds dtypes. Both are kept, by text and dtypes; shapes and the results' layouts are found at each call.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ Argument = Tensor | Number
 class Program:
     """A parsed operator argument: which arguments there are, and the trees.
 
-    `kinds` has a letter for each argument: t a tensor, n a number, - none (not used).
+    `kinds` has a letter for each argument: t a tensor, n a number, - none (not used). `kept` has a digit for each
+    dimension of an output that is summed: 1 if it stays, 0 if it becomes 1; nothing for other outputs.
     """
 
     kinds: str
     autocast: bool
+    kept: tuple[str, ...]
     outputs: tuple[Expression, ...]
 
     def arguments(self, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> tuple[Argument | None, ...]:
@@ -52,26 +54,34 @@ class Program:
 
 @functools.lru_cache(maxsize=1024)
 def program_of(text: str) -> Program:
-    """From "tnt: a0 * a1 + a2", or "tnt autocast: ..."."""
+    """From "tnt: a0 * a1 + a2", "tnt autocast: ...", or "tnt 0=10: ..."."""
     head, _, trees = text.partition(":")
-    kinds, _, autocast = head.partition(" ")
+    kinds, *options = head.split(" ")
+    autocast = options[:1] == ["autocast"]
     outputs = parse(trees)
+    kept = [""] * len(outputs)
+    for option in options[autocast:]:
+        number, _, marks = option.partition("=")
+        if not number.isdecimal() or int(number) >= len(kept) or not marks or set(marks) - set("01"):
+            raise ValueError(f"fused: {option!r} is not which dimensions of which result are kept, as in '0=01'")
+        kept[int(number)] = marks
     used = arguments_of(outputs)
-    if set(kinds) - set("tn-") or autocast not in ("", "autocast"):
+    if set(kinds) - set("tn-"):
         raise ValueError(f"fused: expected letters t, n, - for tensors, numbers and nothing, got {head!r}")
     if any(number >= len(kinds) or kinds[number] == "-" for number in used):
         raise ValueError(f"fused: {trees.strip()!r} uses arguments that {head!r} does not have")
     for output in outputs:
         if not any(kinds[number] == "t" for number in arguments_of([output])):
             raise ValueError(f"fused: the result {text_of([output])} depends on no tensor")
-    return Program(kinds, bool(autocast), outputs)
+    return Program(kinds, autocast, tuple(kept), outputs)
 
 
 @dataclass(frozen=True)
 class Plan:
     """What follows from a program and its arguments' dtypes."""
 
-    outputs: tuple[Expression, ...]  # kept, since types are by their identity
+    outputs: tuple[Expression, ...]  # here, since types are by their identity
+    kept: tuple[str, ...]
     kinds: tuple[Kind | None, ...]
     types: Types
     results: tuple[torch.dtype, ...]
@@ -91,6 +101,8 @@ def plan_of(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype) -> 
     )
     results = tuple(types[id(node)].kind.dtype for node in program.outputs)
     used = tuple(tuple(arguments_of([each])) for each in program.outputs)
+    if any(kept and not dtype.is_floating_point for kept, dtype in zip(program.kept, results, strict=True)):
+        raise TypeError("fused: only floating point results are summed")
     limits = []
     for node, dtype in limits_of(program.outputs, types):
         assert node.value is not None
@@ -98,7 +110,7 @@ def plan_of(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype) -> 
             limits.append((int(node.value), dtype))
         else:
             check_limit(node.value, dtype)
-    return Plan(program.outputs, kinds, types, results, double, used, tuple(limits))
+    return Plan(program.outputs, program.kept, kinds, types, results, double, used, tuple(limits))
 
 
 def _kind(value: Argument | None) -> Kind | None:
@@ -155,6 +167,15 @@ def shape_of(arguments: Sequence[Argument | None], used: Sequence[int]) -> torch
     except RuntimeError as error:
         listed = ", ".join(str(tuple(shape)) for shape in shapes)
         raise ValueError(f"fused: tensors of shapes {listed} do not broadcast to one shape") from error
+
+
+def summed_shape(shape: torch.Size, kept: str) -> torch.Size:
+    """The shape of a result whose elements have this one before they are summed."""
+    if not kept:
+        return shape
+    if len(kept) != len(shape):
+        raise ValueError(f"fused: {kept!r} marks {len(kept)} dimensions of the {len(shape)} of a result")
+    return torch.Size(size if keep == "1" else 1 for size, keep in zip(shape, kept, strict=True))
 
 
 def strides_of(shape: torch.Size, arguments: Sequence[Argument | None], used: Sequence[int]) -> tuple[int, ...] | None:

@@ -1,8 +1,8 @@
 """Triton source of one kernel for an elementwise expression, for dtypes and a class of memory layouts.
 
 Two forms: flat, where every tensor is walked through alike, and tiles of rows and columns, where some are broadcast or
-strided. What a layout's class says (which tensors move along which dimensions, which lie element beside element) is
-written out in the source; sizes and strides are arguments.
+strided, or results are summed. What a layout's class says (which tensors move along which dimensions, which lie element
+beside element) is written out in the source; sizes and strides are arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rooftop.kernels.expression_texts import text_of
-from rooftop.kernels.expression_types import HALF, NUMBER, Kind, Types, computed_in, wrapped
+from rooftop.kernels.expression_types import HALF, NUMBER, Kind, Types, computed_in, summand, wrapped
 from rooftop.kernels.expressions import DTYPES, NAMES, OPERATIONS, Expression, arguments_of, topological
 
 
@@ -34,11 +34,18 @@ class Access:
 
 @dataclass(frozen=True)
 class Layout:
-    """The class of layouts that a kernel is for: an `Access` for each argument (None: a number, or not used) after
-    dimensions were merged, and whether offsets pass 2^31."""
+    """The class of layouts that a kernel is for.
+
+    Attributes:
+        accesses: one for each argument after dimensions were merged; None of a number, or of what is not used.
+        wide: whether offsets pass 2^31.
+        sums: for each output what a program sums it over, "rows" or "columns"; "" where it is stored as it is. A kernel
+            that sums over rows loops over the tiles below each other.
+    """
 
     accesses: tuple[Access | None, ...]
     wide: bool
+    sums: tuple[str, ...] = ()
 
     @property
     def outer_dims(self) -> int:
@@ -145,7 +152,8 @@ def _tiles(
         )
         body.load(i, " + ".join(terms), mask)
     stores = body.stores(outputs, results, "row[:, None] * columns + column[None, :]", "inside")
-    arguments = ", ".join([*names, "rows", "units", *sizes, *strides])
+    down = [i for i, over in enumerate(layout.sums) if over == "rows"]
+    arguments = ", ".join([*names, "rows", "units", *(["steps"] if down else []), *sizes, *strides])
     wide = ".to(tl.int64)" if layout.wide else ""
     indices = [
         f"index{d} = row"
@@ -160,10 +168,28 @@ def _tiles(
         f'    """{text_of(outputs)}"""',
         "    columns = units * UNIT",
         "    blocks = tl.cdiv(columns, COLUMNS)",
-        f"    row = (tl.program_id(0) // blocks){wide} * ROWS + tl.arange(0, ROWS)",
-        f"    column = (tl.program_id(0) % blocks){wide} * COLUMNS + tl.arange(0, COLUMNS)",
-        "    inside = (row < rows)[:, None] & (column < columns)[None, :]",
-        *(f"    {line}" for line in [*indices, *body.lines, *stores]),
+        "    part, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks",
+        f"    column = block{wide} * COLUMNS + tl.arange(0, COLUMNS)",
+        *_rows(
+            ["inside = (row < rows)[:, None] & (column < columns)[None, :]", *indices, *body.lines, *stores], down, wide
+        ),
+    ]
+
+
+def _rows(lines: list[str], down: list[int], wide: str) -> list[str]:
+    """A tile's lines; where outputs are summed over rows, for all tiles of a program, and then their sums."""
+    if not down:
+        return [f"    {line}" for line in [f"row = part{wide} * ROWS + tl.arange(0, ROWS)", *lines]]
+    return [
+        *(f"    sum{i} = tl.zeros((ROWS, COLUMNS), tl.float32)" for i in down),
+        "    parts = tl.num_programs(0) // blocks",
+        "    for step in range(steps):  # all programs together walk through memory in order",
+        f"        row = (step * parts + part){wide} * ROWS + tl.arange(0, ROWS)",
+        *(f"        {line}" for line in lines),
+        *(
+            f"    tl.store(y{i} + part{wide} * columns + column, tl.sum(sum{i}, 0), mask=column < columns)"
+            for i in down
+        ),
     ]
 
 
@@ -189,15 +215,25 @@ class _Body:
         self.lines.append(f"x{number} = tl.load({place}{masked})")
 
     def stores(self, outputs: Sequence[Expression], results: Sequence[torch.dtype], place: str, mask: str) -> list[str]:
+        sums = self.layout.sums or ("",) * len(outputs)
+        outputs = [summand(each, self.types) if over else each for each, over in zip(outputs, sums, strict=True)]
         for node in topological(outputs):
             if node.operands:
                 value = self._value_of(node)
                 self.names[id(node)] = f"v{len(self.names)}"
                 self.lines.append(f"{self.names[id(node)]} = {value}")
         return [
-            f"tl.store(y{i} + {place}, {self._operand(output, dtype)}, mask={mask})"
-            for i, (output, dtype) in enumerate(zip(outputs, results, strict=True))
+            self._store(i, self._operand(output, torch.float32 if over else dtype), over, place, mask)
+            for i, (output, dtype, over) in enumerate(zip(outputs, results, sums, strict=True))
         ]
+
+    @staticmethod
+    def _store(number: int, value: str, over: str, place: str, mask: str) -> str:
+        if not over:
+            return f"tl.store(y{number} + {place}, {value}, mask={mask})"
+        if over == "rows":
+            return f"sum{number} += tl.where({mask}, {value}, 0.0)"
+        return f"tl.store(y{number} + row * blocks + block, tl.sum(tl.where({mask}, {value}, 0.0), 1), mask=row < rows)"
 
     def _value_of(self, node: Expression) -> str:
         typed = self.types[id(node)]
@@ -320,8 +356,10 @@ _TEMPLATES = {
     "tanh": "hyperbolic_tangent({0}, {precise})",
     "sigmoid": "logistic({0}, {precise})",
     "erf": "tl.erf({0})",
+    "ndtr": "normal_distribution({0}, {precise})",
 }
 _HELPERS = (
     *("exponential", "exponential_minus_1", "hyperbolic_tangent", "largest", "logarithm_of_1_plus", "logistic"),
+    "normal_distribution",
     *("power", "quotient", "rectified", "round_half_even", "sign", "smallest", "square_root", "truncated"),
 )

@@ -51,6 +51,13 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+def summand(node: Expression, types: Types) -> Expression:
+    """What is added up in float32 for a result: half precision is rounded to after the sum."""
+    if DTYPES.get(node.operation) in HALF and types[id(node.operands[0])].inside == torch.float32:
+        return node.operands[0]
+    return node
+
+
 OF_LIMITS = ("maximum", "minimum", "clamp_min", "clamp_max", "where")
 """What gives its operands back: a number that is none of the dtype would be another one, where sums only wrap."""
 

@@ -118,6 +118,9 @@ def _operations() -> dict[str, Operation]:
         "cos": Operation("float", 1, torch.cos, lambda g, y, a: (-g * apply("sin", a),)),
         "tanh": Operation("float", 1, torch.tanh, lambda g, y, a: (g * (1 - y * y),)),
         "sigmoid": Operation("float", 1, torch.sigmoid, lambda g, y, a: (g * (y * (1 - y)),)),
+        "ndtr": Operation(
+            "float", 1, torch.special.ndtr, lambda g, y, a: (g * (apply("exp", a * a * -0.5) / math.sqrt(2 * math.pi)),)
+        ),
         "erf": Operation(
             "float", 1, torch.erf, lambda g, y, a: (g * (apply("exp", -(a * a)) * (2 / math.sqrt(math.pi))),)
         ),
@@ -383,7 +386,7 @@ def _gelu(input: Any, approximate: str = "none") -> Expression:
         return input * 0.5 * (apply("tanh", (input + input * input * input * 0.044715) * math.sqrt(2 / math.pi)) + 1.0)
     if approximate != "none":
         raise ValueError(f"fused: gelu has approximate='none' and 'tanh', got {approximate!r}")
-    return input * 0.5 * (apply("erf", input * math.sqrt(0.5)) + 1.0)
+    return input * apply("ndtr", input)
 
 
 def _softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Expression:

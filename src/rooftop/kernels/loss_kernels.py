@@ -22,7 +22,7 @@ from rooftop.kernels.softmax_kernels import fold_scores, is_inside, merge_lanes
 def cross_entropy_rows(
     x, target, weight, weight_sum, inverse,  # (M, V), (M,) int64, (V,), () float32, () float32
     losses, statistics, dx,  # (M,) float32, (2, M) float32: maximum, log of the sum of exponentials; (M, V)
-    rows, units, x_stride, ignored, kept, spread, z_loss,
+    rows, units, x_stride, dx_stride, ignored, kept, spread, z_loss,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, MEAN: tl.constexpr, GRADIENT: tl.constexpr,
     UNIT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def cross_entropy_rows(
                 (factor * spread)[:, None], whole, share[None, :], SMOOTH, Z,
             )  # fmt: skip
             result = tl.where(counted[:, None], result, 0.0)
-            place = dx + row[:, None] * columns + column[None, :]
+            place = dx + row[:, None] * (dx_stride * UNIT) + column[None, :]
             inside = is_inside(row, rows, column, columns, EVEN or block < BLOCKS - 1)
             tl.store(place, result.to(dx.dtype.element_ty), mask=inside)
 
@@ -84,7 +84,7 @@ def cross_entropy_rows(
 @triton.jit
 def cross_entropy_rows_long(
     x, target, weight, weight_sum, inverse, losses, statistics, dx,  # as above
-    rows, units, x_stride, ignored, kept, spread, z_loss,
+    rows, units, x_stride, dx_stride, ignored, kept, spread, z_loss,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, MEAN: tl.constexpr, GRADIENT: tl.constexpr,
     UNIT: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
     SHIFTED: tl.constexpr,
@@ -99,7 +99,7 @@ def cross_entropy_rows_long(
     whole = _weight_sum(weight_sum, columns, HAS_WEIGHT)
     for index in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=1):
         row = tl.cast(index, tl.int64)
-        source, result_row = x + row * (x_stride * UNIT), dx + row * columns
+        source, result_row = x + row * (x_stride * UNIT), dx + row * (dx_stride * UNIT)
         if SHIFTED:
             shift = ((row * columns) % GROUP).to(tl.int32)
             enclosing = row * columns // GROUP * GROUP

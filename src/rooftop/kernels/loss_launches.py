@@ -72,7 +72,8 @@ def inverse_of_targets(target: Tensor, classes: int, terms: Terms) -> Tensor:
 def losses_of_rows(
     x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(losses (N,), statistics (2, N)) of logits x (N, V), float32; with `dx` fills that instead of the statistics."""
+    """(losses (N,), statistics (2, N)) of logits x (N, V), float32; with `dx`, whose rows may be apart, fills that
+    instead of the statistics."""
     require_triton()
     from rooftop.kernels import loss_kernels as kernels
 
@@ -85,9 +86,10 @@ def losses_of_rows(
             clusters.cross_entropy(plan, x, target, inverse, losses, dx, _numbers(terms, columns))
             return losses, None
     kept = torch.empty((2, rows), dtype=torch.float32, device=x.device) if dx is None else None
-    group = unit(columns, x.stride(0))
+    dx_stride = columns if dx is None else dx.stride(0)
+    group = unit(columns, x.stride(0), dx_stride)
     tensors = (x, target, *_weight_arguments(terms, losses), _or(inverse, losses), losses)
-    sizes = (rows, columns // group, x.stride(0) // group, *_numbers(terms, columns))
+    sizes = (rows, columns // group, x.stride(0) // group, dx_stride // group, *_numbers(terms, columns))
     constants = _constants(terms, inverse) | {"GRADIENT": dx is not None, "UNIT": group}
     arguments = (*tensors, _or(kept, losses), _or(dx, losses), *sizes)
     config = tile_config(LOSS if dx is None else FUSED, columns * x.element_size())
@@ -107,8 +109,8 @@ def losses_of_rows(
 def _is_shifted(x: Tensor, dx: Tensor | None, terms: Terms) -> bool:
     """Whether rows follow each other at addresses that 16 bytes do not divide, and the first is at one that they do."""
     elements = 16 // x.element_size()
-    aligned = all(t.data_ptr() % 16 == 0 for t in (x, dx) if t is not None)
-    return terms.weight is None and aligned and x.is_contiguous() and x.shape[1] % elements != 0
+    as_one = all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x, dx) if t is not None)
+    return terms.weight is None and as_one and x.shape[1] % elements != 0
 
 
 def gradient(

@@ -19,8 +19,8 @@ x and weight may lie in memory either way: X_ACROSS and W_ACROSS say that K is t
 
 Activations cost as much as the product's last tenth where they are not hidden behind it, most of it in the unit for
 exponentials and reciprocals, 8 times slower than multiplication. HALF says that results are rounded to 16 bits: then
-each takes one exponential and a polynomial (`_below`, `_reciprocal`), far within that rounding. Results of float32 are
-as accurate as PyTorch's: an exponential of a reduced argument, divisions that round correctly, nothing that cancels.
+each takes one exponential and a polynomial (`normal_below`, `_reciprocal`), far within that rounding. Those of float32
+are as accurate as PyTorch's: exponentials of reduced arguments, divisions that round correctly, nothing that cancels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rooftop.kernels.elementwise_kernels import exponential
+from rooftop.kernels.elementwise_kernels import exponential, normal_below
 
 NONE = tl.constexpr(0)
 RELU = tl.constexpr(1)
@@ -415,7 +415,7 @@ def _activated(values, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
         if HALF:
             # v Phi(v) is v - v Phi(-v) and also -|v| Phi(-|v|).
             size = tl.minimum(tl.abs(values), 14.0)
-            values = tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL) - size * _below(size)
+            values = tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL) - size * normal_below(size)
         else:
             values = 0.5 * values * (1.0 + tl.erf(values * 0.7071067811865476))
     elif ACTIVATION == GELU_TANH:
@@ -477,29 +477,13 @@ def _reciprocal(small):
 
 
 @triton.jit
-def _below(size):
-    """Phi(-size), the normal distribution, for size in [0, 14]: 2 to a polynomial of degree 8, the best for log2 Phi.
-
-    The error is 4e-5 of the value up to 5.8 (where float16 ends), 7e-4 up to 13.2, and absolute 1e-38 beyond.
-    """
-    power = size * 3.958181338248323e-08 - 2.3413381313730497e-06
-    power = power * size + 5.956412132945843e-05
-    power = power * size - 0.000864746340084821
-    power = power * size + 0.008082262240350246
-    power = power * size - 0.052745018154382706
-    power = power * size - 0.46003416180610657
-    power = power * size - 1.150498628616333
-    return tl.exp2(power * size - 1.0000571012496948)
-
-
-@triton.jit
 def _gradient(gradient, value, ACTIVATION: tl.constexpr, OF_OUTPUT: tl.constexpr, HALF: tl.constexpr):
     """gradient * activation'; value is the result where OF_OUTPUT, else what was activated."""
     if ACTIVATION == RELU:
         result = tl.where(value <= 0.0, 0.0, gradient)
     elif ACTIVATION == GELU:
         if HALF:
-            small = _below(tl.minimum(tl.abs(value), 14.0))
+            small = normal_below(tl.minimum(tl.abs(value), 14.0))
             below = tl.where(value < 0.0, small, 1.0 - small)
             result = gradient * (below + value * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * value * value))
         else:

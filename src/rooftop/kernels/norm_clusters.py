@@ -129,7 +129,7 @@ def _is_hopper(x: Tensor) -> bool:
 
 def _fits(tensors: Sequence[Tensor], parameters: Sequence[Tensor | None]) -> bool:
     """Whether bulk copies can fetch the groups of eight elements that enclose each row, and parameters are alike."""
-    rows, columns = tensors[0].shape
+    columns = tensors[0].shape[1]
     dtypes = {t.dtype for t in parameters if t is not None}
     if len(dtypes) > 1 or not dtypes <= CPP_TYPES.keys() or len({t.dtype for t in tensors}) > 1:
         return False
@@ -137,7 +137,7 @@ def _fits(tensors: Sequence[Tensor], parameters: Sequence[Tensor | None]) -> boo
         return False
     if columns % GROUP == 0:
         return all(t.stride(0) % GROUP == 0 for t in tensors)
-    return rows % GROUP == 0 and all(t.stride(0) == columns for t in tensors)
+    return all(t.stride(0) == columns for t in tensors)
 
 
 def _parameter_dtype(x: Tensor, parameters: Sequence[Tensor | None]) -> torch.dtype:

@@ -76,8 +76,9 @@ BACKWARD = (
 )
 # Half precision rows of up to 65536 elements that are whole groups of 16 bytes: read once, faster than twice.
 FORWARD_HELD = ForwardConfig(65536, 1, 16384, 32)
-# Rows at odd addresses that are loaded 16 bytes at a time. Forward of 2601 and 12287 elements is faster one element at
-# a time: there the masks of the first and the last group cost more instructions than the wide loads save.
+# Rows at odd addresses that are loaded 16 bytes at a time. Forward of 894 and 1002 elements is faster two, and of 2601
+# and 12287 one element at a time: there the masks of the first and the last group cost more instructions than the wide
+# loads save.
 FORWARD_SHIFTED = (BackwardConfig(512, 4, 256, 4, 8, 1), BackwardConfig(1024, 1, 512, 2, 16, 1))
 BACKWARD_SHIFTED = (
     *(BackwardConfig(512, 4, 256, 4, 4, 3), BackwardConfig(1024, 1, 512, 2, 6, 3)),
@@ -191,7 +192,7 @@ def forward(
     mean = None if rms else torch.empty(rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     shifts = columns % 4 != 0 and (
-        config_for(FORWARD_SHIFTED, columns) is not None
+        (columns % 2 != 0 and config_for(FORWARD_SHIFTED, columns) is not None)
         or norm_clusters.config_for(norm_clusters.FORWARD, columns) is not None
         or (config_for(FORWARD, columns) is None and FORWARD_LONG_ODD.shifted)
     )

@@ -52,9 +52,12 @@ def reduce_tiles(
     results, count,  # of all; elements of each, as a float
     KIND: tl.constexpr, ACCUMULATOR: tl.constexpr, IDENTITY: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
     NESTED: tl.constexpr, FINISH: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The results of KEPT kept elements, or (FINISH) what this split of them comes to."""
+    """The results of KEPT kept elements, or (FINISH) what this split of them comes to.
+
+    WHOLE_BLOCKS: of one result, all blocks but the last are read without a mask, so 16 bytes at a time at any size.
+    """
     if ALONG == COLUMNS:
         kept = kept * UNIT
     if ALONG == ROWS:
@@ -71,7 +74,15 @@ def reduce_tiles(
     best = tl.full((KEPT, REDUCED), IDENTITY, ACCUMULATOR)
     found = tl.full((KEPT, REDUCED), 0, tl.int32) + split  # the block in which a lane's best was
     near = tl.cdiv(reduced, REDUCED)
-    for index in tl.range(split, near * far_reduced, splits, num_stages=STAGES):
+    masked = split
+    if WHOLE_BLOCKS:
+        whole = reduced // REDUCED
+        for index in tl.range(split, whole, splits, num_stages=STAGES):
+            offset = tl.cast(index, tl.int64) * REDUCED + lane
+            loaded = tl.load(x + offset[None, :]).to(ACCUMULATOR)
+            best, found = _fold(best, found, loaded, index, target, True, KIND)
+        masked = whole + (split - whole % splits + splits) % splits  # the first one from `whole` on in this split
+    for index in tl.range(masked, near * far_reduced, splits, num_stages=1 if WHOLE_BLOCKS else STAGES):
         offset, inside = _reduced_elements(
             index, near, lane, reduced, reduced_stride, far_reduced_stride, ALONG, UNIT, NESTED, REDUCED
         )
@@ -149,10 +160,39 @@ def spread_gradient(
         found = tl.where(result == 0.0, 0.0, gradient * (value / result))
     else:
         share = gradient / tl.load(ties + place, mask=exists, other=1.0)[:, None]
-        if KIND == NORM_INF:
-            found = tl.where(tl.abs(value) == result, _sign(value) * share, 0.0)
-        else:
-            found = tl.where(value == result, share, 0.0 * share)  # no ties, of NaN: NaN
+        found = _shared(value, result, share, KIND)
+    tl.store(dx + (start[:, None] + offset[None, :]), found.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def share_gradient(
+    x, y, dy, dx,  # strided; (results,); (results,); as x
+    kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
+    reduced, reduced_stride, far_reduced, far_reduced_stride,
+    KIND: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
+    NESTED: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr,
+):  # fmt: skip
+    """dx of a tile that has all of what its extremes are of: counts their ties, so that x is read once."""
+    if ALONG == COLUMNS:
+        kept = kept * UNIT
+    if ALONG == ROWS:
+        reduced = reduced * UNIT
+    start, place, exists = _kept_elements(
+        tl.program_id(0), kept, kept_stride, out_stride, far_kept_stride, far_out_stride, ALONG, UNIT, KEPT
+    )
+    offset, inside = _reduced_elements(
+        0, 1, tl.arange(0, REDUCED), reduced, reduced_stride, far_reduced_stride, ALONG, UNIT, NESTED, REDUCED
+    )
+    inside = exists[:, None] & inside[None, :]
+    value = tl.load(x + (start[:, None] + offset[None, :]), mask=inside, other=0.0).to(tl.float32)
+    result = tl.load(y + place, mask=exists, other=0.0).to(tl.float32)[:, None]
+    gradient = tl.load(dy + place, mask=exists, other=0.0).to(tl.float32)[:, None]
+    if KIND == NORM_INF:
+        equal = inside & (tl.abs(value) == result)
+    else:
+        equal = inside & (value == result)
+    ties = tl.where(exists, tl.sum(equal.to(tl.int32), axis=1).to(tl.float32), 1.0)
+    found = _shared(value, result, gradient / ties[:, None], KIND)
     tl.store(dx + (start[:, None] + offset[None, :]), found.to(dx.dtype.element_ty), mask=inside)
 
 
@@ -291,6 +331,15 @@ def _store_results(out, place, exists, value, first, count, KIND: tl.constexpr):
         if KIND == NORM2:
             value = tl.sqrt_rn(value)
         tl.store(out + place, value.to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _shared(value, result, share, KIND: tl.constexpr):
+    """The gradient of elements: of those that tie for the extreme their share."""
+    if KIND == NORM_INF:
+        return tl.where(tl.abs(value) == result, _sign(value) * share, 0.0)
+    else:
+        return tl.where(value == result, share, 0.0 * share)  # no ties, of NaN: NaN
 
 
 @triton.jit

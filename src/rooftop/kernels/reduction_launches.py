@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -74,16 +74,21 @@ ROWS = (
     *(RowConfig(64, 128, 64, 4), RowConfig(128, 32, 128, 2), RowConfig(256, 32, 256, 4), RowConfig(1024, 8, 1024, 4)),
     *(RowConfig(4096, 2, 4096, 4), RowConfig(ANY_BYTES, 1, 16384, 8)),
 )
+FAR_ROWS = (*(replace(config, stages=3) for config in ROWS[:-1]), replace(ROWS[-1], stages=4))  # and a far dimension
 PLACES = (*ROWS[:-1], RowConfig(ANY_BYTES, 1, 8192, 8))
-COLUMNS = ColumnConfig(width_bytes=256, tile_bytes=16384, warps=8)
+COLUMNS = ColumnConfig(width_bytes=128, tile_bytes=8192, warps=8, stages=4)
 SPLIT = SplitConfig(programs_per_sm=4, last_combines=True)
 ALL = (
     AllConfig(1 << 15, 32768, 16, SplitConfig(1, True)),
     AllConfig(1 << 23, 8192, 8, SplitConfig(4, True)),
+    AllConfig(1 << 24, 8192, 8, SplitConfig(8, True)),
     AllConfig(1 << 27, 16384, 8, SplitConfig(8, True)),
     AllConfig(ANY_BYTES, 16384, 8, SplitConfig(4, True), stages=3),
 )
 GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # of a tile of x
+SHARE_ELEMENTS = 1 << 15  # of a tile, at most, whose ties are counted by the kernel that writes their gradient
+SHARE_WIDTH_BYTES = 128  # of that tile, at least, where what is kept is contiguous
+SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # of that tile; more where it needs more
 
 LANE_ELEMENTS = 32  # of a thread, at most: of small integers a tile would have more than registers can add up
 COMBINED = 4096  # partial results that a program of four warps and more holds at once
@@ -110,6 +115,11 @@ class View:
         if self.reduced_strides[1] == 1:
             return 0
         return 1 if self.kept_strides[1] == 1 else 2
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one result, of elements at one stride."""
+        return math.prod(self.kept) == 1 and self.reduced[0] == 1
 
 
 @lru_cache(maxsize=4096)
@@ -174,11 +184,13 @@ def _tile(view: View, kind: str, element_bytes: int) -> tuple[int, int, SplitCon
         elements = config.tile_bytes // element_bytes
         height = min(reduced, elements // min(kept, config.width_bytes // element_bytes))
         width = min(kept, elements // height)
-    elif math.prod(view.kept) == 1 and view.reduced[0] == 1:
+    elif view.is_one:
         config = next(config for config in ALL if total <= config.total_bytes)
         width, height, split = 1, min(reduced, config.block_bytes // element_bytes), config.split
     else:
-        table = PLACES if kind in ("argmax", "argmin") else ROWS
+        table: tuple[RowConfig, ...] = PLACES if kind in ("argmax", "argmin") else ROWS
+        if view.along == 0 and view.reduced[0] > 1:
+            table = FAR_ROWS
         config = next(config for config in table if view.reduced[1] * element_bytes <= config.run_bytes)
         width, height = min(kept, config.rows), min(reduced, config.block_bytes // element_bytes)
     height = min(height, max(1, LANE_ELEMENTS * 32 * config.warps // width))
@@ -246,7 +258,12 @@ def _plan(view: View, kind: str, dtype: torch.dtype, result: torch.dtype, proces
     splits = max(1, min(blocks, split.programs_per_sm * processors // tiles))
     accumulator = _accumulator(dtype, kind, result)
     constants |= {"KIND": KINDS.index(kind), "ACCUMULATOR": kernels.ACCUMULATORS[str(accumulator)]}
-    constants |= {"IDENTITY": _identity(kind, dtype), "SPLITS": min(_power_above(splits), max(1, COMBINED // kept))}
+    constants |= {"IDENTITY": _identity(kind, dtype), "WHOLE_BLOCKS": False}
+    if view.is_one and view.along == 0:
+        constants["WHOLE_BLOCKS"] = constants["UNIT"] * dtype.itemsize < 16
+    constants["SPLITS"] = min(_power_above(splits), max(1, COMBINED // kept))
+    if 0 < 8 * (splits % constants["SPLITS"]) <= splits:  # few are left for one more step of who combines
+        splits -= splits % constants["SPLITS"]
     count = float(math.prod(view.reduced))
     return Plan(tiles, splits, sizes, count, constants | parameters, accumulator, split.last_combines)
 
@@ -291,7 +308,11 @@ def spread(dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, view: View) 
     from rooftop.kernels import reduction_kernels as kernels
 
     ties = y
-    if not kind.startswith("norm") or kind == "norm_inf":
+    if kind not in ("norm1", "norm2"):
+        tile = _shared_tile(view, x.element_size())
+        if tile is not None:
+            _share(dx, dy, x, y, kind, view, *tile)
+            return
         ties = torch.empty(y.shape, dtype=torch.float32, device=x.device)
         reduce_into(ties, x, "absolute_ties" if kind == "norm_inf" else "ties", view, torch.float32, reference=y)
     kept, reduced, _, _ = _tile(view, kind, x.element_size())
@@ -301,3 +322,21 @@ def spread(dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, view: View) 
     tiles, blocks, sizes, constants = _arguments(view, kept, reduced)
     constants |= {"KIND": KINDS.index(kind), "num_warps": GRADIENT_WARPS}
     launch(kernels.spread_gradient, (tiles * blocks,), x.device, x, y, dy, ties, dx, *sizes, **constants)
+
+
+def _shared_tile(view: View, element_bytes: int) -> tuple[int, int] | None:
+    """(kept, reduced) of a tile with all that its extremes are of; None where that is too much."""
+    reduced = _power_above(view.reduced[1])
+    least = SHARE_WIDTH_BYTES if view.along == 1 else element_bytes
+    kept = min(_power_above(view.kept[1]), max(least, SHARE_BLOCK_BYTES // reduced) // element_bytes)
+    return None if view.reduced[0] > 1 or kept * reduced > SHARE_ELEMENTS else (kept, reduced)
+
+
+def _share(dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, view: View, kept: int, reduced: int) -> None:
+    """`spread` of extremes, with one kernel."""
+    from rooftop.kernels import reduction_kernels as kernels
+
+    tiles, _, sizes, constants = _arguments(view, kept, reduced)
+    warps = max(SHARE_WARPS, kept * reduced // (LANE_ELEMENTS * 32))
+    constants |= {"KIND": KINDS.index(kind), "num_warps": warps}
+    launch(kernels.share_gradient, (tiles,), x.device, x, y, dy, dx, *sizes, **constants)

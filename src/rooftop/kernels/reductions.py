@@ -1,11 +1,11 @@
 """Reductions: sum, mean, amax, amin, argmax, argmin and norm over any dimensions, or all.
 
 Bound by memory at every size: the input is read once; backward (of all but sum and mean, whose gradient is a view)
-reads it once or, of extremes, twice, and writes its gradient. One kernel makes results from any view of at most two
-kept and two reduced dimensions, merged as far as strides allow. Results too few to fill a GPU, of which the sum of
-everything is the extreme, are split over programs, whose partial results are combined by the last program to arrive (as
-threadFenceReduction of the CUDA samples) or by a second kernel. Sums are float32, of integers int64. Deterministic: the
-order of additions depends on nothing but sizes, strides and the GPU.
+reads it once or, of extremes of very many elements, twice, and writes its gradient. One kernel makes results from any
+view of at most two kept and two reduced dimensions, merged as far as strides allow. Results too few to fill a GPU, of
+which the sum of everything is the extreme, are split over programs, whose partial results are combined by the last
+program to arrive (as threadFenceReduction of the CUDA samples) or by a second kernel. Sums are float32, of integers
+int64. Deterministic: the order of additions depends on nothing but sizes, strides and the GPU.
 """
 
 from __future__ import annotations

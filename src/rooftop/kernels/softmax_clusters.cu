@@ -521,7 +521,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_c
 template <typename T, bool SMOOTH, int THREADS, int HELD, int BLOCKS, int STAGES>
 __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_cluster(
     const T* x, const long long* target, const float* inverse, float* losses, T* dx,  // (M, N), (M,), (), (M,), (M, N)
-    long long rows, int columns, long long x_stride, int part_groups, int* counter,
+    long long rows, int columns, long long x_stride, long long dx_stride, int part_groups, int* counter,
     long long ignored, float kept, float spread, float z_loss) {
     constexpr int NONE = -1, NO_CLASS = -2;  // labels of rows that are ignored, and of targets that are wrong
     const Ring<T, 1, BLOCKS, STAGES> ring(part_groups, counter);
@@ -611,7 +611,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         const Share whole = ring.template received<true, SMOOTH>(share, number);
         if (threadIdx.x == 0) ask_for_target(number + STAGES + 1);
         const long long row = ring.row_of(number);
-        T* const gradient = dx + row * columns;
+        T* const gradient = dx + row * dx_stride;
         const int label = labels[number % 8];
         if (label == NONE) {  // as the whole cluster sees it
             const Part& part = hold.part;
