@@ -22,7 +22,7 @@ FOLDER = ROOT / "examples"
 TESTED_ELSEWHERE = {"classify"}  # tests/models/test_classification.py
 SNIPPETS = [
     pytest.param(match[1], id=f"{page}-line-{text[: match.start()].count(chr(10)) + 1}")
-    for page in ("cost", "cuda", "hardware")
+    for page in ("cost", "cuda", "hardware", "inference")
     for text in [(ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")]
     for match in re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
 ]
@@ -186,6 +186,13 @@ def test_a_compiled_model_beside_the_same_one_uncompiled(run: Run) -> None:
     assert f"compiled.py:{line}: " in out.replace("\n", "")  # the graph break
     before, after = re.search(r"launches +(\d+) -> (\d+)", out).groups()  # type: ignore[union-attr]
     assert int(after) < int(before)
+
+
+def test_an_engine_gives_what_the_model_gives_and_both_are_timed(run: Run) -> None:
+    out = run("engine", "--model", "resnet18", "--batch", 2, "--size", 64, "--seconds", 0.01)
+    assert "20 norms folded, 0 left" in out
+    assert float(re.search(r"differ by (\S+) of", out)[1]) < (0.1 if torch.cuda.is_available() else 1e-5)  # type: ignore[index]
+    assert [name for name, rate in re.findall(r"^(\w+) +([\d,.]+) images/s", out, re.MULTILINE)] == ["model", "engine"]
 
 
 def test_photographs_are_written(run: Run, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_names_of_files_are_shown_as_they_are(run: Run, files: dict[int, Path]) 
         (["half.png", "--model", "resnet18", "--weights", "THREE"], 2, "half.png cannot be read"),
         (["photos", "--model", "resnet5"], 2, "'resnet5' is not one of 'resnet18', 'resnet34', 'resnet50'"),
         (["photos", "--weights", "IMAGENET1K_V3"], 2, "did you mean IMAGENET1K_V2?"),
-        (["photos", "--weights", "mine.safetensors"], 2, "expected a .pth file"),
+        (["photos", "--weights", "mine.safetensors"], 2, "is neither a file here nor the name of published weights"),
         (["photos", "--weights", "photos"], 2, "is a folder"),
         (["photos", "--weights", "THREE"], 1, "The file fits resnet18(num_classes=3)"),
         (["photos", "--weights", "half.png"], 1, "half.png is damaged or no file of weights"),

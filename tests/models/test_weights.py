@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
+import json
 import os
 import pickle
 import socket
@@ -37,6 +39,13 @@ from rooftop.models.weights import (
     read_weights,
     weights_file,
 )
+
+try:
+    from safetensors.torch import save as save_safetensors
+
+    SAFE = save_safetensors(nn.Linear(2, 3).state_dict())
+except ImportError:
+    SAFE = b""
 
 BODY = os.urandom(3 << 20)  # three chunks
 SHA256 = hashlib.sha256(BODY).hexdigest()
@@ -359,8 +368,7 @@ def test_a_model_that_does_not_fit_is_not_changed(tmp_path: Path) -> None:
         (Path("DEFAULT"), "neither a file here"),
         ("no/such/file.pth", r"'no/such/file\.pth' is neither a file here"),
         (".", "is a folder"),
-        ("model.safetensors", r"safetensors files are not supported; expected a \.pth file"),
-        ("model.SafeTensors", "safetensors files are not supported"),
+        ("model.safetensors", r"'model\.safetensors' is neither a file here"),
     ],
 )
 def test_what_is_neither_a_name_nor_a_file(weights: str | Path, message: str, server: Server) -> None:
@@ -418,6 +426,19 @@ def test_files_of_something_else(content: object, message: str, tmp_path: Path) 
         read_weights(tmp_path / "other.pth")
 
 
+def test_options_beside_the_weights_are_read_over(tmp_path: Path) -> None:
+    """facebookresearch/detr and many others save what argparse gave them."""
+    state = nn.Linear(2, 3).state_dict()
+    torch.save({"model": state, "args": argparse.Namespace(lr=0.1), "epoch": 3}, tmp_path / "checkpoint.pth")
+    assert list(read_weights(tmp_path / "checkpoint.pth")) == ["weight", "bias"]
+
+
+def test_a_prefix_is_taken_off_only_where_every_key_has_it(tmp_path: Path) -> None:
+    state = {"module.weight": torch.ones(3, 2), "bias": torch.ones(3)}
+    torch.save(state, tmp_path / "odd.pth")
+    assert list(read_weights(tmp_path / "odd.pth")) == list(state)
+
+
 WHOLE: dict[bool, bytes] = {}
 for zipped in (True, False):
     buffer = io.BytesIO()
@@ -446,6 +467,36 @@ def test_a_file_changed_anywhere_raises_nothing_else(zipped: bool, data: st.Data
     path.write_bytes(content)
     with suppress(WeightsError):
         load_weights(nn.Linear(2, 3), "resnet18", path)
+
+
+@pytest.mark.skipif(not SAFE, reason="needs safetensors")
+@reading
+@given(data=st.data())
+def test_safetensors_that_are_cut_or_changed(data: st.DataObject, tmp_path: Path) -> None:
+    path = tmp_path / "changed.safetensors"
+    path.write_bytes(SAFE[: data.draw(st.integers(0, len(SAFE) - 1))])
+    with pytest.raises(WeightsError, match=r"changed\.safetensors is damaged or no"):
+        read_weights(path)
+    content = bytearray(SAFE)
+    for where in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=4)):
+        content[where] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    with suppress(WeightsError):
+        load_weights(nn.Linear(2, 3), "resnet18", path)
+
+
+@pytest.mark.skipif(not SAFE, reason="needs safetensors")
+@pytest.mark.parametrize("dtype", ["F8_E8M0", "F4", "U64", "BF16", "F64", "BOOL", "C64", "nonsense"])
+def test_safetensors_of_any_dtype(dtype: str, tmp_path: Path) -> None:
+    """Read, or refused with one of our errors."""
+    header = json.dumps({"weight": {"dtype": dtype, "shape": [2], "data_offsets": [0, SIZES.get(dtype, 2)]}}).encode()
+    body = len(header).to_bytes(8, "little") + header + bytes(SIZES.get(dtype, 2))
+    (tmp_path / "odd.safetensors").write_bytes(body)
+    with suppress(WeightsError):
+        assert read_weights(tmp_path / "odd.safetensors")["weight"].numel() in (1, 2)
+
+
+SIZES = {"F4": 1, "U64": 16, "BF16": 4, "F64": 16, "C64": 16}  # in bytes, of two values; others have one each
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

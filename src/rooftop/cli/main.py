@@ -27,6 +27,7 @@ VERBS = {
     "device": "Describe the GPUs and the CPU of this machine.",
     "doctor": "Say what works here, what does not, and what mends it.",
     "ladder": "Climb from a first kernel to the roof: the same work, rung by rung, measured.",
+    "media": "Look into video files.",
     "report": "Turn a JSON report into HTML again.",
 }
 

@@ -11,6 +11,8 @@ from rooftop.models.conv_lstm import (
 from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101
 from rooftop.models.images import Preprocessing, find_images, load_images
 from rooftop.models.keras_weights import load_keras_weights
+from rooftop.models.load_reports import LoadReport
+from rooftop.models.loading import load, load_report
 from rooftop.models.registry import ModelEntry, builtin_models, model_entry
 from rooftop.models.resnet import (
     ResNet,
@@ -32,6 +34,7 @@ __all__ = [
     "ConvLSTM2D",
     "Detr",
     "Guess",
+    "LoadReport",
     "ModelEntry",
     "NextFrameNetwork",
     "Preprocessing",
@@ -43,9 +46,11 @@ __all__ = [
     "detr_resnet50",
     "detr_resnet101",
     "find_images",
+    "load",
     "load_classifier",
     "load_images",
     "load_keras_weights",
+    "load_report",
     "model_entry",
     "next_frame_network",
     "predict_frames",

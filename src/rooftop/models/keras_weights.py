@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from rooftop.errors import InputError, MissingExtraError, WeightsError
 from rooftop.models.conv_lstm import ConvLSTM2D
+from rooftop.models.dialects import Converted
 from rooftop.models.weights import load_into
 
 
@@ -76,6 +77,13 @@ def load_keras_weights(model: nn.Module, path: str | Path) -> None:
         MissingExtraError: h5py is not installed.
     """
     path = Path(path).expanduser()
+    load_into(model, keras_converted(model, path).tensors, path)
+
+
+def keras_converted(model: nn.Module, path: Path) -> Converted:
+    """The file's weights by the model's keys, in torch's layout. Arguments and errors are those of
+    `load_keras_weights`; shapes are not compared.
+    """
     layers = defaultdict(list)
     for layer in read_keras_weights(path):
         layers[layer.kind].append(layer)
@@ -88,12 +96,15 @@ def load_keras_weights(model: nn.Module, path: str | Path) -> None:
         raise WeightsError(
             f"{path} does not fit the model: it has {_counted(layers)}; the model needs {_counted(modules)}"
         )
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
+    sources: dict[str, tuple[str, ...]] = {}
     for kind, found in layers.items():
         for layer, name in zip(found, modules[kind], strict=True):
             prefix = f"{name}." if name else ""
-            tensors.update({f"{prefix}{key}": value for key, value in as_torch(layer).items()})
-    load_into(model, tensors, path)
+            names = (f"{layer.name}/{each}" for each in layer.weights)
+            for source, (key, value) in zip(names, as_torch(layer).items(), strict=True):
+                tensors[prefix + key], sources[prefix + key] = value, (source,)
+    return Converted("Keras", tensors, sources)
 
 
 def as_torch(layer: KerasLayer) -> dict[str, Tensor]:

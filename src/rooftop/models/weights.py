@@ -10,6 +10,7 @@ as file:///...
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import re
@@ -17,14 +18,16 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from rooftop.errors import InputError, WeightsError
+from rooftop.errors import InputError, MissingExtraError, WeightsError
 from rooftop.models.downloads import download, sha256_of
 from rooftop.models.images import Preprocessing
+from rooftop.models.load_reports import COMPUTED, compared
 from rooftop.models.registry import builtin_models
 
 PUBLIC_URL = "https://download.pytorch.org/models"
@@ -102,6 +105,7 @@ def load_weights(model: nn.Module, builder: str, weights: str | Path) -> None:
     Raises:
         InputError: neither a name nor a file.
         WeightsError: the file cannot be fetched, is damaged, or belongs to another model.
+        MissingExtraError: a .safetensors file, and safetensors is not installed.
     """
     path = weights_file(builder, weights)
     load_into(model, read_weights(path), path)
@@ -145,36 +149,73 @@ def preprocessing_of(builder: str, weights: str | Path) -> Preprocessing:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file that `torch.save(model.state_dict(), path)` wrote, on the CPU. Runs no code from it.
+    """The tensors of a file that `torch.save(model.state_dict(), path)` or safetensors wrote, on the CPU.
 
-    A checkpoint that holds the state dict under "state_dict" or "model" is opened as well.
+    Runs no code from it. A checkpoint that holds the state dict under "state_dict", "model" or "model_state_dict" is
+    opened as well, and what data parallel training or `torch.compile` has put before every key is taken off.
 
     Raises:
         WeightsError: damaged, or not a file of tensors.
+        MissingExtraError: a .safetensors file, and safetensors is not installed.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # about what torch cannot read: the errors below say it
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        if path.is_file() and path.stat().st_size == 0:
+            raise WeightsError(f"{path} is damaged or no file of weights: it is empty. {EXPECTED}")
+        content = _safetensors(path) if path.suffix.lower() == ".safetensors" else _unpickled(path)
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # torch.load has no error of its own: RuntimeError, EOFError, UnpicklingError, ...
-        if forbidden := re.search(r"GLOBAL (\w+(?:\.\w+)+)", str(error)):
-            raise WeightsError(
-                f"{path} holds more than tensors: loading {forbidden[1]} could run code, so it is refused. "
-                "Expected what torch.save(model.state_dict(), path) writes"
-            ) from error
-        raise WeightsError(
-            f"{path} is damaged or no file of weights: torch.load(weights_only=True) raised {type(error).__name__}. "
-            "Expected what torch.save(model.state_dict(), path) writes"
-        ) from error
-    for key in ("state_dict", "model"):
+    for key in ("state_dict", "model", "model_state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     tensors = isinstance(content, dict) and all(isinstance(value, Tensor) for value in content.values())
     if not tensors or not all(isinstance(key, str) for key in content):
         holds = ", ".join(map(str, list(content)[:5])) if isinstance(content, dict) else type(content).__name__
-        raise WeightsError(f"{path} holds {holds}: expected what torch.save(model.state_dict(), path) writes")
+        raise WeightsError(f"{path} holds {holds}: {EXPECTED[0].lower()}{EXPECTED[1:]}")
+    for prefix in WRAPPERS:
+        if content and all(key.startswith(prefix) for key in content):
+            content = {key.removeprefix(prefix): value for key, value in content.items()}
     return content
+
+
+EXPECTED = "Expected what torch.save(model.state_dict(), path) writes"
+WRAPPERS = ("module.", "_orig_mod.", "module.")
+"""What DataParallel and `torch.compile` put before the keys of a model, in either order."""
+
+
+def _unpickled(path: Path) -> Any:
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),  # about what torch cannot read: the errors below say it
+            torch.serialization.safe_globals(
+                [argparse.Namespace]
+            ),  # the options that training scripts save: plain data
+        ):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # torch.load has no error of its own: RuntimeError, EOFError, UnpicklingError, ...
+        if forbidden := re.search(r"GLOBAL (\w+(?:\.\w+)+)", str(error)):
+            raise WeightsError(
+                f"{path} holds more than tensors: loading {forbidden[1]} could run code, so it is refused. {EXPECTED}"
+            ) from error
+        raise WeightsError(
+            f"{path} is damaged or no file of weights: torch.load(weights_only=True) raised {type(error).__name__}. "
+            f"{EXPECTED}"
+        ) from error
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise MissingExtraError('.safetensors files need safetensors: pip install "rooftop[weights]"') from error
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise WeightsError(
+            f"{path} is damaged or no safetensors file ({error}). Expected what safetensors.torch.save_file writes"
+        ) from error
 
 
 def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -183,47 +224,33 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> No
     Raises:
         WeightsError: a key is missing, unknown or of another shape; `path` is named in the message.
     """
-    expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    found = {key: tuple(value.shape) for key, value in tensors.items()}
-    # A count of batches has no part in the result, and files from before torch 0.4.1 have none.
-    missing = [key for key in expected if key not in found and not key.endswith("num_batches_tracked")]
-    unexpected = [key for key in found if key not in expected]
-    shapes = [
-        f"{key} (file {found[key]}, model {expected[key]})"
-        for key in expected
-        if key in found and found[key] != expected[key]
-    ]
-    problems = [
-        f"{len(keys)} {what}: {', '.join(keys[:3])}{', and so on' if len(keys) > 3 else ''}"
-        for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
-        if keys
-    ]
-    if problems:
-        raise WeightsError(f"{path} does not fit the model: {'; '.join(problems)}. {_fitting(found)}".rstrip())
+    report = compared(model.state_dict(), tensors, path)
+    if not report.fits:
+        raise WeightsError(f"{path} does not fit the model: {report.problems()}. {fitting(tensors)}".rstrip())
     model.load_state_dict(tensors, strict=False)
 
 
-def _fitting(found: dict[str, tuple[int, ...]]) -> str:
-    """Which built-in models the shapes in a file belong to, as a sentence; "" if none."""
+def fitting(tensors: Mapping[str, Tensor]) -> str:
+    """Which built-in models the shapes of tensors belong to, as a sentence; "" if none."""
+    found = {key: tuple(value.shape) for key, value in tensors.items()}
     classes = next((found[key][0] for key in HEADS if found.get(key)), 1000)
-    fitting = []
+    names = []
     for name, entry in builtin_models().items():
         with torch.device("meta"):
             shapes = {key: tuple(value.shape) for key, value in entry.build(num_classes=classes).state_dict().items()}
-        complete = {key: shape for key, shape in shapes.items() if key.endswith("num_batches_tracked")} | found
+        complete = {key: shape for key, shape in shapes.items() if key.endswith(COMPUTED)} | found
         if shapes == complete:
-            fitting.append(f"{name}()" if classes == 1000 else f"{name}(num_classes={classes})")
-    return f"The file fits {' and '.join(fitting)}" if fitting else ""
+            names.append(f"{name}()" if classes == 1000 else f"{name}(num_classes={classes})")
+    return f"The file fits {' and '.join(names)}" if names else ""
 
 
 def _existing(builder: str, weights: str | Path) -> Path:
     path = Path(weights).expanduser()
-    if path.suffix.lower() == ".safetensors":
-        raise InputError(f"{path}: safetensors files are not supported; expected a .pth file that torch.save wrote")
     if path.is_file():
         return path
-    names = ["DEFAULT", *WEIGHTS.get(builder, {})]
+    names = ["DEFAULT", *WEIGHTS[builder]] if builder in WEIGHTS else []
     close = difflib.get_close_matches(str(weights), names, n=1, cutoff=0.5)
     problem = "is a folder" if path.is_dir() else "is neither a file here nor the name of published weights"
     hint = f" (did you mean {close[0]}?)" if close else ""
-    raise InputError(f"weights {str(weights)!r} {problem}{hint}; {builder} has {', '.join(names)}, or give a .pth file")
+    has = f"{builder} has {', '.join(names)}, or give a file" if names else f"{builder} has none of these: give a file"
+    raise InputError(f"weights {str(weights)!r} {problem}{hint}; {has}")

@@ -1,0 +1,308 @@
+"""A trained model as fast as it goes without being rewritten.
+
+Four things are done to a copy of it, each of which is shown in the engine's report:
+
+1. batch norms are folded into the convolutions before them (`folding.py`);
+2. weights and activations are bfloat16 on a GPU, results float32;
+3. 2-D convolutions get their weights and inputs channels last on a GPU, as its matrix units read them;
+4. on a GPU, calls are CUDA graphs (`graphs.py`): the host launches one thing instead of hundreds.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Hashable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from rooftop.inference.folding import Folding, fold_norms
+from rooftop.inference.graphs import Graph, GraphReport, Graphs, Refusal, UncapturedError
+from rooftop.inference.structures import mapped, signature
+
+CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine did to its model, and what it holds.
+
+    Attributes:
+        device, dtype, channels_last: where and how the model runs.
+        folded: for each norm that is gone, the convolution it was folded into.
+        left: for each other batch norm, why it is still there.
+        weights_bytes: of parameters and buffers.
+        graphs: those held, the most recently used one last; None where the engine has none.
+        refused: calls that run without a graph, by their inputs, and why.
+        eager_calls: how many calls ran without a graph, empty ones among them.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    channels_last: bool
+    folded: dict[str, str]
+    left: dict[str, str]
+    weights_bytes: int
+    graphs: tuple[GraphReport, ...] | None
+    refused: dict[str, str]
+    eager_calls: int
+
+    @property
+    def graphs_bytes(self) -> int:
+        """Of all graphs: inputs, and the memory in which they run."""
+        return sum(graph.bytes for graph in self.graphs or ())
+
+    def __str__(self) -> str:
+        layout = ", channels last" if self.channels_last else ""
+        weights = f"{self.weights_bytes / 2**20:.1f} MiB of weights"
+        lines = [f"{self.device}, {_short(self.dtype)}{layout}, {weights}, {self.eager_calls} calls without a graph"]
+        lines.append(f"{len(self.folded)} norms folded, {len(self.left)} left")
+        lines += [f"  {norm}: left, {why}" for norm, why in self.left.items()]
+        for graph in self.graphs or ():
+            lines.append(f"graph of {graph.inputs}: {graph.bytes / 2**20:.1f} MiB, {graph.replays} replays")
+        lines += [f"no graph of {inputs}: {why}" for inputs, why in self.refused.items()]
+        return "\n".join(lines)
+
+
+class Engine:
+    """A model for inference: `engine(x)` gives what `model(x)` gives, in evaluation mode and without gradients.
+
+    It holds a copy of the model, on the model's device, and never changes the model itself; later changes of the model
+    do not reach it. Calls from several threads wait for each other; on a GPU they may come from any stream. While an
+    engine is built, other threads must not run models (torch.fx traces this one).
+
+    Args:
+        model: any module that `copy.deepcopy` copies, all of it on one device.
+        dtype: of floating-point weights and inputs. None: bfloat16 on a GPU, float32 on a CPU. Batch norms that could
+            not be folded keep their statistics as they are.
+        channels_last: memory format of 2-D convolutions' weights and of floating-point inputs with four dimensions.
+            None: on a GPU, if the model has such convolutions.
+        graphs: one CUDA graph for each signature of the inputs: structure, shapes, dtypes, numbers, strings. None: on a
+            GPU. A model that carries something from call to call outside its buffers must have False.
+        most_shapes: how many graphs at most; the one that was not used for longest goes.
+        output_dtype: of floating-point results; None: as the model gives them.
+        copy_outputs: False: results of graphs are not copied. They are inference tensors, which the next call of the
+            engine, with whatever inputs, overwrites.
+        fold: whether batch norms are folded.
+
+    Attributes:
+        model: the copy that runs.
+
+    Raises:
+        TypeError: no module, a dtype that is not floating, a model that cannot be copied.
+        ValueError: a model on several devices, graphs without a GPU, most_shapes below 1.
+
+    A call raises what the model raises, `ValueError` for an input on another device, and where there are graphs:
+        TypeError: inputs or results other than tensors, constants, and tuples, lists, dicts and dataclasses of them.
+        RuntimeError: the caller is capturing a graph.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        channels_last: bool | None = None,
+        graphs: bool | None = None,
+        most_shapes: int = 8,
+        output_dtype: torch.dtype | None = torch.float32,
+        copy_outputs: bool = True,
+        fold: bool = True,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"Engine: model must be a torch.nn.Module, got {type(model).__name__}")
+        for name, given in (("dtype", dtype), ("output_dtype", output_dtype)):
+            if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+                raise TypeError(f"Engine: {name} must be a floating-point torch.dtype or None, got {given!r}")
+        if type(most_shapes) is not int or most_shapes < 1:
+            raise ValueError(f"Engine: most_shapes must be an integer of at least 1, got {most_shapes!r}")
+        self.device = _device_of(model)
+        on_gpu = self.device.type == "cuda"
+        if graphs and not on_gpu:
+            raise ValueError(f"Engine: graphs=True needs a model on a CUDA device, this one is on {self.device}")
+        self.dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
+        self.output_dtype, self.copy_outputs = output_dtype, copy_outputs
+        self.model = _copied(model)
+        self.folding = fold_norms(self.model) if fold else Folding()
+        if channels_last is None:
+            channels_last = on_gpu and any(isinstance(module, CONVOLUTIONS_2D) for module in self.model.modules())
+        self.channels_last = channels_last
+        _convert(self.model, self.dtype, channels_last)
+        use_graphs = on_gpu if graphs is None else graphs
+        self._graphs = Graphs(self.device, most_shapes, self._state) if use_graphs else None
+        if on_gpu:
+            torch.cuda.synchronize(self.device)  # calls may come from other streams than this one
+        self._inputs: dict[Hashable, str] = {}  # of the graphs, as people read them
+        self._lock = Lock()
+        self._eager_calls = 0
+        self._warned = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's results for these arguments; see the class."""
+        with self._lock:
+            if self._graphs is None:
+                return self._eager(args, kwargs)
+            with self._graphs.in_order():
+                return self._by_graph(self._graphs, args, kwargs)
+
+    @property
+    def report(self) -> EngineReport:
+        """What was done to the model and what is held now."""
+        with self._lock:
+            tensors = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}.values()
+            entries = self._graphs.entries if self._graphs is not None else {}
+            graphs = tuple(
+                GraphReport(self._inputs[key], entry.bytes, entry.replays)
+                for key, entry in entries.items()
+                if isinstance(entry, Graph)
+            )
+            return EngineReport(
+                device=self.device,
+                dtype=self.dtype,
+                channels_last=self.channels_last,
+                folded=dict(self.folding.folded),
+                left=dict(self.folding.left),
+                weights_bytes=sum(t.numel() * t.element_size() for t in tensors),
+                graphs=None if self._graphs is None else graphs,
+                refused={self._inputs[key]: e.why for key, e in entries.items() if isinstance(e, Refusal)},
+                eager_calls=self._eager_calls,
+            )
+
+    # ---- without a graph -------------------------------------------------------------------------------------------
+
+    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._eager_calls += 1
+        args, kwargs = mapped((args, kwargs), self._as_input)
+        with torch.no_grad():
+            return mapped(self._run(args, kwargs), self._as_output)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch.autocast(self.device.type, enabled=False):
+            return self.model(*args, **kwargs)
+
+    def _as_input(self, tensor: Tensor) -> Tensor:
+        self._check_device(tensor)
+        return tensor.to(self._dtype_of(tensor), memory_format=self._format_of(tensor))
+
+    def _as_output(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.output_dtype) if self.output_dtype and tensor.is_floating_point() else tensor
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        return self.dtype if tensor.is_floating_point() else tensor.dtype
+
+    def _format_of(self, tensor: Tensor) -> torch.memory_format:
+        images = self.channels_last and tensor.dim() == 4 and tensor.is_floating_point()
+        return torch.channels_last if images else torch.preserve_format
+
+    def _check_device(self, tensor: Tensor) -> None:
+        if tensor.device != self.device:
+            raise ValueError(f"Engine: an input is on {tensor.device}, the model on {self.device}: move it there first")
+
+    # ---- with graphs -----------------------------------------------------------------------------------------------
+
+    def _by_graph(self, graphs: Graphs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "Engine: called while a CUDA graph is captured: build the engine with graphs=False there"
+            )
+        key, given = signature((args, kwargs), lambda t: (tuple(t.shape), self._dtype_of(t)))
+        for tensor in given:
+            self._check_device(tensor)
+        entry = graphs.find(key)
+        if isinstance(entry, Refusal) or any(tensor.numel() == 0 for tensor in given):  # no work to be captured
+            return self._eager(args, kwargs)
+        if entry is None:
+            try:
+                entry = self._new_graph(graphs, key, given, args, kwargs)
+            except UncapturedError as error:
+                self._tell(key, str(error))
+                self._eager_calls += 1
+                return mapped(error.outputs, self._copied_output)
+        return mapped(entry(given), self._copied_output if self.copy_outputs else lambda tensor: tensor)
+
+    def _new_graph(
+        self, graphs: Graphs, key: Hashable, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Graph:
+        with torch.no_grad():
+            places = [self._place(tensor) for tensor in given]
+        by_tensor = {id(tensor): place for tensor, place in zip(given, places, strict=True)}
+        own_args, own_kwargs = mapped((args, kwargs), lambda tensor: by_tensor[id(tensor)])
+
+        def call() -> Any:
+            # Without a copy to follow, results get their dtype within the graph.
+            convert = (lambda tensor: tensor) if self.copy_outputs else self._as_output
+            return mapped(self._run(own_args, own_kwargs), convert, strict=True)
+
+        text = ", ".join(f"{'x'.join(map(str, p.shape)) or 'scalar'} {_short(p.dtype)}" for p in places)
+        self._inputs = {k: v for k, v in self._inputs.items() if k in graphs.entries} | {key: text or "nothing"}
+        return graphs.add(key, places, call)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        """Where a graph reads an input, with its values; contiguous or channels last, whatever is given."""
+        memory_format = self._format_of(tensor)
+        if memory_format is torch.preserve_format:
+            memory_format = torch.contiguous_format
+        place = torch.empty(tensor.shape, dtype=self._dtype_of(tensor), device=self.device, memory_format=memory_format)
+        return place.copy_(tensor)
+
+    def _copied_output(self, tensor: Tensor) -> Tensor:
+        to_other = self.output_dtype is not None and tensor.is_floating_point()
+        return tensor.to(self.output_dtype if to_other else tensor.dtype, copy=True)
+
+    def _state(self) -> Hashable:
+        """Which buffers the model has, and how often they were changed."""
+        buffers = [(name, b) for m in self.model.modules() for name, b in m._buffers.items()]
+        return tuple((name, id(b), None if b is None or b.is_inference() else b._version) for name, b in buffers)
+
+    def _tell(self, key: Hashable, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"Engine: {self._inputs[key]} runs without a CUDA graph, since the model cannot be captured ({why}). "
+                "Build the engine with graphs=False, or take what waits for the GPU out of the model",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"Engine: all of a model must be on one device, this one is on {names}: use model.to(...)")
+    return devices.pop()
+
+
+@torch.no_grad()
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        own = copy.deepcopy(model)
+    except Exception as error:
+        raise TypeError(
+            f"Engine: a {type(model).__name__} cannot be copied ({type(error).__name__}: {error})"
+        ) from error
+    return own.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _convert(model: nn.Module, dtype: torch.dtype, channels_last: bool) -> None:
+    """Floating-point tensors to `dtype` but those of batch norms, and 2-D convolutions' weights channels last."""
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm):
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(dtype)
+        if channels_last and isinstance(module, CONVOLUTIONS_2D) and module.weight is not None:
+            module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

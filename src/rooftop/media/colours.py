@@ -1,0 +1,128 @@
+"""Luma and chroma to red, green and blue, and back.
+
+With the weights Kr and Kb of a matrix, and Y in 0..1, Cb and Cr in -0.5..0.5:
+
+    R = Y + 2 (1 - Kr) Cr        B = Y + 2 (1 - Kb) Cb        G = (Y - Kr R - Kb B) / (1 - Kr - Kb)
+
+Sources: ITU-R BT.601-7, BT.709-6, BT.2020-2 (non-constant luminance); their numbers in files: ITU-T H.273, table 4.
+Limited range holds Y in 16..235 and chroma in 16..240 of 8 bits, and the same times 2^(bits-8) of more bits.
+
+Chroma of fewer samples is repeated for the pixels that it covers, and on the way back is their mean. The formula is
+ours, not swscale's: that one is off by up to 3 of 255 on its fast paths, and (version 9.5) leaves the last columns of
+odd widths unwritten when it converts 4:2:0 to planes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WEIGHTS = {  # Kr, Kb
+    "bt601": (0.299, 0.114),
+    "bt709": (0.2126, 0.0722),
+    "bt2020": (0.2627, 0.0593),
+    "fcc": (0.30, 0.11),
+    "smpte240m": (0.212, 0.087),
+}
+MATRICES = {1: "bt709", 4: "fcc", 5: "bt601", 6: "bt601", 7: "smpte240m", 9: "bt2020"}
+"""H.273's matrix_coefficients. 2 is unspecified; the others are not matrices of this form, or RGB."""
+CODES = {"bt709": 1, "fcc": 4, "bt601": 6, "smpte240m": 7, "bt2020": 9}
+
+
+@dataclass(frozen=True)
+class Colours:
+    """How numbers of a video mean colours.
+
+    Attributes:
+        matrix: bt601, bt709, bt2020, fcc or smpte240m.
+        full_range: whether 0 is black (and 255 white of 8 bits), or 16 (and 235).
+        assumed: what the file does not say: any of "matrix" and "range".
+    """
+
+    matrix: str
+    full_range: bool
+    assumed: tuple[str, ...] = ()
+
+
+def usual_matrix(height: int, width: int) -> str:
+    """What is assumed of a video that does not say: BT.709 from 1280 x 720 on, BT.601 below, as players do."""
+    return "bt709" if width >= 1280 or height > 576 else "bt601"
+
+
+def yuv_to_rgb(y: Tensor, u: Tensor, v: Tensor, colours: Colours, bits: int, dtype: torch.dtype) -> Tensor:
+    """Planes of luma and chroma as RGB.
+
+    Args:
+        y: (H, W), unsigned integers of `bits` bits in any integer dtype.
+        u, v: (H', W') of Cb and Cr; H' is H or half of it rounded up (or a quarter), W' likewise.
+        dtype: of the result; uint8 is rounded, floating types are in 0..1 and keep what `bits` gives.
+
+    Returns: (3, H, W).
+    """
+    height, width = y.shape
+    down, across = _samples(height, u.shape[0]), _samples(width, u.shape[1])
+    kr, kb = WEIGHTS[colours.matrix]
+    kg = 1 - kr - kb
+    white = 255.0 if dtype == torch.uint8 else 1.0
+    black, luma_scale, chroma_scale = _range(colours.full_range, bits)
+    if height % down:
+        u, v, down = u.repeat_interleave(down, 0)[:height], v.repeat_interleave(down, 0)[:height], 1
+    if across > 1:  # while they are small; rows are repeated by the addition below
+        u, v = (each.repeat_interleave(across, 1)[:, :width] for each in (u, v))
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    luma = y.to(exact).sub_(black).mul_(white / luma_scale).view(-1, down, width)
+    cb = u.to(exact).sub_(1 << (bits - 1)).mul_(white / chroma_scale)[:, None]
+    cr = v.to(exact).sub_(1 << (bits - 1)).mul_(white / chroma_scale)[:, None]
+    rgb = torch.empty(3, height, width, dtype=dtype)
+    values = torch.empty_like(luma)
+    differences = (
+        cr * (2 * (1 - kr)),
+        cr * (-2 * (1 - kr) * kr / kg) + cb * (-2 * (1 - kb) * kb / kg),
+        cb * (2 * (1 - kb)),
+    )
+    for plane, difference in zip(rgb, differences, strict=True):
+        torch.add(luma, difference, out=values)  # (H / down, down, W)
+        if dtype == torch.uint8:
+            values.round_()
+        plane.copy_(values.clamp_(0, white).view(height, width))
+    return rgb
+
+
+def rgb_to_yuv(
+    rgb: Tensor, colours: Colours, bits: int, down: int, across: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """RGB as planes of luma and chroma.
+
+    Args:
+        rgb: (3, H, W) floating, in 0..1.
+        bits: of the result, in `dtype`.
+        down, across: pixels for one sample of chroma, of which H and W are multiples.
+
+    Returns: (H, W), (H / down, W / across), (H / down, W / across).
+    """
+    kr, kb = WEIGHTS[colours.matrix]
+    red, green, blue = rgb
+    luma = kr * red + (1 - kr - kb) * green + kb * blue
+    chroma = torch.stack([(blue - luma) / (2 * (1 - kb)), (red - luma) / (2 * (1 - kr))])
+    chroma = F.avg_pool2d(chroma, (down, across))
+    black, luma_scale, chroma_scale = _range(colours.full_range, bits)
+    highest = (1 << bits) - 1
+    y = (luma * luma_scale + black).round_().clamp_(0, highest).to(dtype)
+    u, v = (chroma * chroma_scale + (1 << (bits - 1))).round_().clamp_(0, highest).to(dtype)
+    return y, u, v
+
+
+def _range(full: bool, bits: int) -> tuple[float, float, float]:
+    """Of `bits` bits: the luma of black, luma from black to white, chroma from end to end."""
+    if full:
+        return 0.0, float((1 << bits) - 1), float((1 << bits) - 1)
+    unit = 2.0 ** (bits - 8)
+    return 16 * unit, 219 * unit, 224 * unit
+
+
+def _samples(pixels: int, samples: int) -> int:
+    """Pixels for one sample of chroma."""
+    return next(each for each in (1, 2, 4) if -(-pixels // each) == samples)

@@ -1,0 +1,534 @@
+"""A video file, decoded by FFmpeg on the CPU: packets, frames, and the index of both.
+
+A file is read as it is decoded, never whole. Files that point at others (playlists, SDP) get none of them opened: only
+the bytes that were given are ever read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from array import array
+from collections.abc import Iterator
+from contextlib import suppress
+from fractions import Fraction
+from itertools import pairwise
+from math import atan2, pi
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rooftop.errors import InputError
+from rooftop.media.colours import MATRICES, Colours, usual_matrix, yuv_to_rgb
+from rooftop.media.frame_index import FrameIndex
+from rooftop.media.pyav import load_av
+
+if TYPE_CHECKING:
+    from rooftop.media.pyav import av
+
+MAX_PIXELS = 1 << 27  # of one frame: 16K (15360 x 8640) fits. A header of a few bytes may claim any size
+BUFFER_BYTES = 1 << 18
+
+FORMATS = (
+    "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,live_flv,ogg,asf,rm,mxf,nut,ivf,obu,av1,h264,hevc,vvc,h261,h263,m4v,"
+    "mjpeg,cavsvideo,dirac,dnxhd,dv,gif,apng,yuv4mpegpipe,wtv,vc1,swf,bink,smk,roq,nsv,"
+    "aac,ac3,eac3,aiff,amr,au,caf,dts,flac,mp3,w64,wav,wv"  # sound, so that the error can say that there is no video
+)
+"""The formats of FFmpeg that hold what they show. The others are lists of files elsewhere (concat, HLS, DASH),
+descriptions of streams (SDP, which listens on a network), single pictures and devices."""
+
+KEY_FRAMES_ONLY = frozenset(
+    ["mjpeg", "png", "ffv1", "prores", "dnxhd", "huffyuv", "ffvhuff", "utvideo", "rawvideo", "v210", "jpeg2000"]
+)
+"""Codecs whose frames do not depend on each other: in an AVI file, which has no times, each has its place."""
+
+ONE_FRAME_A_PACKET = KEY_FRAMES_ONLY | {"h264", "hevc", "vvc", "vp9", "av1", "gif", "webp", "qtrle"}
+"""Codecs whose packets are shown as one frame each. Others (VP8 has frames that are never shown, MPEG-4 two frames in
+one packet) are indexed by decoding them once."""
+
+WHOLE_PICTURES = (0, 1, 5)  # AVPictureType: not told, I, SI
+NO_TIMESTAMPS = 0x80  # AVFMT_NOTIMESTAMPS, of formats that are nothing but the codec's packets
+
+REPACKED = {  # the same numbers, in planes
+    "nv12": "yuv420p",
+    "nv21": "yuv420p",
+    "nv16": "yuv422p",
+    "nv24": "yuv444p",
+    "nv42": "yuv444p",
+    "yuyv422": "yuv422p",
+    "uyvy422": "yuv422p",
+    "yvyu422": "yuv422p",
+    "p010le": "yuv420p10le",
+    "p012le": "yuv420p12le",
+    "p016le": "yuv420p16le",
+    "p210le": "yuv422p10le",
+    "p410le": "yuv444p10le",
+}
+
+
+class Broken(Exception):
+    """Inside this package: a place that cannot be decoded; `pts` where it is known.
+
+    `damaged_frame`: it came out of the decoder, after all frames that are shown before it.
+    """
+
+    def __init__(self, reason: str, pts: int | None = None, *, damaged_frame: bool = False) -> None:
+        super().__init__(reason)
+        self.pts = pts
+        self.damaged_frame = damaged_frame
+
+
+class Misled(Broken):
+    """Inside this package: a seek that led to a key frame too late."""
+
+
+class Unclean(Broken):
+    """Inside this package: a key frame that is not whole by itself, as where a picture is refreshed bit by bit."""
+
+
+class Source:
+    """What is read: a file, or bytes.
+
+    Raises:
+        InputError: it does not exist, is no file, or is empty.
+    """
+
+    def __init__(self, path_or_bytes: str | os.PathLike[str] | bytes | bytearray | memoryview) -> None:
+        self.content: bytes | None = None
+        if isinstance(path_or_bytes, (bytes, bytearray, memoryview)):
+            self.content = bytes(path_or_bytes)
+            self.name, size = f"video of {len(self.content):,} bytes", len(self.content)
+        elif isinstance(path_or_bytes, (str, os.PathLike)):
+            self.path = Path(path_or_bytes).expanduser()
+            self.name = str(self.path)
+            if not self.path.exists():
+                raise InputError(f"{self.name} does not exist: expected a video file, or its bytes")
+            if not self.path.is_file():
+                raise InputError(f"{self.name} is no regular file: expected a video file, or its bytes")
+            size = self.path.stat().st_size
+        else:
+            raise TypeError(f"expected a path or bytes of a video, got {type(path_or_bytes).__name__}")
+        if size == 0:
+            raise InputError(f"{self.name} is empty: expected a video")
+        self.size_bytes = size
+
+    def open(self) -> Any:
+        return io.BytesIO(self.content) if self.content is not None else self.path.open("rb")
+
+
+class Decoder:
+    """One pass over the first video of a source. Its frames are FFmpeg's; `to_tensor` makes tensors of them.
+
+    Raises:
+        InputError: FFmpeg cannot read the source, or there is no video in it.
+        MissingExtraError: PyAV is not installed.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.av = load_av()
+        self._file = source.open()
+        try:
+            self._open()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _open(self) -> None:
+        try:
+            self.container: av.container.InputContainer = self.av.open(
+                self._file,
+                "r",
+                container_options={"format_whitelist": FORMATS, "protocol_whitelist": "none"},
+                buffer_size=BUFFER_BYTES,
+                io_open=_refuse,
+                metadata_errors="replace",
+            )
+        except (self.av.FFmpegError, OSError, ValueError, UnicodeError) as error:
+            said = "not the format of a video file" if isinstance(error, self.av.ArgumentError) else _said(error)
+            raise InputError(
+                f"{self.source.name} is no video that FFmpeg can read ({said}): expected a whole file of MP4, "
+                "Matroska, AVI or another of its formats. An MP4 that was cut off has lost its index, which is its end"
+            ) from error
+        pictures = self.av.stream.Disposition.attached_pic
+        videos = [each for each in self.container.streams.video if not each.disposition & pictures]
+        if not videos:
+            others = ", ".join(f"{each.type}" for each in self.container.streams) or "nothing"
+            self.container.close()
+            raise InputError(f"{self.source.name} has no video, only {others}: expected a file with a video stream")
+        self.stream: av.video.stream.VideoStream = videos[0]
+        context = self.stream.codec_context
+        if context is None:
+            self.container.close()
+            raise InputError(f"{self.source.name} holds video of a codec that this FFmpeg cannot decode: convert it")
+        context.thread_type = "AUTO"
+        context.options = {"max_pixels": str(MAX_PIXELS)}
+        self.time_base: Fraction = self.stream.time_base or Fraction(1, 90000)
+        start = self.container.start_time
+        # PyAV gives it in microseconds.
+        self.start_ticks = round(Fraction(start, 1_000_000) / self.time_base) if start is not None else 0
+        form = self.container.format
+        raw = bool(int(form.flags) & NO_TIMESTAMPS)
+        self.clocked = not raw and not ("avi" in form.name and context.name not in KEY_FRAMES_ONLY)
+        # What the file says of its length, to know whether it is all there.
+        self._entries = len(self.stream.index_entries) if "mp4" in form.name else 0
+        self._entries = self.stream.frames if "avi" in form.name else self._entries
+        self._whole = True  # no seek yet: packets can be counted
+
+    def close(self) -> None:
+        self.container.close()
+        self._file.close()
+
+    def __del__(self) -> None:
+        """A reader that is dropped lets go of its file."""
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def rate(self) -> Fraction | None:
+        """Frames a second, of the whole file as its header says it; None if unknown."""
+        rate = self.stream.average_rate or self.stream.guessed_rate or self.stream.base_rate
+        return rate if rate and rate > 0 else None
+
+    def seconds(self, ticks: int) -> float:
+        """On the clock of the file, which starts with the first of its streams."""
+        return float((ticks - self.start_ticks) * self.time_base)
+
+    def packets(self) -> Iterator[av.Packet[av.VideoStream]]:
+        """Packets of the video from here on, in the order of the file; then `Broken` if the file ends too early."""
+        count, end = 0, None
+        demuxed = self.container.demux(self.stream)
+        while True:
+            try:
+                packet = next(demuxed, None)
+            except self.av.FFmpegError as error:
+                raise Broken(f"the file cannot be read on: {_said(error)}") from error
+            if packet is None or (packet.size == 0 and packet.dts is None):  # the last one only drains the decoder
+                break
+            count += 1
+            if packet.pts is not None:
+                end = max(end or packet.pts, packet.pts + (packet.duration or 0))
+            yield packet
+        self._check_end(count if self._whole else None, end)
+
+    def _check_end(self, count: int | None, end: int | None) -> None:
+        """Whether all is there that the header of an MP4 or a Matroska file names."""
+        if count is not None and count < self._entries:
+            raise Broken(f"the file ends after {count} of {self._entries} frames")
+        said = self.stream.metadata.get("DURATION") if "matroska" in self.container.format.name else None
+        if said and end is not None:
+            try:
+                hours, minutes, seconds = said.split(":")
+                whole = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
+            except ValueError:
+                return
+            there = float(end * self.time_base)
+            if there + max(0.1, 2 / float(self.rate() or 10)) < whole:
+                raise Broken(f"the file ends after {there:.3f} of {whole:.3f} s")
+
+    def seek(self, pts: int) -> None:
+        """Go to a packet that comes no later than the key frame at `pts`, if the format can; decoding begins anew.
+
+        Raises:
+            Broken: the format cannot.
+        """
+        try:
+            self.container.seek(pts, stream=self.stream)
+        except self.av.FFmpegError as error:
+            raise Broken(f"no seeking in this file: {_said(error)}") from error
+        self._whole = False
+
+    def frames(self, start: int | None = None) -> Iterator[tuple[int, av.VideoFrame]]:
+        """Frames in the order in which they are shown, from the next key frame on, each with its tick.
+
+        Where packets have no times (raw streams, AVI with frames out of order) frames get those of the frame rate.
+
+        Args:
+            start: after a seek, the tick of the key frame sought. Frames shown before the key frame to which the seek
+                led are left out: they are made from others before it.
+
+        Raises:
+            Misled: the seek led to a later key frame.
+            Unclean: it led to a frame that is not whole by itself.
+            Broken: a packet or a frame is damaged, or the file ends early. All frames before it were given.
+        """
+        step = usual_duration(self)
+        last: int | None = None
+        for frame in self._decoded(start):
+            pts = frame.pts
+            if start is not None and last is None and frame.pict_type not in WHOLE_PICTURES:
+                raise Unclean("decoding cannot start here", pts)
+            if not self.clocked or pts is None or (last is not None and pts <= last):
+                pts = self.start_ticks if last is None else last + step
+            last = pts
+            yield pts, frame
+
+    def _decoded(self, start: int | None) -> Iterator[av.VideoFrame]:
+        context = self.stream.codec_context
+        first: int | None = None
+        started, sought = False, start is not None
+        pending: set[int] = set()  # ticks of packets whose frames have not come out: decoding runs in several threads
+        try:
+            for packet in self.packets():
+                if not started:
+                    if not packet.is_keyframe:
+                        continue
+                    if start is not None and (packet.pts is None or packet.pts > start):
+                        raise Misled("the seek led to a later key frame", packet.pts)
+                    started, first = True, packet.pts
+                if packet.pts is not None:
+                    pending.add(packet.pts)
+                if packet.is_corrupt:
+                    raise Broken("a packet is damaged or incomplete", packet.pts)
+                try:
+                    frames = context.decode(packet)
+                except (self.av.FFmpegError, ValueError) as error:
+                    raise Broken(f"a frame cannot be decoded ({_said(error)})", packet.pts) from error
+                for frame in _good(frames, first, sought):
+                    if frame.pts is not None:
+                        pending = {tick for tick in pending if tick > frame.pts}
+                    yield frame
+            if not started:
+                raise Broken("there is no key frame from which decoding could start")
+        except Broken as broken:
+            if started and not broken.damaged_frame:
+                with suppress(Broken):
+                    yield from self._before_damage(pending, first, sought)
+            raise
+        yield from self._rest(first, sought)
+
+    def _rest(self, first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
+        """The frames that the decoder still holds."""
+        try:
+            rest = self.stream.codec_context.decode(None)
+        except (self.av.FFmpegError, ValueError) as error:
+            raise Broken(f"the last frames cannot be decoded ({_said(error)})") from error
+        yield from _good(rest, first, sought)
+
+    def _before_damage(self, pending: set[int], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
+        """Of these, those shown before the first one that is missing: the error comes some packets after its cause."""
+        held: list[av.VideoFrame] = []
+        with suppress(Broken):
+            held.extend(self._rest(first, sought))
+        missing = min(pending - {frame.pts for frame in held}, default=None)
+        for frame in held:
+            if missing is not None and (frame.pts is None or frame.pts >= missing):
+                return
+            yield frame
+
+
+def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
+    """Without those shown before the first key frame that lack the frames from which they are made."""
+    for frame in frames:
+        early = first is not None and frame.pts is not None and frame.pts < first
+        if early and (sought or frame.is_corrupt):
+            continue
+        if frame.is_corrupt:
+            raise Broken("a frame is damaged", frame.pts, damaged_frame=True)
+        yield frame
+
+
+def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:
+    raise PermissionError(f"a video that points at another file ({url}) is not followed")
+
+
+def _said(error: BaseException) -> str:
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)
+
+
+def build_index(source: Source) -> FrameIndex:
+    """The index of a source: from its packets, without decoding, where these tell all; else decoded once."""
+    decoder = Decoder(source)
+    try:
+        index = _index_by_packets(decoder)
+    finally:
+        decoder.close()
+    if index is not None:
+        return index
+    decoder = Decoder(source)
+    try:
+        return _index_by_frames(decoder)
+    finally:
+        decoder.close()
+
+
+def _index_by_packets(decoder: Decoder) -> FrameIndex | None:
+    """None where packets do not tell: codecs of which a packet may be no frame, or two fields of one."""
+    context = decoder.stream.codec_context
+    interlaced = int(context.field_order) > 1  # 0 is unknown, 1 progressive
+    if not decoder.clocked or context.codec.canonical_name not in ONE_FRAME_A_PACKET or interlaced:
+        return None
+    shown, starts, last, last_duration = array("q"), array("q"), None, 0
+    damage = None
+    try:
+        for packet in decoder.packets():
+            if packet.pts is None:
+                return None
+            if not starts and not packet.is_keyframe:
+                continue
+            if packet.is_corrupt:
+                damage = damage or "a packet is damaged or incomplete"
+                continue
+            if packet.is_keyframe:
+                starts.append(packet.pts)
+            if not packet.is_discard:
+                shown.append(packet.pts)
+                if last is None or packet.pts > last:
+                    last, last_duration = packet.pts, packet.duration or 0
+    except Broken as broken:
+        damage = damage or str(broken)
+    pts = array("q", sorted(shown))
+    if any(a == b for a, b in pairwise(pts)):
+        return None
+    if pts and pts[0] < starts[0]:  # shown before the first key frame: some need frames that are not there
+        there = _shown_before(decoder.source, starts[0])
+        pts = array("q", [tick for tick in pts if tick >= starts[0] or tick in there])
+    return _index(decoder, pts, last_duration, starts, True, damage)
+
+
+def _shown_before(source: Source, first: int) -> set[int]:
+    """The ticks of the frames that can be decoded and are shown before the first key frame."""
+    decoder, there = Decoder(source), set[int]()
+    try:
+        for pts, _ in decoder.frames():
+            if pts >= first:
+                break
+            there.add(pts)
+    except Broken:
+        pass
+    finally:
+        decoder.close()
+    return there
+
+
+def _index_by_frames(decoder: Decoder) -> FrameIndex:
+    ticks, starts, damage, last_duration = array("q"), array("q"), None, 0
+    seekable = decoder.clocked
+    try:
+        for pts, frame in decoder.frames():
+            seekable = seekable and pts == frame.pts
+            ticks.append(pts)
+            last_duration = frame.duration or 0
+            if frame.key_frame:
+                starts.append(pts)
+    except Broken as broken:
+        damage = str(broken)
+    return _index(decoder, ticks, last_duration, starts, seekable, damage)
+
+
+def _index(
+    decoder: Decoder, pts: array[int], last_duration: int, starts: array[int], seekable: bool, damage: str | None
+) -> FrameIndex:
+    if last_duration <= 0:
+        last_duration = usual_duration(decoder)
+    starts = array("q", sorted(set(starts)))
+    at = set(starts)
+    keys = array("q", [position for position, tick in enumerate(pts) if tick in at])
+    return FrameIndex(pts, last_duration, starts, keys, seekable, damage)
+
+
+def usual_duration(decoder: Decoder) -> int:
+    """Ticks of one frame by the frame rate, at least 1."""
+    return max(1, round(1 / (decoder.rate() or Fraction(25)) / decoder.time_base))
+
+
+def colours_of(frame: av.VideoFrame) -> Colours:
+    """What the numbers of a frame mean; what it does not say is assumed and named.
+
+    Raises:
+        InputError: a matrix that is none (YCgCo, ICtCp, constant luminance).
+    """
+    assumed = []
+    code, extent = int(frame.colorspace), int(frame.color_range)
+    if code in MATRICES or code in (0, 2, 3):
+        matrix = MATRICES.get(code)
+    else:
+        raise InputError(f"colour matrix {code} of ITU-T H.273 is not supported: convert the video to BT.709")
+    if matrix is None:
+        assumed.append("matrix")
+        matrix = usual_matrix(frame.height, frame.width)
+    full = extent == 2 or frame.format.name.startswith("yuvj")
+    if extent not in (1, 2) and not full:
+        assumed.append("range")
+    return Colours(matrix, full, tuple(assumed))
+
+
+def to_tensor(frame: av.VideoFrame, dtype: torch.dtype, resize: tuple[int, int] | None) -> Tensor:
+    """A frame as (3, H, W) RGB, upright; uint8, or floating in 0..1.
+
+    Resized with bilinear weights that shrink without aliasing (`torch.nn.functional.interpolate`, `antialias=True`).
+
+    Raises:
+        InputError: a colour matrix or a format of pixels that is not supported.
+    """
+    turns, mirrored = orientation(frame)
+    rgb = _rgb(frame, dtype)
+    if resize is not None:
+        size = resize[::-1] if turns % 2 else resize
+        if tuple(rgb.shape[1:]) != size:
+            rgb = F.interpolate(rgb[None], size, mode="bilinear", antialias=True)[0]
+    if turns:
+        rgb = torch.rot90(rgb, turns, (1, 2))
+    if mirrored:
+        rgb = rgb.flip(2)
+    return rgb.contiguous()
+
+
+def displayed_size(frame: av.VideoFrame) -> tuple[int, int]:
+    """(height, width) in pixels, upright."""
+    turned = orientation(frame)[0] % 2
+    return (frame.width, frame.height) if turned else (frame.height, frame.width)
+
+
+def orientation(frame: av.VideoFrame) -> tuple[int, bool]:
+    """Quarter turns counterclockwise, and whether the result is then mirrored left to right.
+
+    FFmpeg's display matrix maps (x, y) to (a x + c y, b x + d y), y down; angles between quarters go to the nearest.
+    """
+    data = frame.side_data.get("DISPLAYMATRIX")
+    if data is None:
+        return 0, False
+    numbers = np.frombuffer(memoryview(data), dtype=np.int32)  # type: ignore[arg-type]
+    if len(numbers) < 9:
+        return 0, False
+    a, b, c, d = (float(numbers[each]) for each in (0, 1, 3, 4))
+    mirrored = a * d - b * c < 0
+    if mirrored:
+        a = -a
+    return round(-atan2(b, a) / (pi / 2)) % 4, mirrored
+
+
+def _rgb(frame: av.VideoFrame, dtype: torch.dtype) -> Tensor:
+    name = frame.format.name
+    if name in REPACKED or (name.startswith(("yuv", "gray")) and name.endswith("be")):
+        frame = frame.reformat(format=REPACKED.get(name) or name[:-2] + "le")
+        name = frame.format.name
+    planar = name.startswith("yuv") and len(frame.planes) >= 3 and not name.endswith("be")
+    if (planar or name.startswith("gray")) and all(plane.line_size > 0 for plane in frame.planes) and "f" not in name:
+        bits = frame.format.components[0].bits
+        y = _plane(frame, 0, bits)
+        if planar:
+            u, v = _plane(frame, 1, bits), _plane(frame, 2, bits)
+        else:
+            u = v = torch.full(tuple(-(-each // 2) for each in y.shape), 1 << (bits - 1), dtype=torch.int32)
+        return yuv_to_rgb(y, u, v, colours_of(frame), bits, dtype)
+    deep = max((each.bits for each in frame.format.components), default=8) > 8
+    # Red, green and blue already, or a palette: only their order and depth change.
+    pixels = frame.reformat(format="rgb48le" if deep else "rgb24").to_ndarray()  # (H, W, 3), perhaps FFmpeg's own
+    values = torch.from_numpy(pixels.astype(np.int32 if deep else np.uint8)).permute(2, 0, 1)
+    if dtype == torch.uint8:
+        return values.contiguous() if not deep else (values.float() / 257).round_().to(torch.uint8)
+    return (values.to(torch.float64 if dtype == torch.float64 else torch.float32) / (65535 if deep else 255)).to(dtype)
+
+
+def _plane(frame: av.VideoFrame, number: int, bits: int) -> Tensor:
+    """(H, W) of one plane, uint8 or int32; shares no memory with the frame if of more than 8 bits."""
+    plane = frame.planes[number]
+    width, height = plane.width, plane.height
+    rows = np.frombuffer(memoryview(plane), dtype=np.uint8)[: plane.line_size * height].reshape(height, plane.line_size)
+    if bits > 8:
+        return torch.from_numpy(rows.view("<u2")[:, :width].astype(np.int32))
+    return torch.from_numpy(rows[:, :width])

@@ -1,0 +1,25 @@
+"""The errors of `rooftop.media`; a file that is missing or no video is an `InputError`."""
+
+from __future__ import annotations
+
+from rooftop.errors import RooftopError
+
+
+class DamagedVideoError(RooftopError, RuntimeError):
+    """A video that ends early or cannot be decoded at some place; the frames before it stay readable.
+
+    Attributes:
+        last_good_time: seconds, of the last frame known to be good before the damage; None if there is none.
+    """
+
+    def __init__(self, message: str, last_good_time: float | None = None) -> None:
+        super().__init__(message)
+        self.last_good_time = last_good_time
+
+
+class NoVideoDecoderError(RooftopError, NotImplementedError):
+    """The device asked for cannot decode video here; the message says which can."""
+
+
+class VideoWriteError(RooftopError, RuntimeError):
+    """The encoder refuses its settings or the frames, or the file cannot be written. No file is left behind."""

@@ -1,0 +1,56 @@
+"""Where the frames of a video are: the time of each, and the key frames from which decoding can start."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True)
+class FrameIndex:
+    """Frames in the order in which they are shown. 16 bytes a frame.
+
+    Attributes:
+        pts: (N), increasing: when each frame is shown, in ticks of the stream's clock.
+        last_duration: of the last frame, in ticks.
+        starts: pts of the key frames from which decoding can start, increasing; also of those not shown themselves.
+        keys: positions of the key frames.
+        seekable: whether the file itself has these times; if not, decoding starts at the first frame, always.
+        damage: what is wrong with the file as far as its packets show it, or None.
+    """
+
+    pts: array[int]
+    last_duration: int
+    starts: array[int]
+    keys: array[int]
+    seekable: bool
+    damage: str | None
+
+    def __len__(self) -> int:
+        return len(self.pts)
+
+    def position(self, pts: int) -> int | None:
+        """Of the frame shown at this tick, exactly; None if there is none."""
+        at = bisect_left(self.pts, pts)
+        return at if at < len(self.pts) and self.pts[at] == pts else None
+
+    def shown_at(self, ticks: Fraction) -> int:
+        """The position of the last frame whose tick is not later; -1 before the first."""
+        return bisect_right(self.pts, ticks) - 1
+
+    def start_before(self, position: int) -> int:
+        """Number of the last start that is not later than the frame at this position; -1 if all are."""
+        return bisect_right(self.starts, self.pts[position]) - 1
+
+    def duration(self, position: int) -> int:
+        """Ticks until the next frame."""
+        if position + 1 < len(self.pts):
+            return self.pts[position + 1] - self.pts[position]
+        return self.last_duration
+
+    @property
+    def end(self) -> int:
+        """The tick at which the last frame ends."""
+        return self.pts[-1] + self.last_duration

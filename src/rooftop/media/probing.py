@@ -1,0 +1,159 @@
+"""What is in a video file: its streams, its frames and its clock, as the file says and as its packets show."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from rooftop.errors import InputError
+from rooftop.media.colours import Colours
+from rooftop.media.decoding import Broken, Decoder, Source, build_index, colours_of, displayed_size, orientation
+from rooftop.media.errors import DamagedVideoError
+
+if TYPE_CHECKING:
+    from rooftop.media.pyav import av
+
+H273_TRANSFERS = {16: "PQ (SMPTE ST 2084)", 18: "HLG (ARIB STD-B67)"}
+
+
+@dataclass(frozen=True)
+class AudioInfo:
+    """A stream of sound: codec, samples a second, number of channels."""
+
+    codec: str
+    rate_hz: int
+    channels: int
+
+
+@dataclass(frozen=True)
+class VideoInfo:
+    """A video file.
+
+    Attributes:
+        source: the path, or how many bytes it was.
+        size_bytes: of the file.
+        container: FFmpeg's names of the format.
+        codec, profile, pixel_format: of the video, as FFmpeg names them; profile may be None.
+        bits: of a sample of luma or of a colour.
+        height, width: pixels as shown, upright.
+        coded_height, coded_width: pixels as stored.
+        rotation_degrees: counterclockwise, applied by `VideoReader`.
+        mirrored: whether it is also mirrored left to right.
+        pixel_aspect: width of a pixel over its height; 1.0 if square or unknown. `VideoReader` does not stretch.
+        interlaced: whether the first frame is; `VideoReader` does not take fields apart.
+        colours: matrix and range, and which of them are assumed; None if not supported.
+        hdr: PQ or HLG, if the brightness follows one of these; else None. `VideoReader` does not map tones.
+        fps: the mean, as the file says it.
+        variable_frame_rate: whether times between frames differ by more than one tick of the clock.
+        frames, key_frames: how many.
+        longest_gop: most frames from one key frame to the next: what one random access may have to decode.
+        start_s, duration_s: time of the first frame; until the end of the last.
+        bit_rate_bps: of the whole file.
+        seekable: whether decoding can start at key frames; else always at the beginning.
+        audio: its streams of sound.
+        damage: what is wrong with the packets, None if nothing is; frames were not all decoded for this.
+    """
+
+    source: str
+    size_bytes: int
+    container: str
+    codec: str
+    profile: str | None
+    pixel_format: str
+    bits: int
+    height: int
+    width: int
+    coded_height: int
+    coded_width: int
+    rotation_degrees: int
+    mirrored: bool
+    pixel_aspect: float
+    interlaced: bool
+    colours: Colours | None
+    hdr: str | None
+    fps: float
+    variable_frame_rate: bool
+    frames: int
+    key_frames: int
+    longest_gop: int
+    start_s: float
+    duration_s: float
+    bit_rate_bps: float
+    seekable: bool
+    audio: tuple[AudioInfo, ...]
+    damage: str | None
+
+
+def probe(path_or_bytes: str | os.PathLike[str] | bytes) -> VideoInfo:
+    """Describe a video: one frame is decoded and all packets are read.
+
+    Raises:
+        InputError: no such file, or no video in it.
+        DamagedVideoError: not one frame can be decoded.
+        MissingExtraError: PyAV is not installed.
+    """
+    source = Source(path_or_bytes)
+    decoder = Decoder(source)
+    try:
+        try:
+            _, frame = next(decoder.frames())
+        except (Broken, StopIteration) as broken:
+            raise DamagedVideoError(
+                f"not one frame of {source.name} can be decoded: {str(broken) or 'it has none'}"
+            ) from broken
+        return _describe(source, decoder, frame)
+    finally:
+        decoder.close()
+
+
+def _describe(source: Source, decoder: Decoder, frame: av.VideoFrame) -> VideoInfo:
+    index, base = build_index(source), decoder.time_base
+    stream, context = decoder.stream, decoder.stream.codec_context
+    gaps = [index.duration(position) for position in range(len(index) - 1)]
+    keys = [*index.keys, len(index)]
+    duration = float((index.end - index.pts[0]) * base) if len(index) else 0.0
+    turns, mirrored = orientation(frame)
+    height, width = displayed_size(frame)
+    colours: Colours | None = None
+    try:
+        if not frame.format.is_rgb and not frame.format.has_palette:
+            colours = colours_of(frame)
+    except InputError:
+        pass
+    aspect = stream.sample_aspect_ratio
+    return VideoInfo(
+        source=source.name,
+        size_bytes=source.size_bytes,
+        container=decoder.container.format.name,
+        codec=context.codec.canonical_name,
+        profile=context.profile,
+        pixel_format=frame.format.name,
+        bits=frame.format.components[0].bits,
+        height=height,
+        width=width,
+        coded_height=frame.height,
+        coded_width=frame.width,
+        rotation_degrees=turns * 90,
+        mirrored=mirrored,
+        pixel_aspect=float(aspect) if aspect else 1.0,
+        interlaced=frame.interlaced_frame,
+        colours=colours,
+        hdr=H273_TRANSFERS.get(int(frame.color_trc)),
+        fps=float(decoder.rate() or 0),
+        variable_frame_rate=bool(gaps) and max(gaps) - min(gaps) > 1,
+        frames=len(index),
+        key_frames=len(index.keys),
+        longest_gop=max((b - a for a, b in pairwise(keys)), default=len(index)),
+        start_s=decoder.seconds(index.pts[0]) if len(index) else 0.0,
+        duration_s=duration,
+        bit_rate_bps=8 * source.size_bytes / duration if duration else 0.0,
+        seekable=index.seekable,
+        audio=tuple(
+            AudioInfo(each.codec_context.codec.canonical_name, each.rate, each.channels)
+            for each in decoder.container.streams.audio
+            if each.codec_context is not None
+        ),
+        damage=index.damage,
+    )

@@ -1,0 +1,435 @@
+"""`VideoReader`: the frames of a video as tensors, one after another or any of them.
+
+What is exact: the frame at a position or a time is the one that decoding from the beginning gives there, bit by bit. It
+is found through an index of all packets, made when it is first needed: one pass over the file without decoding (for the
+few codecs whose packets do not tell, with it). Going through a video from its beginning needs no index and holds a few
+frames.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from operator import index as as_integer
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from rooftop.errors import InputError
+from rooftop.media.colours import Colours
+from rooftop.media.decoding import (
+    Broken,
+    Decoder,
+    Misled,
+    Source,
+    Unclean,
+    build_index,
+    colours_of,
+    displayed_size,
+    to_tensor,
+    usual_duration,
+)
+from rooftop.media.errors import DamagedVideoError, NoVideoDecoderError
+from rooftop.media.frame_index import FrameIndex
+
+if TYPE_CHECKING:
+    from rooftop.media.pyav import av
+
+DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SEEKS = 3  # that may lead too far, before a file is read from its beginning
+CLOCK_SLACK_S = Fraction(1, 2000)
+
+
+class TimedFrame(NamedTuple):
+    """A frame: pixels (3, H, W); when it is shown and for how long, in seconds."""
+
+    pixels: Tensor
+    time: float
+    duration: float
+
+
+class VideoReader:
+    """The frames of a video file as (3, H, W) tensors: RGB, upright, uint8 or floating in 0..1.
+
+        for frame in reader: ...            # one after another, a few in memory
+        for pixels, time, duration in reader.timed(): ...
+        reader[7], reader[-1]               # (3, H, W)
+        reader[10:50:4]                     # (T, 3, H, W)
+        reader.frames_at([0.5, 2.0])        # those shown at these times
+        for clip in reader.clips(16): ...   # (16, 3, H, W)
+
+    Times are seconds on the clock of the file, whose 0 is where a player starts. Pixels that are not square stay as
+    they are, and interlaced frames are not taken apart.
+
+    Args:
+        path_or_bytes: a file, or the content of one.
+        device: "cpu", or "auto". Decoding on a GPU is not there yet: "auto" takes the CPU and says so.
+        output: "rgb".
+        dtype: torch.uint8, or float16, bfloat16, float32, float64; the floating ones keep the depth of 10-bit videos.
+        resize: (height, width) of the frames, upright; bilinear, and shrunk without aliasing.
+
+    Attributes:
+        device: on which frames are decoded and lie.
+        fallback_reason: why that is not a GPU, if "auto" was asked for; else None.
+        height, width: in pixels, of what is given.
+        fps: frames a second, the mean as the file says it.
+        colours: what the numbers of the file mean, and what of that is assumed.
+
+    Raises:
+        InputError: no such file, no video in it, or an argument that is not understood.
+        DamagedVideoError: not one frame can be decoded.
+        NoVideoDecoderError: of device "cuda".
+        MissingExtraError: PyAV is not installed.
+    """
+
+    def __init__(
+        self,
+        path_or_bytes: str | os.PathLike[str] | bytes,
+        device: str | torch.device = "cpu",
+        output: str = "rgb",
+        dtype: torch.dtype = torch.uint8,
+        resize: tuple[int, int] | None = None,
+    ) -> None:
+        self.device, self.fallback_reason = _pick_device(device)
+        if output != "rgb":
+            raise InputError(f'output {output!r} is not known: expected "rgb"')
+        if dtype not in DTYPES:
+            raise InputError(f"frames cannot be {dtype}: expected one of {', '.join(map(str, DTYPES))}")
+        self.dtype, self.resize = dtype, _size(resize)
+        self.source = Source(path_or_bytes)
+        self._lock = threading.RLock()
+        self._index: FrameIndex | None = None
+        self._cursor: _Cursor | None = None
+        self._unclean: set[int] = set()  # numbers of starts from which frames do not come out whole
+        decoder = Decoder(self.source)
+        try:
+            _, frame = next(decoder.frames())
+            self._size = displayed_size(frame)
+            self.height, self.width = self.resize or self._size
+            self.colours: Colours = colours_of(frame)
+        except (Broken, StopIteration) as broken:
+            raise DamagedVideoError(
+                f"not one frame of {self.source.name} can be decoded: {str(broken) or 'it has none'}. Was it copied or "
+                "downloaded to its end?"
+            ) from broken
+        finally:
+            decoder.close()
+        self._time_base, self._start = decoder.time_base, decoder.start_ticks
+        self.fps = float(decoder.rate() or 1 / (usual_duration(decoder) * decoder.time_base))
+
+    @property
+    def index(self) -> FrameIndex:
+        """Made when it is first needed: `len`, positions, times, key frames and the duration need it."""
+        with self._lock:
+            if self._index is None:
+                self._index = build_index(self.source)
+            return self._index
+
+    def __len__(self) -> int:
+        """Frames that are there; of a file that was cut off, less than it had."""
+        return len(self.index)
+
+    @property
+    def times(self) -> Tensor:
+        """(N,) float64: when each frame is shown, in seconds."""
+        return torch.tensor([self._seconds(tick) for tick in self.index.pts], dtype=torch.float64)
+
+    @property
+    def durations(self) -> Tensor:
+        """(N,) float64: how long each frame is shown, in seconds: until the next."""
+        index = self.index
+        ticks = [index.duration(position) for position in range(len(index))]
+        return torch.tensor([float(each * self._time_base) for each in ticks], dtype=torch.float64)
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the first frame to the end of the last."""
+        index = self.index
+        return float((index.end - index.pts[0]) * self._time_base) if len(index) else 0.0
+
+    @property
+    def key_frames(self) -> list[int]:
+        """Positions of the frames that the file marks as key frames, from which decoding can start."""
+        return list(self.index.keys)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Frames (3, H, W) from the first to the last. Each loop decodes on its own.
+
+        Raises:
+            DamagedVideoError: at the place that cannot be decoded, after all frames before it.
+        """
+        for _, frame, _ in self._stream(0):
+            yield self._tensor(frame)
+
+    def timed(self, start: int = 0) -> Iterator[TimedFrame]:
+        """Frames with their times, from position `start` on; the same errors as a loop over the reader."""
+        for tick, frame, ticks in self._stream(self._position(start) if start else 0):
+            yield TimedFrame(self._tensor(frame), self._seconds(tick), float(ticks * self._time_base))
+
+    def clips(self, frames: int, stride: int | None = None) -> Iterator[Tensor]:
+        """Clips (frames, 3, H, W) of frames one after another; what is left at the end is no clip.
+
+        Args:
+            frames: in each clip.
+            stride: frames from the start of one to the start of the next; `frames` if not given, so none are shared.
+
+        Raises:
+            InputError: numbers below 1.
+            DamagedVideoError: as a loop over the reader.
+        """
+        stride = frames if stride is None else stride
+        if frames < 1 or stride < 1:
+            raise InputError(f"clips of {frames} frames every {stride} frames: expected numbers from 1 on")
+        return self._clips(frames, stride)
+
+    def _clips(self, frames: int, stride: int) -> Iterator[Tensor]:
+        held: deque[Tensor] = deque(maxlen=frames)
+        for number, (_, frame, _) in enumerate(self._stream(0)):
+            if number % stride >= frames and stride > frames:
+                continue  # between clips
+            held.append(self._tensor(frame))
+            first = number + 1 - frames
+            if first >= 0 and first % stride == 0:
+                yield torch.stack(tuple(held))
+
+    def __getitem__(self, position: int | slice) -> Tensor:
+        """(3, H, W) of a position, or (T, 3, H, W) of a slice; negative ones count from the end.
+
+        Raises:
+            IndexError: there is no such frame.
+            DamagedVideoError: it, or a frame from which it is made, cannot be decoded.
+        """
+        if isinstance(position, slice):
+            return self.take(range(*position.indices(len(self))))
+        return self.take([position])[0]
+
+    def take(self, positions: Sequence[int]) -> Tensor:
+        """(T, 3, H, W): frames at these positions, in this order, repeated if they are. Errors as of `reader[i]`."""
+        wanted = [self._position(each) for each in positions]
+        taken = torch.empty(len(wanted), 3, self.height, self.width, dtype=self.dtype)
+        places: dict[int, list[int]] = {}
+        for place, position in enumerate(wanted):
+            places.setdefault(position, []).append(place)
+        with self._lock:
+            for position in sorted(places):
+                taken[places[position]] = self._tensor(self._frame_at(position))
+        return taken
+
+    def frames_at(self, times: Sequence[float] | Tensor) -> Tensor:
+        """(T, 3, H, W): the frames shown at these times.
+
+        A time that misses the start of a frame by less than half a tick of the file's clock, and less than 0.5 ms, is
+        taken as that start: 2 / 30 is frame 2 also where the file says 0.067 s.
+
+        Raises:
+            InputError: a time before the first frame or after the end of the last.
+        """
+        slack = min(Fraction(1, 2), CLOCK_SLACK_S / self._time_base)
+        index = self.index
+        positions = []
+        for time in [float(each) for each in times]:
+            first, end = (self._seconds(index.pts[0]), self._seconds(index.end)) if len(index) else (0.0, 0.0)
+            finite = abs(time) < float("inf")
+            tick = Fraction(time) / self._time_base + self._start + slack if finite else Fraction(0)
+            position = index.shown_at(tick)
+            if not finite or position < 0 or tick > index.end + 2 * slack:
+                raise InputError(
+                    f"no frame of {self.source.name} is shown at {time} s: expected {first:.6g} to {end:.6g} s"
+                )
+            positions.append(position)
+        return self.take(positions)
+
+    def close(self) -> None:
+        """Let go of the file; it is opened again if more is asked for."""
+        with self._lock:
+            if self._cursor is not None:
+                self._cursor.close()
+                self._cursor = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For worker processes: all but what is open."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_cursor")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock(), _cursor=None)
+
+    def __repr__(self) -> str:
+        return f"VideoReader({self.source.name}: {self.width} x {self.height}, {self.fps:.5g} frames/s, {self.device})"
+
+    def _seconds(self, tick: int) -> float:
+        return float((tick - self._start) * self._time_base)
+
+    def _position(self, position: int) -> int:
+        count, given = len(self), as_integer(position)
+        if not -count <= given < count:
+            damage = f", which is damaged ({self.index.damage})" if self.index.damage else ""
+            raise IndexError(f"frame {given} of {self.source.name}{damage}: it has {count}, 0 to {count - 1}")
+        return given % count
+
+    def _tensor(self, frame: av.VideoFrame) -> Tensor:
+        if self.resize is None and displayed_size(frame) != self._size:
+            height, width = displayed_size(frame)
+            raise InputError(
+                f"frames of {self.source.name} change from {self._size[1]} x {self._size[0]} to {width} x {height} "
+                "pixels: give VideoReader(..., resize=(height, width)) to have all in one size"
+            )
+        return to_tensor(frame, self.dtype, self.resize)
+
+    def _stream(self, start: int) -> Iterator[tuple[int, av.VideoFrame, int]]:
+        """Ticks, frames and their durations in ticks; a frame is given when the next one is known."""
+        cursor = _Cursor(self.source, None) if start == 0 else self._cursor_at(start)
+        held: tuple[int, av.VideoFrame] | None = None
+        try:
+            if start:
+                held = cursor.last  # the frame at `start`
+            for tick, frame in cursor.frames:
+                if held is not None:
+                    yield (*held, tick - held[0])
+                held = tick, frame
+        except Broken as broken:
+            if held is not None:
+                yield (*held, held[1].duration or usual_duration(cursor.decoder))
+            raise self._damaged(broken, held and held[0]) from broken
+        finally:
+            cursor.close()
+        if held is not None:
+            yield (*held, held[1].duration or usual_duration(cursor.decoder))
+
+    def _frame_at(self, position: int) -> av.VideoFrame:
+        index, cursor = self.index, self._cursor
+        if cursor is not None and cursor.process == os.getpid():
+            if cursor.position == position and cursor.last is not None:
+                return cursor.last[1]
+            here = index.start_before(cursor.position) if cursor.position >= 0 else -1
+            if cursor.position < position and (not index.seekable or index.start_before(position) <= here):
+                try:
+                    return cursor.go_to(position, index)
+                except Broken:  # once more, from a key frame
+                    pass
+        self.close()
+        self._cursor = self._cursor_at(position)
+        assert self._cursor.last is not None
+        return self._cursor.last[1]
+
+    def _cursor_at(self, position: int) -> _Cursor:
+        """A pass over the video that has just come to this frame."""
+        index, last_good = self.index, None
+        start = index.start_before(position) if index.seekable else -1
+        misled = 0
+        failure: Broken | None = None
+        while True:
+            while start in self._unclean:
+                start -= 1
+            # The first key frame is the beginning of the file: no seek leads there more surely than opening it.
+            cursor = _Cursor(self.source, index.starts[start] if start > 0 else None)
+            try:
+                cursor.go_to(position, index)
+                return cursor
+            except Unclean:
+                self._unclean.add(start)
+            except Misled:
+                misled += 1
+                start = start - 1 if misled < SEEKS else -1
+            except Broken as broken:
+                last_good = cursor.last[0] if cursor.last is not None else last_good
+                if failure is not None or start <= 0:
+                    cursor.close()
+                    raise self._damaged(failure or broken, last_good, position) from broken
+                failure, start = broken, start - 1  # once more: the frame may need some before its key frame
+            cursor.close()
+
+    def _damaged(self, broken: Broken, last: int | None, position: int | None = None) -> DamagedVideoError:
+        time = None if last is None else self._seconds(last)
+        until = "no frame before it can be decoded" if time is None else f"the last good frame is at {time:.3f} s"
+        what = "" if position is None else f"frame {position} of "
+        return DamagedVideoError(
+            f"{what}{self.source.name} cannot be decoded: {broken}; {until}. Frames that are not made from the damaged "
+            "ones stay readable by position",
+            time,
+        )
+
+
+class _Cursor:
+    """One pass over a video, from its beginning or from a key frame.
+
+    `last` is the frame at which it is, with its tick, and `position` that frame's (-1 before the first).
+    """
+
+    def __init__(self, source: Source, start: int | None) -> None:
+        self.process = os.getpid()  # the decoder's threads do not survive a fork
+        self.decoder = Decoder(source)
+        self.position, self.last = -1, None
+        self._start = start
+        self.frames = self._frames()
+
+    last: tuple[int, av.VideoFrame] | None
+
+    def _frames(self) -> Iterator[tuple[int, av.VideoFrame]]:
+        if self._start is not None:
+            try:
+                self.decoder.seek(self._start)
+            except Broken as broken:
+                raise Misled(str(broken)) from broken
+        yield from self.decoder.frames(self._start)
+
+    def go_to(self, position: int, index: FrameIndex) -> av.VideoFrame:
+        """Decode on to this frame.
+
+        Raises:
+            Broken: it does not come out.
+        """
+        for tick, frame in self.frames:
+            at = index.position(tick) if index.seekable else self.position + 1
+            if at is None:
+                continue
+            self.position = at
+            if at > position:
+                raise Broken("the decoder leaves it out", tick)
+            self.last = tick, frame
+            if at == position:
+                return frame
+        raise Broken("the decoder ends before it")
+
+    def close(self) -> None:
+        self.decoder.close()
+
+
+def _pick_device(device: str | torch.device) -> tuple[torch.device, str | None]:
+    """The CPU, and why if more was hoped for."""
+    name = str(device)
+    if name == "cpu":
+        return torch.device("cpu"), None
+    found = "" if torch.cuda.is_available() else "; torch finds no CUDA GPU here either"
+    reason = f"decoding on a GPU (NVDEC) is not part of this version of Rooftop{found}"
+    if name == "auto":
+        return torch.device("cpu"), reason
+    if name.split(":")[0] == "cuda":
+        raise NoVideoDecoderError(
+            f'device {name!r}: {reason}. Use device="cpu" (or "auto") and move what you need: frame.to("cuda")'
+        )
+    raise InputError(f'device {name!r} is not known: expected "cpu", "auto" or "cuda"')
+
+
+def _size(resize: tuple[int, int] | None) -> tuple[int, int] | None:
+    if resize is None:
+        return None
+    try:
+        height, width = (as_integer(each) for each in resize)
+    except (TypeError, ValueError):
+        height = width = 0
+    if height < 1 or width < 1:
+        raise InputError(f"resize={resize!r}: expected (height, width) in pixels, both from 1 on")
+    return height, width

@@ -1,0 +1,318 @@
+"""`VideoWriter`: tensors as a video file, written under another name until it is whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rooftop.errors import InputError
+from rooftop.media.colours import CODES, WEIGHTS, Colours, rgb_to_yuv, usual_matrix
+from rooftop.media.errors import VideoWriteError
+from rooftop.media.pyav import load_av
+
+if TYPE_CHECKING:
+    from rooftop.media.pyav import av
+
+TICKS = 60_000  # a second, where frames have times: whole for 24, 25, 30 and 60 frames/s, and for NTSC's of 1001
+
+
+class VideoWriter:
+    """Writes frames as a video; the file appears under its name when it is closed, whole, and not at all on an error.
+
+        with VideoWriter("out.mp4", fps=30) as writer:
+            writer.write(frames)            # (3, H, W) or (T, 3, H, W), any number of times
+
+    Leaving the block by an error, or `discard()`, leaves no file and an older one as it was.
+
+    Args:
+        path: of the file; its suffix names the format (.mp4, .mkv, .webm, .avi, .mov, ...).
+        fps: frames a second. Frames that are given times are shown at these instead.
+        codec: the name of an FFmpeg encoder: libx264, libx265, libvpx-vp9, libsvtav1, mpeg4, ffv1, ...
+        pixel_format: as FFmpeg names it; of more than 8 bits (yuv420p10le) it keeps more of floating frames. By default
+            yuv420p, or what the encoder has.
+        bit_rate_bps: bits a second, if the encoder is to aim at a size; else its own idea of quality.
+        options: of the encoder, such as {"crf": "18", "preset": "fast"}.
+        matrix: bt709, bt601 or bt2020; by default the one that players assume of the size. The file says which.
+        full_range: whether black is 0 and white 255, instead of 16 and 235.
+        pad: whether a size that does not fit the pixel format (odd, with yuv420p) is filled up by repeating the last
+            row and column. If not, it is refused.
+
+    Raises:
+        InputError: an unknown suffix, encoder, pixel format or argument, or no such folder.
+        MissingExtraError: PyAV is not installed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        fps: float | Fraction,
+        codec: str = "libx264",
+        *,
+        pixel_format: str | None = None,
+        bit_rate_bps: int | None = None,
+        options: Mapping[str, str] | None = None,
+        matrix: str | None = None,
+        full_range: bool = False,
+        pad: bool = False,
+    ) -> None:
+        self.av = load_av()
+        self.path = Path(path).expanduser()
+        self.frames = 0
+        self._partial = self.path.with_name(f".{self.path.stem}.{os.getpid()}-{id(self):x}.partial{self.path.suffix}")
+        self._closed = False
+        self._container: av.container.OutputContainer | None = None
+        if not 0 < fps < float("inf"):
+            raise InputError(f"fps={fps}: expected a number above 0")
+        if matrix is not None and matrix not in WEIGHTS:
+            raise InputError(f"matrix {matrix!r} is not known: expected one of {', '.join(WEIGHTS)}")
+        self.fps = Fraction(fps).limit_denominator(1001)
+        self.codec, self.matrix, self.full_range, self.pad = codec, matrix, full_range, pad
+        self.bit_rate_bps, self.options = bit_rate_bps, dict(options or {})
+        self.pixel_format = self._pick_format(pixel_format)
+        if not self.path.parent.is_dir():
+            raise InputError(f"{self.path.parent} is no folder: create it before {self.path.name} is written there")
+        if self.path.is_dir():
+            raise InputError(f"{self.path} is a folder: expected the name of a file")
+        self._timed = False
+        self._last_tick = -1
+        try:
+            self._container = self.av.open(str(self._partial), "w")
+        except (self.av.FFmpegError, ValueError) as error:
+            self.discard()
+            raise InputError(
+                f"{self.path} has no suffix of a format that FFmpeg writes: expected .mp4, .mkv, .webm, .avi or another"
+            ) from error
+        except OSError:
+            self.discard()
+            raise
+
+    def _pick_format(self, wanted: str | None) -> str:
+        try:
+            codec = self.av.Codec(self.codec, "w")
+        except self.av.codec.codec.UnknownCodecError as error:
+            there = [
+                name for name in ("libx264", "libx265", "libvpx-vp9", "libsvtav1", "mpeg4", "ffv1") if self._has(name)
+            ]
+            raise InputError(f"no encoder {self.codec!r} in this FFmpeg: it has {', '.join(there)}") from error
+        if codec.type != "video":
+            raise InputError(f"{self.codec!r} encodes {codec.type}: expected an encoder of video, such as libx264")
+        names = [each.name for each in codec.video_formats or []]
+        if wanted is None:
+            return "yuv420p" if "yuv420p" in names or not names else names[0]
+        if names and wanted not in names:
+            raise InputError(f"{self.codec} does not encode {wanted!r}: expected one of {', '.join(names)}")
+        try:
+            self.av.VideoFormat(wanted, 16, 16)
+        except ValueError as error:
+            raise InputError(
+                f"pixel format {wanted!r} is not known: expected yuv420p or another of FFmpeg's"
+            ) from error
+        return wanted
+
+    def _has(self, name: str) -> bool:
+        with suppress(self.av.codec.codec.UnknownCodecError):
+            return self.av.Codec(name, "w").is_encoder
+        return False
+
+    def write(self, frames: Tensor, times: Sequence[float] | Tensor | None = None) -> None:
+        """Add one frame or several.
+
+        Args:
+            frames: (3, H, W) or (T, 3, H, W), on any device; uint8, or floating in 0..1 (what is beyond is clipped).
+                The first call decides the size.
+            times: seconds at which they are shown, increasing; of all frames or of none.
+
+        Raises:
+            InputError: another shape, dtype or size than expected, values that are not finite, times that do not
+                increase, or a size that the pixel format cannot have.
+            VideoWriteError: the encoder refuses its settings. The writer is then closed, and leaves no file.
+        """
+        if self._closed:
+            raise VideoWriteError(f"{self.path} is closed already: open another VideoWriter")
+        if frames.dim() not in (3, 4) or frames.shape[-3] != 3:
+            raise InputError(f"frames of shape {tuple(frames.shape)}: expected (3, H, W) or (T, 3, H, W)")
+        if frames.dtype != torch.uint8 and not frames.is_floating_point():
+            raise InputError(f"frames of {frames.dtype}: expected uint8, or floating values in 0..1")
+        batch = frames.detach()[None] if frames.dim() == 3 else frames.detach()
+        seconds = None if times is None else [float(each) for each in times]
+        if seconds is not None and len(seconds) != len(batch):
+            raise InputError(f"{len(seconds)} times for {len(batch)} frames: expected one for each")
+        if len(batch) == 0:
+            return
+        if self.frames and self._timed != (seconds is not None):
+            raise InputError("some frames with times and some without: give them to all frames, or to none")
+        ticks = self._ticks(seconds, len(batch))
+        if batch.is_floating_point() and not bool(torch.isfinite(batch).all()):
+            raise InputError("frames with values that are not finite (nan or inf): expected 0..1")
+        if not self.frames:
+            self._check_size(batch.shape[-2], batch.shape[-1])
+        elif self._given != batch.shape[-2:]:
+            given, before = "x".join(map(str, batch.shape[-2:])), "x".join(map(str, self._given))
+            raise InputError(f"frames of {given} pixels after those of {before}: a video has one size")
+        try:
+            if not self.frames:
+                self._start(timed=seconds is not None)
+            for pixels, tick in zip(batch, ticks, strict=True):
+                self._encode(self._frame(pixels.cpu(), tick))
+                self.frames, self._last_tick = self.frames + 1, tick
+        except (self.av.FFmpegError, ValueError, OSError) as error:
+            self.discard()
+            raise self._refused(error) from error
+        except BaseException:
+            self.discard()
+            raise
+
+    def close(self) -> None:
+        """Write what is left and give the file its name.
+
+        Raises:
+            VideoWriteError: no frame was written, or the file could not be finished. No file is left then.
+        """
+        if self._closed:
+            return
+        if not self.frames:
+            self.discard()
+            raise VideoWriteError(f"no frames were written to {self.path}: a video needs at least one")
+        assert self._container is not None
+        try:
+            self._encode(None)
+            self._container.close()
+            self._container = None
+            os.replace(self._partial, self.path)
+        except (self.av.FFmpegError, ValueError, OSError) as error:
+            raise self._refused(error) from error
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Leave no file; nothing happens after `close`."""
+        self._closed = True
+        if self._container is not None:
+            container, self._container = self._container, None
+            with suppress(self.av.FFmpegError, ValueError, OSError):
+                container.close()
+        self._partial.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.discard()
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) is False:
+            self.discard()
+
+    def _refused(self, error: BaseException) -> VideoWriteError:
+        said = getattr(error, "strerror", None) or error
+        return VideoWriteError(
+            f"{self.path} was not written: {self.codec} with {self.pixel_format} and options {self.options} says: "
+            f"{said}. Try other options, another codec or another suffix"
+        )
+
+    def _ticks(self, seconds: list[float] | None, count: int) -> list[int]:
+        if seconds is None:
+            return list(range(self._last_tick + 1, self._last_tick + 1 + count))
+        if not all(0 <= each < float("inf") for each in seconds):
+            raise InputError("times have to be finite and not below 0")
+        ticks = [round(each * TICKS) for each in seconds]
+        before = self._last_tick
+        for tick in ticks:
+            if tick <= before:
+                raise InputError(
+                    f"a frame at {tick / TICKS:.6f} s after one at {before / TICKS:.6f} s: expected times that "
+                    f"increase (by at least 1/{TICKS} s)"
+                )
+            before = tick
+        return ticks
+
+    def _check_size(self, height: int, width: int) -> None:
+        if height < 1 or width < 1:
+            raise InputError(f"frames of {height}x{width} pixels: expected at least one pixel")
+        parts = self.av.VideoFormat(self.pixel_format, 64, 64).components
+        chroma = parts[min(1, len(parts) - 1)]
+        self._down, self._across, self._bits = 64 // chroma.height, 64 // chroma.width, parts[0].bits
+        self._given = torch.Size((height, width))
+        self._extra = (-height % self._down, -width % self._across)
+        if any(self._extra) and not self.pad:
+            raise InputError(
+                f"frames of {height}x{width} pixels (height x width): {self.pixel_format} needs a multiple of "
+                f"{self._down}x{self._across}. Give VideoWriter(pad=True) to repeat the last row and column, or "
+                'pixel_format="yuv444p"'
+            )
+
+    def _start(self, timed: bool) -> None:
+        assert self._container is not None
+        self._timed = timed
+        height, width = (size + extra for size, extra in zip(self._given, self._extra, strict=True))
+        self._colours = Colours(self.matrix or usual_matrix(height, width), self.full_range)
+        self._time_base = Fraction(1, TICKS) if timed else 1 / self.fps
+        stream = self._container.add_stream(self.codec, rate=self.fps, options=self.options)
+        assert isinstance(stream, self.av.VideoStream)
+        stream.height, stream.width, stream.pix_fmt = height, width, self.pixel_format
+        context = stream.codec_context
+        context.time_base = self._time_base
+        if self.pixel_format.startswith(("yuv", "nv", "p0")):
+            context.colorspace = CODES[self._colours.matrix]
+            context.color_range = 2 if self.full_range else 1
+        if self.bit_rate_bps is not None:
+            context.bit_rate = self.bit_rate_bps
+        self._stream = stream
+
+    def _encode(self, frame: av.VideoFrame | None) -> None:
+        assert self._container is not None
+        for packet in self._stream.encode(frame):
+            self._container.mux(packet)
+
+    def _frame(self, pixels: Tensor, tick: int) -> av.VideoFrame:
+        """(3, H, W) as a frame of the pixel format."""
+        values = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels.float().clamp(0, 1)
+        if any(self._extra):
+            values = F.pad(values, (0, self._extra[1], 0, self._extra[0]), mode="replicate")
+        name = self.pixel_format
+        if name.startswith("yuv") and "a" not in name and (self._bits == 8 or name.endswith("le")):
+            dtype = torch.uint8 if self._bits == 8 else torch.int32
+            planes = rgb_to_yuv(values, self._colours, self._bits, self._down, self._across, dtype)
+            frame = self.av.VideoFrame(values.shape[2], values.shape[1], name)
+            for plane, data in zip(frame.planes, planes, strict=True):
+                _fill(plane, data.numpy() if self._bits == 8 else data.numpy().astype("<u2"))
+        else:  # by swscale: RGB in another order, grey, chroma interleaved
+            deep = self._bits > 8
+            array = (values * (65535 if deep else 255)).round_().to(torch.int32).permute(1, 2, 0).numpy()
+            array = np.ascontiguousarray(array.astype(np.uint16 if deep else np.uint8))
+            frame = self.av.VideoFrame.from_ndarray(array, format="rgb48le" if deep else "rgb24")
+            flags = self.av.video.reformatter.Interpolation
+            frame = frame.reformat(
+                format=name,
+                src_color_range=2,
+                dst_color_range=2 if self.full_range else 1,
+                dst_colorspace=CODES[self._colours.matrix] if self._colours.matrix != "bt601" else 5,
+                interpolation=flags.AREA | flags.ACCURATE_RND,
+            )
+        if name.startswith(("yuv", "nv", "p0")):
+            frame.colorspace, frame.color_range = CODES[self._colours.matrix], 2 if self.full_range else 1
+        frame.pts, frame.time_base = tick, self._time_base
+        return frame
+
+
+def _fill(plane: av.video.plane.VideoPlane, data: np.ndarray) -> None:
+    """Rows of (H, W) into a plane, whose rows may be longer."""
+    row_bytes = data.shape[1] * data.itemsize
+    rows = np.zeros((plane.height, plane.line_size), dtype=np.uint8)
+    rows[: data.shape[0], :row_bytes] = np.ascontiguousarray(data).view(np.uint8).reshape(data.shape[0], row_bytes)
+    plane.update(rows.tobytes()[: plane.buffer_size])

@@ -1,0 +1,231 @@
+"""What other libraries call the weights of a model, and how their tensors become ours.
+
+A dialect is recognized by one key, its sign, that no other dialect of the same family of models has. Its renames turn
+each key of the file into one of ours. Where we pack what the file keeps apart, a renamed key ends with the part that it
+is, `in_proj_weight[q]`; parts are joined in the order q, k, v.
+
+Sources of the names: torchvision 0.28, timm 1.0 (`swin_transformer.py`, `swin_transformer_v2.py`), transformers 4 and 5
+(`modeling_detr.py`, `modeling_resnet.py`), facebookresearch/detr, MMDetection 2 (`detr_head.py`) and 3 (`detr.py`,
+`detr_layers.py`, `detr_head.py`, `channel_mapper.py`), both on `transformer.py` of mmcv.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rooftop.errors import WeightsError
+
+Rename = tuple[str, str | Callable[[re.Match[str]], str]]
+"""A pattern, and what replaces it wherever it is found, as for `re.sub`."""
+
+PARTS = "qkv"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The keys of one origin.
+
+    Attributes:
+        origin: who names them so.
+        sign: the key by which the dialect is recognized.
+        renames: to our keys; applied one after another.
+        unneeded: a pattern of keys whose tensors follow from the model; None: there are none.
+        zero_parts: parts that this origin leaves out because they are zero.
+    """
+
+    origin: str
+    sign: str
+    renames: tuple[Rename, ...] = ()
+    unneeded: str | None = None
+    zero_parts: str = ""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The tensors of a file by our keys.
+
+    Attributes:
+        origin: of the file.
+        tensors: by our keys.
+        sources: our key -> the file's keys of that tensor.
+        unneeded: keys of the file that were left out, since their tensors follow from the model.
+    """
+
+    origin: str
+    tensors: dict[str, Tensor]
+    sources: dict[str, tuple[str, ...]]
+    unneeded: tuple[str, ...] = ()
+
+
+def converted(tensors: Mapping[str, Tensor], dialects: tuple[Dialect, ...], kind: str) -> Converted:
+    """The tensors of a file under our keys.
+
+    Args:
+        tensors: as they are in the file.
+        dialects: of this kind of model, in the order in which their signs are looked for.
+        kind: what the error calls such a model, e.g. "a DETR".
+
+    Raises:
+        WeightsError: keys of none of these dialects; a part that is not there; two tensors for one key.
+    """
+    dialect = next((each for each in dialects if each.sign in tensors), None)
+    if dialect is None:
+        keys = f"{', '.join(list(tensors)[:3])}{', and so on' if len(tensors) > 3 else ''}" if tensors else "none"
+        known = ", or ".join(f"{each.origin}'s, with {each.sign}" for each in dialects)
+        raise WeightsError(f"no weights of {kind}: the keys are {keys}. Expected {known}")
+    pieces: dict[str, dict[str, str]] = {}  # our key -> part, "" for all of it -> the file's key
+    unneeded = []
+    for key in tensors:
+        if dialect.unneeded and re.search(dialect.unneeded, key):
+            unneeded.append(key)
+            continue
+        ours, _, part = renamed(key, dialect).rstrip("]").partition("[")
+        found = pieces.setdefault(ours, {})
+        if part in found or (found and "" in (part, *found)):
+            raise WeightsError(f"{', '.join(found.values())} and {key} of the file are both {ours} of the model")
+        found[part] = key
+    return Converted(
+        dialect.origin,
+        {ours: _joined(ours, found, tensors, dialect.zero_parts) for ours, found in pieces.items()},
+        {ours: tuple(found.values()) for ours, found in pieces.items()},
+        tuple(unneeded),
+    )
+
+
+def renamed(key: str, dialect: Dialect) -> str:
+    """Our key for a key of the file; [q], [k] or [v] at its end if it is only this part."""
+    for pattern, replacement in dialect.renames:
+        key = re.sub(pattern, replacement, key)
+    return key
+
+
+def _joined(ours: str, found: Mapping[str, str], tensors: Mapping[str, Tensor], zero_parts: str) -> Tensor:
+    """A tensor, or (n, ...) of each part as (3 n, ...)."""
+    if "" in found:
+        return tensors[found[""]]
+    if lacking := [part for part in PARTS if part not in found and part not in zero_parts]:
+        keys = ", ".join(found.values())
+        raise WeightsError(f"{ours} is made of q, k and v: the file has {keys} but no {', '.join(lacking)}")
+    zeros = torch.zeros_like(tensors[next(iter(found.values()))])
+    return torch.cat([tensors[found[part]] if part in found else zeros for part in PARTS])
+
+
+def _numbered(pattern: str, prefix: str, suffix: str = "", times: int = 1, plus: int = 0) -> Rename:
+    """The number in a pattern becomes times * number + plus."""
+    return pattern, lambda found: f"{prefix}{times * int(found[1]) + plus}{suffix}"
+
+
+# Hugging Face's own ResNet: stages, blocks and layers count from 0, torchvision's from 1.
+HUGGING_FACE_RESNET: tuple[Rename, ...] = (
+    (r"\.embedder\.embedder\.convolution\.", ".conv1."),
+    (r"\.embedder\.embedder\.normalization\.", ".bn1."),
+    _numbered(r"\.encoder\.stages\.(\d+)\.layers\.", ".layer", ".", plus=1),
+    (r"\.shortcut\.convolution\.", ".downsample.0."),
+    (r"\.shortcut\.normalization\.", ".downsample.1."),
+    _numbered(r"\.layer\.(\d+)\.convolution\.", ".conv", ".", plus=1),
+    _numbered(r"\.layer\.(\d+)\.normalization\.", ".bn", ".", plus=1),
+)
+
+RESNET = (
+    Dialect("torchvision or timm", "conv1.weight"),
+    Dialect(
+        "Hugging Face",
+        "resnet.embedder.embedder.convolution.weight",
+        (*HUGGING_FACE_RESNET, (r"^resnet\.", ""), (r"^classifier\.1\.", "fc.")),
+    ),
+)
+
+
+def _swin(merging: int) -> tuple[Rename, ...]:
+    """torchvision numbers patches, stages and mergings in one row: stage i is 2 i + 1. A merging lies before it.
+
+    Args:
+        merging: which of the row layers.0.downsample is.
+    """
+    return (
+        (r"^patch_embed\.proj\.", "features.0.0."),
+        (r"^patch_embed\.norm\.", "features.0.2."),
+        _numbered(r"^layers\.(\d+)\.blocks\.", "features.", ".", times=2, plus=1),
+        _numbered(r"^layers\.(\d+)\.downsample\.", "features.", ".", times=2, plus=merging),
+        (r"\.mlp\.fc1\.", ".mlp.0."),
+        (r"\.mlp\.fc2\.", ".mlp.3."),
+        (r"\.attn\.([qkv])_bias$", r".attn.qkv.bias[\1]"),
+        (r"^head\.fc\.", "head."),
+    )
+
+
+# The index has other dimensions in torchvision. The second version's table of coordinates is loaded where a file has
+# it: of all that such a file holds, only its shape says how large the windows are.
+SWIN_TABLES = r"\.(relative_position_index|attn_mask)$"
+
+SWIN = (
+    Dialect("torchvision", "features.0.0.weight"),
+    # The merging is the end of the stage before it; the only dialect whose first stage has one.
+    Dialect("Microsoft", "layers.0.downsample.reduction.weight", _swin(merging=2), SWIN_TABLES, zero_parts="k"),
+    # The merging is the beginning of the stage after it.
+    Dialect("timm", "patch_embed.proj.weight", _swin(merging=0), SWIN_TABLES, zero_parts="k"),
+)
+
+HUGGING_FACE_DETR: tuple[Rename, ...] = (
+    (r"^class_labels_classifier\.", "class_embed."),
+    (r"^bbox_predictor\.", "bbox_embed."),
+    (r"^model\.query_position_embeddings\.", "query_embed."),
+    (r"^model\.input_projection\.", "input_proj."),
+    (r"^model\.backbone\.(conv_encoder\.)?model\.", "backbone.0.body."),  # with conv_encoder: version 4
+    (r"^model\.(encoder|decoder)\.", r"transformer.\1."),
+    (r"^transformer\.decoder\.layernorm\.", "transformer.decoder.norm."),
+    (r"\.([qkv])_proj\.(weight|bias)$", r".in_proj_\2[\1]"),
+    (r"\.o_proj\.", ".out_proj."),  # version 5; version 4 says out_proj
+    (r"\.(mlp\.)?fc([12])\.", r".linear\2."),  # with mlp: version 5
+    (r"\.self_attn_layer_norm\.", ".norm1."),
+    (r"\.encoder_attn_layer_norm\.", ".norm2."),
+    (r"^(transformer\.encoder\..*)\.final_layer_norm\.", r"\1.norm2."),
+    (r"^(transformer\.decoder\..*)\.final_layer_norm\.", r"\1.norm3."),
+    (r"\.encoder_attn\.", ".multihead_attn."),
+    *HUGGING_FACE_RESNET,  # where the backbone is not timm's, whose keys are torchvision's
+)
+
+MMDETECTION_3: tuple[Rename, ...] = (
+    (r"^backbone\.", "backbone.0.body."),
+    (r"^neck\.convs\.0\.conv\.", "input_proj."),
+    (r"^query_embedding\.", "query_embed."),
+    (r"^(encoder|decoder)\.", r"transformer.\1."),
+    (r"^bbox_head\.fc_cls\.", "class_embed."),
+    (r"^bbox_head\.reg_ffn\.layers\.0\.0\.", "bbox_embed.layers.0."),
+    (r"^bbox_head\.reg_ffn\.layers\.1\.", "bbox_embed.layers.1."),
+    (r"^bbox_head\.fc_reg\.", "bbox_embed.layers.2."),
+    (r"\.self_attn\.attn\.", ".self_attn."),
+    (r"\.cross_attn\.attn\.", ".multihead_attn."),
+    (r"\.ffn\.layers\.0\.0\.", ".linear1."),
+    (r"\.ffn\.layers\.1\.", ".linear2."),
+    _numbered(r"\.norms\.(\d+)\.", ".norm", ".", plus=1),
+    (r"\.post_norm\.", ".norm."),
+)
+
+# To the names of version 3, and on from there. The second of each choice is of before version 2.12.
+MMDETECTION_2: tuple[Rename, ...] = (
+    (r"^bbox_head\.transformer\.", ""),
+    (r"^bbox_head\.query_embedding\.", "query_embedding."),
+    (r"^bbox_head\.input_proj\.", "neck.convs.0.conv."),
+    (r"\.attentions\.0\.", ".self_attn."),
+    (r"\.(attentions\.1|multihead_attn)\.", ".cross_attn."),
+    (r"\.ffns\.0\.", ".ffn."),
+    (r"^decoder\.norm\.", "decoder.post_norm."),
+    *MMDETECTION_3,
+)
+
+COUNTS = r"\.num_batches_tracked$"  # a frozen norm has none
+
+DETR = (
+    Dialect("facebookresearch", "query_embed.weight", (), COUNTS),
+    Dialect("Hugging Face", "model.query_position_embeddings.weight", HUGGING_FACE_DETR, COUNTS),
+    Dialect("MMDetection 3", "query_embedding.weight", MMDETECTION_3, COUNTS),
+    Dialect("MMDetection 2", "bbox_head.query_embedding.weight", MMDETECTION_2, COUNTS),
+)
+
+NEXT_FRAME = (Dialect("rooftop", "layers.0.recurrent_kernel"),)

@@ -1,0 +1,113 @@
+"""What of a file of weights goes where in a model, key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+COMPUTED = ("num_batches_tracked", "relative_position_index", "relative_coords_table")
+"""Ends of keys that a model needs no file for. The tables of a Swin Transformer follow from its window, and timm saves
+none; a count of batches has no part in the result, and files from before torch 0.4.1 have none."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What becomes of every key of a file of weights, and where every key of the model comes from.
+
+    A key of the file whose tensor does not fit, `mismatched` or `quantized`, goes by the model's name for it.
+
+    Attributes:
+        path: the file.
+        origin: whose names the file's keys are, e.g. "timm".
+        used: key of the model -> the file's keys that it is made of: several where the model packs what the file has
+            apart.
+        missing_keys: of the model, for which the file has nothing.
+        unexpected_keys: of the file, for which the model has no place.
+        mismatched: key of the model -> its shape in the file, and in the model.
+        quantized: key of the model that wants real numbers -> the dtype in the file, which has others: whole numbers
+            mean nothing without their scales.
+        computed_keys: of the model, not in the file, which follow from the model itself.
+        unneeded_keys: of the file, left out because they follow from the model itself.
+    """
+
+    path: Path
+    origin: str
+    used: dict[str, tuple[str, ...]]
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    mismatched: dict[str, tuple[Shape, Shape]]
+    quantized: dict[str, torch.dtype]
+    computed_keys: tuple[str, ...]
+    unneeded_keys: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether a strict load succeeds."""
+        return not (self.missing_keys or self.unexpected_keys or self.mismatched or self.quantized)
+
+    def problems(self) -> str:
+        """What does not fit: numbers, and the first three of each kind; "" if all fits."""
+        shapes = [f"{key} (file {found}, model {expected})" for key, (found, expected) in self.mismatched.items()]
+        dtypes = [f"{key} ({dtype})" for key, dtype in self.quantized.items()]
+        kinds = {
+            "missing": self.missing_keys,
+            "unexpected": self.unexpected_keys,
+            "of another shape": shapes,
+            "quantized": dtypes,
+        }
+        return "; ".join(f"{len(keys)} {kind}: {_first(keys)}" for kind, keys in kinds.items() if keys)
+
+    def __str__(self) -> str:
+        places = len(self.used) + len(self.missing_keys) + len(self.mismatched) + len(self.quantized)
+        places += len(self.computed_keys)
+        parts = [f"{self.path} ({self.origin}): {len(self.used)} of the model's {places} keys are loaded"]
+        if self.computed_keys:
+            parts.append(f"{len(self.computed_keys)} follow from the model: {_first(self.computed_keys)}")
+        if self.unneeded_keys:
+            parts.append(f"{len(self.unneeded_keys)} of the file are not needed: {_first(self.unneeded_keys)}")
+        return "; ".join([*parts, self.problems() or "all fits"])
+
+
+def compared(
+    expected: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    path: Path,
+    origin: str = "",
+    sources: Mapping[str, tuple[str, ...]] | None = None,
+    unneeded: Collection[str] = (),
+) -> LoadReport:
+    """The report of loading tensors into a model.
+
+    Args:
+        expected: the model's state dict; only shapes and dtypes are looked at.
+        found: tensors by the model's keys.
+        path, origin: as of `LoadReport`.
+        sources: the file's keys for each of `found`; None: the same keys.
+        unneeded: keys of the file that are not among `found`.
+    """
+    sources = sources or {key: (key,) for key in found}
+    shapes = {key: (tuple(found[key].shape), tuple(expected[key].shape)) for key in expected if key in found}
+    fitting = {key for key, (file, model) in shapes.items() if file == model}
+    quantized = {key for key in fitting if expected[key].is_floating_point() and not found[key].is_floating_point()}
+    absent = [key for key in expected if key not in found]
+    return LoadReport(
+        path,
+        origin,
+        used={key: sources[key] for key in shapes if key in fitting and key not in quantized},
+        missing_keys=tuple(key for key in absent if not key.endswith(COMPUTED)),
+        unexpected_keys=tuple(source for key in found if key not in expected for source in sources[key]),
+        mismatched={key: pair for key, pair in shapes.items() if pair[0] != pair[1]},
+        quantized={key: found[key].dtype for key in shapes if key in quantized},
+        computed_keys=tuple(key for key in absent if key.endswith(COMPUTED)),
+        unneeded_keys=tuple(unneeded),
+    )
+
+
+def _first(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:3]) + (", and so on" if len(keys) > 3 else "")

@@ -1,0 +1,157 @@
+"""A model by name, with weights from anywhere.
+
+    model = load("swin_t", "swin_tiny_patch4_window7_224.safetensors").eval()  # timm's
+    print(load_report("swin_t", "swin_tiny_patch4_window7_224.safetensors"))   # what went where
+
+The file's keys tell whose it is (`rooftop.models.dialects`); its tensors get our keys, and every one must find its
+place.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.errors import TargetError, WeightsError
+from rooftop.models.conv_lstm import NextFrameNetwork, colour_next_frame_network, next_frame_network
+from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101
+from rooftop.models.dialects import DETR, NEXT_FRAME, RESNET, SWIN, Converted, Dialect, converted
+from rooftop.models.keras_weights import keras_converted
+from rooftop.models.load_reports import LoadReport, compared
+from rooftop.models.registry import builtin_models
+from rooftop.models.resnet import ResNet
+from rooftop.models.swin import SwinTransformer
+from rooftop.models.weights import fitting, read_weights, weights_file
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models whose weights come from the same origins.
+
+    Attributes:
+        kind: what an error calls one.
+        dialects: of these origins.
+        head: the key of the last bias of class logits; None: there are no classes.
+        others: how many of these logits are of no class.
+    """
+
+    kind: str
+    dialects: tuple[Dialect, ...]
+    head: str | None = None
+    others: int = 0
+
+
+FAMILIES: dict[type[nn.Module], Family] = {
+    ResNet: Family("a ResNet", RESNET, "fc.bias"),
+    SwinTransformer: Family("a Swin Transformer", SWIN, "head.bias"),
+    Detr: Family("a DETR", DETR, "class_embed.bias", others=1),
+    NextFrameNetwork: Family("a network of the next frame", NEXT_FRAME),
+}
+UNREGISTERED = (detr_resnet50, detr_resnet101, next_frame_network, colour_next_frame_network)
+"""Builders beside those of `builtin_models`, which all give class logits of an image."""
+
+KERAS = (".keras", ".h5", ".hdf5")
+
+
+def load(name: str, weights: str | Path, *, strict: bool = True, **options: Any) -> nn.Module:
+    """A built-in model with weights, in training mode, on the CPU in float32, as its builder gives it.
+
+    Args:
+        name: of a model: a builder of this package, e.g. "resnet50", "swin_v2_t", "detr_resnet101",
+            "next_frame_network".
+        weights: a file: what torch.save, safetensors (.safetensors) or Keras (.keras, .h5) wrote, with the keys of any
+            known origin; or a published name, as of the builder. A `Path` is never taken for a name.
+        strict: every key of the model and of the file must be used, with its shape. If False, what does not fit is left
+            out and the model keeps it as it was built: for a new head, `num_classes=7, strict=False`.
+        options: of the builder, e.g. num_classes.
+
+    Raises:
+        TargetError: no such model; the message has those that come close.
+        InputError: `weights` is neither a name nor a file.
+        WeightsError: the file cannot be fetched or read, is damaged, is of another kind of model or number of classes,
+            or does not fit; with strict=False, nothing of it fits.
+        MissingExtraError: safetensors or h5py is needed and not installed.
+        TypeError: an option that the builder does not have.
+    """
+    build = _builder(name)
+    path = _file(name, weights)
+    model = build(**options)
+    report, tensors = _matched(model, path)
+    if strict:
+        _check(name, model, report, tensors)
+    elif not report.used:
+        raise WeightsError(f"nothing of {path} (keys of {report.origin}) fits {name}: {report.problems()}")
+    model.load_state_dict({key: tensors[key] for key in report.used}, strict=False)
+    return model
+
+
+def load_report(name: str, weights: str | Path, **options: Any) -> LoadReport:
+    """What `load` does with each key of the file and of the model; loads nothing.
+
+    Arguments and errors are those of `load`, but keys that do not fit are no error: they are in the report.
+    """
+    build = _builder(name)
+    path = _file(name, weights)
+    with torch.device("meta"):
+        model = build(**options)
+    return _matched(model, path)[0]
+
+
+def _builder(name: str) -> Callable[..., nn.Module]:
+    builders = {key: entry.build for key, entry in builtin_models().items()}
+    builders.update({build.__name__: build for build in UNREGISTERED})
+    if name not in builders:
+        close = difflib.get_close_matches(str(name), builders, n=3)
+        hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(builders)}"
+        raise TargetError(f"{name!r} is no built-in model: {hint}")
+    return builders[name]
+
+
+def _file(name: str, weights: str | Path) -> Path:
+    if not isinstance(weights, str | Path):
+        raise TypeError(f"weights is {weights!r}: expected a file or a published name; {name}() builds without weights")
+    return weights_file(name, weights)
+
+
+def _matched(model: nn.Module, path: Path) -> tuple[LoadReport, dict[str, Tensor]]:
+    """The report, and the file's tensors by the model's keys."""
+    found = _converted(model, path)
+    report = compared(model.state_dict(), found.tensors, path, found.origin, found.sources, found.unneeded)
+    return report, found.tensors
+
+
+def _converted(model: nn.Module, path: Path) -> Converted:
+    if path.suffix.lower() in KERAS:
+        return keras_converted(model, path)
+    family, tensors = _family(model), read_weights(path)
+    try:
+        return converted(tensors, family.dialects, family.kind)
+    except WeightsError as error:
+        raise WeightsError(f"{path}: {error}") from error
+
+
+def _family(model: nn.Module) -> Family:
+    return next(family for kind, family in FAMILIES.items() if isinstance(model, kind))
+
+
+def _check(name: str, model: nn.Module, report: LoadReport, tensors: dict[str, Tensor]) -> None:
+    """Raises a WeightsError that says what to do, unless the file fits the model."""
+    if report.fits:
+        return
+    family = _family(model)
+    if family.head in report.mismatched:
+        found, expected = (shape[0] - family.others for shape in report.mismatched[family.head])
+        raise WeightsError(
+            f"{report.path} has {found} classes, {name} was built for {expected}: pass num_classes={found}, "
+            f"or strict=False to keep a new head for {expected} classes"
+        )
+    raise WeightsError(
+        f"{report.path} (keys of {report.origin}) does not fit {name}: {report.problems()}. {len(report.used)} keys "
+        f"fit: strict=False loads those, load_report lists all. {fitting(tensors)}".rstrip()
+    )

@@ -1,0 +1,194 @@
+"""Files that are broken, cut off, hostile or no video: one clear error, and what was decoded before it is right."""
+
+from __future__ import annotations
+
+import time
+import wave
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rooftop.errors import InputError, MissingExtraError, RooftopError
+from rooftop.media import DamagedVideoError, VideoReader, probe
+
+av = pytest.importorskip("av")
+MakeVideo = Callable[..., Path]
+
+some = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def read_all(content: bytes) -> tuple[dict[float, Tensor], RooftopError | None]:
+    """Frames by their times, and the error that ended it."""
+    frames: dict[float, Tensor] = {}
+    try:
+        for pixels, at, _ in VideoReader(content).timed():
+            frames[round(at, 3)] = pixels
+    except RooftopError as error:
+        return frames, error
+    return frames, None
+
+
+@some
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_file_that_was_cut_off_gives_what_is_left(any_video: Path, share: float) -> None:
+    whole = any_video.read_bytes()
+    expected, _ = read_all(whole)
+    cut = whole[: int(share * len(whole))]
+    frames, error = read_all(cut)
+    # Where the last frame of a raw stream or a TS file was cut, the decoder fills it in and does not always say so.
+    last = max(frames, default=None)
+    untold = sorted(frames)[-4:] if any_video.suffix in (".ts", ".h264") else []
+    for at, pixels in frames.items():
+        assert torch.equal(pixels, expected[at]) or at in untold
+    if isinstance(error, DamagedVideoError) and frames:
+        assert error.last_good_time == pytest.approx(last, abs=1e-3)
+        assert f"the last good frame is at {last:.3f} s" in str(error)
+
+
+@some
+@given(data=st.data())
+def test_a_file_with_wrong_bytes_neither_hangs_nor_crashes(any_video: Path, data: st.DataObject) -> None:
+    content = bytearray(any_video.read_bytes())
+    for _ in range(data.draw(st.integers(1, 20))):
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    began = time.perf_counter()
+    frames, _ = read_all(bytes(content))
+    try:
+        reader = VideoReader(bytes(content))
+        for position in (0, len(reader) // 2, -1):
+            if len(reader):
+                reader[position]
+    except RooftopError:
+        pass
+    assert len(frames) < 200
+    assert time.perf_counter() - began < 30
+
+
+def test_a_cut_matroska_file_says_so_and_stays_readable(make_video: MakeVideo) -> None:
+    whole = make_video("cut.mkv", options={"bf": "2", "g": "8"})
+    content = whole.read_bytes()
+    reader = VideoReader(content[: int(len(content) * 0.7)])
+    count, seen = len(reader), []
+    assert 0 < count < 30
+    with pytest.raises(DamagedVideoError, match="the last good frame is at") as raised:
+        seen.extend(reader)
+    assert len(seen) == count
+    assert raised.value.last_good_time == pytest.approx(float(reader.times[-1]))
+    assert torch.equal(reader[0], seen[0])
+    assert "ends after" in (probe(content[: int(len(content) * 0.7)]).damage or "")
+
+
+def test_frames_after_the_damage_are_found_by_position(make_video: MakeVideo) -> None:
+    """A key frame begins anew: only the group of the damaged frame is lost."""
+    path = make_video("spoilt.mkv", options={"bf": "0", "g": "8", "sc_threshold": "0"})
+    with av.open(str(path)) as container:
+        places = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
+    whole, content = VideoReader(path), bytearray(path.read_bytes())
+    at, size = places[10]
+    content[at + 12 : at + size] = bytes(size - 12)
+    reader = VideoReader(bytes(content))
+    seen = []
+    with pytest.raises(DamagedVideoError):
+        seen.extend(reader)
+    assert len(seen) == 10
+    with pytest.raises(DamagedVideoError, match=r"frame 12 of .* cannot be decoded"):
+        reader[12]
+    for position in (3, 9, 16, 29):
+        assert torch.equal(reader[position], whole[position])
+
+
+def test_frames_before_the_first_key_frame_are_left_out(make_video: MakeVideo) -> None:
+    """A stream that was joined in the middle, as broadcast is."""
+    path = make_video("joined.ts", options={"bf": "2", "g": "8", "sc_threshold": "0"})
+    with av.open(str(path)) as container:
+        packets = [packet for packet in container.demux(video=0) if packet.size]
+    later = next(packet for packet in packets[3:] if packet.pos)
+    content = path.read_bytes()[later.pos // 188 * 188 :]
+    tables = path.read_bytes()[: 3 * 188]  # of programs, without which there is no stream
+    reader = VideoReader(tables + content)
+    frames = list(reader)
+    assert 0 < len(frames) < 30
+    assert len(reader) == len(frames)
+    assert torch.equal(reader[0], frames[0])
+    assert torch.equal(frames[-1], VideoReader(path)[-1])
+
+
+def test_what_is_no_video_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.mp4").touch()
+    (tmp_path / "words.mp4").write_text("no video at all\n" * 100)
+    (tmp_path / "zeros.mp4").write_bytes(bytes(10_000))
+    with wave.open(str(tmp_path / "sound.wav"), "wb") as sound:
+        sound.setparams((1, 2, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes(16000))
+    cases = {
+        "missing.mp4": "does not exist",
+        ".": "is no regular file",
+        "empty.mp4": "is empty",
+        "words.mp4": "is no video that FFmpeg can read",
+        "zeros.mp4": "is no video that FFmpeg can read",
+        "sound.wav": "has no video, only audio",
+    }
+    for name, said in cases.items():
+        with pytest.raises(InputError, match=said):
+            VideoReader(tmp_path / name)
+    with pytest.raises(InputError, match="is empty"):
+        VideoReader(b"")
+    with pytest.raises(TypeError, match="expected a path or bytes"):
+        VideoReader(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:1.6,\nsecret.ts\n#EXT-X-ENDLIST\n",
+        "ffconcat version 1.0\nfile secret.ts\n",
+        "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n"
+        "a=rtpmap:96 H264/90000\n",
+    ],
+    ids=["hls", "concat", "sdp"],
+)
+def test_a_file_that_points_elsewhere_is_not_followed(make_video: MakeVideo, content: str) -> None:
+    secret = make_video("secret.ts")
+    path = secret.with_name("list.mp4")
+    path.write_text(content)
+    began = time.perf_counter()
+    with pytest.raises(InputError, match="is no video that FFmpeg can read"):
+        VideoReader(path)
+    assert time.perf_counter() - began < 5  # and no waiting for a network
+
+
+def test_a_small_file_cannot_ask_for_a_huge_frame(tmp_path: Path) -> None:
+    path = tmp_path / "huge.y4m"
+    path.write_bytes(b"YUV4MPEG2 W30000 H30000 F25:1 C420\nFRAME\n" + bytes(1000))
+    with pytest.raises(RooftopError):
+        VideoReader(path)
+
+
+def test_without_pyav_the_error_says_what_to_install(make_video: MakeVideo, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_video("clips.mp4")
+    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "rooftop\[media\]"'):
+        VideoReader(path)
+
+
+def test_frames_that_change_their_size_need_one_to_be_named(tmp_path: Path) -> None:
+    """Two streams one after another, as a call that changes its resolution."""
+    path = tmp_path / "changing.mjpeg"
+    content = b""
+    for height in (16, 32):
+        context = av.CodecContext.create("mjpeg", "w")
+        context.height, context.width, context.pix_fmt = height, 24, "yuvj420p"
+        context.time_base = Fraction(1, 25)
+        frame = av.VideoFrame(24, height, "yuvj420p")
+        frame.pts = 0
+        content += b"".join(bytes(packet) for packet in [*context.encode(frame), *context.encode(None)])
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"change from 24 x 16 to 24 x 32 pixels: give VideoReader\(\.\.\., resize="):
+        list(VideoReader(path))
+    assert [frame.shape[1:] for frame in VideoReader(path, resize=(8, 12))] == [(8, 12), (8, 12)]

@@ -1,0 +1,48 @@
+"""`probe` and `rooftop media probe`: what is in a file, and one line for what is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from rooftop.cli.main import main
+from rooftop.media import probe
+
+pytest.importorskip("av")
+MakeVideo = Callable[..., Path]
+
+
+def test_what_is_said_of_a_video(make_video: MakeVideo) -> None:
+    path = make_video("probed.mp4", options={"bf": "2", "g": "8", "sc_threshold": "0"}, degrees=90)
+    info = probe(path)
+    assert (info.codec, info.pixel_format, info.bits) == ("h264", "yuv420p", 8)
+    assert (info.height, info.width, info.coded_height, info.coded_width) == (48, 32, 32, 48)
+    assert (info.rotation_degrees, info.mirrored) == (90, False)
+    assert (info.frames, info.key_frames, info.longest_gop) == (30, 4, 8)
+    assert (info.fps, info.start_s, info.duration_s) == (25.0, 0.0, pytest.approx(1.2))
+    assert (info.variable_frame_rate, info.seekable, info.damage, info.audio) == (False, True, None, ())
+    assert info.colours is not None
+    assert info.colours.assumed == ("matrix", "range")
+    assert info.size_bytes == path.stat().st_size
+    uneven = make_video("probed-uneven.mkv", frames=5, ticks=[0, 10, 300, 310, 900], tick=Fraction(1, 1000))
+    assert probe(uneven).variable_frame_rate
+
+
+def test_the_command(make_video: MakeVideo, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = make_video("probed.mp4", options={"bf": "2", "g": "8", "sc_threshold": "0"}, degrees=90)
+    assert main(["media", "probe", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "32 x 48, stored 48 x 32" in out
+    assert "bt601 (assumed), limited range (assumed)" in out
+    assert "30, of which 4 key frames; at most 8 decoded for one" in out
+    assert main(["media", "probe", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["frames"] == 30
+    (tmp_path / "words.mp4").write_text("words " * 99)
+    assert main(["media", "probe", str(tmp_path / "words.mp4")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "is no video that FFmpeg can read" in error

@@ -1,0 +1,195 @@
+"""`VideoReader`: any frame, asked for in any order, is the one that decoding from the beginning gives, bit by bit."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rooftop.errors import InputError
+from rooftop.media import NoVideoDecoderError, VideoReader
+
+MakeVideo = Callable[..., Path]
+ReadNumber = Callable[[Tensor], int]
+FRAMES = 30
+
+some = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def test_all_frames_in_order_with_the_last(any_video: Path, read_number: ReadNumber) -> None:
+    reader = VideoReader(any_video)
+    assert [read_number(frame) for frame in reader] == list(range(FRAMES))
+    assert len(reader) == FRAMES
+    assert read_number(reader[-1]) == FRAMES - 1
+
+
+@some
+@given(positions=st.lists(st.integers(-FRAMES, FRAMES - 1), min_size=1, max_size=10))
+def test_any_frame_in_any_order(any_video: Path, positions: list[int]) -> None:
+    reader = VideoReader(any_video)
+    sequential = list(VideoReader(any_video))
+    for position in positions:
+        assert torch.equal(reader[position], sequential[position])
+    assert torch.equal(reader.take(positions), torch.stack([sequential[position] for position in positions]))
+
+
+@some
+@given(first=st.integers(-40, 40), last=st.integers(-40, 40), step=st.integers(-7, 7).filter(bool))
+def test_slices_are_those_of_a_list(any_video: Path, first: int, last: int, step: int) -> None:
+    reader, numbers = VideoReader(any_video), range(FRAMES)[first:last:step]
+    taken = reader[first:last:step]
+    assert taken.shape == (len(numbers), 3, reader.height, reader.width)
+    sequential = list(VideoReader(any_video))
+    for frame, number in zip(taken, numbers, strict=True):
+        assert torch.equal(frame, sequential[number])
+
+
+def test_times_and_durations_follow_each_other(any_video: Path, read_number: ReadNumber) -> None:
+    reader = VideoReader(any_video)
+    timed = list(reader.timed())
+    assert torch.equal(torch.tensor([each.time for each in timed], dtype=torch.float64), reader.times)
+    assert torch.allclose(torch.tensor([each.duration for each in timed], dtype=torch.float64), reader.durations)
+    assert torch.allclose(reader.times[:-1] + reader.durations[:-1], reader.times[1:])
+    assert reader.duration == pytest.approx(float(reader.times[-1] + reader.durations[-1] - reader.times[0]))
+    middles = reader.times + reader.durations / 2
+    assert [read_number(frame) for frame in reader.frames_at(middles)] == list(range(FRAMES))
+    assert [read_number(each.pixels) for each in reader.timed(start=17)] == list(range(17, FRAMES))
+
+
+def test_key_frames_are_where_a_group_begins(make_video: MakeVideo) -> None:
+    options = {"g": "8", "bf": "2", "sc_threshold": "0"}
+    assert VideoReader(make_video("keys.mp4", options=options)).key_frames == [0, 8, 16, 24]
+
+
+def test_a_variable_frame_rate_keeps_its_times(make_video: MakeVideo, read_number: ReadNumber) -> None:
+    ticks = [0, 10, 500, 510, 520, 2000]
+    path = make_video("uneven.mp4", frames=6, ticks=ticks, tick=Fraction(1, 1000), options={"bf": "2"})
+    reader = VideoReader(path)
+    assert reader.times.tolist() == pytest.approx([tick / 1000 for tick in ticks])
+    assert reader.durations[:-1].tolist() == pytest.approx([0.01, 0.49, 0.01, 0.01, 1.48])
+    assert [read_number(frame) for frame in reader.frames_at([0.0, 0.009, 0.01, 0.4999, 1.999])] == [0, 0, 1, 1, 4]
+
+
+def test_a_time_that_the_clock_of_the_file_cannot_hold_is_that_of_its_frame(
+    make_video: MakeVideo, read_number: ReadNumber
+) -> None:
+    """Matroska counts milliseconds: frame 2 of 30 a second is at 0.067 s there, and 2 / 30 is before it."""
+    path = make_video("thirty.mkv", tick=Fraction(1, 30), options={"bf": "2"})
+    reader = VideoReader(path)
+    assert float(reader.times[2]) > 2 / 30
+    assert [read_number(frame) for frame in reader.frames_at([n / 30 for n in range(30)])] == list(range(30))
+    for time in (-0.01, 1.1, float("nan"), float("inf")):
+        with pytest.raises(InputError, match=r"is shown at .* s: expected 0 to 1"):
+            reader.frames_at([time])
+
+
+@pytest.mark.parametrize(
+    ("frames", "stride", "starts"),
+    [(8, None, [0, 8, 16]), (8, 5, [0, 5, 10, 15, 20]), (4, 10, [0, 10, 20]), (30, 1, [0]), (31, 1, [])],
+)
+def test_clips(
+    make_video: MakeVideo, read_number: ReadNumber, frames: int, stride: int | None, starts: list[int]
+) -> None:
+    clips = list(VideoReader(make_video("clips.mp4")).clips(frames, stride))
+    numbers = [[read_number(frame) for frame in clip] for clip in clips]
+    assert numbers == [list(range(start, start + frames)) for start in starts]
+
+
+def test_clips_need_frames(make_video: MakeVideo) -> None:
+    with pytest.raises(InputError, match="expected numbers from 1 on"):
+        VideoReader(make_video("clips.mp4")).clips(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_floating_frames_are_the_bytes_over_255(make_video: MakeVideo, dtype: torch.dtype) -> None:
+    path = make_video("clips.mp4")
+    exact, rounded = VideoReader(path, dtype=dtype)[7], VideoReader(path)[7]
+    assert exact.dtype == dtype
+    assert float(exact.min()) >= 0
+    assert float(exact.max()) <= 1
+    slack = 0.51 + 255 * torch.finfo(dtype).eps
+    assert float((exact.double() * 255 - rounded).abs().max()) <= slack
+
+
+def test_resized_frames(make_video: MakeVideo, read_number: ReadNumber) -> None:
+    path = make_video("clips.mp4")
+    plain, resized = VideoReader(path, dtype=torch.float32), VideoReader(path, dtype=torch.float32, resize=(20, 30))
+    assert (resized.height, resized.width) == (20, 30)
+    expected = torch.nn.functional.interpolate(plain[5][None], (20, 30), mode="bilinear", antialias=True)[0]
+    assert torch.equal(resized[5], expected)
+    assert [read_number(frame) for frame in VideoReader(path, resize=(64, 96))] == list(range(FRAMES))
+    for wrong in ((0, 3), (3,), "ab", (2.5, 3)):
+        with pytest.raises(InputError, match=r"expected \(height, width\)"):
+            VideoReader(path, resize=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("degrees", [90, 180, -90])
+def test_a_turned_video_is_given_upright(make_video: MakeVideo, degrees: int) -> None:
+    plain = VideoReader(make_video("upright.mp4", frames=2, options={"qp": "0"}))[1]
+    reader = VideoReader(
+        make_video(f"turned{degrees}.mp4", frames=2, options={"qp": "0"}, degrees=degrees), dtype=torch.uint8
+    )
+    turned = torch.rot90(plain, degrees // 90, (1, 2))
+    assert (reader.height, reader.width) == turned.shape[1:]
+    assert torch.equal(reader[1], turned)
+    resized = VideoReader(reader.source.path, resize=(40, 20))
+    assert resized[0].shape == (3, 40, 20)
+
+
+def test_bytes_are_read_as_files_are(make_video: MakeVideo) -> None:
+    path = make_video("clips.mp4")
+    from_bytes = VideoReader(path.read_bytes())
+    assert torch.equal(from_bytes[11:13], VideoReader(path)[11:13])
+
+
+def test_loops_and_positions_do_not_disturb_each_other(make_video: MakeVideo, read_number: ReadNumber) -> None:
+    reader = VideoReader(make_video("clips.mp4"))
+    seen = []
+    for one, other in zip(reader, reader, strict=True):
+        seen.append((read_number(one), read_number(other), read_number(reader[-1])))
+    assert seen == [(number, number, FRAMES - 1) for number in range(FRAMES)]
+
+
+def test_threads_and_workers_share_a_reader(make_video: MakeVideo, read_number: ReadNumber) -> None:
+    reader = VideoReader(make_video("clips.mp4"))
+    reader[3]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda n: read_number(reader[n]), range(29, -1, -1))) == list(range(29, -1, -1))
+    copied = pickle.loads(pickle.dumps(reader))
+    assert torch.equal(copied[9], reader[9])
+    with reader:
+        pass
+    assert read_number(reader[4]) == 4  # opened again
+
+
+def test_a_position_that_is_not_there(make_video: MakeVideo) -> None:
+    reader = VideoReader(make_video("clips.mp4"))
+    for position in (30, -31):
+        with pytest.raises(IndexError, match="it has 30, 0 to 29"):
+            reader[position]
+    with pytest.raises(TypeError):
+        reader["3"]  # type: ignore[index]
+
+
+def test_the_device_is_told_and_cuda_refused(make_video: MakeVideo) -> None:
+    path = make_video("clips.mp4")
+    cpu, auto = VideoReader(path), VideoReader(path, device="auto")
+    assert (cpu.device.type, cpu.fallback_reason) == ("cpu", None)
+    assert auto.device.type == "cpu"
+    assert "NVDEC" in (auto.fallback_reason or "")
+    with pytest.raises(NoVideoDecoderError, match='Use device="cpu"'):
+        VideoReader(path, device="cuda")
+    with pytest.raises(InputError, match='expected "cpu", "auto" or "cuda"'):
+        VideoReader(path, device="abacus")
+    with pytest.raises(InputError, match=r"expected one of torch\.uint8"):
+        VideoReader(path, dtype=torch.int32)
+    with pytest.raises(InputError, match='expected "rgb"'):
+        VideoReader(path, output="nv12")

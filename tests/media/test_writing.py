@@ -1,0 +1,144 @@
+"""`VideoWriter`: what is written can be read again, and nothing half-written stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rooftop.errors import InputError
+from rooftop.media import VideoReader, VideoWriteError, VideoWriter, probe
+
+pytest.importorskip("av")
+
+
+def smooth(frames: int = 5, height: int = 16, width: int = 24) -> torch.Tensor:
+    """(T, 3, H, W) float32: noise in blocks of 4 pixels, so that halved chroma loses nothing."""
+    noise = torch.rand(frames, 3, height // 4, width // 4, generator=torch.Generator().manual_seed(0))
+    return noise.repeat_interleave(4, 2).repeat_interleave(4, 3)
+
+
+LOSSLESS = {
+    "libx264": {"qp": "0"},
+    "libx265": {"x265-params": "lossless=1:log-level=none"},
+    "libvpx-vp9": {"lossless": "1"},
+    "ffv1": {},
+}
+
+
+@pytest.mark.parametrize("codec", LOSSLESS)
+@pytest.mark.parametrize("matrix", [None, "bt709", "bt2020"])
+def test_colours_come_back(tmp_path: Path, codec: str, matrix: str | None) -> None:
+    frames = smooth(height=32, width=48)
+    path = tmp_path / "out.mkv"
+    with VideoWriter(path, 25, codec, options=LOSSLESS[codec], matrix=matrix, pixel_format="yuv420p") as writer:
+        writer.write(frames[0])
+        writer.write((frames[1:] * 255).round().to(torch.uint8))
+    reader = VideoReader(path)
+    assert reader.colours.matrix == (matrix or "bt601")
+    assert float((reader[:].float() - frames * 255).abs().max()) <= 3
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_ten_bits_keep_more_of_floating_frames(tmp_path: Path) -> None:
+    frames = smooth()
+    errors = []
+    for name in ("yuv444p", "yuv444p10le"):
+        path = tmp_path / f"{name}.mkv"
+        with VideoWriter(path, 25, options={"qp": "0"}, pixel_format=name, full_range=True) as writer:
+            writer.write(frames)
+        errors.append(float((VideoReader(path, dtype=torch.float32)[:] - frames).abs().max()))
+    assert errors[1] < errors[0] / 3
+
+
+def test_times_and_rates(tmp_path: Path) -> None:
+    times = [0.0, 0.1, 0.15, 1.0, 1.001]
+    with VideoWriter(tmp_path / "times.mp4", 30) as writer:
+        writer.write(smooth()[:3], times=times[:3])
+        writer.write(smooth()[3:], times=torch.tensor(times[3:], dtype=torch.float64))
+    assert VideoReader(tmp_path / "times.mp4").times.tolist() == pytest.approx(times, abs=1e-4)
+    with VideoWriter(tmp_path / "ntsc.mp4", 30000 / 1001) as writer:
+        writer.write(smooth())
+    assert VideoReader(tmp_path / "ntsc.mp4").fps == pytest.approx(30000 / 1001, rel=1e-6)
+    for wrong in ([0.2, 0.1], [0.5, 0.5], [-1.0, 0.0], [float("nan"), 1.0]):
+        with VideoWriter(tmp_path / "wrong.mp4", 30) as writer:
+            with pytest.raises(InputError, match=r"expected times that increase|finite and not below 0"):
+                writer.write(smooth()[:2], times=wrong)
+            writer.write(smooth())
+
+
+def test_an_odd_size_is_refused_with_the_remedies_or_padded(tmp_path: Path) -> None:
+    frames = smooth()[..., :15, :21]
+    with (
+        pytest.raises(InputError, match=r"yuv420p needs a multiple of 2x2.*pad=True"),
+        VideoWriter(tmp_path / "odd.mp4", 25) as writer,
+    ):
+        writer.write(frames)
+    with VideoWriter(tmp_path / "padded.mkv", 25, pad=True, options={"qp": "0"}) as writer:
+        writer.write(frames)
+    padded = VideoReader(tmp_path / "padded.mkv")[:]
+    assert padded.shape[-2:] == (16, 22)
+    assert float((padded[..., :15, :21].float() - frames * 255).abs().max()) <= 3
+    assert float((padded[..., 15, :].int() - padded[..., 14, :].int()).abs().max()) <= 1
+    with VideoWriter(tmp_path / "odd.mkv", 25, pixel_format="yuv444p", options={"qp": "0"}) as writer:
+        writer.write(frames)
+    assert VideoReader(tmp_path / "odd.mkv")[0].shape == (3, 15, 21)
+
+
+def test_an_error_leaves_no_file_and_an_older_one_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "out.mp4"
+    path.write_bytes(b"older")
+    writer = VideoWriter(path, 25)
+    writer.write(smooth())
+    writer.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+    with pytest.raises(VideoWriteError, match="no frames were written"), VideoWriter(path, 25):
+        pass
+    with (
+        pytest.raises(VideoWriteError, match=r"libx264 with yuv420p and options .*says"),
+        VideoWriter(path, 25, options={"preset": "abacus"}) as writer,
+    ):
+        writer.write(smooth())
+    dropped = VideoWriter(path, 25)
+    dropped.write(smooth())
+    del dropped
+    assert path.read_bytes() == b"older"
+    assert list(tmp_path.iterdir()) == [path]
+    with VideoWriter(path, 25) as writer:
+        writer.write(smooth())
+        assert path.read_bytes() == b"older"
+    assert len(VideoReader(path)) == 5
+    with pytest.raises(VideoWriteError, match="closed already"):
+        writer.write(smooth())
+
+
+def test_what_cannot_be_written_is_refused_before(tmp_path: Path) -> None:
+    path = tmp_path / "out.mp4"
+    for settings, said in (
+        ({"codec": "abacus"}, "no encoder 'abacus'.*libx264"),
+        ({"codec": "aac"}, "encodes audio"),
+        ({"pixel_format": "yuv411p"}, "expected one of yuv420p"),
+        ({"fps": 0}, "expected a number above 0"),
+        ({"matrix": "abacus"}, "expected one of bt601"),
+    ):
+        with pytest.raises(InputError, match=said):
+            VideoWriter(path, **{"fps": 25, **settings})  # type: ignore[arg-type]
+    for where, said in (("out.abacus", "no suffix of a format"), ("missing/out.mp4", "is no folder"), ("", "a folder")):
+        with pytest.raises(InputError, match=said):
+            VideoWriter(tmp_path / where, 25)
+    with VideoWriter(path, 25) as writer:
+        for frames, said in (
+            (torch.zeros(16, 24), r"expected \(3, H, W\) or"),
+            (torch.zeros(1, 16, 24), r"expected \(3, H, W\) or"),
+            (torch.zeros(3, 16, 24, dtype=torch.int64), "expected uint8, or floating"),
+            (torch.full((3, 16, 24), float("nan")), "not finite"),
+        ):
+            with pytest.raises(InputError, match=said):
+                writer.write(frames)
+        writer.write(smooth())
+        with pytest.raises(InputError, match="a video has one size"):
+            writer.write(torch.zeros(3, 32, 24))
+        with pytest.raises(InputError, match="some frames with times"):
+            writer.write(smooth()[0], times=[9.0])
+    assert probe(path).frames == 5
+    assert list(tmp_path.iterdir()) == [path]
