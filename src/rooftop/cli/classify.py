@@ -52,7 +52,7 @@ FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
     default="DEFAULT",
     show_default=True,
     metavar="NAME|FILE",
-    help="Published weights (DEFAULT is the newest, or IMAGENET1K_V1, ...), or a .pth or .safetensors file of your own.",
+    help="Published weights (DEFAULT is the newest, or IMAGENET1K_V1, ...), or your own .pth or .safetensors file.",
 )
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Classes for each photograph.")
 @click.option(

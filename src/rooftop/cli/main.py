@@ -24,10 +24,12 @@ VERBS = {
     "classify": "Show what is on photographs.",
     "compare": "Show what changed between two reports.",
     "crossover": "Show from which size on a GPU beats the CPU, with and without transfers.",
+    "detect": "Show where things are on photographs.",
     "device": "Describe the GPUs and the CPU of this machine.",
     "doctor": "Say what works here, what does not, and what mends it.",
     "ladder": "Climb from a first kernel to the roof: the same work, rung by rung, measured.",
     "media": "Look into video files.",
+    "predict-video": "Show how a clip goes on, beside how it really does.",
     "report": "Turn a JSON report into HTML again.",
 }
 
@@ -43,7 +45,7 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
             return None
-        command: click.Command = importlib.import_module(f"rooftop.cli.{name}").command
+        command: click.Command = importlib.import_module(f"rooftop.cli.{name.replace('-', '_')}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -8,8 +8,9 @@ from rooftop.models.conv_lstm import (
     next_frame_network,
     predict_frames,
 )
+from rooftop.models.detection import Detected, FoundObject, detect, draw_objects, load_detector
 from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101
-from rooftop.models.images import Preprocessing, find_images, load_images
+from rooftop.models.images import Preprocessing, find_images, load_images, read_image
 from rooftop.models.keras_weights import load_keras_weights
 from rooftop.models.load_reports import LoadReport
 from rooftop.models.loading import load, load_report
@@ -32,7 +33,9 @@ from rooftop.models.swin import SwinTransformer, swin_b, swin_s, swin_t, swin_v2
 __all__ = [
     "Classified",
     "ConvLSTM2D",
+    "Detected",
     "Detr",
+    "FoundObject",
     "Guess",
     "LoadReport",
     "ModelEntry",
@@ -43,17 +46,21 @@ __all__ = [
     "builtin_models",
     "classify",
     "colour_next_frame_network",
+    "detect",
     "detr_resnet50",
     "detr_resnet101",
+    "draw_objects",
     "find_images",
     "load",
     "load_classifier",
+    "load_detector",
     "load_images",
     "load_keras_weights",
     "load_report",
     "model_entry",
     "next_frame_network",
     "predict_frames",
+    "read_image",
     "resnet18",
     "resnet34",
     "resnet50",

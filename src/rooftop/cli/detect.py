@@ -1,0 +1,182 @@
+"""`rooftop detect`: where things are on photographs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rooftop.analysis.report import write_text
+from rooftop.analysis.text import WIDTH
+from rooftop.cli.analyze import check_writable, pick_device
+from rooftop.cli.classify import FLOATS
+from rooftop.cli.progress import progress_bar
+from rooftop.cli.targets import DTYPES
+from rooftop.errors import InputError, ModelRunError
+from rooftop.models import detr_resnet50, detr_resnet101, find_images
+from rooftop.models.detection import Detected, detect, draw_objects, load_detector
+from rooftop.models.images import check_images, read_image
+
+EXAMPLES = """\b
+Examples:
+  rooftop detect street.jpg --weights detr-r50-e632da11.pth
+  rooftop detect holiday/ --weights model.safetensors --threshold 0.5 -o found/
+  rooftop detect street.jpg --random-weights 0 --threshold 0 --size 320
+"""
+BUILDERS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101}
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@click.option("--model", type=click.Choice(list(BUILDERS)), default="detr_resnet50", show_default=True)
+@click.option(
+    "--weights",
+    metavar="FILE",
+    help="Of facebookresearch/detr, Hugging Face or MMDetection: .pth or .safetensors.",
+)
+@click.option(
+    "--random-weights", "seed", type=int, metavar="SEED", help="No weights: what is found means nothing, but all runs."
+)
+@click.option(
+    "--threshold",
+    type=click.FloatRange(0, 1),
+    default=0.7,
+    show_default=True,
+    help="Show objects with at least this score.",
+)
+@click.option(
+    "--output",
+    "-o",
+    "folder",
+    type=click.Path(path_type=Path),
+    default=Path("detected"),
+    show_default=True,
+    metavar="FOLDER",
+    help="Where photographs with their boxes are written, as PNG.",
+)
+@click.option("--size", type=click.IntRange(min=32), default=800, show_default=True, help="Pixels of the shorter side.")
+@click.option(
+    "--device",
+    default="auto",
+    metavar="auto|cpu|cuda[:N]",
+    help="Where to run.  [default: auto, the GPU if there is one]",
+)
+@click.option("--dtype", type=click.Choice(FLOATS), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=4, show_default=True, help="Photographs at once, at most."
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, allow_dash=True),
+    metavar="FILE",
+    help="Also write the objects as JSON; - prints JSON instead of the table.",
+)
+def command(
+    paths: tuple[str, ...],
+    model: str,
+    weights: str | None,
+    seed: int | None,
+    threshold: float,
+    folder: Path,
+    size: int,
+    device: str,
+    dtype: str | None,
+    batch_size: int,
+    json_path: Path | None,
+) -> None:
+    """Show where things are on photographs: the objects that a DETR finds, as a table and drawn.
+
+    PATH is a photograph or a folder of photographs. The names are COCO's where the weights have its classes.
+    """
+    if (weights is None) == (seed is None):
+        raise click.UsageError("expected --weights FILE, or --random-weights SEED to see that it runs")
+    to_stdout = json_path == Path("-")
+    if json_path is not None and not to_stdout:
+        check_writable(json_path)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is no folder: name another with --output")
+    where = pick_device(None if device == "auto" else device)
+    found = find_images(paths)
+    check_images(found)
+    pictures = _pictures(found, folder)
+    if weights is None:
+        torch.manual_seed(seed or 0)
+        detector = BUILDERS[model]().eval()
+    else:
+        detector = load_detector(model, weights)
+    try:
+        detector = detector.to(device=where, dtype=DTYPES[dtype] if dtype else None)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ModelRunError(f"{model} does not fit into the memory of {where}; try --device cpu") from error
+    longer = round(size * 1333 / 800)
+    with progress_bar() as progress:
+        photographs = detect(
+            detector,
+            found,
+            threshold=threshold,
+            shorter=size,
+            longer=longer,
+            batch_size=batch_size,
+            progress=progress,
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for photo, picture in zip(photographs, pictures, strict=True):
+        partial = picture.with_suffix(".part")
+        draw_objects(read_image(photo.path), photo.objects).save(partial, format="PNG")
+        partial.replace(picture)
+    if json_path is not None:
+        plain = [_plain(photo, picture) for photo, picture in zip(photographs, pictures, strict=True)]
+        text = json.dumps({"model": model, "weights": weights, "seed": seed, "photographs": plain}, indent=1) + "\n"
+        if to_stdout:
+            click.echo(text, nl=False)
+            return
+        write_text(json_path, text)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(_table(photographs))
+    if weights is None:
+        click.echo("random weights: what is found means nothing")
+    click.echo(f"pictures: {folder}")
+    if json_path is not None:
+        click.echo(f"objects: {json_path}")
+
+
+def _pictures(found: Sequence[Path], folder: Path) -> list[Path]:
+    """Where each photograph's picture goes; two with one name are told apart by a number."""
+    names: dict[str, None] = {}
+    for path in found:
+        numbered = (f"{path.stem}-{number}" for number in itertools.count(2))
+        names[next(name for name in (path.stem, *itertools.islice(numbered, len(found))) if name not in names)] = None
+    return [folder / f"{name}.png" for name in names]
+
+
+def _table(photographs: Sequence[Detected]) -> Table:
+    """One line for each object, the photograph's path at its first."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("photograph", overflow="fold")
+    table.add_column("object", overflow="fold")
+    table.add_column("score", justify="right", no_wrap=True)
+    table.add_column("left, top, right, bottom", justify="right", no_wrap=True)
+    for photo in photographs:
+        path = Text(click.format_filename(photo.path))
+        if not photo.objects:
+            table.add_row(path, "nothing", "", "")
+        for rank, each in enumerate(photo.objects):
+            box = ", ".join(str(round(edge)) for edge in each.box)
+            name = each.name or f"class {each.label}"
+            table.add_row(path if rank == 0 else "", Text(name), f"{each.score:.1%}", box)
+    return table
+
+
+def _plain(photo: Detected, picture: Path) -> dict[str, Any]:
+    objects = [asdict(each) for each in photo.objects]
+    return {"path": str(photo.path), "picture": str(picture), "size": photo.size, "objects": objects}

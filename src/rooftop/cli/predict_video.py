@@ -1,0 +1,299 @@
+"""`rooftop predict-video`: the frames that follow a clip, beside the real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+from PIL import Image
+from torch import Tensor
+
+from rooftop.cli.analyze import check_writable, pick_device
+from rooftop.cli.progress import progress_bar
+from rooftop.errors import InputError, ModelRunError
+from rooftop.media import VideoReader, VideoWriter
+from rooftop.models import NextFrameNetwork, colour_next_frame_network, next_frame_network
+from rooftop.models.video import Continuation, continue_clip, load_next_frame_network
+
+EXAMPLES = """\b
+Examples:
+  rooftop predict-video walk.mp4 --weights next_frame.keras
+  rooftop predict-video walk.mp4 --weights mine.pth --after 2.5 --frames 20 -o walk20.mp4
+  rooftop predict-video walk.mp4 --random-weights 0 --colour --size 32 32 --json
+"""
+
+USUAL_CONTEXT = 10  # frames, as of the videos of Keras's example, of which it shows the first ten
+USUAL_SIDE = 64  # pixels of the shorter side: the size on which Keras's example is trained
+VIDEOS = (".mp4", ".mkv", ".mov")  # what H.264 goes into
+MAX_SIDE = 16384  # pixels, of libx264
+SLACK_S = 0.0005  # as VideoReader.frames_at: 2 / 30 is frame 2 also where the file says 0.067 s
+
+Size = tuple[int, int]
+Progress = Callable[[str, float], None]
+
+
+class Clip(NamedTuple):
+    """The part of a clip that is of use: `context` (T, 3, H, W) before `after_s`, at most `--frames` `real` ones from
+    there on."""
+
+    context: Tensor
+    real: Tensor
+    after_s: float
+    fps: float
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("clip", type=click.Path(path_type=Path))
+@click.option("--weights", type=click.Path(path_type=Path), metavar="FILE", help="Of Keras, torch.save or safetensors.")
+@click.option(
+    "--random-weights",
+    "seed",
+    type=click.IntRange(min=0),
+    metavar="SEED",
+    help="In place of --weights: an untrained network, to try things out.",
+)
+@click.option("--frames", type=click.IntRange(min=1), default=10, show_default=True, help="How many to predict.")
+@click.option(
+    "--after",
+    type=float,
+    metavar="SECONDS",
+    help="Predict from here on.  [default: before the last --frames frames of the clip]",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"Frames before that the network is shown.  [default: {USUAL_CONTEXT}, or all that there are]",
+)
+@click.option(
+    "--size",
+    type=(click.IntRange(min=1), click.IntRange(min=1)),
+    metavar="H W",
+    help=f"Resize frames to this.  [default: the shorter side to {USUAL_SIDE}, if it is longer]",
+)
+@click.option("--colour/--grey", default=None, help="Of the untrained network (grey if not given); weights tell it.")
+@click.option(
+    "--device",
+    default="auto",
+    metavar="auto|cpu|cuda[:N]",
+    help="Where to run.  [default: auto, the GPU if there is one]",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help=f"The video: {', '.join(VIDEOS)}.  [default: CLIP-predicted.mp4, here]",
+)
+@click.option(
+    "--picture", type=click.Path(path_type=Path), metavar="FILE", help="A .png.  [default: named as the video]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    clip: Path,
+    weights: Path | None,
+    seed: int | None,
+    frames: int,
+    after: float | None,
+    context: int | None,
+    size: Size | None,
+    colour: bool | None,
+    device: str,
+    output: Path | None,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Predict how a clip goes on, by a ConvLSTM network, each frame from all before it.
+
+    Writes a video, the real frames on the left and the predicted ones on the right, and a picture, the real ones above;
+    where the clip has ended, the real ones are black. Says how far the prediction is from the real frames, beside the
+    last frame before them repeated. Files that are there are replaced.
+    """
+    if (weights is None) == (seed is None):
+        raise click.UsageError("expected one of --weights FILE and --random-weights SEED (an untrained network)")
+    video = output or Path(f"{clip.stem}-predicted.mp4")
+    picture = picture or video.with_suffix(".png")
+    _check_outputs(video, picture, [clip] if weights is None else [clip, weights])
+    where = pick_device(None if device == "auto" else device)
+    with progress_bar() as progress:
+        shown = _read(clip, size, after, context, frames, progress)
+        network = _network(weights, seed, colour, where)
+        with VideoWriter(video, shown.fps, options={"crf": "18"}, pad=True) as writer:  # opened before the long work
+            found = continue_clip(network, shown.context, shown.real, frames, progress)
+            progress("writing", 0.0)
+            real = _with_black(found)
+            writer.write(_rgb(torch.cat((real, found.frames), 3)))
+            _write(writer, picture, torch.cat([torch.cat(list(row), 2) for row in (real, found.frames)], 1))
+    told = _told(clip, weights, seed, network, shown, found, video, picture)
+    click.echo(json.dumps(told, indent=1) if as_json else "\n".join(_lines(told)))
+
+
+def _check_outputs(video: Path, picture: Path, inputs: Sequence[Path]) -> None:
+    """Before the work.
+
+    Raises:
+        click.BadParameter: a file cannot be written, is of another format, or is one that is read.
+    """
+    for path, suffixes, option in ((video, VIDEOS, "--output"), (picture, (".png",), "--picture")):
+        check_writable(path)
+        if path.suffix.lower() not in suffixes:
+            raise click.BadParameter(f"{path}: expected a name with {' or '.join(suffixes)}", param_hint=option)
+        if any(path.exists() and each.exists() and path.samefile(each) for each in inputs):
+            raise click.BadParameter(f"{path} is read: give another name", param_hint=option)
+
+
+def _read(
+    path: Path, size: Size | None, after: float | None, context: int | None, frames: int, progress: Progress
+) -> Clip:
+    """The frames around `after`.
+
+    Raises:
+        InputError: no video, too few frames, or a time that is not in it.
+        DamagedVideoError: a frame that is needed cannot be decoded.
+    """
+    progress("reading", 0.0)
+    with VideoReader(path) as whole:
+        shorter = min(whole.height, whole.width)
+        scale = min(1.0, USUAL_SIDE / shorter)
+        size = size or (round(whole.height * scale), round(whole.width * scale))
+    if max(size[0], 2 * size[1]) > MAX_SIDE:
+        raise InputError(
+            f"frames of {size[0]} x {size[1]} (height x width), two beside each other: H.264 ends at {MAX_SIDE}. "
+            "Give a smaller --size"
+        )
+    with VideoReader(path, dtype=torch.float32, resize=size) as reader:
+        times = reader.times
+        count = len(times)
+        end = float(times[0]) + reader.duration
+        if after is None:
+            cut = count - frames
+            if cut < 1:
+                raise InputError(
+                    f"{path} is too short: it has {count} frames, and one has to come before the last {frames}. "
+                    f"Give fewer --frames, or --after {end:.3f} to go on from its end"
+                )
+        else:
+            if not 0 <= after <= end + SLACK_S:
+                raise InputError(f"--after {after:g}: expected seconds from 0 to {end:.3f}, where {path} ends")
+            cut = int((times < after - SLACK_S).sum())
+        wanted = context or max(1, min(USUAL_CONTEXT, cut))
+        if cut < wanted:
+            raise InputError(
+                f"{path} is too short: {cut} of its {count} frames come before the first to predict, and the network "
+                f"is to be shown {wanted}. Give a smaller --context, or a later --after"
+            )
+        after_s = float(times[cut]) if cut < count else end
+        positions = range(cut - wanted, min(count, cut + frames))
+        pixels = torch.empty(len(positions), 3, *size)
+        for place, position in enumerate(positions):
+            pixels[place] = reader[position]
+            progress("reading", (place + 1) / len(positions))
+        return Clip(pixels[:wanted], pixels[wanted:], after_s, reader.fps)
+
+
+def _network(weights: Path | None, seed: int | None, colour: bool | None, device: torch.device) -> NextFrameNetwork:
+    if weights is not None:
+        network = load_next_frame_network(weights)
+        if colour is not None and colour != _is_colour(network):
+            wrong = "--colour" if colour else "--grey"
+            raise InputError(f"{weights} is of a network of {_colour(network)} frames: leave out {wrong}")
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed or 0)
+            network = colour_next_frame_network() if colour else next_frame_network()
+    try:
+        return network.to(device)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ModelRunError(f"the network does not fit into the memory of {device}; try --device cpu") from error
+
+
+def _is_colour(network: NextFrameNetwork) -> bool:
+    return bool(network.layers[0].in_channels == 3)
+
+
+def _colour(network: NextFrameNetwork) -> str:
+    return "colour" if _is_colour(network) else "grey"
+
+
+def _with_black(found: Continuation) -> Tensor:
+    """(T, C, H, W): the real frames, then black ones, as many as are predicted."""
+    black = torch.zeros_like(found.frames[len(found.real) :])
+    return torch.cat((found.real, black))
+
+
+def _rgb(frames: Tensor) -> Tensor:
+    """(..., C, H, W) of one or three channels, as three."""
+    return frames.expand(*frames.shape[:-3], 3, *frames.shape[-2:])
+
+
+def _write(writer: VideoWriter, picture: Path, pixels: Tensor) -> None:
+    """The picture (C, H, W), and the video that waits in its writer: each whole under another name before it gets its
+    own."""
+    array = (_rgb(pixels) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+    temporary = picture.with_name(f".{picture.name}.{os.getpid()}.tmp")
+    try:
+        Image.fromarray(array).save(temporary, format="PNG")
+        writer.close()
+        os.replace(temporary, picture)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _told(
+    clip: Path,
+    weights: Path | None,
+    seed: int | None,
+    network: NextFrameNetwork,
+    shown: Clip,
+    found: Continuation,
+    video: Path,
+    picture: Path,
+) -> dict[str, Any]:
+    """What was done, as plain data."""
+    compared = len(found.real) > 0
+    return {
+        "clip": str(clip),
+        "weights": None if weights is None else str(weights),
+        "random_seed": seed,
+        "colours": _colour(network),
+        "size": list(found.frames.shape[2:]),
+        "fps": shown.fps,
+        "after_s": shown.after_s,
+        "context": len(shown.context),
+        "frames": len(found.frames),
+        "real_frames": len(found.real),
+        "error": found.errors.mean().item() if compared else None,
+        "error_of_repeating": found.errors_of_repeating.mean().item() if compared else None,
+        "errors": found.errors.tolist(),
+        "errors_of_repeating": found.errors_of_repeating.tolist(),
+        "video": str(video),
+        "picture": str(picture),
+    }
+
+
+def _lines(told: dict[str, Any]) -> list[str]:
+    clip, video, picture = (click.format_filename(told[key]) for key in ("clip", "video", "picture"))
+    seed, count, real = told["random_seed"], told["frames"], told["real_frames"]
+    weights = (
+        f"random, seed {seed}: the network is untrained, its prediction means nothing"
+        if seed is not None
+        else click.format_filename(told["weights"])
+    )
+    lines = [
+        f"{clip}: {count} frames predicted after {told['after_s']:.3f} s, from the {told['context']} before; "
+        f"{told['size'][0]} x {told['size'][1]} (height x width), {told['colours']}",
+        f"weights: {weights}",
+    ]
+    if real:
+        lines.append(
+            f"mean absolute error, 0 to 1, of {real} frames: predicted {told['error']:.4f}, "
+            f"last frame repeated {told['error_of_repeating']:.4f}"
+        )
+    if real < count:
+        lines.append(f"the clip ends after {real} of these {count} frames: black in place of the real ones from there")
+    return [*lines, f"video: {video}", f"picture: {picture}"]

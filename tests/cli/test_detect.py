@@ -1,0 +1,104 @@
+"""`rooftop detect`: the table, the JSON, the pictures, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rooftop.cli import detect as module
+from rooftop.cli.main import main
+from rooftop.models.detr import Detr
+from rooftop.models.resnet import Bottleneck
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in a folder with two photographs of one name, by a small network."""
+    monkeypatch.chdir(tmp_path)
+    pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    for folder in ("one", "two"):
+        Path(folder).mkdir()
+        Image.fromarray(pixels).save(Path(folder, "photo.png"))
+    small = lambda **options: Detr(Bottleneck, (1, 1, 1, 1), queries=4, **options)  # noqa: E731
+    monkeypatch.setitem(module.BUILDERS, "detr_resnet50", small)
+
+    def command(*words: str) -> tuple[int, str, str]:
+        status = main(["detect", *words, "--device", "cpu"])
+        return (status, *capsys.readouterr())
+
+    return command
+
+
+WORDS = ("one", "two", "--random-weights", "3", "--threshold", "0", "--size", "64")
+
+
+def test_objects_are_shown_written_and_drawn(run: Run) -> None:
+    status, out, err = run(*WORDS, "-o", "found", "--json", "found.json")
+    assert status == 0, err
+    assert "random weights: what is found means nothing" in out
+    assert out.count("photo.png") == 2
+    found = json.loads(Path("found.json").read_text())
+    assert [photo["picture"] for photo in found["photographs"]] == ["found/photo.png", "found/photo-2.png"]
+    for photo in found["photographs"]:
+        assert photo["size"] == [64, 48]
+        assert len(photo["objects"]) == 4
+        with Image.open(photo["picture"]) as picture:
+            assert picture.size == (64, 48)
+            with Image.open(photo["path"]) as before:
+                assert picture.tobytes() != before.tobytes()
+    assert sorted(path.name for path in Path("found").iterdir()) == ["photo-2.png", "photo.png"]
+
+
+def test_the_same_seed_finds_the_same(run: Run) -> None:
+    first, second, third = (
+        run(*words, "--json", "-")[1] for words in (WORDS, WORDS, (*WORDS, "--random-weights", "4"))
+    )
+    assert first == second != third
+    assert json.loads(first)["seed"] == 3
+
+
+def test_a_photograph_without_objects_says_so(run: Run) -> None:
+    assert "nothing" in run(*WORDS[:4], "--threshold", "1", "--size", "64")[1]
+
+
+def test_pictures_of_one_name_do_not_overwrite_each_other() -> None:
+    paths = [Path(name) for name in ("a/x.png", "b/x.jpg", "x-2.png", "c/x.png")]
+    names = [path.name for path in module._pictures(paths, Path("out"))]
+    assert names == ["x.png", "x-2.png", "x-2-2.png", "x-3.png"]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (("one",), 2, "expected --weights FILE, or --random-weights SEED"),
+        (("one", "--random-weights", "0", "--weights", "x"), 2, "expected --weights FILE, or --random-weights SEED"),
+        (("none.jpg", "--random-weights", "0"), 2, "none.jpg does not exist"),
+        (("one", "--weights", "no.pth"), 2, "'no.pth'"),
+        (("one", "--weights", "empty.pth"), 1, "empty.pth"),
+        (("one", "--random-weights", "0", "-o", "empty.pth"), 2, "empty.pth is no folder: name another with --output"),
+        (("empty.pth", "--random-weights", "0"), 2, "empty.pth is no image"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(words: tuple[str, ...], status: int, message: str, run: Run) -> None:
+    Path("empty.pth").touch()
+    got, _, err = run(*words)
+    assert got == status, err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not Path("detected").exists()
+
+
+def test_weights_of_five_classes(run: Run, tmp_path: Path) -> None:
+    torch.save(module.detr_resnet50(num_classes=5).state_dict(), tmp_path / "five.pth")
+    status, out, err = run("one", "--weights", "five.pth", "--threshold", "0", "--size", "64", "--json", "-")
+    assert status == 0, err
+    labels = {each["label"] for each in json.loads(out)["photographs"][0]["objects"]}
+    assert labels <= set(range(5))
