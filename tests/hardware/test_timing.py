@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
+from functools import partial
 
 import pytest
 import torch
 
-from rooftop.hardware.timing import compare, measure, rotated, rotated_copies
+from rooftop.hardware.timing import (
+    collection_paused,
+    compare,
+    measure,
+    rotated,
+    rotated_copies,
+    waits_for_gpu,
+)
 
 
 def test_the_median_is_the_time_of_one_call() -> None:
@@ -68,3 +77,28 @@ def test_a_replayed_launch_is_cheaper_than_an_eager_one() -> None:
     eager = measure(lambda: x.add_(1), device="cuda")
     replayed = measure(lambda: x.add_(1), device="cuda", graph=True)
     assert replayed.median_ms < eager.median_ms
+
+
+def test_each_round_takes_the_variants_in_another_order() -> None:
+    calls: list[str] = []
+    compare({name: partial(calls.append, name) for name in "abc"}, device="cpu", seconds=0.01, warm_up_seconds=0.001)
+    runs = [name for name, _ in itertools.groupby(calls)]  # a sample is many calls of one
+    followers = set(itertools.pairwise(runs))
+    assert {("a", "b"), ("b", "a"), ("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")} <= followers
+
+
+def test_the_garbage_collector_rests_and_goes_on() -> None:
+    with collection_paused():
+        assert not gc.isenabled()
+        with collection_paused():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+@pytest.mark.gpu
+def test_a_call_that_waits_for_the_gpu_is_known() -> None:
+    x = torch.ones(3, device="cuda")
+    assert waits_for_gpu(lambda: x.sum().item())
+    assert not waits_for_gpu(lambda: x.sum())
+    assert torch.cuda.get_sync_debug_mode() == 0

@@ -18,6 +18,7 @@ import math
 import random
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,13 +140,18 @@ def collection_paused() -> Iterator[None]:
 
 def waits_for_gpu(fn: Callable[[], object]) -> bool:
     """Whether the host waits for the GPU in the call, so that no graph can capture it. Calls it."""
-    torch.cuda.set_sync_debug_mode("error")
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         fn()
-    except RuntimeError:
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
         return True
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode(before)
     return False
 
 
