@@ -111,15 +111,16 @@ def test_without_parameters_views_and_rows_that_eight_does_not_divide(
     take(CASES[0][4])
     with count_launches() as triton:
         assert_gate("layer_norm", inputs_of("layer_norm", 19, 131, BFLOAT16))
-    assert {"norm_forward", "norm_backward"} <= triton.keys()  # three rows go the plain way
-    assert cuda_on_cpu == NOTHING_ELSE
+    assert not {"norm_forward", "norm_backward"} & triton.keys()
+    assert set(cuda_on_cpu) == set(NOTHING_ELSE)
+    cuda_on_cpu.clear()
     x = torch.randn(16, 144).bfloat16()[:, :136]
     torch.testing.assert_close(layer_norm(x, 136), torch.layer_norm(x, [136]))
-    assert cuda_on_cpu[FORWARD] == 2
+    assert cuda_on_cpu[FORWARD] == 1
     for other in (torch.randn(16, 139).bfloat16()[:, :131], torch.randn(16 * 131 + 1).bfloat16()[1:].view(16, 131)):
         layer_norm(other, 131)
     layer_norm(torch.randn(16, 131), 131)
-    assert cuda_on_cpu[FORWARD] == 2, "not what bulk copies can fetch"
+    assert cuda_on_cpu[FORWARD] == 1, "not what bulk copies can fetch"
 
 
 # Rows share groups of elements with their neighbours: none of a neighbour's must get in.

@@ -81,7 +81,7 @@ def test_photographs_of_one_size_do_not_see_each_other(small: Detr, photographs:
 def test_the_sides_that_a_model_sees() -> None:
     sizes = {(640, 480): (1067, 800), (480, 640): (800, 1067), (3000, 300): (1333, 133), (1, 1000): (1, 1333)}
     for size, expected in sizes.items():
-        assert detection._resized(Image.new("RGB", size), 800, 1333).size == expected
+        assert detection.resized(Image.new("RGB", size), 800, 1333).size == expected
 
 
 def test_names_are_those_of_coco_where_there_are_as_many() -> None:

@@ -66,11 +66,11 @@ def file(state: dict[str, Tensor], tmp_path: Path) -> Path:
 
 
 def test_every_builder_of_a_model_has_a_name() -> None:
-    """All public functions that build one of the models."""
+    """All public functions that build one of the models by themselves."""
     built = {kind.__name__ for kind in FAMILIES}
     functions = [getattr(models, name) for name in models.__all__ if inspect.isfunction(getattr(models, name))]
     builders = {each.__name__ for each in functions if inspect.signature(each).return_annotation in built}
-    assert builders == set(NAMES)
+    assert builders - {"load_detector"} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,7 @@
 """Models with the state dicts and weights of their origins, and the photographs that go into them."""
 
 from rooftop.models.classification import Classified, Guess, classify, load_classifier
+from rooftop.models.coco import CocoDataset, as_lists, average_precision
 from rooftop.models.conv_lstm import (
     ConvLSTM2D,
     NextFrameNetwork,
@@ -32,6 +33,7 @@ from rooftop.models.swin import SwinTransformer, swin_b, swin_s, swin_t, swin_v2
 
 __all__ = [
     "Classified",
+    "CocoDataset",
     "ConvLSTM2D",
     "Detected",
     "Detr",
@@ -43,6 +45,8 @@ __all__ = [
     "Preprocessing",
     "ResNet",
     "SwinTransformer",
+    "as_lists",
+    "average_precision",
     "builtin_models",
     "classify",
     "colour_next_frame_network",

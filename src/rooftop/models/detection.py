@@ -117,7 +117,7 @@ def detect(
     for start in range(0, len(found), batch_size):
         batch = found[start : start + batch_size]
         photographs = [read_image(path) for path in batch]
-        inputs = [_normalized(_resized(photo, shorter, longer)) for photo in photographs]
+        inputs = [normalized(resized(photo, shorter, longer)) for photo in photographs]
         detections = _run(model, inputs, [(photo.height, photo.width) for photo in photographs], batch)
         for path, photo, each in zip(batch, photographs, detections, strict=True):
             results.append(Detected(path, photo.size, _objects(each, photo.size, threshold, names)))
@@ -150,14 +150,15 @@ def _colour(label: int) -> tuple[int, int, int]:
     return tuple(round(255 * part) for part in colorsys.hsv_to_rgb(label * 0.618034 % 1, 0.55, 1.0))  # type: ignore[return-value]
 
 
-def _resized(image: Image.Image, shorter: int, longer: int) -> Image.Image:
+def resized(image: Image.Image, shorter: int, longer: int) -> Image.Image:
+    """With the shorter side at so many pixels, but the longer one at `longer` at most."""
     scale = min(shorter / min(image.size), longer / max(image.size))
     width, height = (max(1, round(side * scale)) for side in image.size)
     return image.resize((width, height), Image.Resampling.BILINEAR)
 
 
-def _normalized(image: Image.Image) -> Tensor:
-    """(3, H, W) float32."""
+def normalized(image: Image.Image) -> Tensor:
+    """(3, H, W) float32, by ImageNet's mean and standard deviation."""
     pixels = torch.from_numpy(np.array(image, dtype=np.float32)) / 255
     return ((pixels - torch.tensor(MEAN)) / torch.tensor(STD)).permute(2, 0, 1).contiguous()
 
