@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import rooftop.nn
 from rooftop.hardware import compare
-from rooftop.kernels import attention, linear_cross_entropy, rope_pair, softmax
+from rooftop.kernels import attention, linear_cross_entropy, rope_pair, window_attention
 
 # ---- GPT-2: tokens in, loss out ------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Swin(nn.Module):
 
 
 class RooftopSwin(nn.Module):
-    """The same; the scale and the position bias are added within the softmax."""
+    """The same; nothing is rolled, cut into windows or joined: the attention finds them on the map."""
 
     def __init__(self, width: int, heads: int, window: int = 4) -> None:
         super().__init__()
@@ -177,12 +177,9 @@ class RooftopSwin(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, H, W, C), H and W multiples of the window; like x."""
-        bias, mask = position_bias(self.bias_table, self.window), shift_mask(x, self.window)
-        query, key, value = heads_of(self.qkv(to_windows(self.norm1(x), self.window)), self.heads)
-        scores = (query @ key.mT).unflatten(0, (x.shape[0], -1))  # (B, windows, heads, area, area)
-        added = bias.masked_fill(~mask, float("-inf"))  # (windows, heads, area, area)
-        kept = softmax(scores, mask=added, scale=query.shape[-1] ** -0.5).flatten(0, 1)
-        x = x + from_windows(self.proj((kept @ value).transpose(1, 2).flatten(2)), x, self.window)
+        bias, window = position_bias(self.bias_table, self.window), (self.window,) * 2
+        shift = (self.window // 2,) * 2
+        x = self.proj(window_attention(self.qkv(self.norm1(x)), bias, self.heads, window, shift), residual=x)
         return self.fc2(self.fc1(self.norm2(x)), residual=x)
 
 

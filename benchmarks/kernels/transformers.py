@@ -96,7 +96,9 @@ def rope_cases(draw: random.Random) -> list[Case]:
         heads, batch = 4096 // width, max(1, 32768 // positions)
 
         def inputs() -> list[Tensor]:
-            pair = [values(batch, positions, h, width).transpose(1, 2) for h in (heads, heads // 4)]
+            flat = [values(batch, positions, h, width).detach() for h in (heads, heads // 4)]
+            # leaves: to a view, autograd would bring its gradient on the stream that made the view
+            pair = [t.transpose(1, 2).requires_grad_() for t in flat]
             angles = torch.outer(torch.arange(positions), 1e4 ** -torch.linspace(0, 1, width // 2))
             return [*pair, angles.cos().cuda(), angles.sin().cuda()]
 

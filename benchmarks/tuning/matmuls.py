@@ -17,8 +17,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +191,7 @@ def check(tile: Tile, job: Job, device: str) -> None:
 
 
 def variants(job: Job, tiles: list[Tile], device: str) -> dict[str, Callable[..., object]]:
-    m, n, _, activation, keep, *_ = job
+    _, _, _, activation, keep, *_ = job
 
     def eager(x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None) -> Tensor:
         y = TORCH[activation](functional.linear(x, weight, bias))
@@ -210,34 +209,7 @@ def variants(job: Job, tiles: list[Tile], device: str) -> dict[str, Callable[...
     if device == "cuda" and job in JOBS[:2]:  # compiling takes seconds
         torch._dynamo.reset()
         found["compile"] = torch.compile(eager, dynamic=False)
-    if m * n >= 1 << 23:
-        found |= {
-            f"library{' backwards' * backwards}{f', {mib} MiB at a time' if mib else ''}": library(backwards, mib, job)
-            for backwards, mib in ((True, 0), (False, 17), (True, 17), (False, 9))
-        }
     return found | {label(tile): ours(LinearPlan(tile.kernel, tile, "")) for tile in tiles}
-
-
-def library(backwards: bool, mib: int, job: Job) -> Callable[..., object]:
-    """cuBLAS and the pass that finishes, the last rows first, or so much of the result at a time that L2 holds it."""
-
-    def call(x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None) -> object:
-        with tables(FINISH_BACKWARDS=backwards, LIBRARY_BYTES=mib << 20 if mib else 1 << 62):
-            return forward(LIB, x, weight, bias, job[3], added, job[4])
-
-    return call
-
-
-@contextmanager
-def tables(**values: object) -> Iterator[None]:
-    before = {name: getattr(matmul_launches, name) for name in values}
-    for name, value in values.items():
-        setattr(matmul_launches, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(matmul_launches, name, value)
 
 
 def measure(job: Job, tiles: list[Tile], device: str, seconds: float) -> dict[str, Any]:

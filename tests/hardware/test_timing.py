@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import itertools
 import time
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 
 from rooftop.hardware.timing import (
+    balanced_orders,
     collection_paused,
     compare,
     measure,
@@ -79,12 +81,21 @@ def test_a_replayed_launch_is_cheaper_than_an_eager_one() -> None:
     assert replayed.median_ms < eager.median_ms
 
 
-def test_each_round_takes_the_variants_in_another_order() -> None:
+def test_rounds_take_the_variants_in_balanced_orders() -> None:
     calls: list[str] = []
     compare({name: partial(calls.append, name) for name in "abc"}, device="cpu", seconds=0.01, warm_up_seconds=0.001)
     runs = [name for name, _ in itertools.groupby(calls)]  # a sample is many calls of one
     followers = set(itertools.pairwise(runs))
     assert {("a", "b"), ("b", "a"), ("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")} <= followers
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8, 11])
+def test_each_follows_each_other_one_equally_often(count: int) -> None:
+    orders = balanced_orders(count)
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    followers = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert set(followers) == {(i, j) for i in range(count) for j in range(count) if i != j}
+    assert len(set(followers.values())) <= 1
 
 
 def test_the_garbage_collector_rests_and_goes_on() -> None:

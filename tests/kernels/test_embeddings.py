@@ -3,6 +3,8 @@ interpreted."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -41,6 +43,7 @@ def assert_gate(
         y, dweight = results(embedding, tokens, weight, dy, padding)
     if (INTERPRETED or device == "cuda") and dy.numel():
         assert launches["add_runs"] >= 1
+        assert launches["gather_rows"] == (width * weight.element_size() % 16 == 0)
     assert torch.equal(y, F.embedding(tokens, weight))
     eager = results(F.embedding, tokens, weight, dy, padding)[1]
     exact = results(F.embedding, tokens, weight.double(), dy.double(), padding)[1]
@@ -50,6 +53,33 @@ def assert_gate(
 def drawn(*shape: int, rows: int) -> Tensor:
     torch.manual_seed(sum(shape) + rows)
     return torch.randint(rows, shape)
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor([[3, 0], [9, 9]]), torch.tensor([4, 1, 4], dtype=torch.int32)])
+def test_tables_of_any_strides(tokens: Tensor) -> None:
+    """Rows apart, transposed, all alike, and at addresses that 16 bytes do not divide."""
+    table = torch.randn(10, 200).half()
+    for weight in (table[:, :64], table[:, 3:67], table[::2, 8:].repeat(2, 1)[:10], table.t()[:10, :8], table[:1, :64]):
+        weight = weight.expand(10, -1)
+        assert torch.equal(embedding(tokens, weight), F.embedding(tokens, weight))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_token_outside_of_the_table_stops_the_program() -> None:
+    """In a process of its own: the context of one that did so is lost."""
+    program = """
+import torch
+from rooftop.kernels import embedding
+weight = torch.zeros(4, 64, device="cuda")
+embedding(torch.tensor([1, TOKEN], device="cuda"), weight)
+torch.cuda.synchronize()
+"""
+    for token, stops in ((3, False), (4, True), (-1, True)):
+        done = subprocess.run(
+            [sys.executable, "-c", program.replace("TOKEN", str(token))], capture_output=True, text=True, timeout=300
+        )
+        assert (done.returncode != 0) == stops, done.stderr
+        assert ("a token is outside of the table" in done.stderr) == stops
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,7 +23,7 @@ def test_pointwise_kernels_compile_for_sm_90_without_spills(activation: str) -> 
 
     common = {"ACTIVATION": ACTIVATIONS.index(activation), "UNIT": 8, "HALF": False}
     backward_ = {"OF_OUTPUT": False, "SUM": True, "ROWS": matmul_launches.BACKWARD_ROWS // 2, "COLUMNS": 128}
-    finish = {"HAS_BIAS": True, "HAS_RESIDUAL": True, "KEEP": True, "SPLIT": 1, "BACKWARDS": False}
+    finish = {"HAS_BIAS": True, "HAS_RESIDUAL": True, "KEEP": True, "SPLIT": 1}
     finish |= {"ROWS": matmul_launches.FINISH_ELEMENTS // 512, "COLUMNS": 512}
     for kernel, constants in ((kernels.linear_act_backward, backward_), (kernels.linear_act_finish, finish)):
         assert spilled_bytes(kernel, common | constants) == 0, kernel.__name__

@@ -216,7 +216,7 @@ def test_activations_for_results_of_16_bits_are_far_within_their_rounding(activa
     launch(
         linear_act_finish, (1, 1), y.device, x.float(), None, None, y, None, 1, len(x), 1, len(x), len(x), 0,
         ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=False, HAS_RESIDUAL=False, KEEP=False, SPLIT=1, UNIT=1,
-        ROWS=1, COLUMNS=1 << 16, HALF=True, BACKWARDS=False,
+        ROWS=1, COLUMNS=1 << 16, HALF=True,
     )  # fmt: skip
     limits = torch.finfo(dtype)
     assert ((y - exact).abs() <= 0.1 * limits.eps * exact.abs() + 0.1 * limits.smallest_normal).all()
@@ -281,17 +281,42 @@ def test_sums_for_the_bias_keep_infinities() -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_a_library_product_can_be_finished_in_parts(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    given_ = operands(600, 24, 8, bias=bias, residual=True)
-    plan = LinearPlan("library", None, "")
-    whole = forward(plan, *given_[:3], "gelu", given_[3], True)
-    monkeypatch.setattr(matmul_launches, "LIBRARY_BYTES", 4 * 24 * 300)
-    monkeypatch.setattr(matmul_launches, "FINISH_BACKWARDS", True)
+@pytest.mark.parametrize("keep", [False, True], ids=["", "kept"])
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_a_library_product_of_rows_that_are_not_aligned(
+    activation: str, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded as on a GPU: same results, contiguous, and the operands as they were."""
+    x, weight, bias, residual = operands(20, 37, 51, dtype=torch.bfloat16, residual=True)
+    before = [t.clone() for t in (x, weight)]
+    monkeypatch.setattr(matmul_launches, "missing_columns", lambda columns, _: -columns % 64)
+    monkeypatch.setattr(matmul_launches, "LEAST_PADDED", 1)
     with count_launches() as launches:
-        parts = forward(plan, *given_[:3], "gelu", given_[3], True)
-    assert launches["linear_act_finish"] == 2
-    torch.testing.assert_close(parts, whole)
+        y, kept = forward(LinearPlan("library", None, ""), x, weight, bias, activation, residual, keep)
+    assert (launches["pad_rows"], launches["linear_act_finish"]) == (2, 1)
+    assert y.is_contiguous()
+    assert kept.is_contiguous()
+    exact = wide((x, weight, bias, residual))
+    assert_as_accurate(y, by_torch(x, weight, bias, activation, residual), by_torch(*exact[:3], activation, exact[3]))
+    if keep:
+        assert_as_accurate(kept, functional.linear(x, weight, bias), functional.linear(*exact[:3]))
+    assert all(torch.equal(a, b) for a, b in zip(before, (x, weight), strict=True))
+
+
+def test_gradients_where_rows_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_ = [t.double().requires_grad_() for t in operands(20, 37, 51)[:3] if t is not None]
+    expected = torch.autograd.grad(linear_act(*given_, "gelu").square().sum(), given_)
+    monkeypatch.setattr(matmuls, "missing_columns", lambda columns, _: -columns % 64)
+    monkeypatch.setattr(matmuls, "LEAST_PADDED", 1)
+    torch.testing.assert_close(torch.autograd.grad(linear_act(*given_, "gelu").square().sum(), given_), expected)
+    assert torch.autograd.gradgradcheck(lambda *t: linear_act(*t, "sigmoid"), given_, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize(("m", "n", "k"), [(700, 1001, 512), (512, 512, 1023), (300, 4095, 131)])
+def test_on_a_gpu_rows_that_are_not_aligned(m: int, n: int, k: int, activation: str) -> None:
+    assert_gate(operands(m, n, k, dtype=torch.bfloat16, residual=True, device="cuda"), activation)
 
 
 # ---- laws ----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ SIZES = (48, 3, 320)  # features, heads, tokens
 USES = {  # operators of ours, forward and backward
     "gpt": {"embedding", "layer_norm", "linear_act", "attention", "linear_cross_entropy", "norm_backward"},
     "llama": {"rms_norm", "linear_act", "attention", "rope", "swiglu", "swiglu_backward", "norm_backward"},
-    "swin": {"layer_norm", "linear_act", "softmax", "softmax_backward", "norm_backward"},
+    "swin": {"layer_norm", "linear_act", "window_attention", "window_attention_backward", "norm_backward"},
 }
 each_block = pytest.mark.parametrize("name", sorted(USES))
 

@@ -4,8 +4,8 @@
 - On a GPU measure between device events, on a CPU with the host's clock; short calls are timed many at a time, so that
   the resolution of the events does not matter.
 - Report the median and the spread (interquartile range over median): a disturbed sample moves neither much.
-- Compare variants interleaved in one process, in another order each time, so that drift hits all alike, and so does
-  what the one before has left (clocks, caches).
+- Compare variants interleaved in one process, in orders in which each comes as often after each other one, so that
+  drift hits all alike, and so does what the one before has left (clocks, caches).
 - Rotate the inputs where a repeated call would find them in L2 and a real program would not.
 - Replay small GPU work from a CUDA graph to see the device's time without the host's.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import random
 import statistics
 import time
 import warnings
@@ -82,7 +81,7 @@ def compare(
 ) -> dict[str, Timing]:
     """Time several callables, interleaved; `seconds` and the rest are for each of them (see `measure`).
 
-    Each round takes them in another order: what ran before decides the clocks that a GPU begins with.
+    Rounds take them in the orders of `balanced_orders`: what ran before decides the clocks that a GPU begins with.
     """
     device = torch.device(device)
     if graph and device.type != "cuda":
@@ -94,17 +93,27 @@ def compare(
         timed[name] = _sampler(fn, device, warm_up_seconds)
     samples: dict[str, list[float]] = {name: [] for name in timed}
     spent = dict.fromkeys(timed, 0.0)
-    order, shuffled = list(timed.items()), random.Random(0)
-    for round_ in range(MOST_SAMPLES):
-        shuffled.shuffle(order)
-        for name, sample in order:
+    names, orders = list(timed), itertools.cycle(balanced_orders(len(timed)))
+    for round_, order in zip(range(MOST_SAMPLES), orders, strict=False):
+        for name in (names[i] for i in order):
             if round_ < LEAST_SAMPLES or spent[name] < seconds:
                 began = time.perf_counter()
-                samples[name].append(sample())
+                samples[name].append(timed[name]())
                 spent[name] += time.perf_counter() - began
         if round_ >= LEAST_SAMPLES and all(s >= seconds for s in spent.values()):
             break
     return {name: timing_of(values) for name, values in samples.items()}
+
+
+def balanced_orders(count: int) -> list[list[int]]:
+    """Orders of so many things in which each directly follows each other one equally often.
+
+    A Latin square for an even count, two for an odd one: Williams 1949, "Experimental designs balanced for the
+    estimation of residual effects of treatments".
+    """
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]  # 0, 1, -1, 2, -2, ...
+    orders = [[(first + step) % count for step in zigzag] for first in range(count)]
+    return orders if count % 2 == 0 else orders + [order[::-1] for order in orders]
 
 
 def captured(fn: Callable[[], object], stream: torch.cuda.Stream | None = None) -> Callable[[], object]:
@@ -141,18 +150,14 @@ def collection_paused() -> Iterator[None]:
 def waits_for_gpu(fn: Callable[[], object]) -> bool:
     """Whether the host waits for the GPU in the call, so that no graph can capture it. Calls it."""
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        fn()
-    except RuntimeError as error:
-        if "synchronizing" not in str(error):
-            raise
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    return False
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            fn()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return any("called a synchronizing CUDA operation" in str(warning.message) for warning in told)
 
 
 def rotated(fn: Callable[..., object], argument_sets: Sequence[Sequence[Tensor]]) -> Callable[[], object]:

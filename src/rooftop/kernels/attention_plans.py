@@ -56,7 +56,7 @@ RULES = (
     Rule("forward", _CUDNN_FIRST, capability=(9, 0), least_positions=128),
     Rule("forward", _EFFICIENT_FIRST, capability=(9, 0), most_features=64),
     Rule("forward", _CUDNN_FIRST, capability=(9, 0), most_features=128),
-    Rule("backward", _CUDNN_FIRST, capability=(9, 0), least_positions=256),
+    Rule("backward", _CUDNN_FIRST, capability=(9, 0), least_positions=129),
     Rule("backward", _CUDNN_FIRST, capability=(9, 0), least_positions=128, causal=False),
     Rule("backward", _EFFICIENT_FIRST, capability=(9, 0), most_features=64),
     Rule("backward", _CUDNN_FIRST, capability=(9, 0), most_features=128),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.tiles import merged
 from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
@@ -91,9 +92,16 @@ def runs_reference(out: Tensor) -> bool:
     return out.dtype == torch.float64 or (out.device.type == "cpu" and not INTERPRETED)
 
 
-def row_strides(*tensors: Tensor) -> list[int]:
-    """Strides of batch, head and position of each."""
-    return [stride for t in tensors for stride in t.stride()[:3]]
+def row_places(*tensors: Tensor) -> tuple[int, int, list[int]]:
+    """(heads, positions, strides of batch, head and position of each tensor (B, H, S, D)) to find a row by its number.
+
+    Where the rows of each are one distance apart, each is a batch of its own: Triton does not divide by what is 1.
+    """
+    sizes = tensors[0].shape[:3]
+    distances = [merged(sizes, t.stride()[:3]) for t in tensors]
+    if all(len(distance) <= 1 for distance in distances):
+        return 1, 1, [stride for d in distances for stride in (d[0][1] if d else 0, 0, 0)]
+    return sizes[1], sizes[2], [stride for t in tensors for stride in t.stride()[:3]]
 
 
 def unit_features(x: Tensor) -> Tensor:
@@ -117,11 +125,11 @@ def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tens
 
     if lse.numel() == 0:
         return
-    _, heads, positions, width = out.shape
     out_a, out_b = unit_features(out_a), unit_features(out_b)
-    tile = rows_tile(FORWARD, width)
+    tile = rows_tile(FORWARD, out.shape[3])
     tensors = (out_a, lse_a.contiguous(), out_b, lse_b.contiguous(), out, lse)
-    sizes = (lse.numel(), heads, positions, *row_strides(out_a, out_b, out))
+    heads, positions, strides = row_places(out_a, out_b, out)
+    sizes = (lse.numel(), heads, positions, *strides)
     launch(merge_forward, (-(-lse.numel() // tile["ROWS"]),), out.device, *tensors, *sizes, **tile)
 
 
@@ -144,12 +152,12 @@ def _merge_backward(
 
     if lse_a.numel() == 0:
         return
-    _, heads, positions, width = out_a.shape
     dout, out_a, out_b = (unit_features(t) for t in (dout, out_a, out_b))
-    tile = rows_tile(BACKWARD, width)
+    tile = rows_tile(BACKWARD, out_a.shape[3])
     whole = [t.contiguous() if t is not None else None for t in (dlse, lse_a, lse_b)]
     tensors = (dout, whole[0], out_a, whole[1], out_b, whole[2], *results)
-    sizes = (lse_a.numel(), heads, positions, *row_strides(dout, out_a, out_b, results[0], results[2]))
+    heads, positions, strides = row_places(dout, out_a, out_b, results[0], results[2])
+    sizes = (lse_a.numel(), heads, positions, *strides)
     grid = (-(-lse_a.numel() // tile["ROWS"]),)
     launch(merge_backward, grid, out_a.device, *tensors, *sizes, HAS_DLSE=dlse is not None, **tile)
 

@@ -28,7 +28,7 @@ from rooftop.kernels.attention_states import (
     BACKWARD,
     MOST_FEATURES,
     like_rows,
-    row_strides,
+    row_places,
     rows_tile,
     unit_features,
 )
@@ -212,11 +212,11 @@ def _with_lse_gradient(dout: Tensor, dlse: Tensor, out: Tensor) -> tuple[Tensor,
     require_triton()
     from rooftop.kernels.attention_kernels import fold_lse_gradient
 
-    _, heads, positions, width = out.shape
     dout, out = unit_features(dout), unit_features(out)
-    tile = rows_tile(BACKWARD, width)
+    tile = rows_tile(BACKWARD, out.shape[3])
     tensors = (dout, dlse.contiguous(), out, new_dout, new_out)
-    sizes = (dlse.numel(), heads, positions, LIMIT, *row_strides(dout, out, new_dout, new_out))
+    heads, positions, strides = row_places(dout, out, new_dout, new_out)
+    sizes = (dlse.numel(), heads, positions, LIMIT, *strides)
     launch(fold_lse_gradient, (-(-dlse.numel() // tile["ROWS"]),), out.device, *tensors, *sizes, **tile)
     return new_dout, new_out
 

@@ -1,9 +1,25 @@
-"""The Triton kernel of the gradient of embeddings; `embeddings.py` has the operator and says how it works."""
+"""The Triton kernels of embeddings and of their gradient; `embeddings.py` has the operator and says how they work."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def gather_rows(
+    table, tokens, result,  # (V, D); (items,); (items, D)
+    items, width, table_rows, table_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The rows of the table that the tokens name. A token outside of it stops the program, where asserts are on."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    token = tl.load(tokens + row, mask=row < items, other=0)
+    tl.device_assert((token >= 0) & (token < table_rows), "embedding: a token is outside of the table")
+    inside = (row < items)[:, None] & (column < width)[None, :]
+    values = tl.load(table + token.to(tl.int64)[:, None] * table_stride + column[None, :], mask=inside, other=0.0)
+    tl.store(result + row[:, None] * width + column[None, :], values, mask=inside)
 
 
 @triton.jit

@@ -1,11 +1,12 @@
 """Embeddings: rows of a table looked up, with a gradient that is fast for any distribution of tokens and deterministic.
 
-Forward is PyTorch's, bound by memory and at its roof. Backward adds up the gradients of equal tokens: tokens are sorted
-(stably, so that equal ones stay in their order) and each program adds the runs of one chunk in float32. A run within a
-chunk is finished; the pieces of runs that cross a boundary, at most two a chunk, are in the same order a list of the
-same kind, 16 times shorter, that the same kernel adds up, until one chunk is left. So a token that is everywhere keeps
-many programs busy, nothing is added atomically, and the order of additions depends on the tokens alone. Bound by
-memory: gradients are read once, the table of gradients is written once with zeros and once with what there is.
+Forward copies rows, bound by memory: a program copies a piece of several of them. Backward adds up the gradients of
+equal tokens: tokens are sorted (stably, so that equal ones stay in their order) and each program adds the runs of one
+chunk in float32. A run within a chunk is finished; the pieces of runs that cross a boundary, at most two a chunk, are
+in the same order a list of the same kind, 16 times shorter, that the same kernel adds up, until one chunk is left. So a
+token that is everywhere keeps many programs busy, nothing is added atomically, and the order of additions depends on
+the tokens alone. Bound by memory: gradients are read once, the table of gradients is written once with zeros and once
+with what there is.
 """
 
 from __future__ import annotations
@@ -47,7 +48,43 @@ class RunsConfig:
 # thread has 16 bytes of each of 8 rows at once.
 RUNS = RunsConfig(chunk=32, ahead=8, columns=512, warps=2)
 
+
+@dataclass(frozen=True)
+class RowsConfig:
+    """Rows of a program, columns of it, and warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+# Of tables whose rows are whole lines of memory (128 bytes), and of others, whose rows are best read whole. Rows that
+# 16 bytes do not divide are PyTorch's to copy.
+OF_LINES, OF_ANY = RowsConfig(rows=16, columns=128, warps=4), RowsConfig(rows=1, columns=4096, warps=8)
+
 # ---- implementations -------------------------------------------------------------------------------------------
+
+
+def _forward(input: Tensor, weight: Tensor) -> Tensor:
+    rows, width = weight.shape
+    size = weight.element_size()
+    by_kernel = weight.dtype != torch.float64 and (weight.device.type == "cuda" or INTERPRETED)
+    whole = weight.stride(1) == 1 and (width * size | weight.stride(0) * size | weight.data_ptr()) % 16 == 0
+    if not (by_kernel and whole and input.numel()):
+        return torch.embedding(weight, input)
+    if input.device.type == "cpu" and not bool(((input >= 0) & (input < rows)).all()):
+        raise IndexError(f"embedding: index out of range: tokens must be from 0 to {rows - 1}")
+    require_triton()
+    from rooftop.kernels.embedding_kernels import gather_rows
+
+    result = torch.empty((*input.shape, width), dtype=weight.dtype, device=weight.device)
+    config = OF_LINES if weight.stride(0) * size % 128 == 0 else OF_ANY
+    columns = min(config.columns, 1 << max(0, width - 1).bit_length())
+    grid = (-(-input.numel() // config.rows), -(-width // columns))
+    sizes = (input.numel(), width, rows, weight.stride(0))
+    tile = {"ROWS": config.rows, "COLUMNS": columns, "num_warps": config.warps}
+    launch(gather_rows, grid, weight.device, weight, input.reshape(-1), result, *sizes, debug=True, **tile)
+    return result
 
 
 def _backward(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
@@ -86,7 +123,7 @@ def _backward(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
 
 @operator("embedding")
 def _embedding(input: Tensor, weight: Tensor, padding: int) -> Tensor:
-    return torch.embedding(weight, input)
+    return _forward(input, weight)
 
 
 @torch.library.register_fake("rooftop::embedding")

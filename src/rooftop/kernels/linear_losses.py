@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.loss_launches import Terms
@@ -31,6 +32,7 @@ from rooftop.kernels.losses import (
     total_of,
     under_autocast,
 )
+from rooftop.kernels.padded_rows import missing_columns, padded
 from rooftop.launch.operators import differentiable, no_tangents, operator
 
 # ---- chunks ----------------------------------------------------------------------------------------------------
@@ -58,29 +60,33 @@ def _linear(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, dhidden, dweight, dbias, factor): gradients still have to be multiplied by `factor`."""
     check_targets(target, weight.shape[0], terms.ignore_index)
-    rows, wide = hidden.shape[0], statistics_dtype(hidden.dtype)
-    inverse = inverse_of_targets(target, weight.shape[0], terms, wide) if mean else None
+    rows, classes, wide = hidden.shape[0], weight.shape[0], statistics_dtype(hidden.dtype)
+    inverse = inverse_of_targets(target, classes, terms, wide) if mean else None
     within = None if _scaled_late(hidden) else inverse  # what the gradient of the logits is multiplied with
     shapes = (hidden, weight, bias)
+    weight, bias = _of_aligned_classes(weight, bias)
     dhidden, dweight, dbias = (
         torch.zeros(t.shape, dtype=hidden.dtype if i == 0 else wide, device=t.device) if t is not None and w else None
-        for i, (t, w) in enumerate(zip(shapes, wanted, strict=True))
+        for i, (t, w) in enumerate(zip((hidden, weight, bias), wanted, strict=True))
     )
     losses = torch.empty(rows, dtype=wide, device=hidden.device)
     for start in range(0, rows, chunk):
         stop = min(start + chunk, rows)
         part = hidden[start:stop]  # (chunk, H)
-        logits = _product(part, weight, bias)  # (chunk, V)
-        gradient = logits if any(wanted) else None
-        losses[start:stop] = losses_of_rows(logits, target[start:stop], terms, within, gradient)[0]
+        logits = torch.mm(part, weight.t()) if bias is None else torch.addmm(bias, part, weight.t())  # (chunk, V)
+        real = logits[:, :classes]
+        gradient = real if any(wanted) else None
+        losses[start:stop] = losses_of_rows(real, target[start:stop], terms, within, gradient)[0]
+        logits[:, classes:] = 0.0  # what a row of hidden that is not finite left there
         if dhidden is not None:
             torch.mm(logits, weight, out=dhidden[start:stop])
         if dweight is not None:
             _add_product(dweight, logits.t(), part)
         if dbias is not None:
             dbias += logits.sum(0, dtype=wide)
-        del logits, gradient  # before the next are made
+        del logits, real, gradient  # before the next are made
     factor = inverse.clone() if inverse is not None and within is None else losses.new_ones(())
+    dweight, dbias = (t[:classes] if t is not None else None for t in (dweight, dbias))
     made = [
         hidden.new_empty(0) if d is None else d if _scaled_late(hidden) else d.to(t.dtype)  # type: ignore[union-attr]
         for d, t in zip((dhidden, dweight, dbias), shapes, strict=True)
@@ -88,18 +94,12 @@ def _linear(
     return total_of(losses, inverse), made[0], made[1], made[2], factor
 
 
-ROW_BYTES = 128
-
-
-def _product(part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """part @ weight^T + bias, (M, V). On a GPU its rows begin at multiples of 128 bytes: matrix products by a table of
-    classes that is not a multiple of 8 are several times slower where they do not."""
-    apart = ROW_BYTES // part.element_size() if part.device.type == "cuda" else 1
-    classes = weight.shape[0]
-    logits = part.new_empty(part.shape[0], -(-classes // apart) * apart)[:, :classes]
-    if bias is None:
-        return torch.mm(part, weight.t(), out=logits)
-    return torch.addmm(bias, part, weight.t(), out=logits)
+def _of_aligned_classes(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """With zeros for as many more classes as make the rows of the logits aligned."""
+    more = missing_columns(weight.shape[0], weight)
+    if more == 0:
+        return weight, bias
+    return padded(weight, rows=more), functional.pad(bias, (0, more)) if bias is not None else None
 
 
 def _scaled_late(hidden: Tensor) -> bool:

@@ -212,17 +212,10 @@ def linear_act_finish(
     rows, units, padded_rows, sums_row, y_row, residual_row,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
     SPLIT: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
-    BACKWARDS: tl.constexpr,
 ):  # fmt: skip
-    """y = activation(sum of sums + bias) + residual; z is what is activated. Strides count groups of UNIT elements.
-
-    BACKWARDS: the last rows first, which are what L2 still holds of a product that was made just before.
-    """
+    """y = activation(sum of sums + bias) + residual; z is what is activated. Strides count groups of UNIT elements."""
     columns = units * UNIT
-    block = tl.program_id(0).to(tl.int64)
-    if BACKWARDS:
-        block = tl.num_programs(0) - 1 - block
-    row = block * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row[:, None] * (y_row * UNIT) + column[None, :]

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from rooftop.cost import matrix_precision
 from rooftop.kernels.matmul_tables import HALVES, LinearPlan, Tile, describable, finished_by_library
+from rooftop.kernels.padded_rows import LEAST_PADDED, missing_columns, padded
 from rooftop.kernels.tiles import unit
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid")  # numbered so in matmul_kernels.py
 
 FINISH_ELEMENTS, FINISH_COLUMNS, FINISH_WARPS = 2048, 512, 4
-FINISH_BACKWARDS = False  # the last rows first
-# A library's product is made and finished so many bytes of whole rows at a time, that L2 still holds them. Not measured
-# yet: all at once.
-LIBRARY_BYTES = 1 << 62
 BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS, BACKWARD_PROGRAMS_PER_SM = 16, 128, 4, 8
 SUM_OF_CHUNKS = {"ROWS": 64, "COLUMNS": 16, "num_warps": 4}
 
@@ -70,38 +67,30 @@ def forward(
 def _by_library(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    nothing = x.new_empty(0)
+    nothing, (rows, columns) = x.new_empty(0), (x.shape[0], weight.shape[0])
+    x, weight, bias = _with_aligned_rows(x, weight, bias)
     if bias is not None and finished_by_library(x, bias, activation, residual, keep):
-        return torch._addmm_activation(bias, x, weight.t(), use_gelu=activation == "gelu_tanh"), nothing
+        y = torch._addmm_activation(bias, x, weight.t(), use_gelu=activation == "gelu_tanh")
+        return y[:, :columns].contiguous(), nothing
+    before = functional.linear(x, weight, bias)[:, :columns]
     if activation == "none" and residual is None:
-        before = functional.linear(x, weight, bias)
-        return before, before.clone() if keep else nothing
+        y = before.contiguous()
+        return y, y.clone() if keep else nothing
     require_triton()
     residual = _unit_columns(residual) if residual is not None else None
-    rows, columns = x.shape[0], weight.shape[0]
-    chunk = _rows_at_a_time(rows, columns * x.element_size())
-    before = functional.linear(x, weight, bias) if chunk >= rows else x.new_empty(rows, columns)
-    y = torch.empty_like(before) if keep else before  # in place: each element is read, then written, by one thread
-    for start in range(0, rows, chunk):
-        part = slice(start, start + chunk)
-        if chunk < rows:
-            _multiply_into(before[part], x[part], weight, bias)
-        added = residual[part] if residual is not None else None
-        finish(before[part], 1, before[part].shape[0], None, activation, added, y[part], nothing)
-    return y, before if keep else nothing
+    # in place where rows follow each other: each element is read, then written, by one thread
+    y = before if before.is_contiguous() and not keep else before.new_empty(rows, columns)
+    finish(before, 1, rows, None, activation, residual, y, nothing)
+    return y, before.contiguous() if keep else nothing
 
 
-def _rows_at_a_time(rows: int, row_bytes: int) -> int:
-    """How many rows a library's product makes before they are finished: equal parts, in multiples of 256 rows."""
-    parts = -(-rows * row_bytes // LIBRARY_BYTES)
-    return -(-rows // (parts * 256)) * 256 if parts > 1 else rows
-
-
-def _multiply_into(target: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=target)
-    else:
-        torch.addmm(bias, x, weight.t(), out=target)
+def _with_aligned_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Operands with zeros for as many more inputs and outputs of a layer as make the rows of each aligned."""
+    depth, columns = missing_columns(x.shape[1], x), missing_columns(weight.shape[0], x)
+    if x.shape[0] * weight.shape[0] < LEAST_PADDED or not (depth or columns):
+        return x, weight, bias
+    bias = functional.pad(bias, (0, columns)) if bias is not None else None
+    return padded(x, columns=depth), padded(weight, columns, depth), bias
 
 
 def _with_descriptors(
@@ -233,7 +222,7 @@ def finish(
         sums.stride(0) // group, y.stride(0) // group, residual_row // group,
         ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         KEEP=keep, SPLIT=split, UNIT=group, ROWS=height, COLUMNS=block, HALF=y.dtype in HALVES,
-        BACKWARDS=FINISH_BACKWARDS, num_warps=FINISH_WARPS,
+        num_warps=FINISH_WARPS,
     )  # fmt: skip
 
 
@@ -279,7 +268,8 @@ def _described_or_copied(t: Tensor, rows_only: bool = False) -> Tensor:
     """(M, N) as it is where a tensor descriptor can say where, else a copy; `rows_only`: with N the fast dimension."""
     if describable(t) and not (rows_only and t.stride(1) != 1):
         return t
-    return _aligned_rows(t.shape[0], t.shape[1], t).copy_(t)
+    more = -t.shape[1] % (16 // t.element_size())
+    return padded(t, columns=more)[:, : t.shape[1]] if more else t.clone(memory_format=torch.contiguous_format)
 
 
 def _aligned_rows(rows: int, columns: int, like: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.nn import functional
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.matmul_launches import ACTIVATIONS, backward, forward
 from rooftop.kernels.matmul_tables import LinearPlan, plan_of
+from rooftop.kernels.padded_rows import LEAST_PADDED, missing_columns, padded
 from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED
 
@@ -147,9 +148,18 @@ def _differentiate(
         value = saved[0] if saved else dy
         made, dbias = _linear_act_backward(dy, value, activation, of_output, for_bias)
         dz = made if saved else dy
-    dx = dz @ weight if for_x else None  # (M, N) (N, K)
-    dweight = dz.t() @ x if for_weight else None  # (N, M) (M, K)
+    dx, dweight = _products(dz, x if for_weight else None, weight if for_x else None)
     return dx, dweight, dbias if for_bias else None, None, dy if for_residual else None, None
+
+
+def _products(dz: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(dz @ weight, dz^T @ x) of dz (M, N), weight (N, K) and x (M, K), each where it is given."""
+    columns = dz.shape[1]
+    more = missing_columns(columns, dz)
+    if more and dz.numel() >= LEAST_PADDED and not torch.is_grad_enabled():
+        dz, weight = padded(dz, columns=more), padded(weight, rows=more) if weight is not None else None
+    dx = dz @ weight if weight is not None else None
+    return dx, (dz.t() @ x)[:columns] if x is not None else None
 
 
 differentiable("linear_act", _differentiate, _save)

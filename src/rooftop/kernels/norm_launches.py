@@ -60,11 +60,13 @@ class LongConfig:
 # (a block gives each thread 16 bytes or more), that little of the last block is masked, and in backward that rows are
 # fetched ahead; where the weight stays in registers there is more shared memory for that.
 FORWARD = (
-    *(ForwardConfig(128, 16, 128, 2), ForwardConfig(256, 8, 128, 2), ForwardConfig(512, 4, 512, 2)),
+    *(ForwardConfig(128, 8, 128, 2), ForwardConfig(256, 8, 256, 4), ForwardConfig(512, 4, 512, 2)),
     *(ForwardConfig(1024, 1, 256, 2), ForwardConfig(2048, 1, 512, 4), ForwardConfig(3072, 1, 1024, 4)),
     *(ForwardConfig(4096, 1, 4096, 4), ForwardConfig(6144, 1, 1024, 8), ForwardConfig(8192, 1, 2048, 8)),
     *(ForwardConfig(16384, 1, 4096, 8), ForwardConfig(32768, 1, 8192, 16)),
 )
+# Rows of pairs or fours of elements, which begin at multiples of 4 or 8 bytes: one warp a row, more of them on an SM.
+FORWARD_NARROW = (ForwardConfig(512, 4, 128, 2), ForwardConfig(1024, 1, 256, 1))
 BACKWARD = (
     *(BackwardConfig(128, 8, 128, 2, 6, 3), BackwardConfig(256, 4, 256, 2, 6, 3), BackwardConfig(512, 4, 512, 4, 3, 3)),
     *(BackwardConfig(768, 2, 256, 4, 3, 4, hold=True), BackwardConfig(1023, 1, 256, 2, 6, 3, hold=True)),
@@ -231,7 +233,8 @@ def _forward(
     group = unit(columns, x.stride(0), residual_stride)
     tensors = (x, residual, *parameters, *outputs)
     sizes = (rows, columns // group, x.stride(0) // group, residual_stride // group, eps)
-    config = config_for(FORWARD, columns)
+    narrow = group * x.element_size() < 16 and columns > 256
+    config = (config_for(FORWARD_NARROW, columns) if narrow else None) or config_for(FORWARD, columns)
     if config is None and group == 8 and x.element_size() == 2 and outputs[1] is None:
         config = config_for((FORWARD_HELD,), columns)
     if shifted and (of_shifted := config_for(FORWARD_SHIFTED, columns)) is not None:

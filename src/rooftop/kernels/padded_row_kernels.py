@@ -1,0 +1,19 @@
+"""The Triton kernel that copies a matrix and adds zeros; `padded_rows.py` says what for."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pad_rows(
+    x, result, rows, columns, result_rows, result_columns, row_stride, column_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """result (result_rows, result_columns), contiguous: x (rows, columns), and zeros."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < rows) & (column < columns)
+    values = tl.load(x + row * row_stride + column * column_stride, mask=inside, other=0.0)
+    tl.store(result + row * result_columns + column, values, mask=(row < result_rows) & (column < result_columns))
