@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import gc
+import hashlib
+import inspect
+import multiprocessing
 import os
 import re
 import shutil
@@ -14,22 +18,64 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rooftop.launch import cuda
+from rooftop.launch import INTERPRETED, cuda
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if INTERPRETED:  # a compiler sees operators and their shapes, the same whatever computes them
+        compiled = [item for item in items if item.name.startswith("test_compiled_whole")]
+        config.hook.pytest_deselected(items=compiled)
+        items[:] = [item for item in items if item not in compiled]
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_configure() -> None:
+    """One thread for each worker, and for the processes that tests start: more would wait for each other's cores."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if INTERPRETED:
+        # Of the checks of an operator, those that depend on what its kernels do.
+        torch.library.opcheck = functools.partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
+        _quicken_the_interpreter()
+
+
+def _quicken_the_interpreter() -> None:
+    """Triton's interpreter looks through all of Triton's language for functions to replace at each call of a device
+    function, and makes a table of dtypes at each operation. Here both are looked up once."""
+    import triton
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def replaceable(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if triton.language.core.is_builtin(member)]
+
+    def members(package: Any) -> list[tuple[str, Any]]:
+        return [(name, getattr(package, name)) for name in replaceable(package)]
+
+    dtypes: dict[str, Any] = {}
+    ask = interpreter._get_np_dtype
+
+    def in_numpy(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in dtypes:
+            dtypes[name] = ask(dtype.scalar)
+        return dtypes[name]
+
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
+    interpreter._get_np_dtype = in_numpy
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +112,7 @@ def torchvision_models() -> Iterator[ModuleType]:
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.h")
 COMPILE = cuda.compile
-GXX = ("g++", "-std=c++20", "-O1", "-w", "-fPIC", "-pthread")
+GXX = ("g++", "-std=c++17", "-O1", "-w", "-fPIC")
 Size = int | tuple[int, ...]
 BY_VALUE = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
 
@@ -91,6 +137,42 @@ def interpreted() -> Callable[..., int]:
         return int(counts[1])
 
     return run
+
+
+PRELOADED = ("torch._dynamo", "torch.distributed.run", "torch.profiler", "rooftop.cli.analyze", "rooftop.analysis.page")
+Fork = Callable[..., BaseProcess]
+
+
+@pytest.fixture(scope="session")
+def fork() -> Fork:
+    """Runs a program as `python program` would, in a fork of a process that has imported torch and this library once:
+    that takes longer than most such programs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KINETO_LOG_LEVEL", "99")
+        forkserver.ensure_running()
+
+    def start(
+        program: str, *words: str, environment: dict[str, str], folder: Path, output: Path, errors: Path
+    ) -> BaseProcess:
+        streams = [(1, str(output)), (2, str(errors))]
+        prologue = f"""
+import os, sys
+import torch
+torch.set_num_threads(1)
+os.environ.update({environment!r})
+os.chdir({str(folder)!r})
+sys.argv[:] = {["program", *words]!r}
+sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+for stream, path in {streams!r}:
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+"""
+        process = context.Process(target=exec, args=(prologue + program, {"__name__": "__main__"}))
+        process.start()
+        return process
+
+    return start
 
 
 class KernelOnCpu:
@@ -118,7 +200,29 @@ def _three(size: Size) -> Size:
     return (*(size if isinstance(size, tuple) else (size,)), 1, 1)[:3]
 
 
-def compiled_for_cpu(source: str, names: Sequence[str], folder: Path, headers: Path) -> dict[str, KernelOnCpu]:
+@pytest.fixture(scope="session")
+def shared_builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run for what the C++ compiler makes, one for all workers."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "builds"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def built_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """`folder`, filled by the first worker that asks for it; the others wait."""
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            unfinished = folder.with_suffix(".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            make(unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
+def compiled_for_cpu(source: str, names: Sequence[str], builds: Path, headers: Path) -> dict[str, KernelOnCpu]:
     """Kernels of one source, by name; the C++ compiler is started once for all of them."""
     reals = {name: COMPILE(source, name, arch="sm_90") for name in names}
     text = '#include "cuda_fp16.h"\n' + source
@@ -127,36 +231,40 @@ def compiled_for_cpu(source: str, names: Sequence[str], folder: Path, headers: P
         arguments = ", ".join(f"a{i}" for i in range(len(real.binary.types)))
         run = f"run_blocks(sizes, [=] {{ {name}({arguments}); }});"
         text += f'\nextern "C" void run_{number}(const unsigned* sizes, {parameters}) {{ {run} }}\n'
-    (folder / "kernels.cpp").write_text(text)
-    command = [*GXX, "-shared", f"-I{headers}", str(folder / "kernels.cpp"), "-o", str(folder / "kernels.so")]
-    subprocess.run(command, check=True)
+
+    def make(folder: Path) -> None:
+        (folder / "kernels.cpp").write_text(text)
+        command = [*GXX, "-shared", f"-I{headers}", str(folder / "kernels.cpp"), "-o", str(folder / "kernels.so")]
+        subprocess.run(command, check=True)
+
+    folder = built_once(builds / hashlib.sha256(text.encode()).hexdigest(), make)
     library = ctypes.CDLL(str(folder / "kernels.so"))
     return {name: KernelOnCpu(real, getattr(library, f"run_{i}")) for i, (name, real) in enumerate(reals.items())}
 
 
 @pytest.fixture(scope="session")
-def cuda_headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cuda_headers(shared_builds: Path) -> Path:
     """A folder with the shim under the names of CUDA's headers, compiled once for all kernels."""
     pytest.importorskip("cuda.core")
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    folder = tmp_path_factory.mktemp("headers")
-    (folder / "cuda_fp16.h").write_text(SHIM.read_text())
-    (folder / "cuda_bf16.h").write_text("")
-    subprocess.run([*GXX, "-x", "c++-header", str(folder / "cuda_fp16.h")], check=True)
-    return folder
+
+    def make(folder: Path) -> None:
+        (folder / "cuda_fp16.h").write_text(SHIM.read_text())
+        (folder / "cuda_bf16.h").write_text("")
+        subprocess.run([*GXX, "-x", "c++-header", str(folder / "cuda_fp16.h")], check=True)
+
+    return built_once(shared_builds / "headers", make)
 
 
 @pytest.fixture
-def compile_for_cpu(
-    cuda_headers: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, Sequence[str]], None]:
+def compile_for_cpu(cuda_headers: Path, shared_builds: Path) -> Callable[[str, Sequence[str]], None]:
     """Compiles kernels (source, names) for `cuda_on_cpu` at once: faster than one by one when launched."""
 
     def compile_all(source: str, names: Sequence[str]) -> None:
         new = [name for name in names if (source, name) not in _compiled]
         if new:
-            found = compiled_for_cpu(source, new, tmp_path_factory.mktemp("kernels"), cuda_headers)
+            found = compiled_for_cpu(source, new, shared_builds, cuda_headers)
             _compiled.update({(source, name): kernel for name, kernel in found.items()})
 
     return compile_all

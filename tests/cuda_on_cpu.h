@@ -1,14 +1,19 @@
-// What the CUDA C++ kernels of this project use of CUDA, for a C++ compiler of the CPU: threads of a block are threads,
-// blocks run one after another, those of a cluster at once (they share what is __shared__: see shared_memory below). Names as in CUDA; half precision rounds as the hardware does (to nearest, ties to even).
+// What the CUDA C++ kernels of this project use of CUDA, for a C++ compiler of the CPU. Threads of a block are fibers of
+// one thread of the CPU: each runs until it waits, and those that may go on do so in an order drawn at random, so that
+// whoever forgets to wait meets neighbours that are behind it and neighbours that are ahead. Blocks run one after another,
+// those of a cluster at once (they share what is __shared__: see shared_memory below). Names as in CUDA; half precision
+// rounds as the hardware does (to nearest, ties to even).
 #pragma once
+#include <ucontext.h>
+
 #include <algorithm>
-#include <atomic>
-#include <barrier>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -21,18 +26,72 @@
 struct dim3 { unsigned x = 1, y = 1, z = 1; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
-inline thread_local dim3 threadIdx, blockIdx;
-inline dim3 blockDim, gridDim;
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;  // the first two: of the fiber that runs
+inline int rank_in_cluster;                          // likewise
+
+struct Fiber {
+    ucontext_t context;
+    dim3 thread, block;
+    int rank;
+};
+constexpr size_t STACK_BYTES = 128 << 10;
+inline std::vector<Fiber> fibers;
+inline std::unique_ptr<char[]> stacks;
+inline size_t stacks_held = 0;
+inline std::vector<unsigned> ready;  // fibers that may go on
+inline unsigned running;
+inline ucontext_t host;  // who launched
+inline uint32_t drawn = 1;  // goes on from launch to launch: no two runs take the same order
+
+inline void switch_to_another(ucontext_t* from) {
+    if (ready.empty()) {
+        std::fputs("cuda_on_cpu.h: all threads wait, and nobody is left to arrive\n", stderr);
+        std::abort();
+    }
+    drawn ^= drawn << 13, drawn ^= drawn >> 17, drawn ^= drawn << 5;  // Marsaglia 2003, "Xorshift RNGs"
+    std::swap(ready[drawn % ready.size()], ready.back());
+    const unsigned next = ready.back(), before = running;
+    ready.pop_back();
+    const Fiber& fiber = fibers[running = next];
+    threadIdx = fiber.thread, blockIdx = fiber.block, rank_in_cluster = fiber.rank;
+    if (from == &host || next != before) swapcontext(from, &fiber.context);
+}
+inline void let_others_run() {
+    ready.push_back(running);
+    switch_to_another(&fibers[running].context);
+}
+
+class Barrier {
+    unsigned expected;
+    std::vector<unsigned> waiting;
+    void release_if_all_are_here() {
+        if (waiting.size() < expected) return;
+        ready.insert(ready.end(), waiting.begin(), waiting.end());
+        waiting.clear();
+    }
+
+public:
+    explicit Barrier(unsigned threads) : expected(threads) {}
+    void arrive_and_wait() {
+        waiting.push_back(running);
+        release_if_all_are_here();
+        switch_to_another(&fibers[running].context);
+    }
+    void leave() {  // a thread that has left holds nobody up
+        --expected;
+        release_if_all_are_here();
+    }
+};
 
 struct Warp {
-    std::barrier<> arrived;
+    Barrier arrived;
     double values[32];
     unsigned registers[32][8];
     const void* rows[32];
-    explicit Warp(int threads) : arrived(threads) {}
+    explicit Warp(unsigned threads) : arrived(threads) {}
 };
 struct Block {
-    std::barrier<> arrived;
+    Barrier arrived;
     std::vector<std::unique_ptr<Warp>> warps;
     std::vector<float4> memory;  // dynamic shared memory
     Block(unsigned threads, unsigned bytes) : arrived(threads), memory(bytes / 16 + 1) {
@@ -40,15 +99,14 @@ struct Block {
     }
 };
 inline std::vector<std::unique_ptr<Block>> cluster;  // that runs now
-inline std::unique_ptr<std::barrier<>> cluster_barrier;
-inline thread_local int rank_in_cluster;
+inline std::unique_ptr<Barrier> cluster_barrier;
 inline Block& this_block() { return *cluster[rank_in_cluster]; }
 inline int linear_thread() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 
 inline void __syncthreads() { this_block().arrived.arrive_and_wait(); }
 inline void __syncwarp() { this_block().warps[linear_thread() / 32]->arrived.arrive_and_wait(); }
-inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-inline int atomicAdd(int* address, int value) { return std::atomic_ref<int>(*address).fetch_add(value); }
+inline void __threadfence() {}
+inline int atomicAdd(int* address, int value) { return std::exchange(*address, *address + value); }
 using std::max;
 using std::min;
 inline float __expf(float value) { return std::exp(value); }
@@ -103,36 +161,48 @@ template <typename T> T larger(T a, T b) { return T(std::fmax(float(a), float(b)
 inline __half2 __hmax2(__half2 a, __half2 b) { return {larger(a.x, b.x), larger(a.y, b.y)}; }
 inline __nv_bfloat162 __hmax2(__nv_bfloat162 a, __nv_bfloat162 b) { return {larger(a.x, b.x), larger(a.y, b.y)}; }
 
+inline void (*run_kernel)();  // of the launch
+inline unsigned left;         // threads of the cluster that have not ended
+
+inline void live() {
+    run_kernel();
+    this_block().arrived.leave();
+    this_block().warps[linear_thread() / 32]->arrived.leave();
+    cluster_barrier->leave();
+    if (--left) switch_to_another(&fibers[running].context);
+}  // to the host
+
 // sizes: of the grid, of a block, of a cluster (in x), and the bytes of dynamic shared memory.
 template <typename Kernel> void run_blocks(const unsigned* sizes, Kernel kernel) {
     gridDim = {sizes[0], sizes[1], sizes[2]};
     blockDim = {sizes[3], sizes[4], sizes[5]};
     const unsigned count = blockDim.x * blockDim.y * blockDim.z, blocks = gridDim.x * gridDim.y * gridDim.z;
     const unsigned together = sizes[6], bytes = sizes[7];
-    const auto fresh = [=]() noexcept {
+    static Kernel* launched;
+    launched = &kernel;
+    run_kernel = [] { (*launched)(); };
+    fibers.resize(count * together);
+    if (stacks_held < fibers.size()) stacks.reset(new char[(stacks_held = fibers.size()) * STACK_BYTES]);
+    for (unsigned first = 0; first < blocks; first += together) {
         cluster.clear();
         for (unsigned block = 0; block < together; ++block) cluster.push_back(std::make_unique<Block>(count, bytes));
-        cluster_barrier = std::make_unique<std::barrier<>>(count * together);
-    };
-    fresh();
-    std::barrier between(count * together, fresh);  // clusters, which run one after another
-    std::vector<std::thread> threads;
-    for (unsigned thread = 0; thread < count * together; ++thread) {
-        threads.emplace_back([=, &between] {
-            const unsigned i = thread % count;
-            rank_in_cluster = thread / count;
-            threadIdx = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
-            for (unsigned block = rank_in_cluster; block < blocks; block += together) {
-                blockIdx = {block % gridDim.x, block / gridDim.x % gridDim.y, block / gridDim.x / gridDim.y};
-                kernel();
-                this_block().arrived.arrive_and_drop();  // a thread that has left holds nobody up
-                this_block().warps[i / 32]->arrived.arrive_and_drop();
-                cluster_barrier->arrive_and_drop();
-                between.arrive_and_wait();
-            }
-        });
+        cluster_barrier = std::make_unique<Barrier>(count * together);
+        for (unsigned thread = 0; thread < fibers.size(); ++thread) {
+            Fiber& fiber = fibers[thread];
+            const unsigned i = thread % count, block = first + thread / count;
+            fiber.thread = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
+            fiber.block = {block % gridDim.x, block / gridDim.x % gridDim.y, block / gridDim.x / gridDim.y};
+            fiber.rank = thread / count;
+            getcontext(&fiber.context);
+            fiber.context.uc_stack.ss_sp = stacks.get() + thread * STACK_BYTES;
+            fiber.context.uc_stack.ss_size = STACK_BYTES;
+            fiber.context.uc_link = &host;
+            makecontext(&fiber.context, live, 0);
+            ready.push_back(thread);
+        }
+        left = fibers.size();
+        switch_to_another(&host);
     }
-    for (auto& thread : threads) thread.join();
 }
 
 // What kernels wrap in PTX (`#ifdef __CUDACC__`), by the layouts of the PTX manual: ldmatrix, mma.m16n8k16, cp.async,
@@ -199,11 +269,10 @@ struct Copies {  // an mbarrier: phases that are over, and bytes that the presen
 static_assert(sizeof(Copies) == sizeof(unsigned long long));
 inline void prepare_copies(unsigned long long* barrier) { *reinterpret_cast<Copies*>(barrier) = {0, 0}; }
 inline void prepared() {}
-inline void phase_is_over(Copies* copies) { std::atomic_ref<uint32_t>(copies->phases).fetch_add(1, std::memory_order_release); }
 // Bytes may arrive before they are expected: what is left is 0 when all have, and at no time before.
 inline void count_bytes(unsigned long long* barrier, int bytes) {
     Copies* copies = reinterpret_cast<Copies*>(barrier);
-    if (std::atomic_ref<int>(copies->bytes).fetch_add(bytes) == -bytes) phase_is_over(copies);
+    if ((copies->bytes += bytes) == 0) ++copies->phases;
 }
 inline void expect_copies(unsigned long long* barrier, int bytes) { count_bytes(barrier, bytes); }
 inline void copy_bulk(void* to, const void* from, int bytes, unsigned long long* barrier) {
@@ -223,8 +292,7 @@ inline void send_to_block(float4* place, int rank, float4 value, unsigned long l
     count_bytes(reinterpret_cast<unsigned long long*>(there + (reinterpret_cast<char*>(barrier) - here)), -16);
 }
 inline void await_copies(unsigned long long* barrier, unsigned parity) {
-    std::atomic_ref<uint32_t> phases(reinterpret_cast<Copies*>(barrier)->phases);
-    while (phases.load(std::memory_order_acquire) % 2 == parity) std::this_thread::yield();
+    while (reinterpret_cast<Copies*>(barrier)->phases % 2 == parity) let_others_run();
 }
 inline void await_blocks(unsigned long long* barrier, unsigned parity) { await_copies(barrier, parity); }
 inline void store_words(void* to, const unsigned (&words)[4]) {

@@ -5,17 +5,23 @@ They run in this process (`python examples/NAME.py`, without the seconds that im
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from rooftop.hardware import Ceilings, ceilings_of
+from rooftop.models import CocoDataset
+from rooftop.models.detr_losses import corners
+from rooftop.models.images import MEAN, STD
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
@@ -34,6 +40,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what the example 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs an example with these words on its command line; returns what it printed."""
+    monkeypatch.syspath_prepend(FOLDER)  # an example may import the one beside it
 
     def run_example(name: str, *words: object) -> str:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, words)])
@@ -199,6 +206,108 @@ def test_photographs_are_written(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("skimage")
     assert run("photographs", tmp_path, "--count", 3) == f"3 photographs in {tmp_path}\n"
     assert len(list(tmp_path.glob("*.png"))) == 3
+
+
+def test_shapes_fill_their_boxes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = run("shapes", tmp_path, "--count", 5, "--side", 80, "--seed", 3)
+    assert out == f"5 pictures in {tmp_path}, their boxes in {tmp_path / 'instances.json'}\n"
+    mean, std = (torch.tensor(each)[:, None, None] for each in (MEAN, STD))
+    data = CocoDataset(tmp_path, tmp_path / "instances.json", shorter=80, longer=80)
+    shapes = importlib.import_module("shapes")
+    drawn = shapes.draw(5, 80, 3)
+    assert data.names == shapes.NAMES
+    for (image, target), pixels, expected in zip(data, drawn.images, drawn.targets(), strict=True):
+        assert target["labels"].tolist() == expected["labels"].tolist()
+        torch.testing.assert_close(target["boxes"], expected["boxes"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(image, (pixels - mean) / std, rtol=0, atol=0.02)  # 8 bits
+    many, other = shapes.draw(64, 80, 4), shapes.draw(64, 80, 5)
+    assert torch.equal(shapes.draw(64, 80, 4).images, many.images)
+    assert not torch.equal(other.images, many.images)
+    assert set(many.counts) == {1, 2, 3, 4}
+    assert set(many.labels.flatten().tolist()) == {0, 1, 2}
+    # Without noise, what is not background spans the boxes; smooth outlines reach a pixel beyond.
+    monkeypatch.setattr(shapes, "NOISE", 0.0)
+    for picture, box, count in zip(*shapes.draw(64, 80, 4)[::2], many.counts, strict=True):
+        if count > 2:
+            continue  # they may cover more than half, and then the median is not the background
+        edges = 80 * corners(box[:count])
+        background = picture.flatten(1).median(1).values[:, None, None]
+        rows, columns = ((picture - background).abs().sum(0) > 0.01).nonzero().unbind(1)
+        found = torch.stack((columns.min(), rows.min(), columns.max() + 1, rows.max() + 1))
+        expected = torch.cat((edges[:, :2].min(0).values, edges[:, 2:].max(0).values))
+        torch.testing.assert_close(found.float(), expected, rtol=0, atol=1.3)
+
+
+def test_a_detr_learns_shapes(run: Run, tmp_path: Path) -> None:
+    out = run("train_detr", "--quick", "--pictures", 3, "--out", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] / 2
+    assert float(re.search(r"mAP ([\d.]+) on 3 pictures learned by heart", out)[1]) > 0.2  # type: ignore[index]
+    for name, size in (("found", (3 * 256, 2 * 256)), ("loss", (800, 400))):
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            assert picture.size == size
+    out = run("train_detr", "--quick", "--pictures", 0, "--steps", 2, "--out", tmp_path)
+    assert re.search(r"mAP \S+ on 8 pictures never seen before", out)
+
+
+@pytest.mark.parametrize("words", [("--steps", 0), ("--pictures", -1)])
+def test_a_detr_that_cannot_be_trained(words: tuple[object, ...], run: Run, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("train_detr", "--out", tmp_path / "detr", *words)
+    assert not (tmp_path / "detr").exists()
+
+
+@pytest.mark.gpu
+def test_no_step_of_training_a_detr_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    example = importlib.import_module("train_detr")
+    recipe = replace(example.RECIPES["cuda"], batch=8, steps=60, warm_up=10)
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    training = example.Training(recipe, device)
+    first = training.step(example.new_pictures(recipe, 1, device))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses = [training.step(example.new_pictures(recipe, 1, device)) for _ in range(50)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert losses[-1].item() < 0.7 * first.item()
+
+
+def held_out(printed: str, measure: str) -> list[float]:
+    """Of the network, and of copying the last frame."""
+    return [float(each) for each in re.findall(rf"^held out, \w+: .*{measure} ([\d.]+)", printed, re.MULTILINE)]
+
+
+def test_a_conv_lstm_learns_where_digits_move(run: Run, tmp_path: Path) -> None:
+    out = run("train_conv_lstm", "--quick", "--out", tmp_path)
+    network, copying = held_out(out, "BCE")
+    assert network < copying
+    with Image.open(tmp_path / "frames.png") as picture:
+        columns = picture.convert("L").crop((80, 0, picture.width, picture.height))
+        assert columns.getextrema() == (0, 255)
+    weights = torch.load(tmp_path / "next_frame.pth", weights_only=True)
+    assert weights["layers.0.kernel"].shape == (16, 1, 5, 5)
+
+
+def test_a_conv_lstm_learns_from_a_clip(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    from rooftop.media import VideoWriter
+
+    frames = torch.zeros(40, 3, 24, 32, dtype=torch.uint8)
+    for number, frame in enumerate(frames):
+        frame[0, 8:16, number % 24 : number % 24 + 8] = 255
+    with VideoWriter(tmp_path / "clip.mp4", 25) as writer:
+        writer.write(frames)
+    out = run("train_conv_lstm", "--quick", "--clip", tmp_path / "clip.mp4", "--out", tmp_path, "--steps", 3)
+    assert "videos of 6 x 16 x 21 x 3" in out
+    assert len(held_out(out, "MAE")) == 2
+    assert torch.load(tmp_path / "next_frame.pth", weights_only=True)["head.weight"].shape == (3, 4, 3, 3)
+    with VideoWriter(tmp_path / "short.mp4", 25) as writer:
+        writer.write(frames[:9])
+    with pytest.raises(SystemExit, match=r"error: .* has 9 frames: expected at least 30"):
+        run("train_conv_lstm", "--quick", "--clip", tmp_path / "short.mp4", "--out", tmp_path)
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)

@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--classes", type=int, nargs="+", default=CLASSES, help="other numbers of classes")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of what is drawn")
     parser.add_argument("--seconds", type=float, default=45, help="after which no size is begun")
+    parser.add_argument("--only", choices=("logits", "hidden"), help="only from logits, or only from hidden states")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
@@ -58,6 +59,8 @@ def main() -> None:
     logits = [("logits", partial(measure_logits, classes, ceilings)) for classes in (first, *others)]
     hidden = [("hidden", partial(measure_linear, *shape, ceilings)) for shape in LINEAR]
     for place, measured in (logits[0], hidden[0], *logits[1:], *hidden[1:]):
+        if options.only not in (None, place):
+            continue
         if time.perf_counter() - began > options.seconds:
             print(f"{options.seconds:.0f} s are over: the rest is left out")
             break

@@ -28,7 +28,10 @@ SHARES = {  # seconds that suit each, in the order in which they run
     "elementwise": 30,
     "interpolations": 15,
     "gated": 15,
+    "conv_lstms": 100,
+    "window_attentions": 110,
     "attention_states": 15,
+    "conv_acts": 240,
 }
 GRACE = 30.0  # seconds beyond its share after which a tuner is stopped: the last task may be long
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -12,11 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -299,40 +300,49 @@ Launch = Callable[..., tuple[list[Any], int, str]]
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Launch:
+def launch(tmp_path: Path, fork: Callable[..., BaseProcess]) -> Launch:
     """Runs a program on two ranks; gives what each wrote, the exit status and stderr."""
 
     def run(body: str, torchrun: bool = False) -> tuple[list[Any], int, str]:
-        script = tmp_path / "script.py"
-        script.write_text(PROLOGUE + textwrap.dedent(body), encoding="utf-8")
-        command = [sys.executable, str(script), str(tmp_path)]
-        everywhere = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
+        program = PROLOGUE + textwrap.dedent(body)
+        errors = tmp_path / "errors"
         if torchrun:
-            command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            environments = [everywhere]
+            status = by_torchrun(program, tmp_path, errors)
         else:  # torchrun ends all ranks as soon as one has failed, perhaps before they could say why
-            port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-            environments = [{**everywhere, **port, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-        processes, errors = [], tmp_path / "errors"
-        try:
-            with errors.open("wb") as output:
-                processes += [subprocess.Popen(command, env=env, stdout=output, stderr=output) for env in environments]
-            status = max(abs(process.wait(timeout=60)) for process in processes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            served = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "2"}
+            served |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+            places = {"folder": tmp_path, "output": errors, "errors": errors}
+            ranks = [{**served, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+            status = ended([fork(program, str(tmp_path), environment=each, **places) for each in ranks])
         files = [tmp_path / f"{rank}.json" for rank in range(2)]
         return [json.loads(f.read_text()) if f.exists() else None for f in files], status, errors.read_text()
 
     return run
 
 
-def free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port: int = chosen.getsockname()[1]
-        return port
+def by_torchrun(program: str, folder: Path, errors: Path) -> int:
+    script = folder / "script.py"
+    script.write_text(program, encoding="utf-8")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
+    with errors.open("wb") as output:
+        command = [sys.executable, *torchrun, str(script), str(folder)]
+        return subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=60).returncode
+
+
+def ended(processes: list[BaseProcess]) -> int:
+    """The largest exit status of processes, none of which lives on."""
+    until = time.monotonic() + 60
+    try:
+        for process in processes:
+            process.join(until - time.monotonic())
+        assert not any(process.is_alive() for process in processes), "not done after a minute"
+        return max(abs(process.exitcode or 0) for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 TRAINING = """

@@ -18,7 +18,9 @@ from skimage import data
 
 from rooftop import models
 from rooftop.cli import classify as verb
+from rooftop.cli import trained_models
 from rooftop.cli.main import main
+from rooftop.inference import Engine
 from rooftop.models.images import Preprocessing
 from rooftop.models.weights import WEIGHTS, Weights
 
@@ -101,6 +103,55 @@ def test_json_instead_of_the_table(run: Run, files: dict[int, Path]) -> None:
     assert os.listdir() == ["photos"]
 
 
+def test_batches_go_through_one_engine_the_last_one_smaller(
+    run: Run, files: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = recorded_engines(monkeypatch)
+    words = ["photos", "photos/cat.png", "--model", "resnet18", "--weights", str(files[3]), "--json", "-"]
+    found = json.loads(run(*words, "--batch-size", "2")[1])
+    assert len(engines) == 1
+    assert engines[0].batches == [2, 1]
+    assert (len(engines[0].report.folded), engines[0].report.dtype) == (20, torch.float32)
+    model, preprocessing = models.load_classifier("resnet18", files[3])
+    expected = models.classify(model, ["photos", "photos/cat.png"], preprocessing=preprocessing)
+    for ours, theirs in zip(found["photographs"], expected, strict=True):
+        given = [guess.probability for guess in theirs.guesses]
+        assert [guess["probability"] for guess in ours["classes"]] == pytest.approx(given, rel=1e-4)
+
+
+class RecordedEngine(Engine):
+    """One that notes how many images each call has."""
+
+    batches: list[int]
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        self.batches.append(len(images))
+        return super().__call__(images)  # type: ignore[no-any-return]
+
+
+def recorded_engines(monkeypatch: pytest.MonkeyPatch) -> list[RecordedEngine]:
+    engines: list[RecordedEngine] = []
+
+    def made(*words: object, **options: object) -> RecordedEngine:
+        engines.append(RecordedEngine(*words, **options))  # type: ignore[arg-type]
+        engines[-1].batches = []
+        return engines[-1]
+
+    monkeypatch.setattr(trained_models, "Engine", made)
+    return engines
+
+
+def test_random_weights_need_no_file_and_are_those_of_their_seed(run: Run) -> None:
+    words = ["photos", "--model", "resnet18", "--top", "1", "--random-weights"]
+    status, out, err = run(*words, "3")
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-1] == "random weights: what is found means nothing"
+    first, again, other = (json.loads(run(*words, seed, "--json", "-")[1]) for seed in "334")
+    assert (first["seed"], first["weights"]) == (3, None)
+    assert first == again
+    assert first["photographs"] != other["photographs"]
+
+
 def test_default_weights_come_from_the_mirror(
     run: Run, files: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +195,11 @@ def test_names_of_files_are_shown_as_they_are(run: Run, files: dict[int, Path]) 
         (["photos", "--weights", "IMAGENET1K_V3"], 2, "did you mean IMAGENET1K_V2?"),
         (["photos", "--weights", "mine.safetensors"], 2, "is neither a file here nor the name of published weights"),
         (["photos", "--weights", "photos"], 2, "is a folder"),
+        (
+            ["photos", "--weights", "THREE", "--random-weights", "0"],
+            2,
+            "expected one of --weights and --random-weights",
+        ),
         (["photos", "--weights", "THREE"], 1, "The file fits resnet18(num_classes=3)"),
         (["photos", "--weights", "half.png"], 1, "half.png is damaged or no file of weights"),
         (["photos"], 1, "resnet50-11ad3fa6.pth was not downloaded: the server cannot be reached"),
@@ -191,6 +247,22 @@ def test_devices(run: Run, files: dict[int, Path], capsys: pytest.CaptureFixture
     missing = f"cuda:{torch.cuda.device_count()}"
     assert main([*words, "--device", missing]) == 2
     assert f"{missing} is not there" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_each_size_of_batch_is_one_graph(
+    run: Run, files: dict[int, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = recorded_engines(monkeypatch)
+    words = ["classify", "photos", "photos", "photos/cat.png", "--model", "resnet18", "--weights", str(files[3])]
+    assert main([*words, "--device", "cuda", "--batch-size", "2"]) == 0
+    (engine,) = engines
+    assert engine.report.dtype == torch.bfloat16
+    assert engine.report.graphs is not None
+    assert [(graph.inputs, graph.replays) for graph in engine.report.graphs] == [
+        ("2x3x224x224 bfloat16", 2),
+        ("1x3x224x224 bfloat16", 1),
+    ]
 
 
 @pytest.mark.gpu

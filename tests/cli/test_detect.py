@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,10 @@ import torch
 from PIL import Image
 
 from rooftop.cli import detect as module
+from rooftop.cli import trained_models
 from rooftop.cli.main import main
+from rooftop.inference import Engine
+from rooftop.models.detection import detect
 from rooftop.models.detr import Detr
 from rooftop.models.resnet import Bottleneck
 
@@ -63,6 +67,50 @@ def test_the_same_seed_finds_the_same(run: Run) -> None:
     )
     assert first == second != third
     assert json.loads(first)["seed"] == 3
+
+
+def test_an_engine_gives_what_the_model_gives_and_batches_of_one_size_look_alike_to_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (40, 60), "white").save("two/tall.png")
+    engines, calls = [], []
+
+    class Recorded(Engine):
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            engines.append(self)
+
+        def __call__(self, batch: torch.Tensor, padding: torch.Tensor) -> Any:
+            calls.append((tuple(batch.shape), tuple(padding.shape)))
+            return super().__call__(batch, padding)
+
+    monkeypatch.setattr(trained_models, "Engine", Recorded)
+    paths = ["one/photo.png", "two/tall.png", "two/tall.png", "one/photo.png", "two/tall.png"]
+    words = ["--random-weights", "3", "--threshold", "0", "--size", "48", "--batch-size", "2", "--json", "-"]
+    found = json.loads(run(*paths, *words)[1])["photographs"]
+    assert len(engines) == 1
+    assert calls == [((2, 3, 72, 64), (2, 72, 64))] * 2 + [((1, 3, 72, 48), (1, 72, 48))]
+    assert len(engines[0].report.folded) == 17
+    with trained_models.seeded(3):
+        model = module.BUILDERS["detr_resnet50"]().eval()
+    expected = detect(model, paths, threshold=0, shorter=48, longer=80, batch_size=2)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [each["score"] for each in ours["objects"]] == pytest.approx([e.score for e in theirs.objects], rel=1e-3)
+        boxes = [each["box"] for each in ours["objects"]]
+        np.testing.assert_allclose(boxes, [each.box for each in theirs.objects], atol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [(), ("--dtype", "fp32")])
+def test_a_gpu_finds_what_the_cpu_finds(
+    dtype: tuple[str, ...], run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:  # from CUDA graphs: an engine that runs without them warns, and warnings are errors here
+    on_cpu = json.loads(run(*WORDS, "--json", "-")[1])["photographs"]
+    assert main(["detect", *WORDS, "--json", "-", "--device", "cuda", *dtype]) == 0
+    on_gpu = json.loads(capsys.readouterr().out)["photographs"]
+    for a, b in zip(on_cpu, on_gpu, strict=True):
+        scores = [sorted(each["score"] for each in photo["objects"]) for photo in (a, b)]
+        assert scores[0] == pytest.approx(scores[1], abs=0.02 if not dtype else 1e-3)
 
 
 def test_a_photograph_without_objects_says_so(run: Run) -> None:

@@ -23,6 +23,7 @@ pytest.importorskip("av")
 
 Run = Callable[..., tuple[int, str, str]]
 FRAMES, HEIGHT, WIDTH, FPS = 16, 18, 24, 10
+HALF = 0.002  # by how much bfloat16 may change an error
 GREY = torch.tensor([0.299, 0.587, 0.114])[:, None, None]
 
 
@@ -155,6 +156,13 @@ def test_random_weights_are_said_to_be_random_and_are_those_of_their_seed(run: R
     assert json.loads(run(*words, "--random-weights", "3", "--json", "--colour")[1])["colours"] == "colour"
 
 
+def test_half_precision_predicts_nearly_the_same(run: Run) -> None:
+    words = ("walk.mkv", "--weights", "c.pth", "--frames", "4", "--json")
+    whole, half = (json.loads(run(*words, "--dtype", dtype)[1])["errors"] for dtype in ("fp32", "bf16"))
+    assert half != whole
+    assert half == pytest.approx(whole, abs=HALF)
+
+
 def test_weights_of_keras(run: Run) -> None:
     h5py = pytest.importorskip("h5py")
     ours = load_next_frame_network("c.pth").state_dict()
@@ -253,8 +261,11 @@ def test_its_own_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_predicts_what_the_cpu_predicts(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [((), HALF), (("--dtype", "fp32"), 1e-3)])
+def test_a_gpu_predicts_what_the_cpu_predicts(
+    dtype: tuple[str, ...], tolerance: float, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["walk.mkv", "--weights", "c.pth", "--frames", "4", "--json"]
     on_cpu = json.loads(run(*words)[1])
-    assert main(["predict-video", *words, "--device", "cuda"]) == 0
-    assert json.loads(capsys.readouterr().out)["errors"] == pytest.approx(on_cpu["errors"], abs=1e-3)
+    assert main(["predict-video", *words, "--device", "cuda", *dtype]) == 0
+    assert json.loads(capsys.readouterr().out)["errors"] == pytest.approx(on_cpu["errors"], abs=tolerance)

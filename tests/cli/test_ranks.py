@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,8 @@ dist.destroy_process_group()
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Runs `rooftop analyze ...` on two ranks in a folder of its own, returns (status, stdout, stderr)."""
+def options(tmp_path: Path) -> list[str]:
+    """For `analyze` in a folder of its own, beside what the tests analyze."""
     rates = tuple(MemoryPoint(size, 1e9, 1e9, 1e9, 1e9) for size in (1 << 14, 1 << 30))
     measured = {"launch_eager_ms": 0.01, "launch_graph_ms": 0.002, "transfers": {}, "links": {}, "spread": {}}
     ceilings = Ceilings(
@@ -75,15 +76,55 @@ def run(tmp_path: Path) -> Run:
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "script.py").write_text(SCRIPT)
+    return ["--device", "cpu", "--ceilings", str(tmp_path / "ceilings.json")]
+
+
+@pytest.fixture
+def torchrun(options: list[str], tmp_path: Path) -> Run:
+    """Runs `rooftop analyze ...` by torchrun on two ranks, returns (status, stdout, stderr)."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99", "PYTHONPATH": str(tmp_path)}
 
     def call(*words: str) -> tuple[int, str, str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        analyze = ["-m", "rooftop", "analyze", *words, "--device", "cpu", "--ceilings", str(tmp_path / "ceilings.json")]
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*start, "-m", "rooftop", "analyze", *words, *options]
         done = subprocess.run(
-            [*torchrun, *analyze], cwd=tmp_path / "work", env=environment, capture_output=True, text=True, timeout=100
+            command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True, timeout=100
         )
         return done.returncode, done.stdout, done.stderr
+
+    return call
+
+
+AGENT = """
+import signal
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+from rooftop.cli.main import run
+
+where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "one", "--nproc-per-node", "2"]
+config, *_ = config_from_args(parse_args([*where, "rooftop"]))
+config.start_method = "fork"
+
+def rank():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # not what the agent does on them
+    run()
+
+elastic_launch(config, rank)()
+"""
+
+
+@pytest.fixture
+def run(options: list[str], tmp_path: Path, fork: Callable[..., BaseProcess]) -> Run:
+    """The same by torchrun's own agent, whose ranks have imported torch before they begin."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        said = {"output": tmp_path / "output", "errors": tmp_path / "errors"}
+        environment = {"PYTHONPATH": str(tmp_path)}
+        agent = fork(AGENT, "analyze", *words, *options, environment=environment, folder=tmp_path / "work", **said)
+        agent.join(100)
+        assert agent.exitcode is not None, "not done after 100 s"
+        return agent.exitcode, said["output"].read_text(), said["errors"].read_text()
 
     return call
 
@@ -92,8 +133,8 @@ def files(tmp_path: Path) -> set[str]:
     return {path.name for path in (tmp_path / "work").iterdir()} - {"script.py", "__pycache__"}
 
 
-def test_one_report_names_the_delayed_rank(run: Run, tmp_path: Path) -> None:
-    status, out, err = run("net:delayed", "--train", "--json", "r.json", "-o", "r.html", "--trace", "t.json")
+def test_one_report_names_the_delayed_rank(torchrun: Run, tmp_path: Path) -> None:
+    status, out, err = torchrun("net:delayed", "--train", "--json", "r.json", "-o", "r.html", "--trace", "t.json")
     assert status == 0, err
     assert files(tmp_path) == {"r.json", "r.html", "t.json"}
     for once in ("Rank 1 (cpu) holds the others up", "the straggler", "report: r.json", "of roof: "):

@@ -17,18 +17,54 @@ from rooftop.hardware.measuring import cache_path
 from rooftop.hardware.probes import identity
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Ceilings:
-    """Ceilings of this CPU, measured now."""
-    old = os.environ.get("ROOFTOP_CACHE")
-    os.environ["ROOFTOP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+def switches() -> dict[str, object]:
+    """Everything global in torch that a measurement could have turned."""
+    cuda = torch.cuda.is_available()
+    return {
+        "matmul tf32": torch.backends.cuda.matmul.allow_tf32,
+        "reduced bf16": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "reduced fp16": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        "cudnn tf32": torch.backends.cudnn.allow_tf32,
+        "cudnn benchmark": torch.backends.cudnn.benchmark,
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+        "random": torch.get_rng_state().tolist(),
+        "random on the GPU": torch.cuda.get_rng_state().tolist() if cuda else None,
+        "device": torch.cuda.current_device() if cuda else None,
+        "allocated": torch.cuda.memory_allocated() if cuda else None,
+    }
+
+
+Switches = dict[str, object]
+
+
+def measured_with_switches_turned(device: str | None) -> tuple[Ceilings, Switches, Switches]:
+    """Ceilings, and what was set before and after."""
+    usual = (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
     try:
-        return measure_ceilings("cpu")
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
+        before = switches()
+        return measure_ceilings(device, refresh=True), before, switches()
     finally:
-        if old is None:
-            del os.environ["ROOFTOP_CACHE"]
-        else:
-            os.environ["ROOFTOP_CACHE"] = old
+        torch.set_float32_matmul_precision(usual[0])
+        torch.backends.cudnn.benchmark = usual[1]
+
+
+@pytest.fixture(scope="module")
+def measurement(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ceilings, Switches, Switches]:
+    """Ceilings of this CPU, measured now, and what was set before and after."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROOFTOP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return measured_with_switches_turned("cpu")
+
+
+@pytest.fixture(scope="module")
+def measured(measurement: tuple[Ceilings, Switches, Switches]) -> Ceilings:
+    return measurement[0]
 
 
 def test_json_round_trip(measured: Ceilings, tmp_path: Path) -> None:
@@ -88,41 +124,20 @@ def test_a_cache_that_cannot_be_written_loses_no_measurement(
         assert measure_ceilings("cpu") == measured
 
 
-def switches() -> dict[str, object]:
-    """Everything global in torch that a measurement could have turned."""
-    cuda = torch.cuda.is_available()
-    return {
-        "matmul tf32": torch.backends.cuda.matmul.allow_tf32,
-        "reduced bf16": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        "reduced fp16": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-        "cudnn tf32": torch.backends.cudnn.allow_tf32,
-        "cudnn benchmark": torch.backends.cudnn.benchmark,
-        "matmul precision": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "dtype": torch.get_default_dtype(),
-        "threads": torch.get_num_threads(),
-        "grad": torch.is_grad_enabled(),
-        "random": torch.get_rng_state().tolist(),
-        "random on the GPU": torch.cuda.get_rng_state().tolist() if cuda else None,
-        "device": torch.cuda.current_device() if cuda else None,
-        "allocated": torch.cuda.memory_allocated() if cuda else None,
-    }
-
-
 def test_measuring_leaves_switches_and_random_numbers_as_they_were(
+    measurement: tuple[Ceilings, Switches, Switches],
+) -> None:
+    _, before, after = measurement
+    assert after == before
+
+
+@pytest.mark.gpu
+def test_measuring_a_gpu_leaves_switches_and_random_numbers_as_they_were(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
-    usual = (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
-    try:
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.benchmark = True
-        before = switches()
-        measure_ceilings(refresh=True)
-        assert switches() == before
-    finally:
-        torch.set_float32_matmul_precision(usual[0])
-        torch.backends.cudnn.benchmark = usual[1]
+    _, before, after = measured_with_switches_turned("cuda")
+    assert after == before
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"format": 2}', '{"format": 1}', "\x00\xff"])

@@ -38,6 +38,7 @@ CASES: dict[str, Callable[[], Made]] = {
         lambda x, bias: kernels.window_attention(x, bias, 2, (3, 3), (1, 1)),
     ),
     "conv_lstm_gates": lambda: (leaves((2, 16, 4, 4), (2, 4, 4, 4)), kernels.conv_lstm_gates),
+    "conv_lstm_sequence": lambda: (leaves((3, 2, 16, 4, 4), (16, 4, 3, 3)), kernels.conv_lstm_sequence),
 }
 
 

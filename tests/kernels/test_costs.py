@@ -26,6 +26,7 @@ OPERATORS = sorted(  # those of the kernels; each is registered when its file is
 )
 X = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
 GATES, STATE = X.reshape(1, 8, 3, 1), X.flatten()[:6].reshape(1, 2, 3, 1)  # two features at three places
+STEPS, RECURRENT = torch.stack((GATES, GATES + 1)), torch.linspace(-1, 1, 48).reshape(8, 2, 3, 1)
 ROW, OTHER = X[0].clone(), X.flip(0)
 CLASSES = torch.tensor([0, 2, 5, 1])
 HIDDEN, HEAD = X[:, :3].contiguous(), X.flatten()[:18].reshape(6, 3)
@@ -86,6 +87,17 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         lambda: learn(kernels.conv_lstm_gates, GATES, STATE),
         ((3 * 6 + 2 * 7 + 15) * 6, F4 * (24 + 18), F4 * 30),
     ),
+    # two steps: a convolution for the second with its sums, and the gates of both
+    "conv_lstm_sequence": (
+        lambda: kernels.conv_lstm_sequence(STEPS, RECURRENT),
+        (2 * 3 * 48 + (2 * 26 + 4) * 6, F4 * (48 + 48), F4 * (12 + 6)),
+    ),
+    # two gradients of one convolution; the gates' backward of both steps, and the sum of one state's two gradients;
+    # read the sums, the first result, the cells, gradients of results and cell; written those of gates, kernel and cell
+    "conv_lstm_sequence_backward": (
+        lambda: learn(kernels.conv_lstm_sequence, STEPS, RECURRENT),
+        (4 * 3 * 48 + (2 * 47 + 1) * 6, F4 * (48 + 48 + 6 + 12 + 12 + 6), F4 * (48 + 48 + 6)),
+    ),
     # four rows of three of the table's six
     "embedding": (lambda: kernels.embedding(CLASSES, HEAD), (0, F4 * 12 + I8 * 4, F4 * 12)),
     "embedding_backward": (lambda: learn(kernels.embedding, CLASSES, HEAD), (12, F4 * 12 + I8 * 4, F4 * 18)),
@@ -106,6 +118,11 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
     "linear_cross_entropy": (
         lambda: learn(kernels.linear_cross_entropy, HIDDEN, HEAD, CLASSES),
         (3 * 2 * 24 * 3 + 5 * 24, F4 * 30 + I8 * 4, F4 * (30 + 2)),
+    ),
+    # a window of three lines at 5 - 1 of them, each of four pixels of one channel, to one channel
+    "conv_act": (
+        lambda: kernels.conv_act(X.reshape(1, 1, 6, 4), ROW[:3].reshape(1, 1, 3, 1), OTHER[0, :1], activation="relu"),
+        (2 * 16 * 3 + 2 * 16, F4 * (24 + 3 + 1), F4 * 16),
     ),
     "linear_act": (
         lambda: kernels.linear_act(HIDDEN, HEAD, ROW, "relu", OTHER),
@@ -205,11 +222,15 @@ class Everything(nn.Module):
             x = kernels.mul(kernels.add(x, activation(x)), 0.5)
         x = kernels.axpy(0.5, x, kernels.linear_act(x, self.weight, self.bias, "gelu", x))
         x = kernels.matmul(x, self.weight) + kernels.swiglu(x, x.flip(1))
+        images, windows = x.reshape(1, 2, 3, 4), self.weight.reshape(2, 2, 3, 3)
+        x = x + kernels.conv_act(images, windows, padding=1, activation="gelu").reshape(4, 6)
         for reduce in (kernels.sum, kernels.mean, kernels.amax, kernels.amin, kernels.norm):
             x = x + reduce(x, 1, keepdim=True)
         x = x + kernels.argmax(x, 1, keepdim=True) - kernels.argmin(x, 1, keepdim=True)
         hidden, cell = kernels.conv_lstm_gates(x.reshape(1, 8, 3, 1), x.flatten()[:6].reshape(1, 2, 3, 1))
         x = x + (hidden + cell).flatten()
+        hidden, cell = kernels.conv_lstm_sequence(x.reshape(2, 1, 4, 3, 1), x.flatten()[:12].reshape(4, 1, 3, 1))
+        x = x + hidden.sum() + cell.sum()
         packed, bias = x.flatten()[:12].expand(1, 2, 3, 12), x.flatten()[:16].reshape(1, 4, 4)
         x = x + kernels.window_attention(packed, bias, 1, (2, 2), (1, 1)).reshape(4, 6)
         heads = x.reshape(1, 2, 3, 4)

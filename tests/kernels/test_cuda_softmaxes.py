@@ -40,19 +40,19 @@ def clusters(
     cuda_on_cpu: Counter[str], compile_for_cpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Counter[str]]:
     """Gives a function that turns clusters on; it gives the launches."""
-    names = [
-        module.kernel_name(kernel, dtype, variant, table("one")[0])
-        for kernel in ("softmax", "softmax_backward", "cross_entropy")
-        for dtype in CPU_DTYPES
-        for variant in (False, True)
-    ]
-    compile_for_cpu(module.source(), names)
-    kind = type(cuda.compile(module.source(), names[0]))
     monkeypatch.setattr(module, "has_clusters", lambda device: True)
     for family in (softmaxes, losses):
         monkeypatch.setattr(family, "_by_reference", lambda x: False)
 
     def turn_on(name: str) -> Counter[str]:
+        names = [
+            module.kernel_name(kernel, dtype, variant, table(name)[0])
+            for kernel in ("softmax", "softmax_backward", "cross_entropy")
+            for dtype in CPU_DTYPES
+            for variant in (False, True)
+        ]
+        compile_for_cpu(module.source(), names)
+        kind = type(cuda.compile(module.source(), names[0]))
         for one in ("CLUSTER_FORWARD", "CLUSTER_BACKWARD", "CLUSTER_FUSED"):
             monkeypatch.setattr(module, one, table(name))
         monkeypatch.setattr(kind, "active_clusters", lambda *_: SHAPES[name][2])

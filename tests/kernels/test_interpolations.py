@@ -15,7 +15,7 @@ from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(70, 32), (5, 300), (33, 17), (9, 1), (40, 6), (30, 520)]
+SHAPES = [(70, 32), (5, 300), (33, 17), (9, 1), (40, 6), (5, 520)]
 CORNERS = torch.tensor([[i, j, k] for i in (-1.0, 1.0) for j in (-1.0, 1.0) for k in (-1.0, 1.0)])
 
 
@@ -125,8 +125,8 @@ def test_nan_stays_with_its_point() -> None:
 
 
 def test_all_runs_give_the_same_bits() -> None:
-    features, points = tensors(50, 37)
-    dout = torch.randn(50, 37)
+    features, points = tensors(9, 37)
+    dout = torch.randn(9, 37)
     first, *others = [forward_and_gradients(trilinear_interpolate, features, points, dout) for _ in range(3)]
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 

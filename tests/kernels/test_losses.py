@@ -201,7 +201,7 @@ def test_where_all_is_ignored_the_mean_is_nan_and_the_gradient_zero(fused: bool)
     assert (dx == 0).all()
 
 
-@pytest.mark.parametrize("columns", [50, 33_001])
+@pytest.mark.parametrize("columns", [50, 17_001])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_infinities_and_nan_do_what_they_do_in_pytorch(columns: int, smoothing: float) -> None:
     x, _ = logits(7, columns)

@@ -110,7 +110,7 @@ LONG = ("norm_forward_long", "norm_row_sums", "norm_backward_long")
         *(((5, 7), dtype) for dtype in DTYPES),
         *(
             ((2, 3, 64), torch.bfloat16),
-            ((17, 768), torch.float16),
+            ((5, 768), torch.float16),
             ((0, 16), torch.float32),
             ((3, 1000), torch.float32),
         ),
@@ -132,7 +132,7 @@ def test_gate_of_the_other_norms(name: str, dtype: torch.dtype) -> None:
     [
         *((name, 16, 131, torch.bfloat16) for name in NORMS),
         *(("layer_norm", 9, 517, torch.float16), ("add_rms_norm", 8, 1021, torch.float16)),
-        ("layer_norm", 8, 1022, torch.bfloat16),
+        ("layer_norm", 8, 518, torch.bfloat16),
     ],
 )
 def test_gate_of_rows_at_odd_addresses(name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
@@ -154,10 +154,10 @@ def short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_launches, "ROW_SUMS", {"COLUMNS": 128, "num_warps": 4})
 
 
-@pytest.mark.parametrize(("columns", "dtype"), [(200, torch.float32), (331, torch.bfloat16)])
+@pytest.mark.parametrize(("columns", "dtype"), [(136, torch.float32), (203, torch.bfloat16)])
 @pytest.mark.parametrize("name", NORMS)
 def test_gate_of_rows_longer_than_a_tile(name: str, columns: int, dtype: torch.dtype, short_tiles: None) -> None:
-    assert_gate(name, inputs_of(name, 10, columns, dtype=dtype), LONG)
+    assert_gate(name, inputs_of(name, 9, columns, dtype=dtype), LONG)
 
 
 # Of one element the variance is 0 and 1 / std large: what is normalized must be what is stored.
@@ -317,7 +317,7 @@ def assert_same_bits(name: str, inputs: Inputs, runs: int) -> None:
 
 
 def test_three_runs_give_the_same_bits() -> None:
-    assert_same_bits("add_layer_norm", inputs_of("add_layer_norm", 17, 139, dtype=torch.bfloat16), 3)
+    assert_same_bits("add_layer_norm", inputs_of("add_layer_norm", 9, 139, dtype=torch.bfloat16), 3)
 
 
 @pytest.mark.parametrize("name", NORMS)

@@ -111,6 +111,16 @@ def conv_lstm(gates: Tensor, cell: Tensor, added: Tensor) -> tuple[Tensor, Tenso
     return o.sigmoid() * cell.tanh(), cell
 
 
+def conv_lstms(gates: Tensor, kernel: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    outputs, (height, width) = [], kernel.shape[2:]
+    for step in gates:
+        padded = F.pad(hidden, ((width - 1) // 2, width // 2, (height - 1) // 2, height // 2))
+        recurrent = F.conv2d(padded, kernel) if step.numel() else step.detach() + 0 * kernel.sum() * hidden.sum()
+        hidden, cell = conv_lstm(step, cell, recurrent)
+        outputs.append(hidden)
+    return torch.stack(outputs), cell
+
+
 def windows(query_key_value: Tensor, bias: Tensor, padding: Tensor, heads: int, window: tuple[int, int]) -> Tensor:
     """Of two heads, 2 x 2 positions each, neither shifted."""
     batch, height, width, channels = query_key_value.shape
@@ -153,6 +163,14 @@ PUBLIC = [
     ),
     Public("embedding", {"input": "M N", "weight": "V K"}, F.embedding, {}, integers=("input",)),
     Public(
+        "conv_act",
+        {"input": "B K H S", "weight": "N K 3 3", "bias": "N", "residual": "B N H S"},
+        lambda input, weight, bias, residual, padding, activation: F.silu(
+            F.conv2d(input, weight, bias, padding=padding) + residual
+        ),
+        {"padding": 1, "activation": "silu"},
+    ),
+    Public(
         "linear_act",
         {"input": "M K", "weight": "N K", "bias": "N", "residual": "M N"},
         lambda input, weight, bias, residual, activation: F.gelu(F.linear(input, weight, bias)) + residual,
@@ -176,13 +194,20 @@ PUBLIC = [
     ),
     Public("swiglu", {"gate": "M N", "up": "M N"}, lambda gate, up: F.silu(gate) * up, {}),
     Public("conv_lstm_gates", {"gates": "M 8 H S", "cell": "M 2 H S", "added": "M 8 H S"}, conv_lstm, {}),
+    Public(
+        "conv_lstm_sequence",
+        {"gates": "2 M 8 H S", "kernel": "8 2 3 3", "hidden": "M 2 H S", "cell": "M 2 H S"},
+        conv_lstms,
+        {},
+    ),
     Public("window_attention", {"query_key_value": "B H S 72", "bias": "2 4 4", "padding": "72"}, windows, WINDOWS),
     *(
         Public(name, {"features": "M 8 K", "points": "M 3"}, trilinear, {})
         for name in ("trilinear_interpolate", "trilinear_interpolate_cuda")
     ),
 ]
-NO_OPERATORS = {"AttentionPlan", "attention_plan", "linear_act_plan", "fused"}  # they compute nothing themselves
+# they compute nothing themselves
+NO_OPERATORS = {"AttentionPlan", "attention_plan", "conv_act_plan", "linear_act_plan", "fused"}
 SIZES = {"B": 2, "H": 3, "G": 2, "S": 5, "D": 8, "C": 4, "M": 4, "N": 6, "K": 3, "V": 7}
 WITHOUT_GRADIENT = {"argmax", "argmin"}
 NAMES = {  # what messages call the arguments, beside their names
@@ -364,10 +389,11 @@ def laid_out_otherwise(plain: Tensor) -> Iterator[Tensor]:
 
 @pytest.mark.gpu
 @each_public
-def test_on_a_gpu(public: Public) -> None:
+def test_on_a_gpu(public: Public, monkeypatch: pytest.MonkeyPatch) -> None:
     """What fits, strides and dimensions without elements. (Without classes, PyTorch's kernels stop the process; norms
     of rows without elements are compared on the CPU, and so are tables without columns, to which its backward writes.
     Its attention takes every address for a multiple of 16, and refuses to be differentiated where there is nothing.)"""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # for convolutions
     tensors = tensors_of(public, device="cuda")
     assert_as_torch(public, tensors)
     for argument, plain in tensors.items():
@@ -411,7 +437,8 @@ def test_ten_runs_have_the_same_bits(public: Public) -> None:
 @each_public
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_ten_runs_have_the_same_bits_on_a_gpu(public: Public, dtype: torch.dtype) -> None:
-    torch.use_deterministic_algorithms(public.name == "attention")  # its back ends are only then
+    # Back ends of attention, and cuDNN's gradients of weights, are so only then.
+    torch.use_deterministic_algorithms(public.name in ("attention", "conv_act", "conv_lstm_sequence"))
     try:
         assert_the_same_bits(public, LARGE, dtype, "cuda")
     finally:

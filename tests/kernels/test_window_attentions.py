@@ -374,6 +374,22 @@ def test_wrong_arguments(arguments: dict[str, object], error: type[Exception], m
         window_attention(**{**right, **arguments})  # type: ignore[arg-type]
 
 
+def test_dropout_drops_the_share_of_weights_it_says_and_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    place = torch.arange(16).reshape(4, 4).repeat(4, 4)  # of a key in its window, which is its value
+    packed = torch.zeros(3, 16, 16, 3 * 64)
+    packed[..., 128:] = F.one_hot(place, 16).repeat(1, 1, 4).float()
+    with count_launches() as launches:
+        out = window_attention(packed, torch.zeros(4, 16, 16), 4, (4, 4), dropout=0.25)  # each weight is 1 / 16
+    assert not launches
+    kept = out[:, :, :, :16].sum(-1)
+    assert out.unique().tolist() == pytest.approx([0, 1 / 16 / 0.75])
+    assert abs((out == 0).float().mean() - 0.25) < 0.01
+    assert abs(kept.mean() - 1) < 0.01
+    with pytest.raises(ValueError, match="dropout must be between 0 and 1, got -1"):
+        window_attention(packed, torch.zeros(4, 16, 16), 4, (4, 4), dropout=-1)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_the_kernels_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     """Every case, both ways, and the gate."""

@@ -31,11 +31,16 @@ def test_all_frames_in_order_with_the_last(any_video: Path, read_number: ReadNum
     assert read_number(reader[-1]) == FRAMES - 1
 
 
+@pytest.fixture
+def sequential(any_video: Path) -> list[Tensor]:
+    """All frames of a video, in order."""
+    return list(VideoReader(any_video))
+
+
 @some
 @given(positions=st.lists(st.integers(-FRAMES, FRAMES - 1), min_size=1, max_size=10))
-def test_any_frame_in_any_order(any_video: Path, positions: list[int]) -> None:
+def test_any_frame_in_any_order(any_video: Path, sequential: list[Tensor], positions: list[int]) -> None:
     reader = VideoReader(any_video)
-    sequential = list(VideoReader(any_video))
     for position in positions:
         assert torch.equal(reader[position], sequential[position])
     assert torch.equal(reader.take(positions), torch.stack([sequential[position] for position in positions]))
@@ -43,11 +48,12 @@ def test_any_frame_in_any_order(any_video: Path, positions: list[int]) -> None:
 
 @some
 @given(first=st.integers(-40, 40), last=st.integers(-40, 40), step=st.integers(-7, 7).filter(bool))
-def test_slices_are_those_of_a_list(any_video: Path, first: int, last: int, step: int) -> None:
+def test_slices_are_those_of_a_list(
+    any_video: Path, sequential: list[Tensor], first: int, last: int, step: int
+) -> None:
     reader, numbers = VideoReader(any_video), range(FRAMES)[first:last:step]
     taken = reader[first:last:step]
     assert taken.shape == (len(numbers), 3, reader.height, reader.width)
-    sequential = list(VideoReader(any_video))
     for frame, number in zip(taken, numbers, strict=True):
         assert torch.equal(frame, sequential[number])
 

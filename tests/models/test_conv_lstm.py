@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rooftop.errors import InputError, MissingExtraError, WeightsError
+from rooftop.inference import Engine
 from rooftop.models import (
     ConvLSTM2D,
     NextFrameNetwork,
@@ -435,6 +436,41 @@ def test_without_h5py_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, t
         load_keras_weights(ConvLSTM2D(1, 2, 3), tmp_path / "any.h5")
 
 
+def test_all_steps_at_once_are_the_steps_one_by_one() -> None:
+    """A mask that hides nothing makes it the loop."""
+    for options in ({"go_backwards": True}, {"data_format": "channels_first", "stateful": True, "return_state": True}):
+        layer = ConvLSTM2D(2, 3, 3, padding="same", return_sequences=True, **options).double()  # type: ignore[arg-type]
+        x = frames(2, 4, 5, 6, 2).double() if len(options) == 1 else frames(2, 4, 2, 5, 6).double()
+        found = []
+        for mask in (None, torch.ones(2, 4, dtype=torch.bool)):
+            layer.reset_state()
+            y = layer(x, mask=mask)
+            outputs = y if isinstance(y, tuple) else (y,)
+            loss = sum((each * torch.linspace(-1, 1, each.numel()).reshape(each.shape)).sum() for each in outputs)
+            found.append([*(o.detach() for o in outputs), *torch.autograd.grad(loss, list(layer.parameters()))])
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_the_head_is_a_convolution_in_three_dimensions(steps: int) -> None:
+    head = conv_lstm.FramesConvolution(3, 2).double()
+    x = frames(2, 3, steps, 5, 6).double().requires_grad_()
+    inputs = [x, head.weight, head.bias]
+    expected = nn.functional.conv3d(*inputs, padding=1)
+    torch.testing.assert_close(head(x), expected, rtol=1e-12, atol=1e-12)
+    weights = torch.linspace(-1, 1, expected.numel()).reshape(expected.shape)
+    found, theirs = (torch.autograd.grad((y * weights).sum(), inputs) for y in (head(x), expected))
+    torch.testing.assert_close(found, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_without_looking_ahead_each_frame_is_that_of_a_video_which_ends_there() -> None:
+    network, x = next_frame_network(filters=4).eval(), torch.rand(2, 5, 6, 7, 1)
+    found = network.logits(x, ahead=False)
+    for last in range(1, 6):
+        torch.testing.assert_close(found[:, last - 1], network.logits(x[:, :last])[:, -1])
+    assert not torch.allclose(found[:, 0], network.logits(x)[:, 0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
 def test_results_on_a_gpu_are_those_of_the_cpu(data_format: str) -> None:
@@ -443,3 +479,87 @@ def test_results_on_a_gpu_are_those_of_the_cpu(data_format: str) -> None:
     x = torch.rand(2, 5, 33, 32, 1) if data_format == "channels_last" else torch.rand(2, 5, 1, 33, 32)
     expected = network(x)
     torch.testing.assert_close(network.cuda()(x.cuda()).cpu(), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+def test_a_training_step_as_a_cuda_graph_is_the_step(data_format: str, half: bool) -> None:
+    torch.manual_seed(0)
+    network = NextFrameNetwork(1, 16, data_format=data_format).cuda()
+    shape = (2, 4, 20, 17, 1) if data_format == "channels_last" else (2, 4, 1, 20, 17)
+    x, other = torch.rand(shape, device="cuda"), torch.rand(shape, device="cuda")
+
+    def step() -> Tensor:
+        for parameter in network.parameters():
+            parameter.grad = None
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            logits = network.logits(x)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), x)
+        loss.backward()
+        return loss
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    captured = [p.grad for p in network.parameters()]
+    x.copy_(other)
+    graph.replay()
+    found = [loss.detach().clone(), *(g.clone() for g in captured if g is not None)]
+    expected = [step().detach(), *(p.grad for p in network.parameters())]
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert theirs is not None
+        scale = max(1e-3, float(theirs.abs().max()))
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=(0.05 if half else 5e-3) * scale)
+
+
+@pytest.mark.gpu
+def test_masks_of_dropout_differ_between_replays_of_a_cuda_graph() -> None:
+    layer = ConvLSTM2D(2, 8, 3, padding="same", dropout=0.5, recurrent_dropout=0.5).cuda().train()
+    x = torch.rand(2, 3, 8, 8, 2, device="cuda")
+    with torch.no_grad():
+        layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+    graph.replay()
+    first = y.clone()
+    graph.replay()
+    assert bool(torch.isfinite(first).all())
+    assert not torch.allclose(first, y)
+
+
+@pytest.mark.gpu
+def test_an_engine_runs_the_network_as_a_cuda_graph() -> None:
+    torch.manual_seed(0)
+    network, x = NextFrameNetwork(1, 16).eval().cuda(), torch.rand(2, 5, 20, 17, 1, device="cuda")
+    engine = Engine(network, dtype=torch.float32)
+    engine(x)
+    found = engine(other := x.flip(1))
+    assert engine.report.graphs is not None
+    assert [graph.replays for graph in engine.report.graphs] == [2]
+    assert not engine.report.refused
+    with torch.no_grad():
+        torch.testing.assert_close(found, network(other), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_step_is_one_convolution_and_one_kernel() -> None:
+    layer = ConvLSTM2D(3, 16, 3, padding="same", return_sequences=True).cuda()
+    x = torch.rand(2, 9, 16, 16, 3, device="cuda")
+
+    def launched(steps: int) -> int:
+        with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            layer(x[:, :steps])
+        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+    launched(2)
+    of_a_step = (launched(9) - launched(4)) / 5
+    assert of_a_step <= 3, f"{of_a_step} kernels a step"  # cuDNN's convolution may be two

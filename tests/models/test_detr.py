@@ -205,6 +205,132 @@ def test_padding_changes_nothing_but_where_the_features_end() -> None:
     torch.testing.assert_close(beside.boxes[0], alone.boxes[0], rtol=0, atol=1e-4)
 
 
+# As MMDetection describes DETRHead.forward_single: a 1x1 projection of the map, a mask that is one in the padded batch
+# and zero inside each image's size, interpolated to the map, and the heads on what every decoder layer gives.
+def given_to_the_transformer(model: Detr, images: Any, padding: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """Cells (B, S, D), positions (B, S, D), queries (Q, D) and which cells may be attended to (B, 1, 1, S)."""
+    seen: list[tuple[Tensor | None, ...]] = []
+    handle = model.transformer.register_forward_pre_hook(lambda _, arguments: seen.append(arguments))
+    with torch.no_grad():
+        model(images, padding)
+    handle.remove()
+    return seen[0]
+
+
+def test_each_layer_gives_logits_and_boxes_of_each_query() -> None:
+    """all_cls_scores (layers, batch, queries, classes + 1) and all_bbox_preds (layers, batch, queries, 4), 0..1."""
+    model = small()
+    randomize(model)
+    with torch.no_grad():
+        found = model(IMAGES)
+    layers = (*found.auxiliary, found)
+    scores, boxes = (torch.stack([layer[i] for layer in layers]) for i in range(2))
+    shape = (SMALL["decoder_layers"], len(IMAGES), SMALL["queries"])
+    assert scores.shape == (*shape, SMALL["num_classes"] + 1)
+    assert boxes.shape == (*shape, 4)
+    assert ((boxes > 0) & (boxes < 1)).all()
+    assert len({tuple(layer.logits.flatten().tolist()) for layer in layers}) == len(layers)  # each speaks for itself
+
+
+def test_cells_are_the_projected_map() -> None:
+    model = small()
+    randomize(model)
+    batch, padding = pad_images(IMAGES)
+    cells, positions, queries, _ = given_to_the_transformer(model, batch, padding)
+    with torch.no_grad():
+        x = model.backbone(batch)  # (B, C, h, w)
+    weight = model.input_proj.weight[:, :, 0, 0]
+    projected = torch.einsum("bchw,dc->bhwd", x, weight) + model.input_proj.bias
+    torch.testing.assert_close(cells, projected.flatten(1, 2), rtol=1e-5, atol=1e-5)
+    assert positions is not None
+    assert positions.shape == (len(IMAGES), x.shape[-2] * x.shape[-1], SMALL["width"])
+    assert queries is model.query_embed.weight
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [SIZES, [(64, 96), (64, 96)], [(1, 1), (200, 130)], [(33, 31), (32, 32), (31, 33)], [(129, 40), (65, 161)]],
+    ids=str,
+)
+def test_the_mask_is_that_of_the_nearest_pixels(sizes: list[tuple[int, int]]) -> None:
+    """A cell (i, j) of an h x w map is padding where pixel (i H // h, j W // w) of the H x W batch is."""
+    batch, padding = pad_images([torch.randn(3, *size) for size in sizes])
+    assert [(~mask).nonzero().max(0).values.tolist() for mask in padding] == [[h - 1, w - 1] for h, w in sizes]
+    assert [int((~mask).sum()) for mask in padding] == [h * w for h, w in sizes]
+    *_, allowed = given_to_the_transformer(small(), batch, padding)
+    height, width = batch.shape[2:]
+    rows, columns = -(-height // 32), -(-width // 32)
+    expected = [
+        [i * height // rows < h and j * width // columns < w for i in range(rows) for j in range(columns)]
+        for h, w in sizes
+    ]
+    assert allowed is not None
+    assert allowed[:, 0, 0].tolist() == expected
+
+
+def test_a_batch_without_padding_needs_no_mask() -> None:
+    """None means that all of it is image."""
+    model = small()
+    randomize(model)
+    x = torch.stack((IMAGES[0], IMAGES[0].flip(-1)))
+    nothing = torch.zeros(2, *x.shape[2:], dtype=torch.bool)
+    *_, allowed = given_to_the_transformer(model, x)
+    assert allowed is None
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).logits, model(x, nothing).logits, rtol=0, atol=1e-5)
+
+
+def test_cells_of_padding_are_not_seen() -> None:
+    """Whatever the map holds there, logits and boxes of all layers are the same; in any other cell it matters."""
+    model = small()
+    randomize(model)
+    batch, padding = pad_images([image[:, :70] for image in IMAGES], multiple=64)
+    *_, allowed = given_to_the_transformer(model, batch, padding)
+    assert allowed is not None
+    with torch.no_grad():
+        x = model.backbone(batch)
+        seen = allowed.reshape(len(x), 1, *x.shape[2:])
+        assert seen.any(dim=(1, 2, 3)).all()
+        assert not seen.all(dim=(1, 2, 3)).any()  # every image has padding
+        outputs = []
+        for place in (torch.zeros_like(seen), ~seen, seen):
+            model.backbone = Given(torch.where(place, 10 * torch.randn_like(x), x))
+            found = model(batch, padding)
+            outputs.append(torch.stack([torch.cat(each[:2], -1) for each in (found, *found.auxiliary)]))
+    before, changed_padding, changed_image = outputs
+    torch.testing.assert_close(changed_padding, before, rtol=0, atol=1e-5)
+    assert not torch.allclose(changed_image, before, atol=1e-2)
+
+
+class Given(nn.Module):
+    """A backbone that gives this map, whatever it sees."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.x = x
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.x
+
+
+def test_images_of_a_batch_do_not_see_each_other() -> None:
+    """With the batch as large as it is, the others may be any images of any size, in any order."""
+    model = small()
+    randomize(model)
+    batch, padding = pad_images(IMAGES)
+    others, other_padding = batch.clone(), padding.clone()
+    others[1:] = 10 * torch.randn_like(batch[1:])
+    other_padding[1:] = False
+    with torch.no_grad():
+        found, beside_others = model(batch, padding), model(others, other_padding)
+        turned = model(batch.flip(0), padding.flip(0))
+    for layer, beside, back in zip(*((x, *x.auxiliary) for x in (found, beside_others, turned)), strict=True):
+        for i in range(2):
+            torch.testing.assert_close(beside[i][0], layer[i][0], rtol=0, atol=1e-5)
+            torch.testing.assert_close(back[i].flip(0), layer[i], rtol=0, atol=1e-5)
+    assert not torch.allclose(beside_others.logits[1:], found.logits[1:], atol=1e-2)
+
+
 def test_an_image_wholly_padding_is_finite_and_leaves_the_others_alone() -> None:
     model = small().train()
     batch, padding = pad_images(IMAGES)

@@ -115,8 +115,8 @@ def test_a_published_name(state: dict[str, Tensor], tmp_path: Path, monkeypatch:
     (tmp_path / "file").rename(tmp_path / weights.file)
     monkeypatch.setenv("ROOFTOP_WEIGHTS_URL", tmp_path.as_uri())
     assert_same(load("resnet18", "IMAGENET1K_V1", num_classes=3), state)
-    with pytest.raises(InputError, match="detr_resnet50 has none of these: give a file"):
-        load("detr_resnet50", "IMAGENET1K_V1")
+    with pytest.raises(InputError, match="next_frame_network has none of these: give a file"):
+        load("next_frame_network", "IMAGENET1K_V1")
 
 
 def test_half_precision_is_widened(state: dict[str, Tensor], tmp_path: Path) -> None:

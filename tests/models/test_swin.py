@@ -133,6 +133,26 @@ def test_stochastic_depth_and_dropout_draw_the_same_random_numbers(
     assert_close(*found)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_dropout_of_attention_weights_is_torchvisions(version: int, torchvision_models: ModuleType) -> None:
+    """With the same seed the same weights are dropped: theirs draws for windows, ours for maps cut into them."""
+    ours, theirs = pair(version, torchvision_models, attention_dropout=0.3)
+    randomized(ours, theirs)
+    x, found = torch.randn(2, 3, 14, 22), []
+    for model in (ours, theirs):
+        torch.manual_seed(5)
+        found.append(learned(model.train(), x))
+    assert_close(*found)
+    dropped, kept = ours(x), ours.eval()(x)
+    assert not torch.allclose(dropped, kept)
+    torch.testing.assert_close(kept, theirs.eval()(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_rate_of_dropped_attention_that_is_none() -> None:
+    with pytest.raises(ValueError, match=r"a probability of attention_dropout must be between 0 and 1, got 1\.5"):
+        SwinTransformer(**SMALL, window_size=[3, 5], attention_dropout=1.5)
+
+
 def test_stochastic_depth_keeps_the_mean() -> None:
     depth = StochasticDepth(0.25).train()
     torch.manual_seed(0)

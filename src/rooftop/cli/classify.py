@@ -14,31 +14,40 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor, nn
 
 from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
-from rooftop.cli.analyze import check_writable, pick_device
+from rooftop.cli.analyze import check_writable
 from rooftop.cli.progress import progress_bar
-from rooftop.cli.targets import DTYPES
-from rooftop.errors import ModelRunError
-from rooftop.models import Classified, builtin_models, classify, find_images, load_classifier
-from rooftop.models.images import check_images
+from rooftop.cli.trained_models import (
+    batch_size_option,
+    device_option,
+    dtype_option,
+    engine_of,
+    json_option,
+    photographs_argument,
+    seed_option,
+    seeded,
+)
+from rooftop.inference import Engine
+from rooftop.models import Classified, builtin_models, classify, find_images, load_classifier, model_entry
+from rooftop.models.images import IMAGENET, check_images
 
 EXAMPLES = """\b
 Examples:
   rooftop classify cat.jpg
   rooftop classify holiday/ --top 1
   rooftop classify holiday/ --model resnet18 --weights my_resnet18.pth --json classes.json
-  rooftop classify holiday/ --dtype bf16 --batch-size 64 --json -
+  rooftop classify holiday/ --batch-size 64 --json -
+  rooftop classify cat.jpg --random-weights 0
 
 Weights are downloaded once, to where torchvision keeps its own; ROOFTOP_WEIGHTS_URL names a mirror.
 """
 
-FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
-
 
 @click.command(epilog=EXAMPLES)
-@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@photographs_argument
 @click.option(
     "--model",
     type=click.Choice(list(builtin_models())),
@@ -49,36 +58,24 @@ FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
 )
 @click.option(
     "--weights",
-    default="DEFAULT",
-    show_default=True,
     metavar="NAME|FILE",
-    help="Published weights (DEFAULT is the newest, or IMAGENET1K_V1, ...), or your own .pth or .safetensors file.",
+    help="Published weights (DEFAULT is the newest, or IMAGENET1K_V1, ...), or your own .pth or .safetensors file.  "
+    "[default: DEFAULT]",
 )
+@seed_option
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Classes for each photograph.")
-@click.option(
-    "--device",
-    default="auto",
-    metavar="auto|cpu|cuda[:N]",
-    help="Where to run.  [default: auto, the GPU if there is one]",
-)
-@click.option("--dtype", type=click.Choice(FLOATS), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this.")
-@click.option(
-    "--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Photographs at once, at most."
-)
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path, allow_dash=True),
-    metavar="FILE",
-    help="Also write the classes as JSON; - prints JSON instead of the table.",
-)
+@device_option
+@dtype_option
+@batch_size_option(16)
+@json_option("classes")
 def command(
     paths: tuple[str, ...],
     model: str,
-    weights: str,
+    weights: str | None,
+    seed: int | None,
     top: int,
-    device: str,
-    dtype: str | None,
+    where: torch.device,
+    dtype: torch.dtype | None,
     batch_size: int,
     json_path: Path | None,
 ) -> None:
@@ -87,30 +84,48 @@ def command(
     PATH is a photograph or a folder of photographs. The classes are the 1000 of ImageNet, or those of your own
     weights, which are shown by number.
     """
+    if weights is not None and seed is not None:
+        raise click.UsageError("expected one of --weights and --random-weights SEED, an untrained model")
     to_stdout = json_path == Path("-")
     if json_path is not None and not to_stdout:
         check_writable(json_path)
-    where = pick_device(None if device == "auto" else device)
     check_images(find_images(paths))  # before anything is downloaded
-    classifier, preprocessing = load_classifier(model, weights)
-    try:
-        classifier = classifier.to(device=where, dtype=DTYPES[dtype] if dtype else None)
-    except torch.cuda.OutOfMemoryError as error:
-        raise ModelRunError(f"{model} does not fit into the memory of {where}; try --device cpu") from error
+    if seed is None:
+        weights = weights or "DEFAULT"
+        classifier, preprocessing = load_classifier(model, weights)
+    else:
+        with seeded(seed):
+            classifier, preprocessing = model_entry(model).build().eval(), IMAGENET
+    by_engine = _ByEngine(engine_of(classifier, model, where, dtype))
     with progress_bar() as progress:
         photographs = classify(
-            classifier, paths, preprocessing=preprocessing, top=top, batch_size=batch_size, progress=progress
+            by_engine, paths, preprocessing=preprocessing, top=top, batch_size=batch_size, progress=progress
         )
     if json_path is not None:
-        found = {"model": model, "weights": weights, "photographs": [_plain(photo) for photo in photographs]}
-        text = json.dumps(found, indent=1) + "\n"
+        plain = [_plain(photo) for photo in photographs]
+        text = json.dumps({"model": model, "weights": weights, "seed": seed, "photographs": plain}, indent=1) + "\n"
         if to_stdout:
             click.echo(text, nl=False)
             return
         write_text(json_path, text)
     Console(width=None if sys.stdout.isatty() else WIDTH).print(_table(photographs))
+    if seed is not None:
+        click.echo("random weights: what is found means nothing")
     if json_path is not None:
         click.echo(f"classes: {json_path}")
+
+
+class _ByEngine(nn.Module):
+    """What an engine runs, as a module: (B, 3, crop, crop) -> logits (B, classes)."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.model = engine.model  # its parameters say where images go, and in which dtype
+        self._engine = engine
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self._engine(images)
+        return logits
 
 
 def _table(photographs: Sequence[Classified]) -> Table:

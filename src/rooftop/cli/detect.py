@@ -15,16 +15,27 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor, nn
 
 from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
-from rooftop.cli.analyze import check_writable, pick_device
-from rooftop.cli.classify import FLOATS
+from rooftop.cli.analyze import check_writable
 from rooftop.cli.progress import progress_bar
-from rooftop.cli.targets import DTYPES
-from rooftop.errors import InputError, ModelRunError
+from rooftop.cli.trained_models import (
+    batch_size_option,
+    device_option,
+    dtype_option,
+    engine_of,
+    json_option,
+    photographs_argument,
+    seed_option,
+    seeded,
+)
+from rooftop.errors import InputError
+from rooftop.inference import Engine
 from rooftop.models import detr_resnet50, detr_resnet101, find_images
 from rooftop.models.detection import Detected, detect, draw_objects, load_detector
+from rooftop.models.detr import Detr, Predictions, pad_images
 from rooftop.models.images import check_images, read_image
 
 EXAMPLES = """\b
@@ -37,16 +48,14 @@ BUILDERS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101}
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@photographs_argument
 @click.option("--model", type=click.Choice(list(BUILDERS)), default="detr_resnet50", show_default=True)
 @click.option(
     "--weights",
     metavar="FILE",
     help="Of facebookresearch/detr, Hugging Face or MMDetection: .pth or .safetensors.",
 )
-@click.option(
-    "--random-weights", "seed", type=int, metavar="SEED", help="No weights: what is found means nothing, but all runs."
-)
+@seed_option
 @click.option(
     "--threshold",
     type=click.FloatRange(0, 1),
@@ -65,23 +74,10 @@ BUILDERS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101}
     help="Where photographs with their boxes are written, as PNG.",
 )
 @click.option("--size", type=click.IntRange(min=32), default=800, show_default=True, help="Pixels of the shorter side.")
-@click.option(
-    "--device",
-    default="auto",
-    metavar="auto|cpu|cuda[:N]",
-    help="Where to run.  [default: auto, the GPU if there is one]",
-)
-@click.option("--dtype", type=click.Choice(FLOATS), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this.")
-@click.option(
-    "--batch-size", type=click.IntRange(min=1), default=4, show_default=True, help="Photographs at once, at most."
-)
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path, allow_dash=True),
-    metavar="FILE",
-    help="Also write the objects as JSON; - prints JSON instead of the table.",
-)
+@device_option
+@dtype_option
+@batch_size_option(4)
+@json_option("objects")
 def command(
     paths: tuple[str, ...],
     model: str,
@@ -90,8 +86,8 @@ def command(
     threshold: float,
     folder: Path,
     size: int,
-    device: str,
-    dtype: str | None,
+    where: torch.device,
+    dtype: torch.dtype | None,
     batch_size: int,
     json_path: Path | None,
 ) -> None:
@@ -106,23 +102,20 @@ def command(
         check_writable(json_path)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is no folder: name another with --output")
-    where = pick_device(None if device == "auto" else device)
     found = find_images(paths)
     check_images(found)
     pictures = _pictures(found, folder)
-    if weights is None:
-        torch.manual_seed(seed or 0)
-        detector = BUILDERS[model]().eval()
-    else:
+    if weights is not None:
         detector = load_detector(model, weights)
-    try:
-        detector = detector.to(device=where, dtype=DTYPES[dtype] if dtype else None)
-    except torch.cuda.OutOfMemoryError as error:
-        raise ModelRunError(f"{model} does not fit into the memory of {where}; try --device cpu") from error
+    else:
+        with seeded(seed or 0):
+            detector = BUILDERS[model]().eval()
+    detector.auxiliary = False  # what earlier layers say is of use in training only
+    by_engine = _ByEngine(engine_of(detector, model, where, dtype))
     longer = round(size * 1333 / 800)
     with progress_bar() as progress:
         photographs = detect(
-            detector,
+            by_engine,
             found,
             threshold=threshold,
             shorter=size,
@@ -148,6 +141,23 @@ def command(
     click.echo(f"pictures: {folder}")
     if json_path is not None:
         click.echo(f"objects: {json_path}")
+
+
+class _ByEngine(Detr):
+    """A DETR that an engine runs, each batch padded before: what the engine sees depends on the batch's size alone."""
+
+    def __init__(self, engine: Engine) -> None:
+        nn.Module.__init__(self)
+        head = engine.model.get_submodule("class_embed")
+        assert isinstance(head, nn.Linear)
+        self.class_embed = head  # says how many classes there are, where images go, and in which dtype
+        self._engine = engine
+
+    def forward(self, images: Tensor | Sequence[Tensor], padding: Tensor | None = None) -> Predictions:
+        if not isinstance(images, Tensor):
+            images, padding = pad_images(images)
+        found: Predictions = self._engine(images, padding)
+        return found
 
 
 def _pictures(found: Sequence[Path], folder: Path) -> list[Path]:

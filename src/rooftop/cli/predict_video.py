@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import click
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from rooftop.cli.analyze import check_writable, pick_device
+from rooftop.cli.analyze import check_writable
 from rooftop.cli.progress import progress_bar
-from rooftop.errors import InputError, ModelRunError
+from rooftop.cli.trained_models import device_option, dtype_option, engine_of, seed_option, seeded
+from rooftop.errors import InputError
 from rooftop.media import VideoReader, VideoWriter
 from rooftop.models import NextFrameNetwork, colour_next_frame_network, next_frame_network
+from rooftop.models.conv_lstm import States
 from rooftop.models.video import Continuation, continue_clip, load_next_frame_network
 
 EXAMPLES = """\b
@@ -50,13 +52,7 @@ class Clip(NamedTuple):
 @click.command(epilog=EXAMPLES)
 @click.argument("clip", type=click.Path(path_type=Path))
 @click.option("--weights", type=click.Path(path_type=Path), metavar="FILE", help="Of Keras, torch.save or safetensors.")
-@click.option(
-    "--random-weights",
-    "seed",
-    type=click.IntRange(min=0),
-    metavar="SEED",
-    help="In place of --weights: an untrained network, to try things out.",
-)
+@seed_option
 @click.option("--frames", type=click.IntRange(min=1), default=10, show_default=True, help="How many to predict.")
 @click.option(
     "--after",
@@ -77,12 +73,8 @@ class Clip(NamedTuple):
     help=f"Resize frames to this.  [default: the shorter side to {USUAL_SIDE}, if it is longer]",
 )
 @click.option("--colour/--grey", default=None, help="Of the untrained network (grey if not given); weights tell it.")
-@click.option(
-    "--device",
-    default="auto",
-    metavar="auto|cpu|cuda[:N]",
-    help="Where to run.  [default: auto, the GPU if there is one]",
-)
+@device_option
+@dtype_option
 @click.option(
     "-o",
     "--output",
@@ -103,7 +95,8 @@ def command(
     context: int | None,
     size: Size | None,
     colour: bool | None,
-    device: str,
+    where: torch.device,
+    dtype: torch.dtype | None,
     output: Path | None,
     picture: Path | None,
     as_json: bool,
@@ -119,10 +112,9 @@ def command(
     video = output or Path(f"{clip.stem}-predicted.mp4")
     picture = picture or video.with_suffix(".png")
     _check_outputs(video, picture, [clip] if weights is None else [clip, weights])
-    where = pick_device(None if device == "auto" else device)
     with progress_bar() as progress:
         shown = _read(clip, size, after, context, frames, progress)
-        network = _network(weights, seed, colour, where)
+        network = _ByEngine(_network(weights, seed, colour), where, dtype)
         with VideoWriter(video, shown.fps, options={"crf": "18"}, pad=True) as writer:  # opened before the long work
             found = continue_clip(network, shown.context, shown.real, frames, progress)
             progress("writing", 0.0)
@@ -196,20 +188,41 @@ def _read(
         return Clip(pixels[:wanted], pixels[wanted:], after_s, reader.fps)
 
 
-def _network(weights: Path | None, seed: int | None, colour: bool | None, device: torch.device) -> NextFrameNetwork:
+def _network(weights: Path | None, seed: int | None, colour: bool | None) -> NextFrameNetwork:
     if weights is not None:
         network = load_next_frame_network(weights)
         if colour is not None and colour != _is_colour(network):
             wrong = "--colour" if colour else "--grey"
             raise InputError(f"{weights} is of a network of {_colour(network)} frames: leave out {wrong}")
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed or 0)
-            network = colour_next_frame_network() if colour else next_frame_network()
-    try:
-        return network.to(device)
-    except torch.cuda.OutOfMemoryError as error:
-        raise ModelRunError(f"the network does not fit into the memory of {device}; try --device cpu") from error
+        return network
+    with seeded(seed or 0):
+        return colour_next_frame_network() if colour else next_frame_network()
+
+
+class _ByEngine(NextFrameNetwork):
+    """A network whose layers an engine runs; the head, one convolution for each frame, runs in float32."""
+
+    def __init__(self, network: NextFrameNetwork, where: torch.device, dtype: torch.dtype | None) -> None:
+        nn.Module.__init__(self)
+        # Its 4-D tensors, states (N, H, W, F), have their channels last as they are.
+        self._engine = engine_of(_Layers(network), "the network", where, dtype, channels_last=False)
+        self.every_frame, self.data_format = network.every_frame, network.data_format
+        self.layers, self.head = network.layers, network.head
+
+    def features(self, x: Tensor, states: Sequence[States | None] = (None, None, None)) -> tuple[Tensor, list[States]]:
+        found: tuple[Tensor, list[States]] = self._engine(x, list(states))
+        return found
+
+
+class _Layers(nn.Module):
+    """Frames and the states before them to hidden states and the states after them."""
+
+    def __init__(self, network: NextFrameNetwork) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor, states: list[States | None]) -> tuple[Tensor, list[States]]:
+        return self.network.features(x, states)
 
 
 def _is_colour(network: NextFrameNetwork) -> bool:

@@ -1,4 +1,4 @@
-"""A trained model made ready to answer: norms folded away, half precision, CUDA graphs.
+"""A trained model made ready to answer: norms folded away, convolutions fused, half precision, CUDA graphs.
 
 engine = Engine(model)
 logits = engine(images)
@@ -6,6 +6,7 @@ logits = engine(images)
 
 from rooftop.inference.engine import Engine, EngineReport
 from rooftop.inference.folding import Folding, fold_norms
+from rooftop.inference.fusing import Fusing, fuse_convolutions
 from rooftop.inference.graphs import GraphReport
 
-__all__ = ["Engine", "EngineReport", "Folding", "GraphReport", "fold_norms"]
+__all__ = ["Engine", "EngineReport", "Folding", "Fusing", "GraphReport", "fold_norms", "fuse_convolutions"]

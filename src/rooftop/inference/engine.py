@@ -1,11 +1,12 @@
 """A trained model as fast as it goes without being rewritten.
 
-Four things are done to a copy of it, each of which is shown in the engine's report:
+Five things are done to a copy of it, each of which is shown in the engine's report:
 
 1. batch norms are folded into the convolutions before them (`folding.py`);
-2. weights and activations are bfloat16 on a GPU, results float32;
-3. 2-D convolutions get their weights and inputs channels last on a GPU, as its matrix units read them;
-4. on a GPU, calls are CUDA graphs (`graphs.py`): the host launches one thing instead of hundreds.
+2. on a GPU, 2-D convolutions are computed together with what follows them (`fusing.py`);
+3. weights and activations are bfloat16 on a GPU, results float32;
+4. 2-D convolutions get their weights and inputs channels last on a GPU, as its matrix units read them;
+5. on a GPU, calls are CUDA graphs (`graphs.py`): the host launches one thing instead of hundreds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rooftop.inference.folding import Folding, fold_norms
+from rooftop.inference.fusing import Fusing, fuse_convolutions
 from rooftop.inference.graphs import Graph, GraphReport, Graphs, Refusal, UncapturedError
 from rooftop.inference.structures import mapped, signature
 
@@ -36,6 +38,7 @@ class EngineReport:
         device, dtype, channels_last: where and how the model runs.
         folded: for each norm that is gone, the convolution it was folded into.
         left: for each other batch norm, why it is still there.
+        fused: for each convolution that is computed together with what follows it, what that is.
         weights_bytes: of parameters and buffers.
         graphs: those held, the most recently used one last; None where the engine has none.
         refused: calls that run without a graph, by their inputs, and why.
@@ -47,6 +50,7 @@ class EngineReport:
     channels_last: bool
     folded: dict[str, str]
     left: dict[str, str]
+    fused: dict[str, str]
     weights_bytes: int
     graphs: tuple[GraphReport, ...] | None
     refused: dict[str, str]
@@ -63,6 +67,8 @@ class EngineReport:
         lines = [f"{self.device}, {_short(self.dtype)}{layout}, {weights}, {self.eager_calls} calls without a graph"]
         lines.append(f"{len(self.folded)} norms folded, {len(self.left)} left")
         lines += [f"  {norm}: left, {why}" for norm, why in self.left.items()]
+        if self.fused:
+            lines.append(f"{len(self.fused)} convolutions fused with what follows them")
         for graph in self.graphs or ():
             lines.append(f"graph of {graph.inputs}: {graph.bytes / 2**20:.1f} MiB, {graph.replays} replays")
         lines += [f"no graph of {inputs}: {why}" for inputs, why in self.refused.items()]
@@ -89,6 +95,7 @@ class Engine:
         copy_outputs: False: results of graphs are not copied. They are inference tensors, which the next call of the
             engine, with whatever inputs, overwrites.
         fold: whether batch norms are folded.
+        fuse: whether 2-D convolutions are computed together with bias, sum and activation. None: on a GPU.
 
     Attributes:
         model: the copy that runs.
@@ -113,6 +120,7 @@ class Engine:
         output_dtype: torch.dtype | None = torch.float32,
         copy_outputs: bool = True,
         fold: bool = True,
+        fuse: bool | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"Engine: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -129,6 +137,7 @@ class Engine:
         self.output_dtype, self.copy_outputs = output_dtype, copy_outputs
         self.model = _copied(model)
         self.folding = fold_norms(self.model) if fold else Folding()
+        self.fusing = fuse_convolutions(self.model) if (on_gpu if fuse is None else fuse) else Fusing()
         if channels_last is None:
             channels_last = on_gpu and any(isinstance(module, CONVOLUTIONS_2D) for module in self.model.modules())
         self.channels_last = channels_last
@@ -167,6 +176,7 @@ class Engine:
                 channels_last=self.channels_last,
                 folded=dict(self.folding.folded),
                 left=dict(self.folding.left),
+                fused=dict(self.fusing.fused),
                 weights_bytes=sum(t.numel() * t.element_size() for t in tensors),
                 graphs=None if self._graphs is None else graphs,
                 refused={self._inputs[key]: e.why for key, e in entries.items() if isinstance(e, Refusal)},

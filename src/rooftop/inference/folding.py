@@ -294,8 +294,8 @@ def _fold(convolution: nn.Module, norm: nn.Module, convolution_name: str, norm_n
         for tensors in (module._parameters, module._buffers):
             tensors.update(dict.fromkeys(tensors))
     convolution.add_module("folded", folded)
-    convolution.forward = _Sealing(folded, dimensions, norm_name)
-    norm.forward = _Opening(folded, convolution_name, norm_name)
+    convolution.forward = Sealing(folded, dimensions, norm_name)
+    norm.forward = Opening(folded, convolution_name, norm_name)
 
 
 def _scaled(convolution: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
@@ -373,7 +373,7 @@ _OTHER_WAY = (
 )
 
 
-class _Sealing:
+class Sealing:
     """The forward of a folded convolution."""
 
     def __init__(self, folded: nn.Module, dimensions: int, norm: str) -> None:
@@ -386,7 +386,7 @@ class _Sealing:
         return _Sealed(output, self.folded, self.norm)
 
 
-class _Opening:
+class Opening:
     """The forward of the norm that was folded."""
 
     def __init__(self, folded: nn.Module, convolution: str, norm: str) -> None:

@@ -3,6 +3,8 @@
 from rooftop.kernels.attention_plans import AttentionPlan
 from rooftop.kernels.attention_states import merge_attention_states
 from rooftop.kernels.attentions import attention, attention_plan
+from rooftop.kernels.conv_acts import conv_act, conv_act_plan
+from rooftop.kernels.conv_lstm_sequences import conv_lstm_sequence
 from rooftop.kernels.conv_lstms import conv_lstm_gates
 from rooftop.kernels.cuda_interpolations import trilinear_interpolate_cuda
 from rooftop.kernels.cuda_norms import add_layer_norm_cuda
@@ -33,7 +35,10 @@ __all__ = [
     "attention",
     "attention_plan",
     "axpy",
+    "conv_act",
+    "conv_act_plan",
     "conv_lstm_gates",
+    "conv_lstm_sequence",
     "cross_entropy",
     "embedding",
     "fused",

@@ -23,16 +23,23 @@ LINEAR = tl.constexpr(5)
 
 @triton.jit
 def conv_lstm_forward(
-    gates, added, cell, hidden, next_cell,  # (M, 4 K), (M, 4 K), (M, K), (M, K), (M, K)
+    gates, added, cell,  # (M, 4 K), (M, 4 K), (M, K)
+    hidden, next_cell, scores,  # (M, K), (M, K), (M, 4 K)
     rows, columns,
-    ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, PRECISE: tl.constexpr,
+    ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr, PRECISE: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Hidden and cell of one tile."""
+    """Hidden and cell of one tile; KEEP: the sums that the activations are taken of, too. next_cell may be cell."""
     size = columns * UNIT
     row, column, inside = _tile(rows, size, ROWS, COLUMNS)
     four, one = row * (4 * size) + column, row * size + column
     scores_i, scores_f, scores_c, scores_o = _scores(gates, added, four, size, inside, ADD)
+    if KEEP:
+        kind = scores.dtype.element_ty
+        tl.store(scores + four, scores_i.to(kind), mask=inside)
+        tl.store(scores + four + size, scores_f.to(kind), mask=inside)
+        tl.store(scores + four + 2 * size, scores_c.to(kind), mask=inside)
+        tl.store(scores + four + 3 * size, scores_o.to(kind), mask=inside)
     state = tl.load(cell + one, mask=inside, other=0.0).to(tl.float32)
     kept = activated(scores_f, RECURRENT, PRECISE) * state
     state = kept + activated(scores_i, RECURRENT, PRECISE) * activated(scores_c, ACTIVATION, PRECISE)
@@ -43,19 +50,22 @@ def conv_lstm_forward(
 
 @triton.jit
 def conv_lstm_backward(
-    dhidden, dnext_cell, gates, added, cell,  # (M, K), (M, K), (M, 4 K), (M, 4 K), (M, K)
+    dhidden, more, dnext_cell, gates, added, cell,  # (M, K), (M, K), (M, K), (M, 4 K), (M, 4 K), (M, K)
     dgates, dcell,  # (M, 4 K), (M, K)
     rows, columns,
-    ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, PRECISE: tl.constexpr,
+    ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, MORE: tl.constexpr, PRECISE: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one tile; the step is computed again."""
+    """Gradients of one tile; the step is computed again. MORE: that of hidden is dhidden + more. dcell may be
+    dnext_cell."""
     size = columns * UNIT
     row, column, inside = _tile(rows, size, ROWS, COLUMNS)
     four, one = row * (4 * size) + column, row * size + column
     scores_i, scores_f, scores_c, scores_o = _scores(gates, added, four, size, inside, ADD)
     state = tl.load(cell + one, mask=inside, other=0.0).to(tl.float32)
     to_hidden = tl.load(dhidden + one, mask=inside, other=0.0).to(tl.float32)
+    if MORE:
+        to_hidden += tl.load(more + one, mask=inside, other=0.0).to(tl.float32)
     to_cell = tl.load(dnext_cell + one, mask=inside, other=0.0).to(tl.float32)
     i, f = activated(scores_i, RECURRENT, PRECISE), activated(scores_f, RECURRENT, PRECISE)
     c, o = activated(scores_c, ACTIVATION, PRECISE), activated(scores_o, RECURRENT, PRECISE)

@@ -165,21 +165,44 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     memory_format = _format_of(gates)
     hidden, next_cell = (_like_cell(cell, t.dtype, memory_format) for t in (gates, cell))
+    gates, cell = (t.contiguous(memory_format=memory_format) for t in (gates, cell))
+    added = None if added is None else added.contiguous(memory_format=memory_format)
+    step_into(hidden, next_cell, gates, cell, added, None, activation, recurrent_activation)
+    return hidden, next_cell
+
+
+def step_into(
+    hidden: Tensor,
+    next_cell: Tensor,
+    gates: Tensor,
+    cell: Tensor,
+    added: Tensor | None,
+    scores: Tensor | None,
+    activation: str,
+    recurrent_activation: str,
+) -> None:
+    """Fills hidden and next_cell, which may be `cell`, and if given `scores` with gates + added.
+
+    All in one memory format: contiguous or channels last.
+    """
     if _by_reference(gates):
         found = conv_lstm_gates_reference(gates, cell, added, activation, recurrent_activation)
-        return hidden.copy_(found[0]), next_cell.copy_(found[1])
+        hidden.copy_(found[0])
+        next_cell.copy_(found[1])
+        if scores is not None:
+            scores.copy_(_wide_scores(gates, added))
+        return
     require_triton()
     from rooftop.kernels.conv_lstm_kernels import conv_lstm_forward
 
     if cell.numel() == 0:
-        return hidden, next_cell
-    read = [t.contiguous(memory_format=memory_format) for t in (gates, gates if added is None else added, cell)]
-    rows, columns = _table(cell, memory_format)
+        return
+    rows, columns = _table(cell, _format_of(gates))
     unit, tile = math.gcd(8, columns), tile_of(FORWARD, columns)
     constants = _constants(gates, added, activation, recurrent_activation) | tile | {"UNIT": unit}
-    arguments = (*read, hidden, next_cell, rows, columns // unit)
-    launch(conv_lstm_forward, _grid(rows, columns, tile), gates.device, *arguments, **constants)
-    return hidden, next_cell
+    constants["KEEP"] = scores is not None
+    tensors = (gates, gates if added is None else added, cell, hidden, next_cell, gates if scores is None else scores)
+    launch(conv_lstm_forward, _grid(rows, columns, tile), gates.device, *tensors, rows, columns // unit, **constants)
 
 
 def _backward(
@@ -192,25 +215,52 @@ def _backward(
     recurrent_activation: str,
 ) -> tuple[Tensor, Tensor]:
     dgates, dcell = _gradients(gates, cell)
+    memory_format = _format_of(gates)
+    read = (t.contiguous(memory_format=memory_format) for t in (dhidden, dnext_cell, gates, cell))
+    dhidden, dnext_cell, gates, cell = read
+    added = None if added is None else added.contiguous(memory_format=memory_format)
+    step_backward_into(dgates, dcell, dhidden, None, dnext_cell, gates, cell, added, activation, recurrent_activation)
+    return dgates, dcell
+
+
+def step_backward_into(
+    dgates: Tensor,
+    dcell: Tensor,
+    dhidden: Tensor,
+    more_dhidden: Tensor | None,
+    dnext_cell: Tensor,
+    gates: Tensor,
+    cell: Tensor,
+    added: Tensor | None,
+    activation: str,
+    recurrent_activation: str,
+) -> None:
+    """Fills dgates and dcell, which may be `dnext_cell`; the hidden state's gradient is dhidden + more_dhidden.
+
+    All in one memory format: contiguous or channels last.
+    """
     if _by_reference(gates):
+        if more_dhidden is not None:
+            wide = torch.float64 if gates.dtype == torch.float64 else torch.float32
+            dhidden = dhidden.to(wide) + more_dhidden.to(wide)
         found = conv_lstm_gates_backward_reference(
             dhidden, dnext_cell, gates, cell, added, activation, recurrent_activation
         )
-        return dgates.copy_(found[0]), dcell.copy_(found[1])
+        dgates.copy_(found[0])
+        dcell.copy_(found[1])
+        return
     require_triton()
     from rooftop.kernels.conv_lstm_kernels import conv_lstm_backward
 
     if cell.numel() == 0:
-        return dgates, dcell
-    memory_format = _format_of(gates)
-    inputs = (dhidden, dnext_cell, gates, gates if added is None else added, cell)
-    read = [t.contiguous(memory_format=memory_format) for t in inputs]
-    rows, columns = _table(cell, memory_format)
+        return
+    rows, columns = _table(cell, _format_of(gates))
     unit, tile = math.gcd(8, columns), tile_of(BACKWARD, columns)
     constants = _constants(gates, added, activation, recurrent_activation) | tile | {"UNIT": unit}
-    arguments = (*read, dgates, dcell, rows, columns // unit)
-    launch(conv_lstm_backward, _grid(rows, columns, tile), gates.device, *arguments, **constants)
-    return dgates, dcell
+    constants["MORE"] = more_dhidden is not None
+    more, other = dhidden if more_dhidden is None else more_dhidden, gates if added is None else added
+    tensors = (dhidden, more, dnext_cell, gates, other, cell, dgates, dcell)
+    launch(conv_lstm_backward, _grid(rows, columns, tile), gates.device, *tensors, rows, columns // unit, **constants)
 
 
 def _gradients(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,7 +337,7 @@ FLOPS = {"tanh": 5, "sigmoid": 4, "hard_sigmoid": 4, "hard_sigmoid_keras2": 4, "
 SLOPE_FLOPS = {"tanh": 2, "sigmoid": 2, "hard_sigmoid": 2, "hard_sigmoid_keras2": 2, "relu": 1, "linear": 0}
 
 
-def _activation_flops(call: Call, table: dict[str, int]) -> int:
+def activation_flops(call: Call, table: dict[str, int]) -> int:
     """Of the three gates, the candidate and the cell."""
     return 3 * table[call["recurrent_activation"]] + 2 * table[call["activation"]]
 
@@ -296,7 +346,7 @@ def _activation_flops(call: Call, table: dict[str, int]) -> int:
 def _forward_cost(call: Call) -> Cost:
     """Five activations, three products and a sum; a sum for each gate with `added`."""
     gates, cell, added = call["gates"], call["cell"], call["added"]
-    flops = (4 + 4 * (added is not None) + _activation_flops(call, FLOPS)) * cell.numel()
+    flops = (4 + 4 * (added is not None) + activation_flops(call, FLOPS)) * cell.numel()
     read = distinct_bytes([gates, cell, added])
     return Cost(read, distinct_bytes(list(call.out)), {precision_of(gates.dtype): flops})
 
@@ -305,7 +355,7 @@ def _forward_cost(call: Call) -> Cost:
 def _backward_cost(call: Call) -> Cost:
     """The cell again (3), the activations and their slopes, the cell's gradient (3), two products a gate, one more."""
     gates, cell, added = call["gates"], call["cell"], call["added"]
-    flops = 3 + 4 * (added is not None) + _activation_flops(call, FLOPS) + _activation_flops(call, SLOPE_FLOPS) + 12
+    flops = 3 + 4 * (added is not None) + activation_flops(call, FLOPS) + activation_flops(call, SLOPE_FLOPS) + 12
     read = distinct_bytes([call["dhidden"], call["dnext_cell"], gates, cell, added])
     return Cost(read, distinct_bytes(list(call.out)), {precision_of(gates.dtype): flops * cell.numel()})
 

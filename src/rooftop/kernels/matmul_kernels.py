@@ -62,7 +62,7 @@ def linear_act_descriptors(
     # for the next tile begin before this one is finished.
     finished = start - programs
     for tile in tl.range(start, tiles * SPLIT, programs, flatten=True):
-        row_tile, column_tile = _place(tile % tiles, row_tiles, column_tiles, GROUP)
+        row_tile, column_tile = tile_place(tile % tiles, row_tiles, column_tiles, GROUP)
         row, column = row_tile * ROWS, column_tile * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         if SPLIT == 1:
@@ -73,13 +73,13 @@ def linear_act_descriptors(
         for step in range(first, last):
             left = _rows_from(x, row, step * DEPTH, X_ACROSS)
             right = _rows_from(weight, column, step * DEPTH, W_ACROSS).T
-            total = _add_product(left, right, total, PRECISION, WIDEN)
+            total = plus_product(left, right, total, PRECISION, WIDEN)
         finished += programs
-        row_tile, column_tile = _place(finished % tiles, row_tiles, column_tiles, GROUP)
+        row_tile, column_tile = tile_place(finished % tiles, row_tiles, column_tiles, GROUP)
         row, column = row_tile * ROWS, column_tile * COLUMNS
         target_row = finished // tiles * padded_rows + row
         WIDTH: tl.constexpr = COLUMNS // PARTS
-        parts = _parts(total, PARTS)
+        parts = in_parts(total, PARTS)
         for part in tl.static_range(PARTS):
             first_column = column + part * WIDTH
             values = parts[part]
@@ -88,7 +88,7 @@ def linear_act_descriptors(
                 values += tl.load(bias + lane, mask=lane < columns, other=0.0).to(tl.float32)[None, :]
             if KEEP:
                 z.store([row, first_column], values.to(z.dtype))
-            values = _activated(values, ACTIVATION, HALF)
+            values = activated(values, ACTIVATION, HALF)
             if HAS_RESIDUAL:
                 values += residual.load([row, first_column]).to(tl.float32)
             y.store([target_row, first_column], values.to(y.dtype))
@@ -111,7 +111,7 @@ def linear_act_single(
     if EARLY:
         gdc_wait()
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS + MORE)
-    row_tile, column_tile = _place(tl.program_id(0), row_tiles, column_tiles, GROUP)
+    row_tile, column_tile = tile_place(tl.program_id(0), row_tiles, column_tiles, GROUP)
     row, column = row_tile * ROWS, column_tile * (COLUMNS + MORE)
     # Loads that are on their way while the product is made.
     if HAS_BIAS:
@@ -129,20 +129,20 @@ def linear_act_single(
             left = _rows_from(x, row, step * DEPTH, X_ACROSS)
             right = _rows_from(weight, column, step * DEPTH, W_ACROSS).T
             right_more = _rows_from(weight_more, column + COLUMNS, step * DEPTH, W_ACROSS).T
-            total = _add_product(left, right, total, PRECISION, WIDEN)
-            total_more = _add_product(left, right_more, total_more, PRECISION, WIDEN)
+            total = plus_product(left, right, total, PRECISION, WIDEN)
+            total_more = plus_product(left, right_more, total_more, PRECISION, WIDEN)
     else:
         for step in range(tl.cdiv(depth, DEPTH)):
             left = _rows_from(x, row, step * DEPTH, X_ACROSS)
             right = _rows_from(weight, column, step * DEPTH, W_ACROSS).T
-            total = _add_product(left, right, total, PRECISION, WIDEN)
+            total = plus_product(left, right, total, PRECISION, WIDEN)
     if EARLY:
         gdc_launch_dependents()
     if HAS_BIAS:
         total += offset[None, :].to(tl.float32)
     if KEEP:
         _store_parts(z, total, row, column, PARTS)
-    total = _activated(total, ACTIVATION, HALF)
+    total = activated(total, ACTIVATION, HALF)
     if HAS_RESIDUAL:
         total += added.to(tl.float32)
     _store_parts(y, total, row, column, PARTS)
@@ -151,7 +151,7 @@ def linear_act_single(
             total_more += offset_more[None, :].to(tl.float32)
         if KEEP:
             _store_parts(z, total_more, row, column + COLUMNS, 1)
-        total_more = _activated(total_more, ACTIVATION, HALF)
+        total_more = activated(total_more, ACTIVATION, HALF)
         if HAS_RESIDUAL:
             total_more += added_more.to(tl.float32)
         _store_parts(y, total_more, row, column + COLUMNS, 1)
@@ -172,7 +172,7 @@ def linear_act_pointers(
     steps_of_part = tl.cdiv(steps, SPLIT)
     tiles = row_tiles * column_tiles
     part = tl.program_id(0) // tiles
-    row_tile, column_tile = _place(tl.program_id(0) % tiles, row_tiles, column_tiles, GROUP)
+    row_tile, column_tile = tile_place(tl.program_id(0) % tiles, row_tiles, column_tiles, GROUP)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     if WIDE:
@@ -189,7 +189,7 @@ def linear_act_pointers(
         inside = lane < depth
         left = tl.load(left_of + lane[None, :] * x_column, mask=inside[None, :], other=0.0)
         right = tl.load(right_of + lane[:, None] * weight_column, mask=inside[:, None], other=0.0)
-        total = _add_product(left, right, total, PRECISION, WIDEN)
+        total = plus_product(left, right, total, PRECISION, WIDEN)
         lane += DEPTH
     row, column = row.to(tl.int64), column.to(tl.int64)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -198,7 +198,7 @@ def linear_act_pointers(
         total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if KEEP:
         tl.store(z + place, total.to(z.dtype.element_ty), mask=inside)
-    total = _activated(total, ACTIVATION, HALF)
+    total = activated(total, ACTIVATION, HALF)
     if HAS_RESIDUAL:
         source = residual + row[:, None] * residual_row + column[None, :]
         total += tl.load(source, mask=inside, other=0.0).to(tl.float32)
@@ -228,7 +228,7 @@ def linear_act_finish(
         values += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if KEEP:
         tl.store(z + place, values.to(z.dtype.element_ty), mask=inside)
-    values = _activated(values, ACTIVATION, HALF)
+    values = activated(values, ACTIVATION, HALF)
     if HAS_RESIDUAL:
         source = residual + row[:, None] * (residual_row * UNIT) + column[None, :]
         values += tl.load(source, mask=inside, other=0.0).to(tl.float32)
@@ -308,7 +308,7 @@ def _compensated(sums, lost, values):
 
 
 @triton.jit
-def _place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
+def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
     """(row, column) of a tile: down GROUP rows of tiles, then one column on; then the next GROUP rows."""
     band = tile // (GROUP * column_tiles)
     height = min(row_tiles - band * GROUP, GROUP)
@@ -317,7 +317,7 @@ def _place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _add_product(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+def plus_product(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
     """total + left @ right. WIDEN: Triton's interpreter takes the bits of bfloat16 for whole numbers in a product."""
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
@@ -325,7 +325,7 @@ def _add_product(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexp
 
 
 @triton.jit
-def _parts(values, PARTS: tl.constexpr):
+def in_parts(values, PARTS: tl.constexpr):
     """(ROWS, COLUMNS) as a tuple of 1, 2 or 4 tensors of neighbouring columns."""
     if PARTS == 1:
         return (values,)
@@ -370,7 +370,7 @@ def _block_ahead(residual, rows, columns, row, column, stride, ROWS: tl.constexp
 
 @triton.jit
 def _store_parts(target, values, row, column, PARTS: tl.constexpr):
-    parts = _parts(values.to(target.dtype), PARTS)
+    parts = in_parts(values.to(target.dtype), PARTS)
     for part in tl.static_range(PARTS):
         target.store([row, column + part * (values.shape[1] // PARTS)], parts[part])
 
@@ -400,7 +400,7 @@ def _zero_after(cycles):
 
 
 @triton.jit
-def _activated(values, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
+def activated(values, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
     """float32 in and out; HALF: the result is rounded to 16 bits. NaN stays NaN."""
     if ACTIVATION == RELU:
         values = tl.where(values < 0.0, 0.0, values)

@@ -41,11 +41,14 @@ def window_attention_reference(
     window: Sequence[int],
     shift: Sequence[int],
     scale: float,
+    dropout: float = 0.0,
 ) -> Tensor:
-    """(B, H, W, C) in plain PyTorch; float32 inside, or float64 for float64."""
+    """(B, H, W, C) in plain PyTorch; float32 inside, or float64 for float64. Weights are dropped as torch drops."""
     query, key, value = _cut_heads(query_key_value, padding, heads, window, shift)
     mask = _shift_mask(query_key_value, window, shift)
     weights = _weights(*_scaled(query, key, cosine_scale, scale), bias, mask)
+    if dropout > 0:
+        weights = torch.nn.functional.dropout(weights, dropout)
     out = _joined((weights @ value).transpose(2, 3).flatten(3), query_key_value, window, shift)
     return _on_map(out, query_key_value).to(query_key_value.dtype).contiguous()
 
@@ -167,12 +170,14 @@ def _through_normalizing(gradient: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Config:
-    """Windows of up to `positions` and heads of up to `features`: positions that a program has as queries, warps."""
+    """Windows of up to `positions` and heads of up to `features`: positions that a program has as queries, warps, and
+    windows whose loads are in flight at once (of backward, whose programs take one after another)."""
 
     positions: int
     features: int
     queries: int
     warps: int
+    stages: int = 1
 
 
 # Not measured yet, but chosen by the compiler's report for sm_90. Forward: no spills of half precision; of windows of
@@ -253,7 +258,7 @@ def _forward(x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tens
     grid = (x.shape[0] * down * across * sizes.heads, -(-sizes.window[0] * sizes.window[1] // queries))
     tensors = (*_contiguous(x, bias, padding, cosine_scale), out)
     numbers = (sizes.heads, *x.shape[1:3], down, across, *sizes.shift, sizes.scale)
-    tile = {"QUERIES": queries, "num_warps": config.warps, "num_stages": 1}
+    tile = {"QUERIES": queries, "num_warps": config.warps, "num_stages": config.stages}
     launch(window_attention_forward, grid, x.device, *tensors, *numbers, **constants, **tile)
     return out
 
@@ -281,9 +286,8 @@ def _backward(
     tensors = (dout.contiguous(), *_contiguous(x, bias, padding, cosine_scale), dx, *sums)
     numbers = (sizes.heads, *x.shape[1:3], down, across, windows, *sizes.shift, sizes.scale)
     grid = (sizes.heads, programs)
-    launch(
-        window_attention_backward, grid, x.device, *tensors, *numbers, **constants, num_warps=config.warps, num_stages=1
-    )
+    tile = {"num_warps": config.warps, "num_stages": config.stages}
+    launch(window_attention_backward, grid, x.device, *tensors, *numbers, **constants, **tile)
     to_padding = bias.new_empty(0) if padding is None else torch.zeros_like(padding)
     if constants["PADDING"]:
         to_padding = sums[1].sum(0).to(to_padding.dtype)
@@ -428,6 +432,7 @@ def window_attention(
     padding: Tensor | None = None,
     cosine_scale: Tensor | None = None,
     scale: float | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attention within windows of a map that is shifted cyclically by (-h, -w) before it is cut and back after it.
 
@@ -444,6 +449,8 @@ def window_attention(
             origin pads in front of it. None: zeros.
         cosine_scale: (heads,), makes it cosine attention: products of queries and keys of length 1, times this.
         scale: of the products of queries and keys otherwise; 1 / sqrt(C / heads) if not given.
+        dropout: probability with which a weight, of a query and a key in a window and head, is set to zero, the others
+            divided by 1 - dropout. Above 0 it is plain PyTorch, in which the weights of all windows are in memory.
 
     Returns:
         (B, H, W, C), contiguous, of query_key_value's dtype. The arithmetic is float32 (float64 for float64); the
@@ -451,11 +458,15 @@ def window_attention(
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
-        ValueError: shapes or devices that do not fit, a shift beyond the window, both scales, one that is not finite.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
+        ValueError: shapes or devices that do not fit, a shift beyond the window, both scales, one that is not finite,
+            or a dropout that is no probability.
+        NotImplementedError: forward-mode differentiation, or a second derivative, without dropout.
     """
     _check(query_key_value, bias, heads, window, shift, padding, cosine_scale, scale)
-    no_tangents("window_attention", query_key_value, bias, padding, cosine_scale, instead=PLAIN)
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"window_attention: dropout must be between 0 and 1, got {dropout}")
+    if dropout == 0:
+        no_tangents("window_attention", query_key_value, bias, padding, cosine_scale, instead=PLAIN)
     device = query_key_value.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and query_key_value.dtype != torch.float64:
         query_key_value = query_key_value.to(torch.get_autocast_dtype(device))
@@ -463,6 +474,8 @@ def window_attention(
     moved = [s if size > w else 0 for s, size, w in zip(shift, sizes, window, strict=True)]
     factor = float(scale) if scale is not None else 1 / math.sqrt(max(1, query_key_value.shape[3] // (3 * heads)))
     tensors = (query_key_value, bias, padding, cosine_scale)
+    if dropout > 0:
+        return window_attention_reference(*tensors, heads, window, moved, factor, dropout)
     result: Tensor = _window_attention(*tensors, heads, list(window), moved, factor)
     return result
 

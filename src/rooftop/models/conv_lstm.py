@@ -9,7 +9,8 @@ peepholes; order of gates, defaults and options are those of `keras.layers.ConvL
     h' = o activation(c')
 
 The input convolutions of all time steps are one call; a step is one recurrent convolution with 4 F outputs and one
-kernel for the rest (`rooftop.kernels.conv_lstm_gates`), where Keras runs eight convolutions.
+kernel for the rest (`rooftop.kernels.conv_lstm_sequence`), where Keras runs eight convolutions. On a GPU memory is
+channels last, whatever data_format says: the convolutions run so.
 
     network = next_frame_network()
     load_keras_weights(network, "next_frame.keras")
@@ -25,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rooftop.kernels import conv_lstm_gates
+from rooftop.kernels import conv_lstm_gates, conv_lstm_sequence
+from rooftop.kernels.conv_lstm_sequences import recurrent_convolution
 from rooftop.kernels.conv_lstms import ACTIVATIONS
 
 Pair = tuple[int, int]
@@ -168,14 +170,17 @@ class ConvLSTM2D(nn.Module):
         """Results of all steps (last_only: of one, the last) as a sequence, and the last (hidden, cell), whatever
         return_sequences and return_state say."""
         self._check(x, mask)
+        if self.go_backwards:
+            x, mask = x.flip(1), None if mask is None else mask.flip(1)
         inputs = self._input_gates(x)  # (T, N, 4 F, H', W')
         given = self._given_state(inputs, initial_state)
-        outputs, state = self._steps(inputs, given, mask)
-        if self.stateful:
-            self.hidden_state, self.cell_state = (t.detach() for t in state)
-        if last_only:
-            del outputs[:-1]
-        results = torch.stack([self._as_given(y) for y in outputs])  # (T, N, ...): what the next layer's steps read
+        if mask is None and not (self.training and self.recurrent_dropout > 0):
+            outputs, state = self._all_steps(inputs, given)
+        else:
+            outputs, state = self._step_by_step(inputs, given, mask)
+        if self.stateful:  # copies: the last state must not keep those before it
+            self.hidden_state, self.cell_state = (t.detach().clone() for t in state)
+        results = outputs[-1:] if last_only else outputs  # (T, N, ...): what the next layer's steps read
         hidden, cell = (self._as_given(t) for t in state)
         return results.transpose(0, 1), (hidden, cell)
 
@@ -189,11 +194,17 @@ class ConvLSTM2D(nn.Module):
         if self.training and self.dropout > 0:
             frames, groups = _four_times(frames, self.dropout), 4  # (T, N, 4 C, H, W)
         flat = frames.flatten(0, 1)
+        memory_format = self._memory_format(flat)
         before, after = self._pads(flat.shape[-2:])
         if before != after:
             flat, before = F.pad(flat, (before[1], after[1], before[0], after[0])), (0, 0)
+        flat = flat.contiguous(memory_format=memory_format)
         gates = F.conv2d(flat, self.kernel, self.bias, self.strides, before, self.dilation_rate, groups)
-        return gates.unflatten(0, (steps, batch))
+        return gates.contiguous(memory_format=memory_format).unflatten(0, (steps, batch))
+
+    def _memory_format(self, x: Tensor) -> torch.memory_format:
+        """Of states and gates: channels last where data_format says so, and on a GPU, whose convolutions want it."""
+        return torch.channels_last if self.data_format == LAST or x.is_cuda else torch.contiguous_format
 
     def _pads(self, sizes: Sequence[int]) -> tuple[Pair, Pair]:
         """Rows and columns of zeros before and after a frame; of an odd number there is one more after."""
@@ -208,33 +219,28 @@ class ConvLSTM2D(nn.Module):
         (a, b), (c, d) = [total // 2 for total in totals], [total - total // 2 for total in totals]
         return (a, b), (c, d)
 
-    def _recurrent_gates(self, hidden: Tensor, masks: Tensor | None) -> Tensor:
-        """The recurrent convolution of a step, (N, 4 F, H', W')."""
-        if masks is not None:
-            hidden = (hidden[:, None] * masks).flatten(1, 2)  # (N, 4 F, H', W'): a masked copy for each gate
-        height, width = self.kernel_size
-        if height % 2 and width % 2:
-            padding = (height // 2, width // 2)
-        else:  # one more row or column at the end
-            pads = ((width - 1) // 2, width // 2, (height - 1) // 2, height // 2)
-            hidden, padding = F.pad(hidden, pads), (0, 0)
-        return F.conv2d(hidden, self.recurrent_kernel, padding=padding, groups=1 if masks is None else 4)
+    def _all_steps(self, inputs: Tensor, given: States | None) -> tuple[Tensor, States]:
+        """Results of all steps, (T, N, ...) as given, and the last state, (N, F, H', W') each: one operator."""
+        same = inputs.dtype == self.kernel.dtype
+        hidden, cell = given or (None, None if same else self._zeros(inputs)[1])
+        names = (self.activation, self.recurrent_activation)
+        outputs, cell = conv_lstm_sequence(inputs, self.recurrent_kernel.to(inputs.dtype), hidden, cell, *names)
+        return self._as_given(outputs), (outputs[-1], cell)
 
-    def _steps(self, inputs: Tensor, given: States | None, mask: Tensor | None) -> tuple[list[Tensor], States]:
-        """Results of all steps in the order in which they are done, and the last state; (N, F, H', W') each."""
+    def _step_by_step(self, inputs: Tensor, given: States | None, mask: Tensor | None) -> tuple[Tensor, States]:
+        """The same where a mask or dropout comes between the steps."""
         state = given or self._zeros(inputs)
-        steps = range(inputs.shape[0])
-        masks = None
-        if self.training and self.recurrent_dropout > 0:
-            masks = _masks(state[0], self.recurrent_dropout)
+        kernel = self.recurrent_kernel.to(inputs.dtype)
+        dropped = self.training and self.recurrent_dropout > 0
+        kept = _masks(state[0], self.recurrent_dropout) if dropped else None
         output = torch.zeros_like(state[0])
         outputs: list[Tensor] = []
-        for step in reversed(steps) if self.go_backwards else steps:
+        for step, added in enumerate(inputs):
             hidden, cell = state
-            if given is None and not outputs and len(steps) > 1:  # of zeros; alone, it would leave no gradient
-                hidden, cell = self._gates(inputs[step], cell, None)
-            else:
-                hidden, cell = self._gates(self._recurrent_gates(hidden, masks), cell, inputs[step])
+            if kept is not None:
+                hidden = (hidden[:, None] * kept).flatten(1, 2)  # (N, 4 F, H', W'): a masked copy for each gate
+            gates = recurrent_convolution(hidden, kernel, groups=1 if kept is None else 4)
+            hidden, cell = conv_lstm_gates(gates, cell, self.activation, self.recurrent_activation, added=added)
             if mask is None:
                 state, output = (hidden, cell), hidden
             else:
@@ -242,16 +248,13 @@ class ConvLSTM2D(nn.Module):
                 output = torch.where(seen, hidden, output)
                 state = torch.where(seen, hidden, state[0]), torch.where(seen, cell, state[1])
             outputs.append(output)
-        return outputs, state
-
-    def _gates(self, gates: Tensor, cell: Tensor, added: Tensor | None) -> States:
-        return conv_lstm_gates(gates, cell, self.activation, self.recurrent_activation, added=added)
+        return torch.stack([self._as_given(y) for y in outputs]), state
 
     def _zeros(self, inputs: Tensor) -> States:
         """A state of zeros. The cell has the parameters' dtype: under autocast it loses nothing over time."""
         shape = (inputs.shape[1], self.filters, *inputs.shape[3:])
-        memory_format = torch.channels_last if self.data_format == LAST else torch.contiguous_format
-        hidden = torch.zeros(shape, dtype=inputs.dtype, device=inputs.device).contiguous(memory_format=memory_format)
+        hidden = torch.zeros(shape, dtype=inputs.dtype, device=inputs.device)
+        hidden = hidden.contiguous(memory_format=self._memory_format(inputs))
         return hidden, hidden.to(self.kernel.dtype)
 
     def _given_state(self, inputs: Tensor, initial_state: Sequence[Tensor] | None) -> States | None:
@@ -278,8 +281,8 @@ class ConvLSTM2D(nn.Module):
         return hidden.to(inputs.dtype), cell.to(self.kernel.dtype)
 
     def _as_given(self, x: Tensor) -> Tensor:
-        """(N, F, H', W') with channels where data_format says."""
-        return x.permute(0, 2, 3, 1) if self.data_format == LAST else x
+        """(..., F, H', W') with channels where data_format says."""
+        return x.movedim(-3, -1) if self.data_format == LAST else x
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
         names = "(N, T, H, W, C)" if self.data_format == LAST else "(N, T, C, H, W)"
@@ -336,6 +339,32 @@ def _one_of(name: str, value: Any, names: Sequence[str]) -> str:
     return str(value)
 
 
+class FramesConvolution(nn.Conv3d):
+    """A 3x3x3 convolution over frames, (N, C, T, H, W) -> (N, O, T, H, W), as one 2-D convolution of all frames.
+
+    Its three taps in time are 3 O output channels, which are then shifted in time and added: frames (T, N, H, W, C) in
+    memory are read where they lie, where a 3-D convolution needs them in another order.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels, 3, padding=1)
+
+    def forward(self, x: Tensor, ahead: bool = True) -> Tensor:
+        """Each frame from the one before, itself and (`ahead`) the one after; zeros beyond the ends."""
+        frames = x.permute(2, 0, 1, 3, 4)  # (T, N, C, H, W)
+        weight = self.weight if ahead else self.weight[:, :, :2]
+        weight = weight.permute(2, 0, 1, 3, 4).flatten(0, 1)  # (3 O, C, 3, 3): the taps in time one after another
+        taps = F.conv2d(frames.flatten(0, 1), weight, padding=1).unflatten(0, frames.shape[:2])
+        before, at, *after = taps.split(self.out_channels, 2)  # (T, N, O, H, W) each, of the frame that was read
+        nothing = torch.zeros_like(at[:1])
+        y = at + torch.cat((nothing, before[:-1]))
+        if ahead:
+            y = y + torch.cat((after[0][1:], nothing))
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)[:, None, None]
+        return y.permute(1, 2, 0, 3, 4)
+
+
 class NextFrameNetwork(nn.Module):
     """Frames of a video to the frame that follows: the network of Keras's example "Next-Frame Video Prediction with
     Convolutional LSTMs", and the variant of it that gives one frame only.
@@ -369,8 +398,8 @@ class NextFrameNetwork(nn.Module):
             for c, k in zip(inputs, kernel_sizes, strict=True)
         )
         self.norms = nn.ModuleList(nn.BatchNorm2d(filters, eps=1e-3, momentum=0.01) for _ in range(2))
-        head = nn.Conv3d if every_frame else nn.Conv2d
-        self.head = head(filters, channels, 3, padding=1)
+        self.head: nn.Conv2d | nn.Conv3d
+        self.head = FramesConvolution(filters, channels) if every_frame else nn.Conv2d(filters, channels, 3, padding=1)
         nn.init.xavier_uniform_(self.head.weight)
         nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
 
@@ -382,10 +411,16 @@ class NextFrameNetwork(nn.Module):
         """
         return self.logits(x).sigmoid()
 
-    def logits(self, x: Tensor) -> Tensor:
-        """What the sigmoid is taken of, for `binary_cross_entropy_with_logits`, which half precision needs."""
+    def logits(self, x: Tensor, ahead: bool = True) -> Tensor:
+        """What the sigmoid is taken of, for `binary_cross_entropy_with_logits`, which half precision needs.
+
+        Args:
+            x: as of forward.
+            ahead: as of frames_of. Train with False: the state of the step that follows has seen the frame that is
+                to be predicted, and a network that may look learns to copy it.
+        """
         hidden, _ = self.features(x)
-        return self.frames_of(hidden)
+        return self.frames_of(hidden, ahead)
 
     def features(self, x: Tensor, states: Sequence[States | None] = (None, None, None)) -> tuple[Tensor, list[States]]:
         """The last layer's hidden states, (N, T, ...), or (N, 1, ...) for one frame only, and each layer's state after
@@ -404,10 +439,16 @@ class NextFrameNetwork(nn.Module):
                 x = self._normalized(x, self.norms[index])
         return x, after
 
-    def frames_of(self, hidden: Tensor) -> Tensor:
-        """The head's logits of hidden states (N, T, ...): frames (N, T, ...), or (N, ...) of the last."""
+    def frames_of(self, hidden: Tensor, ahead: bool = True) -> Tensor:
+        """The head's logits of hidden states (N, T, ...): frames (N, T, ...), or (N, ...) of the last.
+
+        Args:
+            hidden: of the last layer.
+            ahead: of every frame: whether the head sees the step that follows each, as in Keras's example. False: each
+                frame is what it would be if its step were the last, as it is when frames are predicted.
+        """
         if self.every_frame:
-            return self._from_channels_first(self.head(self._channels_first(hidden)))
+            return self._from_channels_first(self.head(self._channels_first(hidden), ahead))
         last = hidden[:, -1]
         if self.data_format == FIRST:
             return self.head(last)

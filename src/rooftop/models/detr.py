@@ -7,7 +7,7 @@ an encoder relates its cells; a decoder turns learned queries into objects, each
 
 Images of different sizes share a batch through a mask of padding, which neither positions nor attention see.
 
-    model = detr_resnet50(weights="detr-r50-e632da11.pth").eval()
+    model = detr_resnet50(weights="COCO").eval()
     found = model([photo, another])  # normalized, (3, H, W) each
     detections = to_detections(found, [(480, 640), (375, 500)])  # rooftop.models.detr_losses
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from rooftop.models.detr_weights import load_detr_weights
 from rooftop.models.resnet import BasicBlock, Bottleneck, Norm, ResNet
-from rooftop.models.weights import load_into, read_weights, weights_file
+from rooftop.models.weights import load_into, options_of, read_weights, weights_file
 
 
 class Predictions(NamedTuple):
@@ -367,40 +367,43 @@ def detr_resnet50(
     """DETR on a ResNet-50: 41,524,768 parameters.
 
     Args:
-        weights: a file of weights in any dialect that `rooftop.models.detr_weights` knows.
+        weights: "COCO", which "DEFAULT" stands for, or "COCO_DC5", as published by facebookresearch/detr; or a file of
+            weights in any dialect that `rooftop.models.detr_weights` knows.
         backbone_weights: of the ResNet alone, to start training with: a name or a file, as for `resnet50`.
-        options: those of `Detr`, and `dilation=True` for DETR-DC5.
+        options: those of `Detr`, and `dilation=True` for DETR-DC5; "COCO_DC5" sets it unless it is given.
 
     Raises:
-        InputError: `backbone_weights` is neither a name nor a file.
-        WeightsError: a file cannot be read, is damaged, belongs to another model or has another number of classes.
+        InputError: `weights` or `backbone_weights` is neither a name nor a file.
+        WeightsError: a file cannot be fetched or read, is damaged, belongs to another model or has another number of
+            classes.
     """
-    return _built("resnet50", (3, 4, 6, 3), weights, backbone_weights, options)
+    return _built("detr_resnet50", (3, 4, 6, 3), weights, backbone_weights, options)
 
 
 def detr_resnet101(
     *, weights: str | Path | None = None, backbone_weights: str | Path | None = None, **options: Any
 ) -> Detr:
     """DETR on a ResNet-101: 60,464,672 parameters. Arguments and errors are those of `detr_resnet50`."""
-    return _built("resnet101", (3, 4, 23, 3), weights, backbone_weights, options)
+    return _built("detr_resnet101", (3, 4, 23, 3), weights, backbone_weights, options)
 
 
 def _built(
-    backbone: str,
+    name: str,
     layers: Sequence[int],
     weights: str | Path | None,
     backbone_weights: str | Path | None,
     options: dict[str, Any],
 ) -> Detr:
-    model = Detr(Bottleneck, layers, **options)
+    known = {} if weights is None else options_of(name, weights)
+    model = Detr(Bottleneck, layers, **known | options)
     if backbone_weights is not None:
-        path = weights_file(backbone, backbone_weights)
+        path = weights_file(name.removeprefix("detr_"), backbone_weights)
         tensors = read_weights(path)
         unused = ("fc.weight", "fc.bias")
         body = {k: v for k, v in tensors.items() if k not in unused and not k.endswith("num_batches_tracked")}
         load_into(model.backbone.get_submodule("0.body"), body, path)
     if weights is not None:
-        load_detr_weights(model, Path(weights).expanduser())
+        load_detr_weights(model, weights_file(name, weights))
     return model
 
 

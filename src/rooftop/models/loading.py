@@ -27,7 +27,7 @@ from rooftop.models.load_reports import LoadReport, compared
 from rooftop.models.registry import builtin_models
 from rooftop.models.resnet import ResNet
 from rooftop.models.swin import SwinTransformer
-from rooftop.models.weights import fitting, read_weights, weights_file
+from rooftop.models.weights import fitting, options_of, read_weights, weights_file
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def load(name: str, weights: str | Path, *, strict: bool = True, **options: Any)
             known origin; or a published name, as of the builder. A `Path` is never taken for a name.
         strict: every key of the model and of the file must be used, with its shape. If False, what does not fit is left
             out and the model keeps it as it was built: for a new head, `num_classes=7, strict=False`.
-        options: of the builder, e.g. num_classes.
+        options: of the builder, e.g. num_classes. Those that published weights need (dilation, of "COCO_DC5") need not
+            be given.
 
     Raises:
         TargetError: no such model; the message has those that come close.
@@ -81,7 +82,7 @@ def load(name: str, weights: str | Path, *, strict: bool = True, **options: Any)
     """
     build = _builder(name)
     path = _file(name, weights)
-    model = build(**options)
+    model = build(**options_of(name, weights) | options)
     report, tensors = _matched(model, path)
     if strict:
         _check(name, model, report, tensors)
@@ -99,7 +100,7 @@ def load_report(name: str, weights: str | Path, **options: Any) -> LoadReport:
     build = _builder(name)
     path = _file(name, weights)
     with torch.device("meta"):
-        model = build(**options)
+        model = build(**options_of(name, weights) | options)
     return _matched(model, path)[0]
 
 

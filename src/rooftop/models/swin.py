@@ -10,7 +10,7 @@ whole windows, and where one window covers a map nothing is shifted.
     model = swin_t(weights="IMAGENET1K_V1").eval()
 
 Every builder takes `weights`: a published name, "DEFAULT" for the newest, or a file (`rooftop.models.weights`); further
-options are those of `SwinTransformer`. There is no dropout of attention weights, which no published model uses.
+options are those of `SwinTransformer`.
 """
 
 from __future__ import annotations
@@ -111,17 +111,30 @@ class ShiftedWindowAttention(nn.Module):
         window, shift: (h, w) in positions.
         heads: which share C evenly.
         dropout: probability, of the result.
+        attention_dropout: probability, of the weights of attention while training, which is then not the kernel but
+            plain PyTorch.
 
     Raises:
-        ValueError: channels that heads do not divide.
+        ValueError: channels that heads do not divide, or an attention_dropout that is no probability.
     """
 
     relative_position_index: Tensor
 
-    def __init__(self, channels: int, window: Size, shift: Size, heads: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        channels: int,
+        window: Size,
+        shift: Size,
+        heads: int,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         if channels % heads:
             raise ValueError(f"{heads} heads do not divide {channels} channels")
+        if not 0 <= attention_dropout <= 1:
+            raise ValueError(f"a probability of attention_dropout must be between 0 and 1, got {attention_dropout}")
+        self.attention_dropout = attention_dropout
         self.window, self.shift, self.heads, self.dropout = window, shift, heads, dropout
         self.qkv = nn.Linear(channels, 3 * channels)
         self.proj = nn.Linear(channels, channels)
@@ -144,8 +157,12 @@ class ShiftedWindowAttention(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         """Without the last linear layer. Where a map is padded, queries, keys and values are the first one's bias."""
-        qkv, bias = self.qkv(x), self.position_bias()
-        return window_attention(qkv, bias, self.heads, self.window, self.shift, padding=self.qkv.bias)
+        return self._attention(self.qkv(x), padding=self.qkv.bias)
+
+    def _attention(self, qkv: Tensor, **options: Any) -> Tensor:
+        dropout = self.attention_dropout if self.training else 0.0
+        bias = self.position_bias()
+        return window_attention(qkv, bias, self.heads, self.window, self.shift, dropout=dropout, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.proj(self.attend(x))
@@ -157,8 +174,16 @@ class ShiftedWindowAttentionV2(ShiftedWindowAttention):
 
     relative_coords_table: Tensor
 
-    def __init__(self, channels: int, window: Size, shift: Size, heads: int, dropout: float = 0.0) -> None:
-        super().__init__(channels, window, shift, heads, dropout)
+    def __init__(
+        self,
+        channels: int,
+        window: Size,
+        shift: Size,
+        heads: int,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+    ) -> None:
+        super().__init__(channels, window, shift, heads, dropout, attention_dropout)
         self.logit_scale = nn.Parameter(torch.log(10 * torch.ones(heads, 1, 1)))
         self.cpb_mlp = nn.Sequential(nn.Linear(2, 512), nn.ReLU(inplace=True), nn.Linear(512, heads, bias=False))
         nn.init.zeros_(self.qkv.bias[channels : 2 * channels].data)
@@ -175,8 +200,7 @@ class ShiftedWindowAttentionV2(ShiftedWindowAttention):
         bias = torch.cat((query_bias, torch.zeros_like(key_bias), value_bias))  # keys have none
         qkv = nn.functional.linear(x, self.qkv.weight, bias)
         scale = self.logit_scale.clamp(max=math.log(100.0)).exp().flatten()
-        arguments = (qkv, self.position_bias(), self.heads, self.window, self.shift)
-        return window_attention(*arguments, padding=bias, cosine_scale=scale)
+        return self._attention(qkv, padding=bias, cosine_scale=scale)
 
 
 def relative_positions(window: Size) -> Tensor:
@@ -205,6 +229,7 @@ class SwinBlock(nn.Module):
         dropout: probability, after each part.
         stochastic_depth_prob: probability that a part is left out for an image.
         norm: makes a norm from a number of channels.
+        attention_dropout: of the attention.
     """
 
     attention: type[ShiftedWindowAttention] = ShiftedWindowAttention
@@ -219,10 +244,11 @@ class SwinBlock(nn.Module):
         dropout: float,
         stochastic_depth_prob: float,
         norm: Norm,
+        attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.norm1 = norm(channels)
-        self.attn = self.attention(channels, window, shift, heads, dropout)
+        self.attn = self.attention(channels, window, shift, heads, dropout, attention_dropout)
         self.stochastic_depth = StochasticDepth(stochastic_depth_prob)
         self.norm2 = norm(channels)
         hidden = int(channels * mlp_ratio)
@@ -259,6 +285,8 @@ class SwinTransformer(nn.Module):
         window_size: (h, w) of a window in positions.
         mlp_ratio: how much wider the hidden layer of a block is.
         dropout: probability, after attention and linear layers.
+        attention_dropout: probability, of the weights of attention while training, in plain PyTorch (much slower). No
+            published model has it.
         stochastic_depth_prob: of the last block; the first has 0, those between lie on a line.
         num_classes: width of the head.
         norm_layer: makes a norm from a number of channels; LayerNorm with eps 1e-5 if not given.
@@ -279,6 +307,7 @@ class SwinTransformer(nn.Module):
         window_size: Sequence[int],
         mlp_ratio: float = 4.0,
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         stochastic_depth_prob: float = 0.1,
         num_classes: int = 1000,
         norm_layer: Norm | None = None,
@@ -304,7 +333,8 @@ class SwinTransformer(nn.Module):
             blocks = []
             for place in range(depth):
                 shift, probability = half if place % 2 else (0, 0), stochastic_depth_prob * number / last
-                blocks.append(block(channels, heads, window, shift, mlp_ratio, dropout, probability, norm))
+                sizes, rates = (channels, heads, window, shift, mlp_ratio), (dropout, probability)
+                blocks.append(block(*sizes, *rates, norm, attention_dropout))
                 number += 1
             layers.append(nn.Sequential(*blocks))
         self.features = nn.Sequential(*layers)

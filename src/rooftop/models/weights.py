@@ -31,6 +31,7 @@ from rooftop.models.load_reports import COMPUTED, compared
 from rooftop.models.registry import builtin_models
 
 PUBLIC_URL = "https://download.pytorch.org/models"
+DETR_URL = "https://dl.fbaipublicfiles.com/detr"
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,16 @@ class Weights:
 
     Attributes:
         file: its name, NAME-SHA256.pth with the first eight hex digits of the checksum.
-        preprocessing: of the evaluation whose accuracy was published.
+        preprocessing: of the evaluation whose accuracy was published; None: of a detector, which is shown whole
+            photographs (`rooftop.models.detect`).
+        publisher: the address that the file's name is appended to.
+        dilation: the fourth stage of the ResNet keeps the resolution of the third ("DC5"). The file does not show it.
     """
 
     file: str
-    preprocessing: Preprocessing
+    preprocessing: Preprocessing | None
+    publisher: str = PUBLIC_URL
+    dilation: bool = False
 
     @property
     def sha256(self) -> str:
@@ -53,7 +59,7 @@ class Weights:
     @property
     def url(self) -> str:
         """Where the file is downloaded from."""
-        return f"{(os.environ.get('ROOFTOP_WEIGHTS_URL') or PUBLIC_URL).rstrip('/')}/{self.file}"
+        return f"{(os.environ.get('ROOFTOP_WEIGHTS_URL') or self.publisher).rstrip('/')}/{self.file}"
 
     @property
     def path(self) -> Path:
@@ -91,6 +97,17 @@ WEIGHTS: dict[str, dict[str, Weights]] = {
         "swin_v2_s": [("637d8ceb", _bicubic(260, 256))],
         "swin_v2_b": [("781e5279", _bicubic(272, 256))],
     }.items()
+}
+# As the README of facebookresearch/detr lists them; the dilated network is never the default, since it is slower.
+WEIGHTS |= {
+    "detr_resnet50": {
+        "COCO_DC5": Weights("detr-r50-dc5-f0fb7ef5.pth", None, DETR_URL, dilation=True),
+        "COCO": Weights("detr-r50-e632da11.pth", None, DETR_URL),
+    },
+    "detr_resnet101": {
+        "COCO_DC5": Weights("detr-r101-dc5-a2e86def.pth", None, DETR_URL, dilation=True),
+        "COCO": Weights("detr-r101-2c7b67e5.pth", None, DETR_URL),
+    },
 }
 """Builder -> name -> file, oldest first; "DEFAULT" stands for the last."""
 
@@ -143,9 +160,22 @@ def preprocessing_of(builder: str, weights: str | Path) -> Preprocessing:
 
     For any other file: the shorter side to 256 pixels, the central 224 x 224.
     """
+    published = _named_or_copied(builder, weights)
+    return (published and published.preprocessing) or Preprocessing()
+
+
+def options_of(builder: str, weights: str | Path) -> dict[str, bool]:
+    """What a builder must be told for these weights, also where they are a copy that kept its file name.
+
+    {"dilation": True} for those of a dilated DETR, whose keys and shapes are those of the plain one; else nothing.
+    """
+    published = _named_or_copied(builder, weights)
+    return {"dilation": True} if published and published.dilation else {}
+
+
+def _named_or_copied(builder: str, weights: str | Path) -> Weights | None:
     by_file = {entry.file: entry for entry in WEIGHTS.get(builder, {}).values()}
-    published = published_weights(builder, weights) or by_file.get(Path(weights).name)
-    return published.preprocessing if published else Preprocessing()
+    return published_weights(builder, weights) or by_file.get(Path(weights).name)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -1,0 +1,441 @@
+"""Models for vision and video beside torchvision, transformers and Keras: ms, images/s, and the roof.
+
+    python benchmarks/models.py [--out benchmarks/results/h200/models.json] [--only resnet50 conv_lstm-training]
+    python benchmarks/models.py --reports build/reports --peers fast
+
+ResNet-50, Swin-T and DETR by `rooftop.inference.Engine` in bfloat16, beside torchvision's and transformers' as they
+are, channels last, and compiled with max-autotune; the network of Keras's example of next-frame prediction, forward and
+training step, beside Keras on its torch back end, with TF32 on both sides. All of a case have the same weights, and how
+far their results are from ours is in the row.
+
+Each variant is called, and replayed from a CUDA graph, all of a case interleaved, medians. The roof is the fused one of
+our model at the ceilings measured in the same run: it moves inputs, parameters and results once. Rows are written after
+each case; a case that fails leaves the others, and fails the run at the end. `--peers fast` leaves out what is compiled
+(minutes for each case), `--peers none` all peers; one that is not installed has a row that says so. `--reports` writes
+what `rooftop.analyze` says of our model, launched without a graph. `--quick` shows on a CPU that the script runs, with
+small inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import importlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rooftop
+from rooftop import models
+from rooftop.hardware import Ceilings, ceilings_of, compare, measure_ceilings
+from rooftop.hardware.timing import captured, waits_for_gpu
+from rooftop.inference import Engine
+from rooftop.models.detr_weights import detr_state_dict
+from rooftop.models.resnet import Bottleneck
+
+Call = Callable[[], Any]
+BF16 = torch.bfloat16
+FARTHEST = 0.1  # relative: bfloat16 through fifty layers moves results by about 0.02, other work by about 1
+REPLAYED = ", replayed"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large a run is.
+
+    Attributes:
+        device: where.
+        batch: of images or clips, at most.
+        side: of square photographs; `height` and `width`: of those for detection.
+        depths, layers: of the detector's ResNet; of its encoder and of its decoder.
+        steps, frame, filters: of clips, of their square frames, of the network that continues them.
+    """
+
+    device: str = "cuda"
+    batch: int = 256
+    side: int = 224
+    height: int = 800
+    width: int = 1216
+    depths: tuple[int, ...] = (3, 4, 6, 3)
+    layers: int = 6
+    steps: int = 19
+    frame: int = 64
+    filters: int = 64
+
+
+QUICK = Scale("cpu", batch=2, side=32, height=64, width=96, depths=(1, 1, 1, 1), layers=1, steps=3, frame=8, filters=4)
+
+
+@dataclass
+class Work:
+    """What a case measures.
+
+    Attributes:
+        model, inputs: what `rooftop.predict` and `rooftop.analyze` look at.
+        calls: the variants, ours first.
+        own_graph: those which replay a graph already.
+        apart: of each peer, how far its results are from ours: |theirs - ours| / |ours|.
+        absent: variants that cannot be measured, and why.
+        step: what makes a training step of a call: `train` and `loss`, as `predict` and `analyze` take them.
+        optimizer: makes that of the step from the parameters.
+    """
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    calls: dict[str, Call] = field(default_factory=dict)
+    own_graph: set[str] = field(default_factory=set)
+    apart: dict[str, float] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    step: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model at a batch size, or one direction of it.
+
+    Attributes:
+        goal_ms: for all of the batch.
+        build: (scale, batch, which peers: "none", "fast" or "all") -> what is measured.
+    """
+
+    model: str
+    what: str
+    batch: int
+    goal_ms: float
+    build: Callable[[Scale, int, str], Work]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.what}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [*dict.fromkeys(case.model for case in CASES), *(case.name for case in CASES)]
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--peers", choices=("none", "fast", "all"), default="all", help="what to stand beside")
+    parser.add_argument("--seconds", type=float, default=0.25, help="to measure each variant")
+    parser.add_argument("--reports", type=Path, metavar="DIR", help="also write rooftop.analyze's reports of ours")
+    parser.add_argument("--quick", action="store_true", help="small, on the CPU: shows that the script runs")
+    options = parser.parse_args()
+    if not options.quick and not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+    scale = QUICK if options.quick else Scale()
+    if scale.device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # of what is float32: ConvLSTM
+    ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
+    environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
+    found: dict[str, Any] = {"environment": environment, "rows": [], "failed": {}}
+    for case in CASES:
+        if not {case.model, case.name} & set(options.only):
+            continue
+        try:
+            for row in measure_case(case, scale, ceilings, options):
+                found["rows"].append(row)
+                write(found, options.out)
+        except Exception as error:  # the other cases are worth having
+            traceback.print_exc()
+            found["failed"][case.name] = f"{type(error).__name__}: {error}"
+            write(found, options.out)
+    if found["failed"]:
+        print("failed:", *found["failed"])
+    return 1 if found["failed"] else 0
+
+
+def write(found: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+# ---- one case ----------------------------------------------------------------------------------------------------
+
+
+def measure_case(case: Case, scale: Scale, ceilings: Ceilings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each variant, printed; then the report is written.
+
+    Raises:
+        RuntimeError: the results of a peer are not ours: it does other work.
+    """
+    torch._dynamo.reset()
+    gc.collect()
+    if scale.device == "cuda":
+        torch.cuda.empty_cache()  # of the case before
+    torch.manual_seed(0)
+    batch = min(case.batch, scale.batch)
+    work = case.build(scale, batch, options.peers)
+    roofs = rooftop.predict(work.model, *work.inputs, ceilings=ceilings, optimizer=work.optimizer, **work.step).summary
+    goal_ms = case.goal_ms if batch == case.batch and scale.device == "cuda" else None
+    known = {"case": case.name, "model": case.model, "batch": batch, "goal_ms": goal_ms}
+    known |= {"roof_ms": roofs.fused_roof_ms, "op_roof_ms": roofs.op_roof_ms}
+    print(f"{case.name} of {batch}: fused roof {roofs.fused_roof_ms:.3f} ms, op roof {roofs.op_roof_ms:.3f} ms", end="")
+    print("" if goal_ms is None else f", goal {goal_ms:.2f} ms")
+    calls = work.calls | (replays(work) if scale.device == "cuda" else {})
+    timings = compare(calls, device=scale.device, seconds=options.seconds, warm_up_seconds=options.seconds / 2)
+    for name, timing in timings.items():
+        row = {**known, "variant": name, "ms": timing.median_ms, "spread": timing.spread}
+        row["images_per_s"] = 1e3 * batch / timing.median_ms
+        row["percent_of_roof"] = 100 * roofs.fused_roof_ms / timing.median_ms
+        row["apart"] = work.apart.get(name.removesuffix(REPLAYED))
+        far = "" if row["apart"] is None else f", {row['apart']:.1e} from ours"
+        print(
+            f"  {name:42}{row['ms']:9.3f} ms{row['images_per_s']:12,.1f}/s{row['percent_of_roof']:7.1f}% of roof{far}"
+        )
+        yield row
+    for name, why in work.absent.items():
+        print(f"  {name:42}{why}")
+        yield {**known, "variant": name, "absent": why}
+    sys.stdout.flush()
+    if options.reports:
+        options.reports.mkdir(parents=True, exist_ok=True)
+        against = ceilings if scale.device == "cuda" else None
+        optimizer = work.optimizer(work.model.parameters()) if work.optimizer else None
+        report = rooftop.analyze(
+            work.model, *work.inputs, ceilings=against, optimizer=optimizer, name=case.name, **work.step
+        )
+        report.to_json(options.reports / f"{case.name}.json")
+    if far := {name: apart for name, apart in work.apart.items() if not apart <= FARTHEST}:
+        raise RuntimeError(f"expected results within {FARTHEST} of ours, relative; got {far}")
+
+
+def replays(work: Work) -> dict[str, Call]:
+    """Each call as the replay of a CUDA graph; those that cannot be captured are noted in the work."""
+    found, stream = {}, torch.cuda.Stream()
+    for name, call in work.calls.items():
+        if name in work.own_graph:
+            continue
+        call()  # compiles; lazy initialization waits
+        if waits_for_gpu(call):
+            work.absent[name + REPLAYED] = "cannot be captured: the host waits for the GPU"
+            continue
+        try:
+            found[name + REPLAYED] = captured(call, stream)
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            work.absent[name + REPLAYED] = f"cannot be captured: {str(error).splitlines()[0]}"
+    return found
+
+
+def imported(name: str) -> Any:
+    """A module, or in words why there is none."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return f"not installed: {error.name}"
+    except RuntimeError as error:  # a torchvision for CUDA beside a torch for the CPU
+        return f"cannot be imported: {str(error).splitlines()[0]}"
+
+
+def relative(theirs: Tensor, ours: Tensor) -> float:
+    return float((theirs.double() - ours.double()).norm() / ours.double().norm())
+
+
+# ---- images, in bfloat16 -----------------------------------------------------------------------------------------
+
+
+def classifier(name: str) -> Callable[[Scale, int, str], Work]:
+    """ResNet or Swin beside torchvision's of that name."""
+
+    def build(scale: Scale, batch: int, which: str) -> Work:
+        model = models.model_entry(name).build().eval()
+        x = photographs(batch, scale.side, scale.side, scale.device)
+        work = by_engine(model, x)
+        if which != "none":
+            torchvision = imported("torchvision")
+            if isinstance(torchvision, str):
+                work.absent["torchvision"] = torchvision
+            else:
+                peer = getattr(torchvision.models, name)()
+                peer.load_state_dict(model.state_dict())
+                add_peers(work, "torchvision", peer, which, lambda logits: logits)
+        return work
+
+    return build
+
+
+def detector(scale: Scale, batch: int, which: str) -> Work:
+    """DETR beside that of transformers, of the same configuration; photographs fill the batch."""
+    model = models.Detr(Bottleneck, scale.depths, encoder_layers=scale.layers, decoder_layers=scale.layers).eval()
+    model.auxiliary = False  # what earlier layers say is of use in training only
+    transformers = imported("transformers") if which != "none" else ""
+    peer = None if isinstance(transformers, str) else hugging_face_detr(transformers, scale)
+    if peer is not None:
+        model.load_state_dict(detr_state_dict(peer.state_dict()))
+    work = by_engine(model, photographs(batch, scale.height, scale.width, scale.device))
+    if peer is not None:
+        add_peers(work, "transformers", peer, which, lambda found: found.logits)
+    elif transformers:
+        work.absent["transformers"] = transformers
+    return work
+
+
+def hugging_face_detr(transformers: Any, scale: Scale) -> nn.Module:
+    """Its DETR on its own ResNet-50, as for COCO, with random weights."""
+    backbone = transformers.ResNetConfig(out_features=["stage4"], depths=scale.depths)
+    options = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
+    depths = {"encoder_layers": scale.layers, "decoder_layers": scale.layers}
+    config = transformers.DetrConfig(backbone_config=backbone, num_labels=91, **options, **depths)
+    model: nn.Module = transformers.DetrForObjectDetection(config)
+    return model
+
+
+def photographs(batch: int, height: int, width: int, device: str) -> Tensor:
+    """(B, 3, H, W) bfloat16, channels last."""
+    return torch.randn(batch, 3, height, width, device=device).to(BF16, memory_format=torch.channels_last)
+
+
+def by_engine(model: nn.Module, x: Tensor) -> Work:
+    """A model as an engine that has graphs (each call copies its input in and its result out) and as one that has not.
+    What is predicted and analyzed is what the latter runs."""
+    model = model.to(x.device)
+    plain = Engine(model, dtype=BF16, channels_last=True, graphs=False)
+    work = Work(plain.model, (x,), {"rooftop": lambda: plain(x)})
+    if x.is_cuda:
+        engine = Engine(model, dtype=BF16)
+        work.calls["rooftop, graphs of the engine"] = lambda: engine(x)
+        work.own_graph.add("rooftop, graphs of the engine")
+    return work
+
+
+def add_peers(work: Work, name: str, peer: nn.Module, which: str, result: Callable[[Any], Tensor]) -> None:
+    """A module in bfloat16, as it is, channels last, and with `which` "all" the latter compiled.
+
+    Args:
+        result: what of an output is compared with ours.
+    """
+    (x,) = work.inputs
+    peer = peer.to(x.device, BF16).eval()
+    images = x.contiguous()
+    last: Any = copy.deepcopy(peer).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    variants = {name: without_gradients(peer, images), f"{name}, channels last": without_gradients(last, x)}
+    if which == "all":
+        how = {"mode": "max-autotune-no-cudagraphs"} if x.is_cuda else {"backend": "aot_eager"}
+        variants[f"{name}, compiled"] = without_gradients(torch.compile(last, dynamic=False, **how), x)
+    ours = result(work.calls["rooftop"]())
+    work.calls |= variants
+    work.apart |= {key: relative(result(call()), ours) for key, call in variants.items()}
+
+
+def without_gradients(model: Callable[[Tensor], Any], x: Tensor) -> Call:
+    def call() -> Any:
+        with torch.no_grad():
+            return model(x)
+
+    return call
+
+
+# ---- clips, in float32 with TF32 ---------------------------------------------------------------------------------
+
+
+class Logits(nn.Module):
+    """What the loss of a network of the next frame takes."""
+
+    def __init__(self, network: models.NextFrameNetwork) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network.logits(x)
+
+
+def next_frames(scale: Scale, batch: int, which: str) -> Work:
+    """The forward of the network of Keras's example beside Keras's."""
+    x, _ = clips(scale, batch)
+    network, peer, why = next_frame_networks(scale, which)
+    network.eval()
+    work = Work(network, (x,), {"rooftop": without_gradients(network, x)}, absent=why)
+    if peer is not None:
+        work.calls["keras on torch"] = call = without_gradients(lambda x: peer(x, training=False), x)
+        work.apart["keras on torch"] = relative(call(), work.calls["rooftop"]())
+    return work
+
+
+def next_frames_training(scale: Scale, batch: int, which: str) -> Work:
+    """A step with binary cross entropy and Adam beside Keras's `train_on_batch`."""
+    x, y = clips(scale, batch)
+    network, peer, why = next_frame_networks(scale, which)
+    model = Logits(network.train())
+
+    def loss(logits: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(logits, y)
+
+    optimizer = torch.optim.Adam(model.parameters(), fused=True, capturable=scale.device == "cuda")
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(model(x))
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    work = Work(model, (x,), {"rooftop": step}, absent=why, step={"train": True, "loss": loss})
+    work.optimizer = partial(torch.optim.Adam, fused=True)
+    if peer is not None:
+        peer.compile(optimizer="adam", loss="binary_crossentropy")
+        first, theirs = (torch.as_tensor(float(call())) for call in (step, lambda: peer.train_on_batch(x, y)))
+        work.apart["keras on torch"] = relative(theirs, first)
+        work.calls["keras on torch"] = lambda: peer.train_on_batch(x, y)
+    return work
+
+
+def clips(scale: Scale, batch: int) -> tuple[Tensor, Tensor]:
+    """Frames and those that follow, (N, T, H, W, 1) each."""
+    frames = torch.rand(batch, scale.steps + 1, scale.frame, scale.frame, 1, device=scale.device)
+    return frames[:, :-1].contiguous(), frames[:, 1:].contiguous()
+
+
+def next_frame_networks(scale: Scale, which: str) -> tuple[models.NextFrameNetwork, Any, dict[str, str]]:
+    """Ours, Keras's with the same weights, and why there is none."""
+    network = models.next_frame_network(filters=scale.filters).to(scale.device)
+    if which == "none":
+        return network, None, {}
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    keras = imported("keras")
+    if not isinstance(keras, str) and keras.backend.backend() != "torch":
+        keras = f"KERAS_BACKEND is {keras.backend.backend()}, expected torch"
+    if isinstance(keras, str):
+        return network, None, {"keras on torch": keras}
+    peer = keras_network(keras, scale)
+    with tempfile.TemporaryDirectory() as folder:
+        peer.save_weights(path := Path(folder, "network.weights.h5"))
+        models.load_keras_weights(network, path)
+    return network, peer, {}
+
+
+def keras_network(keras: Any, scale: Scale) -> Any:
+    """The network of Keras's example "Next-Frame Video Prediction with Convolutional LSTMs"."""
+    layers, options = keras.layers, {"padding": "same", "return_sequences": True, "activation": "relu"}
+    inputs = layers.Input((None, scale.frame, scale.frame, 1))
+    x = layers.ConvLSTM2D(scale.filters, (5, 5), **options)(inputs)
+    x = layers.ConvLSTM2D(scale.filters, (3, 3), **options)(layers.BatchNormalization()(x))
+    x = layers.ConvLSTM2D(scale.filters, (1, 1), **options)(layers.BatchNormalization()(x))
+    return keras.Model(inputs, layers.Conv3D(1, (3, 3, 3), activation="sigmoid", padding="same")(x))
+
+
+CASES = (
+    Case("resnet50", "256", 256, 1e3 * 256 / 34_000, classifier("resnet50")),
+    Case("resnet50", "1", 1, 0.40, classifier("resnet50")),
+    Case("swin_t", "256", 256, 1e3 * 256 / 20_000, classifier("swin_t")),
+    Case("swin_t", "1", 1, 0.50, classifier("swin_t")),
+    Case("detr_resnet50", "1", 1, 1.6, detector),
+    Case("detr_resnet50", "8", 8, 6.2, detector),
+    Case("conv_lstm", "forward", 8, 5.5, next_frames),
+    Case("conv_lstm", "training", 8, 18.5, next_frames_training),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

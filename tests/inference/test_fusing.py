@@ -1,0 +1,332 @@
+"""A fused model computes what the model computes, whatever is in it; what may not be fused stays apart."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rooftop.cost import CountingMode
+from rooftop.inference import Engine, fold_norms, fuse_convolutions
+from rooftop.models import resnet
+
+# As the variants by name, with fewer blocks.
+VARIANTS: dict[str, tuple[type[resnet.Block], dict[str, Any]]] = {
+    "basic": (resnet.BasicBlock, {}),
+    "bottleneck": (resnet.Bottleneck, {}),
+    "resnext": (resnet.Bottleneck, {"groups": 32, "width_per_group": 4}),
+    "wide": (resnet.Bottleneck, {"width_per_group": 128}),
+    "dilated": (resnet.Bottleneck, {"replace_stride_with_dilation": (False, True, True)}),
+}
+
+
+def calls(model: nn.Module, *inputs: Tensor) -> list[str]:
+    """The operators that a call runs, by name."""
+    with torch.no_grad(), CountingMode() as counted:
+        model(*inputs)
+    return [record.name for record in counted.records]
+
+
+def fused_with(model: nn.Module, *inputs: Tensor) -> dict[str, str]:
+    """What is fused with each convolution, after checking that results are those of before, to the last digits."""
+    model = model.double().eval()
+    own = copy.deepcopy(model)
+    fusing = fuse_convolutions(own)
+    inputs = tuple(x.double() for x in inputs)
+    with torch.no_grad():
+        expected = model(*(x.clone() for x in inputs))
+        torch.testing.assert_close(own(*(x.clone() for x in inputs)), expected, rtol=1e-12, atol=1e-12)
+    return fusing.fused
+
+
+class Net(nn.Module):
+    """Two convolutions and a function of them and the input."""
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(4, 4, 3, padding=1, **options)
+        self.b = nn.Conv2d(4, 4, 1)
+        self.relu = nn.ReLU(inplace=True)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+X = torch.linspace(-2, 2, 2 * 4 * 5 * 5).reshape(2, 4, 5, 5).sin()
+
+
+# ---- networks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_convolution_of_a_resnet_is_one_operator(name: str) -> None:
+    torch.manual_seed(0)
+    block, options = VARIANTS[name]
+    model = resnet.ResNet(block, (2, 1, 1, 1), num_classes=5, **options).double().eval()  # type: ignore[arg-type]
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+    x = torch.randn(1, 3, 33, 47, dtype=torch.float64)
+    own = copy.deepcopy(model)
+    fold_norms(own)
+    convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
+    with torch.no_grad():
+        folded = own(x)
+        fusing = fuse_convolutions(own)
+        torch.testing.assert_close(own(x), folded, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(folded, model(x), rtol=1e-9, atol=1e-9)
+    assert not fusing.left
+    assert len(fusing.fused) == convolutions
+    blocks = [module for module in model.modules() if isinstance(module, resnet.Block)]
+    steps = list(fusing.fused.values())
+    assert steps.count("bias, sum, relu") == len(blocks)
+    assert steps.count("bias") == sum(block.downsample is not None for block in blocks)
+    found = calls(own, x)
+    assert found.count("rooftop::conv_act") == convolutions
+    assert not {"aten::add", "aten::add_", "aten::relu", "aten::relu_"} & set(found)
+
+
+def test_those_of_torchvision(torchvision_models: Any) -> None:
+    model = torchvision_models.resnet18(weights=None, num_classes=3)
+    fold_norms(model.eval())
+    assert list(fused_with(model, torch.randn(1, 3, 32, 32)).values()).count("bias, sum, relu") == 8
+
+
+def test_engine_fuses_what_it_is_told_to() -> None:
+    torch.manual_seed(0)
+    model, x = resnet.resnet18(num_classes=3).eval(), torch.randn(2, 3, 32, 32)
+    engine = Engine(model, fuse=True, dtype=torch.float64, output_dtype=torch.float64)
+    plain = Engine(model, dtype=torch.float64, output_dtype=torch.float64)
+    torch.testing.assert_close(engine(x), plain(x), rtol=1e-12, atol=1e-12)
+    assert len(engine.report.fused) == 20
+    assert engine.report.fused["layer1.0.conv2"] == "bias, sum, relu"
+    assert "20 convolutions fused" in str(engine.report)
+    assert plain.report.fused == {}
+    assert "fused" not in str(plain.report)
+
+
+# ---- what is fused -------------------------------------------------------------------------------------------------
+
+FUSED: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
+    "a module": (lambda m, x: m.relu(m.a(x)), {"a": "bias, relu"}),
+    "a function": (lambda m, x: functional.silu(m.a(x)), {"a": "bias, silu"}),
+    "another function": (lambda m, x: torch.sigmoid(m.a(x)), {"a": "bias, sigmoid"}),
+    "a method": (lambda m, x: m.a(x).relu(), {"a": "bias, relu"}),
+    "a method in place": (lambda m, x: m.a(x).relu_(), {"a": "bias, relu"}),
+    "a sum": (lambda m, x: (m.a(x) + x).relu(), {"a": "bias, sum, relu"}),
+    "a sum from the left": (lambda m, x: torch.relu(x + m.a(x)), {"a": "bias, sum, relu"}),
+    "a sum by a method": (lambda m, x: m.a(x).add_(x).relu_(), {"a": "bias, sum, relu"}),
+    "a sum of two": (lambda m, x: (m.a(x) + m.b(x)).relu(), {"a": "bias", "b": "bias, sum, relu"}),
+    "one after the other": (lambda m, x: m.b(m.a(x).relu()), {"a": "bias, relu", "b": "bias"}),
+    "gelu": (lambda m, x: functional.gelu(m.a(x), approximate="tanh"), {"a": "bias, gelu_tanh"}),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_chain_is_one_operator(name: str) -> None:
+    function, expected = FUSED[name]
+    model = Net(function)
+    assert {"b": "bias"} | fused_with(model, X) == {"b": "bias"} | expected
+    fuse_convolutions(model)
+    assert set(calls(model, X.double())) == {"rooftop::conv_act"}
+
+
+# ---- what is not ---------------------------------------------------------------------------------------------------
+
+
+def used_twice(model: Net, x: Tensor) -> Tensor:
+    y = model.a(x)
+    return y.relu() + y
+
+
+def activated_in_place_and_shared(model: Net, x: Tensor) -> Tensor:
+    y = model.a(x)
+    z = y.relu_()
+    return y + 2 * z
+
+
+def sum_used_twice(model: Net, x: Tensor) -> Tensor:
+    y = model.a(x) + x
+    return y.relu() - y
+
+
+def input_changed_between(model: Net, x: Tensor) -> Tensor:
+    y = model.a(x)
+    x.mul_(2)
+    return y.relu() + x
+
+
+def scaled_sum(model: Net, x: Tensor) -> Tensor:
+    return torch.add(model.a(x), x, alpha=2).relu()
+
+
+def given_out(model: Net, x: Tensor) -> Tensor:
+    return model.a(x)
+
+
+def of_two_calls(model: Net, x: Tensor) -> Tensor:
+    return model.a(model.a(x).relu()).relu()
+
+
+NOT_FUSED = [
+    used_twice, activated_in_place_and_shared, sum_used_twice, input_changed_between, scaled_sum, given_out,
+    of_two_calls,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", NOT_FUSED)
+def test_what_may_not_be_fused_stays_apart(function: Callable[..., Any]) -> None:
+    assert fused_with(Net(function), X)["a"] == "bias"
+
+
+def test_a_sum_in_place_changes_the_tensor_that_it_is_added_to() -> None:
+    """A trace does not tell `z += y` from `z = z + y`; the call does."""
+
+    def added(model: Net, x: Tensor) -> tuple[Tensor, Tensor]:
+        same = z = x * 2
+        z += model.a(x)
+        return z.relu(), same
+
+    fused_with(Net(added), X)
+
+
+@pytest.mark.parametrize("other", [torch.ones(4, 1, 1), torch.ones(2, 4, 1, 5), 3.0, torch.ones(2, 4, 5, 5).int()])
+def test_a_sum_that_is_broadcast_or_cast_is_that_of_pytorch(other: Any) -> None:
+    class Shifted(Net):
+        def forward(self, x: Tensor, other: Any) -> Tensor:
+            return (self.a(x) + other).relu()
+
+    model = Shifted(given_out).double()
+    expected = model(X.double(), other)
+    assert fuse_convolutions(model).fused["a"] == "bias, sum, relu"
+    torch.testing.assert_close(model(X.double(), other), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_hooks_stay() -> None:
+    model, seen = Net(lambda m, x: m.relu(m.a(x))), []
+    model.a.register_forward_hook(lambda module, args, output: seen.append(type(output)))
+    fusing = fuse_convolutions(model)
+    assert fusing.left == {"a": "it has hooks"}
+    assert "a: left alone, it has hooks" in str(fusing)
+    model(X)
+    assert seen == [Tensor]
+    other = Net(lambda m, x: m.relu(m.a(x)))
+    other.relu.register_forward_pre_hook(lambda module, args: seen.append(type(args[0])))
+    assert fuse_convolutions(other).fused["a"] == "bias"
+    other(X)
+    assert seen == [Tensor, Tensor]
+
+
+def test_what_conv_act_cannot_compute_is_left() -> None:
+    for options in ({"padding_mode": "reflect"}, {}):
+        model = Net(lambda m, x: m.relu(m.a(x)), **options)
+        model.b.padding = "same"
+        left = fuse_convolutions(model).left
+        assert left.keys() == ({"a", "b"} if options else {"b"})
+        assert "'same'" in left["b"]
+    model = Net(given_out, bias=False)
+    assert fuse_convolutions(model).left == {"a": "there is nothing to compute with it"}
+    replaced = Net(lambda m, x: m.relu(m.a(x)))
+    replaced.a.forward = lambda x: x  # type: ignore[method-assign]
+    assert fuse_convolutions(replaced).left == {"a": "its forward was replaced"}
+
+
+def test_what_cannot_be_traced_is_fused_as_far_as_it_can_be() -> None:
+    def branches(model: Net, x: Tensor) -> Tensor:
+        return model.a(x).relu() if x.sum() > 0 else model.a(x)
+
+    assert fused_with(Net(branches), X)["a"] == "bias"
+    inner = Net(lambda m, x: m.relu(m.a(x)))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) if float(x.sum()) != 0.5 else x
+
+    assert fused_with(Outer(), X)["inner.a"] == "bias, relu"
+
+
+# ---- another way than the trace ------------------------------------------------------------------------------------
+
+
+def promised(function: Callable[..., Any]) -> tuple[Any, Any]:
+    """A function of a convolution's promise, and of its result."""
+    model = Net(lambda m, x: m.relu(m.a(x)))
+    plain = model.a(X)
+    fuse_convolutions(model)
+    with torch.no_grad():
+        return function(model.a(X)), function(plain.detach())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: y.shape,
+        lambda y: y.mean(dim=1),
+        lambda y: torch.cat([y, y]),
+        lambda y: functional.max_pool2d(y, 2),
+        lambda y: (y.relu_(), y.sum())[1],
+        lambda y: (y + 1, y.relu(), y - 1 if isinstance(y, Tensor) else y.sub(1))[2],
+        lambda y: (y.add_(X), y.sum())[1],
+        lambda y: (y.sum(), y.relu())[1],
+        lambda y: functional.relu(functional.relu(y).add(y)),
+    ],
+)
+def test_whatever_is_done_with_a_promise_gets_the_right_numbers(function: Callable[..., Any]) -> None:
+    ours, theirs = promised(function)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_promise_whose_input_was_changed_is_an_error() -> None:
+    model, x = Net(lambda m, x: m.relu(m.a(x))), X.clone()
+    fuse_convolutions(model)
+    y = model.a(x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match=r"changed before its activation: .* fuse=False"):
+        y.relu()
+
+
+def test_a_single_image() -> None:
+    model = Net(lambda m, x: m.relu(m.a(x)))
+    expected = model(X[0])
+    fuse_convolutions(model)
+    torch.testing.assert_close(model(X[0]), expected)
+
+
+def test_no_module() -> None:
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, got list"):
+        fuse_convolutions([])  # type: ignore[arg-type]
+    assert str(fuse_convolutions(nn.Linear(2, 2))) == "no convolutions"
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_a_fused_engine_on_a_gpu_is_as_accurate_as_a_plain_one(name: str, batch: int) -> None:
+    torch.manual_seed(0)
+    model, x = getattr(resnet, name)().cuda().eval(), torch.randn(batch, 3, 224, 224, device="cuda")
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(x.double())
+    fused, plain = Engine(model), Engine(model, fuse=False)
+    assert len(fused.report.fused) == sum(isinstance(module, nn.Conv2d) for module in model.modules())
+    assert plain.report.fused == {}
+    for _ in range(2):
+        error, allowed = (fused(x) - exact).abs().max(), (plain(x) - exact).abs().max()
+        assert error <= 2 * allowed
+    assert fused.report.graphs is not None
+    assert len(fused.report.graphs) == 1
