@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -417,6 +417,16 @@ def problem(batch: int, shape: tuple[int, int, int, int, int], residual: bool = 
     return Problem(geometry, residual=residual, **{**found, **other})  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is in the table of what was measured."""
+    monkeypatch.setattr(conv_act_tables, "MEASURED_ON_HOPPER", ())
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+@pytest.mark.usefixtures("unmeasured")
 def test_plans_depend_on_the_shape_and_the_gpu() -> None:
     spatial = (64, 56, 64, 3, 1)
     assert choose(problem(256, spatial)).backend == "persistent"
@@ -432,6 +442,7 @@ def test_plans_depend_on_the_shape_and_the_gpu() -> None:
     assert choose(problem(1 << 20, spatial)).reason == "2^31 pixels or more"
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_tiles_are_no_larger_than_what_there_is() -> None:
     tile = choose(problem(256, (96, 56, 64, 3, 1))).tile
     assert tile is not None

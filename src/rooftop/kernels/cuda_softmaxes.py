@@ -50,7 +50,9 @@ class ClusterConfig:
 # From an H200 (results/h200/tune_clusters.json): what is not here is faster by Triton's kernels.
 CLUSTER_FORWARD = (
     ClusterConfig(4096, 6100, 1, 64, 6, odd=True),
-    ClusterConfig(6100, 10_200, 1, 128, 5, odd=True),
+    ClusterConfig(6100, 7150, 1, 64, 7, odd=True),
+    ClusterConfig(7150, 8160, 1, 64, 8, odd=True),
+    ClusterConfig(8160, 10_200, 1, 128, 5, odd=True),
     ClusterConfig(10_200, 20_400, 1, 256, 5, odd=True),
     ClusterConfig(20_400, 49_000, 2, 256, 6, odd=True),
     ClusterConfig(49_000, 114_000, 8, 128, 7, odd=True),
