@@ -140,6 +140,19 @@ def test_half_precision_within_the_gate_and_results_in_float32() -> None:
 
 
 @torch.no_grad()
+def test_norms_and_softmaxes_by_rooftops_kernels() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Softmax(-1)).eval()
+    nn.init.normal_(model[1].weight)
+    x = torch.randn(3, 8)
+    engine = Engine(model, replace=True)
+    assert engine.report.replaced == {"1": "LayerNorm", "2": "Softmax"}
+    assert "by Rooftop's kernels: 1 LayerNorm, 1 Softmax" in str(engine.report)
+    assert type(model[1]) is nn.LayerNorm, "the model itself is as it was"
+    torch.testing.assert_close(engine(x), model(x))
+    assert Engine(model).report.replaced == {}, "on a CPU only where asked"
+
+
+@torch.no_grad()
 def test_norms_that_stay_keep_their_statistics_in_float32() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3)).eval()
     model[0].running_mean += 1000.1

@@ -1,18 +1,20 @@
 """A trained model as fast as it goes without being rewritten.
 
-Five things are done to a copy of it, each of which is shown in the engine's report:
+Six things are done to a copy of it, each of which is shown in the engine's report:
 
 1. batch norms are folded into the convolutions before them (`folding.py`);
 2. on a GPU, 2-D convolutions are computed together with what follows them (`fusing.py`);
-3. weights and activations are bfloat16 on a GPU, results float32;
-4. 2-D convolutions get their weights and inputs channels last on a GPU, as its matrix units read them;
-5. on a GPU, calls are CUDA graphs (`graphs.py`): the host launches one thing instead of hundreds.
+3. on a GPU, norms, softmaxes and embeddings are Rooftop's kernels (`rooftop.nn.replace`);
+4. weights and activations are bfloat16 on a GPU, results float32;
+5. 2-D convolutions get their weights and inputs channels last on a GPU, as its matrix units read them;
+6. on a GPU, calls are CUDA graphs (`graphs.py`): the host launches one thing instead of hundreds.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 from threading import Lock
@@ -26,6 +28,8 @@ from rooftop.inference.folding import Folding, fold_norms
 from rooftop.inference.fusing import Fusing, fuse_convolutions
 from rooftop.inference.graphs import Graph, GraphReport, Graphs, Refusal, UncapturedError
 from rooftop.inference.structures import mapped, signature
+from rooftop.nn import Replacement
+from rooftop.nn import replace as replace_modules
 
 CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
 
@@ -39,6 +43,7 @@ class EngineReport:
         folded: for each norm that is gone, the convolution it was folded into.
         left: for each other batch norm, why it is still there.
         fused: for each convolution that is computed together with what follows it, what that is.
+        replaced: for each norm, softmax and embedding that Rooftop's kernels compute, its kind.
         weights_bytes: of parameters and buffers.
         graphs: those held, the most recently used one last; None where the engine has none.
         refused: calls that run without a graph, by their inputs, and why.
@@ -51,6 +56,7 @@ class EngineReport:
     folded: dict[str, str]
     left: dict[str, str]
     fused: dict[str, str]
+    replaced: dict[str, str]
     weights_bytes: int
     graphs: tuple[GraphReport, ...] | None
     refused: dict[str, str]
@@ -69,6 +75,9 @@ class EngineReport:
         lines += [f"  {norm}: left, {why}" for norm, why in self.left.items()]
         if self.fused:
             lines.append(f"{len(self.fused)} convolutions fused with what follows them")
+        if self.replaced:
+            kinds = Counter(self.replaced.values()).most_common()
+            lines.append(f"by Rooftop's kernels: {', '.join(f'{count} {kind}' for kind, count in kinds)}")
         for graph in self.graphs or ():
             lines.append(f"graph of {graph.inputs}: {graph.bytes / 2**20:.1f} MiB, {graph.replays} replays")
         lines += [f"no graph of {inputs}: {why}" for inputs, why in self.refused.items()]
@@ -96,6 +105,7 @@ class Engine:
             engine, with whatever inputs, overwrites.
         fold: whether batch norms are folded.
         fuse: whether 2-D convolutions are computed together with bias, sum and activation. None: on a GPU.
+        replace: whether Rooftop's kernels compute norms, softmaxes and embeddings. None: on a GPU.
 
     Attributes:
         model: the copy that runs.
@@ -121,6 +131,7 @@ class Engine:
         copy_outputs: bool = True,
         fold: bool = True,
         fuse: bool | None = None,
+        replace: bool | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"Engine: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -138,6 +149,9 @@ class Engine:
         self.model = _copied(model)
         self.folding = fold_norms(self.model) if fold else Folding()
         self.fusing = fuse_convolutions(self.model) if (on_gpu if fuse is None else fuse) else Fusing()
+        # last: torch.fx, by which those before see what belongs together, cannot look through modules of other kinds
+        replaces = on_gpu if replace is None else replace
+        self.replacement = replace_modules(self.model) if replaces else Replacement()
         if channels_last is None:
             channels_last = on_gpu and any(isinstance(module, CONVOLUTIONS_2D) for module in self.model.modules())
         self.channels_last = channels_last
@@ -177,6 +191,7 @@ class Engine:
                 folded=dict(self.folding.folded),
                 left=dict(self.folding.left),
                 fused=dict(self.fusing.fused),
+                replaced=dict(self.replacement.swapped),
                 weights_bytes=sum(t.numel() * t.element_size() for t in tensors),
                 graphs=None if self._graphs is None else graphs,
                 refused={self._inputs[key]: e.why for key, e in entries.items() if isinstance(e, Refusal)},

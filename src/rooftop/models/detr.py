@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from rooftop.models.detr_weights import load_detr_weights
 from rooftop.models.resnet import BasicBlock, Bottleneck, Norm, ResNet
 from rooftop.models.weights import load_into, options_of, read_weights, weights_file
+from rooftop.nn import LayerNorm, LinearAct
 
 
 class Predictions(NamedTuple):
@@ -172,17 +173,17 @@ class EncoderLayer(nn.Module):
     def __init__(self, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
         self.self_attn = Attention(width, heads, dropout)
-        self.linear1 = nn.Linear(width, feed_forward)
+        self.linear1 = LinearAct(width, feed_forward, activation="relu")
         self.dropout = nn.Dropout(dropout)
         self.linear2 = nn.Linear(feed_forward, width)
-        self.norm1 = nn.LayerNorm(width)
-        self.norm2 = nn.LayerNorm(width)
+        self.norm1 = LayerNorm(width)
+        self.norm2 = LayerNorm(width)
 
     def forward(self, x: Tensor, positions: Tensor, allowed: Tensor | None) -> Tensor:
         """Cells (B, S, D) with their positions (B, S, D) -> (B, S, D)."""
         placed = x + positions
         x = self.norm1(x + self.dropout(self.self_attn(placed, placed, x, allowed)))
-        hidden = self.dropout(F.relu(self.linear1(x)))  # (B, S, feed_forward)
+        hidden = self.dropout(self.linear1(x))  # (B, S, feed_forward)
         return self.norm2(x + self.dropout(self.linear2(hidden)))
 
 
@@ -193,19 +194,19 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(width, heads, dropout)
         self.multihead_attn = Attention(width, heads, dropout)
-        self.linear1 = nn.Linear(width, feed_forward)
+        self.linear1 = LinearAct(width, feed_forward, activation="relu")
         self.dropout = nn.Dropout(dropout)
         self.linear2 = nn.Linear(feed_forward, width)
-        self.norm1 = nn.LayerNorm(width)
-        self.norm2 = nn.LayerNorm(width)
-        self.norm3 = nn.LayerNorm(width)
+        self.norm1 = LayerNorm(width)
+        self.norm2 = LayerNorm(width)
+        self.norm3 = LayerNorm(width)
 
     def forward(self, x: Tensor, queries: Tensor, memory: Tensor, placed: Tensor, allowed: Tensor | None) -> Tensor:
         """Objects (B, Q, D) with their queries (Q, D) -> (B, Q, D); the cells (B, S, D) without and with positions."""
         named = x + queries
         x = self.norm1(x + self.dropout(self.self_attn(named, named, x)))
         x = self.norm2(x + self.dropout(self.multihead_attn(x + queries, placed, memory, allowed)))
-        hidden = self.dropout(F.relu(self.linear1(x)))  # (B, Q, feed_forward)
+        hidden = self.dropout(self.linear1(x))  # (B, Q, feed_forward)
         return self.norm3(x + self.dropout(self.linear2(hidden)))
 
 
@@ -228,7 +229,7 @@ class Decoder(nn.Module):
     def __init__(self, layers: int, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
         self.layers = nn.ModuleList(DecoderLayer(width, heads, feed_forward, dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        self.norm = LayerNorm(width)
 
     def forward(self, queries: Tensor, memory: Tensor, positions: Tensor, allowed: Tensor | None) -> list[Tensor]:
         """The objects (B, Q, D) after each layer, before the norm."""
@@ -264,11 +265,12 @@ class BoxHead(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, out) for out in (width, width, 4))
+        hidden = (LinearAct(width, width, activation="relu") for _ in range(2))
+        self.layers = nn.ModuleList((*hidden, nn.Linear(width, 4)))
 
     def forward(self, x: Tensor) -> Tensor:
         first, second, last = self.layers
-        return last(F.relu(second(F.relu(first(x)))))
+        return last(second(first(x)))
 
 
 class Detr(nn.Module):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from rooftop.kernels import window_attention
 from rooftop.models.registry import register
 from rooftop.models.weights import load_weights
+from rooftop.nn import LayerNorm, LinearAct
 
 Norm = Callable[[int], nn.Module]
 Size = tuple[int, int]
@@ -252,8 +253,9 @@ class SwinBlock(nn.Module):
         self.stochastic_depth = StochasticDepth(stochastic_depth_prob)
         self.norm2 = norm(channels)
         hidden = int(channels * mlp_ratio)
-        layers = (nn.Linear(channels, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, channels))
-        self.mlp = nn.Sequential(*layers, nn.Dropout(dropout))
+        first = LinearAct(channels, hidden, activation="gelu")
+        gelu = nn.Identity()  # which the first layer computes: the names of the others are the origin's
+        self.mlp = nn.Sequential(first, gelu, nn.Dropout(dropout), nn.Linear(hidden, channels), nn.Dropout(dropout))
         for layer in self.mlp:
             if isinstance(layer, nn.Linear):
                 nn.init.xavier_uniform_(layer.weight)
@@ -320,7 +322,7 @@ class SwinTransformer(nn.Module):
                 "expected as many depths as num_heads, and two numbers each for patch_size and window_size, got "
                 f"{list(depths)}, {list(num_heads)}, {list(patch_size)} and {list(window_size)}"
             )
-        norm = norm_layer or partial(nn.LayerNorm, eps=1e-5)
+        norm = norm_layer or partial(LayerNorm, eps=1e-5)
         patch, window = (patch_size[0], patch_size[1]), (window_size[0], window_size[1])
         half = (window[0] // 2, window[1] // 2)
         patches = nn.Conv2d(3, embed_dim, patch, patch)
