@@ -46,6 +46,7 @@ KEY_FRAMES_ONLY = frozenset(
 )
 """Codecs whose frames do not depend on each other: in an AVI file, which has no times, each has its place."""
 
+ONE_WAITS = ("mpeg1video", "mpeg2video", "mpeg4")  # in these at most one frame waits for others to be shown before it
 ONE_FRAME_A_PACKET = KEY_FRAMES_ONLY | {"h264", "hevc", "vvc", "vp9", "av1", "gif", "webp", "qtrle"}
 """Codecs whose packets are shown as one frame each. Others (VP8 has frames that are never shown, MPEG-4 two frames in
 one packet) are indexed by decoding them once."""
@@ -309,10 +310,16 @@ class Decoder:
         yield from _good(rest, first, sought)
 
     def _before_damage(self, pending: set[int], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-        """Of these, those shown before the first one that is missing: the error comes some packets after its cause."""
+        """Of these, those shown before the first one that is missing: the error comes some packets after its cause.
+
+        Where packets have no times, frames are counted: one that waits for others, which are gone, would get the time
+        of one of these.
+        """
         held: list[av.VideoFrame] = []
         with suppress(Broken):
             held.extend(self._rest(first, sought))
+        if not self.clocked:
+            held = held[:-1] if self.stream.codec_context.codec.canonical_name in ONE_WAITS else []
         missing = min(pending - {frame.pts for frame in held}, default=None)
         for frame in held:
             if missing is not None and (frame.pts is None or frame.pts >= missing):
