@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
+from rooftop.errors import InputError
 from rooftop.models import NextFrameNetwork, colour_next_frame_network, next_frame_network, predict_frames
 
 TRAINED_ON = 1500  # of scikit-learn's 1797 digits
@@ -121,7 +122,7 @@ def of_clip(path: Path, device: torch.device, quick: bool) -> Setup:
     clip = VideoReader(path, dtype=torch.float32, resize=size)[:].permute(0, 2, 3, 1).to(device)  # (T, H, W, 3)
     first = 4 * len(clip) // 5
     if len(clip) - first < frames:
-        raise SystemExit(f"error: {path} has {len(clip)} frames: expected at least {5 * frames}")
+        raise InputError(f"{path} has {len(clip)} frames: expected at least {5 * frames}")
 
     def windows(part: Tensor, count: int, seed: int) -> Tensor:
         starts = torch.randint(len(part) - frames + 1, (count,), generator=torch.Generator().manual_seed(seed))
@@ -227,23 +228,27 @@ def draw(sequences: list[tuple[Tensor, Tensor, Tensor]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--device", type=torch.device, default=torch.device("cpu"), help="cpu (a small network) or cuda"
-    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cpu: a small network")
     parser.add_argument("--steps", type=int, help="of training; by default, what suits the network")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("trained"), metavar="DIR")
     parser.add_argument("--clip", type=Path, metavar="FILE", help="a video to learn from, in place of digits")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs")
     options = parser.parse_args()
+    if options.steps is not None and options.steps < 1:
+        parser.error("expected --steps of at least 1")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs an NVIDIA GPU, and PyTorch finds none here")
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out {options.out} is no folder")
     torch.manual_seed(options.seed)
-    found = (
-        of_clip(options.clip, options.device, options.quick)
-        if options.clip
-        else of_digits(options.device, options.quick)
-    )
+    device = torch.device(options.device)
+    try:
+        found = of_clip(options.clip, device, options.quick) if options.clip else of_digits(device, options.quick)
+    except InputError as error:  # of the clip
+        raise SystemExit(f"error: {error}") from error
     steps = options.steps or found.steps
-    setup = Setup(found.network.to(options.device), found.videos, found.held_out, steps, found.learning_rate)
+    setup = Setup(found.network.to(device), found.videos, found.held_out, steps, found.learning_rate)
     options.out.mkdir(parents=True, exist_ok=True)
     parameters = sum(p.numel() for p in setup.network.parameters())
     print(f"{parameters:,} parameters, videos of {' x '.join(map(str, setup.held_out.shape[1:]))}, {options.device}")

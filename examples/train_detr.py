@@ -231,6 +231,8 @@ def main() -> None:
         parser.error("expected --steps of at least 1, and --pictures of at least 0")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs an NVIDIA GPU, and PyTorch finds none here")
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out {options.out} is no folder")
     chosen = {name: getattr(options, name) for name in ("steps", "pictures") if getattr(options, name) is not None}
     recipe = replace(RECIPES[options.device], **(QUICK if options.quick else {}) | chosen)
     device = torch.device(options.device)

@@ -258,6 +258,26 @@ def test_a_detr_that_cannot_be_trained(words: tuple[object, ...], run: Run, tmp_
     assert not (tmp_path / "detr").exists()
 
 
+def test_a_folder_that_is_a_file_is_found_before_the_training(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for name in ("train_detr", "train_conv_lstm"):
+        with pytest.raises(SystemExit, match="2"):
+            run(name, "--out", file)
+        assert "file is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [("--steps", 0), ("--device", "meta"), pytest.param(("--device", "cuda"), marks=on_cpu)]
+)
+def test_a_conv_lstm_that_cannot_be_trained(words: tuple[object, ...], run: Run, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("train_conv_lstm", "--out", tmp_path / "trained", *words)
+    assert not (tmp_path / "trained").exists()
+
+
 @pytest.mark.gpu
 def test_no_step_of_training_a_detr_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
@@ -306,8 +326,9 @@ def test_a_conv_lstm_learns_from_a_clip(run: Run, tmp_path: Path) -> None:
     assert torch.load(tmp_path / "next_frame.pth", weights_only=True)["head.weight"].shape == (3, 4, 3, 3)
     with VideoWriter(tmp_path / "short.mp4", 25) as writer:
         writer.write(frames[:9])
-    with pytest.raises(SystemExit, match=r"error: .* has 9 frames: expected at least 30"):
-        run("train_conv_lstm", "--quick", "--clip", tmp_path / "short.mp4", "--out", tmp_path)
+    for clip, problem in (("short.mp4", "has 9 frames: expected at least 30"), ("no.mp4", "does not exist")):
+        with pytest.raises(SystemExit, match=rf"error: .*{clip} {problem}"):
+            run("train_conv_lstm", "--quick", "--clip", tmp_path / clip, "--out", tmp_path)
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)

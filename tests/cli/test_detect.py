@@ -132,6 +132,12 @@ def test_pictures_of_one_name_do_not_overwrite_each_other() -> None:
         (("one", "--weights", "no.pth"), 2, "'no.pth'"),
         (("one", "--weights", "empty.pth"), 1, "empty.pth"),
         (("one", "--random-weights", "0", "-o", "empty.pth"), 2, "empty.pth is no folder: name another with --output"),
+        (
+            ("one", "--random-weights", "0", "-o", "empty.pth/x"),
+            2,
+            "empty.pth/x cannot be made (Not a directory): name",
+        ),
+        (("one", "--random-weights", str(2**64)), 2, "is not in the range 0<=x<="),
         (("empty.pth", "--random-weights", "0"), 2, "empty.pth is no image"),
     ],
 )

@@ -156,11 +156,12 @@ def test_random_weights_are_said_to_be_random_and_are_those_of_their_seed(run: R
     assert json.loads(run(*words, "--random-weights", "3", "--json", "--colour")[1])["colours"] == "colour"
 
 
-def test_half_precision_predicts_nearly_the_same(run: Run) -> None:
+def test_any_precision_predicts_nearly_the_same(run: Run) -> None:
     words = ("walk.mkv", "--weights", "c.pth", "--frames", "4", "--json")
-    whole, half = (json.loads(run(*words, "--dtype", dtype)[1])["errors"] for dtype in ("fp32", "bf16"))
+    whole, half, double = (json.loads(run(*words, "--dtype", dtype)[1])["errors"] for dtype in ("fp32", "bf16", "fp64"))
     assert half != whole
     assert half == pytest.approx(whole, abs=HALF)
+    assert double == pytest.approx(whole, abs=1e-5)
 
 
 def test_weights_of_keras(run: Run) -> None:

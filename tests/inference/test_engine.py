@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import pickle
 import threading
 import warnings
 from collections import OrderedDict
@@ -161,6 +163,26 @@ def test_norms_that_stay_keep_their_statistics_in_float32() -> None:
     assert engine.model[0].running_mean.dtype == torch.float32
     eager = model(x.bfloat16().float())
     assert (engine(x) - eager).abs().max() < 0.05 * eager.abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("given", [torch.float32, torch.float64])
+def test_norms_that_stay_take_what_the_engine_computes_in(given: torch.dtype, dtype: torch.dtype) -> None:
+    model, x = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3)).eval().to(given), torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(Engine(model, dtype=dtype)(x), model(x.to(given)).float())
+
+
+def test_scripted_models() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval())
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(Engine(model)(x), model(x).detach())
+
+
+@pytest.mark.parametrize("function", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied(function: Callable[[Engine], object]) -> None:
+    with pytest.raises(TypeError, match=r"not copied or pickled.*: copy or save the model"):
+        function(Engine(nn.Linear(2, 2)))
 
 
 @torch.no_grad()

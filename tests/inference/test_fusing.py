@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -219,6 +220,9 @@ def test_hooks_stay() -> None:
     assert "a: left alone, it has hooks" in str(fusing)
     model(X)
     assert seen == [Tensor]
+    backward = Net(lambda m, x: m.relu(m.a(x)))
+    backward.a.register_full_backward_hook(lambda *_: seen.append(None))
+    assert fuse_convolutions(backward).left == {"a": "it has hooks"}
     other = Net(lambda m, x: m.relu(m.a(x)))
     other.relu.register_forward_pre_hook(lambda module, args: seen.append(type(args[0])))
     assert fuse_convolutions(other).fused["a"] == "bias"
@@ -238,6 +242,38 @@ def test_what_conv_act_cannot_compute_is_left() -> None:
     replaced = Net(lambda m, x: m.relu(m.a(x)))
     replaced.a.forward = lambda x: x  # type: ignore[method-assign]
     assert fuse_convolutions(replaced).left == {"a": "its forward was replaced"}
+
+    class Twice(nn.Conv2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    subclass = nn.Sequential(Twice(4, 4, 1), nn.ReLU())
+    assert fuse_convolutions(subclass).left == {"0": "it is a Twice, which may do more than a Conv2d"}
+    of_complex = nn.Sequential(nn.Conv2d(4, 4, 1, dtype=torch.complex64), nn.Sigmoid())
+    expected = of_complex(X.to(torch.complex64))
+    assert fuse_convolutions(of_complex).left == {"0": "its weights are torch.complex64"}
+    torch.testing.assert_close(of_complex(X.to(torch.complex64)), expected)
+
+
+def test_a_trace_is_of_calls_without_gradients() -> None:
+    def by_gradients(model: Net, x: Tensor) -> Tensor:
+        return model.a(x).relu() if torch.is_grad_enabled() else model.a(x) * 2
+
+    assert fused_with(Net(by_gradients), X)["a"] == "bias"
+
+
+def test_autocast_is_that_of_the_convolution() -> None:
+    def within(model: Net, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model.a(x)
+        return (y + x).relu() if model.training else y.relu()
+
+    model = Net(within).eval()
+    expected = model(X)
+    assert fuse_convolutions(model).fused["a"] == "bias, relu"
+    for found, plain in ((model(X), expected), (model.train()(X), expected.new_zeros((), dtype=torch.float32))):
+        assert found.dtype == plain.dtype
+    torch.testing.assert_close(model.eval()(X), expected, rtol=0.02, atol=0.02)
 
 
 def test_what_cannot_be_traced_is_fused_as_far_as_it_can_be() -> None:
@@ -282,6 +318,14 @@ def promised(function: Callable[..., Any]) -> tuple[Any, Any]:
         lambda y: (y.add_(X), y.sum())[1],
         lambda y: (y.sum(), y.relu())[1],
         lambda y: functional.relu(functional.relu(y).add(y)),
+        lambda y: (1 - y * 2) / (y**2 + 1),
+        lambda y: (-y)[:, 1:] @ abs(y[0, 0]),
+        lambda y: torch.where((y > 0) & (y != 1), y, torch.zeros(())),
+        lambda y: torch.stack([len(y) * row for row in y]),
+        lambda y: (y.__setitem__((slice(None), 0), 7.0), y.relu())[1],
+        lambda y: (y.__imul__(2), y.relu())[1],
+        lambda y: torch.from_numpy(np.asarray(y)),
+        lambda y: nn.Conv2d(4, 4, 1).requires_grad_(False).eval()(y).mean() * 0 + y,
     ],
 )
 def test_whatever_is_done_with_a_promise_gets_the_right_numbers(function: Callable[..., Any]) -> None:
@@ -296,6 +340,35 @@ def test_a_promise_whose_input_was_changed_is_an_error() -> None:
     x.mul_(2)
     with pytest.raises(RuntimeError, match=r"changed before its activation: .* fuse=False"):
         y.relu()
+    y = model.a(x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="changed before its activation"):
+        (y + X).relu()
+
+
+@pytest.mark.parametrize("function", [lambda y: y, lambda y: {"result": [y]}, lambda y: y * 2])
+def test_an_engine_whose_model_goes_another_way_gives_tensors(function: Callable[..., Any]) -> None:
+    class Switched(Net):
+        other = False
+
+        def forward(self, x: Tensor) -> Any:
+            return function(self.b(self.a(x))) if self.other else self.relu(self.b(self.relu(self.a(x))))
+
+    model = Switched(given_out).eval()
+    engine = Engine(model, fuse=True)
+    assert engine.report.fused == {"a": "bias, relu", "b": "bias, relu"}
+    model.other = engine.model.other = True  # type: ignore[assignment]
+    with torch.no_grad():
+        torch.testing.assert_close(engine(X), model(X))
+
+
+def test_a_copy_of_a_fused_model_has_its_own_weights() -> None:
+    model = Net(lambda m, x: m.relu(m.a(x)))
+    fuse_convolutions(model)
+    own = copy.deepcopy(model)
+    own.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()})
+    assert not own(X).any()
+    assert model(X).any()
 
 
 def test_a_single_image() -> None:
@@ -303,6 +376,8 @@ def test_a_single_image() -> None:
     expected = model(X[0])
     fuse_convolutions(model)
     torch.testing.assert_close(model(X[0]), expected)
+    with pytest.raises(TypeError, match="conv2d"):
+        model([1.0])
 
 
 def test_no_module() -> None:

@@ -41,6 +41,7 @@ SHAPES: dict[str, Shape] = {
     "3 x 2, two strides": (2, 16, 6, 9, 24, (3, 2), (2, 3), (1, 2), 1),
     "the stem": (2, 3, 13, 12, 24, 7, 2, 3, 1),
     "five channels, dilated": (1, 5, 9, 10, 24, 3, 2, 1, 2),
+    "five channels, 1 x 1, dilated": (2, 5, 6, 7, 24, 1, 1, 0, 2),
 }
 # Of ResNet-50: channels, size, out channels, kernel, stride, whether there is a residual, activation
 RESNET_50 = [
@@ -510,9 +511,10 @@ def test_a_plan_says_what_is_taken_and_why() -> None:
         (
             {"weight": torch.ones(6, 4, 0, 3)},
             ValueError,
-            r"expected channels and a window of at least 1, got weight \(6, 4, 0, 3\)",
+            r"expected pixels, channels and a window of at least 1, got \(1, 4, 5, 5\) and \(6, 4, 0, 3\)",
         ),
-        ({"weight": torch.ones(0, 4, 3, 3)}, ValueError, "expected channels and a window"),
+        ({"weight": torch.ones(0, 4, 3, 3)}, ValueError, "expected pixels, channels and a window"),
+        ({"input": torch.ones(1, 4, 0, 5), "padding": 2}, ValueError, r"at least 1, got \(1, 4, 0, 5\) and"),
         ({"weight": torch.ones(6, 4, 6, 6)}, ValueError, "the window does not fit into the input, .*: pad"),
         ({"bias": torch.ones(4)}, ValueError, r"expected bias of shape \(6,\), got \(4,\)"),
         ({"bias": torch.ones(6, device="meta")}, ValueError, "input is on cpu, bias on meta"),

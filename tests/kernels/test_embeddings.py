@@ -64,6 +64,21 @@ def test_tables_of_any_strides(tokens: Tensor) -> None:
         assert torch.equal(embedding(tokens, weight), F.embedding(tokens, weight))
 
 
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda tokens: tokens[::2],
+        lambda tokens: tokens.view(2, 6)[:, ::2],
+        lambda tokens: tokens[:1].expand(20),
+        lambda tokens: tokens[:1].expand(4, 10),
+        lambda tokens: tokens.view(3, 4).t(),
+    ],
+)
+def test_tokens_of_any_strides(of: Callable[[Tensor], Tensor]) -> None:
+    """Also those that lie as far apart as if they were one row."""
+    assert_gate(of(drawn(12, rows=7)), 7, 8, torch.float32)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_a_token_outside_of_the_table_stops_the_program() -> None:
     """In a process of its own: the context of one that did so is lost."""

@@ -263,6 +263,7 @@ def test_autocast_keeps_the_cell_in_float32() -> None:
         ({"strides": 2, "dilation_rate": 2}, "strides > 1 and dilation_rate > 1 do not go together"),
         ({"kernel_size": (3, 3, 3)}, "kernel_size must be a positive integer or two of them"),
         ({"kernel_size": 0}, "kernel_size must be"),
+        ({"kernel_size": 3.0}, "kernel_size must be a positive integer or two of them, got 3.0"),
         ({"filters": 0}, "filters must be a positive integer"),
         ({"padding": "full"}, "padding must be one of valid, same"),
         ({"data_format": "NCHW"}, "data_format must be one of"),
@@ -289,6 +290,22 @@ def test_wrong_options(options: Options, message: str) -> None:
 )
 def test_wrong_inputs(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        ConvLSTM2D(2, 3, 3)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1.0],), "frames must be a tensor, got list"),
+        ((frames(1, 2, 5, 5, 2).byte(),), "frames must be of floating point numbers, got torch.uint8"),
+        ((frames(1, 2, 5, 5, 2), (frames(1, 3, 3, 3), None)), r"two tensors, .*, got \['Tensor', 'NoneType'\]"),
+        ((frames(1, 2, 5, 5, 2), 3), "initial_state must be None or two tensors, .*, got 3"),
+        ((frames(1, 2, 5, 5, 2), None, [[True, False]]), "mask must be a tensor, got list"),
+        ((frames(1, 2, 5, 5, 2), None, torch.ones(1, 2)), "mask must be boolean, got torch.float32"),
+    ],
+)
+def test_inputs_of_wrong_types(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         ConvLSTM2D(2, 3, 3)(*arguments)
 
 

@@ -112,6 +112,10 @@ def command(
             detector = BUILDERS[model]().eval()
     detector.auxiliary = False  # what earlier layers say is of use in training only
     by_engine = _ByEngine(engine_of(detector, model, where, dtype))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # before the long work
+    except OSError as error:
+        raise InputError(f"{folder} cannot be made ({error.strerror}): name another with --output") from error
     longer = round(size * 1333 / 800)
     with progress_bar() as progress:
         photographs = detect(
@@ -123,7 +127,6 @@ def command(
             batch_size=batch_size,
             progress=progress,
         )
-    folder.mkdir(parents=True, exist_ok=True)
     for photo, picture in zip(photographs, pictures, strict=True):
         partial = picture.with_suffix(".part")
         draw_objects(read_image(photo.path), photo.objects).save(partial, format="PNG")

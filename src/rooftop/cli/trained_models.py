@@ -22,7 +22,7 @@ photographs_argument = click.argument("paths", nargs=-1, required=True, metavar=
 seed_option = click.option(
     "--random-weights",
     "seed",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, 2**64 - 1),  # what torch.manual_seed takes
     metavar="SEED",
     help="In place of --weights: an untrained model, to try things out. What it says means nothing.",
 )

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rooftop.inference.folding import Folding, fold_norms
-from rooftop.inference.fusing import Fusing, fuse_convolutions
+from rooftop.inference.fusing import Fusing, fuse_convolutions, settled
 from rooftop.inference.graphs import Graph, GraphReport, Graphs, Refusal, UncapturedError
 from rooftop.inference.structures import mapped, signature
 from rooftop.nn import Replacement
@@ -94,7 +94,7 @@ class Engine:
     Args:
         model: any module that `copy.deepcopy` copies, all of it on one device.
         dtype: of floating-point weights and inputs. None: bfloat16 on a GPU, float32 on a CPU. Batch norms that could
-            not be folded keep their statistics as they are.
+            not be folded are at least float32.
         channels_last: memory format of 2-D convolutions' weights and of floating-point inputs with four dimensions.
             None: on a GPU, if the model has such convolutions.
         graphs: one CUDA graph for each signature of the inputs: structure, shapes, dtypes, numbers, strings. None: on a
@@ -173,6 +173,12 @@ class Engine:
             with self._graphs.in_order():
                 return self._by_graph(self._graphs, args, kwargs)
 
+    def __getstate__(self) -> object:
+        raise TypeError(
+            "Engine: an engine is not copied or pickled, since its graphs and its lock cannot be: copy or save the "
+            "model that it was built of, and build another engine"
+        )
+
     @property
     def report(self) -> EngineReport:
         """What was done to the model and what is held now."""
@@ -208,7 +214,8 @@ class Engine:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch.autocast(self.device.type, enabled=False):
-            return self.model(*args, **kwargs)
+            results = self.model(*args, **kwargs)
+            return settled(results) if self.fusing.fused else results
 
     def _as_input(self, tensor: Tensor) -> Tensor:
         self._check_device(tensor)
@@ -311,20 +318,23 @@ def _copied(model: nn.Module) -> nn.Module:
         raise TypeError(
             f"Engine: a {type(model).__name__} cannot be copied ({type(error).__name__}: {error})"
         ) from error
-    return own.eval().requires_grad_(False)
+    for parameter in own.parameters():
+        parameter.requires_grad_(False)
+    return own.eval()
 
 
 @torch.no_grad()
 def _convert(model: nn.Module, dtype: torch.dtype, channels_last: bool) -> None:
-    """Floating-point tensors to `dtype` but those of batch norms, and 2-D convolutions' weights channels last."""
+    """Floating-point tensors to `dtype`, those of batch norms to float32 at least, which take no others beside halves;
+    and 2-D convolutions' weights channels last."""
     for module in model.modules():
-        if not isinstance(module, _BatchNorm):
-            for parameter in module._parameters.values():
-                if parameter is not None and parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    module._buffers[name] = buffer.to(dtype)
+        own = torch.promote_types(dtype, torch.float32) if isinstance(module, _BatchNorm) else dtype
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_floating_point():
+                parameter.data = parameter.data.to(own)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(own)
         if channels_last and isinstance(module, CONVOLUTIONS_2D) and module.weight is not None:
             module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
 

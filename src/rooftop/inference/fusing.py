@@ -6,8 +6,9 @@ Where is it allowed? The traces that `folding.py` makes show which convolution's
 or a sum whose one use is an activation, with nothing in between that could change a tensor. Such a convolution answers
 with a promise; the sum is noted in it, and the activation computes everything at once. Whatever else is done with a
 promise gets the tensor that the convolution alone would have given. So a trace decides what is fast, and no call of a
-module that goes another way than the trace gets a wrong number. Shapes are known in the call alone: a shortcut that
-would be broadcast or cast is added by PyTorch.
+module that goes another way than the trace gets a wrong number, unless it changes a tensor of inference mode in place,
+which does not count its changes. Shapes are known in the call alone: a shortcut that would be broadcast or cast is
+added by PyTorch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from rooftop.inference.folding import CONVOLUTIONS, NORMS, Opening, Sealing, Structure
+from rooftop.inference.structures import mapped
 from rooftop.kernels import conv_act
+from rooftop.kernels.conv_acts import FLOATS
 
 Function = Callable[..., Any]
 ACTIVATIONS: dict[Function, str] = {
@@ -41,6 +44,13 @@ MODULES = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid)
 SUMS: tuple[Function, ...] = (operator.add, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 SUMS_IN_PLACE: tuple[Function, ...] = (operator.iadd, Tensor.add_, Tensor.__iadd__)
 METHODS = ("relu", "relu_", "sigmoid", "add", "add_")
+# Of tensors, which Python looks up in the type; sums are above.
+SPECIAL_METHODS = (
+    "__neg__", "__pos__", "__abs__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__",
+    "__truediv__", "__rtruediv__", "__itruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__",
+    "__rpow__", "__ipow__", "__matmul__", "__rmatmul__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
+    "__getitem__", "__setitem__", "__len__", "__iter__", "__contains__", "__bool__", "__array__", "__deepcopy__",
+)  # fmt: skip
 # Modules that change no tensor, of which those between a convolution and its activation must be.
 PURE = (*CONVOLUTIONS, *NORMS, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 
@@ -63,6 +73,7 @@ class Fusing:
         return "\n".join(lines) or "no convolutions"
 
 
+@torch.no_grad()
 def fuse_convolutions(model: nn.Module) -> Fusing:
     """Let `kernels.conv_act` compute a model's 2-D convolutions with their bias, sum and activation, in place.
 
@@ -74,7 +85,7 @@ def fuse_convolutions(model: nn.Module) -> Fusing:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse_convolutions: model must be a torch.nn.Module, got {type(model).__name__}")
-    convolutions = {name: module for name, module in model.named_modules() if type(module) is nn.Conv2d}
+    convolutions = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
     inner = {id(_folded(module)) for module in convolutions.values() if _folded(module) is not module}
     candidates = {name: module for name, module in convolutions.items() if id(module) not in inner}
     result = Fusing()
@@ -107,12 +118,16 @@ def _folded(convolution: nn.Conv2d) -> nn.Conv2d:
 def _why_not(module: nn.Conv2d) -> str | None:
     """Why a convolution is not one of `conv_act`'s, or more than its parameters say."""
     folded = _folded(module)
+    if type(module) is not nn.Conv2d:
+        return f"it is a {type(module).__name__}, which may do more than a Conv2d"
     if _has_hooks(module):
         return "it has hooks"
     if "forward" in vars(folded):
         return "its forward was replaced"
     if folded.padding_mode != "zeros" or isinstance(folded.padding, str):
         return f"its padding is {folded.padding_mode}, {folded.padding!r}"
+    if folded.weight.dtype not in FLOATS:
+        return f"its weights are {folded.weight.dtype}"
     return None
 
 
@@ -208,7 +223,9 @@ def _activation_of(function: Any, options: dict[str, Any]) -> str | None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 # ---- the promise ---------------------------------------------------------------------------------------------------
@@ -220,8 +237,9 @@ class _Computing:
     def __init__(self, convolution: nn.Conv2d, steps: tuple[str, ...]) -> None:
         self.convolution, self.steps = convolution, steps
 
-    def __call__(self, input: Tensor) -> Any:
-        if input.dim() != 4:  # a single image
+    def __call__(self, input: Any) -> Any:
+        input = _value_of(input)
+        if not isinstance(input, Tensor) or input.dim() != 4:  # a single image, or what PyTorch refuses
             return nn.Conv2d.forward(self.convolution, input)
         return _Promise(self.convolution, input) if self.steps else _computed(self.convolution, input, None, None)
 
@@ -243,6 +261,7 @@ class _Promise:
         self.convolution, self.input, self.residual = convolution, input, residual
         self.settled: Tensor | None = None
         self.versions = _version(input), _version(residual)
+        self.autocast = _autocast(input.device.type)
 
     def dim(self) -> int:
         return 4
@@ -259,13 +278,20 @@ class _Promise:
                 "what a convolution reads was changed before its activation: this call goes another way through the "
                 "model than the trace by which they were fused. Build the engine with fuse=False"
             )
-        return _computed(self.convolution, self.input, self.residual, activation)
+        kind = self.input.device.type
+        if self.autocast == _autocast(kind):
+            return _computed(self.convolution, self.input, self.residual, activation)
+        enabled, dtype = self.autocast  # those where the convolution was called
+        with torch.autocast(kind, dtype, enabled):
+            return _computed(self.convolution, self.input, self.residual, activation)
 
     def plus(self, other: Any, in_place: bool) -> Any:
         if self.settled is not None or self.residual is not None or not self._can_add(other):
             return self.value().add_(other) if in_place else self.value() + other
         if not in_place:
-            return _Promise(self.convolution, self.input, other)
+            promise = _Promise(self.convolution, self.input, other)
+            promise.versions, promise.autocast = (self.versions[0], promise.versions[1]), self.autocast
+            return promise
         self.residual, self.versions = other, (self.versions[0], _version(other))
         return self
 
@@ -321,6 +347,25 @@ class _Promise:
             method = getattr(Tensor, name)
             return lambda *arguments, **options: self.__torch_function__(method, (), (self, *arguments), options)
         return getattr(self.value(), name)
+
+
+def _special(name: str) -> Function:
+    method = getattr(Tensor, name)
+    return lambda promise, *arguments, **options: method(promise.value(), *arguments, **options)
+
+
+for _name in SPECIAL_METHODS:
+    setattr(_Promise, _name, _special(_name))
+
+
+def settled(results: Any) -> Any:
+    """A model's results: tensors in place of promises, which a call gives that goes another way than the trace."""
+    return mapped(results, _Promise.value, of_type=_Promise)
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype | None]:
+    """Whether it is on for devices of this kind, and to what; there is none for tensors without data."""
+    return (False, None) if kind == "meta" else (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
 
 def _version(tensor: Tensor | None) -> int | None:

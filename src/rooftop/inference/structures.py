@@ -13,10 +13,11 @@ from torch import Tensor
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
-def mapped(structure: Any, function: Callable[[Tensor], Tensor], strict: bool = False) -> Any:
+def mapped(structure: Any, function: Callable[[Any], Tensor], strict: bool = False, of_type: type = Tensor) -> Any:
     """The same structure with `function` of each tensor; a tensor that is there twice is asked for once.
 
     Args:
+        of_type: what `function` takes, if not tensors.
         strict: refuse objects in which tensors could be hidden; else they stay as they are.
 
     Raises:
@@ -25,7 +26,7 @@ def mapped(structure: Any, function: Callable[[Tensor], Tensor], strict: bool = 
     done: dict[int, Tensor] = {}
 
     def of(part: Any) -> Any:
-        if isinstance(part, Tensor):
+        if isinstance(part, of_type):
             if id(part) not in done:
                 done[id(part)] = function(part)
             return done[id(part)]

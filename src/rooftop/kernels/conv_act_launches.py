@@ -209,7 +209,8 @@ def packed(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Boxes, Tensor
     """
     group = GROUP_BYTES // x.element_size()
     step = geometry.stride[1]
-    if geometry.dilation[1] > 1:  # taps of a line are not neighbours: pixels of a whole group, one tap at a time
+    if geometry.dilation[1] > 1 and geometry.kernel[1] > 1:
+        # Taps of a line are not neighbours: pixels of a whole group, one tap at a time.
         return _widened(x, weight, geometry, 2 * group)
     pixel = group // math.gcd(group, step)
     while pixel < geometry.channels:
@@ -275,6 +276,7 @@ def _copied(
     boxes, weights = packed(x, weight, g) if g.channels < LEAST_CHANNELS else (boxes_of(x, g), weight)
     g, (lines, pixels) = boxes.geometry, boxes.out
     depth = min(tile.depth, g.channels)
+    assert g.channels % depth == 0, f"{tile} leaves channels out of {g.channels}"
     box = box_of(tile.rows, boxes.batch, lines, pixels)
     part = _part_of(box, tile.parts)
     tiles = -(-boxes.batch // box[0]) * -(-lines // box[1]) * -(-pixels // box[2]) * -(-g.out_channels // tile.columns)

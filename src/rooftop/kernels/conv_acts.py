@@ -275,8 +275,8 @@ def _prepared(
         raise ValueError(
             f"{name}: expected input (N, C, H, W) and weight (O, C / groups, KH, KW), got {shapes} with groups={groups}"
         )
-    if min(weight.shape) < 1:
-        raise ValueError(f"{name}: expected channels and a window of at least 1, got weight {tuple(weight.shape)}")
+    if min(*weight.shape, *x.shape[2:]) < 1:
+        raise ValueError(f"{name}: expected pixels, channels and a window of at least 1, got {shapes}")
     geometry = _geometry(x, weight, strides, paddings, dilations, groups)
     if min(geometry.out) < 1:
         raise ValueError(

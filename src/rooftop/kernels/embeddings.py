@@ -83,7 +83,8 @@ def _forward(input: Tensor, weight: Tensor) -> Tensor:
     grid = (-(-input.numel() // config.rows), -(-width // columns))
     sizes = (input.numel(), width, rows, weight.stride(0))
     tile = {"ROWS": config.rows, "COLUMNS": columns, "num_warps": config.warps}
-    launch(gather_rows, grid, weight.device, weight, input.reshape(-1), result, *sizes, debug=True, **tile)
+    tokens = input.reshape(-1).contiguous()  # reshaped alone it may keep its strides
+    launch(gather_rows, grid, weight.device, weight, tokens, result, *sizes, debug=True, **tile)
     return result
 
 

@@ -269,6 +269,9 @@ class ConvLSTM2D(nn.Module):
                     f"{shape}: call reset_state() before another batch size or frame size"
                 )
             return self.hidden_state.to(inputs.dtype), self.cell_state.to(self.kernel.dtype)
+        if not isinstance(initial_state, Sequence) or not all(isinstance(t, Tensor) for t in initial_state):
+            kinds = [type(t).__name__ for t in initial_state] if isinstance(initial_state, Sequence) else initial_state
+            raise TypeError(f"ConvLSTM2D: initial_state must be None or two tensors, (hidden, cell), got {kinds}")
         if len(initial_state) != 2:
             raise ValueError(f"ConvLSTM2D: initial_state must be (hidden, cell), got {len(initial_state)} tensors")
         hidden, cell = (
@@ -286,6 +289,9 @@ class ConvLSTM2D(nn.Module):
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
         names = "(N, T, H, W, C)" if self.data_format == LAST else "(N, T, C, H, W)"
+        for name, tensor in (("frames", x), ("mask", mask)):
+            if not isinstance(tensor, Tensor) and (name == "frames" or tensor is not None):
+                raise TypeError(f"ConvLSTM2D: {name} must be a tensor, got {type(tensor).__name__}")
         if not x.is_floating_point():
             raise TypeError(f"ConvLSTM2D: frames must be of floating point numbers, got {x.dtype}")
         if x.dim() != 5:
@@ -321,7 +327,7 @@ def _four_times(frames: Tensor, rate: float) -> Tensor:
 
 
 def _pair(name: str, value: int | Sequence[int]) -> Pair:
-    found = (value, value) if isinstance(value, int) else tuple(value)
+    found = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
     if len(found) != 2 or not all(isinstance(each, int) and each > 0 for each in found):
         raise ValueError(f"ConvLSTM2D: {name} must be a positive integer or two of them, got {value!r}")
     return found
