@@ -20,6 +20,7 @@ def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(*shape).requires_grad_() for shape in shapes]
 
 
+LINE = torch.tensor([[-1, 0, 1], [0, 1, 2], [1, 2, -1]], dtype=torch.int32)  # three sites in a row
 CASES: dict[str, Callable[[], Made]] = {
     "attention": lambda: (leaves(*[(2, 3, 16, 8)] * 3), kernels.attention),
     "linear_act": lambda: (leaves((16, 24), (20, 24), (20,)), lambda x, w, b: kernels.linear_act(x, w, b, "gelu")),
@@ -36,6 +37,10 @@ CASES: dict[str, Callable[[], Made]] = {
     "window_attention": lambda: (
         leaves((1, 6, 6, 48), (2, 9, 9)),
         lambda x, bias: kernels.window_attention(x, bias, 2, (3, 3), (1, 1)),
+    ),
+    "sparse_conv": lambda: (
+        leaves((3, 5), (4, 3, 5), (4,)),
+        lambda x, w, b: kernels.sparse_conv(x, w, b, LINE),
     ),
     "conv_lstm_gates": lambda: (leaves((2, 16, 4, 4), (2, 4, 4, 4)), kernels.conv_lstm_gates),
     "conv_lstm_sequence": lambda: (leaves((3, 2, 16, 4, 4), (16, 4, 3, 3)), kernels.conv_lstm_sequence),

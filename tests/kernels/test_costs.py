@@ -37,6 +37,8 @@ CELLS, POINTS = torch.rand(4, 8, 3, generator=torch.Generator().manual_seed(1)),
 
 MAP = torch.linspace(-1, 1, 108).reshape(1, 3, 3, 12)  # of 3 x 3 positions
 PAIR_BIAS, BEYOND = torch.linspace(-1, 1, 32).reshape(2, 4, 4), ROW.repeat(2)
+LINE = torch.tensor([[-1, 0, 1], [0, 1, 2], [1, 2, 3], [2, 3, -1]], dtype=torch.int32)  # four sites in a row: 10 pairs
+TAPS = torch.linspace(-1, 1, 18).reshape(2, 3, 3)
 
 
 def windowed(packed: Tensor, bias: Tensor, padding: Tensor) -> Tensor:
@@ -123,6 +125,16 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
     "conv_act": (
         lambda: kernels.conv_act(X.reshape(1, 1, 6, 4), ROW[:3].reshape(1, 1, 3, 1), OTHER[0, :1], activation="relu"),
         (2 * 16 * 3 + 2 * 16, F4 * (24 + 3 + 1), F4 * 16),
+    ),
+    # ten pairs of three channels and two; the bias of each result; the table of four by three
+    "sparse_conv": (
+        lambda: kernels.sparse_conv(HIDDEN, TAPS, ROW[:2], LINE, pair_count=10),
+        (2 * 10 * 6 + 8, F4 * (12 + 18 + 2 + 12), F4 * 8),
+    ),
+    # without the number of pairs, one for each result
+    "sparse_conv_backward": (
+        lambda: learn(lambda x, w, b: kernels.sparse_conv(x, w, b, LINE), HIDDEN, TAPS, ROW[:2]),
+        (2 * 2 * 4 * 6 + 8, F4 * (8 + 12 + 18 + 12), F4 * (12 + 18 + 2)),
     ),
     "linear_act": (
         lambda: kernels.linear_act(HIDDEN, HEAD, ROW, "relu", OTHER),
@@ -224,6 +236,7 @@ class Everything(nn.Module):
         x = kernels.matmul(x, self.weight) + kernels.swiglu(x, x.flip(1))
         images, windows = x.reshape(1, 2, 3, 4), self.weight.reshape(2, 2, 3, 3)
         x = x + kernels.conv_act(images, windows, padding=1, activation="gelu").reshape(4, 6)
+        x = x + kernels.sparse_conv(x, self.weight[:, None].expand(6, 3, 6), self.bias, LINE)
         for reduce in (kernels.sum, kernels.mean, kernels.amax, kernels.amin, kernels.norm):
             x = x + reduce(x, 1, keepdim=True)
         x = x + kernels.argmax(x, 1, keepdim=True) - kernels.argmin(x, 1, keepdim=True)

@@ -25,7 +25,7 @@ Arguments = dict[str, Any]
 @dataclass(frozen=True)
 class Public:
     """A public function: its tensors by name, as dimensions that `sizes` gives ("M N"), `theirs`, which computes the
-    same from the same tensors, and other keywords."""
+    same from the same tensors, and other keywords, some of which follow from the tensors (`ours_alone`)."""
 
     name: str
     shapes: dict[str, str]
@@ -35,9 +35,11 @@ class Public:
     fixed: tuple[str, ...] = ()  # dimensions that cannot be another size
     most: int = 1 << 62  # of which a dimension can be
     normalized: bool = False  # normalized_shape follows from the last dimension
+    ours_alone: Callable[[Arguments], Arguments] = lambda arguments: {}
 
     def ours(self, **arguments: Any) -> Any:
-        return getattr(kernels, self.name)(**arguments, **self._more(arguments))
+        more = {**self._more(arguments), **self.ours_alone(arguments)}
+        return getattr(kernels, self.name)(**arguments, **more)
 
     def peer(self, **arguments: Any) -> Any:
         return self.theirs(**arguments, **self._more(arguments))
@@ -136,6 +138,19 @@ def windows(query_key_value: Tensor, bias: Tensor, padding: Tensor, heads: int, 
     return joined.reshape(batch, tall, wide, channels // 3)[:, :height, :width]
 
 
+def sites_of_a_line(arguments: Arguments) -> Arguments:
+    """Each meets the one before, itself and the one after."""
+    features = arguments["features"]
+    count, device = (len(features), features.device) if isinstance(features, Tensor) and features.dim() else (4, "cpu")
+    neighbours = torch.arange(count, device=device)[:, None] + torch.arange(-1, 2, device=device)
+    return {"neighbours": torch.where(neighbours < count, neighbours, -1).int()}
+
+
+def along_a_line(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    padded = F.pad(features, (0, 0, 1, 1))
+    return torch.einsum("mtk,ntk->mn", torch.stack((padded[:-2], padded[1:-1], padded[2:]), 1), weight) + bias
+
+
 HEAD, WINDOWS = "B H S D", {"heads": 2, "window": (2, 2)}
 PUBLIC = [
     elementwise("relu", torch.relu),
@@ -199,6 +214,13 @@ PUBLIC = [
         {"gates": "2 M 8 H S", "kernel": "8 2 3 3", "hidden": "M 2 H S", "cell": "M 2 H S"},
         conv_lstms,
         {},
+    ),
+    Public(
+        "sparse_conv",
+        {"features": "M K", "weight": "N 3 K", "bias": "N"},
+        along_a_line,
+        {},
+        ours_alone=sites_of_a_line,
     ),
     Public("window_attention", {"query_key_value": "B H S 72", "bias": "2 4 4", "padding": "72"}, windows, WINDOWS),
     *(

@@ -19,6 +19,7 @@ from rooftop.kernels.norms import layer_norm, rms_norm
 from rooftop.kernels.reductions import amax, amin, argmax, argmin, mean, norm, sum
 from rooftop.kernels.rotary import rope, rope_pair
 from rooftop.kernels.softmaxes import log_softmax, softmax
+from rooftop.kernels.sparse_convs import sparse_conv
 from rooftop.kernels.sum_norms import add_layer_norm, add_rms_norm
 from rooftop.kernels.window_attentions import window_attention
 
@@ -60,6 +61,7 @@ __all__ = [
     "sigmoid",
     "silu",
     "softmax",
+    "sparse_conv",
     "sum",
     "swiglu",
     "tanh",

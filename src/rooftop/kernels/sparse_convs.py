@@ -1,0 +1,393 @@
+"""Sparse convolution: out[m] = bias + sum over the taps t of the window of weight[:, t] features[neighbours[m, t]].
+
+Graham et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks"; computed as an implicit
+product of matrices (Tang et al. 2023, "TorchSparse++"): rows are gathered as they are multiplied, and nothing is stored
+in between. Which site lies where is known from the rulebook, `neighbours`. Bound by memory where channels are few, by
+the tensor cores from about 128 channels on.
+
+A tile of results multiplies only those taps that one of its rows has. On a surface a site has some 9 of 27 neighbours;
+which ones, depends on the surface's slope. Rows that are sorted by what they have (`rows_by_mask`) share tiles with
+their like, which skip the taps that none of them has.
+
+The gradient of the features is the same product through the reverse table, with the weight transposed: nothing is
+scattered, no atomics. The gradient of the weight is a sum over the pairs of each tap, cut into equal parts whose
+float32 sums are added in their order. Deterministic: the same bits each time.
+
+`sparse_conv_launches.py` has the launch parameters and launches the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.sparse_conv_launches import convolved, pairs_of, weight_gradient
+from rooftop.launch.operators import (
+    differentiable,
+    no_second_derivative,
+    no_tangents,
+    operator,
+    without_autocast,
+)
+from rooftop.launch.triton_launch import INTERPRETED
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MAX_ROWS = (1 << 31) - 1  # rows are numbered by int32
+PLAIN = "torch.nn.functional.conv3d on the dense grid"
+
+# ---- reference -------------------------------------------------------------------------------------------------
+
+
+@without_autocast
+def sparse_conv_reference(features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor) -> Tensor:
+    """(M, O) from features (N, C), weight (O, T, C), bias (O,) and neighbours (M, T): gather, multiply, add, by tap.
+
+    Products are float32, or float64 for float64; taps are added in float64. On a GPU it waits for the GPU at each tap,
+    to know how many pairs there are.
+    """
+    values, matrices = features.to(_inside(features)), weight.to(_inside(features))
+    out = torch.zeros(neighbours.shape[0], weight.shape[0], dtype=torch.float64, device=features.device)
+    for tap, (sites, rows) in enumerate(_pairs_by_tap(neighbours)):
+        out.index_add_(0, rows, (values.index_select(0, sites) @ matrices[:, tap].t()).double())
+    return (out if bias is None else out + bias).to(features.dtype)
+
+
+@without_autocast
+def features_gradient_reference(dy: Tensor, weight: Tensor, neighbours: Tensor, sites: int) -> Tensor:
+    """The gradient (N, C) of the features of N sites, from dy (M, O)."""
+    gradients, matrices = dy.to(_inside(dy)), weight.to(_inside(dy))
+    found = torch.zeros(sites, weight.shape[2], dtype=torch.float64, device=dy.device)
+    for tap, (at, rows) in enumerate(_pairs_by_tap(neighbours)):
+        found.index_add_(0, at, (gradients.index_select(0, rows) @ matrices[:, tap]).double())
+    return found.to(dy.dtype)
+
+
+@without_autocast
+def weight_gradient_reference(dy: Tensor, features: Tensor, neighbours: Tensor) -> Tensor:
+    """The gradient (O, T, C) of the weight, from dy (M, O); float64, since there can be any number of pairs."""
+    gradients, values = dy.double(), features.double()
+    by_tap = [
+        gradients.index_select(0, rows).t() @ values.index_select(0, at) for at, rows in _pairs_by_tap(neighbours)
+    ]
+    return torch.stack(by_tap, 1).to(dy.dtype)
+
+
+def _pairs_by_tap(neighbours: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(sites, rows) of each tap, rows ascending."""
+    found = []
+    for column in neighbours.unbind(1):
+        rows = (column >= 0).nonzero().squeeze(1)
+        found.append((column.index_select(0, rows).long(), rows))
+    return found
+
+
+def _inside(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# ---- values of tables ----------------------------------------------------------------------------------------
+
+
+def _check_values(features: Tensor, neighbours: Tensor, order: Tensor | None) -> None:
+    """On a CPU, that tables say what they should: the kernels read sites that there are not as none."""
+    rows, sites = neighbours.shape[0], features.shape[0]
+    if features.device.type != "cpu":
+        return
+    if neighbours.numel() and not -1 <= int(neighbours.min()) <= int(neighbours.max()) < sites:
+        raise ValueError(
+            f"sparse_conv: neighbours must be from 0 to {sites - 1}, the rows of features, or -1 for none, "
+            f"got {int(neighbours.min())} to {int(neighbours.max())}"
+        )
+    if order is not None and not torch.equal(order.long().sort().values, torch.arange(rows)):
+        raise ValueError(f"sparse_conv: order must have each row from 0 to {rows - 1} once: use rows_by_mask")
+
+
+def _check_reverse(neighbours: Tensor, reverse: Tensor | None) -> None:
+    """On a CPU, that the reverse table has the pairs of the other, and no more."""
+    if neighbours.device.type != "cpu":
+        return
+    table = neighbours.flip(1) if reverse is None else reverse
+    site, tap = (table >= 0).nonzero(as_tuple=True)
+    row = table[site, tap].long()
+    as_many = len(row) == int((neighbours >= 0).sum()) and bool((row < neighbours.shape[0]).all())
+    if not as_many or not torch.equal(neighbours[row, tap].long(), site):
+        name = "reverse" if reverse is not None else "neighbours, mirrored (reverse is None),"
+        raise ValueError(
+            f"sparse_conv: {name} must have row m at [n, t] exactly where neighbours has n at [m, t]: "
+            "take both from one rulebook"
+        )
+
+
+def _by_reference(features: Tensor) -> bool:
+    return features.dtype == torch.float64 or (features.device.type == "cpu" and not INTERPRETED)
+
+
+# ---- registration ----------------------------------------------------------------------------------------------
+
+
+@operator("sparse_conv")
+def _sparse_conv(
+    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor, reverse: Tensor | None,
+    order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
+    pair_count: int,
+) -> Tensor:  # fmt: skip
+    """weight (O, T, C). The tables of the other direction are for the gradients."""
+    _check_values(features, neighbours, order)
+    if _by_reference(features):
+        return sparse_conv_reference(features, weight, bias, neighbours)
+    return convolved(features, weight, bias, neighbours, order, mirrored=False)
+
+
+@torch.library.register_fake("rooftop::sparse_conv")
+def _(
+    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor, reverse: Tensor | None,
+    order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
+    pair_count: int,
+) -> Tensor:  # fmt: skip
+    return features.new_empty(neighbours.shape[0], weight.shape[0])
+
+
+@operator("sparse_conv_backward")
+def _sparse_conv_backward(
+    dy: Tensor, features: Tensor, weight: Tensor, neighbours: Tensor, reverse: Tensor | None,
+    order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
+    pair_count: int, mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of features, weight and bias; those that `mask` does not ask for are empty."""
+    dfeatures, dweight, dbias = (features.new_empty(0) for _ in range(3))
+    if mask[0]:
+        _check_reverse(neighbours, reverse)
+    if mask[2]:
+        dbias = dy.sum(0, dtype=torch.float64 if _by_reference(dy) else torch.float32).to(dy.dtype)
+    if _by_reference(features):
+        if mask[0]:
+            dfeatures = features_gradient_reference(dy, weight, neighbours, features.shape[0])
+        if mask[1]:
+            dweight = weight_gradient_reference(dy, features, neighbours)
+        return dfeatures, dweight, dbias
+    if mask[0]:
+        transposed = weight.permute(2, 1, 0)  # (C, T, O)
+        if reverse is None:
+            dfeatures = convolved(dy, transposed, None, neighbours, order, mirrored=True)
+        else:
+            dfeatures = convolved(dy, transposed, None, reverse, reverse_order, mirrored=False)
+    if mask[1]:
+        if pairs is None or pair_counts is None:
+            pairs, pair_counts = pairs_of(neighbours, features.shape[0])
+        dweight = weight_gradient(dy, features, neighbours.shape[1], pairs, pair_counts)
+    return dfeatures, dweight, dbias
+
+
+@torch.library.register_fake("rooftop::sparse_conv_backward")
+def _(
+    dy: Tensor, features: Tensor, weight: Tensor, neighbours: Tensor, reverse: Tensor | None,
+    order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
+    pair_count: int, mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return (
+        features.new_empty(features.shape if mask[0] else 0),
+        weight.new_empty(weight.shape if mask[1] else 0),
+        dy.new_empty(dy.shape[1] if mask[2] else 0),
+    )
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:  # type: ignore[type-arg]
+    features, weight, _, *tables, pair_count = inputs
+    ctx.save_for_backward(features, weight, *tables)
+    ctx.pair_count = pair_count  # type: ignore[attr-defined]
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    mask = list(ctx.needs_input_grad[:3])
+    found = _sparse_conv_backward(dy, *ctx.saved_tensors, ctx.pair_count, mask)
+    return *(t if wanted else None for t, wanted in zip(found, mask, strict=True)), *(None,) * 7
+
+
+differentiable("sparse_conv", _differentiate, _save)
+differentiable("sparse_conv_backward", no_second_derivative("sparse_conv", PLAIN))
+
+
+@cost_of("rooftop::sparse_conv")
+def _forward_cost(call: Call) -> Cost:
+    """The product of each pair; features, weight and table once. An order is not needed, and not counted."""
+    features, weight, bias = call["features"], call["weight"], call["bias"]
+    flops = _product_flops(call, features, 1)
+    if bias is not None:
+        _add(flops, precision_of(features.dtype), call.out.numel())
+    read = distinct_bytes([features, weight, bias, call["neighbours"]])
+    return Cost(read, distinct_bytes([call.out]), flops)
+
+
+@cost_of("rooftop::sparse_conv_backward")
+def _backward_cost(call: Call) -> Cost:
+    """A product of each pair for features and for weight, a sum for the bias; each with the tensors that it needs."""
+    for_features, for_weight, for_bias = call["mask"]
+    dy, needed = call["dy"], [call["dy"]]
+    if for_features:
+        needed += [call["weight"], call["neighbours"] if call["reverse"] is None else call["reverse"]]
+    if for_weight:
+        needed += [call["features"], call["neighbours"]]
+    flops = _product_flops(call, dy, for_features + for_weight)
+    if for_bias:
+        _add(flops, precision_of(dy.dtype), dy.numel())
+    return Cost(distinct_bytes(needed), distinct_bytes(list(call.out)), flops)
+
+
+def _product_flops(call: Call, operand: Tensor, products: int) -> dict[str, int]:
+    """Of `products` of every pair. Where the caller did not say how many there are, to look would be to wait for the
+    GPU: then one for each result, the fewest that a rulebook has, so that no roof is put too low."""
+    out_channels, _, channels = call["weight"].shape
+    pairs = call["pair_count"] if call["pair_count"] >= 0 else call["neighbours"].shape[0]
+    found = 2 * pairs * channels * out_channels * products
+    return {matrix_precision(operand, convolution=True): found} if found else {}
+
+
+def _add(flops: dict[str, int], precision: str, more: int) -> None:
+    flops[precision] = flops.get(precision, 0) + more
+
+
+# ---- public ----------------------------------------------------------------------------------------------------
+
+
+def sparse_conv(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    neighbours: Tensor,
+    reverse: Tensor | None = None,
+    *,
+    order: Tensor | None = None,
+    reverse_order: Tensor | None = None,
+    pairs: tuple[Tensor, Tensor] | None = None,
+    pair_count: int | None = None,
+) -> Tensor:
+    """The convolution of N sites to M results through a table of neighbours, as a rulebook has it.
+
+    Args:
+        features: (N, C), bfloat16, float16, float32 or float64; under autocast cast as those of conv3d, as are weight
+            and bias.
+        weight: (O, *kernel, C), spconv's layout, same dtype; T taps in all, in the order of the table's columns.
+        bias: (O,), same dtype.
+        neighbours: (M, T) int32, the row of features that a result meets at a tap, -1 for none. Rows that there are not
+            raise on the CPU, and on a GPU are read as none.
+        reverse: (N, T) int32, the result that a row of features meets at a tap, -1 for none; for the gradient of the
+            features. None: that of a submanifold convolution, neighbours with the taps in the other order.
+        order, reverse_order: (M,) and (N,) int32 or int64, the order in which rows of the two tables are worked on,
+            from `rows_by_mask`; without reverse, `order` serves both. None: made where there are many rows.
+        pairs: (2, T, P) int32, sites and results of each tap's pairs, and how many there are, (T,) int32, as
+            `get_indice_pairs` gives them; for the gradient of the weight. None: made from neighbours.
+        pair_count: of all taps, for the count of flops alone. None: it is taken for M, the fewest that there can be.
+
+    Returns:
+        (M, O), contiguous, of the inputs' dtype. Products are added up in float32 (float64 for float64); those of
+        float32 are TF32 only where torch is allowed to use it for convolutions. The same bits each time.
+
+    Raises:
+        TypeError: no dense tensors, or dtypes that do not fit.
+        ValueError: shapes, devices or, on a CPU, tables that do not fit.
+        MissingExtraError: on a GPU, without Triton.
+        NotImplementedError: forward-mode differentiation, or a second derivative.
+    """
+    _check(features, weight, bias, neighbours, reverse, order, reverse_order, pairs)
+    if pair_count is not None and (not isinstance(pair_count, (int, torch.SymInt)) or pair_count < 0):
+        raise ValueError(f"sparse_conv: pair_count must be None or a number of pairs, got {pair_count!r}")
+    if _autocasts(features):
+        narrow = torch.get_autocast_dtype(features.device.type)
+        features, weight = features.to(narrow), weight.to(narrow)
+        bias = bias.to(narrow) if bias is not None else None
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != features.dtype:
+            raise TypeError(
+                f"sparse_conv: features is {features.dtype}, {name} {tensor.dtype}: cast one, or use autocast"
+            )
+    no_tangents("sparse_conv", features, weight, bias, instead=PLAIN)
+    taps = neighbours.shape[1]
+    matrices = weight.reshape(weight.shape[0], taps, weight.shape[-1]).contiguous()
+    lists = pairs if pairs is not None else (None, None)
+    count = -1 if pair_count is None else pair_count
+    tables = (neighbours, reverse, order, reverse_order)
+    return _sparse_conv(features, matrices, bias, *tables, *lists, count)  # type: ignore[no-any-return]
+
+
+def _autocasts(x: Tensor) -> bool:
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+
+
+def _check(
+    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor, reverse: Tensor | None,
+    order: Tensor | None, reverse_order: Tensor | None, pairs: tuple[Tensor, Tensor] | None,
+) -> None:  # fmt: skip
+    if pairs is not None and (not isinstance(pairs, (tuple, list)) or len(pairs) != 2):
+        raise TypeError("sparse_conv: pairs must be a tuple of two tensors, the pairs and how many there are")
+    listed, counts = (None, None) if pairs is None else pairs
+    integers = ((torch.int32,), "int32")
+    either = ((torch.int32, torch.int64), "int32 or int64")
+    floats = (FLOATS, "bfloat16, float16, float32 or float64")
+    arguments = {
+        "features": (features, True, floats),
+        "weight": (weight, True, floats),
+        "bias": (bias, False, floats),
+        "neighbours": (neighbours, True, integers),
+        "reverse": (reverse, False, integers),
+        "order": (order, False, either),
+        "reverse_order": (reverse_order, False, either),
+        "pairs[0]": (listed, pairs is not None, integers),
+        "pairs[1]": (counts, pairs is not None, integers),
+    }
+    for name, (tensor, needed, (dtypes, names)) in arguments.items():
+        if tensor is None and not needed:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"sparse_conv: {name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"sparse_conv: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"sparse_conv: {name} must be {names}, got {tensor.dtype}")
+        if tensor.device != features.device:
+            raise ValueError(
+                f"sparse_conv: features is on {features.device}, {name} on {tensor.device}: move one to the other"
+            )
+    _check_shapes(features, weight, bias, neighbours, reverse, order, reverse_order, listed, counts)
+
+
+def _check_shapes(
+    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor, reverse: Tensor | None,
+    order: Tensor | None, reverse_order: Tensor | None, listed: Tensor | None, counts: Tensor | None,
+) -> None:  # fmt: skip
+    if features.dim() != 2 or weight.dim() < 3 or weight.shape[-1] != features.shape[1]:
+        raise ValueError(
+            "sparse_conv: expected features (N, C) and weight (O, *kernel, C), "
+            f"got {tuple(features.shape)} and {tuple(weight.shape)}"
+        )
+    sites, taps = features.shape[0], math.prod(weight.shape[1:-1])
+    if taps == 0:
+        raise ValueError(f"sparse_conv: expected a window of at least 1, got weight {tuple(weight.shape)}")
+    if neighbours.dim() != 2 or neighbours.shape[1] != taps:
+        raise ValueError(
+            f"sparse_conv: expected neighbours (M, {taps}), a column for each tap of weight {tuple(weight.shape)}, "
+            f"got {tuple(neighbours.shape)}"
+        )
+    rows = neighbours.shape[0]
+    if max(rows, sites) > MAX_ROWS:
+        raise ValueError(f"sparse_conv: {max(rows, sites)} rows are more than int32 can number: split the batch")
+    expected = {
+        "bias": (bias, (weight.shape[0],)),
+        "reverse": (reverse, (sites, taps)),
+        "order": (order, (rows,)),
+        "reverse_order": (reverse_order, (sites,)),
+        "pairs[1]": (counts, (taps,)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"sparse_conv: expected {name} of shape {shape}, got {tuple(tensor.shape)}")
+    if listed is not None and (listed.dim() != 3 or tuple(listed.shape[:2]) != (2, taps)):
+        raise ValueError(f"sparse_conv: expected pairs[0] of shape (2, {taps}, P), got {tuple(listed.shape)}")
+    if reverse is None and rows != sites and features.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"sparse_conv: from {sites} sites to {rows} results is no submanifold convolution: give reverse, which the "
+            "gradient of features needs"
+        )

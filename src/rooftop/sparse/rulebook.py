@@ -1,0 +1,624 @@
+"""The rulebook of a sparse convolution: which input site meets which output site at which offset of the kernel.
+
+Its law: (input i, output o, offset k) is a pair, once, if and only if both are active and, in each dimension,
+
+    input[i] == stride * output[o] + dilation * k - padding          (transposed: input and output change places)
+
+An output is active where some input reaches it; of a submanifold convolution the outputs are the inputs. Offsets are
+numbered row by row, k = (kz * ksize_y + ky) * ksize_x + kx, as the weights of `torch.nn.functional.conv3d` are.
+Graham et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", section 3.
+
+A site packs into one int64 key, ((batch * Z + z) * Y + y) * X + x. Outputs are sorted by key and pairs by input row, so
+nothing depends on the order in which threads run. `rulebook_reference` is the law in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.errors import MissingExtraError
+from rooftop.launch.triton_launch import record_launch
+
+MAX_DIMS = 4
+MAX_ROWS = 2**31 - 1  # tables hold rows as int32
+MAX_SLOTS = 2**30  # of a hash table: its slots are int32
+EMPTY = -1  # in a hash table
+NO_KEY = 2**63 - 1  # the largest int64, sorted behind all keys
+NO_ROOM = 2  # of the three faults of a rulebook
+WORD_BITS = 32
+# Outputs for each input that a table first has room for, and how it grows: a kernel of 3 makes a flat surface 3 thick.
+ROOM_PER_SITE = 4
+
+PerDimension = int | Sequence[int]
+
+
+# ---- what a convolution is -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A convolution without its channels, from the sites of its inputs to those of its outputs.
+
+    Attributes:
+        batch_size: batch elements.
+        in_shape, out_shape: size of the dense grid in each dimension.
+        ksize, stride, padding, dilation: in each dimension. Of a submanifold convolution the padding is the one that
+            keeps sites where they are.
+        subm: whether outputs are the inputs.
+        transpose: whether the law has input and output changed.
+    """
+
+    batch_size: int
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    ksize: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    subm: bool = False
+    transpose: bool = False
+
+    @property
+    def dims(self) -> int:
+        return len(self.in_shape)
+
+    @property
+    def kernel_volume(self) -> int:
+        return math.prod(self.ksize)
+
+
+def geometry(
+    batch_size: int,
+    spatial_shape: Sequence[int],
+    ksize: PerDimension,
+    stride: PerDimension = 1,
+    padding: PerDimension = 0,
+    dilation: PerDimension = 1,
+    out_padding: PerDimension = 0,
+    subm: bool = False,
+    transpose: bool = False,
+) -> Geometry:
+    """The `Geometry` of a convolution over a grid.
+
+    The arguments are those of `get_indice_pairs`, which says what is raised.
+    """
+    shape = sizes_of(spatial_shape)
+    dims = len(shape)
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    kernel, step = _sizes("ksize", ksize, dims, 1), _sizes("stride", stride, dims, 1)
+    pad, spread = _sizes("padding", padding, dims, 0), _sizes("dilation", dilation, dims, 1)
+    more = _sizes("out_padding", out_padding, dims, 0)
+    if math.prod(kernel) > MAX_ROWS:
+        raise ValueError(f"a kernel of {kernel} has more offsets than int32 can number: take a smaller one")
+    if any(more) and not transpose:
+        raise ValueError(f"out_padding {more} is for transposed convolutions only: leave it 0")
+    if subm:
+        _check_submanifold(kernel, step, transpose)
+        pad, out_shape = tuple(d * (k // 2) for d, k in zip(spread, kernel, strict=True)), shape
+    else:
+        out_shape = tuple(
+            (n - 1) * s - 2 * p + d * (k - 1) + m + 1 if transpose else (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d, m in zip(shape, kernel, step, pad, spread, more, strict=True)
+        )
+    if min(out_shape) < 1:
+        raise ValueError(
+            f"a kernel of {kernel} (dilation {spread}, padding {pad}) does not fit into spatial_shape {shape}: "
+            f"the output would be {out_shape}; add padding or take a smaller kernel"
+        )
+    for what, sizes in (("spatial_shape", shape), ("the output's shape", out_shape)):
+        if batch_size * math.prod(sizes) > NO_KEY:
+            raise ValueError(
+                f"{what} {sizes} times batch_size {batch_size} is beyond 2^63 cells, which int64 keys cannot number: "
+                "shift the coordinates to start near 0 and pass the shape that they need"
+            )
+    return Geometry(batch_size, shape, out_shape, kernel, step, pad, spread, subm, transpose)
+
+
+def _check_submanifold(ksize: tuple[int, ...], stride: tuple[int, ...], transpose: bool) -> None:
+    if transpose:
+        raise ValueError("a convolution is submanifold or transposed, not both: pass subm=False or transpose=False")
+    if any(k % 2 == 0 for k in ksize):
+        raise ValueError(f"the kernel of a submanifold convolution has a centre: ksize must be odd, got {ksize}")
+    if any(s != 1 for s in stride):
+        raise ValueError(f"a submanifold convolution keeps its sites: stride must be 1, got {stride}")
+
+
+def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """A `spatial_shape` as integers; raises `ValueError` for other than 1 to 4 dimensions and for sizes below 1."""
+    sizes = _sizes("spatial_shape", shape, None, 1)
+    if not 1 <= len(sizes) <= MAX_DIMS:
+        raise ValueError(f"spatial_shape must have 1 to {MAX_DIMS} dimensions, got {sizes}")
+    return sizes
+
+
+def _sizes(what: str, value: PerDimension, dims: int | None, least: int) -> tuple[int, ...]:
+    """One integer for each dimension."""
+    sizes = (value,) * (dims or 1) if isinstance(value, int) else tuple(int(v) for v in value)
+    if dims is not None and len(sizes) != dims:
+        raise ValueError(f"{what} must be one integer or {dims}, one for each dimension, got {value}")
+    if any(size < least for size in sizes):
+        raise ValueError(f"{what} must be at least {least} in each dimension, got {value}")
+    return sizes
+
+
+# ---- what is known of it ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Rulebook:
+    """All pairs of a convolution, in the forms that computing it needs. N inputs, O outputs, K offsets.
+
+    A row of indices that is -1 throughout is no site; it has no pairs. With `num_out_act_bound` the outputs end in such
+    rows.
+
+    Attributes:
+        batch_size, in_shape, out_shape, ksize: as in `Geometry`.
+        in_indices: (N, 1 + dims) int32 or int64, batch first.
+        out_indices: (O, 1 + dims), the same dtype; sorted; of a submanifold convolution those of the inputs.
+        neighbours: (O, K) int32, contiguous: the input row at each offset of an output, or -1.
+        reached: what `reverse` gives, or None of a submanifold convolution.
+        faults: (3,) int32 on the device of the indices, 0 or 1: an input row repeats a site; one is out of range; there
+            were more outputs than `num_out_act_bound`, and then there are none. `check()` raises for them.
+        subm: whether outputs are the inputs. Then i has o at k where o has i at K - 1 - k.
+        inverse: whether it was built from the outputs to the inputs, then swapped.
+    """
+
+    batch_size: int
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    ksize: tuple[int, ...]
+    in_indices: Tensor
+    out_indices: Tensor
+    neighbours: Tensor
+    reached: Tensor | None
+    faults: Tensor
+    subm: bool = False
+    inverse: bool = False
+
+    @property
+    def kernel_volume(self) -> int:
+        return self.neighbours.shape[1]
+
+    def check(self) -> None:
+        """Raises `ValueError` for what `faults` tells of, with the first row that is wrong. Waits for the device."""
+        repeated, outside, beyond = self.faults.tolist()
+        built = self.swapped() if self.inverse else self
+        if repeated or outside:
+            check_sites(built.in_indices, built.batch_size, built.in_shape)
+        if beyond:
+            raise ValueError(_beyond(len(built.out_indices)))
+
+    @cached_property
+    def num_outputs(self) -> Tensor:
+        """() int64 on the device: output rows that are sites."""
+        return (self.out_indices[:, 0] >= 0).sum()
+
+    @cached_property
+    def reverse(self) -> Tensor:
+        """(N, K) int32, contiguous: the output row that an input reaches at each offset, or -1."""
+        return self.neighbours.flip(1) if self.reached is None else self.reached
+
+    @cached_property
+    def masks(self) -> Tensor:
+        """(O, ceil(K / 32)) int32: bit k % 32 of word k // 32 is set where `neighbours` has an input."""
+        return bit_masks(self.neighbours)
+
+    @cached_property
+    def reverse_masks(self) -> Tensor:
+        """(N, ceil(K / 32)) int32: the same of `reverse`."""
+        return bit_masks(self.reverse)
+
+    @cached_property
+    def indice_pairs(self) -> Tensor:
+        """(2, K, N) int32: input rows and output rows of the pairs of each offset, by input row, then -1."""
+        inputs, offsets = self.reverse.shape
+        valid = (self.reverse >= 0).t()  # (K, N)
+        place = (valid.cumsum(1) - 1).masked_fill_(~valid, inputs)  # what is no pair goes to a column that is dropped
+        pairs = self.reverse.new_full((2, offsets, inputs + 1), -1)
+        rows = torch.arange(inputs, dtype=torch.int32, device=place.device).expand(offsets, inputs)
+        pairs[0].scatter_(1, place, rows)
+        pairs[1].scatter_(1, place, self.reverse.t())
+        return pairs[:, :, :inputs].contiguous()
+
+    @cached_property
+    def indice_pair_num(self) -> Tensor:
+        """(K,) int32: pairs of each offset."""
+        return (self.reverse >= 0).sum(0, dtype=torch.int32)
+
+    def swapped(self) -> Rulebook:
+        """The rulebook of the inverse convolution: from these outputs back to these inputs, with the same offsets."""
+        return Rulebook(
+            self.batch_size,
+            self.out_shape,
+            self.in_shape,
+            self.ksize,
+            self.out_indices,
+            self.in_indices,
+            self.reverse,
+            self.neighbours,
+            self.faults,
+            self.subm,
+            not self.inverse,
+        )
+
+
+def bit_masks(table: Tensor) -> Tensor:
+    """(rows, K) int32 with -1 where there is nothing, to (rows, ceil(K / 32)) int32 with a bit for each entry."""
+    kernels = load_kernels()
+    masks = table.new_empty((table.shape[0], -(-table.shape[1] // WORD_BITS)))
+    _launch(kernels.set_bits, tuple(masks.shape), table, masks)
+    return masks
+
+
+# ---- reference -------------------------------------------------------------------------------------------------
+
+
+def rulebook_reference(indices: Tensor, shape: Geometry, num_out_act_bound: int | None = None) -> Rulebook:
+    """The law, in plain PyTorch, on any device: sort, unique and searchsorted on keys.
+
+    Arguments and errors are those of `build_rulebook`, but all errors are raised at once.
+    """
+    check_indices(indices, shape.dims)
+    check_sites(indices, shape.batch_size, shape.in_shape)
+    sites = indices.long()
+    reached, valid = _reached(sites, shape)  # (N, K)
+    if shape.subm:
+        out_indices = indices
+        active, order = torch.where(sites[:, 0] >= 0, keys_of(sites, shape.in_shape), NO_KEY).sort()
+    else:
+        active = reached[valid].unique()
+        order = torch.arange(len(active), device=indices.device)
+        out_indices = sites_of(active, shape.out_shape).to(indices.dtype)
+        if num_out_act_bound is not None:
+            if len(active) > num_out_act_bound:
+                raise ValueError(_beyond(num_out_act_bound))
+            missing = num_out_act_bound - len(active)
+            out_indices = torch.nn.functional.pad(out_indices, (0, 0, 0, missing), value=-1)
+    reverse = torch.full_like(reached, -1)
+    if len(active):
+        place = torch.searchsorted(active, reached).clamp_(max=len(active) - 1)
+        reverse = torch.where((active[place] == reached) & valid, order[place], -1)
+    neighbours = torch.full((len(out_indices), shape.kernel_volume), -1, dtype=torch.int32, device=indices.device)
+    row, offset = (reverse >= 0).nonzero(as_tuple=True)
+    neighbours[reverse[row, offset], offset] = row.int()
+    return _rulebook(shape, indices, out_indices, neighbours, reverse.int(), neighbours.new_zeros(3))
+
+
+def _reached(sites: Tensor, shape: Geometry) -> tuple[Tensor, Tensor]:
+    """Keys of the outputs that each input reaches at each offset, (N, K) int64, and whether there is one, (N, K)."""
+    device = sites.device
+    offset = torch.cartesian_prod(*(torch.arange(k, device=device) for k in shape.ksize)).view(-1, shape.dims)
+    step, spread, pad, size = (
+        torch.tensor(values, device=device) for values in (shape.stride, shape.dilation, shape.padding, shape.out_shape)
+    )
+    here, shift = sites[:, None, 1:], spread * offset - pad  # (N, 1, dims), (K, dims)
+    if shape.transpose:
+        there = here * step + shift  # (N, K, dims)
+        valid = torch.ones_like(there, dtype=torch.bool)
+    else:
+        there = (here - shift).div(step, rounding_mode="floor")
+        valid = there * step == here - shift
+    valid = (valid & (there >= 0) & (there < size)).all(-1) & (sites[:, :1] >= 0)
+    batch = sites[:, None, :1].expand(*there.shape[:2], 1)
+    return keys_of(torch.cat([batch, there], -1), shape.out_shape), valid
+
+
+# ---- by kernels ------------------------------------------------------------------------------------------------
+
+
+def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | None = None) -> Rulebook:
+    """The `Rulebook` of a convolution, by Warp's kernels on PyTorch's current stream.
+
+    Args:
+        indices: (N, 1 + dims) int32 or int64, batch first, on a GPU or the CPU; rows of -1 are no sites.
+        shape: the convolution.
+        num_out_act_bound: with it there are exactly so many output rows, of which the last are -1, and nothing waits
+            for the device: so it can be captured in a CUDA graph, once a first call has loaded the kernels. A
+            submanifold convolution has as many outputs as inputs, and waits for nothing either way; there it must be at
+            least N.
+
+    Raises:
+        MissingExtraError: Warp is not installed.
+        TypeError, ValueError: indices of another shape, dtype or device; a bound that is none.
+        ValueError: a site out of range, a site that is there twice, more outputs than the bound. At once on the CPU, on
+            a GPU where the call waits for it anyhow or with ROOFTOP_CHECK=1 in the environment, else by
+            `Rulebook.check()`. Until then what is out of range has no pairs, those of a site that is there twice may be
+            of either row, and where the bound was too small there are no outputs at all.
+    """
+    check_indices(indices, shape.dims)
+    if indices.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"indices must be on the CPU or an NVIDIA GPU, got {indices.device}")
+    if num_out_act_bound is not None:
+        least = len(indices) if shape.subm else 0
+        if not least <= num_out_act_bound <= MAX_ROWS:
+            raise ValueError(f"num_out_act_bound must be from {least} to {MAX_ROWS}, got {num_out_act_bound}")
+    rulebook = _submanifold(indices, shape) if shape.subm else _regular(indices, shape, num_out_act_bound)
+    if checks_values(indices):
+        rulebook.check()
+    return rulebook
+
+
+def _submanifold(indices: Tensor, shape: Geometry) -> Rulebook:
+    kernels, sites, faults = load_kernels(), _sites(indices), _faults(indices)
+    table, rows = _insert_sites(sites, shape, faults)
+    count, volume = len(sites), shape.kernel_volume
+    neighbours = torch.full((count, volume), -1, dtype=torch.int32, device=indices.device)
+    sizes = (shape.dims, shape.batch_size, *map(_four, (shape.in_shape, shape.ksize, shape.dilation)))
+    _launch(kernels.pair_submanifold, (count, volume // 2 + 1), sites, *sizes, table, rows, neighbours)
+    return _rulebook(shape, indices, indices, neighbours, None, faults)
+
+
+def _regular(indices: Tensor, shape: Geometry, bound: int | None) -> Rulebook:
+    kernels, sites, faults = load_kernels(), _sites(indices), _faults(indices)
+    _insert_sites(sites, shape, faults)
+    if bound is None:
+        table, slots, outputs = _reach_all(indices, sites, shape, faults)
+    else:
+        table, slots = _reach(sites, shape, min(bound, _most_outputs(len(sites), shape)), faults)
+        faults[NO_ROOM] |= ((table != EMPTY).sum() > bound).int()
+        outputs = bound
+    filled = torch.nonzero_static(table != EMPTY, size=outputs, fill_value=-1).squeeze(1)  # (O,)
+    keys = table[filled].masked_fill_((filled < 0) | (faults[NO_ROOM] != 0), NO_KEY).sort().values
+    rows = torch.full((len(table),), -1, dtype=torch.int32, device=sites.device)
+    out_sites = sites.new_empty((outputs, 1 + shape.dims))
+    neighbours = rows.new_full((outputs, shape.kernel_volume), -1)
+    _launch(kernels.number_outputs, (outputs,), keys, shape.dims, _four(shape.out_shape), table, rows, out_sites)
+    _launch(kernels.pair_outputs, tuple(slots.shape), rows, slots, neighbours)
+    return _rulebook(shape, indices, out_sites.to(indices.dtype), neighbours, slots, faults)
+
+
+def _reach_all(indices: Tensor, sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tensor, Tensor, int]:
+    """As `_reach`, in a table that grows until it has room, and how many outputs there are. Waits for the device."""
+    room = min(_most_outputs(len(sites), shape), ROOM_PER_SITE * len(sites))
+    while True:
+        table, slots = _reach(sites, shape, room, faults)
+        repeated, outside, no_room, outputs = torch.cat([faults, (table != EMPTY).sum().view(1)]).tolist()
+        if repeated or outside:
+            check_sites(indices, shape.batch_size, shape.in_shape)
+        if not no_room:
+            return table, slots, outputs
+        faults.zero_()
+        room *= ROOM_PER_SITE
+
+
+def _reach(sites: Tensor, shape: Geometry, room: int, faults: Tensor) -> tuple[Tensor, Tensor]:
+    """A table with the keys of all outputs, and the slot of each input's output at each offset, (N, K) int32."""
+    table = _table(room, sites.device)
+    slots = torch.empty((len(sites), shape.kernel_volume), dtype=torch.int32, device=sites.device)
+    sizes = (shape.in_shape, shape.out_shape, shape.ksize, shape.stride, shape.padding, shape.dilation)
+    arguments = (sites, shape.dims, shape.batch_size, *map(_four, sizes), shape.transpose, table, slots, faults)
+    _launch(load_kernels().reach_outputs, tuple(slots.shape), *arguments)
+    return table, slots
+
+
+def _most_outputs(sites: int, shape: Geometry) -> int:
+    """Outputs that so many inputs can reach at most."""
+    each = 1
+    for k, s, d in zip(shape.ksize, shape.stride, shape.dilation, strict=True):
+        each *= k if shape.transpose else -(-k * math.gcd(s, d) // s)
+    return min(sites * each, shape.batch_size * math.prod(shape.out_shape))
+
+
+def _insert_sites(sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tensor, Tensor]:
+    """A table of the inputs, and the row of each slot."""
+    table = _table(len(sites), sites.device)
+    rows = torch.empty((len(table),), dtype=torch.int32, device=sites.device)
+    sizes = (shape.dims, shape.batch_size, _four(shape.in_shape))
+    _launch(load_kernels().insert_sites, (len(sites),), sites, *sizes, table, rows, faults)
+    return table, rows
+
+
+def _table(keys: int, device: torch.device) -> Tensor:
+    """An empty table that so many keys fill by half at most."""
+    slots = 1 << (2 * max(keys, 1) - 1).bit_length()
+    if slots > MAX_SLOTS:
+        raise ValueError(f"a table of {keys} sites is beyond {MAX_SLOTS // 2}, the most there can be: split the batch")
+    return torch.full((slots,), EMPTY, dtype=torch.int64, device=device)
+
+
+def _sites(indices: Tensor) -> Tensor:
+    return indices.long().contiguous()
+
+
+def _faults(indices: Tensor) -> Tensor:
+    return torch.zeros(3, dtype=torch.int32, device=indices.device)
+
+
+def _rulebook(
+    shape: Geometry, indices: Tensor, out_indices: Tensor, neighbours: Tensor, reached: Tensor | None, faults: Tensor
+) -> Rulebook:
+    sizes = (shape.batch_size, shape.in_shape, shape.out_shape, shape.ksize)
+    return Rulebook(*sizes, indices, out_indices, neighbours, reached, faults, shape.subm)
+
+
+def _beyond(bound: int) -> str:
+    return f"the convolution has more outputs than num_out_act_bound {bound}: pass a larger bound, or None"
+
+
+# ---- Warp ------------------------------------------------------------------------------------------------------
+
+
+def load_kernels() -> ModuleType:
+    """The module of Warp's kernels.
+
+    Raises:
+        MissingExtraError: Warp is not installed.
+    """
+    first = "warp" not in sys.modules
+    try:
+        import warp
+    except ImportError as error:
+        raise MissingExtraError('sparse convolutions need Warp: pip install "rooftop[sparse]"') from error
+    if first:  # else what it says is the user's choice
+        warp.config.log_level = warp.LOG_WARNING
+    from rooftop.sparse import rulebook_kernels
+
+    return rulebook_kernels
+
+
+def _launch(kernel: Any, threads: tuple[int, ...], *arguments: Any) -> None:
+    """Launch a Warp kernel on the device of its first tensor, on PyTorch's current stream; of no threads, nothing."""
+    if 0 in threads:
+        return
+    import warp
+
+    device = next(a.device for a in arguments if isinstance(a, Tensor))
+    values = [warp.from_torch(a, return_ctype=True) if isinstance(a, Tensor) else a for a in arguments]
+    if device.type == "cuda":
+        stream = _stream(device, torch.cuda.current_stream(device).cuda_stream)
+        warp.launch(kernel, threads, values, stream=stream, record_tape=False)
+    else:
+        warp.launch(kernel, threads, values, device="cpu", record_tape=False)
+    record_launch(kernel.key)
+
+
+@cache
+def _stream(device: torch.device, handle: int) -> Any:
+    """Warp's name of a stream of PyTorch."""
+    import warp
+
+    return warp.Stream(warp.device_from_torch(device), cuda_stream=handle)
+
+
+@cache
+def _four(values: tuple[int, ...]) -> Any:
+    """Up to four sizes as the kernels take them."""
+    return load_kernels().Four(*values, *[1] * (MAX_DIMS - len(values)))
+
+
+# ---- keys ------------------------------------------------------------------------------------------------------
+
+
+def keys_of(sites: Tensor, shape: Sequence[int]) -> Tensor:
+    """(..., 1 + dims) int64, batch first, to one int64 key each."""
+    keys = sites[..., 0]
+    for dim, size in enumerate(shape):
+        keys = keys * size + sites[..., 1 + dim]
+    return keys
+
+
+def sites_of(keys: Tensor, shape: Sequence[int]) -> Tensor:
+    """Keys to (..., 1 + dims) int64, batch first."""
+    columns = []
+    for size in reversed(shape):
+        columns.append(keys % size)
+        keys = keys.div(size, rounding_mode="floor")
+    return torch.stack([keys, *reversed(columns)], -1)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------
+
+
+def check_sites(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
+    """Raises `ValueError` for the first row that is out of range, and for the first that repeats another.
+
+    Rows of -1 are no sites and are passed over. Waits for the device.
+    """
+    check_range(indices, batch_size, shape)
+    sites = indices.long()
+    rows = (sites[:, 0] >= 0).nonzero().squeeze(1)
+    keys, order = keys_of(sites[rows], shape).sort(stable=True)
+    repeats = order[1:][keys[1:] == keys[:-1]]
+    if len(repeats):
+        row = int(rows[repeats.min()])
+        first = int((sites == sites[row]).all(1).nonzero()[0])
+        raise ValueError(
+            f"rows {first} and {row} of indices are the same site {indices[row].tolist()}: a site can be there once; "
+            "SparseConvTensor.coalesce() merges those that are there more often"
+        )
+
+
+def check_range(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
+    """The first half of `check_sites`."""
+    sites = indices.long()
+    outside = (sites != -1).any(1) & ~in_range(sites, batch_size, shape)
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise ValueError(
+            f"row {row} of indices is {indices[row].tolist()}: (batch, coordinates) must be from 0 to below "
+            f"{(batch_size, *shape)}"
+        )
+
+
+def in_range(sites: Tensor, batch_size: int, shape: Sequence[int]) -> Tensor:
+    """(N, 1 + dims) int64 to (N,) bool."""
+    inside = (sites[:, 0] >= 0) & (sites[:, 0] < batch_size)
+    for dim, size in enumerate(shape):
+        inside &= (sites[:, 1 + dim] >= 0) & (sites[:, 1 + dim] < size)
+    return inside
+
+
+def checks_values(indices: Tensor) -> bool:
+    """Whether wrong values raise at once: on the CPU, and on a GPU with ROOFTOP_CHECK=1 while no graph is captured."""
+    if indices.device.type == "cpu":
+        return True
+    return os.environ.get("ROOFTOP_CHECK") == "1" and not torch.cuda.is_current_stream_capturing()
+
+
+def check_indices(indices: Tensor, dims: int) -> None:
+    """Raises for indices that are not (N, 1 + dims) of int32 or int64."""
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"indices must be a tensor, got {type(indices).__name__}")
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices must be torch.int32 or torch.int64, got {indices.dtype}: convert with indices.int()")
+    if indices.dim() != 2 or indices.shape[1] != 1 + dims:
+        raise ValueError(
+            f"indices must be (N, {1 + dims}), (batch, then {dims} coordinates), as spatial_shape has {dims} "
+            f"dimensions; got {tuple(indices.shape)}"
+        )
+    if indices.shape[0] > MAX_ROWS:
+        raise ValueError(f"{indices.shape[0]} rows of indices are more than int32 can number: split the batch")
+
+
+# ---- public ----------------------------------------------------------------------------------------------------
+
+
+def get_indice_pairs(
+    indices: Tensor,
+    batch_size: int,
+    spatial_shape: Sequence[int],
+    ksize: PerDimension,
+    stride: PerDimension,
+    padding: PerDimension,
+    dilation: PerDimension,
+    out_padding: PerDimension,
+    subm: bool,
+    transpose: bool,
+    num_out_act_bound: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs of a sparse convolution, named and ordered as spconv's.
+
+    Args:
+        indices: (N, 1 + dims) int32 or int64, (batch, then coordinates) of the active sites; 1 to 4 dimensions.
+        batch_size: batch elements; some may have no sites.
+        spatial_shape: size of the dense grid in each dimension.
+        ksize, stride, padding, dilation, out_padding: one for all dimensions or one for each, as those of
+            `torch.nn.functional.conv3d` and `conv_transpose3d` (out_padding is of the latter). A submanifold
+            convolution has stride 1, an odd ksize and the padding that keeps sites where they are: `padding` is not
+            used.
+        subm: outputs are the inputs.
+        transpose: a transposed convolution.
+        num_out_act_bound: outputs are exactly so many rows, as `build_rulebook` says.
+
+    Returns:
+        output indices (O, 1 + dims), sorted (of a submanifold convolution, the inputs'); pairs (2, kernel volume, N)
+        int32, input rows and output rows of each offset, then -1; how many each offset has, (kernel volume,) int32.
+
+    Raises:
+        MissingExtraError, TypeError, ValueError: as `build_rulebook`; sizes that are too small or too many, a kernel
+            that does not fit, a grid of 2^63 cells or more.
+    """
+    shape = geometry(batch_size, spatial_shape, ksize, stride, padding, dilation, out_padding, subm, transpose)
+    rulebook = build_rulebook(indices, shape, num_out_act_bound)
+    return rulebook.out_indices, rulebook.indice_pairs, rulebook.indice_pair_num

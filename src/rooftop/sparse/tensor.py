@@ -1,0 +1,160 @@
+"""`SparseConvTensor`: features on the active sites of a grid, named as spconv's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.sparse.rulebook import (
+    check_indices,
+    check_range,
+    check_sites,
+    checks_values,
+    in_range,
+    keys_of,
+    sites_of,
+    sizes_of,
+)
+
+REDUCTIONS = ("sum", "mean", "max", "min")
+
+
+class SparseConvTensor:
+    """Features on the active sites of a batch of grids.
+
+    A row of indices that is -1 throughout is no site: convolutions of a fixed number of outputs end in such rows.
+
+    Attributes:
+        features: (N, C). To change them, `replace_feature`.
+        indices: (N, 1 + dims) int32 or int64, batch first.
+        spatial_shape: list of 1 to 4 sizes.
+        batch_size: batch elements; some may have no sites.
+        indice_dict: the rulebooks of layers by their `indice_key`, shared by the tensors that one network makes.
+    """
+
+    def __init__(
+        self,
+        features: Tensor,
+        indices: Tensor,
+        spatial_shape: Sequence[int],
+        batch_size: int,
+        *,
+        indice_dict: dict[str, Any] | None = None,
+    ) -> None:
+        """Takes tensors as they are, without copies.
+
+        Raises:
+            TypeError, ValueError: other shapes, dtypes or devices; on the CPU, and with ROOFTOP_CHECK=1 in the
+                environment on a GPU, a site out of range. Sites that are there twice raise where it matters: when a
+                convolution looks for neighbours, and in `dense()`; `coalesce()` merges them.
+        """
+        self.spatial_shape = list(sizes_of(spatial_shape))
+        check_indices(indices, len(self.spatial_shape))
+        _check_features(features, indices)
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if checks_values(indices):
+            check_range(indices, batch_size, self.spatial_shape)
+        self._features, self.indices, self.batch_size = features, indices, int(batch_size)
+        self.indice_dict: dict[str, Any] = {} if indice_dict is None else indice_dict
+
+    @classmethod
+    def from_dense(cls, x: Tensor) -> SparseConvTensor:
+        """The cells of a dense tensor (B, *spatial_shape, C), channels last, that are not zero in all channels.
+
+        Indices are int32, sorted. Waits for the device.
+        """
+        if x.dim() < 3:
+            raise ValueError(f"from_dense takes (batch, 1 to 4 dimensions, channels), got {tuple(x.shape)}")
+        active = (x != 0).any(-1)
+        return cls(x[active], active.nonzero().int(), x.shape[1:-1], x.shape[0])
+
+    def __repr__(self) -> str:
+        rows, channels = self.features.shape
+        grid = " x ".join(map(str, self.spatial_shape))
+        return f"SparseConvTensor({rows} sites, {channels} channels, grid {grid}, batch of {self.batch_size})"
+
+    @property
+    def features(self) -> Tensor:
+        return self._features
+
+    @property
+    def spatial_size(self) -> int:
+        """Cells of one grid."""
+        return math.prod(self.spatial_shape)
+
+    @property
+    def sparity(self) -> float:
+        """Rows for each cell of the batch; spelled as spconv does."""
+        return len(self.indices) / (self.spatial_size * self.batch_size)
+
+    def replace_feature(self, feature: Tensor) -> SparseConvTensor:
+        """A tensor with the same sites and rulebooks, and these features (N, any number of channels)."""
+        _check_features(feature, self.indices)
+        return self.derived(feature, self.indices, self.spatial_shape)
+
+    def derived(self, features: Tensor, indices: Tensor, spatial_shape: Sequence[int]) -> SparseConvTensor:
+        """What a layer makes of this tensor: the same batch and rulebooks, with sites that nobody has to check."""
+        new = object.__new__(type(self))
+        new._features, new.indices, new.batch_size = features, indices, self.batch_size
+        new.spatial_shape, new.indice_dict = list(spatial_shape), self.indice_dict
+        return new
+
+    def find_indice_pair(self, key: str | None) -> Any:
+        """The rulebook that a layer left under this `indice_key`, or None."""
+        return None if key is None else self.indice_dict.get(key)
+
+    def dense(self, channels_first: bool = True) -> Tensor:
+        """The whole grid, zero where no site is: (B, C, *spatial_shape), or (B, *spatial_shape, C).
+
+        Differentiable.
+
+        Raises:
+            ValueError: a site that is there twice or out of range, when the constructor would raise. Otherwise one of
+                those that are there twice is taken, and what is out of range is left out.
+        """
+        if checks_values(self.indices):
+            check_sites(self.indices, self.batch_size, self.spatial_shape)
+        sites, cells = self.indices.long(), self.batch_size * self.spatial_size
+        inside = in_range(sites, self.batch_size, self.spatial_shape)
+        cell = torch.where(inside, keys_of(sites, self.spatial_shape), cells)  # one more cell takes what is no site
+        grid = self.features.new_zeros(cells + 1, self.features.shape[1]).index_copy(0, cell, self.features)[:cells]
+        grid = grid.view(self.batch_size, *self.spatial_shape, -1)
+        return grid.movedim(-1, 1).contiguous() if channels_first else grid
+
+    def coalesce(self, reduce: str = "sum") -> SparseConvTensor:
+        """Each site once, sorted, with the "sum", "mean", "max" or "min" of the features of its rows.
+
+        Differentiable, and deterministic: rows are reduced in their order. Waits for the device. Has no rulebooks.
+
+        Raises:
+            ValueError: another reduction, a site out of range.
+        """
+        if reduce not in REDUCTIONS:
+            raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, got {reduce!r}")
+        check_range(self.indices, self.batch_size, self.spatial_shape)
+        sites = self.indices.long()
+        rows = (sites[:, 0] >= 0).nonzero().squeeze(1)
+        keys, order = keys_of(sites[rows], self.spatial_shape).sort(stable=True)
+        keys, lengths = keys.unique_consecutive(return_counts=True)
+        features = self.features[rows[order]]
+        if len(keys):
+            features = torch.segment_reduce(features, reduce, lengths=lengths, axis=0)
+        indices = sites_of(keys, self.spatial_shape).to(self.indices.dtype)
+        return SparseConvTensor(features, indices, self.spatial_shape, self.batch_size)
+
+
+def _check_features(features: Tensor, indices: Tensor) -> None:
+    if not isinstance(features, Tensor):
+        raise TypeError(f"features must be a tensor, got {type(features).__name__}")
+    if features.dim() != 2 or len(features) != len(indices):
+        raise ValueError(
+            f"features must be (N, C) with a row for each of the {len(indices)} rows of indices, "
+            f"got {tuple(features.shape)}"
+        )
+    if features.device != indices.device:
+        raise ValueError(f"features are on {features.device}, indices on {indices.device}: move one to the other")
