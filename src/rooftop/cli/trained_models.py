@@ -44,6 +44,7 @@ dtype_option = click.option(
 
 
 def batch_size_option(default: int) -> Callable[[Verb], Verb]:
+    """--batch-size, at least 1."""
     return click.option(
         "--batch-size",
         type=click.IntRange(min=1),
@@ -54,6 +55,7 @@ def batch_size_option(default: int) -> Callable[[Verb], Verb]:
 
 
 def json_option(what: str) -> Callable[[Verb], Verb]:
+    """--json FILE, for `what` the verb finds."""
     return click.option(
         "--json",
         "json_path",

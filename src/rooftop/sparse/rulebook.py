@@ -15,7 +15,6 @@ nothing depends on the order in which threads run. `rulebook_reference` is the l
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,128 +27,15 @@ from torch import Tensor
 
 from rooftop.errors import MissingExtraError
 from rooftop.launch.triton_launch import record_launch
+from rooftop.sparse.geometries import MAX_DIMS, MAX_ROWS, NO_KEY, Geometry, PerDimension, geometry
+from rooftop.sparse.sites import check_indices, check_sites, checks_values, keys_of, sites_of
 
-MAX_DIMS = 4
-MAX_ROWS = 2**31 - 1  # tables hold rows as int32
 MAX_SLOTS = 2**30  # of a hash table: its slots are int32
 EMPTY = -1  # in a hash table
-NO_KEY = 2**63 - 1  # the largest int64, sorted behind all keys
 NO_ROOM = 2  # of the three faults of a rulebook
 WORD_BITS = 32
 # Outputs for each input that a table first has room for, and how it grows: a kernel of 3 makes a flat surface 3 thick.
 ROOM_PER_SITE = 4
-
-PerDimension = int | Sequence[int]
-
-
-# ---- what a convolution is -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """A convolution without its channels, from the sites of its inputs to those of its outputs.
-
-    Attributes:
-        batch_size: batch elements.
-        in_shape, out_shape: size of the dense grid in each dimension.
-        ksize, stride, padding, dilation: in each dimension. Of a submanifold convolution the padding is the one that
-            keeps sites where they are.
-        subm: whether outputs are the inputs.
-        transpose: whether the law has input and output changed.
-    """
-
-    batch_size: int
-    in_shape: tuple[int, ...]
-    out_shape: tuple[int, ...]
-    ksize: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    subm: bool = False
-    transpose: bool = False
-
-    @property
-    def dims(self) -> int:
-        return len(self.in_shape)
-
-    @property
-    def kernel_volume(self) -> int:
-        return math.prod(self.ksize)
-
-
-def geometry(
-    batch_size: int,
-    spatial_shape: Sequence[int],
-    ksize: PerDimension,
-    stride: PerDimension = 1,
-    padding: PerDimension = 0,
-    dilation: PerDimension = 1,
-    out_padding: PerDimension = 0,
-    subm: bool = False,
-    transpose: bool = False,
-) -> Geometry:
-    """The `Geometry` of a convolution over a grid.
-
-    The arguments are those of `get_indice_pairs`, which says what is raised.
-    """
-    shape = sizes_of(spatial_shape)
-    dims = len(shape)
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    kernel, step = _sizes("ksize", ksize, dims, 1), _sizes("stride", stride, dims, 1)
-    pad, spread = _sizes("padding", padding, dims, 0), _sizes("dilation", dilation, dims, 1)
-    more = _sizes("out_padding", out_padding, dims, 0)
-    if math.prod(kernel) > MAX_ROWS:
-        raise ValueError(f"a kernel of {kernel} has more offsets than int32 can number: take a smaller one")
-    if any(more) and not transpose:
-        raise ValueError(f"out_padding {more} is for transposed convolutions only: leave it 0")
-    if subm:
-        _check_submanifold(kernel, step, transpose)
-        pad, out_shape = tuple(d * (k // 2) for d, k in zip(spread, kernel, strict=True)), shape
-    else:
-        out_shape = tuple(
-            (n - 1) * s - 2 * p + d * (k - 1) + m + 1 if transpose else (n + 2 * p - d * (k - 1) - 1) // s + 1
-            for n, k, s, p, d, m in zip(shape, kernel, step, pad, spread, more, strict=True)
-        )
-    if min(out_shape) < 1:
-        raise ValueError(
-            f"a kernel of {kernel} (dilation {spread}, padding {pad}) does not fit into spatial_shape {shape}: "
-            f"the output would be {out_shape}; add padding or take a smaller kernel"
-        )
-    for what, sizes in (("spatial_shape", shape), ("the output's shape", out_shape)):
-        if batch_size * math.prod(sizes) > NO_KEY:
-            raise ValueError(
-                f"{what} {sizes} times batch_size {batch_size} is beyond 2^63 cells, which int64 keys cannot number: "
-                "shift the coordinates to start near 0 and pass the shape that they need"
-            )
-    return Geometry(batch_size, shape, out_shape, kernel, step, pad, spread, subm, transpose)
-
-
-def _check_submanifold(ksize: tuple[int, ...], stride: tuple[int, ...], transpose: bool) -> None:
-    if transpose:
-        raise ValueError("a convolution is submanifold or transposed, not both: pass subm=False or transpose=False")
-    if any(k % 2 == 0 for k in ksize):
-        raise ValueError(f"the kernel of a submanifold convolution has a centre: ksize must be odd, got {ksize}")
-    if any(s != 1 for s in stride):
-        raise ValueError(f"a submanifold convolution keeps its sites: stride must be 1, got {stride}")
-
-
-def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """A `spatial_shape` as integers; raises `ValueError` for other than 1 to 4 dimensions and for sizes below 1."""
-    sizes = _sizes("spatial_shape", shape, None, 1)
-    if not 1 <= len(sizes) <= MAX_DIMS:
-        raise ValueError(f"spatial_shape must have 1 to {MAX_DIMS} dimensions, got {sizes}")
-    return sizes
-
-
-def _sizes(what: str, value: PerDimension, dims: int | None, least: int) -> tuple[int, ...]:
-    """One integer for each dimension."""
-    sizes = (value,) * (dims or 1) if isinstance(value, int) else tuple(int(v) for v in value)
-    if dims is not None and len(sizes) != dims:
-        raise ValueError(f"{what} must be one integer or {dims}, one for each dimension, got {value}")
-    if any(size < least for size in sizes):
-        raise ValueError(f"{what} must be at least {least} in each dimension, got {value}")
-    return sizes
 
 
 # ---- what is known of it ---------------------------------------------------------------------------------------
@@ -495,90 +381,6 @@ def _stream(device: torch.device, handle: int) -> Any:
 def _four(values: tuple[int, ...]) -> Any:
     """Up to four sizes as the kernels take them."""
     return load_kernels().Four(*values, *[1] * (MAX_DIMS - len(values)))
-
-
-# ---- keys ------------------------------------------------------------------------------------------------------
-
-
-def keys_of(sites: Tensor, shape: Sequence[int]) -> Tensor:
-    """(..., 1 + dims) int64, batch first, to one int64 key each."""
-    keys = sites[..., 0]
-    for dim, size in enumerate(shape):
-        keys = keys * size + sites[..., 1 + dim]
-    return keys
-
-
-def sites_of(keys: Tensor, shape: Sequence[int]) -> Tensor:
-    """Keys to (..., 1 + dims) int64, batch first."""
-    columns = []
-    for size in reversed(shape):
-        columns.append(keys % size)
-        keys = keys.div(size, rounding_mode="floor")
-    return torch.stack([keys, *reversed(columns)], -1)
-
-
-# ---- checks ----------------------------------------------------------------------------------------------------
-
-
-def check_sites(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
-    """Raises `ValueError` for the first row that is out of range, and for the first that repeats another.
-
-    Rows of -1 are no sites and are passed over. Waits for the device.
-    """
-    check_range(indices, batch_size, shape)
-    sites = indices.long()
-    rows = (sites[:, 0] >= 0).nonzero().squeeze(1)
-    keys, order = keys_of(sites[rows], shape).sort(stable=True)
-    repeats = order[1:][keys[1:] == keys[:-1]]
-    if len(repeats):
-        row = int(rows[repeats.min()])
-        first = int((sites == sites[row]).all(1).nonzero()[0])
-        raise ValueError(
-            f"rows {first} and {row} of indices are the same site {indices[row].tolist()}: a site can be there once; "
-            "SparseConvTensor.coalesce() merges those that are there more often"
-        )
-
-
-def check_range(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
-    """The first half of `check_sites`."""
-    sites = indices.long()
-    outside = (sites != -1).any(1) & ~in_range(sites, batch_size, shape)
-    if bool(outside.any()):
-        row = int(outside.nonzero()[0])
-        raise ValueError(
-            f"row {row} of indices is {indices[row].tolist()}: (batch, coordinates) must be from 0 to below "
-            f"{(batch_size, *shape)}"
-        )
-
-
-def in_range(sites: Tensor, batch_size: int, shape: Sequence[int]) -> Tensor:
-    """(N, 1 + dims) int64 to (N,) bool."""
-    inside = (sites[:, 0] >= 0) & (sites[:, 0] < batch_size)
-    for dim, size in enumerate(shape):
-        inside &= (sites[:, 1 + dim] >= 0) & (sites[:, 1 + dim] < size)
-    return inside
-
-
-def checks_values(indices: Tensor) -> bool:
-    """Whether wrong values raise at once: on the CPU, and on a GPU with ROOFTOP_CHECK=1 while no graph is captured."""
-    if indices.device.type == "cpu":
-        return True
-    return os.environ.get("ROOFTOP_CHECK") == "1" and not torch.cuda.is_current_stream_capturing()
-
-
-def check_indices(indices: Tensor, dims: int) -> None:
-    """Raises for indices that are not (N, 1 + dims) of int32 or int64."""
-    if not isinstance(indices, Tensor):
-        raise TypeError(f"indices must be a tensor, got {type(indices).__name__}")
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"indices must be torch.int32 or torch.int64, got {indices.dtype}: convert with indices.int()")
-    if indices.dim() != 2 or indices.shape[1] != 1 + dims:
-        raise ValueError(
-            f"indices must be (N, {1 + dims}), (batch, then {dims} coordinates), as spatial_shape has {dims} "
-            f"dimensions; got {tuple(indices.shape)}"
-        )
-    if indices.shape[0] > MAX_ROWS:
-        raise ValueError(f"{indices.shape[0]} rows of indices are more than int32 can number: split the batch")
 
 
 # ---- public ----------------------------------------------------------------------------------------------------

@@ -10,14 +10,14 @@ that finds one stores 1, and leaves its site out.
 
 import warp as wp
 
-from rooftop.sparse import rulebook
+from rooftop.sparse import geometries, rulebook
 
 wp.set_module_options({"enable_backward": False})
 
-Four = wp.types.vector(length=rulebook.MAX_DIMS, dtype=wp.int64)
+Four = wp.types.vector(length=geometries.MAX_DIMS, dtype=wp.int64)
 
 EMPTY = wp.constant(wp.int64(rulebook.EMPTY))
-NO_KEY = wp.constant(wp.int64(rulebook.NO_KEY))
+NO_KEY = wp.constant(wp.int64(geometries.NO_KEY))
 MIX = wp.constant(wp.uint64(0xFF51AFD7ED558CCD))  # of MurmurHash3's finalizer
 HALF = wp.constant(wp.uint64(33))
 # Of a table that is half full, runs of n full slots are rarer than exp(-0.19 n): so long a one says: no room.
@@ -27,6 +27,7 @@ REPEATED, OUTSIDE, NO_ROOM = wp.constant(0), wp.constant(1), wp.constant(ruleboo
 
 @wp.func
 def first_slot(table: wp.array(dtype=wp.int64), key: wp.int64):
+    """Where the search for a key begins: its bits, mixed."""
     mixed = wp.uint64(key)
     mixed = (mixed ^ (mixed >> HALF)) * MIX
     mixed = mixed ^ (mixed >> HALF)
@@ -73,6 +74,7 @@ def find(table: wp.array(dtype=wp.int64), key: wp.int64):
 
 @wp.func
 def is_inside(sites: wp.array2d(dtype=wp.int64), row: int, dims: int, batch_size: wp.int64, shape: Four):
+    """Whether a site lies on the grid."""
     inside = sites[row, 0] >= wp.int64(0) and sites[row, 0] < batch_size
     for dim in range(dims):
         at = sites[row, 1 + dim]

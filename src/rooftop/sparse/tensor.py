@@ -9,16 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.sparse.rulebook import (
-    check_indices,
-    check_range,
-    check_sites,
-    checks_values,
-    in_range,
-    keys_of,
-    sites_of,
-    sizes_of,
-)
+from rooftop.sparse.geometries import sizes_of
+from rooftop.sparse.sites import check_indices, check_range, check_sites, checks_values, in_range, keys_of, sites_of
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 

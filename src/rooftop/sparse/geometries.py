@@ -1,0 +1,120 @@
+"""What a sparse convolution is without its channels: a grid, a kernel and its steps, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_DIMS = 4
+MAX_ROWS = 2**31 - 1  # tables hold rows as int32
+NO_KEY = 2**63 - 1  # the largest int64, sorted behind all keys
+
+PerDimension = int | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A convolution without its channels, from the sites of its inputs to those of its outputs.
+
+    Attributes:
+        batch_size: batch elements.
+        in_shape, out_shape: size of the dense grid in each dimension.
+        ksize, stride, padding, dilation: in each dimension. Of a submanifold convolution the padding is the one that
+            keeps sites where they are.
+        subm: whether outputs are the inputs.
+        transpose: whether the law has input and output changed.
+    """
+
+    batch_size: int
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    ksize: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    subm: bool = False
+    transpose: bool = False
+
+    @property
+    def dims(self) -> int:
+        return len(self.in_shape)
+
+    @property
+    def kernel_volume(self) -> int:
+        return math.prod(self.ksize)
+
+
+def geometry(
+    batch_size: int,
+    spatial_shape: Sequence[int],
+    ksize: PerDimension,
+    stride: PerDimension = 1,
+    padding: PerDimension = 0,
+    dilation: PerDimension = 1,
+    out_padding: PerDimension = 0,
+    subm: bool = False,
+    transpose: bool = False,
+) -> Geometry:
+    """The `Geometry` of a convolution over a grid.
+
+    The arguments are those of `get_indice_pairs`, which says what is raised.
+    """
+    shape = sizes_of(spatial_shape)
+    dims = len(shape)
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    kernel, step = _sizes("ksize", ksize, dims, 1), _sizes("stride", stride, dims, 1)
+    pad, spread = _sizes("padding", padding, dims, 0), _sizes("dilation", dilation, dims, 1)
+    more = _sizes("out_padding", out_padding, dims, 0)
+    if math.prod(kernel) > MAX_ROWS:
+        raise ValueError(f"a kernel of {kernel} has more offsets than int32 can number: take a smaller one")
+    if any(more) and not transpose:
+        raise ValueError(f"out_padding {more} is for transposed convolutions only: leave it 0")
+    if subm:
+        _check_submanifold(kernel, step, transpose)
+        pad, out_shape = tuple(d * (k // 2) for d, k in zip(spread, kernel, strict=True)), shape
+    else:
+        out_shape = tuple(
+            (n - 1) * s - 2 * p + d * (k - 1) + m + 1 if transpose else (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d, m in zip(shape, kernel, step, pad, spread, more, strict=True)
+        )
+    if min(out_shape) < 1:
+        raise ValueError(
+            f"a kernel of {kernel} (dilation {spread}, padding {pad}) does not fit into spatial_shape {shape}: "
+            f"the output would be {out_shape}; add padding or take a smaller kernel"
+        )
+    for what, sizes in (("spatial_shape", shape), ("the output's shape", out_shape)):
+        if batch_size * math.prod(sizes) > NO_KEY:
+            raise ValueError(
+                f"{what} {sizes} times batch_size {batch_size} is beyond 2^63 cells, which int64 keys cannot number: "
+                "shift the coordinates to start near 0 and pass the shape that they need"
+            )
+    return Geometry(batch_size, shape, out_shape, kernel, step, pad, spread, subm, transpose)
+
+
+def _check_submanifold(ksize: tuple[int, ...], stride: tuple[int, ...], transpose: bool) -> None:
+    if transpose:
+        raise ValueError("a convolution is submanifold or transposed, not both: pass subm=False or transpose=False")
+    if any(k % 2 == 0 for k in ksize):
+        raise ValueError(f"the kernel of a submanifold convolution has a centre: ksize must be odd, got {ksize}")
+    if any(s != 1 for s in stride):
+        raise ValueError(f"a submanifold convolution keeps its sites: stride must be 1, got {stride}")
+
+
+def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """A `spatial_shape` as integers; raises `ValueError` for other than 1 to 4 dimensions and for sizes below 1."""
+    sizes = _sizes("spatial_shape", shape, None, 1)
+    if not 1 <= len(sizes) <= MAX_DIMS:
+        raise ValueError(f"spatial_shape must have 1 to {MAX_DIMS} dimensions, got {sizes}")
+    return sizes
+
+
+def _sizes(what: str, value: PerDimension, dims: int | None, least: int) -> tuple[int, ...]:
+    """One integer for each dimension."""
+    sizes = (value,) * (dims or 1) if isinstance(value, int) else tuple(int(v) for v in value)
+    if dims is not None and len(sizes) != dims:
+        raise ValueError(f"{what} must be one integer or {dims}, one for each dimension, got {value}")
+    if any(size < least for size in sizes):
+        raise ValueError(f"{what} must be at least {least} in each dimension, got {value}")
+    return sizes

@@ -1,0 +1,97 @@
+"""Sites (batch, coordinates) of a grid: as one int64 key each, and whether they may be there.
+
+The key of a site is ((batch * Z + z) * Y + y) * X + x.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rooftop.sparse.geometries import MAX_ROWS
+
+# ---- keys ------------------------------------------------------------------------------------------------------
+
+
+def keys_of(sites: Tensor, shape: Sequence[int]) -> Tensor:
+    """(..., 1 + dims) int64, batch first, to one int64 key each."""
+    keys = sites[..., 0]
+    for dim, size in enumerate(shape):
+        keys = keys * size + sites[..., 1 + dim]
+    return keys
+
+
+def sites_of(keys: Tensor, shape: Sequence[int]) -> Tensor:
+    """Keys to (..., 1 + dims) int64, batch first."""
+    columns = []
+    for size in reversed(shape):
+        columns.append(keys % size)
+        keys = keys.div(size, rounding_mode="floor")
+    return torch.stack([keys, *reversed(columns)], -1)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------
+
+
+def check_sites(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
+    """Raises `ValueError` for the first row that is out of range, and for the first that repeats another.
+
+    Rows of -1 are no sites and are passed over. Waits for the device.
+    """
+    check_range(indices, batch_size, shape)
+    sites = indices.long()
+    rows = (sites[:, 0] >= 0).nonzero().squeeze(1)
+    keys, order = keys_of(sites[rows], shape).sort(stable=True)
+    repeats = order[1:][keys[1:] == keys[:-1]]
+    if len(repeats):
+        row = int(rows[repeats.min()])
+        first = int((sites == sites[row]).all(1).nonzero()[0])
+        raise ValueError(
+            f"rows {first} and {row} of indices are the same site {indices[row].tolist()}: a site can be there once; "
+            "SparseConvTensor.coalesce() merges those that are there more often"
+        )
+
+
+def check_range(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
+    """The first half of `check_sites`."""
+    sites = indices.long()
+    outside = (sites != -1).any(1) & ~in_range(sites, batch_size, shape)
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise ValueError(
+            f"row {row} of indices is {indices[row].tolist()}: (batch, coordinates) must be from 0 to below "
+            f"{(batch_size, *shape)}"
+        )
+
+
+def in_range(sites: Tensor, batch_size: int, shape: Sequence[int]) -> Tensor:
+    """(N, 1 + dims) int64 to (N,) bool."""
+    inside = (sites[:, 0] >= 0) & (sites[:, 0] < batch_size)
+    for dim, size in enumerate(shape):
+        inside &= (sites[:, 1 + dim] >= 0) & (sites[:, 1 + dim] < size)
+    return inside
+
+
+def checks_values(indices: Tensor) -> bool:
+    """Whether wrong values raise at once: on the CPU, and on a GPU with ROOFTOP_CHECK=1 while no graph is captured."""
+    if indices.device.type == "cpu":
+        return True
+    return os.environ.get("ROOFTOP_CHECK") == "1" and not torch.cuda.is_current_stream_capturing()
+
+
+def check_indices(indices: Tensor, dims: int) -> None:
+    """Raises for indices that are not (N, 1 + dims) of int32 or int64."""
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"indices must be a tensor, got {type(indices).__name__}")
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices must be torch.int32 or torch.int64, got {indices.dtype}: convert with indices.int()")
+    if indices.dim() != 2 or indices.shape[1] != 1 + dims:
+        raise ValueError(
+            f"indices must be (N, {1 + dims}), (batch, then {dims} coordinates), as spatial_shape has {dims} "
+            f"dimensions; got {tuple(indices.shape)}"
+        )
+    if indices.shape[0] > MAX_ROWS:
+        raise ValueError(f"{indices.shape[0]} rows of indices are more than int32 can number: split the batch")
