@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -42,8 +43,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
-def pytest_configure() -> None:
-    """One thread for each worker, and for the processes that tests start: more would wait for each other's cores."""
+def pytest_configure(config: pytest.Config) -> None:
+    """A cache of this run alone: ceilings of a machine that is busy with tests are not for its user.
+
+    One thread for each worker, and for the processes that tests start: more would wait for each other's cores.
+    """
+    if "ROOFTOP_CACHE" not in os.environ:  # workers and other processes have it from the first
+        cache = tempfile.TemporaryDirectory(prefix="rooftop-tests-", ignore_cleanup_errors=True)
+        os.environ["ROOFTOP_CACHE"] = cache.name
+        config.add_cleanup(cache.cleanup)
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if INTERPRETED:

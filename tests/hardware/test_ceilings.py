@@ -88,15 +88,24 @@ def test_rate_is_never_below_what_was_measured(measured: Ceilings) -> None:
         )
 
 
-def test_no_plain_loop_is_far_above_a_ceiling(measured: Ceilings) -> None:
-    """The machine is shared, so within a third; the benchmark asks for 5% on a GPU of its own."""
+def test_no_plain_loop_is_far_above_a_ceiling(
+    measured: Ceilings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The machine is shared, so within a third, and of three measurements one: what disturbs one may spare the loop.
+    The benchmark asks for 5% on a GPU of its own."""
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
     size = 1 << 27
     x, y = torch.rand(size // 4), torch.empty(size // 4)
-    copied = 2 * size / (measure(lambda: y.copy_(x), device="cpu").median_ms / 1e3)
-    assert copied <= 1.33 * measured.rate(2 * size)
     a, b = torch.rand(1024, 1024), torch.rand(1024, 1024)
-    product = 2 * 1024**3 / (measure(lambda: a @ b, device="cpu").median_ms / 1e3)
-    assert product <= 1.33 * measured.peak("fp32")
+    shares = []
+    for attempt in range(3):
+        ceilings = measured if attempt == 0 else measure_ceilings("cpu", refresh=True)
+        copied = 2 * size / (measure(lambda: y.copy_(x), device="cpu").median_ms / 1e3)
+        product = 2 * 1024**3 / (measure(lambda: a @ b, device="cpu").median_ms / 1e3)
+        shares.append(max(copied / ceilings.rate(2 * size), product / ceilings.peak("fp32")))
+        if shares[-1] <= 1.33:
+            return
+    pytest.fail(f"plain loops at these shares of the ceilings: {shares}")
 
 
 def test_a_precision_that_was_not_measured_is_an_error(measured: Ceilings) -> None:
