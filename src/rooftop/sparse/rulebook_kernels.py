@@ -92,6 +92,7 @@ def insert_sites(
     rows: wp.array(dtype=wp.int32),
     faults: wp.array(dtype=wp.int32),
 ):
+    """The key of each site into the table, its row into `rows`; a fault for one off the grid or there twice."""
     row = wp.tid()
     if is_inside(sites, row, dims, batch_size, shape):
         key = sites[row, 0]
