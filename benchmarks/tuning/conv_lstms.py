@@ -5,7 +5,8 @@
 The gates of one step of Keras's example, (8, 64, 64, 64 filters), channels last, as forward and backward of a layer run
 them: forward with the convolutions' sums kept, backward with both gradients of the hidden state. Then a whole layer of
 three steps for each kernel size of the example, in TFLOP/s of its convolutions; the peers are the same convolutions
-without the gates, and the layer with cuDNN's choice of algorithms by trial (`torch.backends.cudnn.benchmark`).
+without the gates, and the layer with cuDNN's choice of algorithms by trial (`torch.backends.cudnn.benchmark`). TF32 is
+on, as in the example's benchmark.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def forward(dtype: torch.dtype, count: int | None = None) -> Call:
 
     def call() -> object:
         for hidden, following, gates, cell, added, sums in given:
-            conv_lstms.step_into(hidden, following, gates, cell, added, sums, *ACTIVATIONS)
+            conv_lstms.step_into(hidden, following, gates, cell, added, None, sums, *ACTIVATIONS)
         hidden, following, *_, sums = given[0]
         return hidden, following, sums
 
@@ -131,14 +132,14 @@ def layer(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def layer_forward(size: int, dtype: torch.dtype) -> Call:
     gates, kernel = layer(size, dtype)
-    return lambda: conv_lstm_sequences._forward(gates, kernel, None, None, *ACTIVATIONS, True)
+    return lambda: conv_lstm_sequences._forward(gates, kernel, None, None, None, *ACTIVATIONS, True)
 
 
 def layer_backward(size: int, dtype: torch.dtype) -> Call:
     gates, kernel = layer(size, dtype)
-    outputs, cell, cells, sums = conv_lstm_sequences._forward(gates, kernel, None, None, *ACTIVATIONS, True)
+    outputs, cell, cells, sums = conv_lstm_sequences._forward(gates, kernel, None, None, None, *ACTIVATIONS, True)
     douts = randn(STEPS, BATCH, SIDE, SIDE, FILTERS, dtype=dtype).permute(0, 1, 4, 2, 3)
-    given = (sums, kernel, None, outputs, cells, douts, torch.zeros_like(cell))
+    given = (sums, kernel, None, None, outputs, cells, douts, torch.zeros_like(cell))
     return lambda: conv_lstm_sequences._backward(*given, *ACTIVATIONS)
 
 
@@ -149,9 +150,10 @@ def convolutions(size: int, dtype: torch.dtype, of_backward: bool) -> Call:
     if not of_backward:
         return lambda: [conv_lstm_sequences.recurrent_convolution(h, kernel) for h in hidden]
     states = maps(FILTERS, dtype, (STEPS - 1) * BATCH)
+    turned = kernel.transpose(0, 1).flip(2, 3).contiguous(memory_format=torch.channels_last)
 
     def call() -> object:
-        found = [conv_lstm_sequences._input_gradient(g, h, kernel) for g, h in zip(gates[1:], hidden, strict=True)]
+        found = [conv_lstm_sequences._input_gradient(each, turned) for each in gates[1:]]
         return *found, conv_lstm_sequences._kernel_gradient(gates[1:].flatten(0, 1), states, kernel)
 
     return call
@@ -183,8 +185,9 @@ def check_layer(made: object, size: int, dtype: torch.dtype) -> None:
         douts = randn(STEPS, BATCH, SIDE, SIDE, FILTERS, dtype=dtype).permute(0, 1, 4, 2, 3)
         expected = torch.autograd.grad(outputs, (gates, kernel), douts.double())
     for mine, exact in zip(found[:2], expected, strict=True):
-        largest = float(exact.detach().abs().max())
-        torch.testing.assert_close(mine.double(), exact.detach(), rtol=0, atol=0.03 * largest)
+        # In the mean: where the activation bends, a rounding makes a gradient another.
+        far = float((mine.double() - exact.detach()).norm() / exact.detach().norm())
+        assert far < 0.03, far
 
 
 def layer_task(size: int, dtype: torch.dtype, of_backward: bool) -> Task:
@@ -212,4 +215,5 @@ LAYERS = [layer_task(size, d, backward_too) for size in (5, 3, 1) for d in DTYPE
 TASKS = (*(task for dtype in DTYPES for task in gate_tasks(dtype)), *LAYERS)
 
 if __name__ == "__main__":
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
     main(TASKS, __doc__)

@@ -20,6 +20,8 @@ from rooftop.hardware.probes import identity
 def switches() -> dict[str, object]:
     """Everything global in torch that a measurement could have turned."""
     cuda = torch.cuda.is_available()
+    if cuda:
+        torch._C._cuda_clearCublasWorkspaces()  # which cuBLAS keeps for each stream that has multiplied matrices
     return {
         "matmul tf32": torch.backends.cuda.matmul.allow_tf32,
         "reduced bf16": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,

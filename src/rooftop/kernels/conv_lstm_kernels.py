@@ -23,17 +23,23 @@ LINEAR = tl.constexpr(5)
 
 @triton.jit
 def conv_lstm_forward(
-    gates, added, cell,  # (M, 4 K), (M, 4 K), (M, K)
+    gates, added, bias, cell,  # (M, 4 K), (M, 4 K), (4 K / positions), (M, K)
     hidden, next_cell, scores,  # (M, K), (M, K), (M, 4 K)
-    rows, columns,
-    ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr, PRECISE: tl.constexpr,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    rows, columns, positions,
+    ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
+    PRECISE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Hidden and cell of one tile; KEEP: the sums that the activations are taken of, too. next_cell may be cell."""
     size = columns * UNIT
     row, column, inside = _tile(rows, size, ROWS, COLUMNS)
     four, one = row * (4 * size) + column, row * size + column
     scores_i, scores_f, scores_c, scores_o = _scores(gates, added, four, size, inside, ADD)
+    if BIAS:
+        of_gate, place = size // positions, bias + column // positions
+        scores_i += tl.load(place, mask=column < size, other=0.0).to(tl.float32)
+        scores_f += tl.load(place + of_gate, mask=column < size, other=0.0).to(tl.float32)
+        scores_c += tl.load(place + 2 * of_gate, mask=column < size, other=0.0).to(tl.float32)
+        scores_o += tl.load(place + 3 * of_gate, mask=column < size, other=0.0).to(tl.float32)
     if KEEP:
         kind = scores.dtype.element_ty
         tl.store(scores + four, scores_i.to(kind), mask=inside)

@@ -1,6 +1,6 @@
 """All steps of a ConvLSTM, from the input convolutions of all of them to the hidden states of all of them.
 
-    z_t = gates_t + conv(h_{t-1}, kernel)
+    z_t = gates_t + conv(h_{t-1}, kernel) + bias
     i, f, o = recurrent_activation(z_i, z_f, z_o)
     c_t = f c_{t-1} + i activation(z_c)
     h_t = o activation(c_t)
@@ -8,7 +8,8 @@
 Shi et al. 2015, "Convolutional LSTM Network", without peepholes, gates in Keras's order i, f, c, o. Bound by the flops
 of the convolutions. A step is two launches: the convolution, and the kernel of `conv_lstms.py`, which writes h_t into
 its place among the results. A step of backward is two as well: that kernel's backward, which adds the two gradients of
-h_t, and the convolution's gradient of its input. That of `kernel` is one call for all steps, after the last of them.
+h_t, and the convolution's gradient of its input: a convolution with the kernel turned around, since cuDNN's own kernels
+for that gradient are slower. Those of `kernel` and `bias` are one call each for all steps, after the last of them.
 
 Backward reads the sums z_t and the cells before each step, which forward keeps where a gradient is wanted. Without one
 it keeps nothing, and the cell is updated in place.
@@ -31,9 +32,11 @@ from rooftop.kernels.conv_lstms import (
     step_backward_into,
     step_into,
 )
+from rooftop.kernels.reductions import sum as total
 from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator, without_autocast
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
+Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -46,9 +49,11 @@ def conv_lstm_sequence_reference(
     cell: Tensor | None = None,
     activation: str = "tanh",
     recurrent_activation: str = "sigmoid",
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(outputs, cell) (T, N, F, H, W), (N, F, H, W) in plain PyTorch, which autograd differentiates, also twice."""
     outputs = []
+    gates = gates if bias is None else gates + bias.to(gates.dtype)[:, None, None]
     state = torch.zeros_like(gates[0, :, : kernel.shape[1]]) if cell is None else cell
     for step in gates:
         scores = step if hidden is None else step + recurrent_convolution(hidden, kernel)
@@ -113,6 +118,7 @@ def _forward(
     kernel: Tensor,
     hidden: Tensor | None,
     cell: Tensor | None,
+    bias: Tensor | None,
     activation: str,
     recurrent_activation: str,
     keep: bool,
@@ -126,6 +132,8 @@ def _forward(
     inputs = _as_steps(gates, memory_format)
     kernel = kernel.contiguous(memory_format=memory_format)  # once, not in each convolution
     hidden = None if hidden is None else hidden.contiguous(memory_format=memory_format)
+    bias = None if bias is None else bias.contiguous()
+    names = (activation, recurrent_activation)
     state = cells[0] if keep else last_cell
     if cell is None:
         state.zero_()
@@ -133,17 +141,17 @@ def _forward(
         state.copy_(cell)
     for step, added in enumerate(inputs):
         following = cells[step + 1] if keep and step + 1 < len(inputs) else last_cell
-        sums = scores[step] if keep else None
+        written, sums = (outputs[step], following), scores[step] if keep else None
         if hidden is None:
-            step_into(outputs[step], following, added, state, None, sums, activation, recurrent_activation)
+            step_into(*written, added, state, None, bias, sums, *names)
         else:
             recurrent = recurrent_convolution(hidden, kernel).contiguous(memory_format=memory_format)
-            step_into(outputs[step], following, recurrent, state, added, sums, activation, recurrent_activation)
+            step_into(*written, recurrent, state, added, bias, sums, *names)
         hidden, state = outputs[step], following
     return outputs, last_cell, cells, scores
 
 
-def _gradients(kernel: Tensor, hidden: Tensor | None, cells: Tensor, scores: Tensor) -> Four:
+def _gradients(kernel: Tensor, hidden: Tensor | None, bias: Tensor | None, cells: Tensor, scores: Tensor) -> Five:
     """Memory for the results of `_backward`."""
     width = kernel.shape[1]
     return (
@@ -151,6 +159,7 @@ def _gradients(kernel: Tensor, hidden: Tensor | None, cells: Tensor, scores: Ten
         kernel.new_empty(kernel.shape),
         kernel.new_empty(0) if hidden is None else _empty(scores, 1, width, hidden.dtype)[0],
         _empty(scores, 1, width, cells.dtype)[0],
+        kernel.new_empty(0) if bias is None else bias.new_empty(bias.shape),
     )
 
 
@@ -159,18 +168,19 @@ def _backward(
     scores: Tensor,
     kernel: Tensor,
     hidden: Tensor | None,
+    bias: Tensor | None,
     outputs: Tensor,
     cells: Tensor,
     doutputs: Tensor | None,
     dlast_cell: Tensor | None,
     activation: str,
     recurrent_activation: str,
-) -> Four:
-    """(dgates, dkernel, dhidden, dcell); dhidden without elements where there is no hidden state to begin with."""
+) -> Five:
+    """(dgates, dkernel, dhidden, dcell, dbias); without elements what there is no argument for."""
     memory_format = _format_of(scores)
-    dgates, dkernel, dhidden, dcell = _gradients(kernel, hidden, cells, scores)
+    dgates, dkernel, dhidden, dcell, dbias = _gradients(kernel, hidden, bias, cells, scores)
     if outputs.numel() == 0:
-        return dgates, dkernel.zero_(), dhidden, dcell
+        return dgates, dkernel.zero_(), dhidden, dcell, dbias.zero_()
     if doutputs is None:
         doutputs = outputs.new_zeros(()).expand(outputs.shape)
     doutputs = _as_steps(doutputs, memory_format)
@@ -179,12 +189,13 @@ def _backward(
     else:
         dcell.copy_(dlast_cell)
     weight = kernel.contiguous(memory_format=memory_format)
+    turned = kernel.transpose(0, 1).flip(2, 3).contiguous(memory_format=memory_format)
     to_hidden = None
     for step in reversed(range(scores.shape[0])):
         tensors = (doutputs[step], to_hidden, dcell, scores[step], cells[step], None)
         step_backward_into(dgates[step], dcell, *tensors, activation, recurrent_activation)
         if step > 0 or hidden is not None:
-            to_hidden = _input_gradient(dgates[step], outputs[step], weight).contiguous(memory_format=memory_format)
+            to_hidden = _input_gradient(dgates[step], turned).contiguous(memory_format=memory_format)
     if scores.shape[0] > 1:  # all but the first step
         dkernel.copy_(_kernel_gradient(dgates[1:].flatten(0, 1), outputs[:-1].flatten(0, 1), weight))
     else:
@@ -193,32 +204,28 @@ def _backward(
         first = hidden.contiguous(memory_format=memory_format)
         dkernel += _kernel_gradient(dgates[0], first, weight)
         dhidden.copy_(to_hidden)
-    return dgates, dkernel, dhidden, dcell
+    if bias is not None:
+        wide = torch.float64 if dgates.dtype == torch.float64 else torch.float32
+        dbias.copy_(total(dgates, (0, 1, 3, 4), dtype=wide))
+    return dgates, dkernel, dhidden, dcell, dbias
 
 
-def _input_gradient(dgates: Tensor, like: Tensor, kernel: Tensor) -> Tensor:
-    """Of the convolution of a hidden state (N, F, H, W) like that one."""
-    padded, padding = _padded(like, kernel)
-    found = _convolution_backward(dgates, padded, kernel, padding, [True, False, False])[0]
-    if padded is like:
-        return found
-    top, left = ((size - 1) // 2 for size in kernel.shape[2:])
-    return found.narrow(2, top, like.shape[2]).narrow(3, left, like.shape[3])
+def _input_gradient(dgates: Tensor, turned: Tensor) -> Tensor:
+    """Of the convolution of a hidden state, from its kernel turned around, (F, 4 F, kh, kw)."""
+    height, width = turned.shape[2:]
+    if height % 2 and width % 2:
+        return F.conv2d(dgates, turned, padding=(height // 2, width // 2))
+    return F.conv2d(F.pad(dgates, (width // 2, (width - 1) // 2, height // 2, (height - 1) // 2)), turned)
 
 
 def _kernel_gradient(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
     """Of one convolution of (M, F, H, W), or of those of many steps as one."""
     padded, padding = _padded(hidden, kernel)
-    return _convolution_backward(dgates, padded, kernel, padding, [False, True, False])[1]
-
-
-def _convolution_backward(
-    dgates: Tensor, x: Tensor, kernel: Tensor, padding: tuple[int, int], which: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
+    which = [False, True, False]
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
-        dgates, x, kernel, None, (1, 1), padding, (1, 1), False, (0, 0), 1, which
+        dgates, padded, kernel, None, (1, 1), padding, (1, 1), False, (0, 0), 1, which
     )
-    return found
+    return found[1]
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
@@ -230,11 +237,12 @@ def _conv_lstm_sequence(
     kernel: Tensor,
     hidden: Tensor | None,
     cell: Tensor | None,
+    bias: Tensor | None,
     activation: str,
     recurrent_activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _forward(gates, kernel, hidden, cell, activation, recurrent_activation, keep)
+    return _forward(gates, kernel, hidden, cell, bias, activation, recurrent_activation, keep)
 
 
 @torch.library.register_fake("rooftop::conv_lstm_sequence")
@@ -243,6 +251,7 @@ def _(
     kernel: Tensor,
     hidden: Tensor | None,
     cell: Tensor | None,
+    bias: Tensor | None,
     activation: str,
     recurrent_activation: str,
     keep: bool,
@@ -255,14 +264,15 @@ def _conv_lstm_sequence_backward(
     scores: Tensor,
     kernel: Tensor,
     hidden: Tensor | None,
+    bias: Tensor | None,
     outputs: Tensor,
     cells: Tensor,
     doutputs: Tensor | None,
     dlast_cell: Tensor | None,
     activation: str,
     recurrent_activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tensors = (scores, kernel, hidden, outputs, cells, doutputs, dlast_cell)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tensors = (scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell)
     return _backward(*tensors, activation, recurrent_activation)
 
 
@@ -271,24 +281,25 @@ def _(
     scores: Tensor,
     kernel: Tensor,
     hidden: Tensor | None,
+    bias: Tensor | None,
     outputs: Tensor,
     cells: Tensor,
     doutputs: Tensor | None,
     dlast_cell: Tensor | None,
     activation: str,
     recurrent_activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _gradients(kernel, hidden, cells, scores)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _gradients(kernel, hidden, bias, cells, scores)
 
 
 def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Four) -> None:  # type: ignore[type-arg]
-    _, kernel, hidden, cell, activation, recurrent_activation, keep = inputs
+    _, kernel, hidden, cell, bias, activation, recurrent_activation, keep = inputs
     if not keep:
         raise RuntimeError("rooftop::conv_lstm_sequence: nothing is kept for a gradient: give keep=True")
     outputs, _, cells, scores = output
     ctx.mark_non_differentiable(cells, scores)
     ctx.set_materialize_grads(False)  # no zeros for what is only kept
-    ctx.save_for_backward(scores, kernel, hidden, outputs, cells)
+    ctx.save_for_backward(scores, kernel, hidden, bias, outputs, cells)
     ctx.has_cell = cell is not None  # type: ignore[attr-defined]
     ctx.activations = (activation, recurrent_activation)  # type: ignore[attr-defined]
 
@@ -296,12 +307,13 @@ def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Four)
 def _differentiate(
     ctx: torch.autograd.function.FunctionCtx, doutputs: Tensor | None, dlast_cell: Tensor | None, *kept: None
 ) -> tuple[Tensor | None, ...]:
-    scores, kernel, hidden, outputs, cells = ctx.saved_tensors  # type: ignore[attr-defined]
-    tensors = (scores, kernel, hidden, outputs, cells, doutputs, dlast_cell)
+    scores, kernel, hidden, bias, outputs, cells = ctx.saved_tensors  # type: ignore[attr-defined]
+    tensors = (scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell)
     found = _conv_lstm_sequence_backward(*tensors, *ctx.activations)  # type: ignore[attr-defined]
-    dgates, dkernel, dhidden, dcell = found
-    has_cell = ctx.has_cell  # type: ignore[attr-defined]
-    return dgates, dkernel, None if hidden is None else dhidden, dcell if has_cell else None, None, None, None
+    dgates, dkernel, dhidden, dcell, dbias = found
+    given = (hidden is not None, ctx.has_cell, bias is not None)  # type: ignore[attr-defined]
+    of_given = (t if wanted else None for t, wanted in zip((dhidden, dcell, dbias), given, strict=True))
+    return dgates, dkernel, *of_given, None, None, None
 
 
 PLAIN = "the loop in PyTorch (rooftop.kernels.conv_lstm_sequences.conv_lstm_sequence_reference)"
@@ -315,9 +327,10 @@ def _forward_cost(call: Call) -> Cost:
     gates, kernel, hidden = call["gates"], call["kernel"], call["hidden"]
     positions, convolved = _sizes(gates, hidden)
     features = kernel.shape[1]
-    of_gates = (4 + activation_flops(call, FLOPS)) * gates.shape[0] + 4 * convolved
+    sums = convolved + (call["bias"] is not None) * gates.shape[0]
+    of_gates = (4 + activation_flops(call, FLOPS)) * gates.shape[0] + 4 * sums
     flops = _flops(gates, 2 * convolved * positions * kernel.numel(), of_gates * positions * features)
-    read = distinct_bytes([gates, kernel, hidden, call["cell"]])
+    read = distinct_bytes([gates, kernel, hidden, call["cell"], call["bias"]])
     return Cost(read, distinct_bytes(list(call.out)), flops)
 
 
@@ -328,7 +341,8 @@ def _backward_cost(call: Call) -> Cost:
     positions, convolved = _sizes(scores, hidden)
     features = kernel.shape[1]
     of_gates = 15 + activation_flops(call, FLOPS) + activation_flops(call, SLOPE_FLOPS)
-    elementwise = (of_gates * scores.shape[0] + scores.shape[0] - 1) * positions * features
+    sums = 4 * scores.shape[0] if call["bias"] is not None else 0
+    elementwise = (of_gates * scores.shape[0] + scores.shape[0] - 1 + sums) * positions * features
     flops = _flops(scores, 4 * convolved * positions * kernel.numel(), elementwise)
     read = [scores, kernel, hidden, outputs[:-1], call["cells"], call["doutputs"], call["dlast_cell"]]
     return Cost(distinct_bytes(read), distinct_bytes(list(call.out)), flops)
@@ -357,6 +371,8 @@ def conv_lstm_sequence(
     cell: Tensor | None = None,
     activation: str = "tanh",
     recurrent_activation: str = "sigmoid",
+    *,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """All steps of a ConvLSTM after its input convolutions: (outputs, cell).
 
@@ -370,6 +386,8 @@ def conv_lstm_sequence(
         cell: (N, F, H, W) of the gates' dtype or float32; None: zeros of the gates' dtype.
         activation: of the candidate and of the new cell: one of `rooftop.kernels.conv_lstms.ACTIVATIONS`.
         recurrent_activation: of the three gates: one of them.
+        bias: (4 F,) of the gates' dtype or float32, added to the gates of every step: the input convolutions need no
+            pass of their own for theirs.
 
     Returns:
         outputs (T, N, F, H, W), the hidden state after each step, and the cell (N, F, H, W) after the last, in the
@@ -380,9 +398,9 @@ def conv_lstm_sequence(
         ValueError: shapes, devices or names that do not fit.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
-    _check(gates, kernel, hidden, cell, activation, recurrent_activation)
-    no_tangents("conv_lstm_sequence", gates, kernel, hidden, cell, instead=PLAIN)
-    tensors = (gates, kernel, hidden, cell)
+    _check(gates, kernel, hidden, cell, bias, activation, recurrent_activation)
+    tensors = (gates, kernel, hidden, cell, bias)
+    no_tangents("conv_lstm_sequence", *tensors, instead=PLAIN)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     outputs, last_cell, _, _ = _conv_lstm_sequence(*tensors, activation, recurrent_activation, keep)
     return outputs, last_cell
@@ -393,12 +411,13 @@ def _check(
     kernel: Tensor,
     hidden: Tensor | None,
     cell: Tensor | None,
+    bias: Tensor | None,
     activation: str,
     recurrent_activation: str,
 ) -> None:
-    tensors = {"gates": gates, "kernel": kernel, "hidden": hidden, "cell": cell}
+    tensors = {"gates": gates, "kernel": kernel, "hidden": hidden, "cell": cell, "bias": bias}
     for name, tensor in tensors.items():
-        if tensor is None and name in ("hidden", "cell"):
+        if tensor is None and name in ("hidden", "cell", "bias"):
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"conv_lstm_sequence: {name} must be a tensor, got {type(tensor).__name__}")
@@ -412,9 +431,9 @@ def _check(
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        kinds = (gates.dtype, torch.float32) if name == "cell" else (gates.dtype,)
-        if tensor.dtype not in kinds:
-            other = " or float32" if name == "cell" else ""
+        may_be_wide = name in ("cell", "bias")
+        if tensor.dtype != gates.dtype and not (may_be_wide and tensor.dtype == torch.float32):
+            other = " or float32" if may_be_wide else ""
             raise TypeError(f"conv_lstm_sequence: {name} must be {gates.dtype} as the gates{other}; got {tensor.dtype}")
         if tensor.device != gates.device:
             raise ValueError(
@@ -435,3 +454,5 @@ def _check(
         tensor = tensors[name]
         if tensor is not None and tensor.shape != expected:
             raise ValueError(f"conv_lstm_sequence: expected {name} of shape {expected}, got {tuple(tensor.shape)}")
+    if bias is not None and bias.shape != (channels,):
+        raise ValueError(f"conv_lstm_sequence: expected a bias of shape ({channels},), got {tuple(bias.shape)}")

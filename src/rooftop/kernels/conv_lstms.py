@@ -109,9 +109,9 @@ class GatesConfig:
     warps: int
 
 
-# A thread has 8 elements of up to 9 tensors forward, and 4 of up to 11 backward, which its registers hold without
-# spills. Not tuned on a GPU yet.
-FORWARD = GatesConfig(elements=1024, warps=4)
+# A thread has 4 elements of up to 9 tensors forward, and of up to 11 backward. All of those tried on an H200
+# (`benchmarks/tuning/conv_lstms.py`) are as fast within 4%, but for 4096 elements forward: memory bounds them.
+FORWARD = GatesConfig(elements=512, warps=4)
 BACKWARD = GatesConfig(elements=512, warps=4)
 
 Constants = dict[str, int | bool]
@@ -167,7 +167,7 @@ def _forward(
     hidden, next_cell = (_like_cell(cell, t.dtype, memory_format) for t in (gates, cell))
     gates, cell = (t.contiguous(memory_format=memory_format) for t in (gates, cell))
     added = None if added is None else added.contiguous(memory_format=memory_format)
-    step_into(hidden, next_cell, gates, cell, added, None, activation, recurrent_activation)
+    step_into(hidden, next_cell, gates, cell, added, None, None, activation, recurrent_activation)
     return hidden, next_cell
 
 
@@ -177,15 +177,19 @@ def step_into(
     gates: Tensor,
     cell: Tensor,
     added: Tensor | None,
+    bias: Tensor | None,
     scores: Tensor | None,
     activation: str,
     recurrent_activation: str,
 ) -> None:
-    """Fills hidden and next_cell, which may be `cell`, and if given `scores` with gates + added.
+    """Fills hidden and next_cell, which may be `cell`, and if given `scores` with gates + added + bias.
 
-    All in one memory format: contiguous or channels last.
+    All in one memory format: contiguous or channels last. bias: (4 F,).
     """
     if _by_reference(gates):
+        if bias is not None:
+            bias = bias[:, None, None]
+            added = bias if added is None else _wide_scores(added, None) + bias
         found = conv_lstm_gates_reference(gates, cell, added, activation, recurrent_activation)
         hidden.copy_(found[0])
         next_cell.copy_(found[1])
@@ -200,9 +204,11 @@ def step_into(
     rows, columns = _table(cell, _format_of(gates))
     unit, tile = math.gcd(8, columns), tile_of(FORWARD, columns)
     constants = _constants(gates, added, activation, recurrent_activation) | tile | {"UNIT": unit}
-    constants["KEEP"] = scores is not None
-    tensors = (gates, gates if added is None else added, cell, hidden, next_cell, gates if scores is None else scores)
-    launch(conv_lstm_forward, _grid(rows, columns, tile), gates.device, *tensors, rows, columns // unit, **constants)
+    constants |= {"BIAS": bias is not None, "KEEP": scores is not None}
+    read = (gates, gates if added is None else added, gates if bias is None else bias, cell)
+    written = (hidden, next_cell, gates if scores is None else scores)
+    sizes = (rows, columns // unit, columns // cell.shape[1])
+    launch(conv_lstm_forward, _grid(rows, columns, tile), gates.device, *read, *written, *sizes, **constants)
 
 
 def _backward(

@@ -33,6 +33,8 @@ from rooftop.kernels.conv_lstms import ACTIVATIONS
 Pair = tuple[int, int]
 States = tuple[Tensor, Tensor]
 FIRST, LAST = "channels_first", "channels_last"
+FEW = 64  # values that an output of the input convolution depends on, up to which a product of matrices is faster
+WIDE = 8  # channels: of fewer, cuDNN convolves float32 without tensor cores
 
 
 class ConvLSTM2D(nn.Module):
@@ -185,7 +187,7 @@ class ConvLSTM2D(nn.Module):
         return results.transpose(0, 1), (hidden, cell)
 
     def _input_gates(self, x: Tensor) -> Tensor:
-        """The input convolutions of all steps: (T, N, 4 F, H', W')."""
+        """The input convolutions of all steps, without the bias: (T, N, 4 F, H', W')."""
         frames = x.transpose(0, 1)  # (T, N, ...)
         if self.data_format == LAST:
             frames = frames.contiguous().permute(0, 1, 4, 2, 3)  # (T, N, C, H, W), channels last in memory
@@ -199,7 +201,10 @@ class ConvLSTM2D(nn.Module):
         if before != after:
             flat, before = F.pad(flat, (before[1], after[1], before[0], after[0])), (0, 0)
         flat = flat.contiguous(memory_format=memory_format)
-        gates = F.conv2d(flat, self.kernel, self.bias, self.strides, before, self.dilation_rate, groups)
+        if groups == 1 and memory_format == torch.channels_last and self.kernel[0].numel() <= FEW:
+            gates = _convolved_as_product(flat, self.kernel, self.strides, before, self.dilation_rate)
+        else:
+            gates = F.conv2d(flat, self.kernel, None, self.strides, before, self.dilation_rate, groups)
         return gates.contiguous(memory_format=memory_format).unflatten(0, (steps, batch))
 
     def _memory_format(self, x: Tensor) -> torch.memory_format:
@@ -224,7 +229,8 @@ class ConvLSTM2D(nn.Module):
         same = inputs.dtype == self.kernel.dtype
         hidden, cell = given or (None, None if same else self._zeros(inputs)[1])
         names = (self.activation, self.recurrent_activation)
-        outputs, cell = conv_lstm_sequence(inputs, self.recurrent_kernel.to(inputs.dtype), hidden, cell, *names)
+        kernel = self.recurrent_kernel.to(inputs.dtype)
+        outputs, cell = conv_lstm_sequence(inputs, kernel, hidden, cell, *names, bias=self.bias)
         return self._as_given(outputs), (outputs[-1], cell)
 
     def _step_by_step(self, inputs: Tensor, given: States | None, mask: Tensor | None) -> tuple[Tensor, States]:
@@ -233,6 +239,8 @@ class ConvLSTM2D(nn.Module):
         kernel = self.recurrent_kernel.to(inputs.dtype)
         dropped = self.training and self.recurrent_dropout > 0
         kept = _masks(state[0], self.recurrent_dropout) if dropped else None
+        if self.bias is not None:
+            inputs = inputs + self.bias.to(inputs.dtype)[:, None, None]
         output = torch.zeros_like(state[0])
         outputs: list[Tensor] = []
         for step, added in enumerate(inputs):
@@ -315,6 +323,26 @@ class ConvLSTM2D(nn.Module):
             raise ValueError(f"ConvLSTM2D: mask must be (N, T) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
 
 
+def _convolved_as_product(x: Tensor, kernel: Tensor, strides: Pair, padding: Pair, dilation: Pair) -> Tensor:
+    """The convolution of x, channels last, as one product of its windows, which are few values each; channels last.
+
+    Rows are as long as a multiple of 8, so that their addresses are what tensor cores take.
+    """
+    height, width = kernel.shape[2:]
+    rows = F.pad(x, (padding[1], padding[1], padding[0], padding[0])).permute(0, 2, 3, 1)
+    if (height, width, *strides) == (1, 1, 1, 1):
+        matrix = kernel.flatten(1)
+    else:
+        for axis, size in enumerate((height, width)):
+            rows = rows.unfold(axis + 1, (size - 1) * dilation[axis] + 1, strides[axis])[..., :: dilation[axis]]
+        rows = rows.permute(0, 1, 2, 4, 5, 3).flatten(3)  # (N, H', W', kh kw C)
+        matrix = kernel.permute(0, 2, 3, 1).flatten(1)
+    missing = -matrix.shape[1] % 8
+    if missing:
+        rows, matrix = F.pad(rows, (0, missing)), F.pad(matrix, (0, missing))
+    return F.linear(rows, matrix).permute(0, 3, 1, 2)
+
+
 def _masks(like: Tensor, rate: float) -> Tensor:
     """Four masks of elements (N, C, H, W) that are kept, scaled: (N, 4, C, H, W)."""
     ones = torch.ones_like(like)[:, None].expand(-1, 4, -1, -1, -1)
@@ -360,7 +388,10 @@ class FramesConvolution(nn.Conv3d):
         frames = x.permute(2, 0, 1, 3, 4)  # (T, N, C, H, W)
         weight = self.weight if ahead else self.weight[:, :, :2]
         weight = weight.permute(2, 0, 1, 3, 4).flatten(0, 1)  # (3 O, C, 3, 3): the taps in time one after another
-        taps = F.conv2d(frames.flatten(0, 1), weight, padding=1).unflatten(0, frames.shape[:2])
+        channels = len(weight)
+        if frames.is_cuda and channels < WIDE:
+            weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, WIDE - channels))
+        taps = F.conv2d(frames.flatten(0, 1), weight, padding=1).unflatten(0, frames.shape[:2])[:, :, :channels]
         before, at, *after = taps.split(self.out_channels, 2)  # (T, N, O, H, W) each, of the frame that was read
         nothing = torch.zeros_like(at[:1])
         y = at + torch.cat((nothing, before[:-1]))
