@@ -150,11 +150,11 @@ def convolutions(size: int, dtype: torch.dtype, of_backward: bool) -> Call:
     if not of_backward:
         return lambda: [conv_lstm_sequences.recurrent_convolution(h, kernel) for h in hidden]
     states = maps(FILTERS, dtype, (STEPS - 1) * BATCH)
-    turned = kernel.transpose(0, 1).flip(2, 3).contiguous(memory_format=torch.channels_last)
+    gradients = conv_lstm_sequences._Convolution(kernel)
 
     def call() -> object:
-        found = [conv_lstm_sequences._input_gradient(each, turned) for each in gates[1:]]
-        return *found, conv_lstm_sequences._kernel_gradient(gates[1:].flatten(0, 1), states, kernel)
+        found = [gradients.of_input(each) for each in gates[1:]]
+        return *found, gradients.of_kernel(gates[1:].flatten(0, 1), states)
 
     return call
 

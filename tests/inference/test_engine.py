@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rooftop.cost import CountingMode
 from rooftop.inference import Engine
 from rooftop.inference.graphs import Graph, Graphs, UncapturedError, _waits
 from rooftop.inference.structures import signature
@@ -152,6 +153,35 @@ def test_norms_and_softmaxes_by_rooftops_kernels() -> None:
     assert type(model[1]) is nn.LayerNorm, "the model itself is as it was"
     torch.testing.assert_close(engine(x), model(x))
     assert Engine(model).report.replaced == {}, "on a CPU only where asked"
+
+
+@torch.no_grad()
+def test_max_pools_by_rooftops_kernel() -> None:
+    """Those alone whose result it gives: no indices, sizes rounded down, the forward of their class."""
+
+    class Pool(nn.MaxPool2d):
+        pass
+
+    pools = [nn.MaxPool2d(3, 2, 1), Pool(2, 1), nn.MaxPool2d(2, ceil_mode=True), nn.MaxPool2d((2, 1), (1, 2))]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *pools).eval()
+    seen: list[Tensor] = []
+    model[1].register_forward_hook(lambda _, inputs, output: seen.append(output))
+    engine = Engine(model, replace=True, fuse=True, channels_last=True)
+    assert engine.report.replaced == {"1": "MaxPool2d", "4": "MaxPool2d"}
+    for x in (torch.randn(2, 3, 33, 40), torch.randn(3, 33, 40)):
+        torch.testing.assert_close(engine(x), model(x))
+    assert len(seen) == 4
+    x = torch.randn(2, 3, 33, 40)
+    for wanted in (False, True):
+        engine = Engine(model, replace=wanted)
+        with CountingMode() as counted:
+            engine(x)
+        assert sum(record.name == "rooftop::max_pool2d" for record in counted.records) == (2 if wanted else 0)
+    with pytest.raises(RuntimeError) as theirs:
+        model[1](torch.zeros(1, 2, 3, 4, 5))
+    with pytest.raises(RuntimeError) as ours:
+        Engine(model[1], replace=True)(torch.zeros(1, 2, 3, 4, 5))
+    assert str(ours.value) == str(theirs.value)
 
 
 @torch.no_grad()
@@ -632,6 +662,27 @@ def test_detr_with_its_lists_and_masks_is_captured() -> None:
             assert len(got.auxiliary) == 2
     assert not engine.report.refused
     assert len(engine.report.graphs or ()) == 3
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_what_is_computed_once_outlives_the_graphs_that_read_it() -> None:
+    """More sizes than there are graphs and constants, then the first ones again, from several streams."""
+    torch.manual_seed(0)
+    model = Detr(BasicBlock, (1, 1, 1, 1), 5, 7, 32, 4, 2, 3, 48).eval().cuda()
+    engines = [Engine(model, dtype=torch.float32, most_shapes=3), Engine(model, dtype=torch.float32, graphs=False)]
+    images = [torch.randn(2, 3, 64, 32 * i, device="cuda") for i in range(1, 12)]
+    expected = [model(each).logits for each in images]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for turn, place in enumerate([*range(11), 0, 1, 2, 0, 9, 0, 10, 0]):
+        with torch.cuda.stream(streams[turn % 3]):
+            found = [engine(images[place]).logits for engine in engines]
+            torch.cuda.current_stream().synchronize()
+        for each in found:
+            torch.testing.assert_close(each, expected[place], rtol=1e-2, atol=1e-2)
+    assert len(engines[0].report.graphs or ()) == 3
+    assert engines[0].report.constants_bytes == engines[1].report.constants_bytes
 
 
 class Waiting(nn.Module):

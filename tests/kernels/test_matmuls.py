@@ -18,7 +18,16 @@ from torch.nn import functional
 from rooftop.cost import CountingMode
 from rooftop.kernels import linear_act, linear_act_plan, matmul, matmul_launches, matmul_tables, matmuls
 from rooftop.kernels.matmul_launches import ACTIVATIONS, forward
-from rooftop.kernels.matmul_tables import FUSED_ON_HOPPER, TWO_AN_SM, Entry, LinearPlan, Problem, Tile, choose
+from rooftop.kernels.matmul_tables import (
+    FEW_ROWS_ON_HOPPER,
+    FUSED_ON_HOPPER,
+    TWO_AN_SM,
+    Entry,
+    LinearPlan,
+    Problem,
+    Tile,
+    choose,
+)
 from rooftop.launch import INTERPRETED, count_launches, operators
 from rooftop.launch.triton_launch import launch
 from rooftop.nn import LinearAct
@@ -563,6 +572,20 @@ def test_plans_depend_on_the_shape_and_the_gpu() -> None:
     assert choose(problem(4096, 4096, 0)).backend == "library"
 
 
+def test_few_rows_have_small_tiles() -> None:
+    for entry in FEW_ROWS_ON_HOPPER:
+        assert entry.tile_ms is not None and entry.library_ms is not None  # noqa: PT018
+        assert entry.tile_ms < entry.library_ms
+        assert entry.shape is not None
+        assert choose(problem(*entry.shape)).tile == entry.tile
+        assert choose(problem(*entry.shape, activation="gelu_tanh")).backend == "library", "which has an epilogue"
+    by_library: dict[str, object] = {"library_finish": True, "activation": "relu"}
+    assert choose(problem(100, 2048, 256, **by_library)).backend == "single"
+    assert choose(problem(100, 2048, 512, **by_library)).backend == "library"
+    assert choose(problem(950, 256, 256, finish=False)).backend == "single"
+    assert choose(problem(950, 256, 2048)).tile not in [entry.tile for entry in FEW_ROWS_ON_HOPPER]
+
+
 def test_the_library_is_taken_where_it_measured_faster() -> None:
     for activation, table in FUSED_ON_HOPPER.items():
         assert table[-1].tiles == math.inf, activation
@@ -575,13 +598,14 @@ def test_the_library_is_taken_where_it_measured_faster() -> None:
 def test_a_plan_says_what_is_taken_and_why() -> None:
     x, weight, bias, _ = operands(16, 16, 16, dtype=torch.bfloat16)
     plan = linear_act_plan(x, weight, bias, "silu")
-    assert plan.backend == ("library" if INTERPRETED else "reference")
+    assert plan.backend == ("single" if INTERPRETED else "reference")
     assert str(plan).startswith(plan.backend)
     assert plan.reason in str(plan)
     assert linear_act_plan(x.double(), weight.double()).reason == "float64"
     if INTERPRETED:
         unaligned = torch.randn(16, 17).bfloat16()[:, 1:]
         assert linear_act_plan(unaligned, weight, bias, "silu").backend == "pointers"  # and not worth a copy
+        x, weight, bias, _ = operands(16, 16, 1032, dtype=torch.bfloat16)
         assert linear_act_plan(x, weight, bias).backend == "library"
 
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rooftop.cost import CountingMode
 from rooftop.errors import WeightsError
+from rooftop.inference import Engine
 from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101, pad_images, sine_positions
 from rooftop.models.detr_weights import detr_state_dict, load_detr_weights
 from rooftop.models.resnet import BasicBlock, Bottleneck
@@ -276,8 +278,11 @@ def test_a_batch_without_padding_needs_no_mask() -> None:
     nothing = torch.zeros(2, *x.shape[2:], dtype=torch.bool)
     *_, allowed = given_to_the_transformer(model, x)
     assert allowed is None
+    *_, allowed = given_to_the_transformer(model, list(x))
+    assert allowed is None  # as images of one size fill it
     with torch.no_grad():
         torch.testing.assert_close(model(x).logits, model(x, nothing).logits, rtol=0, atol=1e-5)
+        assert torch.equal(model(list(x)).logits, model(x).logits)
 
 
 def test_cells_of_padding_are_not_seen() -> None:
@@ -388,6 +393,45 @@ def test_every_trained_parameter_gets_a_gradient() -> None:
     # The first layer attends to zeros, so that only biases matter there.
     assert without - {"transformer.decoder.layers.0.self_attn.in_proj_weight"} == frozen
     assert all(p.requires_grad for p in small(norm=nn.BatchNorm2d).parameters())
+
+
+def operators(call: Callable[[], object]) -> list[str]:
+    with CountingMode() as counted:
+        call()
+    return [record.name for record in counted.records]
+
+
+@torch.no_grad()
+def test_sums_are_computed_with_the_norms_after_them() -> None:
+    """Two for each encoder layer, three for each decoder layer, but for the first one's sum with zeros."""
+    names = operators(lambda: small()(IMAGES))
+    assert names.count("rooftop::add_layer_norm") == 2 * 2 + 3 * 3 - 1
+    assert names.count("rooftop::layer_norm") == 2
+
+
+@torch.no_grad()
+def test_an_engine_computes_once_what_does_not_depend_on_the_images() -> None:
+    """Positions of a batch without padding, what objects ask first, the weights of all layers side by side."""
+    model = small()
+    randomize(model)
+    batch, padding = pad_images(IMAGES)
+    engine = Engine(model)
+    assert sorted(name.rpartition(".")[2] for name in engine.report.constants) == [
+        *["beginning"] * SMALL["decoder_layers"], "packed_projection", "unpadded_positions",
+    ]  # fmt: skip
+    for args in ((batch,), (batch, padding), (batch[:1],), (batch[:, :, :64],), (batch,)):
+        found, expected = engine(*args), model(*args)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found.boxes, expected.boxes, rtol=0, atol=1e-5)
+    names = operators(lambda: engine(batch))
+    assert not set(names) & {"aten::cumsum", "aten::sin", "aten::cos", "aten::pow", "aten::cat"}
+    layers = SMALL["encoder_layers"] + 2 * SMALL["decoder_layers"]
+    assert sum("scaled_dot_product" in name for name in names) == layers - 1
+    model.transformer.decoder.layers[0].norm1.bias.add_(1.0)
+    model.transformer.decoder.layers[1].multihead_attn.in_proj_weight.mul_(2.0)
+    changed = model(batch).logits
+    assert not torch.allclose(changed, engine(batch).logits, atol=1e-3)
+    torch.testing.assert_close(changed, model(batch, torch.zeros_like(padding)).logits, rtol=0, atol=1e-5)
 
 
 def test_captured_whole() -> None:

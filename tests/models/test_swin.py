@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rooftop import models
 from rooftop.cost import CountingMode
+from rooftop.inference import Engine
 from rooftop.models import SwinTransformer, load_classifier
 from rooftop.models.swin import PatchMergingV2, StochasticDepth, SwinBlockV2
 
@@ -172,6 +173,65 @@ def test_attention_is_the_operator() -> None:
     names = [record.name for record in counted.records]
     assert names.count("rooftop::window_attention") == 12
     assert not {name for name in names if "roll" in name or "softmax" in name}
+
+
+@torch.no_grad()
+def test_sums_are_computed_with_the_norms_after_them() -> None:
+    """Of six blocks in two stages, all but the last sum of each stage."""
+    model = SwinTransformer(**{**SMALL, "depths": [2, 4]}, window_size=[3, 5]).eval()
+    with CountingMode() as counted:
+        model(torch.randn(1, 3, 12, 20))
+    names = [record.name for record in counted.records]
+    assert names.count("rooftop::add_layer_norm") == 10
+    assert names.count("aten::add") == 2
+
+
+@torch.no_grad()
+def test_blocks_that_are_watched_or_replaced_give_what_they_give_alone() -> None:
+    model = SwinTransformer(**{**SMALL, "depths": [2, 3]}, window_size=[3, 5]).eval()
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.3)
+    x, seen = torch.randn(1, 3, 12, 20), []
+    expected = model(x)
+    hook = model.features[3][1].register_forward_hook(lambda _, inputs, output: seen.append((*inputs, output)))
+    torch.testing.assert_close(model(x), expected)
+    before, after = seen[0]
+    torch.testing.assert_close(model.features[3][1](before), after)
+    hook.remove()
+    model.features[3][1] = nn.Sequential(model.features[3][1])
+    torch.testing.assert_close(model(x), expected)
+    model.features[3] = type(model.features[3])()
+    assert torch.equal(model.features[3](before), before)  # a stage without blocks
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@torch.no_grad()
+def test_an_engine_computes_what_depends_on_parameters_once(version: int, torchvision_models: ModuleType) -> None:
+    model, _ = pair(version, torchvision_models)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.3)
+    x = torch.randn(2, 3, 33, 71)
+    engine = Engine(model.eval(), constants=False)
+    assert engine.report.constants == ()
+    with CountingMode() as all_of_it:
+        expected = engine(x)
+    torch.testing.assert_close(expected, model(x))
+    engine = Engine(model)
+    assert len(engine.report.constants) == 4 * version
+    for _ in range(2):
+        assert torch.equal(engine(x), expected)
+    with CountingMode() as counted:
+        engine(x)
+    before, names = ([record.name for record in each.records] for each in (all_of_it, counted))
+    assert not set(names) & {"aten::index", "aten::sigmoid", "aten::exp", "aten::clamp"}
+    assert (before.count("aten::index"), before.count("aten::clone") - names.count("aten::clone")) == (4, 4)
+    assert engine.report.constants_bytes > 0
+    model.features[1][0].attn.qkv.bias.add_(1.0)
+    for name, parameter in model.named_parameters():
+        if "relative_position_bias_table" in name or "cpb_mlp" in name:
+            parameter.mul_(3.0)
+    assert not torch.allclose(model(x), expected)  # the model itself is not frozen
+    assert torch.equal(engine(x), expected)
 
 
 @pytest.mark.parametrize("version", [1, 2])

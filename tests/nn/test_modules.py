@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import rooftop.nn
 from rooftop.cost import CountingMode
+from rooftop.nn.norms import norm_of_sum
 
 X = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(0))
 LOGITS, TARGET = X[:, :, 0], torch.tensor([0, 1, -100, 3, 4, 0])
@@ -62,3 +63,51 @@ def test_z_loss_adds_the_square_of_the_log_sum_exp() -> None:
     target = TARGET.abs() % 5
     added = rooftop.nn.CrossEntropyLoss(z_loss=0.1)(LOGITS, target) - rooftop.nn.CrossEntropyLoss()(LOGITS, target)
     torch.testing.assert_close(added, 0.1 * LOGITS.logsumexp(1).square().mean())
+
+
+def sum_and_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[tuple[Tensor, Tensor], list[str]]:
+    """The results, and the names of what works on elements."""
+    with CountingMode() as counted:
+        found = norm_of_sum(norm, x, residual)
+    return found, [r.name for r in counted.records if "norm" in r.name or "add" in r.name]
+
+
+def test_the_norm_of_a_sum_is_one_operator() -> None:
+    torch.manual_seed(0)
+    norm = rooftop.nn.LayerNorm(7)
+    nn.init.normal_(norm.weight)
+    residual = torch.randn_like(X)
+    (y, total), names = sum_and_norm(norm, X, residual)
+    assert names == ["rooftop::add_layer_norm"]
+    torch.testing.assert_close((y, total), (norm(X + residual), X + residual))
+    (_, wide), _ = sum_and_norm(norm, X.bfloat16(), residual)
+    assert wide.dtype == torch.float32  # as PyTorch's sum
+
+
+@pytest.mark.parametrize("kind", ["torch", "rms", "hooked", "watched", "forward replaced", "subclass"])
+def test_norms_that_must_see_the_sum_do(kind: str) -> None:
+    class Doubled(rooftop.nn.LayerNorm):
+        def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+            return 2 * torch.nn.functional.layer_norm(input, self.normalized_shape)
+
+    seen: list[Tensor] = []
+    norm: nn.Module = rooftop.nn.LayerNorm(7)
+    if kind == "torch":
+        norm = nn.LayerNorm(7)
+    elif kind == "rms":
+        norm = rooftop.nn.RMSNorm(7)
+    elif kind == "subclass":
+        norm = Doubled(7)
+    elif kind == "hooked":
+        norm.register_forward_hook(lambda _, inputs, output: seen.extend((inputs[0], output)))
+    elif kind == "watched":
+        norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    else:
+        norm.forward = lambda input: input + 1  # type: ignore[method-assign]
+    residual = torch.randn_like(X)
+    (y, total), names = sum_and_norm(norm, X, residual)
+    assert "rooftop::add_layer_norm" not in names
+    assert torch.equal(total, X + residual)
+    assert all(torch.equal(each, expected) for each, expected in zip(seen, (total, y), strict=False))
+    assert len(seen) == {"hooked": 2, "watched": 1}.get(kind, 0)
+    torch.testing.assert_close(y, norm(total))

@@ -1,13 +1,14 @@
 """A trained model as fast as it goes without being rewritten.
 
-Six things are done to a copy of it, each of which is shown in the engine's report:
+Seven things are done to a copy of it, each of which is shown in the engine's report:
 
 1. batch norms are folded into the convolutions before them (`folding.py`);
 2. on a GPU, 2-D convolutions are computed together with what follows them (`fusing.py`);
-3. on a GPU, norms, softmaxes and embeddings are Rooftop's kernels (`rooftop.nn.replace`);
+3. on a GPU, norms, softmaxes, embeddings (`rooftop.nn.replace`) and max pools (`pooling.py`) are Rooftop's kernels;
 4. weights and activations are bfloat16 on a GPU, results float32;
 5. 2-D convolutions get their weights and inputs channels last on a GPU, as its matrix units read them;
-6. on a GPU, calls are CUDA graphs (`graphs.py`): the host launches one thing instead of hundreds.
+6. what modules compute of parameters and sizes alone is computed once (`rooftop.nn.constants`);
+7. on a GPU, calls are CUDA graphs (`graphs.py`): the host launches one thing instead of hundreds.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from rooftop.inference.folding import Folding, fold_norms
 from rooftop.inference.fusing import Fusing, fuse_convolutions, settled
 from rooftop.inference.graphs import Graph, GraphReport, Graphs, Refusal, UncapturedError
+from rooftop.inference.pooling import replace_pools
 from rooftop.inference.structures import mapped, signature
 from rooftop.nn import Replacement
 from rooftop.nn import replace as replace_modules
+from rooftop.nn.constants import keep_constants, kept_bytes
 
 CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
 
@@ -43,7 +46,9 @@ class EngineReport:
         folded: for each norm that is gone, the convolution it was folded into.
         left: for each other batch norm, why it is still there.
         fused: for each convolution that is computed together with what follows it, what that is.
-        replaced: for each norm, softmax and embedding that Rooftop's kernels compute, its kind.
+        replaced: for each norm, softmax, embedding and max pool that Rooftop's kernels compute, its kind.
+        constants: methods of modules that are computed once, as far as the model calls them.
+        constants_bytes: of their results.
         weights_bytes: of parameters and buffers.
         graphs: those held, the most recently used one last; None where the engine has none.
         refused: calls that run without a graph, by their inputs, and why.
@@ -57,6 +62,8 @@ class EngineReport:
     left: dict[str, str]
     fused: dict[str, str]
     replaced: dict[str, str]
+    constants: tuple[str, ...]
+    constants_bytes: int
     weights_bytes: int
     graphs: tuple[GraphReport, ...] | None
     refused: dict[str, str]
@@ -78,6 +85,9 @@ class EngineReport:
         if self.replaced:
             kinds = Counter(self.replaced.values()).most_common()
             lines.append(f"by Rooftop's kernels: {', '.join(f'{count} {kind}' for kind, count in kinds)}")
+        if self.constants:
+            kept = f"{self.constants_bytes / 2**20:.1f} MiB"
+            lines.append(f"{len(self.constants)} methods of modules computed once, {kept} of results")
         for graph in self.graphs or ():
             lines.append(f"graph of {graph.inputs}: {graph.bytes / 2**20:.1f} MiB, {graph.replays} replays")
         lines += [f"no graph of {inputs}: {why}" for inputs, why in self.refused.items()]
@@ -105,7 +115,8 @@ class Engine:
             engine, with whatever inputs, overwrites.
         fold: whether batch norms are folded.
         fuse: whether 2-D convolutions are computed together with bias, sum and activation. None: on a GPU.
-        replace: whether Rooftop's kernels compute norms, softmaxes and embeddings. None: on a GPU.
+        replace: whether Rooftop's kernels compute norms, softmaxes, embeddings and max pools. None: on a GPU.
+        constants: whether what modules compute of parameters and sizes alone is computed once.
 
     Attributes:
         model: the copy that runs.
@@ -132,6 +143,7 @@ class Engine:
         fold: bool = True,
         fuse: bool | None = None,
         replace: bool | None = None,
+        constants: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"Engine: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -152,6 +164,8 @@ class Engine:
         # last: torch.fx, by which those before see what belongs together, cannot look through modules of other kinds
         replaces = on_gpu if replace is None else replace
         self.replacement = replace_modules(self.model) if replaces else Replacement()
+        self.replacement.swapped |= replace_pools(self.model) if replaces else {}
+        self.constants = keep_constants(self.model) if constants else ()
         if channels_last is None:
             channels_last = on_gpu and any(isinstance(module, CONVOLUTIONS_2D) for module in self.model.modules())
         self.channels_last = channels_last
@@ -198,6 +212,8 @@ class Engine:
                 left=dict(self.folding.left),
                 fused=dict(self.fusing.fused),
                 replaced=dict(self.replacement.swapped),
+                constants=self.constants,
+                constants_bytes=kept_bytes(self.model),
                 weights_bytes=sum(t.numel() * t.element_size() for t in tensors),
                 graphs=None if self._graphs is None else graphs,
                 refused={self._inputs[key]: e.why for key, e in entries.items() if isinstance(e, Refusal)},

@@ -238,7 +238,7 @@ class _Computing:
         self.convolution, self.steps = convolution, steps
 
     def __call__(self, input: Any) -> Any:
-        input = _value_of(input)
+        input = value_of(input)
         if not isinstance(input, Tensor) or input.dim() != 4:  # a single image, or what PyTorch refuses
             return nn.Conv2d.forward(self.convolution, input)
         return _Promise(self.convolution, input) if self.steps else _computed(self.convolution, input, None, None)
@@ -328,17 +328,17 @@ class _Promise:
                 return first.plus(second, function in SUMS_IN_PLACE)
             if isinstance(second, _Promise) and function in SUMS and not isinstance(first, _Promise):
                 return second.plus(first, False)
-        mapped = torch.utils._pytree.tree_map(_value_of, (arguments, options))
+        mapped = torch.utils._pytree.tree_map(value_of, (arguments, options))
         return function(*mapped[0], **mapped[1])
 
     def __add__(self, other: Any) -> Any:
-        return self.plus(_value_of(other), False)
+        return self.plus(value_of(other), False)
 
     def __radd__(self, other: Any) -> Any:
         return self.plus(other, False)
 
     def __iadd__(self, other: Any) -> Any:
-        return self.plus(_value_of(other), True)
+        return self.plus(value_of(other), True)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -373,5 +373,6 @@ def _version(tensor: Tensor | None) -> int | None:
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _value_of(part: Any) -> Any:
+def value_of(part: Any) -> Any:
+    """The tensor that a promise stands for; anything else as it is."""
     return part.value() if isinstance(part, _Promise) else part

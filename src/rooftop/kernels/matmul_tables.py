@@ -116,6 +116,24 @@ UNALIGNED_ON_HOPPER = (
 )
 FUSED_ELSEWHERE = (Entry(0.1, None), Entry(math.inf, Tile("pointers", 128, 128, 32, 8, 3)))
 
+
+@dataclass(frozen=True)
+class FewRows(Entry):
+    """What is taken where results are at most `tiles` tiles of 128 x 128 for each SM, and K at most `depth`."""
+
+    depth: int = 0
+
+
+# The layers of Swin-T and DETR at batch 1 (benchmarks/results/h200/tune_few_rows.json): small tiles, so that each SM
+# has one. cuBLAS with an epilogue of its own was slower up to K = 256 (`EPILOGUE_DEPTH`), and as fast at 1536.
+FEW_ROWS_ON_HOPPER = (
+    FewRows(0.6, Tile("single", 64, 128, 64, 4, 4, early=True), (3136, 384, 96), 0.005285, 0.006956, depth=128),
+    FewRows(0.6, Tile("single", 64, 64, 64, 4, 6, early=True), (784, 768, 192), 0.003825, 0.006140, depth=256),
+    FewRows(0.6, Tile("single", 64, 64, 128, 4, 4, early=True), (196, 1536, 384), 0.003608, 0.005272, depth=512),
+    FewRows(0.6, Tile("single", 64, 32, 128, 4, 4, early=True), (49, 3072, 768), 0.004618, 0.006958, depth=1024),
+)
+EPILOGUE_DEPTH = 256
+
 # ---- choice ----------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +180,10 @@ def choose(problem: Problem) -> LinearPlan:
         return LinearPlan("library", None, "K is 0: there is no product")
     if problem.dtype not in HALVES:
         return LinearPlan("library", None, "float32")
+    tiles = -(-problem.rows // 128) * -(-problem.columns // 128) / problem.sms
+    few = _few_rows(problem, tiles)
+    if few is not None and few.tile is not None:
+        return LinearPlan(few.tile.kernel, few.tile, _reason(few))
     if not problem.finish:
         return LinearPlan("library", None, "nothing but a bias follows, which cuBLAS adds")
     if problem.library_finish:
@@ -173,9 +195,17 @@ def choose(problem: Problem) -> LinearPlan:
         table = FUSED_ON_HOPPER[problem.activation]
     else:
         table = UNALIGNED_ON_HOPPER
-    tiles = -(-problem.rows // 128) * -(-problem.columns // 128) / problem.sms
     entry = next(entry for entry in table if tiles <= entry.tiles)
     return LinearPlan(entry.tile.kernel if entry.tile else "library", entry.tile, _reason(entry))
+
+
+def _few_rows(problem: Problem, tiles: float) -> FewRows | None:
+    if problem.capability != 9 or not problem.aligned or problem.activation == "gelu_tanh":
+        return None
+    by_library = not problem.finish or problem.library_finish
+    if by_library and problem.depth > EPILOGUE_DEPTH:
+        return None
+    return next((entry for entry in FEW_ROWS_ON_HOPPER if tiles <= entry.tiles and problem.depth <= entry.depth), None)
 
 
 def _reason(entry: Entry) -> str:

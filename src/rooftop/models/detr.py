@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,8 @@ from rooftop.models.detr_weights import load_detr_weights
 from rooftop.models.resnet import BasicBlock, Bottleneck, Norm, ResNet
 from rooftop.models.weights import load_into, options_of, read_weights, weights_file
 from rooftop.nn import LayerNorm, LinearAct
+from rooftop.nn.constants import constant
+from rooftop.nn.norms import norm_of_sum
 
 
 class Predictions(NamedTuple):
@@ -143,28 +145,42 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.width, self.heads, self.dropout = width, heads, dropout
         self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
         self.out_proj = nn.Linear(width, width)
         nn.init.zeros_(self.out_proj.bias)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """(B, T, D), (B, S, D), (B, S, D) -> (B, T, D); `allowed` (B, 1, 1, S): which keys may be attended to."""
-        width = query.shape[-1]
-        weight, bias = self.in_proj_weight, self.in_proj_bias
-        if query is key:
-            q, k = F.linear(query, weight[: 2 * width], bias[: 2 * width]).chunk(2, dim=-1)
-        else:
-            q = F.linear(query, weight[:width], bias[:width])
-            k = F.linear(key, weight[width : 2 * width], bias[width : 2 * width])
-        v = F.linear(value, weight[2 * width :], bias[2 * width :])
+    def projection(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Weight and bias of queries (0), keys (1) and values (2), from the first to the last of them."""
+        rows = slice(first * self.width, (last + 1) * self.width)
+        return self.in_proj_weight[rows], self.in_proj_bias[rows]
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """Projected (B, T, D), (B, S, D), (B, S, D) -> (B, T, D); `allowed` (B, 1, 1, S): which keys."""
         q, k, v = (
-            x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v)
+            x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (query, key, value)
         )  # (B, heads, T or S, D / heads)
         dropout = self.dropout if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, allowed, dropout)
         return self.out_proj(x.transpose(1, 2).flatten(2))
+
+
+class SelfAttention(Attention):
+    """Of things that have places: both say where to look, the things alone what is there."""
+
+    def forward(self, x: Tensor, placed: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """(B, T, D) without and with their places -> (B, T, D); `allowed` (B, 1, 1, T): which may be attended to."""
+        query, key = F.linear(placed, *self.projection(0, 1)).chunk(2, dim=-1)
+        return self.attended(query, key, F.linear(x, *self.projection(2, 2)), allowed)
+
+
+class CrossAttention(Attention):
+    """To cells whose keys and values are projected already."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """(B, Q, D), (B, S, D), (B, S, D) -> (B, Q, D); `allowed` (B, 1, 1, S): which cells may be attended to."""
+        return self.attended(query, key, value, allowed)
 
 
 class EncoderLayer(nn.Module):
@@ -172,7 +188,7 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
-        self.self_attn = Attention(width, heads, dropout)
+        self.self_attn = SelfAttention(width, heads, dropout)
         self.linear1 = LinearAct(width, feed_forward, activation="relu")
         self.dropout = nn.Dropout(dropout)
         self.linear2 = nn.Linear(feed_forward, width)
@@ -180,11 +196,12 @@ class EncoderLayer(nn.Module):
         self.norm2 = LayerNorm(width)
 
     def forward(self, x: Tensor, positions: Tensor, allowed: Tensor | None) -> Tensor:
-        """Cells (B, S, D) with their positions (B, S, D) -> (B, S, D)."""
-        placed = x + positions
-        x = self.norm1(x + self.dropout(self.self_attn(placed, placed, x, allowed)))
+        """Cells (B, S, D) with their positions (B or 1, S, D) -> (B, S, D)."""
+        attended = self.self_attn(x, x + positions, allowed)
+        x, _ = norm_of_sum(self.norm1, self.dropout(attended), x)
         hidden = self.dropout(self.linear1(x))  # (B, S, feed_forward)
-        return self.norm2(x + self.dropout(self.linear2(hidden)))
+        x, _ = norm_of_sum(self.norm2, self.dropout(self.linear2(hidden)), x)
+        return x
 
 
 class DecoderLayer(nn.Module):
@@ -192,8 +209,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
-        self.self_attn = Attention(width, heads, dropout)
-        self.multihead_attn = Attention(width, heads, dropout)
+        self.self_attn = SelfAttention(width, heads, dropout)
+        self.multihead_attn = CrossAttention(width, heads, dropout)
         self.linear1 = LinearAct(width, feed_forward, activation="relu")
         self.dropout = nn.Dropout(dropout)
         self.linear2 = nn.Linear(feed_forward, width)
@@ -201,13 +218,37 @@ class DecoderLayer(nn.Module):
         self.norm2 = LayerNorm(width)
         self.norm3 = LayerNorm(width)
 
-    def forward(self, x: Tensor, queries: Tensor, memory: Tensor, placed: Tensor, allowed: Tensor | None) -> Tensor:
-        """Objects (B, Q, D) with their queries (Q, D) -> (B, Q, D); the cells (B, S, D) without and with positions."""
-        named = x + queries
-        x = self.norm1(x + self.dropout(self.self_attn(named, named, x)))
-        x = self.norm2(x + self.dropout(self.multihead_attn(x + queries, placed, memory, allowed)))
+    def forward(self, x: Tensor | None, queries: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
+        """Objects (B, Q, D) with their queries (Q, D) -> (B, Q, D).
+
+        Args:
+            x: None in the first layer, where all objects are zeros.
+            key, value: of the cells (B, S, D), projected for this layer.
+            allowed: (B, 1, 1, S), which cells may be attended to.
+        """
+        if x is None:
+            # Dropout makes images differ; without it they are one and the same until they look at the cells.
+            x, query = self.beginning(queries, len(key) if self.training else 1)
+            x, query = (t.expand(len(key), -1, -1).contiguous() for t in (x, query))
+        else:
+            x, _ = norm_of_sum(self.norm1, self.dropout(self.self_attn(x, x + queries)), x)
+            query = self.asking(x, queries)
+        x, _ = norm_of_sum(self.norm2, self.dropout(self.multihead_attn(query, key, value, allowed)), x)
         hidden = self.dropout(self.linear1(x))  # (B, Q, feed_forward)
-        return self.norm3(x + self.dropout(self.linear2(hidden)))
+        x, _ = norm_of_sum(self.norm3, self.dropout(self.linear2(hidden)), x)
+        return x
+
+    @constant
+    def beginning(self, queries: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Of objects that are zeros: what they are before they look at the cells, and what they ask there; (B, Q, D)
+        each."""
+        placed = queries.expand(batch, -1, -1)  # (B, Q, D)
+        x = self.norm1(self.dropout(self.self_attn(torch.zeros_like(placed), placed)))
+        return x, self.asking(x, queries)
+
+    def asking(self, x: Tensor, queries: Tensor) -> Tensor:
+        """Objects (B, Q, D) as queries to the cells, projected."""
+        return F.linear(x + queries, *self.multihead_attn.projection(0, 0))
 
 
 class Encoder(nn.Module):
@@ -233,13 +274,22 @@ class Decoder(nn.Module):
 
     def forward(self, queries: Tensor, memory: Tensor, positions: Tensor, allowed: Tensor | None) -> list[Tensor]:
         """The objects (B, Q, D) after each layer, before the norm."""
-        placed = memory + positions
-        x = queries.new_zeros((len(memory), *queries.shape))
-        objects = []
-        for layer in self.layers:
-            x = layer(x, queries, memory, placed, allowed)
+        # All layers look at the same cells: one product each gives the keys and the values of all.
+        (key_weight, key_bias), (value_weight, value_bias) = (self.packed_projection(part) for part in (1, 2))
+        keys = F.linear(memory + positions, key_weight, key_bias).chunk(len(self.layers), dim=-1)
+        values = F.linear(memory, value_weight, value_bias).chunk(len(self.layers), dim=-1)  # (B, S, D) each
+        x, objects = None, []
+        for layer, key, value in zip(self.layers, keys, values, strict=True):
+            x = layer(x, queries, key, value, allowed)
             objects.append(x)
         return objects
+
+    @constant
+    def packed_projection(self, part: int) -> tuple[Tensor, Tensor]:
+        """Weights (layers D, D) and biases (layers D,) of the keys (1) or values (2) of cells, for all layers."""
+        layers = cast(Iterable[DecoderLayer], self.layers)
+        weights, biases = zip(*(layer.multihead_attn.projection(part, part) for layer in layers), strict=True)
+        return torch.cat(weights), torch.cat(biases)
 
 
 class Transformer(nn.Module):
@@ -337,24 +387,32 @@ class Detr(nn.Module):
             batch = images
         elif padding is None:
             batch, padding = pad_images(images)
+            if all(image.shape == images[0].shape for image in images):
+                padding = None  # all of the batch is image
         else:
             raise ValueError("a mask of padding belongs to a batch; a list of images gets its own")
         _check_batch(batch, padding)
         x = self.input_proj(self.backbone(batch))  # (B, D, H / 32, W / 32)
         positions, allowed = self._places(x, padding)
         objects = self.transformer(x.flatten(2).transpose(1, 2), positions, self.query_embed.weight, allowed)
-        *earlier, last = self._heads(torch.stack(objects if self.auxiliary else objects[-1:]))
+        wanted = torch.stack(objects) if self.auxiliary else objects[-1][None]
+        *earlier, last = self._heads(wanted)
         return last._replace(auxiliary=(*earlier,))
 
     def _places(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Positions (B, S, D) of the cells of x (B, D, h, w), and which may be attended to (B, 1, 1, S)."""
+        """Positions (B or 1, S, D) of the cells of x (B, D, h, w), and which may be attended to (B, 1, 1, S)."""
         if padding is None:
-            everywhere = torch.zeros((1, *x.shape[-2:]), dtype=torch.bool, device=x.device)
-            return sine_positions(everywhere, self.width).to(x.dtype), None
+            return self.unpadded_positions(x.shape[-2], x.shape[-1], x.dtype, x.device), None
         cells = F.interpolate(padding[None].float(), size=x.shape[-2:])[0].bool()  # (B, h, w)
         # Attention to nothing has no weights: in an image that is wholly padding everything may be attended to.
         allowed = ~cells | cells.all(dim=(1, 2), keepdim=True)
         return sine_positions(cells, self.width).to(x.dtype), allowed.flatten(1)[:, None, None]
+
+    @constant
+    def unpadded_positions(self, height: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Of a map that is all image, (1, S, D)."""
+        everywhere = torch.zeros((1, height, width), dtype=torch.bool, device=device)
+        return sine_positions(everywhere, self.width).to(dtype)
 
     def _heads(self, objects: Tensor) -> list[Predictions]:
         """Classes and boxes of objects (layers, B, Q, D), for each layer."""

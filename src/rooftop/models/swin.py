@@ -28,6 +28,9 @@ from rooftop.kernels import window_attention
 from rooftop.models.registry import register
 from rooftop.models.weights import load_weights
 from rooftop.nn import LayerNorm, LinearAct
+from rooftop.nn.constants import constant
+from rooftop.nn.hooks import is_plain
+from rooftop.nn.norms import norm_of_sum
 
 Norm = Callable[[int], nn.Module]
 Size = tuple[int, int]
@@ -97,7 +100,8 @@ class PatchMergingV2(PatchMerging):
 
 def gathered(x: Tensor) -> Tensor:
     """Of each 2x2 positions, by column and then by row, all channels: (B, H, W, C) -> (B, H / 2, W / 2, 4 C)."""
-    x = nn.functional.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
+    if x.shape[1] % 2 or x.shape[2] % 2:
+        x = nn.functional.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
     return torch.cat([x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)], -1)
 
 
@@ -147,6 +151,7 @@ class ShiftedWindowAttention(nn.Module):
         self.relative_position_bias_table = nn.Parameter(table)
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
+    @constant
     def position_bias(self) -> Tensor:
         """(heads, N, N)."""
         return self._by_pair(self.relative_position_bias_table)
@@ -192,16 +197,21 @@ class ShiftedWindowAttentionV2(ShiftedWindowAttention):
     def _define_bias(self) -> None:
         self.register_buffer("relative_coords_table", log_offsets(self.window))
 
+    @constant
     def position_bias(self) -> Tensor:
         table = self.cpb_mlp(self.relative_coords_table).view(-1, self.heads)
         return 16 * torch.sigmoid(self._by_pair(table))
 
     def attend(self, x: Tensor) -> Tensor:
+        bias, scale = self._bias_and_scale()
+        return self._attention(nn.functional.linear(x, self.qkv.weight, bias), padding=bias, cosine_scale=scale)
+
+    @constant
+    def _bias_and_scale(self) -> tuple[Tensor, Tensor]:
+        """(3 C,) of queries, keys and values; (heads,)."""
         query_bias, key_bias, value_bias = self.qkv.bias.chunk(3)
         bias = torch.cat((query_bias, torch.zeros_like(key_bias), value_bias))  # keys have none
-        qkv = nn.functional.linear(x, self.qkv.weight, bias)
-        scale = self.logit_scale.clamp(max=math.log(100.0)).exp().flatten()
-        return self._attention(qkv, padding=bias, cosine_scale=scale)
+        return bias, self.logit_scale.clamp(max=math.log(100.0)).exp().flatten()
 
 
 def relative_positions(window: Size) -> Tensor:
@@ -261,9 +271,12 @@ class SwinBlock(nn.Module):
                 nn.init.xavier_uniform_(layer.weight)
                 nn.init.normal_(layer.bias, std=1e-6)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.stochastic_depth(self.attn(self.norm1(x)))
-        return x + self.stochastic_depth(self.mlp(self.norm2(x)))
+    def forward(self, x: Tensor, branch: Tensor | None = None, summed: bool = True) -> Tensor | tuple[Tensor, Tensor]:
+        """Of x, or of x + branch; gives the result, or if not `summed` the two of which it is the sum."""
+        y, x = (self.norm1(x), x) if branch is None else norm_of_sum(self.norm1, branch, x)
+        y, x = norm_of_sum(self.norm2, self.stochastic_depth(self.attn(y)), x)
+        branch = self.stochastic_depth(self.mlp(y))
+        return x + branch if summed else (x, branch)
 
 
 class SwinBlockV2(SwinBlock):
@@ -271,9 +284,22 @@ class SwinBlockV2(SwinBlock):
 
     attention = ShiftedWindowAttentionV2
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         x = x + self.stochastic_depth(self.norm1(self.attn(x)))
         return x + self.stochastic_depth(self.norm2(self.mlp(x)))
+
+
+class Stage(nn.Sequential):
+    """Blocks one after another. The last sum of a `SwinBlock` and the first norm of the next one are one kernel, unless
+    someone watches the blocks or has put others there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self) == 0 or not all(is_plain(block, SwinBlock) for block in self):
+            return super().forward(x)
+        branch, (*earlier, last) = None, self
+        for block in earlier:
+            x, branch = block(x, branch, summed=False)
+        return last(x, branch)
 
 
 class SwinTransformer(nn.Module):
@@ -338,7 +364,7 @@ class SwinTransformer(nn.Module):
                 sizes, rates = (channels, heads, window, shift, mlp_ratio), (dropout, probability)
                 blocks.append(block(*sizes, *rates, norm, attention_dropout))
                 number += 1
-            layers.append(nn.Sequential(*blocks))
+            layers.append(Stage(*blocks))
         self.features = nn.Sequential(*layers)
         self.norm = norm(channels)
         self.permute = Permute((0, 3, 1, 2))

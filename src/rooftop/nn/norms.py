@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rooftop.kernels import layer_norm, rms_norm
+from rooftop.kernels import add_layer_norm, layer_norm, rms_norm
+from rooftop.nn.hooks import is_plain
 
 
 class LayerNorm(torch.nn.LayerNorm):
     """`torch.nn.LayerNorm`, parameters and state included, computed by `rooftop.kernels.layer_norm`."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """input (..., *normalized_shape); the result is like it."""
-        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+        """input (..., *normalized_shape); the result is like it.
+
+        With a residual, like input: the norm of their sum and the sum, by `rooftop.kernels.add_layer_norm`.
+        """
+        parameters = (self.normalized_shape, self.weight, self.bias, self.eps)
+        return layer_norm(input, *parameters) if residual is None else add_layer_norm(input, residual, *parameters)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -22,3 +27,18 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, input: Tensor) -> Tensor:
         """input (..., *normalized_shape); the result is like it."""
         return rms_norm(input, self.normalized_shape, self.weight, self.eps)
+
+
+def norm_of_sum(norm: nn.Module, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """(norm(input + residual), input + residual), of any norm; in one kernel if it is a `LayerNorm` without hooks.
+
+    Args:
+        input, residual: of one shape; the sum has the dtype that PyTorch gives it, and under autocast float32.
+    """
+    if not is_plain(norm, LayerNorm):
+        total = input + residual
+        return norm(total), total
+    if input.dtype != residual.dtype:
+        dtype = torch.promote_types(input.dtype, residual.dtype)
+        input, residual = input.to(dtype), residual.to(dtype)
+    return norm(input, residual)  # type: ignore[no-any-return]

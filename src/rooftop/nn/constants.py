@@ -1,0 +1,104 @@
+"""Results of modules that depend on parameters and sizes alone, computed once where the parameters do not change.
+
+    class Attention(nn.Module):
+        @constant
+        def position_bias(self) -> Tensor: ...
+
+A module cannot know whether its parameters will change; who runs it can. So such a method is an ordinary one, computed
+in each call, until `keep_constants(model)` says that the parameters stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.nn.hooks import has_hooks
+
+MOST = 8  # results of one method, by its arguments: as many as an engine has graphs
+
+Arguments = ParamSpec("Arguments")
+Module = TypeVar("Module", bound=nn.Module)
+Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
+
+
+class _Kept(dict[tuple[Hashable, ...], Any]):
+    """Results by name and arguments of the method."""
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()  # the parameters of a copy, or of what is loaded, are others, which may be cast or moved
+
+
+def constant(
+    method: Callable[Concatenate[Module, Arguments], Result],
+) -> Callable[Concatenate[Module, Arguments], Result]:
+    """A method whose result, a tensor or a tuple of them, depends on parameters, buffers and arguments alone.
+
+    Arguments are numbers, dtypes, devices and parameters; with keywords nothing is kept. The result must not be changed
+    in place. After `keep_constants` it is computed once for each of the first eight sets of arguments, and in each call
+    for others: none is ever given up, since CUDA graphs may read it. It is always computed in training mode, under
+    autocast, where it would need a gradient, and within a capture.
+    """
+
+    @wraps(method)
+    def kept(self: Module, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            return method(self, *arguments, **options)
+        results: _Kept | None = self.__dict__.get("_constants")
+        if results is None or self.training or torch._C._is_any_autocast_enabled() or not _lasting(arguments, options):
+            return method(self, *arguments, **options)
+        key = (method.__name__, *((type(each), each) for each in arguments))  # 1 is not 1.0
+        if key in results:
+            return results[key]  # type: ignore[no-any-return]
+        result = method(self, *arguments, **options)
+        others = sum(name == method.__name__ for name, *_ in results)
+        if others < MOST and all(map(_can_be_kept, result if isinstance(result, tuple) else (result,))):
+            results[key] = result
+        return result
+
+    kept.__dict__["is_constant"] = True
+    return cast(Callable[Concatenate[Module, Arguments], Result], kept)
+
+
+def keep_constants(model: nn.Module) -> tuple[str, ...]:
+    """From now on a model's constants are computed once: its parameters and buffers do not change any more.
+
+    Modules with hooks in them, which would not be called again, go on as before, and so do copies of the model.
+
+    Returns:
+        The methods whose results are kept, as "name of the module.name of the method".
+    """
+    found = []
+    for name, module in model.named_modules():
+        methods = [each for each in dir(type(module)) if hasattr(getattr(type(module), each, None), "is_constant")]
+        if methods and not any(map(has_hooks, module.modules())):
+            module.__dict__["_constants"] = _Kept()
+            found += [f"{name}.{each}" if name else each for each in methods]
+    return tuple(found)
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Of all results that a model keeps."""
+    results = [each for module in model.modules() for each in module.__dict__.get("_constants", {}).values()]
+    flat = [t for each in results for t in (each if isinstance(each, tuple) else (each,))]
+    return sum(t.numel() * t.element_size() for t in flat)
+
+
+def _lasting(arguments: tuple[object, ...], options: dict[str, object]) -> bool:
+    """Whether the same arguments may come again: no tensors but parameters, and no keywords."""
+    return not options and all(isinstance(each, nn.Parameter) or not isinstance(each, Tensor) for each in arguments)
+
+
+def _can_be_kept(tensor: Tensor) -> bool:
+    """Whether it has data that is there now, for calls on all streams."""
+    if type(tensor) is not Tensor or tensor.is_meta or tensor.requires_grad:
+        return False
+    if tensor.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return True
