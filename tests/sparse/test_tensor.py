@@ -163,8 +163,8 @@ def test_wrong_calls() -> None:
         SparseConvTensor.from_dense(torch.zeros(3, 4))
 
 
-def test_the_example_of_the_page_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
+def test_the_examples_of_the_page_print_what_they_say(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
     assert capsys.readouterr().out.splitlines() == re.findall(r"^# (.*)", snippet, re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""Models with the state dicts and weights of their origins, and the photographs that go into them."""
+"""Models with the state dicts and weights of their origins, and the photographs and point clouds that go into them."""
 
 from rooftop.models.classification import Classified, Guess, classify, load_classifier
 from rooftop.models.coco import CocoDataset, as_lists, average_precision
@@ -29,6 +29,8 @@ from rooftop.models.resnet import (
     wide_resnet50_2,
     wide_resnet101_2,
 )
+from rooftop.models.second import SecondBackbone, second_backbone, second_state_dict
+from rooftop.models.sparse_unet import MinkUNet, SparseUNet, minkunet18, minkunet34
 from rooftop.models.swin import SwinTransformer, swin_b, swin_s, swin_t, swin_v2_b, swin_v2_s, swin_v2_t
 
 __all__ = [
@@ -40,10 +42,13 @@ __all__ = [
     "FoundObject",
     "Guess",
     "LoadReport",
+    "MinkUNet",
     "ModelEntry",
     "NextFrameNetwork",
     "Preprocessing",
     "ResNet",
+    "SecondBackbone",
+    "SparseUNet",
     "SwinTransformer",
     "as_lists",
     "average_precision",
@@ -61,6 +66,8 @@ __all__ = [
     "load_images",
     "load_keras_weights",
     "load_report",
+    "minkunet18",
+    "minkunet34",
     "model_entry",
     "next_frame_network",
     "predict_frames",
@@ -73,6 +80,8 @@ __all__ = [
     "resnext50_32x4d",
     "resnext101_32x8d",
     "resnext101_64x4d",
+    "second_backbone",
+    "second_state_dict",
     "swin_b",
     "swin_s",
     "swin_t",

@@ -17,18 +17,23 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
+from rooftop.cost import Call, Cost, cost_of, distinct_bytes
 from rooftop.errors import MissingExtraError
+from rooftop.kernels import sparse_conv_launches
+from rooftop.launch.operators import operator
 from rooftop.launch.triton_launch import record_launch
 from rooftop.sparse.geometries import MAX_DIMS, MAX_ROWS, NO_KEY, Geometry, PerDimension, geometry
 from rooftop.sparse.sites import check_indices, check_sites, checks_values, keys_of, sites_of
+from rooftop.sparse.table_orders import are_many, by_kernels, row_order, row_pairs
 
 MAX_SLOTS = 2**30  # of a hash table: its slots are int32
 EMPTY = -1  # in a hash table
@@ -41,7 +46,32 @@ ROOM_PER_SITE = 4
 # ---- what is known of it ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+class Faults(NamedTuple):
+    """What building a rulebook found wrong with its sites, and what it takes to say so.
+
+    Attributes:
+        flags: (3,) int32 on the device of the indices, 0 or 1: an input row repeats a site; one is out of range; there
+            were more outputs than `num_out_act_bound`, and then there are none.
+        indices: (N, 1 + dims), the inputs.
+        shape: the convolution.
+        outputs: rows of the outputs.
+    """
+
+    flags: Tensor
+    indices: Tensor
+    shape: Geometry
+    outputs: int
+
+    def check(self) -> None:
+        """Raises `ValueError` for what is wrong, with the first row that is. Waits for the device."""
+        repeated, outside, beyond = self.flags.tolist()
+        if repeated or outside:
+            check_sites(self.indices, self.shape.batch_size, self.shape.in_shape)
+        if beyond:
+            raise ValueError(_beyond(self.outputs))
+
+
+@dataclass(eq=False)
 class Rulebook:
     """All pairs of a convolution, in the forms that computing it needs. N inputs, O outputs, K offsets.
 
@@ -49,51 +79,79 @@ class Rulebook:
     rows.
 
     Attributes:
-        batch_size, in_shape, out_shape, ksize: as in `Geometry`.
+        shape: the convolution that it was built for; of an inverse one, the convolution that is inverted.
         in_indices: (N, 1 + dims) int32 or int64, batch first.
         out_indices: (O, 1 + dims), the same dtype; sorted; of a submanifold convolution those of the inputs.
         neighbours: (O, K) int32, contiguous: the input row at each offset of an output, or -1.
         reached: what `reverse` gives, or None of a submanifold convolution.
-        faults: (3,) int32 on the device of the indices, 0 or 1: an input row repeats a site; one is out of range; there
-            were more outputs than `num_out_act_bound`, and then there are none. `check()` raises for them.
-        subm: whether outputs are the inputs. Then i has o at k where o has i at K - 1 - k.
+        faults: (3,) int32 on the device of the indices, `Faults.flags`. `check()` raises for them.
+        bounded: whether the outputs were given a number of rows, so that some may be no sites.
         inverse: whether it was built from the outputs to the inputs, then swapped.
+        made: what layers made of it, shared with the one that is swapped.
     """
 
-    batch_size: int
-    in_shape: tuple[int, ...]
-    out_shape: tuple[int, ...]
-    ksize: tuple[int, ...]
+    shape: Geometry
     in_indices: Tensor
     out_indices: Tensor
     neighbours: Tensor
     reached: Tensor | None
     faults: Tensor
-    subm: bool = False
+    bounded: bool = False
     inverse: bool = False
+    made: dict[str, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
+
+    @property
+    def batch_size(self) -> int:
+        return self.shape.batch_size
+
+    @property
+    def in_shape(self) -> tuple[int, ...]:
+        """Size of the grid of the inputs."""
+        return self.shape.out_shape if self.inverse else self.shape.in_shape
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Size of the grid of the outputs."""
+        return self.shape.in_shape if self.inverse else self.shape.out_shape
+
+    @property
+    def ksize(self) -> tuple[int, ...]:
+        return self.shape.ksize
+
+    @property
+    def subm(self) -> bool:
+        """Whether outputs are the inputs. Then i has o at k where o has i at K - 1 - k."""
+        return self.shape.subm
 
     @property
     def kernel_volume(self) -> int:
-        return self.neighbours.shape[1]
+        return self.shape.kernel_volume
+
+    @property
+    def told_faults(self) -> Faults:
+        """What building it found wrong."""
+        inputs, outputs = self.in_indices, self.out_indices
+        if self.inverse:
+            inputs, outputs = outputs, inputs
+        return Faults(self.faults, inputs, self.shape, outputs.shape[0])
 
     def check(self) -> None:
         """Raises `ValueError` for what `faults` tells of, with the first row that is wrong. Waits for the device."""
-        repeated, outside, beyond = self.faults.tolist()
-        built = self.swapped() if self.inverse else self
-        if repeated or outside:
-            check_sites(built.in_indices, built.batch_size, built.in_shape)
-        if beyond:
-            raise ValueError(_beyond(len(built.out_indices)))
+        self.told_faults.check()
 
-    @cached_property
+    @property
     def num_outputs(self) -> Tensor:
         """() int64 on the device: output rows that are sites."""
         return (self.out_indices[:, 0] >= 0).sum()
 
-    @cached_property
+    @property
     def reverse(self) -> Tensor:
         """(N, K) int32, contiguous: the output row that an input reaches at each offset, or -1."""
-        return self.neighbours.flip(1) if self.reached is None else self.reached
+        if self.reached is not None:
+            return self.reached
+        if "reverse" not in self.made:
+            self.made["reverse"] = (self.neighbours.flip(1),)
+        return self.made["reverse"][0]
 
     @cached_property
     def masks(self) -> Tensor:
@@ -108,34 +166,61 @@ class Rulebook:
     @cached_property
     def indice_pairs(self) -> Tensor:
         """(2, K, N) int32: input rows and output rows of the pairs of each offset, by input row, then -1."""
-        inputs, offsets = self.reverse.shape
-        valid = (self.reverse >= 0).t()  # (K, N)
-        place = (valid.cumsum(1) - 1).masked_fill_(~valid, inputs)  # what is no pair goes to a column that is dropped
-        pairs = self.reverse.new_full((2, offsets, inputs + 1), -1)
-        rows = torch.arange(inputs, dtype=torch.int32, device=place.device).expand(offsets, inputs)
-        pairs[0].scatter_(1, place, rows)
-        pairs[1].scatter_(1, place, self.reverse.t())
-        return pairs[:, :, :inputs].contiguous()
+        listed, counts = row_pairs(self.reverse, self.out_indices.shape[0])  # outputs, then inputs
+        beyond = torch.arange(listed.shape[2], device=counts.device) >= counts[:, None]  # (K, min(N, O))
+        pairs = listed.flip(0).masked_fill_(beyond, -1)
+        return torch.nn.functional.pad(pairs, (0, self.in_indices.shape[0] - pairs.shape[2]), value=-1)
 
     @cached_property
     def indice_pair_num(self) -> Tensor:
         """(K,) int32: pairs of each offset."""
         return (self.reverse >= 0).sum(0, dtype=torch.int32)
 
+    @property
+    def order(self) -> Tensor | None:
+        """What `sparse_conv` takes as the order of `neighbours`: rows that have the same offsets stand side by side.
+        None where it does as well without. Made once, for all layers."""
+        return self._order("order" if not self.inverse else "reverse_order", self.neighbours)
+
+    @property
+    def reverse_order(self) -> Tensor | None:
+        """The same of `reverse`; None of a submanifold convolution too, where `order` serves both."""
+        if self.reached is None:
+            return None
+        return self._order("reverse_order" if not self.inverse else "order", self.reached)
+
+    def _order(self, name: str, table: Tensor) -> Tensor | None:
+        if not by_kernels(table) or not are_many(table.shape[0], sparse_conv_launches.SORTED_FROM):
+            return None
+        if name not in self.made:
+            self.made[name] = (row_order(table),)
+        return self.made[name][0]
+
+    @property
+    def pairs(self) -> tuple[Tensor, Tensor] | None:
+        """(2, K, min(N, O)) int32, rows of inputs and outputs of the pairs of each offset, by output row, and how many
+        they are, (K,) int32; beyond these is anything. None where `sparse_conv` does as well without. Made once, for
+        all layers."""
+        if not by_kernels(self.neighbours) or not are_many(self.neighbours.shape[0], sparse_conv_launches.LISTED_FROM):
+            return None
+        name = "pairs" if not self.inverse else "inverse_pairs"
+        if name not in self.made:
+            self.made[name] = row_pairs(self.neighbours, self.in_indices.shape[0])
+        listed, counts = self.made[name]
+        return listed, counts
+
     def swapped(self) -> Rulebook:
         """The rulebook of the inverse convolution: from these outputs back to these inputs, with the same offsets."""
         return Rulebook(
-            self.batch_size,
-            self.out_shape,
-            self.in_shape,
-            self.ksize,
+            self.shape,
             self.out_indices,
             self.in_indices,
             self.reverse,
             self.neighbours,
             self.faults,
-            self.subm,
+            self.bounded,
             not self.inverse,
+            self.made,
         )
 
 
@@ -178,7 +263,8 @@ def rulebook_reference(indices: Tensor, shape: Geometry, num_out_act_bound: int 
     neighbours = torch.full((len(out_indices), shape.kernel_volume), -1, dtype=torch.int32, device=indices.device)
     row, offset = (reverse >= 0).nonzero(as_tuple=True)
     neighbours[reverse[row, offset], offset] = row.int()
-    return _rulebook(shape, indices, out_indices, neighbours, reverse.int(), neighbours.new_zeros(3))
+    bounded = num_out_act_bound is not None and not shape.subm
+    return Rulebook(shape, indices, out_indices, neighbours, reverse.int(), neighbours.new_zeros(3), bounded)
 
 
 def _reached(sites: Tensor, shape: Geometry) -> tuple[Tensor, Tensor]:
@@ -226,26 +312,86 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
     if indices.device.type not in ("cpu", "cuda"):
         raise ValueError(f"indices must be on the CPU or an NVIDIA GPU, got {indices.device}")
     if num_out_act_bound is not None:
-        least = len(indices) if shape.subm else 0
+        least = indices.shape[0] if shape.subm else 0
         if not least <= num_out_act_bound <= MAX_ROWS:
             raise ValueError(f"num_out_act_bound must be from {least} to {MAX_ROWS}, got {num_out_act_bound}")
-    rulebook = _submanifold(indices, shape) if shape.subm else _regular(indices, shape, num_out_act_bound)
+    bounded = num_out_act_bound is not None and not shape.subm
+    sizes = (shape.in_shape, shape.out_shape, shape.ksize, shape.stride, shape.padding, shape.dilation)
+    has_any_size = num_out_act_bound is None and not shape.subm
+    build = without_num_out_act_bound if has_any_size and _is_traced_by_dynamo() else _sparse_rulebook
+    out_indices, neighbours, reached, faults = build(
+        indices, shape.batch_size, *map(list, sizes), shape.subm, shape.transpose, num_out_act_bound
+    )
+    if shape.subm:
+        return Rulebook(shape, indices, indices, neighbours, None, faults)
+    return Rulebook(shape, indices, out_indices, neighbours, reached, faults, bounded)
+
+
+Tables = tuple[Tensor, Tensor, Tensor, Tensor]  # out_indices, neighbours, reached, faults
+
+
+@operator("sparse_rulebook")
+def _sparse_rulebook(
+    indices: Tensor, batch_size: int, in_shape: list[int], out_shape: list[int], ksize: list[int], stride: list[int],
+    padding: list[int], dilation: list[int], subm: bool, transpose: bool, bound: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output indices, neighbours, reverse table, faults; of a submanifold convolution the first and third are empty."""
+    grids, steps = (tuple(in_shape), tuple(out_shape)), (tuple(stride), tuple(padding), tuple(dilation))
+    shape = Geometry(batch_size, *grids, tuple(ksize), *steps, subm, transpose)
+    tables = _submanifold(indices, shape) if subm else _regular(indices, shape, bound)
     if checks_values(indices):
-        rulebook.check()
-    return rulebook
+        Faults(tables[3], indices, shape, len(tables[0])).check()
+    return tables
 
 
-def _submanifold(indices: Tensor, shape: Geometry) -> Rulebook:
+def _is_traced_by_dynamo() -> bool:
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
+@_disable_dynamo  # which, unlike torch.compiler.disable, does not import the compiler before it is needed
+def without_num_out_act_bound(*arguments: Any) -> Tables:
+    """The operator, between two graphs of a compiled program: the second begins when outputs are counted.
+
+    Where one whole graph is asked for, the compiler says that it met a function of this name.
+    """
+    return _sparse_rulebook(*arguments)  # type: ignore[no-any-return]
+
+
+@torch.library.register_fake("rooftop::sparse_rulebook")
+def _(
+    indices: Tensor, batch_size: int, in_shape: list[int], out_shape: list[int], ksize: list[int], stride: list[int],
+    padding: list[int], dilation: list[int], subm: bool, transpose: bool, bound: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows, columns = indices.shape
+    offsets = math.prod(ksize)
+    outputs: int | torch.SymInt = rows
+    if not subm:
+        outputs = torch.library.get_ctx().new_dynamic_size(max=MAX_ROWS) if bound is None else bound
+    return (
+        indices.new_empty(0 if subm else outputs, columns),
+        indices.new_empty(outputs, offsets, dtype=torch.int32),
+        indices.new_empty(0 if subm else rows, offsets, dtype=torch.int32),
+        indices.new_empty(3, dtype=torch.int32),
+    )
+
+
+@cost_of("rooftop::sparse_rulebook")
+def _rulebook_cost(call: Call) -> Cost:
+    """Sites read once, tables written once. What hash tables move beside that is not needed by the task."""
+    return Cost(distinct_bytes([call["indices"]]), distinct_bytes(list(call.out)))
+
+
+def _submanifold(indices: Tensor, shape: Geometry) -> Tables:
     kernels, sites, faults = load_kernels(), _sites(indices), _faults(indices)
     table, rows = _insert_sites(sites, shape, faults)
     count, volume = len(sites), shape.kernel_volume
     neighbours = torch.full((count, volume), -1, dtype=torch.int32, device=indices.device)
     sizes = (shape.dims, shape.batch_size, *map(_four, (shape.in_shape, shape.ksize, shape.dilation)))
     _launch(kernels.pair_submanifold, (count, volume // 2 + 1), sites, *sizes, table, rows, neighbours)
-    return _rulebook(shape, indices, indices, neighbours, None, faults)
+    return indices.new_empty(0, 1 + shape.dims), neighbours, neighbours.new_empty(0, volume), faults
 
 
-def _regular(indices: Tensor, shape: Geometry, bound: int | None) -> Rulebook:
+def _regular(indices: Tensor, shape: Geometry, bound: int | None) -> Tables:
     kernels, sites, faults = load_kernels(), _sites(indices), _faults(indices)
     _insert_sites(sites, shape, faults)
     if bound is None:
@@ -261,7 +407,7 @@ def _regular(indices: Tensor, shape: Geometry, bound: int | None) -> Rulebook:
     neighbours = rows.new_full((outputs, shape.kernel_volume), -1)
     _launch(kernels.number_outputs, (outputs,), keys, shape.dims, _four(shape.out_shape), table, rows, out_sites)
     _launch(kernels.pair_outputs, tuple(slots.shape), rows, slots, neighbours)
-    return _rulebook(shape, indices, out_sites.to(indices.dtype), neighbours, slots, faults)
+    return out_sites.to(indices.dtype), neighbours, slots, faults
 
 
 def _reach_all(indices: Tensor, sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -319,13 +465,6 @@ def _sites(indices: Tensor) -> Tensor:
 
 def _faults(indices: Tensor) -> Tensor:
     return torch.zeros(3, dtype=torch.int32, device=indices.device)
-
-
-def _rulebook(
-    shape: Geometry, indices: Tensor, out_indices: Tensor, neighbours: Tensor, reached: Tensor | None, faults: Tensor
-) -> Rulebook:
-    sizes = (shape.batch_size, shape.in_shape, shape.out_shape, shape.ksize)
-    return Rulebook(*sizes, indices, out_indices, neighbours, reached, faults, shape.subm)
 
 
 def _beyond(bound: int) -> str:

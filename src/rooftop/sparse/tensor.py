@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rooftop.sparse.geometries import sizes_of
+from rooftop.sparse.rulebook import Faults
 from rooftop.sparse.sites import check_indices, check_range, check_sites, checks_values, in_range, keys_of, sites_of
 
 REDUCTIONS = ("sum", "mean", "max", "min")
@@ -25,7 +27,10 @@ class SparseConvTensor:
         indices: (N, 1 + dims) int32 or int64, batch first.
         spatial_shape: list of 1 to 4 sizes.
         batch_size: batch elements; some may have no sites.
-        indice_dict: the rulebooks of layers by their `indice_key`, shared by the tensors that one network makes.
+        indice_dict: the rulebooks of layers by their `indice_key`, those that led to this tensor.
+        padded: whether some rows of indices may be no sites. Outputs of a layer with a bound are; of inputs, who makes
+            them says so. Batch norms then count sites alone.
+        faults: what the layers that led here found wrong with their sites; `check()` raises for it.
     """
 
     def __init__(
@@ -36,8 +41,9 @@ class SparseConvTensor:
         batch_size: int,
         *,
         indice_dict: dict[str, Any] | None = None,
+        padded: bool = False,
     ) -> None:
-        """Takes tensors as they are, without copies.
+        """Takes tensors as they are, without copies. Compiled code and fake tensors have no values to look at.
 
         Raises:
             TypeError, ValueError: other shapes, dtypes or devices; on the CPU, and with ROOFTOP_CHECK=1 in the
@@ -49,10 +55,12 @@ class SparseConvTensor:
         _check_features(features, indices)
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if checks_values(indices):
+        if _has_values(indices) and checks_values(indices):
             check_range(indices, batch_size, self.spatial_shape)
         self._features, self.indices, self.batch_size = features, indices, int(batch_size)
         self.indice_dict: dict[str, Any] = {} if indice_dict is None else indice_dict
+        self.padded = padded
+        self.faults: tuple[Faults, ...] = ()
 
     @classmethod
     def from_dense(cls, x: Tensor) -> SparseConvTensor:
@@ -74,6 +82,15 @@ class SparseConvTensor:
     def features(self) -> Tensor:
         return self._features
 
+    @features.setter
+    def features(self, value: Tensor) -> None:
+        raise AttributeError("features cannot be set: take x = x.replace_feature(features), which makes a new tensor")
+
+    @property
+    def dims(self) -> int:
+        """Dimensions of the grid."""
+        return len(self.spatial_shape)
+
     @property
     def spatial_size(self) -> int:
         """Cells of one grid."""
@@ -89,12 +106,36 @@ class SparseConvTensor:
         _check_features(feature, self.indices)
         return self.derived(feature, self.indices, self.spatial_shape)
 
-    def derived(self, features: Tensor, indices: Tensor, spatial_shape: Sequence[int]) -> SparseConvTensor:
+    def __add__(self, other: SparseConvTensor | Tensor) -> SparseConvTensor:
+        """The sum with features (N, C), or with those of a tensor on the same sites.
+
+        Raises:
+            ValueError: a tensor with another tensor of indices; `functional.sparse_add` adds those.
+        """
+        if not isinstance(other, SparseConvTensor):
+            return self.replace_feature(self.features + other)
+        if other.indices is not self.indices:
+            raise ValueError(
+                f"{self} + {other} have indices of their own: add tensors that layers made of the same sites, or any "
+                "by rooftop.sparse.functional.sparse_add"
+            )
+        return self.replace_feature(self.features + other.features)
+
+    def derived(
+        self, features: Tensor, indices: Tensor, spatial_shape: Sequence[int], padded: bool = False
+    ) -> SparseConvTensor:
         """What a layer makes of this tensor: the same batch and rulebooks, with sites that nobody has to check."""
         new = object.__new__(type(self))
         new._features, new.indices, new.batch_size = features, indices, self.batch_size
         new.spatial_shape, new.indice_dict = list(spatial_shape), self.indice_dict
+        new.padded, new.faults = self.padded or padded, self.faults
         return new
+
+    def check(self) -> None:
+        """Raises `ValueError` for what the layers that led to this tensor found wrong: a site out of range or there
+        twice, a bound that was too small. On a GPU they do not wait to say so; this waits for the device."""
+        for fault in self.faults:
+            fault.check()
 
     def find_indice_pair(self, key: str | None) -> Any:
         """The rulebook that a layer left under this `indice_key`, or None."""
@@ -109,7 +150,7 @@ class SparseConvTensor:
             ValueError: a site that is there twice or out of range, when the constructor would raise. Otherwise one of
                 those that are there twice is taken, and what is out of range is left out.
         """
-        if checks_values(self.indices):
+        if _has_values(self.indices) and checks_values(self.indices):
             check_sites(self.indices, self.batch_size, self.spatial_shape)
         sites, cells = self.indices.long(), self.batch_size * self.spatial_size
         inside = in_range(sites, self.batch_size, self.spatial_shape)
@@ -140,12 +181,17 @@ class SparseConvTensor:
         return SparseConvTensor(features, indices, self.spatial_shape, self.batch_size)
 
 
+def _has_values(tensor: Tensor) -> bool:
+    """Whether there is data behind it, rather than a compiler's description."""
+    return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)
+
+
 def _check_features(features: Tensor, indices: Tensor) -> None:
     if not isinstance(features, Tensor):
         raise TypeError(f"features must be a tensor, got {type(features).__name__}")
-    if features.dim() != 2 or len(features) != len(indices):
+    if features.dim() != 2 or features.shape[0] != indices.shape[0]:
         raise ValueError(
-            f"features must be (N, C) with a row for each of the {len(indices)} rows of indices, "
+            f"features must be (N, C) with a row for each of the {indices.shape[0]} rows of indices, "
             f"got {tuple(features.shape)}"
         )
     if features.device != indices.device:

@@ -1,0 +1,564 @@
+"""Sparse convolutions and networks of them beside spconv, in ms, and the roof.
+
+    python benchmarks/sparse.py [--out benchmarks/results/h200/sparse.json] [--only wavy-100k-64 unet]
+
+A submanifold convolution of 3 x 3 x 3 in float16, its sites in random order, on a wavy surface and on a room's floor,
+ceiling and walls: with the building of its rulebook, with a ready one (shared by an indice_key), its backward, and the
+rulebook alone. Then networks, with the building of all rulebooks: a U-Net of four levels, MinkUNet18 and the backbone
+of SECOND, inference with float16 weights and under autocast, and a training step under autocast with SGD.
+
+Variants of a case are interleaved, medians. Features rotate so that L2 does not serve them again; a rulebook and
+weights stay, as in a network. What does not wait for the GPU is also replayed from a CUDA graph; in networks that takes
+bounds for the numbers of outputs (`num_out_act_bound`). spconv has the same weights, and how far its results are from
+ours, |theirs - ours| at most over |ours| at most, is in the row; so is the memory that a call needs at its peak. Roofs
+are at the ceilings measured in the same run, with the pairs that there are. Rows are written after each case; a case
+that fails leaves the others, and fails the run at the end. Without spconv the rows say so. `--quick` shows on a CPU
+that the script runs, with small inputs, and sets the convolution beside the one on the dense grid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import sparse_surfaces
+import torch
+import torch.nn.functional as F
+from sparse_networks import bounded, in_spconv, network_cost, settle
+from torch import Tensor, nn
+
+from rooftop import models, sparse
+from rooftop.cost import Cost, CountingMode, roof
+from rooftop.hardware import Ceilings, ceilings_of, compare, measure_ceilings, track
+from rooftop.hardware.timing import captured, rotated, rotated_copies, waits_for_gpu
+from rooftop.kernels import sparse_conv
+from rooftop.models import sparse_unet
+
+Call = Callable[[], Any]
+FARTHEST = 0.1  # of results: float16 through some forty layers moves them by less, other work by about 1
+FARTHEST_GRADIENT = 0.5  # of all parameters in one: small ones are of float16's noise
+REPLAYED = ", replayed"
+SPCONV = "spconv"
+STREAM = torch.cuda.Stream() if torch.cuda.is_available() else None  # autograd runs a backward where the forward ran
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large a run is.
+
+    Attributes:
+        device: where.
+        dtype: of features.
+        sites, channels: of a convolution, at most.
+        cloud: sites of a network, at most.
+        small: networks of few levels, and the dense grid beside a convolution.
+    """
+
+    device: str = "cuda"
+    dtype: torch.dtype = torch.float16
+    sites: int = 1 << 31
+    channels: int = 1 << 31
+    cloud: int = 1 << 31
+    small: bool = False
+
+
+QUICK = Scale("cpu", torch.float32, sites=2000, channels=8, cloud=200, small=True)
+
+
+@dataclass
+class Work:
+    """What is measured together, to one row.
+
+    Attributes:
+        what: e.g. "conv".
+        cost: of all that a call does, of each kernel that it needs at least.
+        goal_ms: of ours.
+        calls: by variant, one for each set of inputs.
+        replayable: variants to replay from a graph too.
+        apart: of each peer, how far its results are from ours.
+        farthest: what `apart` may be.
+        absent: variants that cannot be measured, and why.
+    """
+
+    what: str
+    costs: list[Cost]
+    goal_ms: float | None = None
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    replayable: set[str] = field(default_factory=set)
+    apart: dict[str, float] = field(default_factory=dict)
+    farthest: float = FARTHEST
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ConvCase:
+    """A convolution of as many channels in as out.
+
+    Attributes:
+        goals: ms with the rulebook, without it, backward.
+    """
+
+    surface: str
+    sites: int
+    channels: int
+    goals: tuple[float, float, float]
+
+    @property
+    def names(self) -> set[str]:
+        return {"conv", self.surface, f"{self.surface}-{thousands(self.sites)}-{self.channels}"}
+
+    def works(self, scale: Scale) -> tuple[dict[str, Any], Iterator[Work]]:
+        sites, channels = min(self.sites, scale.sites), min(self.channels, scale.channels)
+        indices, shape = getattr(sparse_surfaces, self.surface)(sites, scale.device)
+        geometry = sparse.geometry(1, shape, 3, subm=True)
+        pairs = int((sparse.build_rulebook(indices, geometry).neighbours >= 0).sum())
+        known = {"surface": self.surface, "sites": sites, "channels": channels}
+        known["neighbours"] = round(pairs / sites, 2)
+        goals = self.goals if sites == self.sites else (None, None, None)
+        return known, conv_works(indices, shape, channels, pairs, goals, scale)
+
+
+@dataclass(frozen=True)
+class NetworkCase:
+    """A network on a cloud.
+
+    Attributes:
+        build: it, in float32.
+        cloud: (sites, device) -> sites and grid.
+        goals: ms of inference and of a training step, where there are any.
+    """
+
+    model: str
+    sites: int
+    build: Callable[[Scale], nn.Module]
+    cloud: Callable[[int, str], sparse_surfaces.Surface]
+    goals: tuple[float | None, float | None] = (None, None)
+
+    @property
+    def names(self) -> set[str]:
+        return {"networks", self.model, f"{self.model}-{thousands(self.sites)}"}
+
+    def works(self, scale: Scale) -> tuple[dict[str, Any], Iterator[Work]]:
+        indices, shape = self.cloud(min(self.sites, scale.cloud), scale.device)
+        known = {"model": self.model, "sites": len(indices), "batch": int(indices[:, 0].max()) + 1}
+        model = self.build(scale).to(scale.device)
+        goals = self.goals if self.sites <= scale.cloud else (None, None)
+        return known, network_works(model, indices, shape, known["batch"], goals, scale)
+
+
+Case = ConvCase | NetworkCase
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = sorted(set().union(*(case.names for case in CASES)))
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--seconds", type=float, default=0.1, help="to measure each variant")
+    parser.add_argument("--quick", action="store_true", help="small, on the CPU: shows that the script runs")
+    options = parser.parse_args()
+    if not options.quick and not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+    scale = QUICK if options.quick else Scale()
+    ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
+    spconv = imported("spconv.pytorch")
+    versions = {**ceilings.versions, SPCONV: spconv if isinstance(spconv, str) else version_of(SPCONV)}
+    found: dict[str, Any] = {"environment": {"device": ceilings.device, "versions": versions}}
+    found |= {"dtype": str(scale.dtype).removeprefix("torch."), "rows": [], "failed": {}}
+    for case in CASES:
+        if not case.names & set(options.only):
+            continue
+        try:
+            with torch.cuda.stream(STREAM):
+                for row in measure_case(case, scale, ceilings, options.seconds):
+                    found["rows"].append(row)
+                    write(found, options.out)
+        except Exception as error:  # the other cases are worth having
+            traceback.print_exc()
+            found["failed"][max(case.names, key=len)] = f"{type(error).__name__}: {error}"
+            write(found, options.out)
+    if found["failed"]:
+        print("failed:", *found["failed"])
+    return 1 if found["failed"] else 0
+
+
+def write(found: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def imported(name: str) -> Any:
+    """A module, or in words why there is none."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return f"not installed: {error.name}"
+    except (ImportError, OSError, RuntimeError) as error:  # made for another CUDA or Python
+        return f"cannot be imported: {str(error).splitlines()[0]}"
+
+
+def version_of(package: str) -> str:
+    """Of the distribution that a package came with: those of spconv are named by their CUDA version."""
+    return metadata.version(metadata.packages_distributions()[package][0])
+
+
+def thousands(sites: int) -> str:
+    return f"{sites // 1000}k"
+
+
+# ---- one case ----------------------------------------------------------------------------------------------------
+
+
+def measure_case(case: Case, scale: Scale, ceilings: Ceilings, seconds: float) -> Iterator[dict[str, Any]]:
+    """A row for each work, printed.
+
+    Raises:
+        RuntimeError: results of a variant are not ours: it does other work.
+    """
+    gc.collect()
+    if scale.device == "cuda":
+        torch.cuda.empty_cache()  # of the case before
+    torch.manual_seed(0)
+    known, works = case.works(scale)
+    print(*(f"{key} {value}" for key, value in known.items()))
+    far = {}
+    for work in works:
+        yield measure_work(work, known, scale, ceilings, seconds)
+        far |= {f"{work.what}, {name}": value for name, value in work.apart.items() if not value <= work.farthest}
+    if far:
+        raise RuntimeError(
+            f"expected results within {FARTHEST} of ours, gradients within {FARTHEST_GRADIENT}; got {far}"
+        )
+
+
+def measure_work(work: Work, known: dict[str, Any], scale: Scale, ceilings: Ceilings, seconds: float) -> dict[str, Any]:
+    roof_ms = sum(roof(cost, ceilings).ms for cost in work.costs)
+    sets = {name: len(calls) for name, calls in work.calls.items()}
+    peaks = {name: round(peak_mib(calls[0], scale.device), 1) for name, calls in work.calls.items()}
+    calls = {name: rotated(lambda call: call(), [(call,) for call in each]) for name, each in work.calls.items()}
+    calls |= replays_of(work) if scale.device == "cuda" else {}
+    timings = compare(calls, device=scale.device, seconds=seconds, warm_up_seconds=seconds / 2)
+    # A replay does all sets, a call one of them.
+    done = {name: 1 if name in sets else sets[name.removesuffix(REPLAYED)] for name in timings}
+    rates = {name: timing.median_ms / done[name] for name, timing in timings.items()}
+    spread = {name: timing.spread for name, timing in timings.items()}
+    print(f"  {work.what}: roof {roof_ms:.4f} ms" + ("" if work.goal_ms is None else f", goal {work.goal_ms:.2f} ms"))
+    for name, ms in rates.items():
+        apart = work.apart.get(name.removesuffix(REPLAYED))
+        far = "" if apart is None else f", {apart:.1e} from ours"
+        print(f"    {name:28}{ms:9.3f} ms{ms / rates['rooftop']:7.2f} of ours{100 * roof_ms / ms:7.1f}% of roof{far}")
+    for name, why in work.absent.items():
+        print(f"    {name:28}{why}")
+    sys.stdout.flush()
+    row = {**known, "work": work.what, "unit": "ms", "roof": roof_ms, "goal_ms": work.goal_ms, "rates": rates}
+    row |= {"spread": spread, "peak_mib": peaks, "apart": work.apart, "absent": work.absent}
+    return row
+
+
+def peak_mib(call: Call, device: str) -> float:
+    """What a call allocates at its peak, beyond what there was."""
+    call()  # compiles, tunes
+    with track(device) as tracked:
+        call()
+    return tracked.peak_increase_bytes / 2**20
+
+
+def replays_of(work: Work) -> dict[str, Call]:
+    """The calls with all sets, as the replay of a CUDA graph; those that cannot be captured are noted in the work."""
+    found = {}
+    for name in [name for name in work.calls if name in work.replayable]:
+        calls = work.calls[name]
+        if waits_for_gpu(calls[0]):
+            work.absent[name + REPLAYED] = "cannot be captured: the host waits for the GPU"
+            continue
+        try:
+            found[name + REPLAYED] = captured(lambda calls=calls: [call() for call in calls], STREAM)
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            work.absent[name + REPLAYED] = f"cannot be captured: {str(error).splitlines()[0]}"
+    return found
+
+
+def apart(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> float:
+    """|theirs - ours| at most over |ours| at most, of the worst of these tensors."""
+    pairs = [(a.double(), b.double()) for a, b in zip(theirs, ours, strict=True)]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+# ---- one convolution ---------------------------------------------------------------------------------------------
+
+
+def conv_works(
+    indices: Tensor, shape: list[int], channels: int, pairs: int, goals: Sequence[float | None], scale: Scale
+) -> Iterator[Work]:
+    """With the rulebook, without it, backward, and the rulebook alone."""
+    conv = sparse.SubMConv3d(channels, channels, 3, bias=False, indice_key="sites")
+    conv = conv.to(scale.device, scale.dtype)
+    features = torch.randn(len(indices), channels, device=scale.device, dtype=scale.dtype)
+    cache = torch.cuda.get_device_properties(0).L2_cache_size if scale.device == "cuda" else 0
+    sets = [copies[0] for copies in rotated_copies([features], cache)]
+    dy = torch.randn_like(features)
+    spconv = imported("spconv.pytorch")
+    absent = {SPCONV: spconv} if isinstance(spconv, str) else {}
+    libraries: dict[str, tuple[Any, Any]] = {"rooftop": (sparse, conv)}
+    if not absent:
+        libraries[SPCONV] = (spconv, in_spconv(conv, spconv))
+    rulebook, product, backward = conv_costs(indices, shape, conv, features, dy, pairs)
+    works = [
+        Work("rulebook+conv", [rulebook, product], goals[0], replayable={"rooftop"}),
+        Work("conv", [product], goals[1], replayable={"rooftop", SPCONV}),
+        Work("backward", [backward], goals[2], replayable={"rooftop", SPCONV}),
+        Work("rulebook", [rulebook], replayable={"rooftop"}),
+    ]
+    results: dict[str, list[list[Tensor]]] = {}
+    for name, (library, module) in libraries.items():
+        builder = partial(built if name == "rooftop" else built_by_spconv, indices, shape)
+        try:
+            calls = [*conv_calls(library, module, indices, shape, sets, dy), [builder]]
+            results[name] = [flat(each[0]()) for each in calls[:3]]
+        except Exception as error:
+            absent |= failed(name, error)
+            continue
+        for work, each in zip(works, calls, strict=True):
+            work.calls[name] = each
+    for work, theirs, ours in zip(works, results.get(SPCONV, []), results["rooftop"], strict=False):
+        work.apart[SPCONV] = apart(theirs, ours)
+    if scale.small:
+        add_dense(works[1], conv, sparse.SparseConvTensor(features, indices, shape, 1), results["rooftop"][1][0])
+    for work in works:
+        work.absent |= absent
+        yield work
+
+
+def conv_calls(
+    library: Any, conv: Any, indices: Tensor, shape: list[int], sets: list[Tensor], dy: Tensor
+) -> tuple[list[Call], list[Call], list[Call]]:
+    """With the rulebook, with a ready one, backward; each for every set of features."""
+
+    def whole(features: Tensor) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = conv.eval()(library.SparseConvTensor(features, indices, shape, 1)).features
+            return found
+
+    def ready(features: Tensor) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = conv.eval()(known.replace_feature(features)).features
+            return found
+
+    def back(y: Tensor, features: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, (features, conv.weight), dy, retain_graph=True)
+
+    with torch.no_grad():
+        known = conv.eval()(library.SparseConvTensor(sets[0], indices, shape, 1))
+    tapes, trained = [], None
+    for each in sets:
+        features = each.detach().clone().requires_grad_()
+        first = library.SparseConvTensor(features, indices, shape, 1)
+        trained = conv.train()(first if trained is None else trained.replace_feature(features))
+        tapes.append((trained.features, features))
+    return (
+        [partial(whole, each) for each in sets],
+        [partial(ready, each) for each in sets],
+        [partial(back, *tape) for tape in tapes],
+    )
+
+
+def built(indices: Tensor, shape: list[int]) -> Any:
+    """A rulebook and the order of its rows, as a convolution takes them."""
+    rulebook = sparse.build_rulebook(indices, sparse.geometry(1, shape, 3, subm=True))
+    return rulebook.neighbours, rulebook.order
+
+
+def built_by_spconv(indices: Tensor, shape: list[int]) -> Any:
+    """The same of spconv, as its module calls it in inference."""
+    spconv = importlib.import_module("spconv.pytorch")
+    ones = [1] * 3
+    return spconv.ops.get_indice_pairs_implicit_gemm(
+        indices, 1, shape, spconv.ConvAlgo.MaskImplicitGemm, [3] * 3, ones, ones, ones, [0] * 3, subm=True,
+        transpose=False, is_train=False,
+    )  # fmt: skip
+
+
+def conv_costs(
+    indices: Tensor, shape: list[int], conv: Any, features: Tensor, dy: Tensor, pairs: int
+) -> tuple[Cost, Cost, Cost]:
+    """Of the rulebook, the convolution and its backward, by the operators' own formulas."""
+    x = features.detach().clone().requires_grad_()
+    with CountingMode() as mode:
+        rulebook = sparse.build_rulebook(indices, sparse.geometry(1, shape, 3, subm=True))
+        y = sparse_conv(x, conv.weight, None, rulebook.neighbours, pair_count=pairs)
+        torch.autograd.grad(y, (x, conv.weight), dy)
+    costs = {record.name.removeprefix("rooftop::"): record.cost for record in mode.records if record.cost}
+    return costs["sparse_rulebook"], costs["sparse_conv"], costs["sparse_conv_backward"]
+
+
+def add_dense(work: Work, conv: Any, x: sparse.SparseConvTensor, ours: Tensor) -> None:
+    """The convolution on the whole grid, which is there already."""
+    grid, weight = x.dense(), conv.weight.detach().permute(0, 4, 1, 2, 3).contiguous()
+    work.calls["dense grid"] = [lambda: F.conv3d(grid, weight, padding=1)]
+    found = F.conv3d(grid, weight, padding=1).movedim(1, -1)[tuple(x.indices.long().t())]
+    work.apart["dense grid"] = apart([found], [ours])
+
+
+def flat(result: Any) -> list[Tensor]:
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+# ---- one network -------------------------------------------------------------------------------------------------
+
+
+def network_works(
+    model: nn.Module, indices: Tensor, shape: list[int], batch: int, goals: Sequence[float | None], scale: Scale
+) -> Iterator[Work]:
+    """Inference and a training step, each from the sites: with all rulebooks."""
+    features = torch.randn(len(indices), 4, device=scale.device)
+    narrow = features.to(scale.dtype)
+    x = sparse.SparseConvTensor(narrow, indices, shape, batch)
+    settle(model, sparse.SparseConvTensor(features, indices, shape, batch))
+    half = copy.deepcopy(model).to(scale.dtype).eval()
+    with torch.no_grad():
+        result = result_of(half(x))
+    spconv = imported("spconv.pytorch")
+    absent = {SPCONV: spconv} if isinstance(spconv, str) else {}
+
+    def tensor(library: Any, features: Tensor) -> Any:
+        return library.SparseConvTensor(features, indices, shape, batch)
+
+    def plain(network: nn.Module, library: Any) -> Tensor:
+        with torch.no_grad():
+            return result_of(network(tensor(library, narrow)))
+
+    def autocast(network: nn.Module, library: Any) -> Tensor:
+        with torch.no_grad(), torch.autocast(scale.device, torch.float16, enabled=scale.device == "cuda"):
+            return result_of(network(tensor(library, features)))
+
+    wide = copy.deepcopy(model).eval()
+    work = Work("inference", [network_cost(half, x, result, False)], goals[0], replayable={"rooftop, bounded"})
+    work.calls["rooftop"] = [partial(plain, half, sparse)]
+    work.calls["rooftop, bounded"] = [partial(plain, bounded(half, x), sparse)]
+    work.calls["rooftop, autocast"] = [partial(autocast, wide, sparse)]
+    if not absent:
+        work.calls[SPCONV] = [partial(plain, in_spconv(half, spconv), spconv)]
+        work.calls[f"{SPCONV}, autocast"] = [partial(autocast, in_spconv(wide, spconv), spconv)]
+    work.absent |= absent
+    compare_results(work, lambda call: apart([call()], [result]))
+    yield work
+
+    work = Work("training step", [network_cost(model, x, result, True)], goals[1], replayable={"rooftop, bounded"})
+    networks: dict[str, tuple[nn.Module, Any]] = {"rooftop": (model, sparse)}
+    networks["rooftop, bounded"] = (bounded(model, tensor(sparse, features)), sparse)
+    if not absent:
+        networks[SPCONV] = (in_spconv(model, spconv), spconv)
+    work.absent |= absent
+    work.farthest = FARTHEST_GRADIENT
+    target = targets_of(result)
+    for name, (network, library) in networks.items():
+        work.calls[name] = [TrainingStep(network.train(), partial(tensor, library, features), target, scale)]
+    ours = work.calls["rooftop"][0].gradient()
+    compare_results(work, lambda step: float((step.gradient() - ours).norm() / ours.norm()))
+    yield work
+
+
+def compare_results(work: Work, how: Callable[[Any], float]) -> None:
+    """How far each variant is from ours; what a peer cannot do is noted and left out."""
+    for name in [name for name in work.calls if name != "rooftop"]:
+        try:
+            work.apart[name] = how(work.calls[name][0])
+        except Exception as error:
+            work.absent |= failed(name, error)
+            del work.calls[name]
+
+
+def failed(name: str, error: Exception) -> dict[str, str]:
+    """That a peer cannot do it, and why.
+
+    Raises:
+        Exception: the error, if it is not a peer's.
+    """
+    if not name.startswith(SPCONV):
+        raise error
+    return {name: f"fails: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+
+
+class TrainingStep:
+    """Forward under autocast, loss, backward, SGD with momentum: a call."""
+
+    def __init__(self, network: nn.Module, tensor: Callable[[], Any], target: Tensor | None, scale: Scale) -> None:
+        self.network, self.tensor, self.target = network, tensor, target
+        self.device = scale.device
+        self.optimizer = torch.optim.SGD(network.parameters(), lr=1e-4, momentum=0.9, fused=True)
+
+    def __call__(self) -> Tensor:
+        self.optimizer.zero_grad()
+        with torch.autocast(self.device, torch.float16, enabled=self.device == "cuda"):
+            found = result_of(self.network(self.tensor()))
+            loss = found.float().square().mean() if self.target is None else F.cross_entropy(found, self.target)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def gradient(self) -> Tensor:
+        """Of all parameters, (P,), after a step."""
+        self()
+        gradients = [p.grad.flatten().double() for p in self.network.parameters() if p.grad is not None]
+        return torch.cat(gradients)
+
+
+def result_of(found: Any) -> Tensor:
+    """Logits of sites, or a map."""
+    result: Tensor = found if isinstance(found, Tensor) else found.features
+    return result
+
+
+def targets_of(result: Tensor) -> Tensor | None:
+    """Labels of sites; None for a map."""
+    return torch.randint(result.shape[1], (len(result),), device=result.device) if result.dim() == 2 else None
+
+
+def unet(scale: Scale) -> nn.Module:
+    return models.SparseUNet(4, 20, (4, 8) if scale.small else sparse_unet.PLANES)
+
+
+def minkunet18(scale: Scale) -> nn.Module:
+    return models.MinkUNet((1,) * 8, 4, 20, (4,) * 8) if scale.small else models.minkunet18(4, 20)
+
+
+def second(scale: Scale) -> nn.Module:
+    return models.second_backbone()
+
+
+def scans(sites: int, device: str) -> sparse_surfaces.Surface:
+    """About so many voxels of four scans, or fewer of one."""
+    voxels, shape = sparse_surfaces.road(4 if sites > 30_000 else 1, device)
+    return voxels[:sites], shape
+
+
+CASES: tuple[Case, ...] = (
+    ConvCase("wavy", 100_000, 64, (0.30, 0.08, 0.25)),
+    ConvCase("wavy", 400_000, 64, (0.45, 0.12, 0.40)),
+    ConvCase("wavy", 400_000, 128, (0.45, 0.18, 0.60)),
+    ConvCase("wavy", 1_000_000, 64, (0.70, 0.25, 0.90)),
+    ConvCase("room", 149_000, 64, (0.30, 0.10, 0.30)),
+    ConvCase("room", 549_000, 64, (0.45, 0.17, 0.55)),
+    ConvCase("room", 549_000, 128, (0.90, 0.50, 1.30)),
+    ConvCase("room", 1_120_000, 64, (0.85, 0.35, 1.10)),
+    NetworkCase("unet", 149_000, unet, sparse_surfaces.room, (3.5, 10)),
+    NetworkCase("unet", 549_000, unet, sparse_surfaces.room, (6.5, 15)),
+    NetworkCase("minkunet18", 400_000, minkunet18, sparse_surfaces.wavy),
+    NetworkCase("second", 125_000, second, scans),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

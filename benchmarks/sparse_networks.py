@@ -1,0 +1,114 @@
+"""A network of rooftop.sparse as others run it: in spconv's modules, or with bounds; and the roof of its work."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop import sparse
+from rooftop.cost import Cost, matrix_precision, tensor_bytes
+
+ROOM = 1.05  # of the outputs that a cloud has, rows that a bound makes
+GRANULE = 1024  # to a multiple of which a bound is rounded up
+
+
+def in_spconv(model: nn.Module, spconv: Any) -> Any:
+    """A copy whose sparse modules are those of spconv's module `spconv`, with the same arguments and weights."""
+    if isinstance(model, sparse.SparseConvolution):
+        twin = _convolution(model, spconv)
+        twin.load_state_dict(model.state_dict())
+        return twin.to(model.weight.device, model.weight.dtype).train(model.training)
+    children = OrderedDict((name, in_spconv(child, spconv)) for name, child in model.named_children())
+    if isinstance(model, sparse.SparseSequential):
+        return spconv.SparseSequential(children).train(model.training)
+    twin = copy.deepcopy(model)
+    twin._modules.update(children)
+    return twin
+
+
+def _convolution(conv: sparse.SparseConvolution, spconv: Any) -> Any:
+    kind = getattr(spconv, type(conv).__name__)
+    arguments = (conv.in_channels, conv.out_channels, conv.kernel_size)
+    options: dict[str, Any] = {"bias": conv.bias is not None, "indice_key": conv.indice_key}
+    if not conv.inverse:
+        options |= {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
+    return kind(*arguments, **options)
+
+
+def bounded(model: nn.Module, x: sparse.SparseConvTensor) -> nn.Module:
+    """A copy whose strided convolutions have a fixed number of outputs, with a little room beyond those of x: a CUDA
+    graph can capture it."""
+    found: dict[str, int] = {}
+
+    def count(name: str) -> Callable[[nn.Module, Any, sparse.SparseConvTensor], None]:
+        return lambda module, inputs, output: found.update({name: len(output.features)})
+
+    counting = copy.deepcopy(model).eval()  # statistics of the model's norms stay as they are
+    for name, module in counting.named_modules():
+        if isinstance(module, sparse.SparseConvolution) and not module.subm and not module.inverse:
+            module.register_forward_hook(count(name))
+    with torch.no_grad():
+        counting(x)
+    twin = copy.deepcopy(model)
+    for name, rows in found.items():
+        conv: Any = twin.get_submodule(name)
+        conv.num_out_act_bound = -int(-rows * ROOM // GRANULE) * GRANULE
+    return twin
+
+
+def settle(model: nn.Module, x: sparse.SparseConvTensor) -> None:
+    """Sets the statistics of norms to those of x, as training does: with those of an untrained network, features become
+    smaller from layer to layer than float16 has numbers."""
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+    with torch.no_grad():
+        model.train()(x)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+
+
+def products_of(model: nn.Module, x: sparse.SparseConvTensor) -> list[int]:
+    """Flops of each convolution and linear layer, in their order: two for each pair and product of channels."""
+    found: list[int] = []
+
+    def of_convolution(conv: Any, inputs: Any, output: sparse.SparseConvTensor) -> None:
+        pairs = int((output.indice_dict[conv.indice_key].neighbours >= 0).sum())
+        found.append(2 * pairs * conv.in_channels * conv.out_channels)
+
+    def of_linear(layer: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        found.append(2 * output.numel() * layer.in_features)
+
+    twin = copy.deepcopy(model).eval()
+    for module in twin.modules():
+        if isinstance(module, sparse.SparseConvolution):
+            module.register_forward_hook(of_convolution)
+        elif isinstance(module, nn.Linear):
+            module.register_forward_hook(of_linear)
+    with torch.no_grad():
+        twin(x)
+    return found
+
+
+def network_cost(model: nn.Module, x: sparse.SparseConvTensor, result: Tensor, training: bool) -> Cost:
+    """All products of the pairs that there are, and what must move: inputs, parameters and result once in each
+    direction; in a step the gradients of the parameters, and what SGD with momentum reads and writes.
+
+    Products alone are counted, in the precision of the features of x; the first layer's input needs no gradient.
+    """
+    flops = products_of(model, x)
+    given = tensor_bytes(x.features) + tensor_bytes(x.indices)
+    parameters = sum(p.numel() for p in model.parameters())
+    precision = matrix_precision(x.features, convolution=True)
+    if not training:
+        read = given + parameters * x.features.element_size()
+        return Cost(read, tensor_bytes(result), {precision: sum(flops)})
+    master = 4 * parameters  # float32
+    read = 2 * (given + master) + tensor_bytes(result) + 3 * master
+    return Cost(read, tensor_bytes(result) + master + 2 * master, {precision: 3 * sum(flops) - flops[0]})

@@ -1,0 +1,116 @@
+"""The backbone of SECOND: from voxels of a LiDAR scan to a map as seen from above.
+
+Yan et al. 2018, "SECOND: Sparsely Embedded Convolutional Detection", section 3.2, with the layers, norms and keys of
+OpenPCDet's `VoxelBackBone8x`, on which most detectors for road scenes stand.
+
+    backbone = second_backbone()
+    bev = backbone(x)  # (B, 256, H / 8, W / 8) of a grid of 41 x H x W
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from rooftop.errors import WeightsError
+from rooftop.sparse import SparseConv3d, SparseConvTensor, SparseSequential, SubMConv3d
+
+PREFIX = "backbone_3d."  # of its keys in a detector of OpenPCDet
+CHECKPOINT = "model_state"  # where a checkpoint of OpenPCDet has the state dict
+
+
+class SecondBackbone(nn.Module):
+    """Four stages of submanifold convolutions, three of them at half of the grid of the one before, then height halved.
+
+    Args:
+        in_channels: of a voxel.
+    """
+
+    def __init__(self, in_channels: int = 4) -> None:
+        super().__init__()
+        self.conv_input = kept(in_channels, 16, "subm1")
+        self.conv1 = SparseSequential(kept(16, 16, "subm1"))
+        self.conv2 = stage(16, 32, 1, 2)
+        self.conv3 = stage(32, 64, 1, 3)
+        self.conv4 = stage(64, 64, (0, 1, 1), 4)
+        self.conv_out = SparseSequential(
+            SparseConv3d(64, 128, (3, 1, 1), (2, 1, 1), bias=False, indice_key="spconv_down2"), norm(128), nn.ReLU()
+        )
+
+    def forward(self, x: SparseConvTensor) -> Tensor:
+        """The map from above.
+
+        Args:
+            x: voxels with `in_channels`, on a grid (D, H, W) as large as the kernels need: 17 x 1 x 1 at least.
+
+        Returns:
+            (B, 128 d, h, w), the channels of all heights beside each other; d = 2 where D is 41, h and w are H / 8 and
+            W / 8 rounded up. Zero where no voxel reaches.
+
+        Raises:
+            ValueError: the grid is too small.
+        """
+        dense = self.stages(x)[-1].dense()  # (B, 128, d, h, w)
+        return dense.flatten(1, 2)
+
+    def stages(self, x: SparseConvTensor) -> tuple[SparseConvTensor, ...]:
+        """What each of the four stages gives, with 16, 32, 64 and 64 channels, and the last convolution, with 128: for
+        detectors that look at voxels again."""
+        x = self.conv_input(x)
+        found = []
+        for layer in (self.conv1, self.conv2, self.conv3, self.conv4, self.conv_out):
+            x = layer(x)
+            found.append(x)
+        return tuple(found)
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------
+
+
+def norm(channels: int) -> nn.BatchNorm1d:
+    return nn.BatchNorm1d(channels, eps=1e-3, momentum=0.01)
+
+
+def kept(channels: int, out: int, key: str) -> SparseSequential:
+    """A convolution that keeps the sites, norm, ReLU."""
+    return SparseSequential(SubMConv3d(channels, out, 3, bias=False, indice_key=key), norm(out), nn.ReLU())
+
+
+def stage(channels: int, out: int, padding: int | Sequence[int], number: int) -> SparseSequential:
+    """To half of the grid, then two convolutions that keep the sites."""
+    halved = SparseConv3d(channels, out, 3, 2, padding, bias=False, indice_key=f"spconv{number}")
+    key = f"subm{number}"
+    return SparseSequential(SparseSequential(halved, norm(out), nn.ReLU()), kept(out, out, key), kept(out, out, key))
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------
+
+
+def second_state_dict(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The backbone's tensors in what `torch.load` reads of a detector that OpenPCDet has trained.
+
+    Args:
+        checkpoint: the checkpoint, the detector's state dict, or that of the backbone.
+
+    Raises:
+        WeightsError: there is no backbone in it.
+    """
+    tensors = checkpoint.get(CHECKPOINT, checkpoint)
+    if any(key.startswith(PREFIX) for key in tensors):
+        tensors = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items() if key.startswith(PREFIX)}
+    if "conv_input.0.weight" not in tensors:
+        raise WeightsError(
+            f"expected OpenPCDet's VoxelBackBone8x, with the key {PREFIX}conv_input.0.weight; "
+            f"got {', '.join(list(tensors)[:5]) or 'nothing'}"
+        )
+    return dict(tensors)
+
+
+# ---- by name ---------------------------------------------------------------------------------------------------
+
+
+def second_backbone(in_channels: int = 4) -> SecondBackbone:
+    """The backbone for voxels of `in_channels`: x, y, z and reflectance unless told otherwise."""
+    return SecondBackbone(in_channels)

@@ -1,0 +1,119 @@
+"""Weights of sparse convolutions that spconv saved, in any of the layouts that its versions have.
+
+    report = load_spconv_state_dict(network, torch.load("checkpoint.pth")["state_dict"])
+
+| layout | a weight is | saved by |
+|---|---|---|
+| `KRSC` | (out, *kernel, in), the one of this library | spconv 2 |
+| `RSKC` | (*kernel, out, in) | spconv 2.0 and 2.1, of layers computed by `ConvAlgo.Native` |
+| `RSCK` | (*kernel, in, out) | spconv 1 |
+
+Layouts are told apart by shape, layer by layer. Where a layer's shape fits several, as with as many channels in as out,
+the other layers of the network decide. `load_state_dict` itself converts what a layer's own shape settles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+LAYOUTS = ("KRSC", "RSKC", "RSCK")
+
+
+@dataclass(frozen=True)
+class LayoutReport:
+    """Which layouts the weights of a state dict were in.
+
+    Attributes:
+        layouts: of each convolution's weight that the state dict has, by its key.
+    """
+
+    layouts: Mapping[str, str]
+
+    @property
+    def converted(self) -> list[str]:
+        """Keys of the weights that were permuted."""
+        return [key for key, layout in self.layouts.items() if layout != "KRSC"]
+
+    def __str__(self) -> str:
+        counts = [(layout, sum(each == layout for each in self.layouts.values())) for layout in LAYOUTS]
+        told = ", ".join(f"{count} in {layout}" for layout, count in counts if count)
+        return f"{len(self.layouts)} weights of sparse convolutions: {told or 'none'}; {len(self.converted)} converted"
+
+
+def load_spconv_state_dict(
+    module: nn.Module, state_dict: Mapping[str, Tensor], layout: str | None = None, strict: bool = True
+) -> LayoutReport:
+    """`module.load_state_dict(state_dict, strict)` with the weights of sparse convolutions from any layout.
+
+    Args:
+        layout: of all weights, one of `LAYOUTS`. None: told by their shapes.
+
+    Raises:
+        ValueError: as `convert_state_dict`.
+        RuntimeError: as `torch.nn.Module.load_state_dict`.
+    """
+    converted, report = convert_state_dict(module, state_dict, layout)
+    module.load_state_dict(converted, strict=strict)
+    return report
+
+
+def convert_state_dict(
+    module: nn.Module, state_dict: Mapping[str, Tensor], layout: str | None = None
+) -> tuple[dict[str, Tensor], LayoutReport]:
+    """A copy of the state dict with the weights of the module's sparse convolutions as (out, *kernel, in).
+
+    Args:
+        layout: as of `load_spconv_state_dict`.
+
+    Raises:
+        ValueError: a layout that there is not, a weight that no layout fits, or weights that fit several layouts while
+            nothing decides between them.
+    """
+    from rooftop.sparse.convolutions import SparseConvolution  # which asks this file for layouts
+
+    if layout is not None and layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)} or None, got {layout!r}")
+    wanted = {
+        f"{name}.weight" if name else "weight": tuple(each.weight.shape)
+        for name, each in module.named_modules()
+        if isinstance(each, SparseConvolution)
+    }
+    fits = {key: fitting(state_dict[key], shape) for key, shape in wanted.items() if key in state_dict}
+    if layout is not None:
+        fits = {key: [each for each in found if each == layout] for key, found in fits.items()}
+    for key, found in fits.items():
+        if not found:
+            raise ValueError(
+                f"{key} is {tuple(state_dict[key].shape)}: that is {wanted[key]}, (out, *kernel, in), in "
+                f"{'no layout of spconv' if layout is None else f'another layout than {layout}'}; "
+                "check that the network is the one that was saved"
+            )
+    certain = {found[0] for found in fits.values() if len(found) == 1}
+    layouts = {}
+    for key, found in fits.items():
+        left = found if len(found) == 1 else [each for each in found if each in certain]
+        if len(left) != 1:
+            raise ValueError(
+                f"{key} of shape {tuple(state_dict[key].shape)} may be in the layout {' or '.join(left or found)}, and "
+                "no other weight decides: pass layout="
+            )
+        layouts[key] = left[0]
+    changed = {key: as_krsc(state_dict[key], each) for key, each in layouts.items()}
+    return {**state_dict, **changed}, LayoutReport(layouts)
+
+
+def fitting(weight: Tensor, shape: tuple[int, ...]) -> list[str]:
+    """The layouts in which this weight is one of shape (out, *kernel, in)."""
+    if weight.dim() != len(shape):
+        return []
+    return [layout for layout in LAYOUTS if tuple(as_krsc(weight, layout).shape) == shape]
+
+
+def as_krsc(weight: Tensor, layout: str) -> Tensor:
+    """A view of a weight in this layout as (out, *kernel, in)."""
+    if layout == "RSKC":
+        return weight.movedim(-2, 0)
+    return weight.movedim(-1, 0) if layout == "RSCK" else weight

@@ -1,0 +1,416 @@
+"""Sparse convolutions as modules, with spconv's names, arguments, initialization and layout of weights.
+
+    block = SparseSequential(SubMConv3d(4, 16, 3, indice_key="subm1"), torch.nn.BatchNorm1d(16), torch.nn.ReLU())
+
+| | outputs | |
+|---|---|---|
+| `SubMConv1d` to `4d` | the sites of the input | odd kernel, stride 1; padding is the one that keeps sites in place |
+| `SparseConv1d` to `4d` | where some input reaches | as `torch.nn.Conv3d` on the dense grid |
+| `SparseConvTranspose1d` to `4d` | where some input reaches | as `torch.nn.ConvTranspose3d` |
+| `SparseInverseConv1d` to `4d` | the inputs of the layer of the same `indice_key` | with its kernel |
+
+Layers of the same geometry and the same sites that have an `indice_key` in common share one rulebook.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.sparse.checkpoints import as_krsc, fitting
+from rooftop.sparse.functional import convolve, linear
+from rooftop.sparse.geometries import PerDimension
+from rooftop.sparse.modules import SparseModule
+from rooftop.sparse.rulebook import Rulebook
+from rooftop.sparse.rulebook_cache import inverse_rulebook, layer_geometry, layer_rulebook, on_outputs, per_dimension
+from rooftop.sparse.tensor import SparseConvTensor
+
+VOXEL_COUNT = "max_num_voxels_during_training"
+
+
+class ConvAlgo(Enum):
+    """spconv's ways to compute a convolution. Layers take one and compute as they always do: the kernels are chosen by
+    channels, sites and dtype, and results are the same."""
+
+    Native = 0
+    MaskImplicitGemm = 1
+    MaskSplitImplicitGemm = 2
+
+
+class SparseConvolution(SparseModule):
+    """What all sparse convolutions have: a convolution with stride; users make one of those below.
+
+    Attributes:
+        weight: (out_channels, *kernel_size, in_channels / groups).
+        bias: (out_channels,) or None.
+        ndim, in_channels, out_channels, kernel_size, stride, padding, dilation, output_padding, groups, subm,
+            transposed, inverse, indice_key, algo, fp32_accum, record_voxel_count: as given; sizes as one integer for
+            each dimension.
+        num_out_act_bound: rows of the outputs, or None.
+        conv1x1: whether it is a product of matrices, without a rulebook.
+    """
+
+    ndim: int
+    subm = transposed = inverse = False
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: PerDimension,
+        stride: PerDimension = 1,
+        padding: PerDimension = 0,
+        dilation: PerDimension = 1,
+        groups: int = 1,
+        bias: bool = True,
+        indice_key: str | None = None,
+        algo: ConvAlgo | None = None,
+        fp32_accum: bool | None = None,
+        record_voxel_count: bool = False,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        *,
+        output_padding: PerDimension = 0,
+        num_out_act_bound: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Arguments are spconv's, in its order, and four more.
+
+        Args:
+            in_channels, out_channels: channels; groups divide both.
+            kernel_size, stride, padding, dilation: as of `torch.nn.Conv3d`, one for all dimensions or one for each.
+            indice_key: under which layers share a rulebook, and an inverse convolution finds it.
+            algo: not used, as `ConvAlgo` says.
+            fp32_accum, large_kernel_fast_algo: not used: sums are float32 or wider, of kernels of any size.
+            record_voxel_count: keep the most outputs of a call in a buffer, `get_max_num_voxels()`.
+            name: what it is called in messages.
+            output_padding: of a transposed convolution, as of `torch.nn.ConvTranspose3d`.
+            num_out_act_bound: there are so many rows of outputs, of which the last are no sites, and nothing waits for
+                the device. None: as many as there are.
+            device, dtype: of weight and bias.
+
+        Raises:
+            TypeError, ValueError: sizes, groups or an algo that there cannot be.
+        """
+        super().__init__(name)
+        if algo is not None and not isinstance(algo, ConvAlgo):
+            raise TypeError(f"algo must be a rooftop.sparse.ConvAlgo or None, got {algo!r}")
+        if groups < 1 or in_channels % groups or out_channels % groups:
+            raise ValueError(f"groups must divide {in_channels} and {out_channels} channels, got {groups}")
+        sizes = [
+            per_dimension(what, value, self.ndim, least)
+            for what, value, least in (
+                ("kernel_size", kernel_size, 1),
+                ("stride", stride, 1),
+                ("padding", padding, 0),
+                ("dilation", dilation, 1),
+                ("output_padding", output_padding, 0),
+            )
+        ]
+        self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding = sizes
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.indice_key, self.algo, self.fp32_accum = indice_key, algo, fp32_accum
+        self.record_voxel_count, self.large_kernel_fast_algo = record_voxel_count, large_kernel_fast_algo
+        self.num_out_act_bound = num_out_act_bound
+        in_place = self.subm or not (any(self.padding) or any(self.output_padding) or max(self.stride) > 1)
+        self.conv1x1 = max(self.kernel_size) == 1 and in_place and not self.inverse
+        if self.subm:
+            self._check_submanifold()
+        shape = (out_channels, *self.kernel_size, in_channels // groups)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        if record_voxel_count and not self.subm and not self.inverse:
+            self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32, device=device))
+        self.reset_parameters()
+
+    def _check_submanifold(self) -> None:
+        if max(self.stride) > 1:
+            raise ValueError(f"a submanifold convolution keeps its sites: stride must be 1, got {self.stride}")
+        if any(size % 2 == 0 for size in self.kernel_size):
+            raise ValueError(
+                f"the kernel of a submanifold convolution has a centre: kernel_size must be odd, got {self.kernel_size}"
+            )
+
+    def reset_parameters(self) -> None:
+        """Weight and bias uniform within 1 / sqrt(in_channels / groups * kernel volume), as in spconv."""
+        fan_in = math.prod(self.weight.shape[1:])
+        bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
+        """x with in_channels on a grid of `ndim` dimensions; the same batch, with out_channels.
+
+        Raises:
+            TypeError, ValueError: no such tensor; a rulebook under `indice_key` that is of another geometry or other
+                sites; what `build_rulebook` raises.
+            MissingExtraError: Warp is not installed; on a GPU, Triton.
+        """
+        self._check_input(x)
+        if self.conv1x1:
+            return x.replace_feature(linear(x.features, self.weight, self.bias, self.groups))
+        rulebook = self._rulebook(x)
+        features = convolve(x.features, self.weight, self.bias, rulebook, self.groups)
+        if hasattr(self, VOXEL_COUNT):
+            self._record(rulebook)
+        return on_outputs(x, features, rulebook, self.indice_key)
+
+    def _rulebook(self, x: SparseConvTensor) -> Rulebook:
+        shape = layer_geometry(
+            x, self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding, self.subm,
+            self.transposed,
+        )  # fmt: skip
+        return layer_rulebook(x, shape, self.indice_key, self.num_out_act_bound)
+
+    def _check_input(self, x: SparseConvTensor) -> None:
+        if not isinstance(x, SparseConvTensor):
+            raise TypeError(
+                f"{type(self).__name__} takes a rooftop.sparse.SparseConvTensor, got {type(x).__name__}: within "
+                "torch.nn.Sequential it gets features alone, use SparseSequential"
+            )
+        if x.dims != self.ndim:
+            raise ValueError(f"{type(self).__name__} takes grids of {self.ndim} dimensions, got {x}")
+        if x.features.shape[1] != self.in_channels:
+            raise ValueError(f"{type(self).__name__} takes {self.in_channels} channels, got {x}")
+
+    def get_max_num_voxels(self) -> Tensor | None:
+        """(1,) int32: the most outputs that a call had, with `record_voxel_count`; what `num_out_act_bound` must be at
+        least."""
+        return getattr(self, VOXEL_COUNT, None)
+
+    @torch.no_grad()
+    def _record(self, rulebook: Rulebook) -> None:
+        count = getattr(self, VOXEL_COUNT)
+        count.copy_(torch.maximum(count, rulebook.num_outputs.to(count.dtype)))
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """As of any module, with a weight of another of spconv's layouts permuted, where its shape says which."""
+        key, shape = prefix + "weight", tuple(self.weight.shape)
+        weight = state_dict.get(key)
+        if isinstance(weight, Tensor) and tuple(weight.shape) != shape:
+            layouts = fitting(weight, shape)
+            if len(layouts) == 1:
+                state_dict[key] = as_krsc(weight, layouts[0])
+            elif layouts:
+                error_msgs.append(
+                    f"{key} of shape {tuple(weight.shape)} may be in spconv's layout {' or '.join(layouts)}: load it "
+                    "with rooftop.sparse.load_spconv_state_dict, to which the other weights or layout= say which"
+                )
+        count = prefix + VOXEL_COUNT
+        if hasattr(self, VOXEL_COUNT) and count not in state_dict:
+            state_dict[count] = getattr(self, VOXEL_COUNT)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def extra_repr(self) -> str:
+        told = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
+        if not self.inverse:
+            told += f", stride={self.stride}"
+        for name, plain in (("padding", 0), ("dilation", 1), ("output_padding", 0)):
+            sizes = getattr(self, name)
+            told += f", {name}={sizes}" if set(sizes) != {plain} else ""
+        for name, usual in (("groups", 1), ("indice_key", None), ("algo", None), ("num_out_act_bound", None)):
+            value = getattr(self, name)
+            told += f", {name}={value!s}" if value != usual else ""
+        return told + (", bias=False" if self.bias is None else "")
+
+
+# ---- by kind ---------------------------------------------------------------------------------------------------
+
+
+class _SubMConv(SparseConvolution):
+    subm = True
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: PerDimension,
+        stride: PerDimension = 1,
+        padding: PerDimension = 0,
+        dilation: PerDimension = 1,
+        groups: int = 1,
+        bias: bool = True,
+        indice_key: str | None = None,
+        algo: ConvAlgo | None = None,
+        fp32_accum: bool | None = None,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Arguments are spconv's, in its order.
+
+        Args:
+            kernel_size, dilation: one for all dimensions, or one for each; the kernel odd.
+            stride: 1.
+            padding: not used: it is the one that keeps sites where they are.
+            indice_key: under which layers share a rulebook.
+            others: as of `SparseConvolution`, which says what is raised.
+        """
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, indice_key, algo,
+            fp32_accum, False, large_kernel_fast_algo, name, device=device, dtype=dtype,
+        )  # fmt: skip
+
+
+class _SparseConvTranspose(SparseConvolution):
+    transposed = True
+
+
+class _SparseInverseConv(SparseConvolution):
+    inverse = True
+    indice_key: str
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: PerDimension,
+        indice_key: str,
+        bias: bool = True,
+        algo: ConvAlgo | None = None,
+        fp32_accum: bool | None = None,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        *,
+        groups: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Arguments are spconv's, in its order.
+
+        Args:
+            kernel_size, indice_key: those of the layer that is inverted.
+            others: as of `SparseConvolution`, which says what is raised.
+
+        Raises:
+            TypeError: no key.
+        """
+        if not isinstance(indice_key, str):
+            raise TypeError(
+                f"indice_key must be that of the layer to invert, got {indice_key!r}: the arguments are in_channels, "
+                "out_channels, kernel_size, indice_key"
+            )
+        super().__init__(
+            in_channels, out_channels, kernel_size, groups=groups, bias=bias, indice_key=indice_key, algo=algo,
+            fp32_accum=fp32_accum, large_kernel_fast_algo=large_kernel_fast_algo, name=name, device=device,
+            dtype=dtype,
+        )  # fmt: skip
+
+    def _rulebook(self, x: SparseConvTensor) -> Rulebook:
+        return inverse_rulebook(x, self.kernel_size, self.indice_key)
+
+
+# ---- by dimension ----------------------------------------------------------------------------------------------
+
+
+class SubMConv1d(_SubMConv):
+    """A submanifold convolution, over grids of 1 dimension."""
+
+    ndim = 1
+
+
+class SubMConv2d(_SubMConv):
+    """A submanifold convolution, over grids of 2 dimensions."""
+
+    ndim = 2
+
+
+class SubMConv3d(_SubMConv):
+    """A submanifold convolution, over grids of 3 dimensions."""
+
+    ndim = 3
+
+
+class SubMConv4d(_SubMConv):
+    """A submanifold convolution, over grids of 4 dimensions."""
+
+    ndim = 4
+
+
+class SparseConv1d(SparseConvolution):
+    """A convolution with stride, padding and dilation, over grids of 1 dimension."""
+
+    ndim = 1
+
+
+class SparseConv2d(SparseConvolution):
+    """A convolution with stride, padding and dilation, over grids of 2 dimensions."""
+
+    ndim = 2
+
+
+class SparseConv3d(SparseConvolution):
+    """A convolution with stride, padding and dilation, over grids of 3 dimensions."""
+
+    ndim = 3
+
+
+class SparseConv4d(SparseConvolution):
+    """A convolution with stride, padding and dilation, over grids of 4 dimensions."""
+
+    ndim = 4
+
+
+class SparseConvTranspose1d(_SparseConvTranspose):
+    """A transposed convolution, over grids of 1 dimension."""
+
+    ndim = 1
+
+
+class SparseConvTranspose2d(_SparseConvTranspose):
+    """A transposed convolution, over grids of 2 dimensions."""
+
+    ndim = 2
+
+
+class SparseConvTranspose3d(_SparseConvTranspose):
+    """A transposed convolution, over grids of 3 dimensions."""
+
+    ndim = 3
+
+
+class SparseConvTranspose4d(_SparseConvTranspose):
+    """A transposed convolution, over grids of 4 dimensions."""
+
+    ndim = 4
+
+
+class SparseInverseConv1d(_SparseInverseConv):
+    """Back to the sites of the layer with the same key, over grids of 1 dimension."""
+
+    ndim = 1
+
+
+class SparseInverseConv2d(_SparseInverseConv):
+    """Back to the sites of the layer with the same key, over grids of 2 dimensions."""
+
+    ndim = 2
+
+
+class SparseInverseConv3d(_SparseInverseConv):
+    """Back to the sites of the layer with the same key, over grids of 3 dimensions."""
+
+    ndim = 3
+
+
+class SparseInverseConv4d(_SparseInverseConv):
+    """Back to the sites of the layer with the same key, over grids of 4 dimensions."""
+
+    ndim = 4

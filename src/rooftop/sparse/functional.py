@@ -1,0 +1,265 @@
+"""Sparse convolution as functions of plain tensors, of 1 to 4 dimensions.
+
+    features, indices, shape = strided_conv(features, indices, weight, spatial_shape=[64, 64], batch_size=2, stride=2)
+
+`subm_conv`, `strided_conv` and `transposed_conv` build a rulebook and compute with it; `convolve` takes one that is
+there. `indice_conv` and its kin take the pairs of `get_indice_pairs`, as spconv's functions of these names do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rooftop.kernels import sparse_conv
+from rooftop.sparse.geometries import PerDimension, geometry
+from rooftop.sparse.rulebook import Rulebook, build_rulebook, get_indice_pairs
+from rooftop.sparse.table_orders import by_kernels
+from rooftop.sparse.tensor import SparseConvTensor
+
+__all__ = [
+    "convolve",
+    "get_indice_pairs",
+    "indice_conv",
+    "indice_inverse_conv",
+    "indice_subm_conv",
+    "sparse_add",
+    "strided_conv",
+    "subm_conv",
+    "transposed_conv",
+]
+
+
+# ---- with a rulebook -------------------------------------------------------------------------------------------
+
+
+def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, rulebook: Rulebook, groups: int = 1) -> Tensor:
+    """The convolution of a rulebook: (O, out) from features (N, in).
+
+    What the gradients need is made where there will be gradients, once for all layers of the rulebook.
+
+    Args:
+        features: (N, in), bfloat16, float16, float32 or float64.
+        weight: (out, *kernel, in / groups), same dtype.
+        bias: (out,), same dtype.
+        rulebook: of N inputs; of an inverse convolution, `swapped()`.
+        groups: into which channels are cut, each with its own part of the weight.
+
+    Raises:
+        TypeError, ValueError, MissingExtraError, NotImplementedError: as `rooftop.kernels.sparse_conv`.
+        ValueError: groups that do not divide the channels.
+    """
+    records = torch.is_grad_enabled()
+    kernels = by_kernels(features) and features.dtype != torch.float64
+    of_features, of_weight = records and features.requires_grad, records and weight.requires_grad
+    reverse = rulebook.reached if of_features else None
+    order = rulebook.order if kernels else None
+    reverse_order = rulebook.reverse_order if kernels and of_features else None
+    pairs = rulebook.pairs if kernels and of_weight else None
+    found = [
+        sparse_conv(
+            each, matrices, some, rulebook.neighbours, reverse, order=order, reverse_order=reverse_order, pairs=pairs
+        )
+        for each, matrices, some in by_group(features, weight, bias, groups)
+    ]
+    return found[0] if groups == 1 else torch.cat(found, 1)
+
+
+def by_group(
+    features: Tensor, weight: Tensor, bias: Tensor | None, groups: int
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Features, weight and bias of each group of channels."""
+    if groups == 1:
+        return [(features, weight, bias)]
+    channels, out_channels = features.shape[1], weight.shape[0]
+    if groups < 1 or channels % groups or out_channels % groups:
+        raise ValueError(f"groups must divide {channels} and {out_channels} channels, got {groups}")
+    biases = [None] * groups if bias is None else bias.chunk(groups)
+    return list(zip(features.chunk(groups, 1), weight.chunk(groups), biases, strict=True))
+
+
+def linear(features: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
+    """What `convolve` is for a kernel of 1 that keeps its sites: a product of matrices, without a rulebook."""
+    found = [
+        F.linear(each, matrices.flatten(1), some) for each, matrices, some in by_group(features, weight, bias, groups)
+    ]
+    return found[0] if groups == 1 else torch.cat(found, 1)
+
+
+# ---- from sites ------------------------------------------------------------------------------------------------
+
+
+def subm_conv(
+    features: Tensor,
+    indices: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    spatial_shape: Sequence[int],
+    batch_size: int,
+    dilation: PerDimension = 1,
+    groups: int = 1,
+) -> Tensor:
+    """A submanifold convolution: features (N, out) on the same sites.
+
+    Args:
+        features, weight, bias, groups: as of `convolve`; the kernel is odd in each dimension.
+        indices: (N, 1 + dims) int32 or int64, batch first; rows of -1 are no sites.
+        spatial_shape, batch_size: the grid, and how many there are.
+        dilation: one for all dimensions, or one for each.
+
+    Raises:
+        MissingExtraError, TypeError, ValueError: as `build_rulebook` and `convolve`.
+    """
+    kernel = tuple(weight.shape[1:-1])
+    shape = geometry(batch_size, spatial_shape, kernel, dilation=dilation, subm=True)
+    return convolve(features, weight, bias, build_rulebook(indices, shape), groups)
+
+
+def strided_conv(
+    features: Tensor,
+    indices: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    spatial_shape: Sequence[int],
+    batch_size: int,
+    stride: PerDimension = 1,
+    padding: PerDimension = 0,
+    dilation: PerDimension = 1,
+    groups: int = 1,
+    num_out_act_bound: int | None = None,
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """A regular convolution, active where some input reaches: features (O, out), indices (O, 1 + dims), their grid.
+
+    Args:
+        features, indices, weight, bias, spatial_shape, batch_size, dilation, groups: as of `subm_conv`; any kernel.
+        stride, padding: as of `torch.nn.functional.conv3d`.
+        num_out_act_bound: O, as `build_rulebook` says. None: as many as there are, for which it waits for the device.
+
+    Raises:
+        MissingExtraError, TypeError, ValueError: as `build_rulebook` and `convolve`.
+    """
+    shape = geometry(batch_size, spatial_shape, tuple(weight.shape[1:-1]), stride, padding, dilation)
+    rulebook = build_rulebook(indices, shape, num_out_act_bound)
+    return convolve(features, weight, bias, rulebook, groups), rulebook.out_indices, rulebook.out_shape
+
+
+def transposed_conv(
+    features: Tensor,
+    indices: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    spatial_shape: Sequence[int],
+    batch_size: int,
+    stride: PerDimension = 1,
+    padding: PerDimension = 0,
+    output_padding: PerDimension = 0,
+    dilation: PerDimension = 1,
+    groups: int = 1,
+    num_out_act_bound: int | None = None,
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """A transposed convolution, active where some input reaches: features (O, out), indices (O, 1 + dims), their grid.
+
+    Arguments and errors are those of `strided_conv`; `output_padding` as of `torch.nn.functional.conv_transpose3d`.
+    """
+    kernel = tuple(weight.shape[1:-1])
+    shape = geometry(batch_size, spatial_shape, kernel, stride, padding, dilation, output_padding, transpose=True)
+    rulebook = build_rulebook(indices, shape, num_out_act_bound)
+    return convolve(features, weight, bias, rulebook, groups), rulebook.out_indices, rulebook.out_shape
+
+
+# ---- from pairs ------------------------------------------------------------------------------------------------
+
+
+def indice_conv(
+    features: Tensor,
+    filters: Tensor,
+    indice_pairs: Tensor,
+    indice_pair_num: Tensor,
+    num_activate_out: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The convolution of pairs: (num_activate_out, out) from features (N, in).
+
+    Args:
+        features, filters, bias: features, weight and bias of `convolve`.
+        indice_pairs, indice_pair_num: (2, K, P) int32, ended by -1, and (K,) int32, from `get_indice_pairs`.
+        num_activate_out: rows of the outputs.
+
+    Raises:
+        TypeError, ValueError, MissingExtraError, NotImplementedError: as `rooftop.kernels.sparse_conv`.
+    """
+    inputs, outputs = indice_pairs.unbind(0)
+    neighbours = _table(inputs, outputs, num_activate_out)
+    reverse = _table(outputs, inputs, len(features)) if features.requires_grad and torch.is_grad_enabled() else None
+    return sparse_conv(features, filters, bias, neighbours, reverse, pairs=(indice_pairs, indice_pair_num))
+
+
+def indice_subm_conv(
+    features: Tensor,
+    filters: Tensor,
+    indice_pairs: Tensor,
+    indice_pair_num: Tensor,
+    num_activate_out: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`indice_conv` where outputs are the inputs.
+
+    Raises:
+        ValueError: num_activate_out is not N; otherwise as `indice_conv`.
+    """
+    if num_activate_out != len(features):
+        raise ValueError(
+            f"a submanifold convolution has as many outputs as inputs: num_activate_out must be {len(features)}, "
+            f"got {num_activate_out}"
+        )
+    return indice_conv(features, filters, indice_pairs, indice_pair_num, num_activate_out, bias)
+
+
+def indice_inverse_conv(
+    features: Tensor,
+    filters: Tensor,
+    indice_pairs: Tensor,
+    indice_pair_num: Tensor,
+    num_activate_out: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`indice_conv` from the outputs of the pairs to their inputs, of which there are num_activate_out."""
+    return indice_conv(features, filters, indice_pairs.flip(0), indice_pair_num, num_activate_out, bias)
+
+
+def _table(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """(count, K) int32: at the rows (K, P) of each offset its values (K, P), else -1."""
+    offsets = len(rows)
+    table = values.new_full((count + 1, offsets), -1)  # one more row takes what is no pair
+    at = torch.where(rows >= 0, rows, count).long()
+    return table.scatter_(0, at.t(), values.t())[:count]
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------
+
+
+def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
+    """The sum, active where one of the tensors is. Sites are sorted; there are no rulebooks. Waits for the device.
+
+    Tensors on the same sites are added faster as `x.replace_feature(x.features + y.features)`.
+
+    Raises:
+        ValueError: no tensors, or grids, batch sizes or channels that differ.
+    """
+    if not tensors:
+        raise ValueError("sparse_add takes at least one tensor, got none")
+    first, *others = tensors
+    for other in others:
+        if (other.spatial_shape, other.batch_size) != (first.spatial_shape, first.batch_size):
+            raise ValueError(f"sparse_add takes tensors of one grid and batch, got {first} and {other}")
+        if other.features.shape[1] != first.features.shape[1]:
+            raise ValueError(f"sparse_add takes tensors with the same channels, got {first} and {other}")
+    features = torch.cat([each.features for each in tensors])
+    indices = torch.cat([each.indices for each in tensors])
+    return SparseConvTensor(features, indices, first.spatial_shape, first.batch_size).coalesce("sum")

@@ -1,0 +1,190 @@
+"""`SparseModule` and the modules that need no kernel of their own, named as spconv's.
+
+A plain module, as `torch.nn.ReLU`, stands in a `SparseSequential` beside sparse ones: it gets the features.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rooftop.sparse.tensor import SparseConvTensor
+
+
+class SparseModule(nn.Module):
+    """A module from one `SparseConvTensor` to another, or to a dense tensor; what users derive their own from.
+
+    Args:
+        name: what it is called in messages.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self.name = name
+
+
+def is_spconv_module(module: nn.Module) -> bool:
+    """Whether a `SparseSequential` gives this module the sparse tensor, rather than its features."""
+    return isinstance(module, SparseModule)
+
+
+class SparseSequential(SparseModule):
+    """Modules one after the other: positional, in one `OrderedDict`, or by keyword; `add` appends one.
+
+    A `SparseModule` gets the sparse tensor, any other module its features (N, C); behind `ToDense`, and whatever else
+    gives a dense tensor, modules get that. Without sites nothing is left out: what follows has its channels. A
+    `torch.nn.BatchNorm1d` is computed as `SparseBatchNorm` is.
+    """
+
+    def __init__(self, *modules: Any, **named: nn.Module) -> None:
+        super().__init__()
+        ordered = len(modules) == 1 and isinstance(modules[0], OrderedDict)
+        pairs = modules[0].items() if ordered else enumerate(modules)
+        for name, module in [*pairs, *named.items()]:
+            self.add(module, str(name))
+
+    def __getitem__(self, index: int) -> nn.Module:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range: there are {len(self)} modules")
+        return list(self._modules.values())[index]  # type: ignore[return-value]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def add(self, module: nn.Module, name: str | None = None) -> None:
+        """Appends a module, under its number where no name is given.
+
+        Raises:
+            TypeError: no module.
+            ValueError: there is one of that name.
+        """
+        name = str(len(self)) if name is None else name
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"SparseSequential takes modules, got {type(module).__name__} as {name!r}")
+        if name in self._modules:
+            raise ValueError(f"SparseSequential has a module {name!r} already: give this one another name")
+        self.add_module(name, module)
+
+    def forward(self, x: Any) -> Any:
+        for name, module in self._modules.items():
+            if is_spconv_module(module) or not isinstance(x, SparseConvTensor):  # type: ignore[arg-type]
+                x = module(x)  # type: ignore[misc]
+            elif isinstance(module, nn.BatchNorm1d):
+                x = batch_normalized(module, x)
+            elif isinstance(module, nn.SyncBatchNorm) and module.training and x.padded:
+                raise ValueError(
+                    f"module {name!r}, SyncBatchNorm, would count rows of {x} that are no sites: take a BatchNorm1d, "
+                    "or no num_out_act_bound before it"
+                )
+            else:
+                features = module(x.features)  # type: ignore[misc]
+                if not isinstance(features, Tensor):
+                    raise TypeError(
+                        f"module {name!r}, {type(module).__name__}, made {type(features).__name__} of the features: "
+                        "derive it from SparseModule to give it the sparse tensor"
+                    )
+                x = x.replace_feature(features)
+        return x
+
+
+class SparseBatchNorm(nn.BatchNorm1d, SparseModule):
+    """`torch.nn.BatchNorm1d` of the features, over the sites of all batch elements.
+
+    With fewer than two sites there is no variance: they are normalized by the running statistics, which stay as they
+    are. Rows that are no sites do not count, where the tensor says that it may have some (`padded`). A dense tensor
+    is normalized as by `torch.nn.BatchNorm1d`.
+    """
+
+    def __init__(self, num_features: int, *arguments: Any, name: str | None = None, **options: Any) -> None:
+        nn.BatchNorm1d.__init__(self, num_features, *arguments, **options)
+        self.name = name
+
+    def forward(self, x: Any) -> Any:
+        return batch_normalized(self, x) if isinstance(x, SparseConvTensor) else super().forward(x)
+
+
+class SparseReLU(nn.ReLU, SparseModule):
+    """`torch.nn.ReLU` of the features, or of a dense tensor."""
+
+    def __init__(self, inplace: bool = False, name: str | None = None) -> None:
+        nn.ReLU.__init__(self, inplace)
+        self.name = name
+
+    def forward(self, x: Any) -> Any:
+        forward = super().forward
+        return x.replace_feature(forward(x.features)) if isinstance(x, SparseConvTensor) else forward(x)
+
+
+class SparseIdentity(SparseModule):
+    """What it is given."""
+
+    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
+        return x
+
+
+class ToDense(SparseModule):
+    """The whole grid, (B, C, *spatial_shape), zero where no site is."""
+
+    def forward(self, x: SparseConvTensor) -> Tensor:
+        return x.dense()
+
+
+class RemoveGrid(SparseModule):
+    """What it is given. In spconv it frees a dense table, which there is none of here; networks name it."""
+
+    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
+        return x
+
+
+# ---- batch norm ------------------------------------------------------------------------------------------------
+
+
+def batch_normalized(norm: nn.BatchNorm1d, x: SparseConvTensor) -> SparseConvTensor:
+    """`norm` over the sites of x, as `SparseBatchNorm` says."""
+    by_batch = norm.training or norm.running_mean is None
+    if by_batch and x.padded:
+        return x.replace_feature(_normalized_by_sites(norm, x.features, x.indices[:, :1] >= 0))
+    if by_batch and x.features.shape[0] < 2:
+        return x.replace_feature(_normalized_by_running(norm, x.features))
+    return x.replace_feature(nn.BatchNorm1d.forward(norm, x.features))
+
+
+def _normalized_by_running(norm: nn.BatchNorm1d, features: Tensor) -> Tensor:
+    mean, var = norm.running_mean, norm.running_var
+    if mean is None or var is None:  # of one row: it is its own mean
+        mean, var = features.detach().sum(0), features.new_ones(norm.num_features)
+    return F.batch_norm(features, mean, var, norm.weight, norm.bias, False, 0.0, norm.eps)
+
+
+def _normalized_by_sites(norm: nn.BatchNorm1d, features: Tensor, sites: Tensor) -> Tensor:
+    """Statistics of the rows (N, C) that are sites (N, 1), without waiting for the device to know how many."""
+    wide = features.to(torch.promote_types(features.dtype, torch.float32))
+    count = sites.sum()
+    mean = wide.where(sites, 0).sum(0) / count.clamp(min=1)
+    var = (wide - mean).square().where(sites, 0).sum(0) / count.clamp(min=1)
+    enough = count > 1
+    if norm.running_mean is not None and norm.running_var is not None:
+        if norm.training:
+            _update(norm, mean.detach(), var.detach(), count, enough)
+        mean, var = (torch.where(enough, a, b) for a, b in ((mean, norm.running_mean), (var, norm.running_var)))
+    out = (wide - mean) * (var + norm.eps).rsqrt()
+    if norm.affine:
+        out = out * norm.weight + norm.bias
+    return out.to(features.dtype)
+
+
+@torch.no_grad()
+def _update(norm: nn.BatchNorm1d, mean: Tensor, var: Tensor, count: Tensor, enough: Tensor) -> None:
+    """The running statistics, as `torch.nn.BatchNorm1d` keeps them: of the unbiased variance."""
+    running_mean, running_var, batches = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    if running_mean is None or running_var is None or batches is None:
+        raise ValueError("a batch norm without running statistics has none to update")
+    batches += enough
+    share = enough / batches.clamp(min=1) if norm.momentum is None else enough * norm.momentum
+    unbiased = var * count / (count - 1).clamp(min=1)
+    running_mean.lerp_(mean.to(running_mean.dtype), share.to(running_mean.dtype))
+    running_var.lerp_(unbiased.to(running_var.dtype), share.to(running_var.dtype))

@@ -1,0 +1,240 @@
+"""Pooling as modules, with spconv's names and arguments.
+
+    down = SparseMaxPool3d(2, indice_key="down1")
+
+| | gives |
+|---|---|
+| `SparseMaxPool1d` to `4d` | the maximum of the sites in each window, where there is one |
+| `SparseAvgPool1d` to `4d` | their mean: the sum by how many there are, not by the size of the window |
+| `SparseGlobalMaxPool`, `SparseGlobalAvgPool` | those of all sites of a batch element, a dense tensor |
+
+A pooling with an `indice_key` leaves its rulebook there, from which a `SparseInverseConv3d` leads back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels import sparse_avg_pool, sparse_global_avg_pool, sparse_global_max_pool, sparse_max_pool
+from rooftop.sparse.convolutions import VOXEL_COUNT, ConvAlgo
+from rooftop.sparse.geometries import PerDimension
+from rooftop.sparse.modules import SparseModule
+from rooftop.sparse.rulebook import Rulebook
+from rooftop.sparse.rulebook_cache import layer_geometry, layer_rulebook, on_outputs, per_dimension
+from rooftop.sparse.tensor import SparseConvTensor
+
+
+class SparsePool(SparseModule):
+    """What all pooling in windows has; users make one of those below.
+
+    Attributes:
+        ndim, subm, indice_key, algo, record_voxel_count, num_out_act_bound: as given.
+        kernel_size, stride, padding, dilation: one integer for each dimension.
+    """
+
+    average: ClassVar[bool]
+
+    def __init__(
+        self,
+        ndim: int,
+        kernel_size: PerDimension = 3,
+        stride: PerDimension | None = 1,
+        padding: PerDimension = 0,
+        dilation: PerDimension = 1,
+        indice_key: str | None = None,
+        subm: bool = False,
+        algo: ConvAlgo | None = None,
+        record_voxel_count: bool = False,
+        name: str | None = None,
+        *,
+        num_out_act_bound: int | None = None,
+    ) -> None:
+        """Arguments are spconv's, in its order, and one more.
+
+        Args:
+            ndim: dimensions of the grid, 1 to 4.
+            kernel_size, stride, padding, dilation: as of `torch.nn.MaxPool3d`, one for all dimensions or one for each;
+                a stride of None is the kernel's size, in place of which `subm` takes 1.
+            indice_key: under which layers share a rulebook, and an inverse convolution finds it.
+            subm: outputs are the sites of the input; the kernel is odd, the stride 1, the padding not used.
+            algo: not used, as `ConvAlgo` says.
+            record_voxel_count: keep the most outputs of a call in a buffer, `get_max_num_voxels()`.
+            name: what it is called in messages.
+            num_out_act_bound: there are so many rows of outputs, of which the last are no sites, and nothing waits for
+                the device. None: as many as there are.
+
+        Raises:
+            TypeError, ValueError: sizes or an algo that there cannot be.
+        """
+        super().__init__(name)
+        if algo is not None and not isinstance(algo, ConvAlgo):
+            raise TypeError(f"algo must be a rooftop.sparse.ConvAlgo or None, got {algo!r}")
+        if stride is None:
+            stride = 1 if subm else kernel_size
+        self.ndim, self.subm, self.indice_key, self.algo = ndim, subm, indice_key, algo
+        self.kernel_size = per_dimension("kernel_size", kernel_size, ndim, 1)
+        self.stride = per_dimension("stride", stride, ndim, 1)
+        self.padding = per_dimension("padding", padding, ndim, 0)
+        self.dilation = per_dimension("dilation", dilation, ndim, 1)
+        self.record_voxel_count, self.num_out_act_bound = record_voxel_count, num_out_act_bound
+        if record_voxel_count and not subm:
+            self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
+
+    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
+        """x on a grid of `ndim` dimensions; the same batch and channels on the grid of the outputs.
+
+        Raises:
+            TypeError, ValueError: no such tensor; a rulebook under `indice_key` that is of another geometry or other
+                sites; what `build_rulebook` raises.
+            MissingExtraError: Warp is not installed; on a GPU, Triton.
+        """
+        _check_input(self, x)
+        if x.dims != self.ndim:
+            raise ValueError(f"{type(self).__name__} takes grids of {self.ndim} dimensions, got {x}")
+        shape = layer_geometry(x, self.kernel_size, self.stride, self.padding, self.dilation, subm=self.subm)
+        rulebook = layer_rulebook(x, shape, self.indice_key, self.num_out_act_bound)
+        pool = sparse_avg_pool if self.average else sparse_max_pool
+        features = pool(x.features, rulebook.neighbours, rulebook.reached)
+        if hasattr(self, VOXEL_COUNT):
+            self._record(rulebook)
+        return on_outputs(x, features, rulebook, self.indice_key)
+
+    def get_max_num_voxels(self) -> Tensor | None:
+        """(1,) int32: the most outputs that a call had, with `record_voxel_count`; what `num_out_act_bound` must be at
+        least."""
+        return getattr(self, VOXEL_COUNT, None)
+
+    @torch.no_grad()
+    def _record(self, rulebook: Rulebook) -> None:
+        count = getattr(self, VOXEL_COUNT)
+        count.copy_(torch.maximum(count, rulebook.num_outputs.to(count.dtype)))
+
+    def extra_repr(self) -> str:
+        told = f"kernel_size={self.kernel_size}, stride={self.stride}"
+        for name, plain in (("padding", 0), ("dilation", 1)):
+            sizes = getattr(self, name)
+            told += f", {name}={sizes}" if set(sizes) != {plain} else ""
+        for name, usual in (("subm", False), ("indice_key", None), ("algo", None), ("num_out_act_bound", None)):
+            value = getattr(self, name)
+            told += f", {name}={value!s}" if value != usual else ""
+        return told
+
+
+class SparseMaxPool(SparsePool):
+    """The maximum of the sites in each window. All sites that equal it get its gradient, as in spconv.
+
+    spconv 2.3 takes the maximum with 0, too: behind a ReLU that is the same.
+    """
+
+    average = False
+
+
+class SparseAvgPool(SparsePool):
+    """The mean of the sites in each window: their sum by how many there are."""
+
+    average = True
+
+
+# ---- by dimension ----------------------------------------------------------------------------------------------
+
+
+class _OfDimensions(SparsePool):
+    dimensions: ClassVar[int]
+
+    def __init__(
+        self,
+        kernel_size: PerDimension,
+        stride: PerDimension | None = None,
+        padding: PerDimension = 0,
+        dilation: PerDimension = 1,
+        indice_key: str | None = None,
+        algo: ConvAlgo | None = None,
+        record_voxel_count: bool = False,
+        name: str | None = None,
+        *,
+        subm: bool = False,
+        num_out_act_bound: int | None = None,
+    ) -> None:
+        """Arguments are those of `SparsePool`, in spconv's order; the stride, by default, that of the kernel's size."""
+        super().__init__(
+            self.dimensions, kernel_size, stride, padding, dilation, indice_key, subm, algo, record_voxel_count, name,
+            num_out_act_bound=num_out_act_bound,
+        )  # fmt: skip
+
+
+class SparseMaxPool1d(_OfDimensions, SparseMaxPool):
+    """`SparseMaxPool` over grids of 1 dimension."""
+
+    dimensions = 1
+
+
+class SparseMaxPool2d(_OfDimensions, SparseMaxPool):
+    """`SparseMaxPool` over grids of 2 dimensions."""
+
+    dimensions = 2
+
+
+class SparseMaxPool3d(_OfDimensions, SparseMaxPool):
+    """`SparseMaxPool` over grids of 3 dimensions."""
+
+    dimensions = 3
+
+
+class SparseMaxPool4d(_OfDimensions, SparseMaxPool):
+    """`SparseMaxPool` over grids of 4 dimensions."""
+
+    dimensions = 4
+
+
+class SparseAvgPool1d(_OfDimensions, SparseAvgPool):
+    """`SparseAvgPool` over grids of 1 dimension."""
+
+    dimensions = 1
+
+
+class SparseAvgPool2d(_OfDimensions, SparseAvgPool):
+    """`SparseAvgPool` over grids of 2 dimensions."""
+
+    dimensions = 2
+
+
+class SparseAvgPool3d(_OfDimensions, SparseAvgPool):
+    """`SparseAvgPool` over grids of 3 dimensions."""
+
+    dimensions = 3
+
+
+# ---- batch elements --------------------------------------------------------------------------------------------
+
+
+class SparseGlobalMaxPool(SparseModule):
+    """The maximum of all sites of each batch element: (batch_size, C), 0 where there are none.
+
+    Its gradient is shared equally by all sites that equal it.
+    """
+
+    def forward(self, x: SparseConvTensor) -> Tensor:
+        _check_input(self, x)
+        return sparse_global_max_pool(x.features, x.indices[:, 0], x.batch_size)
+
+
+class SparseGlobalAvgPool(SparseModule):
+    """The mean of all sites of each batch element: (batch_size, C), 0 where there are none.
+
+    spconv 2.3 gives the first channel alone.
+    """
+
+    def forward(self, x: SparseConvTensor) -> Tensor:
+        _check_input(self, x)
+        return sparse_global_avg_pool(x.features, x.indices[:, 0], x.batch_size)
+
+
+def _check_input(module: SparseModule, x: Any) -> None:
+    if not isinstance(x, SparseConvTensor):
+        raise TypeError(
+            f"{type(module).__name__} takes a rooftop.sparse.SparseConvTensor, got {type(x).__name__}: within "
+            "torch.nn.Sequential it gets features alone, use SparseSequential"
+        )

@@ -1,0 +1,134 @@
+"""Which rulebook a layer computes with: the one that an earlier layer left under its `indice_key`, or a new one.
+
+Layers share what is made of a rulebook too (orders of rows, lists of pairs), as they share the rulebook itself. A
+rulebook is for one geometry and one tensor of indices; another layer that asks for it with others is told so, instead
+of computing with neighbours that are not its own.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from rooftop.sparse.geometries import Geometry, PerDimension, geometry
+from rooftop.sparse.rulebook import Rulebook, build_rulebook
+from rooftop.sparse.tensor import SparseConvTensor
+
+Sizes = tuple[int, ...]
+
+
+def per_dimension(what: str, value: PerDimension, dims: int, least: int) -> tuple[int, ...]:
+    """One integer for each dimension; raises `ValueError` for another number of them, and for one below `least`."""
+    sizes = (value,) * dims if isinstance(value, int) else tuple(int(size) for size in value)
+    if len(sizes) != dims or min(sizes) < least:
+        raise ValueError(f"{what} must be an integer of at least {least}, or {dims} of them, got {value}")
+    return sizes
+
+
+_remembered = lru_cache(maxsize=1024)(geometry)  # to check the same sizes at each call takes longer than to look
+
+
+def layer_geometry(
+    x: SparseConvTensor,
+    ksize: Sizes,
+    stride: Sizes,
+    padding: Sizes,
+    dilation: Sizes,
+    out_padding: Sizes | int = 0,
+    subm: bool = False,
+    transpose: bool = False,
+) -> Geometry:
+    """The `Geometry` of a layer on the grid of x."""
+    made = geometry if torch.compiler.is_compiling() else _remembered  # compilers see through caches, and warn
+    shape = tuple(x.spatial_shape)
+    return made(x.batch_size, shape, ksize, stride, padding, dilation, out_padding, subm, transpose)
+
+
+def layer_rulebook(
+    x: SparseConvTensor, shape: Geometry, indice_key: str | None, num_out_act_bound: int | None = None
+) -> Rulebook:
+    """The rulebook of a layer on x: that of `indice_key`, where there is one, else a new one.
+
+    `on_outputs` leaves it under that key.
+
+    Raises:
+        ValueError: that of the key is of another geometry, other indices or another bound.
+        MissingExtraError, TypeError, ValueError: as `build_rulebook`.
+    """
+    found = x.find_indice_pair(indice_key)
+    if found is None:
+        return build_rulebook(x.indices, shape, num_out_act_bound)
+    if found.shape != shape:
+        raise ValueError(
+            f"indice_key {indice_key!r} has the rulebook of another layer: {_told(found.shape)}; "
+            f"this one is {_told(shape)}. Give it an indice_key of its own"
+        )
+    if found.inverse or found.in_indices is not x.indices:
+        raise ValueError(
+            f"indice_key {indice_key!r} has a rulebook of other sites, {len(found.in_indices)} rows of indices; this "
+            f"layer's input has {len(x.indices)}. Give the layer an indice_key of its own, or keep the tensor of "
+            "indices from layer to layer with replace_feature"
+        )
+    if num_out_act_bound is not None and not shape.subm and num_out_act_bound != found.out_indices.shape[0]:
+        raise ValueError(
+            f"indice_key {indice_key!r} has a rulebook of {len(found.out_indices)} output rows; this layer's "
+            f"num_out_act_bound is {num_out_act_bound}. Give both layers the same bound, or this one its own key"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def inverse_rulebook(x: SparseConvTensor, ksize: Sizes, indice_key: str) -> Rulebook:
+    """The rulebook that leads back to the inputs of the layer that left one under `indice_key`.
+
+    Raises:
+        ValueError: there is none, it is of a submanifold convolution or of another kernel, or x does not have the sites
+            that it led to.
+    """
+    found = x.find_indice_pair(indice_key)
+    if found is None:
+        known = ", ".join(map(repr, x.indice_dict)) or "none"
+        raise ValueError(
+            f"no layer left a rulebook under indice_key {indice_key!r} (there: {known}): give the strided layer that "
+            "this one inverts the same key. Kernels of 1 with stride 1 leave none"
+        )
+    if found.subm:
+        raise ValueError(
+            f"indice_key {indice_key!r} has the rulebook of a submanifold convolution, which keeps its sites: an "
+            "inverse convolution takes the key of a strided convolution or of pooling"
+        )
+    if ksize != found.ksize:
+        raise ValueError(
+            f"indice_key {indice_key!r} has the rulebook of a kernel of {found.ksize}: an inverse convolution has the "
+            f"same, got {ksize}"
+        )
+    if found.out_indices is not x.indices:
+        raise ValueError(
+            f"the layer of indice_key {indice_key!r} led to other sites, {len(found.out_indices)} rows, than this "
+            f"input has, {len(x.indices)}: an inverse convolution starts from its outputs"
+        )
+    return found.swapped()  # type: ignore[no-any-return]
+
+
+def on_outputs(
+    x: SparseConvTensor, features: Tensor, rulebook: Rulebook, indice_key: str | None = None
+) -> SparseConvTensor:
+    """What a layer makes of x: features (O, C) on the outputs of its rulebook, which is left under `indice_key`.
+
+    As in spconv only the new tensor has it, and what is made of that; x does not change.
+    """
+    new = x.derived(features, rulebook.out_indices, rulebook.out_shape, rulebook.bounded)
+    if indice_key is None or indice_key not in x.indice_dict:
+        new.faults = (*x.faults, rulebook.told_faults)
+        if indice_key is not None:
+            new.indice_dict = {**x.indice_dict, indice_key: rulebook}
+    return new
+
+
+def _told(shape: Geometry) -> str:
+    kind = "submanifold" if shape.subm else "transposed" if shape.transpose else "regular"
+    return (
+        f"{kind}, kernel {shape.ksize}, stride {shape.stride}, padding {shape.padding}, dilation {shape.dilation}, "
+        f"on a grid {shape.in_shape} and a batch of {shape.batch_size}"
+    )

@@ -1,0 +1,324 @@
+"""From points to voxels: which points lie in which cell of a grid, and what a cell makes of them.
+
+A point p lies in the cell floor((p - low) / size) of each dimension, in float32 (float64 for points in float64), with
+divisions that IEEE 754 rounds: on a GPU and on a CPU the same cell, and the one that spconv finds. Points are sorted by
+the int64 key of their cell, stably, so that nothing depends on the order in which threads run. What lies outside of the
+grid, or nowhere (NaN), is in no voxel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftop.sparse.geometries import MAX_DIMS, NO_KEY
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REDUCTIONS = ("mean", "max", "sum", "first")
+MOST_CELLS = 2**31  # of a dimension: indices are int32
+
+# ---- the grid --------------------------------------------------------------------------------------------------
+
+
+class Grid(NamedTuple):
+    """Cells of `sizes` from `low` on, `shape` of them; in each dimension, in the order of the points' coordinates."""
+
+    low: tuple[float, ...]
+    sizes: tuple[float, ...]
+    shape: tuple[int, ...]
+
+
+def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float]) -> Grid:
+    """The grid of a range (all low ends, then all high ends), in as many cells as come nearest to it.
+
+    Raises:
+        ValueError: other than 1 to 4 dimensions, sizes that are none, an empty range, 2^63 cells or more.
+    """
+    sizes, ends = tuple(map(float, voxel_size)), tuple(map(float, coordinate_range))
+    dims = len(sizes)
+    if not 1 <= dims <= MAX_DIMS or len(ends) != 2 * dims:
+        raise ValueError(
+            f"expected the size of a voxel in 1 to {MAX_DIMS} dimensions and a range of twice as many numbers, first "
+            f"the low ends, then the high ones; got {list(sizes)} and {list(ends)}"
+        )
+    low, high = ends[:dims], ends[dims:]
+    if not all(0 < size < math.inf for size in sizes):
+        raise ValueError(f"the size of a voxel must be positive in each dimension, got {list(sizes)}")
+    if not all(-math.inf < a < b < math.inf for a, b in zip(low, high, strict=True)):
+        raise ValueError(f"a range must be finite and have its low ends below its high ends, got {list(ends)}")
+    first, last, step = (torch.tensor(values, dtype=torch.float32) for values in (low, high, sizes))
+    counts = ((last - first) / step + 0.5).floor().tolist()  # as spconv: half a cell is one
+    if not all(1 <= count <= MOST_CELLS for count in counts) or math.prod(counts) >= NO_KEY:
+        raise ValueError(
+            f"voxels of {list(sizes)} in the range {list(ends)} make a grid of {counts}: it must have a cell in each "
+            "dimension, at most 2^31, and fewer than 2^63 in all"
+        )
+    return Grid(low, sizes, tuple(map(int, counts)))
+
+
+@torch.no_grad()
+def _cells(points: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The cell (N, dims) int64 of each point, and whether it is one of the grid, (N,)."""
+    at = points[:, : len(grid.shape)]
+    at = at if at.dtype == torch.float64 else at.float()
+    # Divided by a tensor: by a number, a GPU would multiply by its reciprocal, which is rounded.
+    low, sizes = _on_device([grid.low, grid.sizes], at.dtype, at.device)
+    cells = at.sub(low).div(sizes).floor().nan_to_num(-1.0).clamp(-1, MOST_CELLS).long()
+    return cells, ((cells >= 0) & (cells < _on_device(grid.shape, torch.int64, at.device))).all(1)
+
+
+def _on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of these, without waiting for the device."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def _keys(cells: Tensor, inside: Tensor, shape: Sequence[int], batch: Tensor | None = None) -> Tensor:
+    """(N,) int64: batch element, then the last dimension, ..., the first; NO_KEY for what is in no voxel."""
+    keys = torch.zeros_like(cells[:, 0]) if batch is None else batch.long()
+    for dim in reversed(range(len(shape))):
+        keys = keys * shape[dim] + cells[:, dim]
+    return keys.where(inside, NO_KEY)
+
+
+# ---- points by voxel -------------------------------------------------------------------------------------------
+
+
+class _ByVoxel(NamedTuple):
+    """Points sorted by voxel, N of them; those of none are at the end."""
+
+    order: Tensor  # (N,) which point comes when; of a voxel, in their order
+    starts: Tensor  # (N,) whether it is the first of its voxel
+    first: Tensor  # (N,) the place of the first of its voxel
+    real: Tensor  # (N,) whether it is in one
+
+
+def _by_voxel(keys: Tensor) -> _ByVoxel:
+    ordered, order = keys.sort(stable=True)
+    real = ordered != NO_KEY
+    starts = real.clone()
+    starts[1:] &= ordered[1:] != ordered[:-1]
+    place = torch.arange(len(keys), device=keys.device)
+    first = place.where(starts, 0).cummax(0).values if len(keys) else place
+    return _ByVoxel(order, starts, first, real)
+
+
+# ---- public ----------------------------------------------------------------------------------------------------
+
+
+class PointToVoxel:
+    """Points into the slots of voxels, as spconv's class of this name: (V, P, F) for a batch of one.
+
+    Voxels are numbered by the first of their points, and have their points in the order of these, until there are no
+    more slots, or no more voxels: on a GPU as on a CPU, where spconv takes whichever comes first.
+
+    Attributes:
+        grid_size: cells, [z, y, x]; the `spatial_shape` of a `SparseConvTensor`.
+        vsize, coors_range: as given, [z, y, x], then the high ends.
+        num_point_features, max_num_voxels, max_num_points_per_voxel, device: as given.
+    """
+
+    def __init__(
+        self,
+        vsize_xyz: Sequence[float],
+        coors_range_xyz: Sequence[float],
+        num_point_features: int,
+        max_num_voxels: int,
+        max_num_points_per_voxel: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """1 to 4 dimensions.
+
+        Args:
+            vsize_xyz: size of a voxel, in the points' units.
+            coors_range_xyz: low ends, then high ends, of what is voxels.
+            num_point_features: F, the coordinates included.
+            max_num_voxels: voxels that there are at most.
+            max_num_points_per_voxel: P, points that a voxel has at most.
+            device: of the points.
+
+        Raises:
+            ValueError: what cannot be a grid, as `grid_of` says; fewer features than coordinates, no voxels, no points.
+        """
+        self._grid = grid_of(vsize_xyz, coors_range_xyz)
+        dims = len(self._grid.shape)
+        self.ndim, self.device = dims, torch.device(device)
+        self.grid_size = list(self._grid.shape[::-1])
+        self.vsize = list(self._grid.sizes[::-1])
+        ends = [float(end) for end in coors_range_xyz]
+        self.coors_range = ends[:dims][::-1] + ends[dims:][::-1]
+        self.num_point_features = num_point_features
+        self.max_num_voxels, self.max_num_points_per_voxel = max_num_voxels, max_num_points_per_voxel
+        if num_point_features < dims or max_num_voxels < 1 or max_num_points_per_voxel < 1:
+            raise ValueError(
+                f"expected at least {dims} features, 1 voxel and 1 point, got num_point_features {num_point_features}, "
+                f"max_num_voxels {max_num_voxels}, max_num_points_per_voxel {max_num_points_per_voxel}"
+            )
+
+    def __call__(
+        self, pc: Tensor, clear_voxels: bool = True, empty_mean: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`generate_voxel_with_id` without the voxel of each point."""
+        return self.generate_voxel_with_id(pc, clear_voxels, empty_mean)[:3]
+
+    def generate_voxel_with_id(
+        self, pc: Tensor, clear_voxels: bool = True, empty_mean: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The voxels of a cloud of points. Waits for the device once, to know how many there are.
+
+        Args:
+            pc: (N, F) float16, bfloat16, float32 or float64, the coordinates (x, y, z) first; N may be 0.
+            clear_voxels: not used: results are new tensors, and slots without a point are 0.
+            empty_mean: slots without a point have the mean of their voxel's points instead.
+
+        Returns:
+            voxels (V, P, F) of the points' dtype, through which gradients reach the points; indices (V, dims) int32,
+            (z, y, x); how many points each voxel has, (V,) int32, at most P; the voxel of each point, (N,) int64, -1
+            for none. A point that found no slot in its voxel has it all the same, as in spconv.
+
+        Raises:
+            TypeError, ValueError: no such points, or on another device.
+        """
+        _check_points("PointToVoxel", pc, self.ndim)
+        if pc.shape[1] != self.num_point_features:
+            raise ValueError(f"PointToVoxel: expected {self.num_point_features} features, got pc {tuple(pc.shape)}")
+        if pc.device.type != self.device.type:
+            raise ValueError(f"PointToVoxel: made for points on {self.device}, got them on {pc.device}: pass device=")
+        cells, inside = _cells(pc, self._grid)
+        found = _by_voxel(_keys(cells, inside, self._grid.shape))
+        opens = torch.zeros_like(found.starts).scatter_(0, found.order, found.starts)  # a voxel; in the points' order
+        openers = opens.nonzero().squeeze(1)[: self.max_num_voxels]
+        count, slots = len(openers), self.max_num_points_per_voxel
+        number = opens.cumsum(0)[found.order[found.first]] - 1  # (N,) the voxel of each sorted point
+        number = number.where(found.real & (number < count), -1)
+        slot = torch.arange(len(pc), device=pc.device) - found.first
+        lies = (number >= 0) & (slot < slots)
+        place = (number * slots + slot).where(lies, count * slots)  # one more slot takes what lies nowhere
+        voxels = pc.new_zeros(count * slots + 1, pc.shape[1]).index_copy(0, place, pc.index_select(0, found.order))
+        voxels = voxels[:-1].view(count, slots, pc.shape[1])
+        numbers = torch.zeros(count + 1, dtype=torch.int32, device=pc.device)
+        numbers.scatter_add_(0, number.where(lies, count), torch.ones_like(number, dtype=torch.int32))
+        numbers = numbers[:-1]
+        if empty_mean:
+            voxels = _filled(voxels, numbers)
+        ids = torch.empty_like(number).scatter_(0, found.order, number)
+        return voxels, cells[openers].flip(1).int(), numbers, ids
+
+
+def voxelize(
+    points: Tensor,
+    voxel_size: Sequence[float],
+    coordinate_range: Sequence[float],
+    reduce: str = "mean",
+    batch: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One row of features for each voxel that has a point, what a `SparseConvTensor` takes.
+
+    Waits for the device once, to know how many there are; in a grid of 2^32 cells or more twice, to see that its batch
+    elements can be told apart.
+
+    Args:
+        points: (N, F) float16, bfloat16, float32 or float64, the coordinates (x, y, z) first; N may be 0.
+        voxel_size: of x, y, z, in the points' units; 1 to 4 dimensions.
+        coordinate_range: low ends, then high ends; the grid is `voxel_grid(voxel_size, coordinate_range)`.
+        reduce: "mean", "max" or "sum" of a voxel's points, or the "first" of them.
+        batch: (N,) int32 or int64, the batch element of each point, -1 for points that are in no voxel; None: of one
+            cloud.
+
+    Returns:
+        features (V, F) of the points' dtype, through which gradients reach the points, of a maximum shared by those
+        that are it; indices (V, 1 + dims) int32, (batch, z, y, x), sorted. Sums are float32 (float64 for float64), in
+        the order of the points: the same bits each time.
+
+    Raises:
+        TypeError, ValueError: no such points, grid, batch or reduction.
+    """
+    if reduce not in REDUCTIONS:
+        raise ValueError(f"voxelize: reduce must be one of {', '.join(REDUCTIONS)}, got {reduce!r}")
+    grid = grid_of(voxel_size, coordinate_range)
+    _check_points("voxelize", points, len(grid.shape))
+    _check_batch(points, batch, math.prod(grid.shape))
+    cells, inside = _cells(points, grid)
+    if batch is not None:
+        inside &= batch >= 0
+    found = _by_voxel(_keys(cells, inside, grid.shape, batch))
+    places = found.starts.nonzero().squeeze(1)  # of the first point of each voxel, among the sorted ones
+    firsts = found.order[places]
+    element = torch.zeros_like(firsts) if batch is None else batch[firsts].long()
+    indices = torch.cat([element[:, None], cells[firsts].flip(1)], 1).int()
+    if reduce == "first" or len(places) == 0:
+        return points.index_select(0, firsts), indices
+    lengths = torch.diff(places, append=found.real.sum().view(1))
+    ordered = points.index_select(0, found.order)
+    if reduce != "max":
+        ordered = ordered.to(torch.promote_types(points.dtype, torch.float32))
+    features = torch.segment_reduce(ordered, reduce, lengths=lengths, axis=0, unsafe=True)
+    return features.to(points.dtype), indices
+
+
+def voxel_grid(voxel_size: Sequence[float], coordinate_range: Sequence[float]) -> list[int]:
+    """Cells of a range, [z, y, x]: the `spatial_shape` of what `voxelize` gives.
+
+    Raises:
+        ValueError: as `voxelize`.
+    """
+    return list(grid_of(voxel_size, coordinate_range).shape[::-1])
+
+
+def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor, invalid_value: float = 0) -> Tensor:
+    """What each point's voxel has: (N, ...) from (V, ...) and the voxel of each point, (N,), -1 for none.
+
+    Args:
+        seg_res_features: of voxels, as a network gives them.
+        pc_voxel_id: from `PointToVoxel.generate_voxel_with_id`; moved to the device of the features.
+        invalid_value: for points in no voxel.
+    """
+    ids = pc_voxel_id.to(seg_res_features.device)
+    shape = (len(ids), *seg_res_features.shape[1:])
+    if len(seg_res_features) == 0:
+        return seg_res_features.new_full(shape, invalid_value)
+    known = (ids >= 0).view(-1, *[1] * (len(shape) - 1))
+    return seg_res_features.index_select(0, ids.clamp(min=0)).where(known, invalid_value)
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------
+
+
+def _filled(voxels: Tensor, numbers: Tensor) -> Tensor:
+    """Voxels (V, P, F) with the mean of their points in slots that have none."""
+    wide = torch.promote_types(voxels.dtype, torch.float32)
+    mean = voxels.sum(1, keepdim=True, dtype=wide) / numbers.view(-1, 1, 1)
+    taken = torch.arange(voxels.shape[1], device=voxels.device) < numbers[:, None]
+    return voxels.where(taken[..., None], mean.to(voxels.dtype))
+
+
+def _check_points(name: str, points: Tensor, dims: int) -> None:
+    if not isinstance(points, Tensor):
+        raise TypeError(f"{name}: points must be a tensor, got {type(points).__name__}")
+    if points.dtype not in FLOATS:
+        raise TypeError(f"{name}: points must be float16, bfloat16, float32 or float64, got {points.dtype}")
+    if points.dim() != 2 or points.shape[1] < dims:
+        raise ValueError(
+            f"{name}: expected points (N, F) that begin with {dims} coordinates, got {tuple(points.shape)}"
+        )
+
+
+def _check_batch(points: Tensor, batch: Tensor | None, cells: int) -> None:
+    if batch is None:
+        return
+    if not isinstance(batch, Tensor) or batch.dtype not in (torch.int32, torch.int64):
+        what = batch.dtype if isinstance(batch, Tensor) else type(batch).__name__
+        raise TypeError(f"voxelize: batch must be a tensor of int32 or int64, got {what}")
+    if batch.shape != points.shape[:1] or batch.device != points.device:
+        raise ValueError(
+            f"voxelize: expected batch of shape ({len(points)},) on {points.device}, got {tuple(batch.shape)} on "
+            f"{batch.device}"
+        )
+    if cells >= 2**32 and batch.numel() and (int(batch.max()) + 1) * cells >= NO_KEY:
+        raise ValueError(
+            f"voxelize: batch elements up to {int(batch.max())} of {cells} cells each are 2^63 or more, which int64 "
+            "keys cannot number: take larger voxels or a smaller range"
+        )

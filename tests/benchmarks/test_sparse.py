@@ -1,0 +1,196 @@
+"""The benchmark of sparse convolutions runs small on a CPU, beside its peer, and outlives what fails."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rooftop import sparse
+from rooftop.hardware import timing
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "sparse.py"
+TABLES = runpy.run_path(str(ROOT / "benchmarks" / "kernels" / "tables.py"))
+WORKS = ["rulebook+conv", "conv", "backward", "rulebook"]
+Run = Callable[..., tuple[int | str | None, dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def no_spconv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not installed, unless a test puts something in its place."""
+    monkeypatch.delitem(sys.modules, "spconv.pytorch", raising=False)
+    monkeypatch.setitem(sys.modules, "spconv", None)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Modules under spconv's names, which are Rooftop's."""
+    module = ModuleType("spconv.pytorch")
+    module.__dict__.update({name: getattr(sparse, name) for name in sparse.__all__})
+    module.ops = SimpleNamespace(  # type: ignore[attr-defined]
+        get_indice_pairs_implicit_gemm=lambda indices, batch, shape, algo, *sizes, subm, transpose, is_train: (
+            sparse.get_indice_pairs(indices, batch, shape, *sizes, subm, transpose)
+        )
+    )
+    package = ModuleType("spconv")
+    package.pytorch = module  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "spconv", package)
+    monkeypatch.setitem(sys.modules, "spconv.pytorch", module)
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: {"spconv": ["torch"]})
+    return module
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where the script finds the files beside it."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    yield
+    for name in ("sparse_surfaces", "sparse_networks"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: None) -> Run:
+    """Runs the script for a moment; gives its exit status and its file."""
+    monkeypatch.setattr(timing, "LEAST_SAMPLES", 2)
+    monkeypatch.setattr(timing, "LEAST_SAMPLE_S", 1e-5)
+
+    def script(*words: str) -> tuple[int | str | None, dict[str, Any]]:
+        out = tmp_path / "folder" / "sparse.json"
+        command = [SCRIPT.name, "--quick", "--seconds", "0.0005", "--out", str(out), *words]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        return ended.value.code, json.loads(out.read_text())
+
+    return script
+
+
+def test_a_convolution_beside_the_dense_grid_and_its_table(run: Run, tmp_path: Path) -> None:
+    status, found = run("--only", "room-149k-64")
+    assert (status, found["failed"]) == (0, {})
+    assert [row["work"] for row in found["rows"]] == WORKS
+    for row in found["rows"]:
+        assert (row["surface"], row["sites"], row["channels"], row["goal_ms"]) == ("room", 2000, 8, None)
+        assert 8.5 < row["neighbours"] < 9.5
+        assert row["roof"] > 0
+        assert set(row["rates"]) == ({"rooftop", "dense grid"} if row["work"] == "conv" else {"rooftop"})
+        assert row["absent"]["spconv"].startswith("not installed: spconv")
+    assert found["rows"][1]["apart"]["dense grid"] < 1e-5
+    assert found["rows"][0]["roof"] == pytest.approx(found["rows"][1]["roof"] + found["rows"][3]["roof"])
+    page = "<!-- figures: sparse.json -->\n<!-- end of figures -->\n"
+    lines = TABLES["with_figures"](page, tmp_path / "folder").splitlines()
+    assert "| surface | sites | channels | neighbours | work | roof | rooftop | dense grid |" in lines
+    assert sum(line.startswith("| room | 2000 | 8 |") for line in lines) == len(WORKS)
+
+
+@pytest.mark.parametrize("name", ["unet-149k", "wavy-100k-64"])
+def test_a_peer_stands_in_every_row_and_does_the_same(name: str, run: Run, stand_in: ModuleType) -> None:
+    status, found = run("--only", name)
+    assert (status, found["failed"]) == (0, {})
+    assert [row["work"] for row in found["rows"]] == (["inference", "training step"] if name == "unet-149k" else WORKS)
+    for row in found["rows"]:
+        assert {"rooftop", "spconv"} <= set(row["rates"])
+        assert row["absent"] == {}
+        assert row["apart"].get("spconv", 0) < 1e-5
+        assert row["peak_mib"]["spconv"] > 0
+
+
+def test_a_peer_that_does_something_else_fails_its_case_and_leaves_the_others(run: Run, stand_in: ModuleType) -> None:
+    class Doubled(sparse.SparseInverseConv3d):
+        def forward(self, x: sparse.SparseConvTensor) -> sparse.SparseConvTensor:
+            y = super().forward(x)
+            return y.replace_feature(y.features + 1)
+
+    Doubled.__name__ = "SparseInverseConv3d"
+    stand_in.SparseInverseConv3d = Doubled  # type: ignore[attr-defined]
+    status, found = run("--only", "wavy-100k-64", "unet-149k")
+    assert status == 1
+    assert list(found["failed"]) == ["unet-149k"]
+    assert "expected results within 0.1 of ours" in found["failed"]["unet-149k"]
+    assert "inference, spconv" in found["failed"]["unet-149k"]
+    assert len(found["rows"]) == len(WORKS) + 2  # what was measured is kept
+
+
+def test_what_a_peer_cannot_do_is_said(run: Run, stand_in: ModuleType) -> None:
+    def refuses(*words: Any, **options: Any) -> None:
+        raise RuntimeError("no suitable algorithm\nat all")
+
+    stand_in.SparseConvTensor = refuses  # type: ignore[attr-defined]
+    status, found = run("--only", "wavy-100k-64")
+    assert (status, found["failed"]) == (0, {})
+    assert {row["absent"]["spconv"] for row in found["rows"]} == {"fails: RuntimeError: no suitable algorithm"}
+
+
+@pytest.mark.parametrize(("surface", "sites"), [("wavy", 1500), ("room", 1500)])
+def test_surfaces_have_so_many_different_sites_on_their_grid(surface: str, sites: int, folder: None) -> None:
+    import sparse_surfaces
+
+    indices, shape = getattr(sparse_surfaces, surface)(sites, "cpu")
+    assert indices.dtype == torch.int32
+    assert len(indices.unique(dim=0)) == len(indices) == sites
+    assert (indices[:, 1:] < torch.tensor(shape)).all()
+    assert (indices >= 0).all()
+    assert all(size % 16 == 0 for size in shape)
+    assert not torch.equal(indices, indices.unique(dim=0))  # in random order
+    assert torch.equal(indices, getattr(sparse_surfaces, surface)(sites, "cpu")[0])
+
+
+def test_products_are_counted_by_the_pairs_that_there_are(folder: None) -> None:
+    from sparse_networks import bounded, network_cost, products_of
+
+    sites = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 2], [0, 5, 5, 5]], dtype=torch.int32)
+    x = sparse.SparseConvTensor(torch.randn(3, 2), sites, [8, 8, 8], 1)
+    model = sparse.SparseSequential(
+        sparse.SubMConv3d(2, 4, 3, bias=False, indice_key="same"),
+        sparse.SparseConv3d(4, 8, 2, 2, bias=False, indice_key="half"),
+        torch.nn.Linear(8, 16, bias=False),
+    )
+    pairs = [5, 3]  # each site with itself, and two with each other; each site with the one cell that it is in
+    flops = [2 * pairs[0] * 2 * 4, 2 * pairs[1] * 4 * 8, 2 * 3 * 8 * 16]
+    result = model(x).features
+    assert len(result) == 3
+    assert products_of(model, x) == flops
+    parameters, given = 27 * 8 + 8 * 32 + 128, x.features.nbytes + sites.nbytes
+    inference, step = (network_cost(model, x, result, training) for training in (False, True))
+    assert inference.flops == {"fp32": sum(flops)}
+    assert inference.bytes == given + 4 * parameters + result.nbytes
+    assert step.flops == {"fp32": 3 * sum(flops) - flops[0]}
+    fixed = bounded(model, x)
+    assert fixed[1].num_out_act_bound == 1024
+    torch.testing.assert_close(fixed(x).features[:3], result)
+
+
+def test_scans_of_a_road_lie_on_the_grid_of_kitti(folder: None) -> None:
+    import sparse_surfaces
+
+    indices, shape = sparse_surfaces.road(2, "cpu", azimuths=200)
+    assert shape == [41, 1600, 1408]
+    assert indices[:, 0].unique().tolist() == [0, 1]
+    assert len(indices.unique(dim=0)) == len(indices) > 5000
+    assert (indices[:, 1:] < torch.tensor(shape)).all()
+
+
+@pytest.mark.parametrize("page", TABLES["PAGES"], ids=lambda page: page.stem)
+def test_pages_are_up_to_date(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert TABLES["with_figures"](text, TABLES["RESULTS"]) == text, "run python benchmarks/kernels/tables.py"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what the script says where there is no GPU")
+def test_without_a_gpu_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: None
+) -> None:
+    monkeypatch.setattr(sys, "argv", [SCRIPT.name])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code == 2
+    assert "error: needs an NVIDIA GPU" in capsys.readouterr().err

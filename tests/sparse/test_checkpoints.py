@@ -1,0 +1,116 @@
+"""Weights in spconv's layouts: (out, *kernel, in) as they are, (*kernel, out, in) and (*kernel, in, out) converted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rooftop.sparse as spconv
+from rooftop.sparse.checkpoints import LAYOUTS, as_krsc, fitting
+
+
+def a_network() -> nn.Module:
+    """With layers whose layout their shape settles, and one with as many channels in as out."""
+    torch.manual_seed(0)
+    return spconv.SparseSequential(
+        first=spconv.SubMConv3d(4, 16, 3, bias=False),
+        norm=nn.BatchNorm1d(16),
+        same=spconv.SubMConv3d(16, 16, 3),
+        down=spconv.SparseConv3d(16, 24, (3, 1, 1), (2, 1, 1), indice_key="down"),
+        up=spconv.SparseInverseConv3d(24, 16, (3, 1, 1), "down"),
+        head=nn.Linear(16, 2),
+    )
+
+
+def saved(network: nn.Module, layout: str) -> dict[str, Tensor]:
+    """The state dict as a version of spconv saves it."""
+    places = {"KRSC": (0, 1, 2, 3, 4), "RSKC": (1, 2, 3, 0, 4), "RSCK": (1, 2, 3, 4, 0)}[layout]
+    return {k: (v.permute(places) if v.dim() == 5 else v).clone() for k, v in network.state_dict().items()}
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_of_any_layout_loads(layout: str, given: bool) -> None:
+    network = a_network()
+    expected = {key: value.clone() for key, value in network.state_dict().items()}
+    state = saved(network, layout)
+    for parameter in network.parameters():
+        nn.init.zeros_(parameter)
+    report = spconv.load_spconv_state_dict(network, state, layout if given else None)
+    for key, value in network.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+    weights = ["first.weight", "same.weight", "down.weight", "up.weight"]
+    assert report.layouts == dict.fromkeys(weights, layout)
+    assert report.converted == ([] if layout == "KRSC" else weights)
+    assert str(report) == (f"4 weights of sparse convolutions: 4 in {layout}; {0 if layout == 'KRSC' else 4} converted")
+
+
+def test_layers_in_different_layouts() -> None:
+    """As of spconv 2.1, where each layer's algorithm decided."""
+    network = a_network()
+    state = {**saved(network, "KRSC"), "down.weight": saved(network, "RSKC")["down.weight"]}
+    converted, report = spconv.convert_state_dict(network, state)
+    assert report.layouts["down.weight"] == "RSKC"
+    assert report.converted == ["down.weight"]
+    assert all(torch.equal(converted[key], value) for key, value in network.state_dict().items())
+
+
+def test_a_single_convolution() -> None:
+    conv = spconv.SubMConv2d(3, 5, 3)
+    converted, report = spconv.convert_state_dict(conv, {"weight": conv.weight.movedim(0, -1), "bias": conv.bias})
+    assert torch.equal(converted["weight"], conv.weight)
+    assert report.layouts == {"weight": "RSCK"}
+
+
+def test_what_nothing_decides() -> None:
+    conv = spconv.SubMConv3d(16, 16, 3, bias=False)
+    state = {"weight": conv.weight.detach().movedim(0, -1)}
+    with pytest.raises(
+        ValueError, match=r"weight of shape \(3, 3, 3, 16, 16\) may be in the layout RSKC or RSCK.*layout="
+    ):
+        spconv.load_spconv_state_dict(conv, state)
+    other = spconv.SubMConv3d(16, 16, 3, bias=False)
+    spconv.load_spconv_state_dict(other, state, "RSCK")
+    assert torch.equal(other.weight, conv.weight)
+    with pytest.raises(RuntimeError, match=r"spconv's layout RSKC or RSCK: load it with .*load_spconv_state_dict"):
+        other.load_state_dict(state)
+
+
+def test_load_state_dict_itself_converts_what_shapes_settle() -> None:
+    network = spconv.SparseSequential(spconv.SubMConv3d(4, 16, 3), spconv.SparseConv3d(16, 8, 2, 2))
+    for layout in LAYOUTS:
+        other = spconv.SparseSequential(spconv.SubMConv3d(4, 16, 3), spconv.SparseConv3d(16, 8, 2, 2))
+        state = saved(network, layout)
+        shapes = {key: value.shape for key, value in state.items()}
+        other.load_state_dict(state)
+        assert all(map(torch.equal, other.state_dict().values(), network.state_dict().values()))
+        assert {key: value.shape for key, value in state.items()} == shapes  # what was given stays
+
+
+def test_wrong_checkpoints() -> None:
+    network = a_network()
+    state = saved(network, "RSCK")
+    wrong: list[tuple[dict[str, Tensor], Any, str]] = [
+        (state, "HWIO", "layout must be one of KRSC, RSKC, RSCK or None, got 'HWIO'"),
+        (state, "KRSC", r"first.weight is \(3, 3, 3, 4, 16\).*another layout than KRSC"),
+        ({**state, "down.weight": torch.zeros(3, 3, 3, 16, 24)}, None, r"down.weight is .* no layout of spconv"),
+        ({**state, "down.weight": torch.zeros(24, 3)}, None, r"down.weight is \(24, 3\).* no layout of spconv"),
+    ]
+    for given, layout, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            spconv.load_spconv_state_dict(network, given, layout)
+    without = {key: value for key, value in state.items() if key != "up.weight"}
+    with pytest.raises(RuntimeError, match=r"up\.weight"):
+        spconv.load_spconv_state_dict(network, without)
+    assert "up.weight" not in spconv.load_spconv_state_dict(network, without, strict=False).layouts
+
+
+def test_layouts_are_views() -> None:
+    weight = torch.randn(3, 3, 3, 4, 5)
+    assert fitting(weight, (4, 3, 3, 3, 5)) == ["RSKC"]
+    assert fitting(weight, (5, 3, 3, 3, 4)) == ["RSCK"]
+    assert fitting(weight, (3, 3, 3, 4, 5)) == ["KRSC"]
+    assert as_krsc(weight, "RSCK").data_ptr() == weight.data_ptr()

@@ -1,0 +1,367 @@
+"""Points go into voxels as a plain loop over the points puts them, on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rooftop.sparse import SparseConvTensor
+from rooftop.sparse.utils import PointToVoxel, gather_features_by_pc_voxel_id
+from rooftop.sparse.voxels import REDUCTIONS, voxel_grid, voxelize
+
+SIZE, RANGE = [0.5, 0.25, 1.0], [-1.0, 0.0, -2.0, 1.0, 1.5, 1.0]  # 4 x 6 x 3 cells of x, y, z
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+Made = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def cell_of(point: Tensor, size: list[float], ends: list[float]) -> tuple[int, ...] | None:
+    """(z, y, x), one number after the other, in NumPy's arithmetic of the points' dtype."""
+    wide = np.float64 if point.dtype == torch.float64 else np.float32
+    found = []
+    for dim, each in enumerate(size):
+        low, high, width = wide(ends[dim]), wide(ends[dim + len(size)]), wide(each)
+        at = (wide(float(point[dim])) - low) / width
+        cells = round(float((np.float32(high) - np.float32(low)) / np.float32(width)))
+        if not math.isfinite(at) or not 0 <= math.floor(at) < cells:
+            return None
+        found.append(math.floor(at))
+    return tuple(reversed(found))
+
+
+def one_by_one(points: Tensor, voxels: int, slots: int) -> tuple[list[list[int]], list[tuple[int, ...]], list[int]]:
+    """Points of each voxel, its cell, and the voxel of each point, point by point."""
+    numbers: dict[tuple[int, ...], int] = {}
+    held: list[list[int]] = []
+    ids = []
+    for number, point in enumerate(points):
+        cell = cell_of(point, SIZE, RANGE)
+        if cell is not None and cell not in numbers and len(numbers) < voxels:
+            numbers[cell] = len(numbers)
+            held.append([])
+        voxel = -1 if cell is None else numbers.get(cell, -1)
+        ids.append(voxel)
+        if voxel >= 0 and len(held[voxel]) < slots:
+            held[voxel].append(number)
+    return held, list(numbers), ids
+
+
+def assert_slots(points: Tensor, voxels: int, slots: int, empty_mean: bool = False, device: str = "cpu") -> Made:
+    make = PointToVoxel(SIZE, RANGE, points.shape[1], voxels, slots, device=torch.device(device))
+    made = tuple(t.cpu() for t in make.generate_voxel_with_id(points.to(device), empty_mean=empty_mean))
+    held, cells, ids = one_by_one(points, voxels, slots)
+    expected = points.new_zeros(len(held), slots, points.shape[1])
+    for voxel, mine in enumerate(held):
+        if empty_mean:
+            expected[voxel] = points[mine].to(torch.promote_types(points.dtype, torch.float32)).mean(0)
+        expected[voxel, : len(mine)] = points[mine]
+    found, indices, counts, voxel_ids = made
+    exact = {} if empty_mean else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(found, expected, equal_nan=True, **exact)
+    assert indices.tolist() == [list(cell) for cell in cells]
+    assert counts.tolist() == [len(mine) for mine in held]
+    assert voxel_ids.tolist() == ids
+    assert (indices.dtype, counts.dtype, voxel_ids.dtype) == (torch.int32, torch.int32, torch.int64)
+    return found, indices, counts, voxel_ids
+
+
+coordinate = st.one_of(
+    st.sampled_from([-1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 1.5, -2.0, math.nan, math.inf, -math.inf, 1e30, -1e-7]),
+    st.floats(-3, 3, width=16),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(coordinate, coordinate, coordinate, st.floats(-4, 4, width=16)), max_size=40),
+    st.integers(1, 30),
+    st.integers(1, 4),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+)
+def test_slots_as_one_by_one(
+    points: list[tuple[float, ...]], voxels: int, slots: int, dtype: torch.dtype, empty_mean: bool
+) -> None:
+    cloud = torch.tensor(points, dtype=torch.float64).view(-1, 4).to(dtype)
+    assert_slots(cloud, voxels, slots, empty_mean)
+
+
+def a_cloud(count: int = 400, dtype: torch.dtype = torch.float32, features: int = 5) -> Tensor:
+    """Many points a voxel, some outside, some at the edges of cells."""
+    torch.manual_seed(0)
+    points = torch.rand(count, features) * 4 - 2
+    points[::7] = (points[::7] * 4).round() / 4
+    points[::50, 1] = torch.nan
+    return points.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slots_of_a_crowd(dtype: torch.dtype) -> None:
+    """More voxels than there may be, and more points in one."""
+    _, _, counts, ids = assert_slots(a_cloud(dtype=dtype), 30, 2)
+    assert (len(counts), int(counts.max())) == (30, 2)
+    assert ids[ids >= 0].bincount().max() > 2
+
+
+def test_a_call_gives_the_first_three_anew() -> None:
+    points = a_cloud(50)
+    make = PointToVoxel(vsize_xyz=SIZE, coors_range_xyz=RANGE, num_point_features=5, max_num_voxels=9,
+                        max_num_points_per_voxel=2)  # fmt: skip
+    first = make(points)
+    kept = [t.clone() for t in first]
+    make(points.flip(0), clear_voxels=False)
+    assert len(first) == 3
+    assert all(map(torch.equal, first, kept))
+    assert (make.grid_size, make.ndim) == ([3, 6, 4], 3)
+    assert (make.vsize, make.coors_range) == ([1.0, 0.25, 0.5], [-2.0, 0.0, -1.0, 1.0, 1.5, 1.0])
+
+
+def test_gradients_reach_points_that_have_a_slot() -> None:
+    points = torch.tensor([[0.0, 0, 0], [0.1, 0, 0], [0.2, 0, 0], [9, 9, 9]], requires_grad=True)
+    voxels = PointToVoxel(SIZE, RANGE, 3, 2, 2)(points)[0]
+    voxels.square().sum().backward()
+    assert points.grad is not None
+    torch.testing.assert_close(points.grad, 2 * points.detach() * torch.tensor([1.0, 1, 0, 0])[:, None])
+
+
+def test_no_points_have_no_voxels() -> None:
+    for points in (torch.zeros(0, 4), torch.full((3, 4), 99.0)):
+        voxels, indices, counts, ids = PointToVoxel(SIZE, RANGE, 4, 5, 2).generate_voxel_with_id(points)
+        assert (voxels.shape, indices.shape, counts.shape) == ((0, 2, 4), (0, 3), (0,))
+        assert ids.tolist() == [-1] * len(points)
+        for reduce in REDUCTIONS:
+            features, sites = voxelize(points, SIZE, RANGE, reduce)
+            assert (features.shape, sites.shape) == ((0, 4), (0, 4))
+
+
+@pytest.mark.parametrize("dims", [1, 2, 4])
+def test_other_dimensions(dims: int) -> None:
+    points = torch.rand(30, 5) * 3 - 1
+    size, ends = [0.5] * dims, [0.0] * dims + [1.0] * dims
+    indices = PointToVoxel(size, ends, 5, 99, 2)(points)[1]
+    inside = points[((points >= 0) & (points < 1))[:, :dims].all(1), :dims]
+    assert {tuple(i) for i in indices.tolist()} == {tuple(i) for i in (inside * 2).floor().int().flip(1).tolist()}
+    assert voxel_grid(size, ends) == [2] * dims
+
+
+def test_a_point_is_in_the_cell_of_ieee_divisions() -> None:
+    """Where a product with the reciprocal, as GPUs compute a division by a number, would find another."""
+    low, size = -40.0, 0.1
+    points = (torch.arange(800) * np.float32(size) + np.float32(low)).float().view(-1, 1)
+    numbers = np.floor((points.numpy() - np.float32(low)) / np.float32(size)).astype(int)
+    wrong = np.floor((points.numpy() - np.float32(low)) * (np.float32(1) / np.float32(size))).astype(int)
+    assert (numbers != wrong).any()
+    found = PointToVoxel([size], [low, 40.0], 1, 800, 800).generate_voxel_with_id(points)
+    assert found[1][found[3]].flatten().tolist() == numbers.flatten().tolist()
+
+
+def test_features_of_voxels_go_back_to_points() -> None:
+    ids, features = torch.tensor([1, -1, 0, 1]), torch.tensor([[1.0, 2], [3, 4]], requires_grad=True)
+    found = gather_features_by_pc_voxel_id(features, ids)
+    assert found.tolist() == [[3, 4], [0, 0], [1, 2], [3, 4]]
+    assert torch.autograd.grad(found.sum(), features)[0].tolist() == [[1, 1], [2, 2]]
+    assert gather_features_by_pc_voxel_id(features[:, 0], ids, -7)[1] == -7
+    assert gather_features_by_pc_voxel_id(features[:0], ids[1:2], 2).tolist() == [[2, 2]]
+
+
+def test_the_names_under_which_users_import_them() -> None:
+    import rooftop.sparse as spconv
+    from rooftop.sparse.pytorch.utils import PointToVoxel as OfPytorch
+
+    assert spconv.PointToVoxel is PointToVoxel is OfPytorch
+
+
+# ---- reduced ---------------------------------------------------------------------------------------------------
+
+
+def reduced(points: Tensor, batch: Tensor, reduce: str) -> tuple[Tensor, list[list[int]]]:
+    """Rows of the same voxel, reduced in float64, sorted by site."""
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for number, (point, element) in enumerate(zip(points, batch.tolist(), strict=True)):
+        cell = cell_of(point, SIZE, RANGE)
+        if cell is not None and element >= 0:
+            rows.setdefault((element, *cell), []).append(number)
+    functions = {"mean": lambda x: x.mean(0), "max": lambda x: x.amax(0), "sum": lambda x: x.sum(0)}
+    function = functions.get(reduce, lambda x: x[0])
+    sites = sorted(rows)
+    return torch.stack([function(points[rows[site]].double()) for site in sites]), [list(site) for site in sites]
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_voxelize_reduces_the_points_of_a_voxel(dtype: torch.dtype, reduce: str) -> None:
+    points, batch = a_cloud(dtype=dtype), torch.arange(400) % 4 - 1
+    features, indices = voxelize(points, SIZE, RANGE, reduce, batch.int())
+    exact, sites = reduced(points, batch, reduce)
+    assert indices.tolist() == sites
+    assert (features.dtype, indices.dtype) == (dtype, torch.int32)
+    torch.testing.assert_close(features, exact.to(dtype), equal_nan=True)
+    x = SparseConvTensor(features, indices, voxel_grid(SIZE, RANGE), 3)
+    assert x.dense().shape == (3, 5, 3, 6, 4)
+
+
+def assert_sums_are_wide(device: str) -> None:
+    """In half precision 2048 + 1 is 2048."""
+    points = torch.zeros(6000, 4, dtype=torch.float16, device=device)
+    points[:, 3] = 1
+    assert voxelize(points, SIZE, RANGE, "mean")[0].tolist() == [[0, 0, 0, 1]]
+    assert voxelize(points, SIZE, RANGE, "sum")[0].tolist() == [[0, 0, 0, 6000]]
+
+
+def test_sums_are_wide() -> None:
+    assert_sums_are_wide("cpu")
+
+
+def test_one_cloud_is_batch_element_0() -> None:
+    points = a_cloud()
+    found = voxelize(points, SIZE, RANGE)
+    for a, b in zip(found, voxelize(points, SIZE, RANGE, "mean", torch.zeros(400, dtype=torch.int64)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_gradients_of_voxelize(reduce: str) -> None:
+    """Of the features: coordinates move a point to no other voxel."""
+    points = a_cloud(20).double()
+    points = points[~points.isnan().any(1)]
+    assert torch.autograd.gradcheck(
+        lambda features: voxelize(torch.cat([points[:, :3], features], 1), SIZE, RANGE, reduce)[0][:, 3:],
+        [points[:, 3:].clone().requires_grad_()],
+    )
+
+
+# ---- wrong arguments -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"vsize_xyz": [0.5, 0.25]}, "a range of twice as many numbers"),
+        ({"vsize_xyz": []}, "in 1 to 4 dimensions"),
+        ({"vsize_xyz": [0.5, 0.0, 1.0]}, "must be positive in each dimension"),
+        ({"coors_range_xyz": [0, 0, 0, 1, -1, 1]}, "low ends below its high ends"),
+        ({"coors_range_xyz": [0, 0, 0, 1, math.inf, 1]}, "must be finite"),
+        ({"vsize_xyz": [9.0, 0.25, 1.0]}, "it must have a cell in each dimension"),
+        ({"vsize_xyz": [1e-10, 1, 1]}, "at most 2"),
+        ({"vsize_xyz": [1e-60, 1, 1]}, "at most 2"),
+        ({"vsize_xyz": [1e-7] * 3}, "fewer than 2"),
+        ({"num_point_features": 2}, "num_point_features 2"),
+        ({"max_num_voxels": 0}, "max_num_voxels 0"),
+        ({"max_num_points_per_voxel": 0}, "max_num_points_per_voxel 0"),
+    ],
+)
+def test_what_cannot_be_voxels(arguments: dict[str, Any], message: str) -> None:
+    usual = {"vsize_xyz": SIZE, "coors_range_xyz": RANGE, "num_point_features": 4, "max_num_voxels": 5}
+    with pytest.raises(ValueError, match=message):
+        PointToVoxel(**{**usual, "max_num_points_per_voxel": 2, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("points", "error", "message"),
+    [
+        ([[0.0] * 4], TypeError, "points must be a tensor, got list"),
+        (torch.zeros(3, 4).int(), TypeError, "points must be float16, bfloat16, float32 or float64, got torch.int32"),
+        (torch.zeros(3), ValueError, r"begin with 3 coordinates, got \(3,\)"),
+        (torch.zeros(3, 2), ValueError, r"begin with 3 coordinates, got \(3, 2\)"),
+        (torch.zeros(3, 5), ValueError, r"expected 4 features, got pc \(3, 5\)"),
+        (torch.zeros(3, 4, device="meta"), ValueError, "made for points on cpu, got them on meta"),
+    ],
+)
+def test_what_are_no_points(points: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^PointToVoxel: .*{message}"):
+        PointToVoxel(SIZE, RANGE, 4, 5, 2)(points)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"points": None}, TypeError, "points must be a tensor, got NoneType"),
+        ({"reduce": "median"}, ValueError, "reduce must be one of mean, max, sum, first, got 'median'"),
+        ({"batch": [0, 0, 0]}, TypeError, "batch must be a tensor of int32 or int64, got list"),
+        ({"batch": torch.zeros(3)}, TypeError, "batch must be a tensor of int32 or int64, got torch.float32"),
+        ({"batch": torch.zeros(2).int()}, ValueError, r"expected batch of shape \(3,\) on cpu, got \(2,\)"),
+        (
+            {"voxel_size": [1e-6] * 3, "batch": torch.tensor([0, 1, 2])},
+            ValueError,
+            "batch elements up to 2 of 9000000000000000000 cells each",
+        ),
+    ],
+)
+def test_what_cannot_be_voxelized(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    usual = {"points": torch.zeros(3, 4), "voxel_size": SIZE, "coordinate_range": RANGE}
+    with pytest.raises(error, match=f"voxelize: .*{message}"):
+        voxelize(**{**usual, **arguments})
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_makes_the_same_voxels(dtype: torch.dtype) -> None:
+    points = a_cloud(3000, dtype)
+    for empty_mean in (False, True):
+        assert_slots(points, 30, 3, empty_mean, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_finds_the_same_cells_of_a_scan(dtype: torch.dtype) -> None:
+    """Half a million points, many at the edges of cells that no binary number is."""
+    size, ends = [0.1, 0.05, 0.2], [-51.2, -51.2, -5.0, 51.2, 51.2, 3.0]
+    points = (torch.rand(500_000, 4) * 120 - 60).to(dtype)
+    points[::3, :3] = (points[::3, :3].double() / 0.1).round().mul(0.1).to(dtype)
+    batch = torch.randint(-1, 4, (len(points),))
+    for reduce in REDUCTIONS:
+        here = voxelize(points, size, ends, reduce, batch)
+        there = voxelize(points.cuda(), size, ends, reduce, batch.cuda())
+        assert torch.equal(there[1].cpu(), here[1])
+        torch.testing.assert_close(there[0].cpu(), here[0])
+    made = PointToVoxel(size, ends, 4, 20_000, 5).generate_voxel_with_id(points)
+    on_gpu = PointToVoxel(size, ends, 4, 20_000, 5, torch.device("cuda")).generate_voxel_with_id(points.cuda())
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(on_gpu, made, strict=True))
+
+
+@pytest.mark.gpu
+def test_sums_are_wide_on_a_gpu() -> None:
+    assert_sums_are_wide("cuda")
+
+
+@pytest.mark.gpu
+def test_ten_runs_give_the_same_bits_on_a_gpu() -> None:
+    points = a_cloud(100_000)[:, :4].cuda().requires_grad_()
+    make = PointToVoxel(SIZE, RANGE, 4, 40, 5, torch.device("cuda"))
+
+    def outcome() -> list[Tensor]:
+        made = make.generate_voxel_with_id(points)
+        found = [*made]
+        for reduce in REDUCTIONS:
+            features, indices = voxelize(points, SIZE, RANGE, reduce)
+            found += [features, indices, torch.autograd.grad(features[:, 3].square().sum(), points)[0]]
+        return [*found, torch.autograd.grad(made[0].square().nansum(), points)[0]]
+
+    first, *others = [outcome() for _ in range(10)]
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_it_waits_for_the_gpu_once() -> None:
+    points = a_cloud(1000).cuda()
+    make = PointToVoxel(SIZE, RANGE, 5, 40, 5, torch.device("cuda"))
+    for call in (lambda: make(points), lambda: voxelize(points, SIZE, RANGE)):
+        call()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with pytest.warns(UserWarning, match="called a synchronizing CUDA operation") as warned:
+                call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(warned) == 1
