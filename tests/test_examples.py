@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from PIL import Image
@@ -263,7 +264,7 @@ def test_a_folder_that_is_a_file_is_found_before_the_training(
 ) -> None:
     file = tmp_path / "file"
     file.touch()
-    for name in ("train_detr", "train_conv_lstm"):
+    for name in ("train_detr", "train_conv_lstm", "lidar_segmentation"):
         with pytest.raises(SystemExit, match="2"):
             run(name, "--out", file)
         assert "file is no folder" in capsys.readouterr().err
@@ -329,6 +330,76 @@ def test_a_conv_lstm_learns_from_a_clip(run: Run, tmp_path: Path) -> None:
     for clip, problem in (("short.mp4", "has 9 frames: expected at least 30"), ("no.mp4", "does not exist")):
         with pytest.raises(SystemExit, match=rf"error: .*{clip} {problem}"):
             run("train_conv_lstm", "--quick", "--clip", tmp_path / clip, "--out", tmp_path)
+
+
+def test_scenes_follow_from_their_seed(run: Run) -> None:
+    out = run("lidar_scenes", "--seed", 5)
+    for name, what in (("street", "vehicle"), ("room", "chair")):
+        assert re.search(rf"^{name}, scanned from \d places, (\d+) solids:\n.*{what} [1-9]", out, re.MULTILINE)
+    assert run("lidar_scenes", "--seed", 5) == out != run("lidar_scenes", "--seed", 6)
+
+
+def test_scans_are_written_and_drawn(run: Run, tmp_path: Path) -> None:
+    out = run("lidar_scans", tmp_path, "--count", 1, "--seed", 7)
+    count = int(re.search(r"street0007.ply: ([\d,]+) points", out)[1].replace(",", ""))  # type: ignore[index]
+    assert 80_000 < count < 64 * 2048
+    drawn = run("point_clouds", tmp_path / "street0007.ply", "--out", tmp_path / "again.png")
+    assert drawn == f"{count:,} points of {tmp_path / 'street0007.ply'}, drawn in {tmp_path / 'again.png'}\n"
+    for name in ("street0007", "again"):
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            colours = picture.crop((0, 100, picture.width, picture.height - 100)).getcolors(1 << 24)
+        assert len(colours) > 1000  # type: ignore[arg-type]
+    with pytest.raises(SystemExit, match=r"error: .*no\.ply does not exist"):
+        run("point_clouds", tmp_path / "no.ply")
+
+
+def test_a_network_learns_to_label_scans(run: Run, tmp_path: Path) -> None:
+    out = run("lidar_segmentation", "--quick", "--setting", "room", "--steps", 30, "--out", tmp_path)
+    means = re.findall(r"^(network|by height|most frequent) .* ([\d.]+)$", out, re.MULTILINE)
+    network, by_height, most_frequent = (float(mean) for _, mean in means)
+    assert network > 1.15 * by_height > 2 * most_frequent
+    with Image.open(tmp_path / "labels.png") as picture:
+        width = picture.width // 3
+        truth, said = (picture.crop((left, 60, left + width, picture.height - 60)) for left in (0, width))
+        assert len(truth.getcolors(1 << 24)) > 100  # type: ignore[arg-type]
+        assert truth.tobytes() != said.tobytes()
+    # A floor and a ceiling, far from the origin and of unknown intensity.
+    flat = torch.rand(3000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 4 + 1e6
+    flat[:, 2] = 70 + 2.6 * (flat[:, 0] > flat[:, 0].median())
+    numpy.save(tmp_path / "flat.npy", flat.numpy())
+    words = ("--setting", "room", "--points", tmp_path / "flat.npy", "--out", tmp_path, "--weights")
+    out = run("lidar_segmentation", *words, tmp_path / "labels.pth")
+    assert "step" not in out
+    found = importlib.import_module("point_clouds").read(tmp_path / "labelled.ply")
+    assert torch.equal(found.xyz, flat)
+    assert (found.labels[flat[:, 2] > 71] == 1).float().mean() > 0.9
+    assert (found.labels[flat[:, 2] < 71] == 0).float().mean() > 0.9
+    with Image.open(tmp_path / "labelled.png") as picture:
+        assert picture.width > picture.height
+    torch.save({"setting": "room"}, tmp_path / "other.pth")
+    for name, problem in (("flat.npy", "is no checkpoint"), ("other.pth", "is no checkpoint"), ("no.pth", "not exist")):
+        with pytest.raises(SystemExit, match=rf"error: .*{name}.* {problem}"):
+            run("lidar_segmentation", *words, tmp_path / name)
+    numpy.save(tmp_path / "stray.npy", [[0, 0, 0], [0, 0, 1e5]])
+    for name, problem in (("no.npy", "does not exist"), ("stray.npy", "reaches over 100,000 m")):
+        with pytest.raises(SystemExit, match=f"error: .*{name} {problem}"):
+            run("lidar_segmentation", "--points", tmp_path / name, "--out", tmp_path)
+
+
+@pytest.mark.gpu
+def test_a_network_learns_to_label_scans_on_a_gpu(run: Run, tmp_path: Path) -> None:
+    out = run("lidar_segmentation", "--quick", "--setting", "room", "--device", "cuda", "--out", tmp_path)
+    means = re.findall(r"^(?:network|by height|most frequent) .* ([\d.]+)$", out, re.MULTILINE)
+    network, by_height, _ = map(float, means)
+    assert network > 1.1 * by_height
+    assert (tmp_path / "labels.png").exists()
+
+
+@pytest.mark.parametrize("words", [("--steps", 0), ("--scans", 0), ("--weights", "labels.pth")])
+def test_labels_that_cannot_be_learned(words: tuple[object, ...], run: Run, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("lidar_segmentation", "--out", tmp_path / "lidar", *words)
+    assert not (tmp_path / "lidar").exists()
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)

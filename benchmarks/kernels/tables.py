@@ -1,10 +1,10 @@
-"""Writes the tables of docs/kernels.md from the figures under benchmarks/results/.
+"""Writes the tables of docs/kernels.md and docs/sparse.md from the figures under benchmarks/results/.
 
     python benchmarks/kernels/tables.py [--check]
 
 Between `<!-- figures: NAME.json -->` and `<!-- end of figures -->` stands what this makes of that file: tables, both
 directions side by side, Rooftop's column in bold, the roof and the peers of the same run beside it. What is outside of
-the markers is written by hand. `--check` writes nothing and fails where the page is not up to date.
+the markers is written by hand. `--check` writes nothing and fails where a page is not up to date.
 """
 
 from __future__ import annotations
@@ -18,17 +18,23 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "kernels.md"
+PAGES = (ROOT / "docs" / "kernels.md", ROOT / "docs" / "sparse.md")
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 MARKED = re.compile(r"(<!-- figures: (\w+\.json) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-COMMANDS = {  # that make a file, where its name is not the script's
-    "rms_norms.json": "norms.py --norm rms_norm",
-    "add_layer_norms.json": "norms.py --norm add_layer_norm",
-    "add_rms_norms.json": "norms.py --norm add_rms_norm",
+COMMANDS = {  # that make a file, where it is not the script of its name under kernels/
+    "rms_norms.json": "kernels/norms.py --norm rms_norm",
+    "add_layer_norms.json": "kernels/norms.py --norm add_layer_norm",
+    "add_rms_norms.json": "kernels/norms.py --norm add_rms_norm",
+    "sparse.json": "sparse.py",
 }
-OURS = ("rooftop", "cuda", "twin", "rooftop, compiled")
+OURS = (
+    *("rooftop", "cuda", "twin", "rooftop, compiled", "rooftop, replayed"),
+    *("rooftop, bounded", "rooftop, bounded, replayed", "rooftop, autocast"),
+)
 FIGURES = ("graph", "rates", "eager")  # where a row has its figures, the best known first
 NOT_SHOWN = {*FIGURES, "unit", "roof", "op_roof", "direction", "plan", "chosen", "peak_mib"}
+NOT_SHOWN |= {"goal_ms", "spread", "apart", "absent"}
+WORDS = ("operator", "kind", "expression", "surface", "model", "work")  # keys whose values are no numbers
 UNKNOWN = "-"
 DIGITS = ((100, 0), (10, 1), (0.1, 2), (0, 4))  # after the point, of numbers from so much
 
@@ -39,13 +45,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is not up to date")
     options = parser.parse_args()
-    text = PAGE.read_text(encoding="utf-8")
-    filled = with_figures(text, RESULTS)
-    if filled == text:
-        return
-    if options.check:
-        sys.exit("docs/kernels.md is not what the figures say: python benchmarks/kernels/tables.py")
-    PAGE.write_text(filled, encoding="utf-8")
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        filled = with_figures(text, RESULTS)
+        if filled == text:
+            continue
+        if options.check:
+            sys.exit(f"docs/{page.name} is not what the figures say: python benchmarks/kernels/tables.py")
+        page.write_text(filled, encoding="utf-8")
 
 
 def with_figures(page: str, results: Path) -> str:
@@ -56,8 +63,8 @@ def with_figures(page: str, results: Path) -> str:
 def section(path: Path) -> str:
     """The tables of one file of figures; what to run, where it is not there."""
     if not path.is_file():
-        script = COMMANDS.get(path.name, f"{path.stem}.py")
-        return f"No figures yet: `python benchmarks/kernels/{script} --out benchmarks/results/h200/{path.name}`."
+        script = COMMANDS.get(path.name, f"kernels/{path.stem}.py")
+        return f"No figures yet: `python benchmarks/{script} --out benchmarks/results/h200/{path.name}`."
     found = json.loads(path.read_text(encoding="utf-8"))
     if path.name == "tune_clusters.json":
         return f"{clusters(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {found['device']}."
@@ -114,7 +121,7 @@ def table(name: str, rows: list[Row], file: Row) -> str:
     of_direction = ["roof", *variants]
     first = [f"{direction}: {of_direction[0]}" if direction else of_direction[0] for direction in directions]
     head = [*keys, *(each for begin in first for each in (begin, *variants))]
-    lines = [head, ["---:" if each not in ("operator", "kind", "expression") else "---" for each in head]]
+    lines = [head, ["---" if each in WORDS else "---:" for each in head]]
     for described in sizes.values():
         any_row = next(iter(described.values()))
         cells = [as_read(any_row[key]) for key in keys]

@@ -32,7 +32,10 @@ SHARES = {  # seconds that suit each, in the order in which they run
     "window_attentions": 110,
     "attention_states": 15,
     "conv_acts": 240,
+    "max_pools": 15,
+    "few_rows": 45,
     "sparse_convs": 100,
+    "sparse_pools": 60,
 }
 GRACE = 30.0  # seconds beyond its share after which a tuner is stopped: the last task may be long
 

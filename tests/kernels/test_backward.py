@@ -42,6 +42,10 @@ CASES: dict[str, Callable[[], Made]] = {
         leaves((3, 5), (4, 3, 5), (4,)),
         lambda x, w, b: kernels.sparse_conv(x, w, b, LINE),
     ),
+    "sparse_max_pool": lambda: (leaves((3, 5)), lambda x: kernels.sparse_max_pool(x, LINE)),
+    "sparse_avg_pool": lambda: (leaves((3, 5)), lambda x: kernels.sparse_avg_pool(x, LINE)),
+    "sparse_global_max_pool": lambda: (leaves((3, 5)), lambda x: kernels.sparse_global_max_pool(x, LINE[0], 2)),
+    "sparse_global_avg_pool": lambda: (leaves((3, 5)), lambda x: kernels.sparse_global_avg_pool(x, LINE[0], 2)),
     "conv_lstm_gates": lambda: (leaves((2, 16, 4, 4), (2, 4, 4, 4)), kernels.conv_lstm_gates),
     "conv_lstm_sequence": lambda: (leaves((3, 2, 16, 4, 4), (16, 4, 3, 3)), kernels.conv_lstm_sequence),
 }

@@ -19,10 +19,11 @@ from rooftop.cost import CountingMode
 from rooftop.cost.registry import formula_for
 from rooftop.hardware import ceilings_of
 
+ELSEWHERE = {"sparse_rulebook", "sparse_row_order", "sparse_row_pairs"}  # rooftop.sparse's, if something imported it
 OPERATORS = sorted(  # those of the kernels; each is registered when its file is imported
     name.removeprefix("rooftop::")
     for name in torch._C._dispatch_get_all_op_names()
-    if name.startswith("rooftop::") and "." not in name
+    if name.startswith("rooftop::") and "." not in name and name.removeprefix("rooftop::") not in ELSEWHERE
 )
 X = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
 GATES, STATE = X.reshape(1, 8, 3, 1), X.flatten()[:6].reshape(1, 2, 3, 1)  # two features at three places
@@ -126,6 +127,8 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         lambda: kernels.conv_act(X.reshape(1, 1, 6, 4), ROW[:3].reshape(1, 1, 3, 1), OTHER[0, :1], activation="relu"),
         (2 * 16 * 3 + 2 * 16, F4 * (24 + 3 + 1), F4 * 16),
     ),
+    # a window of three lines at 4 of them, each of four pixels
+    "max_pool2d": (lambda: kernels.max_pool2d(X.reshape(1, 1, 6, 4), (3, 1), 1), (3 * 16, F4 * 24, F4 * 16)),
     # ten pairs of three channels and two; the bias of each result; the table of four by three
     "sparse_conv": (
         lambda: kernels.sparse_conv(HIDDEN, TAPS, ROW[:2], LINE, pair_count=10),
@@ -135,6 +138,23 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
     "sparse_conv_backward": (
         lambda: learn(lambda x, w, b: kernels.sparse_conv(x, w, b, LINE), HIDDEN, TAPS, ROW[:2]),
         (2 * 2 * 4 * 6 + 8, F4 * (8 + 12 + 18 + 12), F4 * (12 + 18 + 2)),
+    ),
+    # a sum for each result, the fewest that there can be, and a division; how many neighbours there are is written too
+    "sparse_pool": (lambda: kernels.sparse_avg_pool(HIDDEN, LINE), (2 * 12, F4 * (12 + 12), F4 * (12 + 4))),
+    # a comparison and a sum for each result; gradient, result, features and table
+    "sparse_pool_backward": (
+        lambda: learn(lambda x: kernels.sparse_max_pool(x, LINE), HIDDEN),
+        (2 * 12, F4 * (12 + 12 + 12 + 12), F4 * 12),
+    ),
+    # six batch elements of which four have one site each: a sum for each feature, a division for each result
+    "sparse_global_pool": (
+        lambda: kernels.sparse_global_avg_pool(HIDDEN, CLASSES, 6),
+        (12 + 18, F4 * 12 + I8 * 4, F4 * (18 + 6)),
+    ),
+    # a comparison and a sum of ties for each feature, a division for each result
+    "sparse_global_pool_backward": (
+        lambda: learn(lambda x: kernels.sparse_global_max_pool(x, CLASSES, 6), HIDDEN),
+        (2 * 12 + 18, F4 * (18 + 18 + 12 + 6) + I8 * 4, F4 * 12),
     ),
     "linear_act": (
         lambda: kernels.linear_act(HIDDEN, HEAD, ROW, "relu", OTHER),
@@ -188,7 +208,7 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
 
 
 WITHOUT_AUTOGRAD = {  # what calls these refuses tensors that autograd watches
-    "rope_", "scale_gradient", "scale_gradient_"
+    "max_pool2d", "rope_", "scale_gradient", "scale_gradient_"
 }  # fmt: skip
 
 
@@ -236,7 +256,11 @@ class Everything(nn.Module):
         x = kernels.matmul(x, self.weight) + kernels.swiglu(x, x.flip(1))
         images, windows = x.reshape(1, 2, 3, 4), self.weight.reshape(2, 2, 3, 3)
         x = x + kernels.conv_act(images, windows, padding=1, activation="gelu").reshape(4, 6)
+        x = x + kernels.max_pool2d(images.detach(), 3, 1, 1).reshape(4, 6)
         x = x + kernels.sparse_conv(x, self.weight[:, None].expand(6, 3, 6), self.bias, LINE)
+        x = x + kernels.sparse_max_pool(x, LINE) + kernels.sparse_avg_pool(x, LINE)
+        for pool in (kernels.sparse_global_max_pool, kernels.sparse_global_avg_pool):
+            x = x + pool(x, CLASSES, 6).sum(0)
         for reduce in (kernels.sum, kernels.mean, kernels.amax, kernels.amin, kernels.norm):
             x = x + reduce(x, 1, keepdim=True)
         x = x + kernels.argmax(x, 1, keepdim=True) - kernels.argmin(x, 1, keepdim=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -151,6 +152,33 @@ def along_a_line(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.einsum("mtk,ntk->mn", torch.stack((padded[:-2], padded[1:-1], padded[2:]), 1), weight) + bias
 
 
+def pooled_along_a_line(features: Tensor, average: bool) -> Tensor:
+    """All that equal a maximum get its gradient."""
+    nothing = 0.0 if average else -math.inf
+    padded = F.pad(features, (0, 0, 1, 1), value=nothing)
+    around = torch.stack((padded[:-2], padded[1:-1], padded[2:]), 1)
+    if average:
+        ones = F.pad(torch.ones_like(features), (0, 0, 1, 1))
+        return around.sum(1) / (ones[:-2] + ones[1:-1] + ones[2:])
+    best = around.amax(1).detach()
+    taken = torch.where(around == best[:, None], around, 0.0).sum(1)
+    return best + taken - taken.detach()
+
+
+def thirds(arguments: Arguments) -> Arguments:
+    """Every third row is of the same batch element."""
+    features = arguments["features"]
+    count, device = (len(features), features.device) if isinstance(features, Tensor) and features.dim() else (4, "cpu")
+    return {"batch": torch.arange(count, device=device) % 3, "batch_size": 3}
+
+
+def pooled_by_thirds(features: Tensor, average: bool) -> Tensor:
+    if features.dim() != 2:
+        raise ValueError("expected rows")
+    parts = [features[third::3] for third in range(3)]
+    return torch.stack([p.sum(0) / max(1, len(p)) if average or not len(p) else p.amax(0) for p in parts])
+
+
 HEAD, WINDOWS = "B H S D", {"heads": 2, "window": (2, 2)}
 PUBLIC = [
     elementwise("relu", torch.relu),
@@ -191,6 +219,7 @@ PUBLIC = [
         lambda input, weight, bias, residual, activation: F.gelu(F.linear(input, weight, bias)) + residual,
         {"activation": "gelu"},
     ),
+    Public("max_pool2d", {"input": "B H S D"}, F.max_pool2d, {"kernel_size": 3, "stride": 2, "padding": 1}),
     Public("matmul", {"input": "M K", "other": "K N"}, torch.matmul, {}),
     Public("attention", dict.fromkeys(("query", "key", "value"), HEAD), scaled_dot_product, {}, most=256),
     Public(
@@ -222,6 +251,21 @@ PUBLIC = [
         {},
         ours_alone=sites_of_a_line,
     ),
+    *(
+        Public(
+            name,
+            {"features": "M K"},
+            partial(function, average="avg" in name),
+            {},
+            ours_alone=sites_of_a_line if function is pooled_along_a_line else thirds,
+        )
+        for name, function in (
+            ("sparse_max_pool", pooled_along_a_line),
+            ("sparse_avg_pool", pooled_along_a_line),
+            ("sparse_global_max_pool", pooled_by_thirds),
+            ("sparse_global_avg_pool", pooled_by_thirds),
+        )
+    ),
     Public("window_attention", {"query_key_value": "B H S 72", "bias": "2 4 4", "padding": "72"}, windows, WINDOWS),
     *(
         Public(name, {"features": "M 8 K", "points": "M 3"}, trilinear, {})
@@ -231,7 +275,7 @@ PUBLIC = [
 # they compute nothing themselves
 NO_OPERATORS = {"AttentionPlan", "attention_plan", "conv_act_plan", "linear_act_plan", "fused"}
 SIZES = {"B": 2, "H": 3, "G": 2, "S": 5, "D": 8, "C": 4, "M": 4, "N": 6, "K": 3, "V": 7}
-WITHOUT_GRADIENT = {"argmax", "argmin"}
+WITHOUT_GRADIENT = {"argmax", "argmin", "max_pool2d"}
 NAMES = {  # what messages call the arguments, beside their names
     **dict.fromkeys(("add", "mul", "axpy"), ("tensors",)),
     **dict.fromkeys((p.name for p in PUBLIC if p.normalized), ("normalized_shape",)),

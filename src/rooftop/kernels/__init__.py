@@ -15,11 +15,14 @@ from rooftop.kernels.interpolations import trilinear_interpolate
 from rooftop.kernels.linear_losses import linear_cross_entropy
 from rooftop.kernels.losses import cross_entropy
 from rooftop.kernels.matmuls import linear_act, linear_act_plan, matmul
+from rooftop.kernels.max_pools import max_pool2d
 from rooftop.kernels.norms import layer_norm, rms_norm
 from rooftop.kernels.reductions import amax, amin, argmax, argmin, mean, norm, sum
 from rooftop.kernels.rotary import rope, rope_pair
 from rooftop.kernels.softmaxes import log_softmax, softmax
 from rooftop.kernels.sparse_convs import sparse_conv
+from rooftop.kernels.sparse_global_pools import sparse_global_avg_pool, sparse_global_max_pool
+from rooftop.kernels.sparse_pools import sparse_avg_pool, sparse_max_pool
 from rooftop.kernels.sum_norms import add_layer_norm, add_rms_norm
 from rooftop.kernels.window_attentions import window_attention
 
@@ -50,6 +53,7 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "matmul",
+    "max_pool2d",
     "mean",
     "merge_attention_states",
     "mul",
@@ -61,7 +65,11 @@ __all__ = [
     "sigmoid",
     "silu",
     "softmax",
+    "sparse_avg_pool",
     "sparse_conv",
+    "sparse_global_avg_pool",
+    "sparse_global_max_pool",
+    "sparse_max_pool",
     "sum",
     "swiglu",
     "tanh",

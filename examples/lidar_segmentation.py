@@ -1,0 +1,394 @@
+"""A sparse network that learns from simulated LiDAR scans what each point lies on, tried on scenes it never saw.
+
+    python examples/lidar_segmentation.py [--device cuda] [--setting street] [--steps N] [--scans N] [--seed 0]
+                                          [--out lidar] [--points FILE] [--weights FILE] [--quick]
+
+Streets or rooms are made up and scanned (examples/lidar_scans.py), their points put into cubes, and a U-Net of sparse
+convolutions labels each cube that has points. A point gets the label of its cube. On a CPU a small network learns from
+coarse scans; with `--device cuda` a MinkUNet18 from whole ones in small cubes, under autocast.
+
+It is judged by the intersection over union of each class, and their mean (mIoU), over the points of other scenes. Two
+rules stand beside it: each point is of the most frequent class; each is of the class most frequent at its height. --out
+gets
+
+    labels.png       a scene that it never saw: the truth, what the network says, and where it errs
+    labels.pth       what --weights takes, to label without training
+    labelled.ply     with --points: your cloud (.ply or .npy, in metres, z up) with a label and colour for each point
+    labelled.png     and its picture
+
+Heights count from the ground, which is taken to be where a hundredth of the points lie below. Each training scan is
+turned, mirrored and scaled at random each time, and one in five has no intensities: so clouds without can be labelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import pickle
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from lidar_scans import SETTINGS, Scan, Setting, simulate
+from PIL import Image
+from point_clouds import RIGHT, WRONG, Cloud, lit, of_heights, read, sheet, write
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+
+from rooftop.errors import InputError, MissingExtraError
+from rooftop.models import SparseUNet, minkunet18
+from rooftop.sparse import SparseConvTensor
+from rooftop.sparse.utils import PointToVoxel, gather_features_by_pc_voxel_id
+
+FEATURES = 6  # of a voxel: where its points lie in it (3), height, intensity, whether that is known
+SLOTS = 8  # points of a voxel that are looked at
+BIN_M, BINS = 0.1, 256  # of the rule by height; the last bin has all that is higher
+FARTHEST_M = 10_000  # that a cloud may reach: places in it are float32
+WITHOUT_INTENSITY = 0.2  # share of training scans that lose theirs
+FIRST_SEED = 1 << 20  # of training scans; those of judged ones count from 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, and how.
+
+    Attributes:
+        beams, turn: of the scanner, and its steps of a turn.
+        voxel_m: edge of a cube, by setting.
+        planes: channels of a `SparseUNet`; none: a MinkUNet18.
+        scans: that are trained on, again and again.
+        judged: scans that are not.
+        steps: of AdamW, of `batch` scans each.
+        learning_rate: its highest value, of one cycle.
+    """
+
+    beams: int
+    turn: int
+    voxel_m: dict[str, float]
+    planes: tuple[int, ...]
+    scans: int
+    judged: int
+    batch: int
+    steps: int
+    learning_rate: float
+
+
+RECIPES = {
+    "cpu": Recipe(32, 768, {"street": 0.3, "room": 0.1}, (16, 32, 64), 64, 8, 2, 240, 6e-3),
+    "cuda": Recipe(64, 2048, {"street": 0.1, "room": 0.04}, (), 400, 32, 4, 1500, 3e-3),
+}
+QUICK = Recipe(16, 160, {"street": 0.6, "room": 0.2}, (8, 16), 8, 3, 2, 40, 3e-2)  # to see that it runs
+
+
+class Model(NamedTuple):
+    """A network with what it was made for, as it is saved."""
+
+    network: nn.Module
+    setting: str
+    voxel_m: float
+    planes: tuple[int, ...]
+
+
+def built(setting: str, voxel_m: float, planes: Sequence[int], device: torch.device) -> Model:
+    """With random weights."""
+    classes = len(SETTINGS[setting].classes)
+    network = SparseUNet(FEATURES, classes, tuple(planes)) if planes else minkunet18(FEATURES, classes)
+    return Model(network.to(device), setting, voxel_m, tuple(planes))
+
+
+# ---- voxels ----------------------------------------------------------------------------------------------------
+
+
+class Voxels(NamedTuple):
+    """A batch of clouds.
+
+    Attributes:
+        sites: V voxels with FEATURES channels.
+        labels: int64 (V,), the most frequent label of its points; -1 where none is known.
+        of_point: int64 (N,), the voxel of each point, cloud after cloud.
+    """
+
+    sites: SparseConvTensor
+    labels: Tensor
+    of_point: Tensor
+
+
+def heights(xyz: Tensor) -> Tensor:
+    """(N,) float32, in metres above the ground."""
+    z = xyz[:, 2]
+    return (z - z.kthvalue(1 + len(z) // 100).values).float()
+
+
+def voxels_of(clouds: Sequence[Cloud], voxel_m: float) -> Voxels:
+    """Clouds, none of them empty, in cubes. Waits for the device."""
+    rows = []
+    for number, cloud in enumerate(clouds):
+        place = ((cloud.xyz - cloud.xyz.amin(0)) / voxel_m).float()  # (n, 3), in voxels
+        blank = torch.zeros_like(place[:, 0])
+        columns = [
+            *place.unbind(1),
+            blank + number,
+            *(place - place.floor() - 0.5).unbind(1),
+            heights(cloud.xyz),
+            blank if cloud.intensity is None else cloud.intensity,
+            blank + (cloud.intensity is not None),
+            blank if cloud.labels is None else cloud.labels + 1.0,
+        ]
+        rows.append(torch.stack(columns, 1))
+    points = torch.cat(rows)  # (N, 3 coordinates, cloud, FEATURES, 1 + label)
+    sizes = [int(size) + 1 for size in points[:, :3].amax(0).tolist()]
+    # The cloud is one more dimension, so that the voxels of all of them are found at once.
+    cells = PointToVoxel([1] * 4, [0] * 4 + [*sizes, len(clouds)], points.shape[1], len(points), SLOTS, points.device)
+    slots, indices, counts, of_point = cells.generate_voxel_with_id(points)  # (V, SLOTS, 5 + FEATURES), (V, 4)
+    features = slots[..., 4 : 4 + FEATURES].sum(1) / counts[:, None]
+    votes = F.one_hot(slots[..., -1].long()).sum(1)  # (V, 1 + classes), of empty slots and unknown labels at first
+    votes[:, 0] = 0
+    most, label = votes.max(1)
+    labels = label.where(most > 0, 0) - 1
+    return Voxels(SparseConvTensor(features, indices, sizes[::-1], len(clouds)), labels, of_point)
+
+
+# ---- training --------------------------------------------------------------------------------------------------
+
+
+def scans(setting: Setting, first_seed: int, count: int, device: torch.device) -> list[Scan]:
+    return [simulate(setting, first_seed + number, device) for number in watched(range(count), "scanning")]
+
+
+def varied(scan: Scan, chance: Random) -> Cloud:
+    """Turned, mirrored and scaled at random; sometimes without its intensities."""
+    angle, scale, mirror = chance.uniform(-math.pi, math.pi), chance.uniform(0.95, 1.05), chance.choice((-1, 1))
+    c, s = scale * math.cos(angle), scale * math.sin(angle)
+    turn = torch.tensor([[c, s, 0], [-s * mirror, c * mirror, 0], [0, 0, scale]]).to(scan.xyz)
+    return Cloud(scan.xyz @ turn, None if chance.random() < WITHOUT_INTENSITY else scan.intensity, scan.labels)
+
+
+def train(model: Model, seen: Sequence[Scan], recipe: Recipe, seed: int) -> None:
+    """Ends in evaluation mode."""
+    device, network = seen[0].xyz.device, model.network.train()
+    frequency = torch.stack([torch.bincount(scan.labels, minlength=256) for scan in seen]).sum(0)
+    frequency = frequency[: len(SETTINGS[model.setting].classes)] / frequency.sum()
+    weight = frequency.clamp(min=1e-4).rsqrt()  # what is rare counts more, though not in full
+    optimizer = torch.optim.AdamW(network.parameters(), recipe.learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=recipe.steps)
+    chance = Random(seed)
+    for step in watched(range(recipe.steps), "training"):
+        batch = [varied(chance.choice(seen), chance) for _ in range(recipe.batch)]
+        sites, labels, _ = voxels_of(batch, model.voxel_m)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits = network(sites).features
+        loss = F.cross_entropy(logits.float(), labels, weight, ignore_index=-1)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % max(1, recipe.steps // 10) == 0:
+            print(f"step {step + 1:,} of {recipe.steps:,}: loss {loss.item():.3f}, {len(labels):,} voxels", flush=True)
+    network.eval()
+
+
+def watched(steps: range, what: str) -> Iterable[int]:
+    """With a progress bar on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    return track(steps, what, console=console, transient=True, disable=not console.is_terminal)
+
+
+# ---- what it has learned ---------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def labelled(model: Model, cloud: Cloud) -> Tensor:
+    """The label of each point, int64 (N,)."""
+    voxels = voxels_of([cloud], model.voxel_m)
+    with torch.autocast(cloud.xyz.device.type, torch.bfloat16, enabled=cloud.xyz.is_cuda):
+        logits = model.network(voxels.sites).features
+    return gather_features_by_pc_voxel_id(logits.argmax(1), voxels.of_point)
+
+
+def by_height(seen: Sequence[Scan], classes: int) -> Tensor:
+    """The most frequent class at each height, int64 (BINS,); the most frequent of all where there were no points."""
+    cells = torch.cat([bins(scan.xyz) * classes + scan.labels for scan in seen])
+    counts = torch.bincount(cells, minlength=BINS * classes).view(BINS, classes)
+    return counts.argmax(1).where(counts.any(1), counts.sum(0).argmax())
+
+
+def bins(xyz: Tensor) -> Tensor:
+    return ((heights(xyz) + 1) / BIN_M).long().clamp(0, BINS - 1)
+
+
+def confusion(truth: Tensor, said: Tensor, classes: int) -> Tensor:
+    """How many points of each class (rows) were said to be of each (columns)."""
+    return torch.bincount(truth * classes + said, minlength=classes * classes).view(classes, classes)
+
+
+def overlaps(counts: Tensor) -> Tensor:
+    """Intersection over union of each class; NaN for one that no point is of or was said to be of."""
+    hit = counts.diagonal()
+    return hit / (counts.sum(0) + counts.sum(1) - hit)
+
+
+def report(model: Model, seen: Sequence[Scan], others: Sequence[Scan], out: Path) -> None:
+    """Prints the figures and draws a scene."""
+    setting, classes = SETTINGS[model.setting], len(SETTINGS[model.setting].classes)
+    rule = by_height(seen, classes)
+    most = torch.cat([scan.labels for scan in seen]).bincount().argmax()
+    ways = {
+        "network": [labelled(model, scan.cloud()) for scan in others],
+        "by height": [rule[bins(scan.xyz)] for scan in others],
+        "most frequent": [most.expand_as(scan.labels) for scan in others],
+    }
+    print(f"{'IoU in %':13}" + "".join(f"{name:>10}" for name in (*setting.classes, "mean")))
+    for name, said in ways.items():
+        pairs = zip(others, said, strict=True)
+        values = overlaps(torch.stack([confusion(scan.labels, labels, classes) for scan, labels in pairs]).sum(0))
+        print(f"{name:13}" + "".join(f"{100 * value:10.1f}" for value in (*values.tolist(), values.nanmean().item())))
+    drawn(others[0].cloud(), ways["network"][0], setting).save(out / "labels.png")
+    print(f"{out / 'labels.png'}: the truth, the network, its errors")
+
+
+def drawn(cloud: Cloud, said: Tensor, setting: Setting) -> Image.Image:
+    """What the points are (by height where that is not known), what they were said to be, and which of them wrongly."""
+    xyz, intensity, truth = moved(cloud, torch.device("cpu"))
+    said = said.cpu()
+    palette = torch.tensor(list(setting.classes.values()), dtype=torch.uint8)
+    panels = [("network", lit(palette[said], intensity))]
+    shown, legend = said != setting.lid, list(setting.classes.items())
+    if truth is None:
+        panels.insert(0, ("heights", lit(of_heights(xyz[:, 2]), intensity)))
+    else:
+        wrong = said != truth
+        shown &= truth != setting.lid
+        panels.insert(0, ("truth", lit(palette[truth], intensity)))
+        share = wrong.double().mean().item()
+        errors = torch.tensor([RIGHT, WRONG], dtype=torch.uint8)[wrong.long()]
+        panels.append((f"errors: {100 * share:.1f}% of points", lit(errors, None)))
+    shown |= ~shown.any()  # nothing but a lid
+    return sheet(xyz[shown], [(name, colours[shown]) for name, colours in panels], legend)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+
+def save(model: Model, path: Path) -> None:
+    content = {**model._asdict(), "network": model.network.state_dict()}
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    torch.save(content, unfinished)
+    unfinished.replace(path)
+    print(f"{path}: its weights")
+
+
+def load(path: Path, device: torch.device) -> Model:
+    """What `save` wrote.
+
+    Raises:
+        InputError: no such file, or another one.
+    """
+    if not path.is_file():
+        raise InputError(f"{path} does not exist")
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+        model = built(content["setting"], content["voxel_m"], content["planes"], device)
+        model.network.load_state_dict(content["network"])
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError) as error:
+        why = str(error).partition("\n")[0]
+        raise InputError(f"{path} is no checkpoint that this example wrote: {why}") from error
+    model.network.eval()
+    return model
+
+
+def moved(cloud: Cloud, device: torch.device) -> Cloud:
+    intensity, labels = (None if each is None else each.to(device) for each in cloud[1:])
+    return Cloud(cloud.xyz.to(device), intensity, labels)
+
+
+def own(path: Path) -> Cloud:
+    """A cloud of the user's.
+
+    Raises:
+        InputError: what cannot be read, or reaches too far.
+    """
+    cloud = read(path)
+    reach = float((cloud.xyz.amax(0) - cloud.xyz.amin(0)).max())
+    if reach > FARTHEST_M:
+        raise InputError(f"{path} reaches over {reach:,.0f} m, of {FARTHEST_M:,} m at most: leave stray points out")
+    return cloud
+
+
+def label_file(model: Model, cloud: Cloud, out: Path, device: torch.device) -> None:
+    """Labels it, writes it and draws it."""
+    setting = SETTINGS[model.setting]
+    cloud = moved(cloud._replace(labels=None), device)
+    said = labelled(model, cloud)
+    for name, count in zip(setting.classes, torch.bincount(said, minlength=len(setting.classes)).tolist(), strict=True):
+        print(f"{name:10} {count:10,} points")
+    write(cloud._replace(labels=said), out / "labelled.ply", list(setting.classes.values()))
+    drawn(cloud, said, setting).save(out / "labelled.png")
+    print(f"{out / 'labelled.ply'}, {out / 'labelled.png'}: {len(said):,} points")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=list(RECIPES), default="cpu")
+    parser.add_argument("--setting", choices=list(SETTINGS), default="street")
+    parser.add_argument("--steps", type=int, help="of training")
+    parser.add_argument("--scans", type=int, help="to train on, again and again")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("lidar"), metavar="DIR")
+    parser.add_argument("--points", type=Path, metavar="FILE", help="a cloud of yours to label: .ply or .npy")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="label --points with these, without training")
+    parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs")
+    options = parser.parse_args()
+    if any(number is not None and number < 1 for number in (options.steps, options.scans)):
+        parser.error("expected --steps and --scans of at least 1")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs an NVIDIA GPU, and PyTorch finds none here")
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out {options.out} is no folder")
+    if options.weights and not options.points:
+        parser.error("--weights labels a cloud: name it with --points")
+    device = torch.device(options.device)
+    try:
+        cloud = own(options.points) if options.points else None
+        model = load(options.weights, device) if options.weights else None
+    except InputError as error:
+        raise SystemExit(f"error: {error}") from error
+    options.out.mkdir(parents=True, exist_ok=True)
+    if model is None:
+        recipe = QUICK if options.quick else RECIPES[options.device]
+        recipe = replace(recipe, steps=options.steps or recipe.steps, scans=options.scans or recipe.scans)
+        model = trained(recipe, options.setting, options.seed, options.out, device)
+    if cloud is not None:
+        label_file(model, cloud, options.out, device)
+
+
+def trained(recipe: Recipe, name: str, seed: int, out: Path, device: torch.device) -> Model:
+    """Trained, judged and saved."""
+    torch.manual_seed(seed)
+    setting = SETTINGS[name]
+    setting = replace(setting, scanner=replace(setting.scanner, beams=recipe.beams, steps=recipe.turn))
+    model = built(name, recipe.voxel_m[name], recipe.planes, device)
+    parameters = sum(p.numel() for p in model.network.parameters())
+    began = time.perf_counter()
+    seen = scans(setting, FIRST_SEED * (1 + seed), recipe.scans, device)
+    print(f"{len(seen)} scans of {len(seen[0].xyz):,} points or so, in {time.perf_counter() - began:.0f} s")
+    began = time.perf_counter()
+    train(model, seen, recipe, seed)
+    print(f"{parameters:,} parameters trained in {time.perf_counter() - began:.0f} s")
+    save(model, out / "labels.pth")
+    report(model, seen, scans(setting, 0, recipe.judged, device), out)
+    return model
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except MissingExtraError as error:
+        sys.exit(f"error: {error}")
