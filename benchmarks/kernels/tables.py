@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "docs" / "kernels.md", ROOT / "docs" / "sparse.md")
+PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("kernels", "sparse", "models"))
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 MARKED = re.compile(r"(<!-- figures: (\w+\.json) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 COMMANDS = {  # that make a file, where it is not the script of its name under kernels/
@@ -26,6 +26,7 @@ COMMANDS = {  # that make a file, where it is not the script of its name under k
     "add_layer_norms.json": "kernels/norms.py --norm add_layer_norm",
     "add_rms_norms.json": "kernels/norms.py --norm add_rms_norm",
     "sparse.json": "sparse.py",
+    "models.json": "models.py",
 }
 OURS = (
     *("rooftop", "cuda", "twin", "rooftop, compiled", "rooftop, replayed"),
@@ -69,6 +70,8 @@ def section(path: Path) -> str:
     if path.name == "tune_clusters.json":
         return f"{clusters(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {found['device']}."
     device = found.get("environment", {}).get("device", "NVIDIA H200")
+    if path.name == "models.json":
+        return f"{models(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
     tables = []
     for rows in found.values():
         if isinstance(rows, list) and rows and isinstance(rows[0], dict) and set(rows[0]) & set(FIGURES):
@@ -94,6 +97,25 @@ def clusters(rows: list[Row]) -> str:
             cells += [f"**{number(rate)}**" if rate == max(three) else number(rate) for rate in three] or [UNKNOWN] * 3
         lines.append(cells)
     return "\n".join(["In TB/s:", "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def models(rows: list[Row]) -> str:
+    """One line for each case: ours as called, in the engine's graphs and replayed, and the fastest peer."""
+    replayed, in_graphs = ", replayed", "rooftop, graphs of the engine"
+    heads = ("case", "roof", "rooftop without graphs", "in the engine's graphs", "replayed", "fastest peer", "called", "replayed")
+    lines = [list(heads), ["---" if head in ("case", "fastest peer") else "---:" for head in heads]]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        measured = {row["variant"]: row for row in rows if row["case"] == case and row.get("ms")}
+        times = {name: row["ms"] for name, row in measured.items()}
+        ours = [times.get(name) for name in ("rooftop", in_graphs, f"rooftop{replayed}")]
+        peers = sorted((time, name) for name, time in times.items() if not name.startswith("rooftop"))
+        peer = peers[0][1].removesuffix(replayed) if peers else UNKNOWN
+        theirs = [times.get(peer), times.get(f"{peer}{replayed}")]
+        figures_ = [number(time) for time in (*ours, *theirs)]
+        figures_[:3] = [each if each == UNKNOWN else f"**{each}**" for each in figures_[:3]]
+        roof = number(next(iter(measured.values()))["roof_ms"])
+        lines.append([case, roof, *figures_[:3], peer, *figures_[3:]])
+    return "\n".join(["In ms:", "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def groups(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
