@@ -150,11 +150,10 @@ def convolutions(size: int, dtype: torch.dtype, of_backward: bool) -> Call:
     if not of_backward:
         return lambda: [conv_lstm_sequences.recurrent_convolution(h, kernel) for h in hidden]
     states = maps(FILTERS, dtype, (STEPS - 1) * BATCH)
-    gradients = conv_lstm_sequences._Convolution(kernel)
 
     def call() -> object:
-        found = [gradients.of_input(each) for each in gates[1:]]
-        return *found, gradients.of_kernel(gates[1:].flatten(0, 1), states)
+        found = [conv_lstm_sequences._input_gradient(g, h, kernel) for g, h in zip(gates[1:], hidden, strict=True)]
+        return *found, conv_lstm_sequences._kernel_gradient(gates[1:].flatten(0, 1), states, kernel)
 
     return call
 

@@ -145,6 +145,13 @@ TASKS = (
         TABLE | staged("BACKWARD", (1, 16, 1, 3), (2, 8, 2, 3), (1, 32, 1, 3), (2, 16, 1, 6), (4, 8, 2, 6)),
     ),
     task("forward", 894, TABLE | PLAIN | staged("FORWARD", (1, 1, 16, 3), (1, 2, 8, 3), (1, 2, 12, 2), (1, 4, 8, 2))),
+    task(
+        "backward",
+        334,
+        TABLE
+        | {"shifted": {(launches, "BACKWARD_PAIRS"): ()}}
+        | tables("BACKWARD_PAIRS", BackwardConfig, (512, 2, 256, 2, 6, 3, True), (512, 1, 256, 1, 16, 3, True)),
+    ),
     task("backward", 894, TABLE | PLAIN | staged("BACKWARD", (1, 1, 16, 3), (1, 2, 8, 3))),
     task("forward", 1002, TABLE | PLAIN),
     task("forward", 2601, TABLE | staged("FORWARD", (1, 4, 6, 3), (1, 4, 8, 2), (1, 3, 8, 2))),

@@ -1,11 +1,15 @@
-"""The tables of sparse convolution: HALF and WEIGHT_HALF of `sparse_conv_launches.py`, and whether rows are sorted.
+"""The tables of sparse convolution: those of `sparse_conv_launches.py`, and from how many rows on what pays.
 
     python benchmarks/tuning/sparse_convs.py [--out sparse_convs.json] [--seconds 100] [--quick]
 
 A submanifold convolution of 3 x 3 x 3 over a wavy surface one or two sites thick, its rows in random order, in float16.
-Tables, orders and lists of pairs are made before, as a rulebook keeps them; "sort" and "list pairs" time the making of
-them. The gradient of the features is the forward kernel with the weight transposed, and has the same candidates.
-Candidates are proven on a surface of few sites.
+Orders and lists of pairs are made before, as a rulebook keeps them; "row order" and "list pairs" time the making of
+them, "sorting at" and "lists at" both together, to see from how many rows on they pay for a single convolution. The
+gradient of the features is the forward kernel with the weight transposed, and has the same candidates. Beside them
+stand other orders of the rows: as they came, by the masks as numbers, the order without its table; and a surface whose
+sites were sorted before. The goal says what a convolution does: floating-point operations of its pairs, and of all that
+is multiplied by tiles of 128 rows; bytes of features and of weight that these take from L2. Candidates are proven on a
+surface of few sites.
 """
 
 from __future__ import annotations
@@ -20,24 +24,30 @@ from torch import Tensor
 
 from rooftop.kernels import sparse_conv_launches, sparse_convs
 from rooftop.kernels.sparse_conv_launches import (
+    ANY,
     RowsConfig,
     WeightConfig,
     convolved,
     neighbour_masks,
     pairs_of,
+    row_order,
     rows_by_mask,
+    sorted_table,
     weight_gradient,
 )
 
-SITES = (60,) if QUICK else (100_000, 400_000, 1_000_000)
-CHANNELS = (8,) if QUICK else (64, 128)
+SIZES = [(400_000, 64), (400_000, 128), (100_000, 64), (1_000_000, 64), (400_000, 32), (400_000, 256), (1_000_000, 128)]
+SIZES = [(60, 8)] if QUICK else SIZES  # sites and channels
+TABLES = (60,) if QUICK else (100_000, 400_000, 1_000_000)
+FEW = (60,) if QUICK else (4_000, 16_000, 64_000)
 PROVEN_SITES = 50 if QUICK else 3000
+TILE = 128  # rows, for the goal
 TAPS = 27
 
 
 @cache
-def surface(count: int) -> Tensor:
-    """Neighbours (N, 27) int32 of at least `count` sites, by a search among sorted keys."""
+def surface(count: int, in_order: bool = False) -> Tensor:
+    """Neighbours (N, 27) int32 of at least `count` sites, by a search among sorted keys; in random order, or sorted."""
     torch.manual_seed(count)
     side = int((count / 1.9) ** 0.5) + 1
     x, y = torch.meshgrid(*(torch.arange(side, device=DEVICE),) * 2, indexing="ij")
@@ -52,6 +62,8 @@ def surface(count: int) -> Tensor:
         return (at[:, 0] + 1) << 40 | (at[:, 1] + 1) << 20 | (at[:, 2] + 1)
 
     ordered, place = keys(site).sort()
+    if in_order:
+        site, place = site[place], torch.arange(len(site), device=DEVICE)
     columns = []
     for offset in product((-1, 0, 1), repeat=3):
         wanted = keys(site + torch.tensor(offset, device=DEVICE))
@@ -61,8 +73,9 @@ def surface(count: int) -> Tensor:
 
 
 @cache
-def order_of(count: int) -> Tensor:
-    return rows_by_mask(neighbour_masks(surface(count)))
+def order_of(count: int, in_order: bool = False) -> Tensor:
+    table = surface(count, in_order)
+    return sorted_table(table, rows_by_mask(neighbour_masks(table)))
 
 
 @cache
@@ -82,13 +95,57 @@ def for_features(count: int, features: Tensor, gradient: Tensor, weight: Tensor)
 
 
 def for_weight(count: int, features: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
-    return weight_gradient(gradient, features, TAPS, *lists_of(count))
+    return weight_gradient(gradient, features, surface(count), lists_of(count))
 
 
-def unsorted(count: int, features: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
-    natural = torch.arange(len(features), dtype=torch.int32, device=DEVICE)
-    return convolved(features, weight, None, surface(count), natural, mirrored=False)
+def sorting(count: int, features: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+    return convolved(features, weight, None, surface(count), None, mirrored=False)
 
+
+def listing(count: int, features: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+    return weight_gradient(gradient, features, surface(count), None)
+
+
+# ---- other orders of rows ----------------------------------------------------------------------------------------
+
+
+@cache
+def order_alone(count: int) -> Tensor:
+    return order_of(count)[0].clone()
+
+
+@cache
+def masks_as_numbers(count: int) -> Tensor:
+    table = surface(count)
+    return sorted_table(table, neighbour_masks(table)[:, 0].sort(stable=True).indices.int())
+
+
+@cache
+def as_they_came(count: int) -> Tensor:
+    table = surface(count)
+    return sorted_table(table, torch.arange(len(table), dtype=torch.int32, device=DEVICE))
+
+
+def ordered_by(order: Callable[[int], Tensor]) -> Work:
+    def work(count: int, features: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+        return convolved(features, weight, None, surface(count), order(count), mirrored=False)
+
+    return work
+
+
+def on_sorted_sites(count: int, features: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+    return convolved(features, weight, None, surface(count, True), order_of(count, True), mirrored=False)
+
+
+ORDERS: dict[str, Work] = {
+    "as they came": ordered_by(as_they_came),
+    "masks as numbers": ordered_by(masks_as_numbers),
+    "order alone": ordered_by(order_alone),
+    "sorted sites": on_sorted_sites,
+}
+
+
+# ---- what is right -----------------------------------------------------------------------------------------------
 
 EXACT: dict[Work, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     forward: lambda table, features, gradient, weight: sparse_convs.sparse_conv_reference(
@@ -101,6 +158,7 @@ EXACT: dict[Work, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
         gradient, features, table
     ),
 }
+EXACT |= {sorting: EXACT[forward], listing: EXACT[for_weight]}
 
 
 def operands(count: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +175,7 @@ def repeats(count: int, channels: int) -> int:
 
 def timed(work: Work, count: int, channels: int) -> Call:
     sets = [operands(count, channels) for _ in range(repeats(count, channels))]
-    order_of(count), lists_of(count)  # as a rulebook keeps them
+    work(count, *sets[0])  # makes tables, as a rulebook keeps them
     return lambda: [work(count, *each) for each in sets]
 
 
@@ -127,16 +185,40 @@ def proven(work: Work, channels: int) -> None:
     torch.testing.assert_close(work(PROVEN_SITES, *given).double(), exact, rtol=1e-2, atol=1e-2 * float(exact.std()))
 
 
+def tables_checked() -> None:
+    """Masks, the sorted table and pairs against the table."""
+    table = surface(PROVEN_SITES)
+    masks = neighbour_masks(table)
+    assert all(torch.equal((masks[:, 0] >> tap) & 1, (table[:, tap] >= 0).int()) for tap in range(TAPS)), "wrong masks"
+    order = rows_by_mask(masks)
+    at = order.long()
+    assert torch.equal(at.sort().values, torch.arange(len(table), device=DEVICE)), "no order"
+    expected = torch.cat((order[None], masks[at].t(), table[at].t()))
+    assert torch.equal(sorted_table(table, order), expected), "wrong table"
+    pairs, counts = pairs_of(table, len(table))
+    for tap, many in enumerate(counts.tolist()):
+        row = (table[:, tap] >= 0).nonzero().squeeze(1)
+        assert torch.equal(pairs[:, tap, :many], torch.stack((table[row, tap], row.int()))), "wrong pairs"
+
+
+# ---- candidates --------------------------------------------------------------------------------------------------
+
+
 def rows(channels: int) -> dict[str, Settings]:
     """By rows, columns, channels at a time, warps and stages, which count by twos here: 3 and 4 are the same."""
-    found = [(128, 64, 64, 4, 3), (128, 64, 64, 4, 5), (128, 64, 32, 4, 5), (64, 64, 64, 4, 3), (64, 64, 64, 4, 5)]
-    found += [(256, 64, 64, 8, 3), (128, 64, 64, 8, 3)]
+    found = [(64, 64, 64, 4, 5), (128, 64, 64, 4, 5), (128, 64, 64, 4, 7), (256, 64, 64, 8, 5)]
+    found += [(256, 64, 32, 8, 5), (256, 64, 32, 4, 5)]
+    if channels <= 32:
+        found = [(128, 32, 32, 4, 3), (128, 32, 32, 4, 5), (128, 32, 32, 4, 7)]
+        found += [(256, 32, 32, 4, 5), (256, 32, 32, 8, 5)]
     if channels > 64:
-        found += [(128, 128, 64, 8, 3), (128, 128, 64, 8, 5), (128, 128, 32, 8, 5), (64, 128, 64, 4, 3)]
-        found += [(128, 128, 64, 4, 3), (64, 128, 128, 4, 3)]
+        found = [(128, 128, 64, 8, 5), (128, 128, 64, 8, 7), (128, 128, 64, 4, 3), (256, 128, 64, 8, 5)]
+        found += [(256, 128, 64, 8, 3), (256, 128, 32, 8, 5), (256, 128, 32, 8, 7)]
+    if channels > 128:
+        found += [(128, 256, 64, 8, 3), (128, 256, 64, 8, 5), (128, 256, 32, 8, 5)]
     return {
         f"{rows}x{columns}x{depth} {warps}w {stages}s": {
-            (sparse_conv_launches, "HALF"): (RowsConfig(sparse_conv_launches.ANY, rows, columns, depth, warps, stages),)
+            (sparse_conv_launches, "HALF"): (RowsConfig(ANY, rows, columns, depth, warps, stages),)
         }
         for rows, columns, depth, warps, stages in found
     }
@@ -144,63 +226,112 @@ def rows(channels: int) -> dict[str, Settings]:
 
 def weights(channels: int) -> dict[str, Settings]:
     """By channels of the result, of the features, pairs at a time, warps, stages, and programs a multiprocessor."""
-    found = [(64, 64, 64, 4, 3, 8), (64, 64, 64, 4, 5, 4), (64, 64, 128, 4, 3, 4), (64, 64, 32, 4, 5, 8)]
-    found += [(64, 64, 64, 4, 3, 16), (64, 64, 128, 8, 3, 4)]
+    found = [(64, 64, 32, 4, 5, 7), (64, 64, 32, 4, 5, 14), (64, 64, 32, 4, 7, 7), (64, 64, 64, 4, 5, 4)]
+    found += [(64, 64, 64, 4, 3, 7)]
+    if channels <= 32:
+        found = [(32, 32, 64, 4, 3, 8), (32, 32, 64, 4, 5, 8), (32, 32, 32, 4, 5, 8), (32, 32, 64, 4, 5, 16)]
     if channels > 64:
-        found += [(128, 128, 64, 8, 3, 4), (128, 128, 32, 8, 5, 4), (128, 64, 64, 4, 3, 8), (128, 128, 64, 4, 3, 2)]
+        found = [(128, 128, 32, 8, 5, 2), (128, 128, 32, 8, 5, 4), (128, 128, 32, 8, 7, 2), (128, 128, 64, 8, 5, 2)]
+        found += [(128, 128, 64, 8, 3, 2)]
+    if channels > 128:
+        found += [(256, 128, 32, 8, 5, 1), (256, 128, 32, 8, 5, 2)]
     return {
         f"{outs}x{ins}x{depth} {warps}w {stages}s x{programs}": {
-            (sparse_conv_launches, "WEIGHT_HALF"): WeightConfig(outs, ins, depth, warps, stages, programs)
+            (sparse_conv_launches, "WEIGHT_HALF"): (WeightConfig(ANY, outs, ins, depth, warps, stages, programs),)
         }
         for outs, ins, depth, warps, stages, programs in found
     }
 
 
+def table_rows(name: str) -> dict[str, Settings]:
+    return {f"{rows} rows": {(sparse_conv_launches, name): rows} for rows in (64, 128, 256)}
+
+
+def thresholds(name: str, never: str, always: str) -> dict[str, Settings]:
+    module = sparse_conv_launches
+    return {never: {(module, name): ANY}, always: {(module, name): 0}}
+
+
+def of_table(make: Callable[[Tensor], object], count: int) -> Call:
+    table = surface(count)
+    return lambda: make(table)
+
+
+# ---- tasks -------------------------------------------------------------------------------------------------------
+
+
+def moved_bytes(count: int, channels: int) -> int:
+    return 2 * (2 * count * channels + TAPS * channels * channels) + 4 * TAPS * count
+
+
+def measured_by(work: Work, count: int, channels: int) -> str:
+    """What the convolution does, on a surface that has been made."""
+    table, masks = surface(count), order_of(count)[1]
+    pairs = int((table >= 0).sum())
+    tiles = torch.nn.functional.pad(masks, (0, -len(masks) % TILE)).view(-1, TILE)
+    taps = sum(int(((tiles >> tap) & 1).any(1).sum()) for tap in range(TAPS))  # of all tiles
+    product_flops, gathered = 2 * channels**2, 2 * channels * pairs
+    if work is for_weight:
+        return f"{product_flops * pairs / 1e9:.1f} GFLOP, {2 * gathered / 1e6:.0f} MB of features and gradient"
+    multiplied, weight = taps * TILE * product_flops, taps * product_flops
+    return (
+        f"{product_flops * pairs / 1e9:.1f} GFLOP, {multiplied / 1e9:.1f} multiplied, "
+        f"{gathered / 1e6:.0f} MB of features, {weight / 1e6:.0f} of weight"
+    )
+
+
+def with_goal(task: Task, work: Work, count: int, channels: int) -> Task:
+    """The task, which counts what it is measured by once its surface is there."""
+    make = task.call
+
+    def call() -> Call:
+        made = make()
+        task.goal = measured_by(work, count, channels)
+        return made
+
+    task.call = call
+    return task
+
+
 def tasks() -> Iterator[Task]:
-    for count, channels in product(SITES, CHANNELS):
-        table = 4 * TAPS * count
-        moved = 2 * (2 * count * channels + TAPS * channels * channels) + table
+    for count, channels in SIZES:
         for work, candidates in ((forward, rows), (for_features, rows), (for_weight, weights)):
-            peers = {"unsorted": partial(timed, unsorted, count, channels)} if work is forward else {}
-            yield Task(
+            if work is for_features and (count, channels) not in SIZES[:2]:
+                continue
+            others = ORDERS if work is forward and channels in (8, 64, 128) else {}
+            task = Task(
                 f"{work.__name__} {count} sites {channels} channels",
-                moved,
+                moved_bytes(count, channels),
                 candidates(channels),
                 partial(timed, work, count, channels),
                 partial(proven, work, channels),
-                peers,
+                {name: partial(timed, other, count, channels) for name, other in others.items()},
                 repeats=repeats(count, channels),
             )
-    for count in SITES:
-        yield Task(f"sort {count} sites", 4 * TAPS * count, table_rows("MASK_ROWS"), partial(sorting, count), checked)
-        yield Task(
-            f"list pairs {count} sites", 4 * TAPS * count, table_rows("PAIR_ROWS"), partial(listing, count), checked
-        )
+            yield with_goal(task, work, count, channels)
+    for count in TABLES:
+        read = 4 * TAPS * count
+        for name, make, size in (("row order", row_order, "SORT_ROWS"), ("list pairs", listed, "PAIR_ROWS")):
+            yield Task(f"{name} {count} sites", read, table_rows(size), partial(of_table, make, count), tables_checked)
+    channels = SIZES[0][1]
+    for count in FEW:
+        for name, work, given, settings in (
+            ("sorting at", sorting, forward, thresholds("SORTED_FROM", "as they are", "sorted")),
+            ("lists at", listing, for_weight, thresholds("LISTED_FROM", "by rows", "listed")),
+        ):
+            yield Task(
+                f"{name} {count} sites {channels} channels",
+                moved_bytes(count, channels),
+                settings,
+                partial(timed, work, count, channels),
+                partial(proven, work, channels),
+                {"made before": partial(timed, given, count, channels)},
+                repeats=repeats(count, channels),
+            )
 
 
-def table_rows(name: str) -> dict[str, Settings]:
-    return {f"{rows} rows": {(sparse_conv_launches, name): rows} for rows in (32, 64, 128)}
-
-
-def sorting(count: int) -> Call:
-    table = surface(count)
-    return lambda: rows_by_mask(neighbour_masks(table))
-
-
-def listing(count: int) -> Call:
-    table = surface(count)
-    return lambda: pairs_of(table, len(table))
-
-
-def checked() -> None:
-    """Masks and pairs against the table."""
-    table = surface(PROVEN_SITES)
-    masks = neighbour_masks(table)[:, 0]
-    assert all(torch.equal((masks >> tap) & 1, (table[:, tap] >= 0).int()) for tap in range(TAPS)), "wrong masks"
-    pairs, counts = pairs_of(table, len(table))
-    for tap, many in enumerate(counts.tolist()):
-        row = (table[:, tap] >= 0).nonzero().squeeze(1)
-        assert torch.equal(pairs[:, tap, :many], torch.stack((table[row, tap], row.int()))), "wrong pairs"
+def listed(table: Tensor) -> object:
+    return pairs_of(table, len(table))
 
 
 TASKS = list(tasks())

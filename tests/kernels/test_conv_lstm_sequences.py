@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rooftop.kernels import conv_lstm_sequence, conv_lstm_sequences
+from rooftop.kernels import conv_lstm_sequence
 from rooftop.kernels.conv_lstm_sequences import conv_lstm_sequence_reference
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
@@ -132,24 +132,6 @@ def test_the_gradient_of_the_kernel_is_one_convolution_of_all_steps(monkeypatch:
     results(conv_lstm_sequence, arguments(5, state=False))
     to_input, to_kernel = [True, False, False], [False, True, False]
     assert calls == [(2, to_input)] * 4 + [(8, to_kernel)]
-
-
-@pytest.mark.parametrize("window", [(3, 3), (5, 5), (1, 3), (3, 7), (5, 1)])
-def test_gradients_in_pairs_of_positions_are_the_same(window: tuple[int, int]) -> None:
-    generator = torch.Generator().manual_seed(window[1])
-
-    def maps(channels: int) -> Tensor:
-        x = torch.randn(3, channels, 5, 6, generator=generator, dtype=torch.float64)
-        return x.contiguous(memory_format=torch.channels_last)
-
-    kernel = torch.randn(12, 3, *window, generator=generator, dtype=torch.float64)
-    dgates, hidden = maps(12), maps(3)
-    pairs, plain = conv_lstm_sequences._Pairs(kernel), conv_lstm_sequences._Convolution(kernel)
-    found = pairs.of_input(dgates)
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(found, plain.of_input(dgates), rtol=1e-12, atol=1e-12)
-    expected = plain.of_kernel(dgates, hidden)
-    torch.testing.assert_close(pairs.of_kernel(dgates, hidden), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_results_are_in_the_gates_memory_format() -> None:

@@ -113,6 +113,7 @@ LONG = ("norm_forward_long", "norm_row_sums", "norm_backward_long")
             ((5, 768), torch.float16),
             ((0, 16), torch.float32),
             ((3, 1000), torch.float32),
+            ((9, 138), torch.bfloat16),  # pairs of elements: without a shift
         ),
     ],
 )
@@ -445,7 +446,7 @@ def test_what_is_fetched_ahead_fits_in_shared_memory(
     assert count == 1 or 4 * height * length * tensors * count < 232_448
 
 
-GPU_SIZES = (1, 7, 64, 100, 200, 512, 768, 1000, 1001, 1024, 1536, 2048, 2601, 3072, 4096, 4099, 5120, 6145, 8192)
+GPU_SIZES = (1, 7, 64, 100, 200, 334, 512, 768, 1000, 1001, 1024, 1536, 2048, 2601, 3072, 4096, 4099, 5120, 6145, 8192)
 GPU_LONG_SIZES = (11008, 12287, 16384, 20815, 32768, 50257, 262144)
 
 

@@ -4,9 +4,13 @@ the Triton kernels interpreted."""
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import re
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +21,27 @@ from torch import Tensor
 
 from rooftop.cost import CountingMode
 from rooftop.kernels import sparse_conv, sparse_conv_launches
-from rooftop.kernels.sparse_conv_launches import WeightConfig, neighbour_masks, pairs_of, rows_by_mask
+from rooftop.kernels.sparse_conv_launches import (
+    WeightConfig,
+    convolved,
+    neighbour_masks,
+    pairs_of,
+    row_order,
+    row_order_shape,
+    rows_by_mask,
+    sorted_table,
+    weight_gradient,
+)
+from rooftop.kernels.sparse_convs import weight_gradient_reference
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
 if INTERPRETED:  # several parts of a tap's pairs, several programs of those that read a table
-    sparse_conv_launches.WEIGHT_HALF = WeightConfig(32, 32, 16, 4, 2, 64)
-    sparse_conv_launches.WEIGHT_SINGLE = WeightConfig(32, 16, 16, 4, 2, 64)
+    sparse_conv_launches.WEIGHT_HALF = (WeightConfig(1 << 31, 32, 32, 16, 4, 2, 8),)
+    sparse_conv_launches.WEIGHT_SINGLE = (WeightConfig(1 << 31, 32, 16, 16, 4, 2, 8),)
     sparse_conv_launches.MASK_ROWS = sparse_conv_launches.PAIR_ROWS = sparse_conv_launches.LEAST_ROWS = 16
+    sparse_conv_launches.SORT_ROWS, sparse_conv_launches.SCANNED, sparse_conv_launches.PIECES = 16, 2, 16
+    sparse_conv_launches.KEY_ROWS, sparse_conv_launches.ELEMENTS, sparse_conv_launches.LISTED_FROM = 64, 512, 0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Leaves = tuple[Tensor, Tensor, Tensor]
 
@@ -135,7 +152,8 @@ def assert_gate(case: Case, dtype: torch.dtype, device: str = "cpu", **options: 
         found = outcome(convolution(book, device, **options), leaves, dy)
     if INTERPRETED or device == "cuda":
         assert launches["sparse_conv_rows"] == 2
-        assert launches["sparse_conv_weight_gradient"] == launches["list_pairs"] == 1
+        assert launches["sparse_conv_weight_gradient"] == 1
+        assert launches["list_pairs"] == (len(book.results) >= sparse_conv_launches.LISTED_FROM)
     else:
         assert not launches
     eager = outcome(dense(case, book), leaves, dy)
@@ -210,14 +228,29 @@ def test_gate_with_more_than_32_taps() -> None:
 
 def test_gate_with_offsets_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_conv_launches, "_is_wide", lambda *tensors: True)
-    assert_gate(SMALL["strided"], torch.float16)
+    for sorted_from in (1, 1 << 30):
+        monkeypatch.setattr(sparse_conv_launches, "SORTED_FROM", sorted_from)
+        assert_gate(SMALL["strided"], torch.float16)
 
 
 def test_gate_where_orders_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_conv_launches, "SORTED_FROM", 1)
+    for with_tables in (True, False):
+        monkeypatch.setattr(sparse_conv_launches, "TABLES_SORTED", with_tables)
+        with count_launches() as launches:
+            assert_gate(SMALL["strided"], torch.float32)
+        assert launches["neighbour_bits"] == 2 * INTERPRETED
+        assert launches["sort_table"] == 2 * (INTERPRETED and with_tables)
+
+
+@pytest.mark.parametrize("programs", [64, 0])
+def test_gate_without_lists_of_pairs(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several parts, and whole."""
+    monkeypatch.setattr(sparse_conv_launches, "LISTED_FROM", 1 << 30)
+    monkeypatch.setattr(sparse_conv_launches, "WEIGHT_SINGLE", (WeightConfig(1 << 31, 32, 16, 16, 4, 2, programs),))
     with count_launches() as launches:
-        assert_gate(SMALL["strided"], torch.float32)
-    assert launches["neighbour_bits"] == 2 * INTERPRETED
+        assert_gate(replace(SMALL["strided"], more=(6, 5, 4)), torch.float32)
+    assert launches["sum_pieces"] == (INTERPRETED and programs > 0)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------
@@ -226,11 +259,15 @@ def test_gate_where_orders_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_reverse_is_that_of_a_submanifold_convolution() -> None:
     case = SMALL["submanifold"]
     book = book_of(case)
-    leaves, dy = leaves_of(case, book, torch.float32)
+    (features, weight, bias), dy = leaves_of(case, book, torch.float32)
     order = rows_by_mask(neighbour_masks(book.neighbours))
-    given = outcome(convolution(book), leaves, dy)
-    mirrored = outcome(lambda *each: sparse_conv(*each, book.neighbours, order=order), leaves, dy)
-    torch.testing.assert_close(mirrored, given)
+
+    def found(reverse: Tensor | None, rows: Tensor | None) -> list[Tensor]:
+        convolve = partial(sparse_conv, weight=weight, bias=bias, neighbours=book.neighbours)
+        return outcome(lambda x: convolve(x, reverse=reverse, order=rows), [features], dy)
+
+    for rows in (order, sorted_table(book.neighbours, order)):
+        torch.testing.assert_close(found(None, rows), found(book.reverse, None))
 
 
 def test_an_order_changes_no_bit() -> None:
@@ -238,9 +275,10 @@ def test_an_order_changes_no_bit() -> None:
     book = book_of(case)
     leaves, dy = leaves_of(case, book, torch.float32)
     plain = outcome(convolution(book), leaves, dy)
-    for make in (lambda n: torch.arange(n).flip(0), lambda n: torch.randperm(n).int()):
-        orders = {"order": make(len(book.results)), "reverse_order": make(len(book.sites))}
-        found = outcome(convolution(book, **orders), leaves, dy)
+    order, reverse_order = torch.arange(len(book.results)).flip(0), torch.randperm(len(book.sites)).int()
+    with_tables = sorted_table(book.neighbours, order), sorted_table(book.reverse, reverse_order)
+    for rows, reverse_rows in ((order, reverse_order), with_tables):
+        found = outcome(convolution(book, order=rows, reverse_order=reverse_rows), leaves, dy)
         assert all(map(torch.equal, found, plain))
 
 
@@ -262,7 +300,36 @@ def test_rows_with_the_same_mask_stand_together_in_their_order() -> None:
     assert all(rows == sorted(rows) for rows in groups)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="they are made by a kernel")
+@pytest.mark.parametrize("bits", [(0, 5, 12, 30, 31), (3, 31, 32, 40, 63)])
+def test_masks_that_follow_each_other_differ_in_one_tap(bits: tuple[int, ...]) -> None:
+    """Where each is there once, as those of a Gray code do."""
+    words = 1 + max(bits) // 32
+    chosen = torch.tensor(list(itertools.product((0, 1), repeat=len(bits))))[torch.randperm(32)]
+    table = torch.full((32, 32 * words), -1, dtype=torch.int32)
+    table[:, list(bits)] = chosen.int() - 1
+    ordered = chosen[rows_by_mask(neighbour_masks(table)).long()]
+    assert (ordered[1:] - ordered[:-1]).abs().sum(1).tolist() == [1] * 31
+
+
+def test_rows_that_have_a_rare_tap_stand_together() -> None:
+    table = torch.where(torch.rand(300, 27) < 0.6, 0, -1).int()
+    table[:, 7] = -1
+    table[::20, 7] = 0
+    rare = table[rows_by_mask(neighbour_masks(table)).long(), 7] == 0
+    assert int(rare.int().diff().abs().sum()) == 1
+
+
+@pytest.mark.parametrize("taps", [1, 27, 35])
+def test_a_table_in_order(taps: int) -> None:
+    neighbours = torch.randint(-20, 40, (50, taps)).clamp(min=-1).int()
+    order, words = torch.randperm(50).int(), -(-taps // 32)
+    table, at = sorted_table(neighbours, order), order.long()
+    assert table.shape == row_order_shape(50, taps) == row_order(neighbours).shape
+    assert torch.equal(table[0], order)
+    assert torch.equal(table[1 : 1 + words], neighbour_masks(neighbours)[at].t())
+    assert torch.equal(table[1 + words :], neighbours[at].t())
+
+
 def test_pairs_of_a_table() -> None:
     table = torch.stack([torch.randperm(60) - 20 for _ in range(35)], 1)[:50].clamp(min=-1).int()
     pairs, counts = pairs_of(table, 40)
@@ -287,6 +354,17 @@ def test_lists_of_pairs_may_be_given() -> None:
         found = outcome(convolution(book, pairs=(pairs, counts)), leaves, dy)
     assert launches["list_pairs"] == 0
     torch.testing.assert_close(found, outcome(convolution(book), leaves, dy))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="they are cut by a kernel")
+@pytest.mark.parametrize("taps", [3, 19])
+def test_pieces_of_taps_that_have_all_few_or_no_pairs(taps: int) -> None:
+    neighbours = torch.full((150, taps), -1, dtype=torch.int32)
+    neighbours[:, 0], neighbours[77, taps - 1] = torch.arange(150), 3
+    dy, features = torch.randn(150, 4), torch.randn(150, 5)
+    found = weight_gradient(dy, features, neighbours, pairs_of(neighbours, 150))
+    torch.testing.assert_close(found, weight_gradient_reference(dy, features, neighbours))
+    assert not found[:, 1 : taps - 1].any()
 
 
 # ---- edges -----------------------------------------------------------------------------------------------------
@@ -449,6 +527,10 @@ LISTS = (torch.zeros(2, 3, 3, dtype=torch.int32), torch.zeros(3, dtype=torch.int
         ({"neighbours": LINE + 1}, ValueError, "neighbours must be from 0 to 2, .* got 0 to 3"),
         ({"neighbours": LINE - 1}, ValueError, "neighbours must be from 0 to 2, .* got -2 to 1"),
         ({"order": torch.tensor([0, 2, 2])}, ValueError, "order must have each row from 0 to 2 once"),
+        ({"order": torch.zeros(5, 3)}, TypeError, "order must be int32, got torch.float32"),
+        ({"order": torch.zeros(4, 3).int()}, ValueError, r"expected order of shape \(5, 3\), got \(4, 3\)"),
+        ({"order": torch.zeros(5, 3).int()}, ValueError, "order must have each row from 0 to 2 once"),
+        ({"order": sorted_table(LINE.flip(0), torch.arange(3))}, ValueError, "order must be of these neighbours"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -477,8 +559,82 @@ def test_a_table_that_is_no_submanifold_convolution() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_all_through_the_interpreter(interpreted: Callable[..., int]) -> None:
-    chosen = "gate or no_reverse or order or mask or lists_of or pairs_of or nothing or nobody"
+    chosen = "gate or no_reverse or order or mask or rare or lists_of or pairs_of or pieces or nothing or nobody"
     assert interpreted(str(Path(__file__)), "-k", f"interpreter or (({chosen}) and not dtype1)") > 20
+
+
+HALVES = torch.empty(1 << 17, 128, dtype=torch.float16)
+
+
+def product_of_rows(channels: int, with_table: bool) -> None:
+    table = torch.empty(len(HALVES), 27, dtype=torch.int32)
+    order = torch.empty(row_order_shape(len(table), 27) if with_table else (len(table),), dtype=torch.int32)
+    weight = torch.empty(channels, 27, channels, dtype=torch.float16)
+    convolved(HALVES[:, :channels].contiguous(), weight, None, table, order, mirrored=not with_table)
+
+
+def product_of_pairs(channels: int, listed: bool) -> None:
+    table = torch.empty(len(HALVES), 27, dtype=torch.int32)
+    pairs = torch.empty(2, 27, len(HALVES), dtype=torch.int32), torch.empty(27, dtype=torch.int32)
+    rows = HALVES[:, :channels].contiguous()
+    weight_gradient(rows, rows, table, pairs if listed else None)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted")
+@pytest.mark.parametrize(
+    ("make", "channels", "regular"),
+    [
+        (product_of_rows, 64, True),
+        (product_of_rows, 128, True),
+        (product_of_rows, 64, False),
+        (product_of_pairs, 64, True),
+        (product_of_pairs, 128, True),
+        (product_of_pairs, 64, False),
+    ],
+)
+def test_half_precision_compiles_for_sm_90(
+    make: Callable[[int, bool], None], channels: int, regular: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To tensor cores that read what was copied asynchronously, without spills."""
+    monkeypatch.setattr(sparse_conv_launches, "LISTED_FROM", 1 << 30)
+    ptx = compiled_by(lambda: make(channels, regular), monkeypatch)
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.cg" in ptx
+    assert spilled_bytes(ptx) == 0
+
+
+def compiled_by(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> str:
+    """PTX of the first kernel that work launches, for a GPU that need not be there."""
+    triton = pytest.importorskip("triton")
+    found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr(
+        sparse_conv_launches, "launch", lambda kernel, grid, device, *args, **given: found.append((kernel, args, given))
+    )
+    work()
+    kernel, arguments, given = found[0]
+    names = {torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+    options = {name: given.pop(name) for name in ("num_warps", "num_stages")}
+    types, constants = dict.fromkeys(given, "constexpr"), dict(given)
+    divisible: dict[tuple[int, ...], list[list[Any]]] = {}
+    for place, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+        if value is None:
+            types[name], constants[name] = "constexpr", None
+            continue
+        types[name] = names[value.dtype] if isinstance(value, Tensor) else "i32"
+        if isinstance(value, Tensor) or value % 16 == 0:
+            divisible[(place,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(kernel, types, constants, divisible)
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    return str(triton.compile(source, target=target, options=options).asm["ptx"])
+
+
+def spilled_bytes(ptx: str) -> int:
+    import triton
+
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", "-o", os.devnull, "-"]
+    log = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+    (found,) = re.findall(r"(\d+) bytes spill stores", log)
+    return int(found)
 
 
 LARGE = {
@@ -497,9 +653,27 @@ def test_gate_on_a_gpu(name: str, dtype: torch.dtype, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
-    for sorted_from in (1, 1 << 30):
-        monkeypatch.setattr(sparse_conv_launches, "SORTED_FROM", sorted_from)
+    for least in (1, 1 << 30):
+        monkeypatch.setattr(sparse_conv_launches, "SORTED_FROM", least)
+        monkeypatch.setattr(sparse_conv_launches, "LISTED_FROM", least)
         assert_gate(LARGE[name], dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "taps"), [(300_000, 27), (70_000, 125), (1, 1), (5, 64)])
+def test_tables_on_a_gpu_are_those_of_the_cpu(rows: int, taps: int) -> None:
+    """Whatever values there are beyond the numbers of pairs."""
+    neighbours = torch.stack([torch.randperm(rows) for _ in range(taps)], 1).int()
+    neighbours[torch.rand(neighbours.shape) < torch.rand(taps)] = -1
+    masks, order = neighbour_masks(neighbours), rows_by_mask(neighbour_masks(neighbours))
+    on_gpu = neighbours.cuda()
+    assert torch.equal(neighbour_masks(on_gpu).cpu(), masks)
+    assert torch.equal(rows_by_mask(masks.cuda()).cpu(), order)
+    assert torch.equal(sorted_table(on_gpu, order.cuda()).cpu(), sorted_table(neighbours, order))
+    (pairs, counts), (found, found_counts) = pairs_of(neighbours, rows), pairs_of(on_gpu, rows)
+    assert torch.equal(found_counts.cpu(), counts)
+    beyond = torch.arange(rows) >= counts[:, None]
+    assert torch.equal(found.cpu().masked_fill_(beyond, -1), pairs.masked_fill_(beyond, -1))
 
 
 @pytest.mark.gpu

@@ -9,16 +9,13 @@ Shi et al. 2015, "Convolutional LSTM Network", without peepholes, gates in Keras
 of the convolutions. A step is two launches: the convolution, and the kernel of `conv_lstms.py`, which writes h_t into
 its place among the results. A step of backward is two as well: that kernel's backward, which adds the two gradients of
 h_t, and the convolution's gradient of its input. Those of `kernel` and `bias` are one call each for all steps, after
-the last of them. Both gradients of the convolution have only F columns, and tiles so narrow wait for shared memory: of
-few features, two neighbouring positions are taken as one of twice the channels (`_Pairs`), a view of the same memory.
+the last of them.
 
 Backward reads the sums z_t and the cells before each step, which forward keeps where a gradient is wanted. Without one
 it keeps nothing, and the cell is updated in place.
 """
 
 from __future__ import annotations
-
-from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -192,20 +189,19 @@ def _backward(
     else:
         dcell.copy_(dlast_cell)
     weight = kernel.contiguous(memory_format=memory_format)
-    gradients = _Pairs(weight) if _in_pairs(dgates, weight) else _Convolution(weight)
     to_hidden = None
     for step in reversed(range(scores.shape[0])):
         tensors = (doutputs[step], to_hidden, dcell, scores[step], cells[step], None)
         step_backward_into(dgates[step], dcell, *tensors, activation, recurrent_activation)
         if step > 0 or hidden is not None:
-            to_hidden = gradients.of_input(dgates[step]).contiguous(memory_format=memory_format)
+            to_hidden = _input_gradient(dgates[step], outputs[step], weight).contiguous(memory_format=memory_format)
     if scores.shape[0] > 1:  # all but the first step
-        dkernel.copy_(gradients.of_kernel(dgates[1:].flatten(0, 1), outputs[:-1].flatten(0, 1)))
+        dkernel.copy_(_kernel_gradient(dgates[1:].flatten(0, 1), outputs[:-1].flatten(0, 1), weight))
     else:
         dkernel.zero_()
     if hidden is not None and to_hidden is not None:
         first = hidden.contiguous(memory_format=memory_format)
-        dkernel += gradients.of_kernel(dgates[0], first)
+        dkernel += _kernel_gradient(dgates[0], first, weight)
         dhidden.copy_(to_hidden)
     if bias is not None:
         wide = torch.float64 if dgates.dtype == torch.float64 else torch.float32
@@ -213,84 +209,20 @@ def _backward(
     return dgates, dkernel, dhidden, dcell, dbias
 
 
-FEW_FEATURES = 64  # up to which the gradients of a convolution are taken in pairs of positions
+def _input_gradient(dgates: Tensor, like: Tensor, kernel: Tensor) -> Tensor:
+    """Of the convolution of a hidden state (N, F, H, W) like that one."""
+    padded, padding = _padded(like, kernel)
+    found = _convolution_backward(dgates, padded, kernel, padding, [True, False, False])[0]
+    if padded is like:
+        return found
+    top, left = ((size - 1) // 2 for size in kernel.shape[2:])
+    return found.narrow(2, top, like.shape[2]).narrow(3, left, like.shape[3])
 
 
-def _in_pairs(dgates: Tensor, kernel: Tensor) -> bool:
-    """Whether that is possible and faster: more than a fifth of the products of a narrow window would be with zeros."""
-    odd = kernel.shape[2] % 2 and kernel.shape[3] % 2
-    wide = kernel.shape[3] >= 3 and kernel.shape[1] <= FEW_FEATURES
-    last = _format_of(dgates) == torch.channels_last
-    return bool(dgates.is_cuda and odd and wide and last and dgates.shape[-1] % 2 == 0)
-
-
-class _Convolution:
-    """Gradients of the recurrent convolution with this kernel (4 F, F, kh, kw)."""
-
-    def __init__(self, kernel: Tensor) -> None:
-        self.kernel = kernel
-
-    def of_input(self, dgates: Tensor) -> Tensor:
-        """(M, F, H, W) from dgates (M, 4 F, H, W)."""
-        like = dgates[:, : self.kernel.shape[1]]
-        padded, padding = _padded(like, self.kernel)
-        found = _convolution_backward(dgates, padded, self.kernel, padding, [True, False, False])[0]
-        if padded is like:
-            return found
-        top, left = ((size - 1) // 2 for size in self.kernel.shape[2:])
-        return found.narrow(2, top, like.shape[2]).narrow(3, left, like.shape[3])
-
-    def of_kernel(self, dgates: Tensor, hidden: Tensor) -> Tensor:
-        """(4 F, F, kh, kw), of one convolution of (M, F, H, W), or of those of many steps as one."""
-        padded, padding = _padded(hidden, self.kernel)
-        return _convolution_backward(dgates, padded, self.kernel, padding, [False, True, False])[1]
-
-
-class _Pairs:
-    """The same, two positions of a row as one of twice the channels. All channels last, W even, the kernel odd.
-
-    Of the input: a convolution with the kernel turned around gives two positions at once, from a window that is one
-    wider and moves by two. Of the kernel: a position of a pair meets one at the distance 2 t + p - q, for the pairs'
-    distance t and the places p and q within them, so that the kernel of pairs holds each of ours twice, to be added.
-    """
-
-    def __init__(self, kernel: Tensor) -> None:
-        self.kernel = kernel
-        turned = kernel.transpose(0, 1).flip(2, 3)
-        self.turned = torch.cat((F.pad(turned, (0, 1)), F.pad(turned, (1, 0))))  # (2 F, 4 F, kh, kw + 1)
-        self.turned = self.turned.contiguous(memory_format=torch.channels_last)
-
-    def of_input(self, dgates: Tensor) -> Tensor:
-        height, width = self.kernel.shape[2:]
-        found = F.conv2d(dgates, self.turned, stride=(1, 2), padding=(height // 2, width // 2))
-        return _apart(found)
-
-    def of_kernel(self, dgates: Tensor, hidden: Tensor) -> Tensor:
-        four, features, height, width = self.kernel.shape
-        reach = (width // 2 + 1) // 2  # the farthest pair that a window sees
-        shape = (2 * four, 2 * features, height, 2 * reach + 1)
-        like = self.kernel.new_empty(shape).contiguous(memory_format=torch.channels_last)
-        padding = (height // 2, reach)
-        found = _convolution_backward(_together(dgates), _together(hidden), like, padding, [False, True, False])[1]
-        found = found.view(2, four, 2, features, height, shape[3])
-        total = torch.zeros_like(self.kernel)
-        for place, other, pair in product(range(2), range(2), range(shape[3])):
-            tap = 2 * (pair - reach) + other - place + width // 2
-            if 0 <= tap < width:
-                total[..., tap] += found[place, :, other, ..., pair]
-        return total
-
-
-def _together(x: Tensor) -> Tensor:
-    """(M, C, H, W) channels last -> (M, 2 C, H, W / 2), the same memory."""
-    batch, channels, height, width = x.shape
-    return x.permute(0, 2, 3, 1).reshape(batch, height, width // 2, 2 * channels).permute(0, 3, 1, 2)
-
-
-def _apart(x: Tensor) -> Tensor:
-    """(M, 2 C, H, W / 2) channels last -> (M, C, H, W), the same memory."""
-    batch, channels, height, width = x.shape
-    return x.permute(0, 2, 3, 1).reshape(batch, height, 2 * width, channels // 2).permute(0, 3, 1, 2)
+def _kernel_gradient(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
+    """Of one convolution of (M, F, H, W), or of those of many steps as one."""
+    padded, padding = _padded(hidden, kernel)
+    return _convolution_backward(dgates, padded, kernel, padding, [False, True, False])[1]
 
 
 def _convolution_backward(

@@ -87,6 +87,8 @@ BACKWARD_SHIFTED = (
     *(BackwardConfig(2048, 1, 1024, 4, 3, 3), BackwardConfig(3072, 1, 1024, 4, 2, 4)),
     *(BackwardConfig(4096, 1, 2048, 8, 1, 3), BackwardConfig(6144, 1, 2048, 16, 1, 3)),
 )
+# Short rows of pairs of elements: one warp a row and twelve on an SM are faster than loads with a shift.
+BACKWARD_PAIRS = (BackwardConfig(512, 1, 256, 1, 12, 3, hold=True),)
 SHIFTED_FROM = 128  # columns: shorter rows are a few loads either way
 # Longer rows, forward: a program for each row. Few persistent programs, so that L2 keeps their rows for the second
 # pass, were slower: 132 of them have too little on its way.
@@ -278,7 +280,7 @@ def backward(
     columns = x.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sums: Constants = {"SUM_WEIGHT": dweight is not None, "SUM_BIAS": dbias is not None}
-    parts = parts_of(columns, [dy, x] if dtotal is None else [dy, x, dtotal])
+    parts = parts_of(columns, [dy, x] if dtotal is None else [dy, x, dtotal], _pairs(x) is None)
     of_parts = []
     for start, stop, shifted in parts:
         rows = [dy, dtotal, x, mean, rstd, dx]
@@ -307,6 +309,11 @@ def backward(
     return dx
 
 
+def _pairs(x: Tensor) -> BackwardConfig | None:
+    of_pairs = x.element_size() == 2 and x.shape[1] % 4 == 2 and x.shape[1] > SHIFTED_FROM
+    return config_for(BACKWARD_PAIRS, x.shape[1]) if of_pairs else None
+
+
 class _Part:
     """How some of the rows are worked on, and how many partial sums that gives.
 
@@ -317,7 +324,7 @@ class _Part:
         self.tensors, self.shifted = tensors, shifted
         dy, dtotal, x, weight, mean, *_ = tensors
         rows, columns = x.shape
-        self.config = config = config_for(BACKWARD_SHIFTED if shifted else BACKWARD, columns)
+        self.config = config = _pairs(x) or config_for(BACKWARD_SHIFTED if shifted else BACKWARD, columns)
         self.plan = norm_clusters.backward_plan(dy, x, weight, mean is None) if sums and dtotal is None else None
         if self.plan is not None:
             self.slots = self.plan.clusters

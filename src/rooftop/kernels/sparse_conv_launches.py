@@ -1,4 +1,10 @@
-"""How the kernels of sparse convolution are launched: tables of parameters, orders of rows, lists of pairs."""
+"""How the kernels of sparse convolution are launched: tables of parameters, orders of rows, lists of pairs.
+
+What the time goes into, on one H200: a convolution reads `2 C` bytes for each pair in half precision, and for each tap
+that a tile of rows has `2 C O` bytes of the weight, all of it from L2. Tall tiles read the weight less often; rows that
+share their tile with their like, and tables that stand in the order in which they are read, read less in vain.
+`docs/kernels.md` counts it.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +34,10 @@ class RowsConfig:
 
 @dataclass(frozen=True)
 class WeightConfig:
-    """The tile of `sparse_conv_weight_gradient`: channels of the result and of the features, pairs at a time, warps,
-    stages, and programs for each multiprocessor that parts of the pairs are made for."""
+    """The tile of `sparse_conv_weight_gradient` for up to `channels` channels of features and result: channels of the
+    result and of the features, pairs at a time, warps, stages, and programs for each multiprocessor."""
 
+    channels: int
     outs: int
     ins: int
     depth: int
@@ -41,22 +48,34 @@ class WeightConfig:
 
 ANY = 1 << 31
 
-# Predicted, not measured: a tile gathers 128 bytes of a row at a time, 16 a thread. By ptxas for sm_90 (Triton 3.7)
-# none of these spills, and those of 64 columns leave registers and shared memory for four programs on a
-# multiprocessor, whose gathers hide each other's latency.
+# Of those tried on an H200 the fastest at 32, 64, 128 and 256 channels (benchmarks/results/h200/tune_sparse_convs.json).
+# Those of float32 are predicted: they leave room for several programs on a multiprocessor.
 HALF = (
-    RowsConfig(32, 128, 32, 32, 4, 3),
-    RowsConfig(64, 128, 64, 64, 4, 3),
-    RowsConfig(ANY, 128, 128, 64, 8, 3),
+    RowsConfig(32, 128, 32, 32, 4, 5),
+    RowsConfig(64, 128, 64, 64, 4, 5),
+    RowsConfig(128, 128, 128, 64, 8, 5),
+    RowsConfig(ANY, 128, 256, 64, 8, 5),
 )
 SINGLE = (RowsConfig(32, 64, 32, 32, 4, 3), RowsConfig(ANY, 64, 64, 32, 4, 3))
-WEIGHT_HALF = WeightConfig(64, 64, 64, 4, 3, 8)
-WEIGHT_SINGLE = WeightConfig(64, 64, 32, 4, 3, 8)
+WEIGHT_HALF = (
+    WeightConfig(32, 32, 32, 64, 4, 3, 8),
+    WeightConfig(64, 64, 64, 64, 4, 5, 4),
+    WeightConfig(ANY, 128, 128, 64, 8, 5, 2),
+)
+WEIGHT_SINGLE = (WeightConfig(ANY, 64, 64, 32, 4, 3, 8),)
 # Where tiles are fewer than multiprocessors, they are made shorter, down to these rows.
 LEAST_ROWS = 32
-# From so many rows on, those whose order is not given are sorted: below, a sort takes longer than what it saves.
+# From so many rows on, those whose order is not given are sorted: below, a sort takes longer than what it saves
+# (predicted).
 SORTED_FROM = 1 << 16
-MASK_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 4  # rows of a program that reads a table alone
+# Whether what is made for sorting has the table in that order, too: see `row_order`.
+TABLES_SORTED = True
+# From so many rows on, the gradient of the weight reads lists of pairs: below, making them takes longer than reading
+# rows that have no neighbour (predicted).
+LISTED_FROM = 1 << 14
+MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a program that reads a table alone
+KEY_ROWS, SAMPLE, SAMPLE_ROWS, SCANNED = 256, 4096, 256, 1024
+PIECES, ELEMENTS = 32, 128  # of a tile that adds up the sums of pieces
 
 Constants = dict[str, int | bool | str]
 
@@ -78,13 +97,22 @@ def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> 
     }
 
 
-def weight_tile(out_channels: int, channels: int, taps: int, pairs: int, features: Tensor) -> tuple[Constants, int]:
-    """Launch parameters of `sparse_conv_weight_gradient`, and into how many parts the pairs of a tap, at most `pairs`,
-    are cut."""
-    config = WEIGHT_SINGLE if features.dtype == torch.float32 else WEIGHT_HALF
+def weight_tile(
+    out_channels: int, channels: int, taps: int, length: int, listed: bool, features: Tensor
+) -> tuple[Constants, int, int]:
+    """Launch parameters of `sparse_conv_weight_gradient` where no tap has more than `length` pairs: its tile, for how
+    many parts it is launched (of all pairs where they are listed, else of each tap), and pieces at most."""
+    table = WEIGHT_SINGLE if features.dtype == torch.float32 else WEIGHT_HALF
+    config = next(config for config in table if max(out_channels, channels) <= config.channels)
     outs, ins = min(config.outs, _power_of_two(out_channels)), min(config.ins, _power_of_two(channels))
-    programs = taps * -(-out_channels // outs) * -(-channels // ins)
-    parts = min(-(-pairs // config.depth), -(-config.programs_per_sm * processors(features) // programs))
+    tiles = -(-out_channels // outs) * -(-channels // ins)
+    programs, blocks = -(-config.programs_per_sm * processors(features) // tiles), -(-length // config.depth)
+    if listed:  # the last piece of each tap is shorter than the others: so many fewer parts, for all to run at once
+        parts = max(taps, min(programs - taps, taps * blocks))
+        pieces = parts + taps
+    else:
+        parts = max(1, min(-(-programs // taps), blocks))
+        pieces = parts * taps
     tile: Constants = {
         "OUTS": outs,
         "INS": ins,
@@ -92,7 +120,7 @@ def weight_tile(out_channels: int, channels: int, taps: int, pairs: int, feature
         "num_warps": config.warps,
         "num_stages": config.stages,
     }
-    return tile, max(1, parts)
+    return tile, parts, pieces
 
 
 def _power_of_two(channels: int) -> int:
@@ -100,7 +128,7 @@ def _power_of_two(channels: int) -> int:
     return max(16, 1 << (channels - 1).bit_length())
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------
+# ---- orders of rows --------------------------------------------------------------------------------------------
 
 
 def neighbour_masks(neighbours: Tensor) -> Tensor:
@@ -125,34 +153,112 @@ def neighbour_masks(neighbours: Tensor) -> Tensor:
 
 
 def rows_by_mask(masks: Tensor) -> Tensor:
-    """The order (M,) int32 in which rows with the same mask (M, words) stand side by side, and otherwise as before."""
-    *others, last = masks.unbind(1)
-    order = last.sort(stable=True).indices
-    for word in reversed(others):
-        order = order[word[order].sort(stable=True).indices]
-    return order.to(torch.int32)
+    """The order (M,) int32 in which rows with the same mask (M, words) stand side by side, otherwise as before, and
+    masks beside those that differ in few taps: a Gray code whose slowest bit is the rarest tap, as a sample has it. Of
+    more than 64 bits of masks, the rarest 64 are looked at."""
+    rows, words = masks.shape
+    if rows == 0 or words == 0:
+        return torch.arange(rows, dtype=torch.int32, device=masks.device)
+    return _mask_keys(masks.contiguous()).sort(stable=True).indices.to(torch.int32)
+
+
+def _mask_keys(masks: Tensor) -> Tensor:
+    """(M,) integers that grow along the Gray code."""
+    rows, words = masks.shape
+    if masks.device.type == "cpu" and not INTERPRETED:
+        bits = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1).long()
+        rarest_first = bits[torch.arange(SAMPLE) * rows // SAMPLE].sum(0).sort(stable=True).indices[:64]
+        parities = bits[:, rarest_first].cumsum(1) % 2
+        parities[:, 0] -= 1  # the slowest bit of 64 is a sign
+        return (parities << torch.arange(len(rarest_first)).flip(0)).sum(1)
+    require_triton()
+    from rooftop.kernels.sparse_conv_kernels import count_bits, mask_keys
+
+    counts = torch.empty(32 * words, dtype=torch.int32, device=masks.device)
+    keys = torch.empty(rows, dtype=torch.int32 if words == 1 else torch.int64, device=masks.device)
+    launch(
+        count_bits, (words,), masks.device, masks, counts, rows, WORDS=words, SAMPLE=SAMPLE, ROWS=SAMPLE_ROWS,
+        num_warps=TABLE_WARPS,
+    )  # fmt: skip
+    launch(
+        mask_keys, (-(-rows // KEY_ROWS),), masks.device, masks, counts, keys, rows, WORDS=words,
+        WIDE=_is_wide(masks), ROWS=KEY_ROWS, num_warps=TABLE_WARPS,
+    )  # fmt: skip
+    return keys
+
+
+def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
+    """(1 + ceil(T / 32) + T, M) int32 of a table (M, T) and an order (M,) of its rows: the order, the rows' masks, and
+    tap by tap their sites, all in that order. What a tile of the convolution reads of it lies side by side."""
+    rows, taps = neighbours.shape
+    words = -(-taps // 32)
+    if neighbours.device.type == "cpu" and not INTERPRETED:
+        at = order.long()
+        return torch.cat((order[None].int(), neighbour_masks(neighbours)[at].t(), neighbours[at].t()))
+    require_triton()
+    from rooftop.kernels.sparse_conv_kernels import sort_table
+
+    given, order = neighbours.contiguous(), order.contiguous()
+    table = torch.empty(1 + words + taps, rows, dtype=torch.int32, device=given.device)
+    launch(
+        sort_table, (-(-rows // SORT_ROWS),), given.device, given, order, table, rows, TAPS=taps, WIDE=_is_wide(table),
+        WIDTH=_width(taps), ROWS=SORT_ROWS, num_warps=TABLE_WARPS,
+    )  # fmt: skip
+    return table
+
+
+def row_order(neighbours: Tensor) -> Tensor:
+    """What `sparse_conv` takes as the order of a table (M, T): where TABLES_SORTED says so its `sorted_table`, else the
+    order (M,) alone. `row_order_shape` is its shape. Fewer rows than SORTED_FROM stay as they are."""
+    rows = neighbours.shape[0]
+    if rows < SORTED_FROM:
+        order = torch.arange(rows, dtype=torch.int32, device=neighbours.device)
+    else:
+        order = rows_by_mask(neighbour_masks(neighbours))
+    return sorted_table(neighbours, order) if TABLES_SORTED else order
+
+
+def row_order_shape(rows: int, taps: int) -> tuple[int, ...]:
+    """The shape of a table's `row_order`."""
+    return (1 + -(-taps // 32) + taps, rows) if TABLES_SORTED else (rows,)
+
+
+# ---- lists of pairs --------------------------------------------------------------------------------------------
 
 
 def pairs_of(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
     """The pairs of each tap of a table (M, T) of N sites: (2, T, min(M, N)) int32, first sites, then rows, ascending by
-    row; what lies beyond their number, (T,) int32, is not set."""
-    require_triton()
-    from rooftop.kernels.sparse_conv_kernels import count_pairs, list_pairs
-
+    row; what lies beyond their number, (T,) int32, is anything."""
     rows, taps = neighbours.shape
-    table, capacity = neighbours.contiguous(), min(rows, sites)
-    blocks = -(-rows // PAIR_ROWS)
-    width = _width(taps)
+    capacity = min(rows, sites)
+    if neighbours.device.type == "cpu" and not INTERPRETED:
+        return _pairs_by_torch(neighbours, sites, capacity)
+    require_triton()
+    from rooftop.kernels.sparse_conv_kernels import count_pairs, list_pairs, start_pairs
+
+    table, blocks = neighbours.contiguous(), -(-rows // PAIR_ROWS)
     pairs = torch.empty(2, taps, capacity, dtype=torch.int32, device=table.device)
-    counts = torch.empty(blocks, taps, dtype=torch.int32, device=table.device)
-    tile: Constants = {"ROWS": PAIR_ROWS, "WIDTH": width, "TAPS": taps, "WIDE": _is_wide(table, pairs)}
+    counts, starts = torch.empty(2, taps, blocks, dtype=torch.int32, device=table.device).unbind(0)
+    totals = torch.empty(taps, dtype=torch.int32, device=table.device)
+    tile: Constants = {"ROWS": PAIR_ROWS, "WIDTH": _width(taps), "TAPS": taps, "WIDE": _is_wide(table, pairs)}
     launch(count_pairs, (blocks,), table.device, table, counts, sites, rows, **tile, num_warps=TABLE_WARPS)
-    ends = counts.cumsum(0, dtype=torch.int32)
+    launch(start_pairs, (taps,), table.device, counts, starts, totals, blocks, BLOCKS=SCANNED, num_warps=TABLE_WARPS)
     launch(
-        list_pairs, (blocks,), table.device, table, ends - counts, pairs, sites, rows, capacity, **tile,
+        list_pairs, (blocks,), table.device, table, starts, pairs, sites, rows, capacity, **tile,
         num_warps=TABLE_WARPS,
     )  # fmt: skip
-    return pairs, ends[-1] if blocks else torch.zeros(taps, dtype=torch.int32, device=table.device)
+    return pairs, totals
+
+
+def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tensor, Tensor]:
+    rows, taps = neighbours.shape
+    listed = neighbours.t()  # (T, M)
+    known = (listed >= 0) & (listed < sites)
+    place = (known.cumsum(1) - 1).masked_fill_(~known, capacity)  # what is no pair goes to a column that is dropped
+    pairs = neighbours.new_full((2, taps, capacity + 1), -1)
+    pairs[0].scatter_(1, place, listed)
+    pairs[1].scatter_(1, place, torch.arange(rows, dtype=torch.int32).expand(taps, rows))
+    return pairs[:, :, :capacity].contiguous(), known.sum(1, dtype=torch.int32)
 
 
 def _width(taps: int) -> int:
@@ -171,7 +277,7 @@ def _is_wide(*tensors: Tensor) -> bool:
 def convolved(
     features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor, order: Tensor | None, mirrored: bool
 ) -> Tensor:
-    """(M, O) by the kernel, from a weight (O, T, C) of any strides."""
+    """(M, O) by the kernel, from a weight (O, T, C) of any strides; `order` as of `row_order`, or (M,)."""
     require_triton()
     from rooftop.kernels.sparse_conv_kernels import sparse_conv_rows
 
@@ -181,7 +287,7 @@ def convolved(
     if features.numel() == 0 or out.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias)
     if order is None and rows >= SORTED_FROM:
-        order = rows_by_mask(neighbour_masks(neighbours))
+        order = row_order(neighbours)
     tile = rows_tile(rows, out_channels, channels, features)
     grid = (-(-rows // int(tile["ROWS"])) * -(-out_channels // int(tile["COLUMNS"])),)
     out_stride, tap_stride, channel_stride = weight.stride()
@@ -189,36 +295,52 @@ def convolved(
     tensors = (features, weight, bias, neighbours, order, out)
     launch(
         sparse_conv_rows, grid, features.device, *tensors, sites, rows,
-        HAS_BIAS=bias is not None, HAS_ORDER=order is not None, MIRRORED=mirrored,
-        WIDE=_is_wide(features, weight, neighbours, out), TAPS=taps, CHANNELS=channels, OUT_CHANNELS=out_channels,
-        TAP_STRIDE=tap_stride, CHANNEL_STRIDE=channel_stride, OUT_STRIDE=out_stride, WIDTH=_width(taps),
-        **_product(features), **tile,
+        HAS_BIAS=bias is not None, HAS_ORDER=order is not None, SORTED=order is not None and order.dim() == 2,
+        MIRRORED=mirrored, WIDE=_is_wide(*(t for t in tensors if t is not None)), TAPS=taps, CHANNELS=channels,
+        OUT_CHANNELS=out_channels, TAP_STRIDE=tap_stride, CHANNEL_STRIDE=channel_stride, OUT_STRIDE=out_stride,
+        WIDTH=_width(taps), **_product(features), **tile,
     )  # fmt: skip
     return out
 
 
-def weight_gradient(dy: Tensor, features: Tensor, taps: int, pairs: Tensor, counts: Tensor) -> Tensor:
-    """(O, T, C) from dy (M, O), features (N, C) and the pairs of each tap, (2, T, capacity)."""
+def weight_gradient(dy: Tensor, features: Tensor, neighbours: Tensor, pairs: tuple[Tensor, Tensor] | None) -> Tensor:
+    """(O, T, C) from dy (M, O), features (N, C) and a table (M, T), and lists of its pairs, (2, T, capacity) with how
+    many there are, (T,): else they are made where there are many rows."""
     require_triton()
-    from rooftop.kernels.sparse_conv_kernels import sparse_conv_weight_gradient
+    from rooftop.kernels.sparse_conv_kernels import sparse_conv_weight_gradient, sum_pieces
 
-    dy, features, pairs, counts = (t.contiguous() for t in (dy, features, pairs, counts))
-    (rows, out_channels), (sites, channels) = dy.shape, features.shape
-    if out_channels * channels == 0:
+    dy, features = dy.contiguous(), features.contiguous()
+    (rows, out_channels), (sites, channels), taps = dy.shape, features.shape, neighbours.shape[1]
+    if out_channels * channels * rows * sites == 0:
         return features.new_zeros(out_channels, taps, channels)
-    tile, parts = weight_tile(out_channels, channels, taps, pairs.shape[2], features)
-    dtype = features.dtype if parts == 1 else torch.float32
-    sums = torch.empty(parts, out_channels, taps, channels, dtype=dtype, device=features.device)
-    grid = (taps * parts, -(-out_channels // int(tile["OUTS"])) * -(-channels // int(tile["INS"])))
+    if pairs is None and rows >= LISTED_FROM:
+        pairs = pairs_of(neighbours, sites)
+    table, counts = (neighbours.contiguous(), None) if pairs is None else (t.contiguous() for t in pairs)
+    listed = counts is not None
+    capacity = table.shape[2] if listed else rows
+    tile, parts, pieces = weight_tile(out_channels, channels, taps, capacity, listed, features)
+    out = features.new_empty(out_channels, taps, channels)
+    whole = parts == 1 and not listed
+    sums = out if whole else torch.empty(pieces, out_channels, channels, dtype=torch.float32, device=out.device)
+    constants: Constants = {
+        "LISTED": listed, "TAPS": taps, "LANES": 1 << (taps - 1).bit_length(), "CHANNELS": channels,
+        "OUT_CHANNELS": out_channels, "WIDE": _is_wide(features, dy, table, sums),
+    }  # fmt: skip
+    grid = (pieces, -(-out_channels // int(tile["OUTS"])) * -(-channels // int(tile["INS"])))
     launch(
-        sparse_conv_weight_gradient, grid, features.device, features, dy, pairs, counts, sums,
-        sites, rows, pairs.shape[2], parts, TAPS=taps, CHANNELS=channels, OUT_CHANNELS=out_channels,
-        WIDE=_is_wide(features, dy, pairs, sums), **_product(features), **tile,
+        sparse_conv_weight_gradient, grid, out.device, features, dy, table, counts, sums, sites, rows, capacity, parts,
+        WHOLE=whole, **constants, **_product(features), **tile,
     )  # fmt: skip
-    return sums[0] if parts == 1 else sums.sum(0, dtype=torch.float32).to(features.dtype)
+    if not whole:
+        launch(
+            sum_pieces, (taps, -(-out_channels * channels // ELEMENTS)), out.device, sums, counts, out, parts,
+            DEPTH=tile["DEPTH"], PIECES=PIECES, ELEMENTS=ELEMENTS, **constants, num_warps=TABLE_WARPS,
+        )  # fmt: skip
+    return out
 
 
 def _product(features: Tensor) -> Constants:
     """How tiles are multiplied: float32 as TF32 where PyTorch's switch for convolutions allows it."""
     tf32 = matrix_precision(features, convolution=True) == "tf32"
-    return {"PRECISION": "tf32" if tf32 else "ieee", "WIDEN": INTERPRETED}
+    exact = features.dtype == torch.float32 and not tf32
+    return {"PRECISION": "tf32" if tf32 else "ieee", "WIDEN": INTERPRETED, "BY_BLOCK": exact}

@@ -10,8 +10,8 @@ which ones, depends on the surface's slope. Rows that are sorted by what they ha
 their like, which skip the taps that none of them has.
 
 The gradient of the features is the same product through the reverse table, with the weight transposed: nothing is
-scattered, no atomics. The gradient of the weight is a sum over the pairs of each tap, cut into equal parts whose
-float32 sums are added in their order. Deterministic: the same bits each time.
+scattered, no atomics. The gradient of the weight is a sum over the pairs of each tap, cut into pieces of one length
+whose float32 sums are always added in the same order. Deterministic: the same bits each time.
 
 `sparse_conv_launches.py` has the launch parameters and launches the kernels.
 """
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
-from rooftop.kernels.sparse_conv_launches import convolved, pairs_of, weight_gradient
+from rooftop.kernels.sparse_conv_launches import convolved, sorted_table, weight_gradient
 from rooftop.launch.operators import (
     differentiable,
     no_second_derivative,
@@ -102,8 +102,13 @@ def _check_values(features: Tensor, neighbours: Tensor, order: Tensor | None) ->
             f"sparse_conv: neighbours must be from 0 to {sites - 1}, the rows of features, or -1 for none, "
             f"got {int(neighbours.min())} to {int(neighbours.max())}"
         )
-    if order is not None and not torch.equal(order.long().sort().values, torch.arange(rows)):
-        raise ValueError(f"sparse_conv: order must have each row from 0 to {rows - 1} once: use rows_by_mask")
+    if order is None:
+        return
+    listed = order if order.dim() == 1 else order[0]
+    if not torch.equal(listed.long().sort().values, torch.arange(rows)):
+        raise ValueError(f"sparse_conv: order must have each row from 0 to {rows - 1} once: use row_order")
+    if order.dim() == 2 and not torch.equal(order, sorted_table(neighbours, listed)):
+        raise ValueError("sparse_conv: order must be of these neighbours: use row_order")
 
 
 def _check_reverse(neighbours: Tensor, reverse: Tensor | None) -> None:
@@ -162,7 +167,7 @@ def _sparse_conv_backward(
     if mask[0]:
         _check_reverse(neighbours, reverse)
     if mask[2]:
-        dbias = dy.sum(0, dtype=torch.float64 if _by_reference(dy) else torch.float32).to(dy.dtype)
+        dbias = dy.sum(0, dtype=torch.float64).to(dy.dtype) if _by_reference(dy) else dy.sum(0)  # within, float32
     if _by_reference(features):
         if mask[0]:
             dfeatures = features_gradient_reference(dy, weight, neighbours, features.shape[0])
@@ -176,9 +181,8 @@ def _sparse_conv_backward(
         else:
             dfeatures = convolved(dy, transposed, None, reverse, reverse_order, mirrored=False)
     if mask[1]:
-        if pairs is None or pair_counts is None:
-            pairs, pair_counts = pairs_of(neighbours, features.shape[0])
-        dweight = weight_gradient(dy, features, neighbours.shape[1], pairs, pair_counts)
+        lists = None if pairs is None or pair_counts is None else (pairs, pair_counts)
+        dweight = weight_gradient(dy, features, neighbours, lists)
     return dfeatures, dweight, dbias
 
 
@@ -276,10 +280,11 @@ def sparse_conv(
             raise on the CPU, and on a GPU are read as none.
         reverse: (N, T) int32, the result that a row of features meets at a tap, -1 for none; for the gradient of the
             features. None: that of a submanifold convolution, neighbours with the taps in the other order.
-        order, reverse_order: (M,) and (N,) int32 or int64, the order in which rows of the two tables are worked on,
-            from `rows_by_mask`; without reverse, `order` serves both. None: made where there are many rows.
+        order, reverse_order: of the two tables what `row_order` makes, so that rows with the same neighbours are worked
+            on together; or any order of the rows, (M,) and (N,) int32 or int64. Without reverse, `order` serves both.
+            None: made where there are many rows.
         pairs: (2, T, P) int32, sites and results of each tap's pairs, and how many there are, (T,) int32, as
-            `get_indice_pairs` gives them; for the gradient of the weight. None: made from neighbours.
+            `get_indice_pairs` gives them; for the gradient of the weight. None: made where there are many rows.
         pair_count: of all taps, for the count of flops alone. None: it is taken for M, the fewest that there can be.
 
     Returns:
@@ -333,8 +338,8 @@ def _check(
         "bias": (bias, False, floats),
         "neighbours": (neighbours, True, integers),
         "reverse": (reverse, False, integers),
-        "order": (order, False, either),
-        "reverse_order": (reverse_order, False, either),
+        "order": (order, False, integers if _has_table(order) else either),
+        "reverse_order": (reverse_order, False, integers if _has_table(reverse_order) else either),
         "pairs[0]": (listed, pairs is not None, integers),
         "pairs[1]": (counts, pairs is not None, integers),
     }
@@ -372,13 +377,14 @@ def _check_shapes(
             f"got {tuple(neighbours.shape)}"
         )
     rows = neighbours.shape[0]
-    if max(rows, sites) > MAX_ROWS:
-        raise ValueError(f"sparse_conv: {max(rows, sites)} rows are more than int32 can number: split the batch")
+    for count in (rows, sites):  # not their maximum: of sizes that depend on data it cannot be taken
+        if count > MAX_ROWS:
+            raise ValueError(f"sparse_conv: {count} rows are more than int32 can number: split the batch")
     expected = {
         "bias": (bias, (weight.shape[0],)),
         "reverse": (reverse, (sites, taps)),
-        "order": (order, (rows,)),
-        "reverse_order": (reverse_order, (sites,)),
+        "order": (order, _order_shape(order, rows, taps)),
+        "reverse_order": (reverse_order, _order_shape(reverse_order, sites, taps)),
         "pairs[1]": (counts, (taps,)),
     }
     for name, (tensor, shape) in expected.items():
@@ -391,3 +397,12 @@ def _check_shapes(
             f"sparse_conv: from {sites} sites to {rows} results is no submanifold convolution: give reverse, which the "
             "gradient of features needs"
         )
+
+
+def _has_table(order: Tensor | None) -> bool:
+    return isinstance(order, Tensor) and order.dim() == 2
+
+
+def _order_shape(order: Tensor | None, rows: int, taps: int) -> tuple[int, ...]:
+    """That of `sorted_table`, or of the order alone."""
+    return (1 + -(-taps // 32) + taps, rows) if _has_table(order) else (rows,)
