@@ -337,7 +337,7 @@ def label_file(model: Model, cloud: Cloud, out: Path, device: torch.device) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=list(RECIPES), default="cpu")
-    parser.add_argument("--setting", choices=list(SETTINGS), default="street")
+    parser.add_argument("--setting", choices=list(SETTINGS), help="what to make up: a street, unless said")
     parser.add_argument("--steps", type=int, help="of training")
     parser.add_argument("--scans", type=int, help="to train on, again and again")
     parser.add_argument("--seed", type=int, default=0)
@@ -354,6 +354,8 @@ def main() -> None:
         parser.error(f"--out {options.out} is no folder")
     if options.weights and not options.points:
         parser.error("--weights labels a cloud: name it with --points")
+    if options.weights and options.setting:
+        parser.error("--weights were trained for a setting of their own: leave out --setting")
     device = torch.device(options.device)
     try:
         cloud = own(options.points) if options.points else None
@@ -364,7 +366,7 @@ def main() -> None:
     if model is None:
         recipe = QUICK if options.quick else RECIPES[options.device]
         recipe = replace(recipe, steps=options.steps or recipe.steps, scans=options.scans or recipe.scans)
-        model = trained(recipe, options.setting, options.seed, options.out, device)
+        model = trained(recipe, options.setting or "street", options.seed, options.out, device)
     if cloud is not None:
         label_file(model, cloud, options.out, device)
 
