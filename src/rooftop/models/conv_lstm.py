@@ -326,10 +326,12 @@ class ConvLSTM2D(nn.Module):
 def _convolved_as_product(x: Tensor, kernel: Tensor, strides: Pair, padding: Pair, dilation: Pair) -> Tensor:
     """The convolution of x, channels last, as one product of its windows, which are few values each; channels last.
 
-    Rows are as long as a multiple of 8, so that their addresses are what tensor cores take.
+    Rows are whole groups of 16 bytes in half precision, so that their addresses are what tensor cores take.
     """
     height, width = kernel.shape[2:]
-    rows = F.pad(x, (padding[1], padding[1], padding[0], padding[0])).permute(0, 2, 3, 1)
+    if max(padding) > 0:
+        x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    rows = x.permute(0, 2, 3, 1)
     if (height, width, *strides) == (1, 1, 1, 1):
         matrix = kernel.flatten(1)
     else:
