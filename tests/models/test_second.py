@@ -108,9 +108,10 @@ def test_without_voxels_the_map_is_empty(backbone: SecondBackbone) -> None:
 
 
 def test_a_grid_that_is_too_small_is_refused(backbone: SecondBackbone) -> None:
-    flat = SparseConvTensor(torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.int32), (16, 8, 8), 1)
+    features, origin = torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="does not fit into spatial_shape"):
-        backbone(flat)
+        backbone(SparseConvTensor(features, origin, (24, 8, 8), 1))
+    assert backbone(SparseConvTensor(features, origin, (25, 1, 1), 1)).shape == (1, 128, 1, 1)
 
 
 def test_keys_and_shapes_are_those_of_openpcdet(backbone: SecondBackbone) -> None:

@@ -242,3 +242,8 @@ def test_wrong_layouts_say_what_is_expected() -> None:
         MinkUNet((2, 2), 4, 19)
     with pytest.raises(ValueError, match="at least one level"):
         SparseUNet(4, 19, ())
+
+
+def test_what_is_no_sparse_tensor(model: UShape) -> None:
+    with pytest.raises(TypeError, match=r"takes a rooftop\.sparse\.SparseConvTensor, got Tensor"):
+        model(torch.zeros(3, 4))

@@ -28,7 +28,10 @@ def a_network() -> nn.Module:
 def saved(network: nn.Module, layout: str) -> dict[str, Tensor]:
     """The state dict as a version of spconv saves it."""
     places = {"KRSC": (0, 1, 2, 3, 4), "RSKC": (1, 2, 3, 0, 4), "RSCK": (1, 2, 3, 4, 0)}[layout]
-    return {k: (v.permute(places) if v.dim() == 5 else v).clone() for k, v in network.state_dict().items()}
+    return {
+        k: (v.permute(places) if v.dim() == 5 else v).clone(memory_format=torch.contiguous_format)
+        for k, v in network.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -46,6 +49,25 @@ def test_a_checkpoint_of_any_layout_loads(layout: str, given: bool) -> None:
     assert report.layouts == dict.fromkeys(weights, layout)
     assert report.converted == ([] if layout == "KRSC" else weights)
     assert str(report) == (f"4 weights of sparse convolutions: 4 in {layout}; {0 if layout == 'KRSC' else 4} converted")
+
+
+def test_a_module_with_two_names() -> None:
+    shared = spconv.SubMConv3d(3, 3, 3)  # a weight whose shape fits all layouts
+    network = nn.ModuleDict({"one": shared, "other": shared})
+    before = shared.weight.detach().clone()
+    spconv.load_spconv_state_dict(network, saved(network, "RSCK"), "RSCK")
+    assert torch.equal(shared.weight, before)
+
+
+def test_converted_weights_are_contiguous() -> None:
+    """As who saves them wants them, and who assigns them."""
+    network, twin = a_network(), a_network().to("meta")
+    converted, _ = spconv.convert_state_dict(network, saved(network, "RSKC"))
+    assert all(value.is_contiguous() for value in converted.values())
+    first = {key.removeprefix("first."): value for key, value in saved(network, "RSCK").items() if "first" in key}
+    twin.first.load_state_dict(first, assign=True)
+    assert twin.first.weight.is_contiguous()
+    assert torch.equal(twin.first.weight, network.first.weight)
 
 
 def test_layers_in_different_layouts() -> None:
@@ -106,6 +128,9 @@ def test_wrong_checkpoints() -> None:
     with pytest.raises(RuntimeError, match=r"up\.weight"):
         spconv.load_spconv_state_dict(network, without)
     assert "up.weight" not in spconv.load_spconv_state_dict(network, without, strict=False).layouts
+    for nothing in (None, [1.0]):
+        with pytest.raises(TypeError, match=r"first\.weight must be a tensor, got (NoneType|list)"):
+            spconv.load_spconv_state_dict(a_network(), {"first.weight": nothing})
 
 
 def test_layouts_are_views() -> None:

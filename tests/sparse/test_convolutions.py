@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -346,6 +348,25 @@ def test_a_kernel_of_one_needs_no_rulebook() -> None:
     assert launches_of(spconv.SparseConv3d(3, 4, 1, padding=1, dtype=torch.float64), x) != {}
 
 
+def test_a_kernel_of_one_has_as_many_outputs_as_its_bound() -> None:
+    x = a_tensor(3)
+    conv = spconv.SparseConv3d(3, 4, 1, num_out_act_bound=70, record_voxel_count=True, dtype=torch.float64)
+    y = conv(x)
+    assert y.features.shape == (70, 4)
+    assert y.padded
+    torch.testing.assert_close(y.dense(), F.conv3d(x.dense(), conv.weight.movedim(-1, 1), conv.bias) * occupied(x))
+    with pytest.raises(ValueError, match="more outputs than num_out_act_bound 59"):
+        spconv.SparseConv3d(3, 4, 1, num_out_act_bound=59, dtype=torch.float64)(x)
+    plain = spconv.SparseConv3d(3, 4, 1, record_voxel_count=True, dtype=torch.float64)
+    plain(x)
+    assert conv.get_max_num_voxels().tolist() == plain.get_max_num_voxels().tolist() == [60]
+
+
+def occupied(x: SparseConvTensor) -> Tensor:
+    """1 at the cells that are sites, (B, 1, *grid)."""
+    return x.replace_feature(torch.ones(len(x.indices), 1, dtype=x.features.dtype)).dense()
+
+
 def test_orders_and_pairs_are_made_once_and_where_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where kernels compute, which is not here: made by what a CPU has, and counted."""
     made: list[str] = []
@@ -403,6 +424,20 @@ def test_a_key_that_has_another_rulebook() -> None:
         spconv.SubMConv3d(3, 3, 3, indice_key="a").double()(other)
 
 
+def test_a_key_whose_indices_were_changed_in_place() -> None:
+    conv, x = spconv.SubMConv3d(3, 3, 3, indice_key="a", dtype=torch.float64), a_tensor(3)
+    y = conv(x)
+    for same in (y, copy.copy(y), y.replace_feature(y.features.detach())):
+        conv(same)
+    x.indices.copy_(random_sites(60, 2, GRID, seed=1))
+    with pytest.raises(ValueError, match="'a' has a rulebook of what indices were before they were changed in place"):
+        conv(y)
+    assert torch.equal(conv(x).indices, x.indices)
+    with torch.no_grad():
+        copied = copy.deepcopy(conv(x))  # whose tensors have not been changed
+    assert torch.equal(conv(copied).features, conv(conv(x)).features)
+
+
 def test_an_inverse_convolution_that_does_not_fit() -> None:
     x = a_tensor(3)
     y = spconv.SparseConv3d(3, 3, 3, 2, 1, indice_key="down", dtype=torch.float64)(x)
@@ -427,6 +462,21 @@ def test_wrong_arguments() -> None:
         (lambda: spconv.SubMConv3d(3, 4, 3, 2), ValueError, r"stride must be 1, got \(2, 2, 2\)"),
         (lambda: spconv.SparseConv3d(3, 4, (3, 3)), ValueError, r"kernel_size.*at least 1, or 3 of them, got \(3, 3\)"),
         (lambda: spconv.SparseConv3d(3, 4, 3, padding=-1), ValueError, "padding must be an integer of at least 0"),
+        (lambda: spconv.SparseConv3d(3, 4, 2.5), TypeError, r"kernel_size must be a whole number .*, got 2\.5"),
+        (lambda: spconv.SparseConv3d(3, 4, (3, 2.5, 3)), TypeError, r"kernel_size must be a whole number .*, got 2\.5"),
+        (lambda: spconv.SparseConv3d(3, 4, True), TypeError, "kernel_size must be a whole number .*, got True"),
+        (lambda: spconv.SparseConv3d(3, 4, 3, None), TypeError, "stride must be a whole number .*, got None"),
+        (lambda: spconv.SparseConv3d(3, 4, 3, num_out_act_bound=-1), ValueError, "at least 0, or None .* got -1"),
+        (
+            lambda: spconv.SparseConv3d(3, 4, 3, num_out_act_bound=1.5),
+            TypeError,
+            r"bound must be a whole number, got 1\.5",
+        ),
+        (
+            lambda: spconv.SubMConv3d(3, 4, 1)(a_tensor(3)),
+            TypeError,
+            r"features is torch\.float64, weight torch\.float32: cast one, or use autocast",
+        ),
         (
             lambda: spconv.SparseConv3d(3, 4, 3, algo="Native"),
             TypeError,
@@ -457,6 +507,12 @@ def test_wrong_arguments() -> None:
     for call, error, message in wrong:
         with pytest.raises(error, match=message):
             call()
+
+
+def test_sizes_of_numpy() -> None:
+    for kernel in (np.int64(3), np.array([3, 3, 3]), torch.tensor(3)):
+        conv = spconv.SparseConv3d(3, 4, kernel, np.int64(2), num_out_act_bound=np.int64(9))
+        assert (conv.kernel_size, conv.stride, conv.num_out_act_bound) == ((3, 3, 3), (2, 2, 2), 9)
 
 
 def test_a_bound_that_is_too_small() -> None:

@@ -66,11 +66,20 @@ def gradients(y: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(y, leaves, torch.ones_like(y).cumsum(0), retain_graph=True)
 
 
+def test_features_of_other_rows_than_the_rulebook() -> None:
+    indices = torch.tensor([[0, 0], [0, 2]], dtype=torch.int32)
+    for rows in (1, 3):
+        with pytest.raises(ValueError, match=rf"a row for each of the 2 inputs of the rulebook, got \({rows}, 1\)"):
+            functional.subm_conv(torch.ones(rows, 1), indices, torch.ones(1, 3, 1), spatial_shape=[3], batch_size=1)
+
+
 def test_sums_of_different_sites() -> None:
     x, y = a_tensor(), a_tensor(1)
     total = functional.sparse_add(x, y, x)
     torch.testing.assert_close(total.dense(), 2 * x.dense() + y.dense())
     assert 20 < len(total.indices) < 40
+    with pytest.raises(TypeError, match=r"rooftop\.sparse\.SparseConvTensors, got Tensor"):
+        functional.sparse_add(x, x.features)
     for wrong, message in (
         ((), "at least one tensor"),
         ((x, x.replace_feature(x.features[:, :3])), "same channels"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import OrderedDict
 
 import pytest
@@ -64,6 +65,14 @@ def test_ways_to_name_modules() -> None:
     positional.add(nn.Tanh(), "last")
     assert [name for name, _ in positional.named_children()] == ["0", "1", "2", "last"]
     assert torch.equal(positional(a_tensor()).features, (2 * a_tensor().features).relu().tanh().tanh())
+
+
+def test_a_slice_of_modules() -> None:
+    network = spconv.SparseSequential(OrderedDict(first=Doubled(), then=nn.ReLU(), last=nn.Tanh()))
+    part = network[1:]
+    assert isinstance(part, spconv.SparseSequential)
+    assert [name for name, _ in part.named_children()] == ["then", "last"]
+    assert part[0] is network.then
 
 
 def test_wrong_modules() -> None:
@@ -151,6 +160,52 @@ def test_a_batch_norm_across_ranks_does_not_count_rows_that_are_no_sites() -> No
     assert network.eval()(a_tensor(padding=1)).features.shape == (5, 2)
 
 
+class Sevens(nn.BatchNorm1d):
+    """As networks derive one, to add up over ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, 7.0)
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_computes_by_that() -> None:
+    network = spconv.SparseSequential(norm=Sevens(2))
+    assert torch.equal(network(a_tensor()).features, torch.full((4, 2), 7.0))
+    with pytest.raises(ValueError, match=r"module 'norm', Sevens, would count rows"):
+        network(a_tensor(padding=1))
+
+
+def test_hooks_of_a_batch_norm_are_called() -> None:
+    seen: list[tuple[int, ...]] = []
+    norm = nn.BatchNorm1d(2)
+    norm.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape)))
+    spconv.SparseSequential(norm)(a_tensor())
+    assert seen == [(4, 2)]
+
+
+def test_a_nan_in_a_row_that_is_no_site_is_in_no_gradient() -> None:
+    for layer in (nn.BatchNorm1d(2), spconv.SubMConv2d(2, 3, 1)):
+        x = a_tensor(padding=2)
+        features = x.features.detach().clone()
+        features[4:] = torch.nan
+        y = spconv.SparseSequential(layer)(x.replace_feature(features.requires_grad_()))
+        y.features[:4].square().sum().backward()
+        assert features.grad is not None
+        assert all(bool(leaf.grad.isfinite().all()) for leaf in (features, *layer.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_one_site_of_half_precision_without_running_statistics(dtype: torch.dtype) -> None:
+    x = a_tensor(1)
+    for norm in (
+        spconv.SparseBatchNorm(2, track_running_stats=False),
+        spconv.SparseBatchNorm(2, track_running_stats=False, affine=False),
+    ):
+        y = norm(x.replace_feature(x.features.to(dtype))).features
+        assert torch.equal(y, torch.zeros(1, 2, dtype=dtype))
+        (gradient,) = torch.autograd.grad(y.sum(), x.features)
+        assert torch.equal(gradient, torch.zeros(1, 2))  # a constant, as it is with rows of padding
+
+
 def test_half_precision_has_statistics_in_float32() -> None:
     x = a_tensor(padding=2)
     half = x.replace_feature(x.features.detach().half())
@@ -166,6 +221,9 @@ def test_users_import_it_as_spconv_s() -> None:
     from rooftop.sparse.pytorch import SparseConvTensor as Imported
     from rooftop.sparse.pytorch import functional, ops
 
+    for name in ("conv", "core", "functional", "modules", "ops", "pool", "utils"):
+        assert importlib.import_module(f"rooftop.sparse.pytorch.{name}") is getattr(users, name)
+    assert users.Identity is spconv.SparseIdentity
     assert Imported is SparseConvTensor
     assert users.SubMConv3d is spconv.SubMConv3d
     assert users.conv.SparseConvolution is spconv.SparseConvolution

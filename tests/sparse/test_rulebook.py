@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 import pickle
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from rooftop.errors import MissingExtraError
 from rooftop.launch import count_launches
-from rooftop.sparse import Geometry, Rulebook, build_rulebook, geometry, get_indice_pairs
+from rooftop.sparse import Geometry, Rulebook, build_rulebook, geometry, get_indice_pairs, rulebook
 from rooftop.sparse.rulebook import rulebook_reference
 
 FORMS = ("out_indices", "neighbours", "reverse", "indice_pairs", "indice_pair_num", "num_outputs")
@@ -467,6 +469,28 @@ def test_without_warp_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------
+
+
+def test_a_first_launch_loads_the_kernels_in_one_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two threads load them at once, Warp raises `KeyError`, now and then."""
+    import warp
+
+    launch, loading, met = warp.launch, [True], []
+
+    def slow_at_first(*arguments: Any, **options: Any) -> None:
+        met.append(loading[0])
+        if len(met) == 1:
+            time.sleep(0.05)
+            loading[0] = False
+        launch(*arguments, **options)
+
+    monkeypatch.setattr(warp, "launch", slow_at_first)
+    monkeypatch.setattr(rulebook, "_LOADED", set())
+    sites = random_sites(20, 1, (5, 5))
+    with ThreadPoolExecutor(4) as threads:
+        built = list(threads.map(lambda _: build_rulebook(sites, geometry(1, (5, 5), 3, subm=True)), range(4)))
+    assert met == [True] + [False] * 7
+    assert all(torch.equal(each.neighbours, built[0].neighbours) for each in built)
 
 
 @pytest.mark.gpu

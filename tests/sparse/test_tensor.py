@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -105,6 +106,38 @@ def test_coalesce_merges_the_rows_of_a_site(reduce: str, expected: list[float]) 
     assert merged.features.squeeze(1).tolist() == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_coalesce_adds_up_in_float32(dtype: torch.dtype) -> None:
+    many = SparseConvTensor(torch.ones(5000, 1, dtype=dtype), torch.zeros(5000, 2, dtype=torch.int32), [1], 1)
+    assert many.coalesce("mean").features.tolist() == [[1.0]]
+    assert many.coalesce("sum").features.tolist() == [[torch.tensor(5000.0).to(dtype).item()]]
+
+
+def test_what_networks_for_spconv_name() -> None:
+    x = a_tensor()
+    again = SparseConvTensor(x.features, x.indices, GRID, 3, x.grid, x.voxel_num, x.indice_dict)
+    assert again.indice_dict is x.indice_dict
+    copied = x.shadow_copy()
+    assert copied is not x
+    assert copied.features is x.features
+    assert torch.equal(x.minus().features, -x.features)
+    some = x.select_by_index(torch.tensor([2, 0]))
+    assert torch.equal(some.features, x.features[[2, 0]])
+    assert torch.equal(some.indices, x.indices[[2, 0]])
+    x.indice_dict["down"] = "a rulebook of all sites"
+    assert x.select_by_index(torch.tensor([True, False, True])).indice_dict == {}
+    assert torch.equal((x.features + x).features, 2 * x.features)
+
+
+def test_sizes_of_any_kind_of_whole_number() -> None:
+    features = torch.zeros(3, 2)
+    for shape in (np.asarray(GRID), np.asarray(GRID, float), torch.tensor(GRID), torch.Size(GRID), tuple(GRID)):
+        assert SparseConvTensor(features, INDICES, shape, 3).spatial_shape == GRID
+    for three in (np.int64(3), torch.tensor(3), 3.0):
+        found = SparseConvTensor(features, INDICES, GRID, three).batch_size
+        assert (found, type(found)) == (3, int)
+
+
 def test_empty() -> None:
     x = SparseConvTensor(torch.empty(0, 5), torch.empty(0, 4, dtype=torch.int64), [2, 3, 4], 2)
     assert x.sparity == 0
@@ -143,7 +176,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"indices": INDICES.float()}, TypeError, r"torch\.int32 or torch\.int64, got torch\.float32"),
     ({"spatial_shape": [3, 4, 5]}, ValueError, r"indices must be \(N, 4\).*got \(3, 3\)"),
     ({"spatial_shape": [0, 4]}, ValueError, "spatial_shape must be at least 1"),
+    ({"spatial_shape": [3.7, 4]}, TypeError, r"spatial_shape must be a whole number in each dimension, got 3\.7"),
+    ({"spatial_shape": "34"}, TypeError, "spatial_shape must be a whole number in each dimension, got '3'"),
+    ({"spatial_shape": [2**31, 2**31]}, ValueError, r"times batch_size 3 is beyond 2\^63 cells"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+    ({"batch_size": 2.5}, TypeError, r"batch_size must be a whole number, got 2\.5"),
+    ({"batch_size": None}, TypeError, "batch_size must be a whole number, got None"),
 ]
 
 
@@ -159,6 +197,8 @@ def test_wrong_calls() -> None:
         a_tensor().replace_feature(torch.zeros(4, 2))
     with pytest.raises(ValueError, match="one of sum, mean, max, min, got 'median'"):
         a_tensor().coalesce("median")
+    with pytest.raises(TypeError, match=r"floating point numbers, got torch\.int64: convert with"):
+        a_tensor().replace_feature(torch.ones(3, 1, dtype=torch.int64)).coalesce()
     with pytest.raises(ValueError, match=r"\(batch, 1 to 4 dimensions, channels\), got \(3, 4\)"):
         SparseConvTensor.from_dense(torch.zeros(3, 4))
 

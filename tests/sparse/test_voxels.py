@@ -262,6 +262,12 @@ def test_what_cannot_be_voxels(arguments: dict[str, Any], message: str) -> None:
         PointToVoxel(**{**usual, "max_num_points_per_voxel": 2, **arguments})
 
 
+def test_what_are_no_sizes() -> None:
+    for size, ends in ((0.5, RANGE), (SIZE, [[0, 0, 0], [1, 1, 1]]), ("abc", RANGE)):
+        with pytest.raises(TypeError, match="as a number for each dimension, and a range as twice as many in one row"):
+            voxelize(torch.zeros(3, 4), size, ends)
+
+
 @pytest.mark.parametrize(
     ("points", "error", "message"),
     [

@@ -43,7 +43,7 @@ class SecondBackbone(nn.Module):
         """The map from above.
 
         Args:
-            x: voxels with `in_channels`, on a grid (D, H, W) as large as the kernels need: 17 x 1 x 1 at least.
+            x: voxels with `in_channels`, on a grid (D, H, W) as large as the kernels need: 25 x 1 x 1 at least.
 
         Returns:
             (B, 128 d, h, w), the channels of all heights beside each other; d = 2 where D is 41, h and w are H / 8 and

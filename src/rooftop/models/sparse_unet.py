@@ -52,7 +52,12 @@ class UShape(nn.Module):
         """N sites with C channels to the same rows with `num_classes`.
 
         What is given has all rulebooks: a tensor with its `indice_dict` and the same indices makes none again.
+
+        Raises:
+            TypeError, ValueError: no `SparseConvTensor`, or another number of dimensions or channels.
         """
+        if not isinstance(x, SparseConvTensor):
+            raise TypeError(f"{type(self).__name__} takes a rooftop.sparse.SparseConvTensor, got {type(x).__name__}")
         levels = [self.stem(enlarged(x, self.multiple))]
         for stage in self.encoder:
             levels.append(stage(levels[-1]))

@@ -52,7 +52,7 @@ def load_spconv_state_dict(
         layout: of all weights, one of `LAYOUTS`. None: told by their shapes.
 
     Raises:
-        ValueError: as `convert_state_dict`.
+        TypeError, ValueError: as `convert_state_dict`.
         RuntimeError: as `torch.nn.Module.load_state_dict`.
     """
     converted, report = convert_state_dict(module, state_dict, layout)
@@ -69,6 +69,7 @@ def convert_state_dict(
         layout: as of `load_spconv_state_dict`.
 
     Raises:
+        TypeError: a weight that is no tensor.
         ValueError: a layout that there is not, a weight that no layout fits, or weights that fit several layouts while
             nothing decides between them.
     """
@@ -78,9 +79,12 @@ def convert_state_dict(
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)} or None, got {layout!r}")
     wanted = {
         f"{name}.weight" if name else "weight": tuple(each.weight.shape)
-        for name, each in module.named_modules()
+        for name, each in module.named_modules(remove_duplicate=False)  # a module may have two names
         if isinstance(each, SparseConvolution)
     }
+    for key in wanted:
+        if key in state_dict and not isinstance(state_dict[key], Tensor):
+            raise TypeError(f"{key} must be a tensor, got {type(state_dict[key]).__name__}")
     fits = {key: fitting(state_dict[key], shape) for key, shape in wanted.items() if key in state_dict}
     if layout is not None:
         fits = {key: [each for each in found if each == layout] for key, found in fits.items()}
@@ -101,7 +105,7 @@ def convert_state_dict(
                 "no other weight decides: pass layout="
             )
         layouts[key] = left[0]
-    changed = {key: as_krsc(state_dict[key], each) for key, each in layouts.items()}
+    changed = {key: as_krsc(state_dict[key], each).contiguous() for key, each in layouts.items()}
     return {**state_dict, **changed}, LayoutReport(layouts)
 
 

@@ -26,7 +26,14 @@ from rooftop.sparse.functional import convolve, linear
 from rooftop.sparse.geometries import PerDimension
 from rooftop.sparse.modules import SparseModule
 from rooftop.sparse.rulebook import Rulebook
-from rooftop.sparse.rulebook_cache import inverse_rulebook, layer_geometry, layer_rulebook, on_outputs, per_dimension
+from rooftop.sparse.rulebook_cache import (
+    inverse_rulebook,
+    layer_geometry,
+    layer_rulebook,
+    on_outputs,
+    per_dimension,
+    rows_of_outputs,
+)
 from rooftop.sparse.tensor import SparseConvTensor
 
 VOXEL_COUNT = "max_num_voxels_during_training"
@@ -117,11 +124,12 @@ class SparseConvolution(SparseModule):
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.indice_key, self.algo, self.fp32_accum = indice_key, algo, fp32_accum
         self.record_voxel_count, self.large_kernel_fast_algo = record_voxel_count, large_kernel_fast_algo
-        self.num_out_act_bound = num_out_act_bound
+        self.num_out_act_bound = rows_of_outputs(num_out_act_bound)
         in_place = self.subm or not (any(self.padding) or any(self.output_padding) or max(self.stride) > 1)
+        in_place = in_place and num_out_act_bound is None
         self.conv1x1 = max(self.kernel_size) == 1 and in_place and not self.inverse
         if self.subm:
-            self._check_submanifold()
+            check_submanifold(self.kernel_size, self.stride)
         shape = (out_channels, *self.kernel_size, in_channels // groups)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         if bias:
@@ -131,14 +139,6 @@ class SparseConvolution(SparseModule):
         if record_voxel_count and not self.subm and not self.inverse:
             self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32, device=device))
         self.reset_parameters()
-
-    def _check_submanifold(self) -> None:
-        if max(self.stride) > 1:
-            raise ValueError(f"a submanifold convolution keeps its sites: stride must be 1, got {self.stride}")
-        if any(size % 2 == 0 for size in self.kernel_size):
-            raise ValueError(
-                f"the kernel of a submanifold convolution has a centre: kernel_size must be odd, got {self.kernel_size}"
-            )
 
     def reset_parameters(self) -> None:
         """Weight and bias uniform within 1 / sqrt(in_channels / groups * kernel volume), as in spconv."""
@@ -158,12 +158,17 @@ class SparseConvolution(SparseModule):
         """
         self._check_input(x)
         if self.conv1x1:
-            return x.replace_feature(linear(x.features, self.weight, self.bias, self.groups))
-        rulebook = self._rulebook(x)
-        features = convolve(x.features, self.weight, self.bias, rulebook, self.groups)
+            # A kernel reads no row that is no site; a product of matrices does, and a NaN there would be one of the
+            # gradient of the weight.
+            features = x.features.where(x.indices[:, :1] >= 0, 0) if x.padded else x.features
+            y = x.replace_feature(linear(features, self.weight, self.bias, self.groups))
+        else:
+            rulebook = self._rulebook(x)
+            features = convolve(x.features, self.weight, self.bias, rulebook, self.groups)
+            y = on_outputs(x, features, rulebook, self.indice_key)
         if hasattr(self, VOXEL_COUNT):
-            self._record(rulebook)
-        return on_outputs(x, features, rulebook, self.indice_key)
+            record_most(getattr(self, VOXEL_COUNT), y)
+        return y
 
     def _rulebook(self, x: SparseConvTensor) -> Rulebook:
         shape = layer_geometry(
@@ -188,11 +193,6 @@ class SparseConvolution(SparseModule):
         least."""
         return getattr(self, VOXEL_COUNT, None)
 
-    @torch.no_grad()
-    def _record(self, rulebook: Rulebook) -> None:
-        count = getattr(self, VOXEL_COUNT)
-        count.copy_(torch.maximum(count, rulebook.num_outputs.to(count.dtype)))
-
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
@@ -203,7 +203,7 @@ class SparseConvolution(SparseModule):
         if isinstance(weight, Tensor) and tuple(weight.shape) != shape:
             layouts = fitting(weight, shape)
             if len(layouts) == 1:
-                state_dict[key] = as_krsc(weight, layouts[0])
+                state_dict[key] = as_krsc(weight, layouts[0]).contiguous()
             elif layouts:
                 error_msgs.append(
                     f"{key} of shape {tuple(weight.shape)} may be in spconv's layout {' or '.join(layouts)}: load it "
@@ -227,6 +227,20 @@ class SparseConvolution(SparseModule):
             value = getattr(self, name)
             told += f", {name}={value!s}" if value != usual else ""
         return told + (", bias=False" if self.bias is None else "")
+
+
+def check_submanifold(kernel_size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    """Raises `ValueError` for what keeps no sites."""
+    if max(stride) > 1:
+        raise ValueError(f"a submanifold layer keeps its sites: stride must be 1, got {stride}")
+    if any(size % 2 == 0 for size in kernel_size):
+        raise ValueError(f"the kernel of a submanifold layer has a centre: kernel_size must be odd, got {kernel_size}")
+
+
+@torch.no_grad()
+def record_most(count: Tensor, y: SparseConvTensor) -> None:
+    """Keeps in count, (1,), how many sites y has, where they are more."""
+    count.copy_(torch.maximum(count, (y.indices[:, 0] >= 0).sum().to(count.dtype)))
 
 
 # ---- by kind ---------------------------------------------------------------------------------------------------

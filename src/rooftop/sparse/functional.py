@@ -50,8 +50,13 @@ def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, rulebook: Ru
 
     Raises:
         TypeError, ValueError, MissingExtraError, NotImplementedError: as `rooftop.kernels.sparse_conv`.
-        ValueError: groups that do not divide the channels.
+        ValueError: groups that do not divide the channels; features of another number of rows.
     """
+    if features.shape[0] != rulebook.in_indices.shape[0]:
+        raise ValueError(
+            f"expected features with a row for each of the {rulebook.in_indices.shape[0]} inputs of the rulebook, got "
+            f"{tuple(features.shape)}"
+        )
     records = torch.is_grad_enabled()
     kernels = by_kernels(features) and features.dtype != torch.float64
     of_features, of_weight = records and features.requires_grad, records and weight.requires_grad
@@ -82,7 +87,13 @@ def by_group(
 
 
 def linear(features: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
-    """What `convolve` is for a kernel of 1 that keeps its sites: a product of matrices, without a rulebook."""
+    """What `convolve` is for a kernel of 1 that keeps its sites: a product of matrices, without a rulebook.
+
+    Raises:
+        TypeError: dtypes that differ, without autocast.
+    """
+    if features.dtype != weight.dtype and not torch.is_autocast_enabled(features.device.type):
+        raise TypeError(f"features is {features.dtype}, weight {weight.dtype}: cast one, or use autocast")
     found = [
         F.linear(each, matrices.flatten(1), some) for each, matrices, some in by_group(features, weight, bias, groups)
     ]
@@ -250,8 +261,12 @@ def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
     Tensors on the same sites are added faster as `x.replace_feature(x.features + y.features)`.
 
     Raises:
+        TypeError: what is no `SparseConvTensor`.
         ValueError: no tensors, or grids, batch sizes or channels that differ.
     """
+    for each in tensors:
+        if not isinstance(each, SparseConvTensor):
+            raise TypeError(f"sparse_add takes rooftop.sparse.SparseConvTensors, got {type(each).__name__}")
     if not tensors:
         raise ValueError("sparse_add takes at least one tensor, got none")
     first, *others = tensors

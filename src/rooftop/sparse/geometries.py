@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 MAX_DIMS = 4
 MAX_ROWS = 2**31 - 1  # tables hold rows as int32
@@ -62,8 +63,7 @@ def geometry(
     """
     shape = sizes_of(spatial_shape)
     dims = len(shape)
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    batch_size = batch_size_of(batch_size)
     kernel, step = _sizes("ksize", ksize, dims, 1), _sizes("stride", stride, dims, 1)
     pad, spread = _sizes("padding", padding, dims, 0), _sizes("dilation", dilation, dims, 1)
     more = _sizes("out_padding", out_padding, dims, 0)
@@ -84,12 +84,8 @@ def geometry(
             f"a kernel of {kernel} (dilation {spread}, padding {pad}) does not fit into spatial_shape {shape}: "
             f"the output would be {out_shape}; add padding or take a smaller kernel"
         )
-    for what, sizes in (("spatial_shape", shape), ("the output's shape", out_shape)):
-        if batch_size * math.prod(sizes) > NO_KEY:
-            raise ValueError(
-                f"{what} {sizes} times batch_size {batch_size} is beyond 2^63 cells, which int64 keys cannot number: "
-                "shift the coordinates to start near 0 and pass the shape that they need"
-            )
+    check_cells("spatial_shape", shape, batch_size)
+    check_cells("the output's shape", out_shape, batch_size)
     return Geometry(batch_size, shape, out_shape, kernel, step, pad, spread, subm, transpose)
 
 
@@ -102,17 +98,64 @@ def _check_submanifold(ksize: tuple[int, ...], stride: tuple[int, ...], transpos
         raise ValueError(f"a submanifold convolution keeps its sites: stride must be 1, got {stride}")
 
 
+def check_cells(what: str, shape: Sequence[int], batch_size: int) -> None:
+    """Raises `ValueError` for a grid of more cells than keys can number."""
+    if batch_size * math.prod(shape) > NO_KEY:
+        raise ValueError(
+            f"{what} {tuple(shape)} times batch_size {batch_size} is beyond 2^63 cells, which int64 keys cannot "
+            "number: shift the coordinates to start near 0 and pass the shape that they need"
+        )
+
+
 def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """A `spatial_shape` as integers; raises `ValueError` for other than 1 to 4 dimensions and for sizes below 1."""
+    """A `spatial_shape` as integers; raises `TypeError` for what is none, and `ValueError` for other than 1 to 4
+    dimensions and for sizes below 1."""
     sizes = _sizes("spatial_shape", shape, None, 1)
     if not 1 <= len(sizes) <= MAX_DIMS:
         raise ValueError(f"spatial_shape must have 1 to {MAX_DIMS} dimensions, got {sizes}")
     return sizes
 
 
+def batch_size_of(value: Any) -> int:
+    """A batch size as an integer.
+
+    Raises:
+        TypeError: no whole number.
+        ValueError: it is below 1.
+    """
+    size = whole_number("batch_size", value)
+    if size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {value}")
+    return size
+
+
+def whole_number(what: str, value: Any, where: str = "") -> int:
+    """An integer, of Python, numpy or a tensor, or a float that is one; `where` follows in the message.
+
+    Raises:
+        TypeError: what is none, as 2.5, or a bool.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int(value)
+    try:
+        found = int(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of tensors with other than one element
+        found = None
+    if found is None or isinstance(value, (bool, str)) or found != value:
+        raise TypeError(f"{what} must be a whole number{where}, got {value!r}")
+    return found
+
+
+def whole_numbers(what: str, value: PerDimension, dims: int) -> tuple[int, ...]:
+    """Those of a sequence or an array, or one for all `dims`; raises as `whole_number`."""
+    if isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0:  # arrays of 0 dimensions cannot be iterated
+        return tuple(whole_number(what, each, " in each dimension") for each in value)
+    return (whole_number(what, value, " for each dimension or for all"),) * dims
+
+
 def _sizes(what: str, value: PerDimension, dims: int | None, least: int) -> tuple[int, ...]:
     """One integer for each dimension."""
-    sizes = (value,) * (dims or 1) if isinstance(value, int) else tuple(int(v) for v in value)
+    sizes = whole_numbers(what, value, dims or 1)
     if dims is not None and len(sizes) != dims:
         raise ValueError(f"{what} must be one integer or {dims}, one for each dimension, got {value}")
     if any(size < least for size in sizes):

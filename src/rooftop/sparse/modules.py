@@ -6,7 +6,7 @@ A plain module, as `torch.nn.ReLU`, stands in a `SparseSequential` beside sparse
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ class SparseSequential(SparseModule):
 
     A `SparseModule` gets the sparse tensor, any other module its features (N, C); behind `ToDense`, and whatever else
     gives a dense tensor, modules get that. Without sites nothing is left out: what follows has its channels. A
-    `torch.nn.BatchNorm1d` is computed as `SparseBatchNorm` is.
+    `torch.nn.BatchNorm1d` is computed as `SparseBatchNorm` is; one of a class with a `forward` of its own by that.
     """
 
     def __init__(self, *modules: Any, **named: nn.Module) -> None:
@@ -47,7 +47,10 @@ class SparseSequential(SparseModule):
         for name, module in [*pairs, *named.items()]:
             self.add(module, str(name))
 
-    def __getitem__(self, index: int) -> nn.Module:
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """A module, or those of a slice, under their names."""
+        if isinstance(index, slice):
+            return SparseSequential(OrderedDict(list(self._modules.items())[index]))
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range: there are {len(self)} modules")
         return list(self._modules.values())[index]  # type: ignore[return-value]
@@ -73,12 +76,12 @@ class SparseSequential(SparseModule):
         for name, module in self._modules.items():
             if is_spconv_module(module) or not isinstance(x, SparseConvTensor):  # type: ignore[arg-type]
                 x = module(x)  # type: ignore[misc]
-            elif isinstance(module, nn.BatchNorm1d):
+            elif _is_plain(module) and differs_from_torch(module, x):
                 x = batch_normalized(module, x)
-            elif isinstance(module, nn.SyncBatchNorm) and module.training and x.padded:
+            elif isinstance(module, BATCH_NORMS) and not _is_plain(module) and module.training and x.padded:
                 raise ValueError(
-                    f"module {name!r}, SyncBatchNorm, would count rows of {x} that are no sites: take a BatchNorm1d, "
-                    "or no num_out_act_bound before it"
+                    f"module {name!r}, {type(module).__name__}, would count rows of {x} that are no sites: take a "
+                    "BatchNorm1d, or no num_out_act_bound before it"
                 )
             else:
                 features = module(x.features)  # type: ignore[misc]
@@ -142,29 +145,44 @@ class RemoveGrid(SparseModule):
 
 # ---- batch norm ------------------------------------------------------------------------------------------------
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm)
+
+
+def _is_plain(module: nn.Module | None) -> TypeGuard[nn.BatchNorm1d]:
+    """Whether it computes as `torch.nn.BatchNorm1d`: classes derived from it may have a `forward` of their own."""
+    return isinstance(module, nn.BatchNorm1d) and type(module).forward is nn.BatchNorm1d.forward
+
+
+def differs_from_torch(norm: nn.BatchNorm1d, x: SparseConvTensor) -> bool:
+    """Whether statistics are of the batch, and some rows are no sites or too few for a variance."""
+    return (norm.training or norm.running_mean is None) and (x.padded or x.features.shape[0] < 2)
+
 
 def batch_normalized(norm: nn.BatchNorm1d, x: SparseConvTensor) -> SparseConvTensor:
     """`norm` over the sites of x, as `SparseBatchNorm` says."""
-    by_batch = norm.training or norm.running_mean is None
-    if by_batch and x.padded:
+    if not differs_from_torch(norm, x):
+        return x.replace_feature(nn.BatchNorm1d.forward(norm, x.features))
+    if x.padded:
         return x.replace_feature(_normalized_by_sites(norm, x.features, x.indices[:, :1] >= 0))
-    if by_batch and x.features.shape[0] < 2:
-        return x.replace_feature(_normalized_by_running(norm, x.features))
-    return x.replace_feature(nn.BatchNorm1d.forward(norm, x.features))
+    return x.replace_feature(_normalized_by_running(norm, x.features))
 
 
 def _normalized_by_running(norm: nn.BatchNorm1d, features: Tensor) -> Tensor:
     mean, var = norm.running_mean, norm.running_var
-    if mean is None or var is None:  # of one row: it is its own mean
-        mean, var = features.detach().sum(0), features.new_ones(norm.num_features)
+    if mean is None or var is None:  # one row is its own mean, and no gradient goes through it
+        features = features - features
+        dtype = features.dtype if norm.weight is None else norm.weight.dtype
+        mean = torch.zeros(norm.num_features, dtype=dtype, device=features.device)
+        var = torch.ones_like(mean)
     return F.batch_norm(features, mean, var, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
 def _normalized_by_sites(norm: nn.BatchNorm1d, features: Tensor, sites: Tensor) -> Tensor:
     """Statistics of the rows (N, C) that are sites (N, 1), without waiting for the device to know how many."""
-    wide = features.to(torch.promote_types(features.dtype, torch.float32))
+    # Rows that are no sites hold anything: 0 for it, or a NaN would be one of the gradients too, also times 0.
+    wide = features.to(torch.promote_types(features.dtype, torch.float32)).where(sites, 0)
     count = sites.sum()
-    mean = wide.where(sites, 0).sum(0) / count.clamp(min=1)
+    mean = wide.sum(0) / count.clamp(min=1)
     var = (wide - mean).square().where(sites, 0).sum(0) / count.clamp(min=1)
     enough = count > 1
     if norm.running_mean is not None and norm.running_var is not None:

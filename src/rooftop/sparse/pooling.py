@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels import sparse_avg_pool, sparse_global_avg_pool, sparse_global_max_pool, sparse_max_pool
-from rooftop.sparse.convolutions import VOXEL_COUNT, ConvAlgo
+from rooftop.sparse.convolutions import VOXEL_COUNT, ConvAlgo, check_submanifold, record_most
 from rooftop.sparse.geometries import PerDimension
 from rooftop.sparse.modules import SparseModule
-from rooftop.sparse.rulebook import Rulebook
-from rooftop.sparse.rulebook_cache import layer_geometry, layer_rulebook, on_outputs, per_dimension
+from rooftop.sparse.rulebook_cache import layer_geometry, layer_rulebook, on_outputs, per_dimension, rows_of_outputs
 from rooftop.sparse.tensor import SparseConvTensor
 
 
@@ -79,7 +78,9 @@ class SparsePool(SparseModule):
         self.stride = per_dimension("stride", stride, ndim, 1)
         self.padding = per_dimension("padding", padding, ndim, 0)
         self.dilation = per_dimension("dilation", dilation, ndim, 1)
-        self.record_voxel_count, self.num_out_act_bound = record_voxel_count, num_out_act_bound
+        if subm:
+            check_submanifold(self.kernel_size, self.stride)
+        self.record_voxel_count, self.num_out_act_bound = record_voxel_count, rows_of_outputs(num_out_act_bound)
         if record_voxel_count and not subm:
             self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
 
@@ -98,19 +99,15 @@ class SparsePool(SparseModule):
         rulebook = layer_rulebook(x, shape, self.indice_key, self.num_out_act_bound)
         pool = sparse_avg_pool if self.average else sparse_max_pool
         features = pool(x.features, rulebook.neighbours, rulebook.reached)
+        y = on_outputs(x, features, rulebook, self.indice_key)
         if hasattr(self, VOXEL_COUNT):
-            self._record(rulebook)
-        return on_outputs(x, features, rulebook, self.indice_key)
+            record_most(getattr(self, VOXEL_COUNT), y)
+        return y
 
     def get_max_num_voxels(self) -> Tensor | None:
         """(1,) int32: the most outputs that a call had, with `record_voxel_count`; what `num_out_act_bound` must be at
         least."""
         return getattr(self, VOXEL_COUNT, None)
-
-    @torch.no_grad()
-    def _record(self, rulebook: Rulebook) -> None:
-        count = getattr(self, VOXEL_COUNT)
-        count.copy_(torch.maximum(count, rulebook.num_outputs.to(count.dtype)))
 
     def extra_repr(self) -> str:
         told = f"kernel_size={self.kernel_size}, stride={self.stride}"

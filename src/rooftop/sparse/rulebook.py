@@ -17,8 +17,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from threading import Lock
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -88,6 +90,8 @@ class Rulebook:
         bounded: whether the outputs were given a number of rows, so that some may be no sites.
         inverse: whether it was built from the outputs to the inputs, then swapped.
         made: what layers made of it, shared with the one that is swapped.
+        version: that of in_indices, which grows when they are changed in place; None of a copy, and where PyTorch keeps
+            none.
     """
 
     shape: Geometry
@@ -99,6 +103,11 @@ class Rulebook:
     bounded: bool = False
     inverse: bool = False
     made: dict[str, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
+    version: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, whose tensors have versions of their own."""
+        return {name: value for name, value in self.__dict__.items() if name != "version"}
 
     @property
     def batch_size(self) -> int:
@@ -322,9 +331,15 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
     out_indices, neighbours, reached, faults = build(
         indices, shape.batch_size, *map(list, sizes), shape.subm, shape.transpose, num_out_act_bound
     )
+    version = version_of(indices)
     if shape.subm:
-        return Rulebook(shape, indices, indices, neighbours, None, faults)
-    return Rulebook(shape, indices, out_indices, neighbours, reached, faults, bounded)
+        return Rulebook(shape, indices, indices, neighbours, None, faults, version=version)
+    return Rulebook(shape, indices, out_indices, neighbours, reached, faults, bounded, version=version)
+
+
+def version_of(indices: Tensor) -> int | None:
+    """How often a tensor was changed in place; None in compiled code and in inference mode, which do not count."""
+    return None if torch.compiler.is_compiling() or indices.is_inference() else indices._version
 
 
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]  # out_indices, neighbours, reached, faults
@@ -473,6 +488,9 @@ def _beyond(bound: int) -> str:
 
 # ---- Warp ------------------------------------------------------------------------------------------------------
 
+_LOADING = Lock()  # Warp cannot be started, nor kernels be loaded by their first launch, in two threads at once
+_LOADED: set[torch.device] = set()
+
 
 def load_kernels() -> ModuleType:
     """The module of Warp's kernels.
@@ -485,8 +503,10 @@ def load_kernels() -> ModuleType:
         import warp
     except ImportError as error:
         raise MissingExtraError('sparse convolutions need Warp: pip install "rooftop[sparse]"') from error
-    if first:  # else what it says is the user's choice
-        warp.config.log_level = warp.LOG_WARNING
+    if first:  # else what it says is the user's choice; without a GPU it warns that there is no driver
+        warp.config.log_level = warp.LOG_WARNING if torch.cuda.is_available() else warp.LOG_ERROR
+    with _LOADING:
+        warp.init()  # once; a stream of PyTorch's cannot be named before
     from rooftop.sparse import rulebook_kernels
 
     return rulebook_kernels
@@ -499,12 +519,13 @@ def _launch(kernel: Any, threads: tuple[int, ...], *arguments: Any) -> None:
     import warp
 
     device = next(a.device for a in arguments if isinstance(a, Tensor))
-    values = [warp.from_torch(a, return_ctype=True) if isinstance(a, Tensor) else a for a in arguments]
-    if device.type == "cuda":
-        stream = _stream(device, torch.cuda.current_stream(device).cuda_stream)
-        warp.launch(kernel, threads, values, stream=stream, record_tape=False)
-    else:
-        warp.launch(kernel, threads, values, device="cpu", record_tape=False)
+    with nullcontext() if device in _LOADED else _LOADING:
+        values = [warp.from_torch(a, return_ctype=True) if isinstance(a, Tensor) else a for a in arguments]
+        where: dict[str, Any] = {"device": "cpu"}
+        if device.type == "cuda":
+            where = {"stream": _stream(device, torch.cuda.current_stream(device).cuda_stream)}
+        warp.launch(kernel, threads, values, **where, record_tape=False)
+    _LOADED.add(device)
     record_launch(kernel.key)
 
 

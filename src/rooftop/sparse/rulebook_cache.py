@@ -12,19 +12,31 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from rooftop.sparse.geometries import Geometry, PerDimension, geometry
-from rooftop.sparse.rulebook import Rulebook, build_rulebook
+from rooftop.sparse.geometries import Geometry, PerDimension, geometry, whole_number, whole_numbers
+from rooftop.sparse.rulebook import Rulebook, build_rulebook, version_of
 from rooftop.sparse.tensor import SparseConvTensor
 
 Sizes = tuple[int, ...]
 
 
 def per_dimension(what: str, value: PerDimension, dims: int, least: int) -> tuple[int, ...]:
-    """One integer for each dimension; raises `ValueError` for another number of them, and for one below `least`."""
-    sizes = (value,) * dims if isinstance(value, int) else tuple(int(size) for size in value)
+    """One integer for each dimension; raises `TypeError` for what is none, and `ValueError` for another number of them
+    and for one below `least`."""
+    sizes = whole_numbers(what, value, dims)
     if len(sizes) != dims or min(sizes) < least:
         raise ValueError(f"{what} must be an integer of at least {least}, or {dims} of them, got {value}")
     return sizes
+
+
+def rows_of_outputs(num_out_act_bound: int | None) -> int | None:
+    """A layer's `num_out_act_bound` as an integer; raises `TypeError` for what is none, and `ValueError` for one below
+    0."""
+    if num_out_act_bound is None:
+        return None
+    rows = whole_number("num_out_act_bound", num_out_act_bound)
+    if rows < 0:
+        raise ValueError(f"num_out_act_bound must be at least 0, or None for as many as there are, got {rows}")
+    return rows
 
 
 _remembered = lru_cache(maxsize=1024)(geometry)  # to check the same sizes at each call takes longer than to look
@@ -54,7 +66,8 @@ def layer_rulebook(
     `on_outputs` leaves it under that key.
 
     Raises:
-        ValueError: that of the key is of another geometry, other indices or another bound.
+        ValueError: that of the key is of another geometry, other indices or another bound, or indices were changed in
+            place since.
         MissingExtraError, TypeError, ValueError: as `build_rulebook`.
     """
     found = x.find_indice_pair(indice_key)
@@ -70,6 +83,11 @@ def layer_rulebook(
             f"indice_key {indice_key!r} has a rulebook of other sites, {len(found.in_indices)} rows of indices; this "
             f"layer's input has {len(x.indices)}. Give the layer an indice_key of its own, or keep the tensor of "
             "indices from layer to layer with replace_feature"
+        )
+    if found.version is not None and found.version != version_of(x.indices):
+        raise ValueError(
+            f"indice_key {indice_key!r} has a rulebook of what indices were before they were changed in place: make a "
+            "new tensor of them, and a SparseConvTensor of that"
         )
     if num_out_act_bound is not None and not shape.subm and num_out_act_bound != found.out_indices.shape[0]:
         raise ValueError(

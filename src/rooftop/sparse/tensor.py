@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rooftop.sparse.geometries import sizes_of
+from rooftop.sparse.geometries import batch_size_of, check_cells, sizes_of
 from rooftop.sparse.rulebook import Faults
 from rooftop.sparse.sites import check_indices, check_range, check_sites, checks_values, in_range, keys_of, sites_of
 
@@ -39,27 +39,32 @@ class SparseConvTensor:
         indices: Tensor,
         spatial_shape: Sequence[int],
         batch_size: int,
-        *,
+        grid: Tensor | None = None,
+        voxel_num: Tensor | None = None,
         indice_dict: dict[str, Any] | None = None,
+        *,
         padded: bool = False,
     ) -> None:
         """Takes tensors as they are, without copies. Compiled code and fake tensors have no values to look at.
 
+        The order is spconv's; grid and voxel_num are kept for networks that name them, and not used.
+
         Raises:
-            TypeError, ValueError: other shapes, dtypes or devices; on the CPU, and with ROOFTOP_CHECK=1 in the
-                environment on a GPU, a site out of range. Sites that are there twice raise where it matters: when a
-                convolution looks for neighbours, and in `dense()`; `coalesce()` merges them.
+            TypeError, ValueError: other shapes, dtypes or devices; a grid of 2^63 cells or more, the batch included; on
+                the CPU, and with ROOFTOP_CHECK=1 in the environment on a GPU, a site out of range. Sites that are there
+                twice raise where it matters: when a convolution looks for neighbours, and in `dense()`; `coalesce()`
+                merges them.
         """
         self.spatial_shape = list(sizes_of(spatial_shape))
         check_indices(indices, len(self.spatial_shape))
         _check_features(features, indices)
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        batch_size = batch_size_of(batch_size)
+        check_cells("spatial_shape", self.spatial_shape, batch_size)
         if _has_values(indices) and checks_values(indices):
             check_range(indices, batch_size, self.spatial_shape)
-        self._features, self.indices, self.batch_size = features, indices, int(batch_size)
+        self._features, self.indices, self.batch_size = features, indices, batch_size
         self.indice_dict: dict[str, Any] = {} if indice_dict is None else indice_dict
-        self.padded = padded
+        self.grid, self.voxel_num, self.padded = grid, voxel_num, padded
         self.faults: tuple[Faults, ...] = ()
 
     @classmethod
@@ -106,6 +111,20 @@ class SparseConvTensor:
         _check_features(feature, self.indices)
         return self.derived(feature, self.indices, self.spatial_shape)
 
+    def shadow_copy(self) -> SparseConvTensor:
+        """Another tensor of the same features, sites and rulebooks."""
+        return self.derived(self.features, self.indices, self.spatial_shape)
+
+    def minus(self) -> SparseConvTensor:
+        """The same sites with negative features."""
+        return self.replace_feature(-self.features)
+
+    def select_by_index(self, valid_indices: Tensor) -> SparseConvTensor:
+        """Some of the sites: by the numbers of their rows, int64, or by a bool for each row. Has no rulebooks."""
+        new = self.derived(self.features[valid_indices], self.indices[valid_indices], self.spatial_shape)
+        new.indice_dict = {}
+        return new
+
     def __add__(self, other: SparseConvTensor | Tensor) -> SparseConvTensor:
         """The sum with features (N, C), or with those of a tensor on the same sites.
 
@@ -121,6 +140,8 @@ class SparseConvTensor:
             )
         return self.replace_feature(self.features + other.features)
 
+    __radd__ = __add__
+
     def derived(
         self, features: Tensor, indices: Tensor, spatial_shape: Sequence[int], padded: bool = False
     ) -> SparseConvTensor:
@@ -128,6 +149,7 @@ class SparseConvTensor:
         new = object.__new__(type(self))
         new._features, new.indices, new.batch_size = features, indices, self.batch_size
         new.spatial_shape, new.indice_dict = list(spatial_shape), self.indice_dict
+        new.grid, new.voxel_num = self.grid, self.voxel_num
         new.padded, new.faults = self.padded or padded, self.faults
         return new
 
@@ -162,13 +184,18 @@ class SparseConvTensor:
     def coalesce(self, reduce: str = "sum") -> SparseConvTensor:
         """Each site once, sorted, with the "sum", "mean", "max" or "min" of the features of its rows.
 
-        Differentiable, and deterministic: rows are reduced in their order. Waits for the device. Has no rulebooks.
+        Differentiable, and deterministic: rows are reduced in their order, and added up in float32 or wider. Waits for
+        the device. Has no rulebooks.
 
         Raises:
+            TypeError: features of integers.
             ValueError: another reduction, a site out of range.
         """
         if reduce not in REDUCTIONS:
             raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, got {reduce!r}")
+        dtype = self.features.dtype
+        if not dtype.is_floating_point:
+            raise TypeError(f"coalesce takes features of floating point numbers, got {dtype}: convert with .float()")
         check_range(self.indices, self.batch_size, self.spatial_shape)
         sites = self.indices.long()
         rows = (sites[:, 0] >= 0).nonzero().squeeze(1)
@@ -176,7 +203,8 @@ class SparseConvTensor:
         keys, lengths = keys.unique_consecutive(return_counts=True)
         features = self.features[rows[order]]
         if len(keys):
-            features = torch.segment_reduce(features, reduce, lengths=lengths, axis=0)
+            wide = features.to(torch.promote_types(dtype, torch.float32))
+            features = torch.segment_reduce(wide, reduce, lengths=lengths, axis=0).to(dtype)
         indices = sites_of(keys, self.spatial_shape).to(self.indices.dtype)
         return SparseConvTensor(features, indices, self.spatial_shape, self.batch_size)
 

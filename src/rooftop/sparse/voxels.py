@@ -36,9 +36,16 @@ def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float]) -> G
     """The grid of a range (all low ends, then all high ends), in as many cells as come nearest to it.
 
     Raises:
+        TypeError: what are no sequences of numbers.
         ValueError: other than 1 to 4 dimensions, sizes that are none, an empty range, 2^63 cells or more.
     """
-    sizes, ends = tuple(map(float, voxel_size)), tuple(map(float, coordinate_range))
+    try:
+        sizes, ends = tuple(map(float, voxel_size)), tuple(map(float, coordinate_range))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "expected the size of a voxel as a number for each dimension, and a range as twice as many in one row, "
+            f"got {voxel_size!r} and {coordinate_range!r}"
+        ) from error
     dims = len(sizes)
     if not 1 <= dims <= MAX_DIMS or len(ends) != 2 * dims:
         raise ValueError(
