@@ -89,14 +89,20 @@ def test_compiled_whole_for_any_number_of_sites() -> None:
 
 
 def test_compiled_in_parts_without_a_bound() -> None:
-    network = spconv.SparseConv3d(3, 4, 3, 2, 1)
+    network = spconv.SparseSequential(
+        spconv.SparseConv3d(3, 4, 3, 2, 1),
+        *(spconv.SubMConv3d(4, 4, 3, indice_key="behind it") for _ in range(2)),
+    )
 
     def run(features: Tensor, indices: Tensor) -> Tensor:
         y: Tensor = network(SparseConvTensor(features, indices, GRID, 2)).features
         return y.relu()
 
     with torch.no_grad():  # torch warns where a graph ends at a tensor with a gradient
-        torch.testing.assert_close(torch.compile(run, backend="eager")(*inputs()), run(*inputs()))
+        for dynamic in (None, True):  # as sizes are that may change
+            compiled = torch.compile(run, backend="eager", dynamic=dynamic)
+            for count in (50, 33):
+                torch.testing.assert_close(compiled(*inputs(count)), run(*inputs(count)))
 
 
 def test_exported_with_a_bound() -> None:

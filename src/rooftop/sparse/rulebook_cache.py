@@ -7,6 +7,7 @@ of computing with neighbours that are not its own.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import lru_cache
 
 import torch
@@ -39,6 +40,7 @@ def rows_of_outputs(num_out_act_bound: int | None) -> int | None:
     return rows
 
 
+NAMES = tuple(field.name for field in fields(Geometry))
 _remembered = lru_cache(maxsize=1024)(geometry)  # to check the same sizes at each call takes longer than to look
 
 
@@ -73,7 +75,7 @@ def layer_rulebook(
     found = x.find_indice_pair(indice_key)
     if found is None:
         return build_rulebook(x.indices, shape, num_out_act_bound)
-    if found.shape != shape:
+    if not _same(found.shape, shape):
         raise ValueError(
             f"indice_key {indice_key!r} has the rulebook of another layer: {_told(found.shape)}; "
             f"this one is {_told(shape)}. Give it an indice_key of its own"
@@ -142,6 +144,18 @@ def on_outputs(
         if indice_key is not None:
             new.indice_dict = {**x.indice_dict, indice_key: rulebook}
     return new
+
+
+def _same(one: Geometry, other: Geometry) -> bool:
+    """one == other, size by size: so a compiler can compare sizes that it does not know yet."""
+    for name in NAMES:
+        a, b = getattr(one, name), getattr(other, name)
+        if isinstance(a, tuple):
+            if len(a) != len(b) or any(m != n for m, n in zip(a, b, strict=True)):
+                return False
+        elif a != b:
+            return False
+    return True
 
 
 def _told(shape: Geometry) -> str:
