@@ -147,7 +147,10 @@ def interpreted() -> Callable[..., int]:
     return run
 
 
-PRELOADED = ("torch._dynamo", "torch.distributed.run", "torch.profiler", "rooftop.cli.analyze", "rooftop.analysis.page")
+PRELOADED = (
+    *("torch._dynamo", "torch.distributed.run", "torch.distributed.device_mesh", "torch.profiler", "pytest"),
+    *("rooftop.cli.analyze", "rooftop.analysis.page", "rooftop.parallel.processes"),
+)
 Fork = Callable[..., BaseProcess]
 
 

@@ -26,10 +26,10 @@ from rooftop.models.images import MEAN, STD
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
-TESTED_ELSEWHERE = {"classify"}  # tests/models/test_classification.py
+TESTED_ELSEWHERE = {"classify", "data_parallel"}  # tests/models/test_classification.py, tests/parallel
 SNIPPETS = [
     pytest.param(match[1], id=f"{page}-line-{text[: match.start()].count(chr(10)) + 1}")
-    for page in ("cost", "cuda", "hardware", "inference")
+    for page in ("cost", "cuda", "hardware", "inference", "parallel")
     for text in [(ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")]
     for match in re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
 ]

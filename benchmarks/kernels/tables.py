@@ -102,8 +102,9 @@ def clusters(rows: list[Row]) -> str:
 def models(rows: list[Row]) -> str:
     """One line for each case: ours as called, in the engine's graphs and replayed, and the fastest peer."""
     replayed, in_graphs = ", replayed", "rooftop, graphs of the engine"
-    heads = ("case", "roof", "rooftop without graphs", "in the engine's graphs", "replayed", "fastest peer", "called", "replayed")
-    lines = [list(heads), ["---" if head in ("case", "fastest peer") else "---:" for head in heads]]
+    heads = ["case", "roof", "rooftop without graphs", "in the engine's graphs", "replayed"]
+    heads += ["fastest peer", "called", "replayed"]
+    lines = [heads, ["---" if head in ("case", "fastest peer") else "---:" for head in heads]]
     for case in dict.fromkeys(row["case"] for row in rows):
         measured = {row["variant"]: row for row in rows if row["case"] == case and row.get("ms")}
         times = {name: row["ms"] for name, row in measured.items()}

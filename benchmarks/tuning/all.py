@@ -36,6 +36,7 @@ SHARES = {  # seconds that suit each, in the order in which they run
     "few_rows": 45,
     "sparse_convs": 100,
     "sparse_pools": 60,
+    "randoms": 20,
 }
 GRACE = 30.0  # seconds beyond its share after which a tuner is stopped: the last task may be long
 

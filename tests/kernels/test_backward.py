@@ -32,6 +32,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "layer_norm": lambda: (leaves((16, 24), (24,), (24,)), lambda x, w, b: kernels.layer_norm(x, (24,), w, b)),
     "softmax": lambda: (leaves((16, 24)), lambda x: kernels.softmax(x, -1)),
     "swiglu": lambda: (leaves((16, 24), (16, 24)), kernels.swiglu),
+    "counter_dropout": lambda: (leaves((16, 24)), lambda x: kernels.counter_dropout(x, 0.5, 3)),
     "trilinear_interpolate": lambda: (leaves((16, 8, 8), (16, 3)), kernels.trilinear_interpolate),
     "trilinear_interpolate_cuda": lambda: (leaves((16, 8, 8), (16, 3)), kernels.trilinear_interpolate_cuda),
     "window_attention": lambda: (

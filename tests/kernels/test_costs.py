@@ -203,12 +203,17 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         lambda: learn(kernels.trilinear_interpolate_cuda, CELLS, POINTS),
         (3 * 96, F4 * 120, F4 * 108),
     ),
+    # a product of each element that is kept or not; the mask is made, not read
+    "counter_dropout": (lambda: kernels.counter_dropout(X, 0.5, 3), (24, F4 * 24, F4 * 24)),
+    # a product and a sum
+    "random_normal": (lambda: kernels.random_normal((4, 6), 3), (2 * 24, 0, F4 * 24)),
+    "random_uniform": (lambda: kernels.random_uniform((4, 6), 3), (2 * 24, 0, F4 * 24)),
     "fused": (lambda: kernels.axpy(2.0, X, ROW), (2 * 24, F4 * 30, F4 * 24)),
 }
 
 
-WITHOUT_AUTOGRAD = {  # what calls these refuses tensors that autograd watches
-    "max_pool2d", "rope_", "scale_gradient", "scale_gradient_"
+WITHOUT_AUTOGRAD = {  # what calls these refuses tensors that autograd watches, or they have no tensors
+    "max_pool2d", "random_normal", "random_uniform", "rope_", "scale_gradient", "scale_gradient_"
 }  # fmt: skip
 
 
@@ -261,6 +266,7 @@ class Everything(nn.Module):
         x = x + kernels.sparse_max_pool(x, LINE) + kernels.sparse_avg_pool(x, LINE)
         for pool in (kernels.sparse_global_max_pool, kernels.sparse_global_avg_pool):
             x = x + pool(x, CLASSES, 6).sum(0)
+        x = kernels.counter_dropout(x, 0.5, 3) + kernels.random_normal((4, 6), 3) + kernels.random_uniform((4, 6), 3)
         for reduce in (kernels.sum, kernels.mean, kernels.amax, kernels.amin, kernels.norm):
             x = x + reduce(x, 1, keepdim=True)
         x = x + kernels.argmax(x, 1, keepdim=True) - kernels.argmin(x, 1, keepdim=True)

@@ -139,6 +139,12 @@ def windows(query_key_value: Tensor, bias: Tensor, padding: Tensor, heads: int, 
     return joined.reshape(batch, tall, wide, channels // 3)[:, :height, :width]
 
 
+def dropped(x: Tensor, p: float, key: int) -> Tensor:
+    """Of p = 1 / 2 the first bit of each number decides."""
+    numbers = kernels.random_uniform(x.shape, key, device=x.device)
+    return torch.where(numbers < p, 0.0, x / (1 - p))
+
+
 def sites_of_a_line(arguments: Arguments) -> Arguments:
     """Each meets the one before, itself and the one after."""
     features = arguments["features"]
@@ -237,6 +243,7 @@ PUBLIC = [
         fixed=("C", "D"),
     ),
     Public("swiglu", {"gate": "M N", "up": "M N"}, lambda gate, up: F.silu(gate) * up, {}),
+    Public("counter_dropout", {"x": "M N"}, dropped, {"p": 0.5, "key": 3}),
     Public("conv_lstm_gates", {"gates": "M 8 H S", "cell": "M 2 H S", "added": "M 8 H S"}, conv_lstm, {}),
     Public(
         "conv_lstm_sequence",
@@ -272,8 +279,9 @@ PUBLIC = [
         for name in ("trilinear_interpolate", "trilinear_interpolate_cuda")
     ),
 ]
-# they compute nothing themselves
+# they compute nothing themselves, or (the second set) have no tensors among their arguments
 NO_OPERATORS = {"AttentionPlan", "attention_plan", "conv_act_plan", "linear_act_plan", "fused"}
+NO_TENSORS = {"Box", "random_key", "random_normal", "random_uniform"}
 SIZES = {"B": 2, "H": 3, "G": 2, "S": 5, "D": 8, "C": 4, "M": 4, "N": 6, "K": 3, "V": 7}
 WITHOUT_GRADIENT = {"argmax", "argmin", "max_pool2d"}
 NAMES = {  # what messages call the arguments, beside their names
@@ -352,7 +360,7 @@ def refused(public: Public, arguments: Arguments, argument: str | None, *kinds: 
 
 
 def test_the_table_has_every_public_function() -> None:
-    assert {p.name for p in PUBLIC} == set(kernels.__all__) - NO_OPERATORS
+    assert {p.name for p in PUBLIC} == set(kernels.__all__) - NO_OPERATORS - NO_TENSORS
 
 
 @each_public

@@ -1,5 +1,5 @@
-"""The Triton kernels of rotary embeddings, SwiGLU, embeddings, merged attention and max pools, interpreted: their tests
-once more.
+"""The Triton kernels of rotary embeddings, SwiGLU, embeddings, merged attention, max pools and random numbers,
+interpreted: their tests once more.
 
 In one process, which takes longer to start than they take to run; without the tests that are not about the kernels.
 """
@@ -13,7 +13,7 @@ import pytest
 
 from rooftop.launch import INTERPRETED
 
-FILES = ("rotary", "gated", "embeddings", "attention_states", "max_pools")
+FILES = ("rotary", "gated", "embeddings", "attention_states", "max_pools", "randoms", "random_kernels")
 WITHOUT_KERNELS = "operator_checks or compiled or finite_differences or refused or wrong_arguments or cost"
 
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -26,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rooftop.errors import RooftopError
 from rooftop.hardware.device import Gpu, devices
+from rooftop.hardware.threads import Modes, caller_stream, current, noted, places_of, run_together, with_index
 
 Result = TypeVar("Result")
 
@@ -73,7 +72,7 @@ def select_devices(
 
 
 def _gpu_of(near: torch.device | str | int, gpus: list[Gpu]) -> Gpu:
-    device = torch.device("cuda", near) if isinstance(near, int) else _with_index(torch.device(near))
+    device = torch.device("cuda", near) if isinstance(near, int) else with_index(torch.device(near))
     found = next((gpu for gpu in gpus if device == torch.device("cuda", gpu.index)), None)
     if found is None:
         raise ValueError(f"near={near!r} is no GPU of this machine: torch can use {len(gpus)} (cuda:0 is the first)")
@@ -153,13 +152,13 @@ def on_each(
         BaseException: the first that a job raised, with its number and device as a note. No job is started after it,
             and it is raised when those that were running have ended.
     """
-    places = _places(devices)
-    modes = _Modes.of_this_thread()
+    places = places_of(devices)
+    modes = Modes.of_this_thread()
     waiting = deque(enumerate(jobs))
     results: dict[int, Result] = {}
 
     def serve(device: torch.device, stream: torch.cuda.Stream | None) -> None:
-        with modes.entered(), _current(stream):
+        with modes.entered(), current(stream):
             for caller in callers:
                 if stream is not None and caller is not None:
                     stream.wait_stream(caller)
@@ -168,15 +167,15 @@ def on_each(
                     number, job = waiting.popleft()
                 except IndexError:  # another device took the last one
                     return
-                with _noted(f"job {number} on {device}"):
+                with noted(f"job {number} on {device}"):
                     results[number] = job(device)
                     if stream is not None:
                         stream.synchronize()
 
-    callers = {_caller_stream(device) for device in places}
+    callers = {caller_stream(device) for device in places}
     calls = [partial(serve, device, _own_stream(device, n)) for n, device in enumerate(places[: len(jobs)])]
     with ThreadPoolExecutor(max(1, len(calls)), "rooftop-on-each") as threads:
-        _run_together(threads, calls, cancel=waiting.clear)
+        run_together(threads, calls, cancel=waiting.clear)
     ordered = [results[number] for number in range(len(jobs))]
     for tensor in tree_leaves(ordered):
         if isinstance(tensor, Tensor) and tensor.is_cuda:  # its memory belongs to the stream that it was made on
@@ -211,7 +210,7 @@ class Ensemble(nn.Module):
             raise ValueError("an ensemble needs at least one module")
         if devices is None and torch.cuda.is_available():
             devices = select_devices(len(modules))
-        self.devices = _places(["cpu"] * len(modules) if devices is None else devices)
+        self.devices = places_of(["cpu"] * len(modules) if devices is None else devices)
         if len(self.devices) != len(modules):
             raise ValueError(
                 f"{len(modules)} modules need {len(modules)} devices, got {len(self.devices)}: name one for each (a "
@@ -237,19 +236,19 @@ class Ensemble(nn.Module):
             TypeError: outputs that are no tensors, and no `combine`.
             BaseException: the first that a model raised, with its number and device as a note, when all have ended.
         """
-        modes = _Modes.of_this_thread()
-        streams = [_caller_stream(device) for device in self.devices]
+        modes = Modes.of_this_thread()
+        streams = [caller_stream(device) for device in self.devices]
         # A copy from a GPU runs on that GPU's stream: it must be there before that GPU's own model is.
         inputs = [_copied((args, kwargs), device, from_gpu=True) for device in self.devices]
         outputs: dict[int, Any] = {}
 
         def run(number: int, device: torch.device) -> None:
-            with modes.entered(), _current(streams[number]), _noted(f"model {number} on {device}"):
+            with modes.entered(), current(streams[number]), noted(f"model {number} on {device}"):
                 # A copy from pageable memory keeps the host busy: each thread makes its own.
                 own_args, own_kwargs = _copied(inputs[number], device, from_gpu=False)
                 outputs[number] = self.models[number](*own_args, **own_kwargs)
 
-        _run_together(
+        run_together(
             self._running_threads(), [partial(run, number, device) for number, device in enumerate(self.devices)]
         )
         first = self.devices[0]
@@ -300,114 +299,7 @@ def _copied(values: Any, device: torch.device, from_gpu: bool | None) -> Any:
     return tree_map_only(Tensor, copy, values)
 
 
-def _places(named: Sequence[torch.device | str] | None) -> list[torch.device]:
-    """The devices, with their indices; by default all GPUs, the CPU where there are none."""
-    if named is None:
-        named = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
-    if not named:
-        raise ValueError("devices is empty: name at least one, or leave it out for all GPUs")
-    places = [_with_index(torch.device(device)) for device in named]
-    missing = [p for p in places if p.type == "cuda" and (p.index or 0) >= torch.cuda.device_count()]
-    if missing:
-        raise ValueError(
-            f"{', '.join(map(str, missing))}: torch {torch.__version__} can use {torch.cuda.device_count()} GPUs here"
-        )
-    return places
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """As tensors name their device: a GPU with its index, the CPU without."""
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if device.type == "cpu" else device
-
-
-@dataclass(frozen=True)
-class _Modes:
-    """What of a thread's state decides what an operator does."""
-
-    grad: bool
-    inference: bool
-    autocasts: tuple[tuple[str, torch.dtype], ...]  # device type, dtype
-    autocast_cache: bool
-
-    @classmethod
-    def of_this_thread(cls) -> _Modes:
-        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        return cls(
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.inference))  # sets the grad mode too: the next line corrects
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype in self.autocasts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
-            yield
-
-
-def _caller_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
 @cache
 def _own_stream(device: torch.device, worker: int) -> torch.cuda.Stream | None:
     """Kept: libraries keep a workspace for every stream that they have seen."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-@contextmanager
-def _current(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Makes the stream, its device and its context current in this thread."""
-    if stream is None:
-        yield
-        return
-    with torch.cuda.stream(stream):
-        stream.record_event()  # CUDA makes the context current at a thread's first call; cuBLAS warns without one
-        yield
-
-
-@contextmanager
-def _noted(note: str) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(note)
-        raise
-
-
-def _run_together(
-    threads: ThreadPoolExecutor, calls: Sequence[Callable[[], None]], cancel: Callable[[], None] = lambda: None
-) -> None:
-    """Run each call in a thread; when all have ended, raise the first exception (in time) of any.
-
-    Args:
-        threads: at least as many as calls.
-        cancel: called at an exception, of a call or of this thread (a keyboard interrupt).
-    """
-    failures: list[BaseException] = []
-
-    def guarded(call: Callable[[], None]) -> None:
-        try:
-            call()
-        except BaseException as error:
-            failures.append(error)
-            cancel()
-
-    running = [threads.submit(guarded, call) for call in calls]
-    try:
-        wait(running)
-    except BaseException:
-        cancel()
-        wait(running)
-        raise
-    try:
-        if failures:
-            raise failures[0]
-    finally:
-        failures.clear()  # they hold this frame, and it would hold them

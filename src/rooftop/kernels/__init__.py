@@ -3,6 +3,7 @@
 from rooftop.kernels.attention_plans import AttentionPlan
 from rooftop.kernels.attention_states import merge_attention_states
 from rooftop.kernels.attentions import attention, attention_plan
+from rooftop.kernels.boxes import Box
 from rooftop.kernels.conv_acts import conv_act, conv_act_plan
 from rooftop.kernels.conv_lstm_sequences import conv_lstm_sequence
 from rooftop.kernels.conv_lstms import conv_lstm_gates
@@ -17,6 +18,8 @@ from rooftop.kernels.losses import cross_entropy
 from rooftop.kernels.matmuls import linear_act, linear_act_plan, matmul
 from rooftop.kernels.max_pools import max_pool2d
 from rooftop.kernels.norms import layer_norm, rms_norm
+from rooftop.kernels.random_words import random_key
+from rooftop.kernels.randoms import counter_dropout, random_normal, random_uniform
 from rooftop.kernels.reductions import amax, amin, argmax, argmin, mean, norm, sum
 from rooftop.kernels.rotary import rope, rope_pair
 from rooftop.kernels.softmaxes import log_softmax, softmax
@@ -28,6 +31,7 @@ from rooftop.kernels.window_attentions import window_attention
 
 __all__ = [
     "AttentionPlan",
+    "Box",
     "add",
     "add_layer_norm",
     "add_layer_norm_cuda",
@@ -43,6 +47,7 @@ __all__ = [
     "conv_act_plan",
     "conv_lstm_gates",
     "conv_lstm_sequence",
+    "counter_dropout",
     "cross_entropy",
     "embedding",
     "fused",
@@ -58,6 +63,9 @@ __all__ = [
     "merge_attention_states",
     "mul",
     "norm",
+    "random_key",
+    "random_normal",
+    "random_uniform",
     "relu",
     "rms_norm",
     "rope",

@@ -11,6 +11,9 @@ from rooftop.models.conv_lstm import (
 )
 from rooftop.models.detection import Detected, FoundObject, detect, draw_objects, load_detector
 from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101
+from rooftop.models.gpt import Gpt, continue_greedily
+from rooftop.models.gpt_configs import GptConfig, gpt_config
+from rooftop.models.gpt_weights import gpt_state_dict, hugging_face_state_dict, load_gpt, save_gpt
 from rooftop.models.images import Preprocessing, find_images, load_images, read_image
 from rooftop.models.keras_weights import load_keras_weights
 from rooftop.models.load_reports import LoadReport
@@ -40,6 +43,8 @@ __all__ = [
     "Detected",
     "Detr",
     "FoundObject",
+    "Gpt",
+    "GptConfig",
     "Guess",
     "LoadReport",
     "MinkUNet",
@@ -55,14 +60,19 @@ __all__ = [
     "builtin_models",
     "classify",
     "colour_next_frame_network",
+    "continue_greedily",
     "detect",
     "detr_resnet50",
     "detr_resnet101",
     "draw_objects",
     "find_images",
+    "gpt_config",
+    "gpt_state_dict",
+    "hugging_face_state_dict",
     "load",
     "load_classifier",
     "load_detector",
+    "load_gpt",
     "load_images",
     "load_keras_weights",
     "load_report",
@@ -80,6 +90,7 @@ __all__ = [
     "resnext50_32x4d",
     "resnext101_32x8d",
     "resnext101_64x4d",
+    "save_gpt",
     "second_backbone",
     "second_state_dict",
     "swin_b",

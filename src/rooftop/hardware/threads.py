@@ -1,0 +1,121 @@
+"""Work that a process starts on several devices: a thread each, in the state of the thread that called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+def places_of(named: Sequence[torch.device | str] | None) -> list[torch.device]:
+    """The devices, with their indices; by default all GPUs, the CPU where there are none."""
+    if named is None:
+        named = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
+    if not named:
+        raise ValueError("devices is empty: name at least one, or leave it out for all GPUs")
+    places = [with_index(torch.device(device)) for device in named]
+    missing = [p for p in places if p.type == "cuda" and (p.index or 0) >= torch.cuda.device_count()]
+    if missing:
+        raise ValueError(
+            f"{', '.join(map(str, missing))}: torch {torch.__version__} can use {torch.cuda.device_count()} GPUs here"
+        )
+    return places
+
+
+def with_index(device: torch.device) -> torch.device:
+    """As tensors name their device: a GPU with its index, the CPU without."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What of a thread's state decides what an operator does."""
+
+    grad: bool
+    inference: bool
+    autocasts: tuple[tuple[str, torch.dtype], ...]  # device type, dtype
+    autocast_cache: bool
+
+    @classmethod
+    def of_this_thread(cls) -> Modes:
+        """Those that are on now."""
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """They are on in this thread."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))  # sets the grad mode too: the next line corrects
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocasts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
+            yield
+
+
+def caller_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The current stream of this thread there; None of a device without streams."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def current(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Makes the stream, its device and its context current in this thread."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        stream.record_event()  # CUDA makes the context current at a thread's first call; cuBLAS warns without one
+        yield
+
+
+@contextmanager
+def noted(note: str) -> Iterator[None]:
+    """An exception within says where it came from."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(note)
+        raise
+
+
+def run_together(
+    threads: ThreadPoolExecutor, calls: Sequence[Callable[[], None]], cancel: Callable[[], None] = lambda: None
+) -> None:
+    """Run each call in a thread; when all have ended, raise the first exception (in time) of any.
+
+    Args:
+        threads: at least as many as calls.
+        cancel: called at an exception, of a call or of this thread (a keyboard interrupt).
+    """
+    failures: list[BaseException] = []
+
+    def guarded(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            failures.append(error)
+            cancel()
+
+    running = [threads.submit(guarded, call) for call in calls]
+    try:
+        wait(running)
+    except BaseException:
+        cancel()
+        wait(running)
+        raise
+    try:
+        if failures:
+            raise failures[0]
+    finally:
+        failures.clear()  # they hold this frame, and it would hold them

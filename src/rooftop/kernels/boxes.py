@@ -1,0 +1,121 @@
+"""Parts of tensors: which elements of a whole one somebody holds who has only some of them.
+
+A box says it for tensors cut along rows, columns, heads or sequences, one after the other or at equal distances, such
+as the chunks from the front and the back of a sequence that balance causal attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part of a whole tensor that somebody holds: in each dimension start + i * stride, for i below size.
+
+    The whole tensor may be seen in any shape with its elements in the same order: (3, heads, features, hidden) for a
+    packed projection whose weight is (3 * heads * features, hidden). The part's elements are in order too.
+
+    Attributes:
+        shape: of the whole tensor.
+        start: the first element, in each dimension.
+        size: how many there are.
+        stride: how far apart they are; None: one after the other.
+
+    Raises:
+        ValueError: another number of dimensions, or a part that is not within the whole.
+    """
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.shape) == len(self.start) == len(self.size) == len(self.strides):
+            raise ValueError(
+                f"Box: shape, start, size and stride must have as many dimensions as each other, got {self}"
+            )
+        for extent, first, count, pace in zip(self.shape, self.start, self.size, self.strides, strict=True):
+            if first < 0 or count < 0 or pace < 1 or (count > 0 and first + (count - 1) * pace >= extent):
+                raise ValueError(
+                    f"Box: {count} elements from {first}, {pace} apart, are not within a dimension of {extent}: {self}"
+                )
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        """All of a tensor."""
+        return Box(tuple(shape), (0,) * len(shape), tuple(shape))
+
+    @staticmethod
+    def shard(shape: Sequence[int], dim: int, index: int, count: int) -> Box:
+        """Part `index` of `count` equal ones along a dimension."""
+        return Box.whole(shape).cut(dim, index, count)
+
+    @staticmethod
+    def zigzag(shape: Sequence[int], dim: int, index: int, count: int) -> Box:
+        """Of 2 `count` equal chunks along a dimension, chunk `index` from the front and that from the back."""
+        dim = _dimension(shape, dim)
+        chunk = _equal(shape, dim, 2 * count, index, count)
+        seen = (*shape[:dim], 2 * count, chunk, *shape[dim + 1 :])
+        ones = (1,) * (len(shape) - dim)
+        return Box(
+            seen,
+            (*(0,) * dim, index, *(0,) * len(ones)),
+            (*seen[:dim], 2, *seen[dim + 1 :]),
+            (*(1,) * dim, 2 * (count - index) - 1, *ones),
+        )
+
+    def cut(self, dim: int, index: int, count: int) -> Box:
+        """Part `index` of `count` equal ones of this part, along a dimension of its size."""
+        dim = _dimension(self.size, dim)
+        length = _equal(self.size, dim, count, index, count)
+        start, size = list(self.start), list(self.size)
+        start[dim] += index * length * self.strides[dim]
+        size[dim] = length
+        return Box(self.shape, tuple(start), tuple(size), self.stride)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """`stride`, with ones for None."""
+        return (1,) * len(self.shape) if self.stride is None else self.stride
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of a tensor of prod(shape) elements: of shape `size`, a view where there can be one."""
+        seen = whole.reshape(self.shape)
+        ends = zip(self.start, self.size, self.strides, strict=True)
+        return seen[tuple(slice(first, first + count * pace, pace) for first, count, pace in ends)]
+
+    def index_map(self) -> tuple[list[int], list[int], int]:
+        """(sizes, strides, offset) of the part in the flat whole tensor, with as few dimensions as can be."""
+        sizes: list[int] = []
+        strides: list[int] = []
+        offset, pace = 0, 1
+        for d in range(len(self.shape) - 1, -1, -1):
+            offset += self.start[d] * pace
+            stride = self.strides[d] * pace
+            if sizes and sizes[-1] * strides[-1] == stride:
+                sizes[-1] *= self.size[d]
+            elif self.size[d] != 1:
+                sizes.append(self.size[d])
+                strides.append(stride)
+            pace *= self.shape[d]
+        return (sizes[::-1], strides[::-1], offset) if sizes else ([1], [1], offset)
+
+
+def _dimension(shape: Sequence[int], dim: int) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"Box: there is no dimension {dim} in {tuple(shape)}")
+    return dim % len(shape)
+
+
+def _equal(shape: Sequence[int], dim: int, pieces: int, index: int, count: int) -> int:
+    """The length of each of so many pieces."""
+    if not 0 <= index < count:
+        raise ValueError(f"Box: index must be from 0 to {count - 1} for {count} parts, got {index}")
+    if shape[dim] % pieces:
+        raise ValueError(f"Box: dimension {dim} of {tuple(shape)} cannot be cut into {pieces} equal pieces")
+    return shape[dim] // pieces

@@ -1,0 +1,179 @@
+"""Copies of tensors on other devices, whose gradients are summed where the tensors are.
+
+Forward every tensor goes to every device; backward the gradients of its copies come back and are added: a broadcast and
+a reduction, each the other's derivative. What bounds them is the link, and for small tensors the launch of a copy:
+those of up to `COALESCED_BYTES` travel together, in one buffer for each dtype. Larger ones are copied directly, without
+a second trip through memory.
+
+Each copy has the strides of its tensor (channels last stays so), begins where vector loads want it
+(`ALIGNMENT_BYTES`), and has a version counter of its own, so that one may be written to while autograd keeps another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.hardware.threads import caller_stream, current
+
+COALESCED_BYTES = 1 << 20
+"""At 100 GB/s this takes 10 us; the host of an H200 launches an operator in 6.6 us (`machines/h200.json`)."""
+
+ALIGNMENT_BYTES = 256
+"""CUDA's own allocations begin at multiples of this."""
+
+Streams = dict[torch.device, torch.cuda.Stream]
+
+
+def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+    """A copy of each tensor on each device; where grad mode is on, gradients flow back through it to the tensor.
+
+    A tensor of whose copies none is used gets no gradient (None, not zeros). Nothing waits for a GPU, unless tensors go
+    from one to the CPU.
+
+    Args:
+        tensors: all on one device.
+        devices: with indices. One that is there twice, or that of the tensors, gets copies of its own all the same.
+
+    Returns:
+        For each device, the copies in the order of the tensors.
+    """
+    learning = [n for n, tensor in enumerate(tensors) if tensor.requires_grad and torch.is_grad_enabled()]
+    # A tensor that was computed keeps the way back to it: joined with the others, it would be walked at each backward.
+    computed = [n for n in learning if tensors[n].grad_fn is not None]
+    leaves = [n for n in learning if tensors[n].grad_fn is None]
+    fixed = [n for n in range(len(tensors)) if n not in set(learning)]
+    broadcast = _Copies.apply(devices, *(tensors[n] for n in leaves)) if leaves else ()
+    found = []
+    for number, device in enumerate(devices):
+        made = dict(zip(leaves, broadcast[number * len(leaves) :], strict=False))
+        made |= dict(zip(fixed, _copied([tensors[n] for n in fixed], device), strict=True))
+        made |= {n: tensors[n].to(device, non_blocking=device.type == "cuda", copy=True) for n in computed}
+        found.append([made[n] for n in range(len(tensors))])
+    return found
+
+
+class _Copies(torch.autograd.Function):
+    """Tensors of one device -> their copies: all of the first device, then all of the second, ..."""
+
+    @staticmethod
+    def forward(ctx: Any, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.home, ctx.count = tensors[0].device, len(tensors)
+        # The replicas run on these streams, and so do their gradients.
+        ctx.streams = _current_streams([ctx.home, *devices])
+        ctx.set_materialize_grads(False)
+        return tuple(chain.from_iterable(_copied(tensors, device) for device in devices))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        with _entered(ctx.streams, ctx.home):
+            return None, *_Sums.apply(ctx.home, ctx.count, *gradients)
+
+
+class _Sums(torch.autograd.Function):
+    """Tensors of several devices, in the order in which `_Copies` gives them -> their sums on one device.
+
+    One may be None, and counts as zero; where all that are summed are None, so is the sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, home: torch.device, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.count, ctx.devices = count, [None if tensor is None else tensor.device for tensor in tensors]
+        ctx.set_materialize_grads(False)
+        sums: list[Tensor | None] = [None] * count
+        for start in range(0, len(tensors), count):
+            there = {n: tensor for n, tensor in enumerate(tensors[start : start + count]) if tensor is not None}
+            for n, tensor in zip(there, _moved(list(there.values()), home), strict=True):
+                known = sums[n]
+                sums[n] = tensor if known is None else known + tensor
+        return tuple(sums)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        found: list[Tensor | None] = []
+        for number, device in enumerate(ctx.devices):
+            gradient = gradients[number % ctx.count]
+            found.append(None if device is None or gradient is None else gradient.to(device))
+        return None, None, *found
+
+
+def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """The tensors, all of one device, on another; as they are, if they are there."""
+    return tensors if not tensors or tensors[0].device == device else _copied(tensors, device)
+
+
+@torch.no_grad()
+def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """New tensors with the same values and strides. Towards the host only a blocking copy is safe to read."""
+    to_gpu = device.type == "cuda"
+    together: dict[torch.dtype, list[int]] = {}
+    made: dict[int, Tensor] = {}
+    for number, tensor in enumerate(tensors):
+        if _may_go_with_others(tensor):
+            together.setdefault(tensor.dtype, []).append(number)
+        else:
+            made[number] = tensor.to(device, non_blocking=to_gpu, copy=True)
+    for dtype, numbers in together.items():
+        group = [tensors[number] for number in numbers]
+        starts, size = _places_in_buffer(group)
+        buffer = torch.empty(size, dtype=dtype, device=group[0].device)
+        torch._foreach_copy_(_slices(buffer, group, starts), group)
+        arrived = buffer.to(device, non_blocking=to_gpu)
+        # .data: neither views nor of one version counter, as slices would be.
+        made |= {n: part.data for n, part in zip(numbers, _slices(arrived, group, starts), strict=True)}
+    return [made[number] for number in range(len(tensors))]
+
+
+def _may_go_with_others(tensor: Tensor) -> bool:
+    """Small, plain, and without gaps or overlaps in memory."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.numel() * tensor.element_size() <= COALESCED_BYTES
+        and (tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last))
+    )
+
+
+def _places_in_buffer(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Where each begins in a buffer for all of them, and the size of that: in elements."""
+    step = ALIGNMENT_BYTES // tensors[0].element_size()
+    starts, size = [], 0
+    for tensor in tensors:
+        starts.append(size)
+        size += -(-tensor.numel() // step) * step
+    return starts, size
+
+
+def _slices(buffer: Tensor, tensors: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
+    """A part of the buffer for each tensor, shaped and strided as it is."""
+    return [buffer.as_strided(t.shape, t.stride(), start) for t, start in zip(tensors, starts, strict=True)]
+
+
+def _current_streams(devices: Sequence[torch.device]) -> Streams:
+    streams = {device: caller_stream(device) for device in devices}
+    return {device: stream for device, stream in streams.items() if stream is not None}
+
+
+@contextmanager
+def _entered(streams: Streams, home: torch.device) -> Iterator[None]:
+    """Work on these streams, within a node of autograd's, which knows of one device alone.
+
+    Autograd adds gradients on a device's default stream where it does not know a better one, and takes what a node
+    returns to be ready on the default stream of its device or on the node's own. So those are waited for, and wait.
+    """
+    autograds = [(torch.cuda.current_stream(device), torch.cuda.default_stream(device)) for device in streams]
+    for stream, others in zip(streams.values(), autograds, strict=True):
+        for other in others:
+            stream.wait_stream(other)
+    with ExitStack() as stack:
+        for stream in streams.values():
+            stack.enter_context(current(stream))
+        yield
+    if home in streams:
+        for other in chain.from_iterable(autograds):
+            other.wait_stream(streams[home])

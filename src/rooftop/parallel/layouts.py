@@ -1,0 +1,355 @@
+"""Which rank computes which part: a layout of ranks along four axes, in Megatron's rank order.
+
+    layout = Layout(dp=2, tp=2, pp=4)
+    layout.groups()["tp"]     # [[0, 1], [2, 3], ...]
+    layout.coordinates(5)     # {"tp": 1, "cp": 0, "dp": 0, "pp": 1}
+
+`order` names the axes from the one whose ranks are next to each other to the one whose ranks are farthest apart. With
+"tp-cp-dp-pp" the rank is `tp + TP * (cp + CP * (dp + DP * pp))`, small letters for coordinates, capitals for sizes:
+tensor parallel ranks, which talk most, are neighbours on one machine; pipeline stages, which talk least, may be on
+different ones. A layout is arithmetic: nothing here needs torch but `mesh` and `process_groups`.
+
+Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053); the order is that of Megatron-Core's `parallel_state`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("tp", "cp", "dp", "pp")
+COMBINED = ("dp-cp", "tp-cp", "tp-pp")
+"""Groups along two axes: ranks that hold the same parameters and average their gradients; ranks that hold the parts of
+one stage's activations; ranks that hold the parts of one model, whose gradient norms add up."""
+NEAREST = 3
+"""Layouts that an error names."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks each kind of parallelism takes.
+
+    Attributes:
+        dp: data parallel: ranks with the same parameters and different sequences.
+        tp: tensor parallel: ranks with parts of each layer.
+        pp: pipeline parallel: ranks with different layers.
+        cp: context parallel: ranks with different positions of the same sequences.
+        sequence_parallel: whether tensor ranks also split norms and dropout, along the sequence.
+        order: the axes, fastest first, joined by "-".
+
+    Raises:
+        ValueError: a size is no positive integer, or `order` does not name each axis once.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+    order: str = "tp-cp-dp-pp"
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            _positive(axis, getattr(self, axis))
+        if not isinstance(self.order, str) or sorted(self.order.split("-")) != sorted(AXES):
+            raise ValueError(
+                f"order={self.order!r}: expected each of {', '.join(AXES)} once, fastest first, such as 'tp-cp-dp-pp'"
+            )
+
+    @classmethod
+    def of_world(
+        cls,
+        world_size: int,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        sequence_parallel: bool = False,
+        order: str = "tp-cp-dp-pp",
+    ) -> Layout:
+        """The layout of all ranks of a world: those that `tp`, `pp` and `cp` leave are data parallel.
+
+        Raises:
+            ValueError: `tp * pp * cp` does not divide `world_size`; names the nearest sizes that do.
+        """
+        _positive("world_size", world_size)
+        layout = cls(1, tp, pp, cp, sequence_parallel, order)
+        if world_size % layout.world_size:
+            raise ValueError(
+                f"a world of {world_size} cannot be split by tp={tp} pp={pp} cp={cp}: {layout.world_size} does not "
+                f"divide it. {_nearest(layout, world_size, {})}"
+            )
+        return cls(world_size // layout.world_size, tp, pp, cp, sequence_parallel, order)
+
+    def __str__(self) -> str:
+        sequence = " sequence_parallel" if self.sequence_parallel else ""
+        return f"dp={self.dp} tp={self.tp} pp={self.pp} cp={self.cp}{sequence}"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of `order`, fastest first."""
+        return tuple(self.order.split("-"))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the layout: the product of its sizes."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    def size(self, name: str) -> int:
+        """Ranks in a group along an axis ("tp") or several ("dp-cp").
+
+        Raises:
+            ValueError: no axis has such a name, or one is named twice.
+        """
+        return math.prod(getattr(self, axis) for axis in _named(name))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis, fastest first.
+
+        Raises:
+            ValueError: no such rank.
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank!r}: the layout {self} has ranks 0 to {self.world_size - 1}")
+        found = {}
+        for axis in self.axes:
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank at these coordinates; an axis that is not named is at 0.
+
+        Raises:
+            ValueError: an axis has another name, or its coordinate is outside of it.
+        """
+        _named("-".join(coordinates) or "tp")
+        rank, stride = 0, 1
+        for axis in self.axes:
+            size, at = getattr(self, axis), coordinates.get(axis, 0)
+            if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < size:
+                raise ValueError(f"{axis}={at!r}: in the layout {self} it goes from 0 to {size - 1}")
+            rank, stride = rank + stride * at, stride * size
+        return rank
+
+    def groups_along(self, name: str) -> list[list[int]]:
+        """All groups along an axis ("tp") or several ("dp-cp"): ranks that differ in nothing else.
+
+        Returns:
+            Each group in ascending order, the groups in the order of their first ranks. Every rank is in one.
+
+        Raises:
+            ValueError: no axis has such a name, or one is named twice.
+        """
+        within = _named(name)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            outside = tuple(at for axis, at in self.coordinates(rank).items() if axis not in within)
+            found.setdefault(outside, []).append(rank)
+        return list(found.values())
+
+    def groups(self) -> dict[str, list[list[int]]]:
+        """The groups that training needs, by name.
+
+        - "tp", "cp", "dp", "pp": along one axis;
+        - "dp-cp": gradients are averaged over it; "tp-cp": one stage's activations are spread over it; "tp-pp": one
+          model's parameters are spread over it;
+        - "embedding": the first and the last stage of each pipeline, which sum the gradients of tied embeddings. One
+          rank where there is one stage; ranks of the stages between are in none.
+        """
+        named = {name: self.groups_along(name) for name in (*AXES, *COMBINED)}
+        return {**named, "embedding": [sorted({group[0], group[-1]}) for group in named["pp"]]}
+
+    def check(
+        self,
+        world_size: int | None = None,
+        *,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        hidden: int | None = None,
+        feed_forward: int | None = None,
+        vocabulary: int | None = None,
+        layers: int | None = None,
+        sequence: int | None = None,
+        batch: int | None = None,
+        micro_batch: int | None = None,
+    ) -> None:
+        """Refuse a layout that does not fit the world, the model or the batch. What is not given is not checked.
+
+        Args:
+            world_size: ranks that there are.
+            heads: of attention, split among the tensor ranks.
+            kv_heads: of keys and values; tensor ranks split them, or several ranks share each.
+            hidden: width of the model, which attention splits among the tensor ranks.
+            feed_forward: width within the MLP, split among the tensor ranks.
+            vocabulary: rows of the embedding; tensor ranks may get unequal parts, none may get nothing.
+            layers: stages may get unequal parts, none may get nothing.
+            sequence: length. Each context rank gets two chunks, one from the front and one from the back, so that
+                causal work is balanced; with `sequence_parallel` the tensor ranks split what a context rank has.
+            batch: sequences of one optimizer step over all ranks, split among the data ranks.
+            micro_batch: sequences that a rank computes at once (1 if not given).
+
+        Raises:
+            ValueError: everything that does not fit, and the nearest layouts of the world that do. Also sizes that are
+                no positive integers, or `heads` that `kv_heads` does not divide: no layout fits these.
+        """
+        given = {
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "hidden": hidden,
+            "feed_forward": feed_forward,
+            "vocabulary": vocabulary,
+            "layers": layers,
+            "sequence": sequence,
+            "batch": batch,
+            "micro_batch": micro_batch,
+        }
+        sizes = {name: value for name, value in given.items() if value is not None}
+        for name, value in sizes.items():
+            _positive(name, value)
+        if heads is not None and kv_heads is not None and heads % kv_heads:
+            raise ValueError(f"heads={heads} is not divisible by kv_heads={kv_heads}: each KV head serves equally many")
+        wrong = _misfits(self, sizes)
+        if world_size is not None:
+            _positive("world_size", world_size)
+            if self.world_size != world_size:
+                wrong.insert(0, f"it has {self.world_size} ranks and the world {world_size}")
+        if wrong:
+            nearest = _nearest(self, world_size or self.world_size, sizes)
+            raise ValueError(f"the layout {self} does not fit: {'; '.join(wrong)}. {nearest}")
+
+    def mesh(self, device_type: str | None = None) -> DeviceMesh:
+        """The ranks as a mesh of torch.distributed, its dimensions named by the axes, slowest first.
+
+        Every rank must call this: it makes the groups along each axis.
+
+        Args:
+            device_type: "cuda" or "cpu"; that of the process group if not given.
+
+        Raises:
+            RuntimeError: there is no process group yet.
+            ValueError: the process group has another number of ranks.
+        """
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "a mesh needs the process group that `with rooftop.parallel.join(layout):` makes of several processes "
+                "(start them by torchrun); a process by itself has none and needs none"
+            )
+        self.check(dist.get_world_size())
+        slowest_first = self.axes[::-1]
+        return init_device_mesh(
+            device_type or ("cuda" if "nccl" in dist.get_backend() else "cpu"),
+            tuple(getattr(self, axis) for axis in slowest_first),
+            mesh_dim_names=slowest_first,
+        )
+
+    def process_groups(self, mesh: DeviceMesh | None = None) -> dict[str, ProcessGroup | None]:
+        """This rank's group of each name in `groups()`, to communicate in.
+
+        Every rank must call this. Groups of the same ranks are one group. A rank between the first and the last stage
+        is in no "embedding" group, and the name is missing there.
+
+        Args:
+            mesh: what `mesh()` gave, to use its groups; made here if not given.
+
+        Returns:
+            Name -> group; None for all names in a process by itself, which has nobody to communicate with.
+
+        Raises:
+            RuntimeError: several ranks and no process group yet.
+            ValueError: the process group has another number of ranks.
+        """
+        import torch.distributed as dist
+
+        if self.world_size == 1 and not dist.is_initialized():
+            return dict.fromkeys(self.groups())
+        mesh = mesh or self.mesh()
+        made: dict[str, ProcessGroup | None] = {}
+        known: dict[str, ProcessGroup | None] = {}  # the partition of the ranks as text -> this rank's part
+        for name, partition in self.groups().items():
+            if name in AXES:
+                known.setdefault(str(partition), mesh.get_group(name))
+            elif str(partition) not in known:
+                known[str(partition)] = dist.new_subgroups_by_enumeration(partition)[0]
+            if known[str(partition)] is not None:
+                made[name] = known[str(partition)]
+        return made
+
+
+def _positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: expected a positive integer")
+
+
+def _named(name: str) -> tuple[str, ...]:
+    axes = tuple(name.split("-"))
+    if not set(axes) <= set(AXES) or len(set(axes)) != len(axes):
+        raise ValueError(f"{name!r}: expected axes among {', '.join(AXES)}, each once, joined by '-'")
+    return axes
+
+
+def _misfits(layout: Layout, sizes: Mapping[str, int]) -> list[str]:
+    """What of a model or batch cannot be split so."""
+    tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, layout.dp
+    chunks = 2 * cp if cp > 1 else 1
+    parts = cp * tp if layout.sequence_parallel else 1
+    rows = dp * sizes.get("micro_batch", 1)
+    divisors = {
+        "heads": (tp, f"tp={tp}"),
+        "hidden": (tp, f"tp={tp}"),
+        "feed_forward": (tp, f"tp={tp}"),
+        "sequence": (
+            math.lcm(chunks, parts),
+            f"{math.lcm(chunks, parts)} (two chunks for each of cp={cp}"
+            + (f", and tp={tp} parts of what a context rank has)" if layout.sequence_parallel else ")"),
+        ),
+        "batch": (rows, f"dp={dp}" if "micro_batch" not in sizes else f"{rows} (dp={dp} x micro_batch)"),
+    }
+    wrong = [
+        f"{name}={sizes[name]} is not divisible by {words}"
+        for name, (divisor, words) in divisors.items()
+        if name in sizes and sizes[name] % divisor
+    ]
+    kv_heads = sizes.get("kv_heads", tp)
+    if kv_heads % tp and tp % kv_heads:
+        wrong.append(f"kv_heads={kv_heads} neither divides tp={tp} nor is divisible by it")
+    for name, ranks, words in (("vocabulary", tp, f"tp={tp}"), ("layers", pp, f"pp={pp}")):
+        if sizes.get(name, ranks) < ranks:
+            wrong.append(f"{name}={sizes[name]} is less than {words}: a rank would have nothing")
+    return wrong
+
+
+def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int]) -> str:
+    """A sentence with the layouts of the world that fit and differ least, by the ratios of their sizes."""
+
+    def distance(other: Layout) -> tuple[float, ...]:
+        ratios = {axis: abs(math.log2(getattr(other, axis) / getattr(layout, axis))) for axis in AXES}
+        asked_for = sum(ratios[axis] for axis in ("tp", "pp", "cp"))  # dp is what these leave
+        return round(asked_for, 9), round(ratios["dp"], 9), other.tp, other.pp, other.cp
+
+    fitting = [
+        other
+        for tp, pp, cp, dp in _factorings(world_size, 4)
+        if not _misfits(other := Layout(dp, tp, pp, cp, layout.sequence_parallel, layout.order), sizes)
+    ]
+    if not fitting:
+        return f"No layout of {world_size} ranks fits: use fewer ranks, or change what does not divide"
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    return f"Nearest for {ranks}: {', or '.join(map(str, sorted(fitting, key=distance)[:NEAREST]))}"
+
+
+def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as an ordered product."""
+    if parts == 1:
+        yield (number,)
+        return
+    for divisor in (d for d in range(1, number + 1) if number % d == 0):
+        for rest in _factorings(number // divisor, parts - 1):
+            yield (divisor, *rest)

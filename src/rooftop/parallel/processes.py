@@ -1,0 +1,382 @@
+"""Ranks that start together, fail together and end together.
+
+    with join(layout, settings={"seed": 1}) as world:
+        ...  # torch.distributed is up: NCCL where there is a GPU, gloo where there is none
+
+Whatever goes wrong, every rank raises, with the same words, and none waits for one that will not come:
+
+- before anything is communicated, each rank checks its own environment, layout and device;
+- at a roll call, rank 0 says who is missing, who cannot start, and whose settings differ;
+- a rank that raises within the block says so, and the others raise when their communication with it breaks;
+- the block ends at no rank before it has ended at all.
+
+All this goes through the store of torch.distributed and not through collectives, since one that has failed cannot be
+counted on to join one. What waits inside a collective is freed when the failed process ends (gloo, which cannot be
+interrupted), when a thread that watches the store aborts the communicators (NCCL), or at the timeout of the group.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rooftop.parallel.errors import RankError
+from rooftop.parallel.launchers import Launch, launched
+from rooftop.parallel.layouts import Layout
+
+PATIENCE_S = 20.0
+TIMEOUT_S = 600.0
+JUDGING = 1.2
+"""Rank 0 judges the roll call when its patience ends; another rank does so after this many times as long."""
+LINGER_S = 3.0
+"""A rank that holds the store, or has failed, stays this long for the others to hear why; they need a tenth of it."""
+WATCH_S = 0.2
+"""How often a rank gives a sign of life, and asks whether another one has failed."""
+SILENCE_S = 3.0
+"""Where a connection has broken, a rank without a sign of life for so long is gone."""
+BROKEN = re.compile(r"Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|recvValue")
+"""What an error says that may come of another rank's end."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others.
+
+    Attributes:
+        rank, size: which, of how many.
+        device: where it computes; the current device of torch.cuda if it is a GPU.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+@contextmanager
+def join(
+    layout: Layout | None = None,
+    *,
+    settings: Mapping[str, object] | None = None,
+    device: str | None = None,
+    patience_s: float = PATIENCE_S,
+    timeout_s: float = TIMEOUT_S,
+) -> Iterator[World]:
+    """torch.distributed for the processes that a launcher started, within the block. Every rank must come here.
+
+    A process by itself is a world of one rank, without a process group. A group that is there already is used, and is
+    there afterwards.
+
+    Args:
+        layout: refused if it has another number of ranks than the world.
+        settings: what must be the same at all ranks, such as the seed or the sizes of the model; compared by `repr`.
+        device: "cuda" or "cpu"; a GPU if there is one. On several GPUs a rank takes the one of its number on its
+            machine, or the only one that SLURM lets it see.
+        patience_s: how long after the first rank the last one may come.
+        timeout_s: of a collective, and between the first and the last rank that end the block.
+
+    Raises:
+        ValueError: the launcher's variables or the layout are wrong. Nothing has been communicated.
+        RankError: a rank did not come, cannot start, has other settings or failed within the block. At the rank that
+            failed first, its own exception instead.
+    """
+    launch = launched()
+    there = dist.is_available() and dist.is_initialized()
+    if there:
+        launch = Launch(dist.get_rank(), dist.get_world_size(), launch.local_rank, launch.launcher)
+    if layout is not None:
+        layout.check(launch.size)
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where, problem = _place(kind, launch)
+    if launch.launcher == "alone" and not there:
+        if problem:
+            raise RankError(problem)
+        yield World(0, 1, where)
+        return
+    compared = {"layout": layout, "device": where.type, **(settings or {})}
+    store = dist.distributed_c10d._get_default_store() if there else _opened(launch, patience_s)
+    number = _joined[launch.address, launch.port, launch.attempt]
+    _joined[launch.address, launch.port, launch.attempt] += 1
+    store = dist.PrefixStore(f"rooftop/{launch.attempt}/{number}", store)  # type: ignore[attr-defined]
+    ranks = _Ranks(store, launch.rank, launch.size, holds_store=launch.rank == 0 and not launch.served)
+    ranks.call_the_roll(compared, problem, patience_s)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    try:
+        with ranks.watching():
+            if not there:
+                dist.init_process_group(
+                    "nccl" if where.type == "cuda" else "gloo",
+                    store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
+                    rank=launch.rank,
+                    world_size=launch.size,
+                    timeout=timedelta(seconds=timeout_s),
+                    device_id=where if where.type == "cuda" else None,
+                )
+            yield World(launch.rank, launch.size, where)
+            ranks.end(timeout_s)
+    finally:
+        if not there and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+_joined: Counter[tuple[str, int, int]] = Counter()  # a launcher's store outlives a block: keys are used once
+
+
+def _place(kind: str, launch: Launch) -> tuple[torch.device, str]:
+    """Where this rank computes, and what stands against it."""
+    if kind not in ("cuda", "cpu"):
+        raise ValueError(f"device={kind!r}: expected 'cuda' or 'cpu'; which GPU follows from the rank")
+    if kind == "cpu":
+        return torch.device("cpu"), ""
+    count = torch.cuda.device_count()
+    index = 0 if launch.launcher == "slurm" and count == 1 else launch.local_rank
+    problem = (
+        f"it is process {index} on its machine, which shows {count} GPUs: start at most one process for each GPU, or "
+        "compute with device='cpu'"
+    )
+    return torch.device("cuda", index), "" if index < count else problem
+
+
+def _opened(launch: Launch, patience_s: float) -> Any:
+    """The store where the ranks meet; rank 0 holds it unless the launcher does."""
+    holds = launch.rank == 0 and not launch.served
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            launch.address,
+            launch.port,
+            is_master=holds,
+            timeout=timedelta(seconds=patience_s),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError) as error:
+        place = f"{launch.address}:{launch.port}"
+        if holds:
+            raise RankError(
+                f"rank 0 of {launch.size} cannot open the store at {place}, where the ranks meet; is MASTER_ADDR this "
+                f"machine, and MASTER_PORT free? ({_line(error)})"
+            ) from error
+        raise RankError(
+            f"rank 0 of {launch.size} did not come within {patience_s:g} s: nobody has opened the store at {place}, "
+            "where the ranks meet (MASTER_ADDR, MASTER_PORT); see what it says"
+        ) from error
+
+
+class _Ranks:
+    """What the ranks tell each other through a store. Keys, one of each for a rank:
+
+    here/R    its settings, and what stands against its start      beat/R  counts up while it lives
+    heard/R   it has heard a verdict that is not good              done/R  it has ended the block
+    seen/R    it knows which rank failed                           left/R  it has heard that all have ended the block
+
+    and two for all: `verdict` of the roll call ("" is good), and `failed`, the first failure within the block.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, holds_store: bool) -> None:
+        self.store, self.rank, self.size, self.holds_store = store, rank, size, holds_store
+        self.failure = ""
+        self._stop = threading.Event()
+        self._noticed = threading.Event()
+
+    # ---- before ----
+
+    def call_the_roll(self, settings: Mapping[str, object], problem: str, patience_s: float) -> None:
+        """Until all ranks are here and agree.
+
+        Raises:
+            RankError: some are not or do not; the same at all that are here.
+        """
+        words = {name: repr(value) for name, value in settings.items()}
+        try:
+            self.store.set(f"here/{self.rank}", json.dumps([words, problem]))
+            if self.rank == 0:
+                self._judge(time.monotonic() + patience_s, patience_s)
+            verdict = self._verdict(patience_s)
+            if verdict:
+                self._say("heard", LINGER_S if self.holds_store else 0.0, self._present())
+        except RuntimeError as error:
+            verdict = f"rank 0 of {self.size} ended during the roll call; see what it says ({_line(error)})"
+        if verdict:
+            raise RankError(verdict)
+
+    def _verdict(self, patience_s: float) -> str:
+        try:
+            self.store.wait(["verdict"], timedelta(seconds=JUDGING * patience_s))
+        except RuntimeError:  # rank 0 is not here, and the store is the launcher's
+            self._judge(time.monotonic(), patience_s)
+        return str(self.store.get("verdict").decode())[1:]
+
+    def _judge(self, until: float, patience_s: float) -> None:
+        """Write the verdict, unless there is one. Its first letter only makes it a value: an empty one is none."""
+        everybody = [f"here/{rank}" for rank in range(self.size)]
+        _poll(lambda: self.store.check(everybody), until)
+        present = self._present()
+        entries = {rank: json.loads(self.store.get(f"here/{rank}")) for rank in present}
+        self.store.compare_set("verdict", "", "=" + self._said_of(entries, patience_s))
+
+    def _present(self) -> list[int]:
+        if self.store.check([f"here/{rank}" for rank in range(self.size)]):
+            return list(range(self.size))
+        return [rank for rank in range(self.size) if self.store.check([f"here/{rank}"])]
+
+    def _said_of(self, entries: Mapping[int, tuple[dict[str, str], str]], patience_s: float) -> str:
+        missing = [rank for rank in range(self.size) if rank not in entries]
+        if missing:
+            return (
+                f"{_ranks(missing)} of {self.size} did not come within {patience_s:g} s of rank {min(entries)}: look "
+                "at what they say, or give late ones more time with patience_s"
+            )
+        problems = {rank: problem for rank, (_, problem) in entries.items() if problem}
+        if problems:
+            return "; ".join(f"rank {rank} of {self.size} cannot start: {text}" for rank, text in problems.items())
+        names = dict.fromkeys(name for words, _ in entries.values() for name in words)
+        different = []
+        for name in names:
+            values: dict[str, list[int]] = {}
+            for rank, (words, _) in entries.items():
+                values.setdefault(words.get(name, "not given"), []).append(rank)
+            if len(values) > 1:
+                different.append(f"{name} is " + ", ".join(f"{value} at {_ranks(at)}" for value, at in values.items()))
+        if different:
+            return f"the ranks have different settings: {'; '.join(different)}. Start all of them with the same"
+        return ""
+
+    # ---- within ----
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hear of failures of other ranks, and let them hear of this one's."""
+        thread = threading.Thread(target=self._watch, args=(self.store.clone(),), name="rooftop ranks", daemon=True)
+        thread.start()
+        try:
+            yield
+        except BaseException as error:
+            mine = f"rank {self.rank} of {self.size} failed: {_reason(error)}"
+            if isinstance(error, RankError):  # says of whom it speaks
+                mine = str(error)
+            first = self._fail(self._gone_instead(error) or mine)
+            self._say("seen", LINGER_S, range(self.size))
+            if first == mine or not isinstance(error, Exception):
+                raise
+            raise RankError(first) from error
+        finally:
+            self._stop.set()
+            thread.join(timeout=10 * WATCH_S)
+
+    def _watch(self, store: Any) -> None:
+        try:
+            while not self._stop.wait(WATCH_S):
+                store.add(f"beat/{self.rank}", 1)
+                if store.check(["failed"]):
+                    self.failure = store.get("failed").decode()
+                    store.set(f"seen/{self.rank}", "1")
+                    break
+        except RuntimeError as error:  # the store has ended
+            if not self._stop.is_set():
+                self.failure = f"rank 0 of {self.size}, or the launcher that held the store, is gone ({_line(error)})"
+        if self.failure:
+            self._noticed.set()
+            _abort_communication()
+
+    def _fail(self, text: str) -> str:
+        """The first failure: this one, unless another rank's is known."""
+        if not self._noticed.is_set():
+            try:
+                return str(self.store.compare_set("failed", "", text).decode())
+            except RuntimeError:  # the store is gone with the rank that held it: the thread will say so
+                self._noticed.wait(2 * WATCH_S)
+        return self.failure or text
+
+    def _gone_instead(self, error: BaseException) -> str:
+        """Which ranks are gone without a word, if this error may come of that."""
+        if not isinstance(error, RuntimeError) or isinstance(error, RankError) or not BROKEN.search(str(error)):
+            return ""
+        try:
+            before = self._beats()
+            if self._noticed.wait(SILENCE_S):
+                return ""
+            silent = [rank for rank, beat in self._beats().items() if beat == before[rank] and rank != self.rank]
+            for rank in silent:
+                self.store.set(f"seen/{rank}", "1")  # nobody waits for it to see
+        except RuntimeError:
+            return ""
+        what = "are" if len(silent) > 1 else "is"
+        return f"{_ranks(silent)} of {self.size} {what} gone without an error ({_line(error)})" if silent else ""
+
+    def _beats(self) -> dict[int, int]:
+        return {rank: self.store.add(f"beat/{rank}", 0) for rank in range(self.size)}
+
+    # ---- after ----
+
+    def end(self, timeout_s: float) -> None:
+        """Until the block has ended at all ranks.
+
+        Raises:
+            RankError: it failed at one, or has not ended within `timeout_s` of this one.
+        """
+        everybody = [f"done/{rank}" for rank in range(self.size)]
+        self.store.set(f"done/{self.rank}", "1")
+        until = time.monotonic() + timeout_s
+        if not _poll(lambda: self._noticed.is_set() or self.store.check(everybody), until):
+            late = [rank for rank in range(self.size) if not self.store.check([f"done/{rank}"])]
+            raise RankError(f"{_ranks(late)} of {self.size} did not end within {timeout_s:g} s of rank {self.rank}")
+        if self._noticed.is_set():
+            raise RankError(self.failure)
+        self._say("left", PATIENCE_S if self.holds_store else 0.0, range(self.size))
+
+    def _say(self, key: str, linger_s: float, ranks: Iterable[int]) -> None:
+        """Set this rank's key, and stay a while until the others have set theirs."""
+        try:
+            self.store.set(f"{key}/{self.rank}", "1")
+            others = [f"{key}/{rank}" for rank in ranks]
+            if linger_s:
+                _poll(lambda: self.store.check(others), time.monotonic() + linger_s)
+        except RuntimeError:  # the store has ended: nobody is left to tell
+            return
+
+
+def _abort_communication() -> None:
+    """Free what waits in NCCL; gloo cannot be interrupted."""
+    if not dist.is_initialized() or "nccl" not in dist.get_backend():
+        return
+    groups = sorted(dist.distributed_c10d._world.pg_names.items(), key=lambda item: item[1], reverse=True)
+    for group, _ in groups:
+        group.abort()
+
+
+def _poll(done: Callable[[], bool], until: float) -> bool:
+    """Whether it is done before a time (of `time.monotonic`); asks ever more rarely."""
+    pause_s = 0.001
+    while not done():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+    return True
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"{'rank' if len(runs) == 1 and len(runs[0]) == 1 else 'ranks'} {', '.join(words)}"
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_line(error)}" if str(error) else type(error).__name__
+
+
+def _line(error: BaseException) -> str:
+    """The first line, without the address of the C++ source."""
+    return re.sub(r"^\[[^]]*\.(cc|cpp|h|hpp):\d+\] ", "", (str(error).splitlines() or [""])[0])

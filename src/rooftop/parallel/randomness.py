@@ -1,0 +1,252 @@
+"""Randomness that does not depend on the layout: initial values and dropout masks by seed, name and global place.
+
+A rank that holds a part of a tensor draws exactly what the whole tensor has there: it says which part by a `Box`. So
+a model is the same bit for bit on any number of ranks, cut any way, on CPU or GPU, and its dropout too, also where
+forward is computed again. The numbers are those of `rooftop.kernels.random_normal`, `random_uniform` and
+`counter_dropout`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.kernels import Box, counter_dropout, random_key, random_normal, random_uniform
+
+Boxes = Box | Sequence[Box]  # several: one after the other along the first dimension of a local tensor
+
+
+@dataclass(frozen=True)
+class Stream:
+    """All random numbers of a seed, from 0 to 2^64 - 1; each name has its own.
+
+    Names are those of the whole model, the same on every rank. In each method `box` is the part of the whole that the
+    tensor holds; several boxes follow each other along its first dimension; None: the tensor is the whole.
+    """
+
+    seed: int
+
+    def normal_(
+        self,
+        tensor: Tensor,
+        name: str,
+        box: Boxes | None = None,
+        mean: float = 0.0,
+        std: float = 1.0,
+        low: float = -math.inf,
+        high: float = math.inf,
+    ) -> Tensor:
+        """Fills a tensor of any floating point dtype with normal numbers, truncated to [low, high]; gives it back.
+
+        Raises:
+            TypeError, ValueError: as `random_normal`; boxes of another number of elements than the tensor.
+        """
+        key = random_key(self.seed, name)
+        with torch.no_grad():
+            for part, place in _parts(name, tensor, box):
+                numbers = random_normal(
+                    place, key, mean=mean, std=std, low=low, high=high, dtype=part.dtype, device=part.device
+                )
+                part.copy_(numbers.view(part.shape))
+        return tensor
+
+    def uniform_(
+        self, tensor: Tensor, name: str, box: Boxes | None = None, low: float = 0.0, high: float = 1.0
+    ) -> Tensor:
+        """Fills a tensor of any floating point dtype with numbers uniform in [low, high); gives it back.
+
+        Raises:
+            TypeError, ValueError: as `random_uniform`; boxes of another number of elements than the tensor.
+        """
+        key = random_key(self.seed, name)
+        with torch.no_grad():
+            for part, place in _parts(name, tensor, box):
+                numbers = random_uniform(place, key, low=low, high=high, dtype=part.dtype, device=part.device)
+                part.copy_(numbers.view(part.shape))
+        return tensor
+
+    def dropout(
+        self, x: Tensor, name: str, p: float, step: int, box: Boxes | None = None, training: bool = True
+    ) -> Tensor:
+        """x / (1 - p) with elements dropped with probability p; x itself where p is 0 or not in training.
+
+        Args:
+            x: any shape, bfloat16, float16, float32 or float64.
+            name: of this dropout: two with one name drop the same.
+            p: from 0 to 1.
+            step: of the training, from 0: each has another mask; count micro-batches too.
+            box: see the class.
+            training: as `module.training`.
+
+        Raises:
+            TypeError, ValueError: as `counter_dropout`; boxes of another number of elements than x.
+        """
+        if not training or p == 0:
+            return x
+        key = random_key(self.seed, name)
+        if box is None or isinstance(box, Box):
+            return counter_dropout(x, p, key, step=step, box=box)
+        parts = [counter_dropout(part, p, key, step=step, box=place) for part, place in _parts(name, x, box)]
+        return torch.cat(parts)
+
+
+def _parts(name: str, tensor: Tensor, box: Boxes | None) -> list[tuple[Tensor, Box]]:
+    """The parts of a local tensor along its first dimension, each with its box."""
+    boxes = _listed(box) or [Box.whole(tensor.shape)]
+    counts = [math.prod(each.size) for each in boxes]
+    row = math.prod(tensor.shape[1:])
+    if sum(counts) != tensor.numel() or (len(boxes) > 1 and any(row == 0 or count % row for count in counts)):
+        raise ValueError(
+            f"{name}: the tensor has shape {tuple(tensor.shape)}, its boxes sizes {[each.size for each in boxes]}: "
+            "they must be as many elements, and each of several boxes whole rows of the first dimension"
+        )
+    if len(boxes) == 1:
+        return [(tensor, boxes[0])]
+    return list(zip(tensor.split([count // row for count in counts]), boxes, strict=True))
+
+
+def _listed(box: Boxes | None) -> list[Box]:
+    if box is None:
+        return []
+    return [box] if isinstance(box, Box) else list(box)
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------
+
+Init = Callable[[Stream, Tensor, str, Boxes | None], object]
+"""Fills a tensor, by stream, tensor, name and box."""
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A rule: normal numbers, truncated where bounds are given."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __call__(self, stream: Stream, tensor: Tensor, name: str, box: Boxes | None) -> Tensor:
+        return stream.normal_(tensor, name, box, self.mean, self.std, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """A rule: numbers uniform in [low, high)."""
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def __call__(self, stream: Stream, tensor: Tensor, name: str, box: Boxes | None) -> Tensor:
+        return stream.uniform_(tensor, name, box, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A rule: one value."""
+
+    value: float
+
+    def __call__(self, stream: Stream, tensor: Tensor, name: str, box: Boxes | None) -> Tensor:
+        return tensor.detach().fill_(self.value)
+
+
+def materialize(
+    module: nn.Module,
+    rules: Sequence[tuple[str, Init]],
+    stream: Stream,
+    *,
+    boxes: Mapping[str, Boxes] | None = None,
+    device: torch.device | str = "cpu",
+    whole_name: Callable[[str], str] = lambda name: name,
+) -> nn.Module:
+    """Gives memory and initial values to all parameters and buffers of a module that are on the meta device.
+
+    Only what the module holds is ever made: of a tensor with a box the part that the box says. Tied parameters, which
+    are one tensor under several names, stay one; it has the first name. A new parameter keeps dtype, requires_grad and
+    attributes of the old.
+
+    Args:
+        module: changed in place. A tensor with a box has the part's shape, or that of the whole.
+        rules: (pattern, init), the first whose pattern matches a tensor's name, as of a shell: "*.bias"; an init such
+            as Normal, Uniform or Constant, or another function of (stream, tensor, name, box).
+        stream: of the seed.
+        boxes: for each tensor that is a part, by its name in the whole model, which part.
+        device: where they go.
+        whole_name: from a name in this module to that in the whole model, for stages of a pipeline.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: no rule matches a name, a box is for no tensor of the module, or it is not the size of one.
+    """
+    boxes = dict(boxes or {})
+    planned: dict[Tensor, tuple[str, Init, tuple[int, ...]]] = {}
+    for local_name, old in (*module.named_parameters(), *module.named_buffers()):
+        name = whole_name(local_name)
+        box = boxes.get(name)
+        if old.is_meta:
+            planned[old] = name, _rule(name, rules), _local_shape(name, old, box)
+    unknown = set(boxes) - {name for name, *_ in planned.values()}
+    if unknown:
+        raise ValueError(f"materialize: boxes for {', '.join(sorted(unknown))}, of which the module has none on meta")
+    made: dict[Tensor, Tensor] = {}
+    for old, (name, init, shape) in planned.items():
+        new = torch.empty(shape, dtype=old.dtype, device=device)
+        init(stream, new, name, boxes.get(name))
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        new.__dict__.update(old.__dict__)
+        made[old] = new
+    for each in module.modules():
+        for tensors in (each._parameters, each._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None and tensor in made:
+                    tensors[key] = made[tensor]  # type: ignore[assignment]
+    return module
+
+
+def init_on_meta(
+    build: Callable[[], nn.Module],
+    rules: Sequence[tuple[str, Init]],
+    seed: int,
+    *,
+    boxes: Mapping[str, Boxes] | None = None,
+    device: torch.device | str = "cpu",
+    whole_name: Callable[[str], str] = lambda name: name,
+) -> nn.Module:
+    """Builds a module without memory and gives it the values of a seed: `materialize` has the arguments.
+
+    Without boxes that is the whole model; its parts are, bit for bit, what this makes with boxes.
+    """
+    with torch.device("meta"):
+        module = build()
+    return materialize(module, rules, Stream(seed), boxes=boxes, device=device, whole_name=whole_name)
+
+
+def _rule(name: str, rules: Sequence[tuple[str, Init]]) -> Init:
+    for pattern, init in rules:
+        if fnmatchcase(name, pattern):
+            return init
+    patterns = ", ".join(pattern for pattern, _ in rules)
+    raise ValueError(f"materialize: no rule matches {name}: add one; there are {patterns or 'none'}")
+
+
+def _local_shape(name: str, tensor: Tensor, box: Boxes | None) -> tuple[int, ...]:
+    """Of a tensor that has the part's shape already, or the whole's."""
+    boxes = _listed(box)
+    shape = tuple(tensor.shape)
+    if not boxes or sum(math.prod(each.size) for each in boxes) == tensor.numel():
+        return shape
+    if len(boxes) == 1 and boxes[0].shape == shape:
+        return boxes[0].size
+    raise ValueError(
+        f"materialize: {name} has shape {shape}, which is neither that of a part nor of the whole of its box "
+        f"{', '.join(map(str, boxes))}"
+    )

@@ -1,0 +1,143 @@
+"""A module's replicas: the same module with its tensors on other devices.
+
+A replica computes what the module would: its parameters are copies through which gradients flow back, and it shares
+hooks and all else that is not a tensor. It is made anew for each forward and let go of after it, so nothing that is
+written to it lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.hardware.threads import places_of as devices_of
+from rooftop.parallel.containers import leaves, mapped, opened
+from rooftop.parallel.device_copies import copies
+
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Names of attributes that torch.nn.Module sets itself."""
+
+PLAIN = {bool, int, float, str, type(None)}
+"""Types of most attributes: looked at first."""
+
+
+def replicate(module: nn.Module, devices: Sequence[torch.device | str], detach: bool = False) -> list[nn.Module]:
+    """The module on each device; gradients of the replicas' parameters are added to those of the module.
+
+    The first is the module itself: what its forward writes to buffers (running statistics of batch norms) and
+    attributes stays, what that of the others writes is lost with them. Parameters and modules that are there twice are
+    so in each replica. Tensors in attributes (in lists, tuples, dicts and dataclasses too) go along if they are where
+    the module is, as do modules and bound methods in attributes. `parameters()` of a replica gives its tensors, which
+    are no leaves: their `.grad` stays None.
+
+    Args:
+        module: on the first device.
+        devices: GPUs or "cpu"; one may be named several times.
+        detach: no gradients. The first is then a replica too, whose tensors share the module's memory.
+
+    Returns:
+        One for each device.
+
+    Raises:
+        ValueError: no devices, other kinds of devices, or a parameter or buffer that is not on the first.
+        TypeError: a compiled or scripted module, which computes with its own parameters only.
+        RuntimeError: a lazy module that has not seen an input yet.
+    """
+    places = places_of(devices)
+    _check(module, places[0])
+    holding = {child: _holding(child) for child in module.modules()}
+    tensors = _tensors(holding, places[0])
+    sources = [tensor.detach() for tensor in tensors] if detach else tensors
+    made = [_replica(module, holding, tensors, sources) if detach else module]
+    made += [_replica(module, holding, tensors, copied) for copied in copies(sources, places[1:])]
+    return made
+
+
+def places_of(devices: Sequence[torch.device | str] | None) -> list[torch.device]:
+    """Devices with their indices, as tensors name them; by default all GPUs, the CPU where there are none.
+
+    Raises:
+        ValueError: none, one that is not there, or neither a GPU nor the CPU.
+    """
+    places = devices_of(devices)
+    for place in places:
+        if place.type not in ("cpu", "cuda"):
+            raise ValueError(f"replicas run on GPUs and on the CPU, got the device {str(place)!r}")
+    return places
+
+
+def _check(module: nn.Module, home: torch.device) -> None:
+    for name, child in module.named_modules():
+        for key, tensor in chain(child._parameters.items(), child._buffers.items()):
+            if tensor is not None and tensor.device != home:
+                raise ValueError(
+                    f"{name}{'.' if name else ''}{key} is on {tensor.device}, and the first device is {home}: move the "
+                    f"module there before, with module.to({str(home)!r})"
+                )
+        bound = "compiled" if _is_compiled(child) else "scripted" if isinstance(child, torch.jit.ScriptModule) else None
+        if bound:
+            raise TypeError(
+                f"{name or 'the module'} ({type(child).__name__}) is {bound} for its own parameters and cannot be "
+                "replicated: pass the module that it was made of, or use a process for each GPU"
+            )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By torch.compile(module) or module.compile()."""
+    return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
+
+
+def _holding(module: nn.Module) -> dict[str, Any]:
+    """Attributes of the module's own that hold tensors, modules or methods."""
+    own = vars(module).items()
+    return {name: value for name, value in own if name not in OF_EVERY_MODULE and _holds(value)}
+
+
+def _holds(value: Any) -> bool:
+    if type(value) in PLAIN:
+        return False
+    if isinstance(value, Tensor | nn.Module | MethodType):
+        return True
+    found = opened(value)
+    return found is not None and any(map(_holds, found[0]))
+
+
+def _tensors(holding: Mapping[nn.Module, dict[str, Any]], home: torch.device) -> list[Tensor]:
+    """Everything that a replica needs a copy of; one that is there twice comes once."""
+    found: dict[int, Tensor] = {}
+    for module, attributes in holding.items():
+        for value in chain(module._parameters.values(), module._buffers.values(), leaves(attributes)):
+            if isinstance(value, Tensor) and value.device == home:
+                found[id(value)] = value
+    return list(found.values())
+
+
+def _replica(
+    module: nn.Module,
+    holding: Mapping[nn.Module, dict[str, Any]],
+    tensors: Sequence[Tensor],
+    others: Sequence[Tensor],
+) -> nn.Module:
+    """The module with other tensors in place of its own; `holding`: each module in it with what `_holding` found."""
+    made = {id(child): child._replicate_for_data_parallel() for child in holding}
+    instead: dict[int, Any] = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)} | made
+
+    def swapped(value: Any) -> Any:
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, instead.get(id(value.__self__), value.__self__))
+        return instead.get(id(value), value)
+
+    for child, attributes in holding.items():
+        # Past __setattr__, which lets only leaves be parameters.
+        vars(made[id(child)]).update(
+            mapped(attributes, swapped),
+            _parameters={name: swapped(tensor) for name, tensor in child._parameters.items()},
+            _buffers={name: swapped(tensor) for name, tensor in child._buffers.items()},
+            _modules={name: swapped(grandchild) for name, grandchild in child._modules.items()},
+        )
+    return made[id(module)]

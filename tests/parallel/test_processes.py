@@ -1,0 +1,354 @@
+"""Ranks start together, fail together with the same words, and end together; none waits for one that will not come."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rooftop.parallel import Launch, Layout, RankError, World, join, launched, processes
+from rooftop.parallel.launchers import first_host
+
+Run = Callable[..., list[Any]]
+
+# ---- what the launcher says --------------------------------------------------------------------------------------
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[003-004]",
+    "SLURM_JOB_ID": "71",
+    "SLURM_STEP_ID": "2",
+}
+
+
+def test_torchrun_says_all() -> None:
+    assert launched(TORCHRUN) == Launch(3, 8, 1, "torchrun", "node1", 29500)
+    elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert launched({**TORCHRUN, **elastic}) == Launch(3, 8, 1, "torchrun", "node1", 29500, True, 2)
+
+
+def test_slurm_says_all_and_torchrun_within_it_comes_first() -> None:
+    assert launched(SLURM) == Launch(5, 8, 1, "slurm", "gpu003", 20_000 + 16 * 71 + 2)
+    assert launched({**SLURM, "MASTER_ADDR": "gpu004", "MASTER_PORT": "7"}) == Launch(5, 8, 1, "slurm", "gpu004", 7)
+    assert launched({**SLURM, **TORCHRUN}).launcher == "torchrun"
+    far = launched({**SLURM, "SLURM_JOB_ID": "98765432"})
+    assert 20_000 <= far.port < 32_000
+
+
+def test_without_a_launcher_a_process_is_alone() -> None:
+    assert launched({}) == Launch(0, 1, 0, "alone")
+    assert launched({"SLURM_JOB_ID": "71", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == Launch()  # not under srun
+    assert launched({"MASTER_ADDR": "node1"}) == Launch()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("gpu[003-006,9],login", "gpu003"), ("gpu7", "gpu7"), ("a,b[1-2]", "a"), ("r[1-2]n[30,31]-ib", "r1n30-ib")],
+)
+def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"RANK": None}, "has WORLD_SIZE, MASTER_ADDR, MASTER_PORT but not RANK"),
+        ({"MASTER_PORT": None, "MASTER_ADDR": None}, "but not MASTER_ADDR, MASTER_PORT: start the processes by"),
+        ({"RANK": "-1"}, "RANK='-1' in the environment: expected a number"),
+        ({"RANK": "8"}, "rank 8 of 8"),
+        ({"WORLD_SIZE": "0"}, "rank 3 of 0"),
+    ],
+)
+def test_variables_that_are_missing_or_wrong(change: dict[str, str | None], said: str) -> None:
+    environment = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=said):
+        launched(environment)
+
+
+# ---- alone -------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_by_itself_needs_no_group() -> None:
+    with join(Layout(), device="cpu") as world:
+        assert world == World(0, 1, torch.device("cpu"))
+        assert not dist.is_initialized()
+    with pytest.raises(KeyError, match="as it is"), join():
+        raise KeyError("as it is")
+    with pytest.raises(ValueError, match="it has 2 ranks and the world 1"), join(Layout(tp=2)):
+        pass
+    with pytest.raises(ValueError, match="device='tpu': expected 'cuda' or 'cpu'"), join(device="tpu"):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(RankError, match="process 0 on its machine, which shows 0 GPUs"), join(device="cuda"):
+        pass
+
+
+# ---- the roll call -----------------------------------------------------------------------------------------------
+
+
+def sum_of_ranks() -> tuple[float, int, bool]:
+    with join(Layout(dp=dist.get_world_size() if dist.is_initialized() else 4), device="cpu") as world:
+        ranks = torch.tensor(float(world.rank))
+        dist.all_reduce(ranks)
+    return ranks.item(), world.size, dist.is_initialized()
+
+
+def test_a_world_begins_and_ends_with_the_block(on_ranks: Run) -> None:
+    assert on_ranks(4, sum_of_ranks, joined=False) == [(6.0, 4, False)] * 4
+
+
+def test_a_group_that_is_there_is_used_and_left(on_ranks: Run) -> None:
+    assert on_ranks(2, sum_of_ranks) == [(1.0, 2, True)] * 2
+
+
+def twice() -> list[tuple[float, int, bool]]:
+    return [sum_of_ranks(), sum_of_ranks()]
+
+
+def own_store(world_size: int) -> dict[int, dict[str, str]]:
+    """Rank 0 holds the store, as without torchrun."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return {rank: {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port} for rank in range(world_size)}
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_world_can_begin_again(served: bool, on_ranks: Run) -> None:
+    environments = None if served else own_store(4)
+    assert on_ranks(4, twice, joined=False, environments=environments) == [[(6.0, 4, False)] * 2] * 4
+
+
+def started_by_slurm(port: int) -> tuple[float, int, bool]:
+    rank = os.environ.pop("RANK")
+    del os.environ["WORLD_SIZE"]
+    slurm = {**SLURM, "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "127.0.0.1"}
+    del os.environ["MASTER_ADDR"]
+    os.environ.update({**slurm, "MASTER_PORT": str(port)})
+    return sum_of_ranks()
+
+
+def test_slurm_starts_the_ranks(on_ranks: Run) -> None:
+    port = int(own_store(1)[0]["MASTER_PORT"])
+    assert on_ranks(4, started_by_slurm, port, joined=False) == [(6.0, 4, False)] * 4
+
+
+def errors_of(run: Run, failed: type[Exception], *arguments: Any, **options: Any) -> dict[int, str]:
+    """What each rank raised, all of them within 30 s."""
+    began = time.monotonic()
+    with pytest.raises(failed) as caught:
+        run(*arguments, joined=False, **options)
+    assert time.monotonic() - began < 30
+    return caught.value.errors  # type: ignore[attr-defined]
+
+
+def with_layout(layout: Layout) -> None:
+    with join(layout, device="cpu"):
+        pass
+
+
+def test_a_wrong_layout_is_refused_before_anything_is_communicated(
+    on_ranks: Run, ranks_failed: type[Exception]
+) -> None:
+    nobody = {rank: {"MASTER_ADDR": "256.0.0.1"} for rank in range(4)}  # who tried to communicate would fail with this
+    errors = errors_of(on_ranks, ranks_failed, 4, with_layout, Layout(tp=3), environments=nobody)
+    said = "the layout dp=1 tp=3 pp=1 cp=1 does not fit: it has 3 ranks and the world 4. Nearest for 4 ranks: dp=1 tp=4"
+    assert errors.keys() == set(range(4))
+    assert all(error.startswith(f"ValueError: {said}") for error in errors.values())
+
+
+def with_settings(different: int) -> None:
+    rank = int(os.environ["RANK"])
+    settings = {"seed": 2 if rank == different else 1, "hidden": 64} | ({"bias": True} if rank == 0 else {})
+    with join(settings=settings, device="cpu"):
+        pass
+
+
+def test_ranks_with_other_settings_are_named_with_their_values(on_ranks: Run, ranks_failed: type[Exception]) -> None:
+    errors = errors_of(on_ranks, ranks_failed, 4, with_settings, 3)
+    said = "RankError: the ranks have different settings: seed is 1 at ranks 0-2, 2 at rank 3; bias is True at rank 0, "
+    assert errors == dict.fromkeys(range(4), said + "not given at ranks 1-3. Start all of them with the same")
+
+
+def patient(patience_s: float) -> None:
+    with join(device="cpu", patience_s=patience_s):
+        pass
+
+
+@pytest.mark.parametrize("missing", [[2, 3], [0]])
+def test_ranks_that_are_missing_are_named(missing: list[int], on_ranks: Run, ranks_failed: type[Exception]) -> None:
+    present: dict[int, dict[str, str]] = {rank: {} for rank in range(5) if rank not in missing}
+    errors = errors_of(on_ranks, ranks_failed, 5, patient, 1.5, environments=present)
+    assert len(set(errors.values())) == 1
+    assert errors.keys() == present.keys()
+    names = "ranks 2-3" if len(missing) == 2 else "rank 0"
+    assert errors[1].startswith(f"RankError: {names} of 5 did not come within 1.5 s of rank {min(present)}")
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_who_is_missing_is_named_where_a_rank_holds_the_store(
+    missing: int, on_ranks: Run, ranks_failed: type[Exception]
+) -> None:
+    present = {rank: variables for rank, variables in own_store(3).items() if rank != missing}
+    errors = errors_of(on_ranks, ranks_failed, 3, patient, 1.5, environments=present)
+    assert errors.keys() == present.keys()
+    assert len(set(errors.values())) == 1
+    assert errors[2].startswith(f"RankError: rank {missing} of 3 did not come within 1.5 s")
+
+
+def on_a_gpu_at(rank: int) -> None:
+    with join(device="cuda" if int(os.environ["RANK"]) == rank else "cpu"):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_rank_that_cannot_start_is_named_at_all(on_ranks: Run, ranks_failed: type[Exception]) -> None:
+    errors = errors_of(on_ranks, ranks_failed, 2, on_a_gpu_at, 1)
+    assert len(set(errors.values())) == 1
+    assert errors[0].startswith("RankError: rank 1 of 2 cannot start: it is process 1 on its machine")
+
+
+# ---- within the block --------------------------------------------------------------------------------------------
+
+
+def raising(wrong: int, how: str, late_s: float) -> None:
+    """Rank `wrong` raises, or ends, while the others wait for it; with `late_s`, after they have ended the block."""
+    with join(device="cpu", timeout_s=20) as world:
+        group = Layout(dp=world.size).process_groups()["dp"]
+        if world.rank == wrong:
+            time.sleep(late_s)
+            if how == "raise":
+                raise KeyError("no such voxel")
+            os._exit(9)
+        if not late_s:
+            dist.all_reduce(torch.ones(1), group=group)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "late_s", "served"), [(0, 0.0, False), (0, 0.4, True), (1, 0.0, True), (1, 0.4, False)]
+)
+def test_a_rank_that_raises_is_named_at_all(
+    wrong: int, late_s: float, served: bool, on_ranks: Run, ranks_failed: type[Exception]
+) -> None:
+    environments = None if served else own_store(3)
+    errors = errors_of(on_ranks, ranks_failed, 3, raising, wrong, "raise", late_s, environments=environments)
+    assert errors.pop(wrong) == "KeyError: 'no such voxel'"
+    assert errors == {
+        rank: f"RankError: rank {wrong} of 3 failed: KeyError: 'no such voxel'" for rank in range(3) if rank != wrong
+    }
+
+
+def test_a_rank_that_dies_is_named_at_all(on_ranks: Run, ranks_failed: type[Exception]) -> None:
+    errors = errors_of(on_ranks, ranks_failed, 3, raising, 1, "exit", 0.0)
+    assert errors.pop(1) == "died"
+    assert len(set(errors.values())) == 1
+    assert errors[0].startswith("RankError: rank 1 of 3 is gone without an error")
+
+
+def test_the_death_of_the_rank_that_holds_the_store(on_ranks: Run, ranks_failed: type[Exception]) -> None:
+    errors = errors_of(on_ranks, ranks_failed, 3, raising, 0, "exit", 0.0, environments=own_store(3))
+    assert errors.pop(0) == "died"
+    assert all("rank 0 of 3, or the launcher that held the store, is gone" in error for error in errors.values())
+
+
+def late(rank: int, seconds: float, timeout_s: float) -> float:
+    with join(device="cpu", timeout_s=timeout_s) as world:
+        if world.rank == rank:
+            time.sleep(seconds)
+        ended = time.monotonic()
+    return time.monotonic() - ended
+
+
+def test_no_rank_ends_before_the_last_has_ended(on_ranks: Run) -> None:
+    waits = on_ranks(3, late, 1, 0.8, 20.0, joined=False)
+    assert min(waits[0], waits[2]) > 0.3
+    assert waits[1] < min(waits[0], waits[2])
+
+
+def slow_to_hear(seconds: float) -> None:
+    poll = processes._poll
+    with pytest.MonkeyPatch.context() as patch, join(device="cpu") as world:
+        if world.rank == 1:
+            patch.setattr(processes, "_poll", lambda done, until: time.sleep(seconds) or poll(done, until))
+
+
+def test_the_rank_that_holds_the_store_stays_until_all_have_heard(on_ranks: Run) -> None:
+    assert on_ranks(2, slow_to_hear, 0.5, joined=False, environments=own_store(2)) == [None, None]
+
+
+def test_a_rank_that_does_not_end_is_named_at_all(on_ranks: Run, ranks_failed: type[Exception]) -> None:
+    errors = errors_of(on_ranks, ranks_failed, 3, late, 1, 2.5, 1.5)
+    assert len(set(errors.values())) == 1
+    assert errors[1].startswith("RankError: rank 1 of 3 did not end within 1.5 s of rank ")
+
+
+# ---- the pool itself ---------------------------------------------------------------------------------------------
+
+
+def hanging(rank: int) -> int:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+    return dist.get_rank()
+
+
+def test_a_hang_is_ended_and_the_pool_goes_on(on_ranks: Run, ranks_failed: type[Exception]) -> None:
+    with pytest.raises(ranks_failed) as failed:
+        on_ranks(2, hanging, 1, limit_s=1.0)
+    assert failed.value.errors == {0: "killed", 1: "killed"}  # type: ignore[attr-defined]
+    assert on_ranks(2, hanging, 2) == [0, 1]
+
+
+def test_a_failing_rank_shows_its_traceback(on_ranks: Run, ranks_failed: type[Exception]) -> None:
+    with pytest.raises(ranks_failed, match='in raising\n    raise KeyError\\("no such voxel"\\)'):
+        on_ranks(1, raising, 0, "raise", 0.0, joined=False)
+
+
+# ---- on GPUs -----------------------------------------------------------------------------------------------------
+
+
+def raising_on_gpus(wrong: int) -> None:
+    with join(timeout_s=60) as world:
+        assert dist.get_backend() == "nccl"
+        group = Layout(tp=world.size).process_groups()["tp"]
+        found = torch.ones(1, device=world.device)
+        dist.all_reduce(found, group=group)
+        assert found.item() == world.size
+        if world.rank == wrong:
+            raise KeyError("no such voxel")
+        dist.all_reduce(found, group=group)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_between_gpus_a_rank_that_raises_is_named_at_all(
+    wrong: int, on_ranks: Run, ranks_failed: type[Exception]
+) -> None:
+    errors = errors_of(on_ranks, ranks_failed, 2, raising_on_gpus, wrong)
+    assert errors[wrong] == "KeyError: 'no such voxel'"
+    assert errors[1 - wrong] == f"RankError: rank {wrong} of 2 failed: KeyError: 'no such voxel'"
+
+
+def device_of_this_rank() -> tuple[str, str, int]:
+    with join(Layout(tp=2)) as world:
+        mesh = Layout(tp=2).mesh()
+        return str(world.device), mesh.device_type, torch.cuda.current_device()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_rank_has_the_gpu_of_its_number(on_ranks: Run) -> None:
+    assert on_ranks(2, device_of_this_rank, joined=False) == [("cuda:0", "cuda", 0), ("cuda:1", "cuda", 1)]
