@@ -72,19 +72,20 @@ def sum_and_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[tuple[Te
     return found, [r.name for r in counted.records if "norm" in r.name or "add" in r.name]
 
 
-def test_the_norm_of_a_sum_is_one_operator() -> None:
+@pytest.mark.parametrize(("kind", "operator"), [("LayerNorm", "add_layer_norm"), ("RMSNorm", "add_rms_norm")])
+def test_the_norm_of_a_sum_is_one_operator(kind: str, operator: str) -> None:
     torch.manual_seed(0)
-    norm = rooftop.nn.LayerNorm(7)
+    norm = getattr(rooftop.nn, kind)(7)
     nn.init.normal_(norm.weight)
     residual = torch.randn_like(X)
     (y, total), names = sum_and_norm(norm, X, residual)
-    assert names == ["rooftop::add_layer_norm"]
+    assert names == [f"rooftop::{operator}"]
     torch.testing.assert_close((y, total), (norm(X + residual), X + residual))
     (_, wide), _ = sum_and_norm(norm, X.bfloat16(), residual)
     assert wide.dtype == torch.float32  # as PyTorch's sum
 
 
-@pytest.mark.parametrize("kind", ["torch", "rms", "hooked", "watched", "forward replaced", "subclass"])
+@pytest.mark.parametrize("kind", ["torch", "hooked", "watched", "forward replaced", "subclass"])
 def test_norms_that_must_see_the_sum_do(kind: str) -> None:
     class Doubled(rooftop.nn.LayerNorm):
         def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
@@ -94,8 +95,6 @@ def test_norms_that_must_see_the_sum_do(kind: str) -> None:
     norm: nn.Module = rooftop.nn.LayerNorm(7)
     if kind == "torch":
         norm = nn.LayerNorm(7)
-    elif kind == "rms":
-        norm = rooftop.nn.RMSNorm(7)
     elif kind == "subclass":
         norm = Doubled(7)
     elif kind == "hooked":

@@ -27,9 +27,10 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from rooftop.kernels import add_rms_norm, attention, linear_cross_entropy, rms_norm, rope_pair, swiglu
+from rooftop.kernels import attention, linear_cross_entropy, rope_pair, swiglu
 from rooftop.models.gpt_configs import GptConfig
 from rooftop.nn import Embedding, LayerNorm, LinearAct, RMSNorm
+from rooftop.nn.norms import norm_of_sum
 
 Dropouts = Callable[[float, str], nn.Module]
 """Makes the dropout of a place: its probability, more than 0, and its name, e.g. "layers.3.mlp.dropout"."""
@@ -118,29 +119,17 @@ class PackedLinear(LinearAct):
         return f"{super().extra_repr()}, parts={self.parts}"
 
 
-class SumRMSNorm(RMSNorm):
-    """`rooftop.nn.RMSNorm`, also of a sum, as `rooftop.nn.LayerNorm` is."""
-
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """input (..., W); the result is like it. With a residual, like input: the norm of their sum and the sum."""
-        parameters = (self.normalized_shape, self.weight, self.eps)
-        return rms_norm(input, *parameters) if residual is None else add_rms_norm(input, residual, *parameters)
-
-
 def _norm(config: GptConfig) -> nn.Module:
     if config.norm == "rms":
-        return SumRMSNorm(config.width, eps=config.epsilon)
+        return RMSNorm(config.width, eps=config.epsilon)
     return LayerNorm(config.width, eps=config.epsilon, bias=config.biases)
 
 
 def summed_and_normed(norm: nn.Module, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(x + update, norm(x + update)) in one kernel; without an update (x, norm(x))."""
+    """(x + update, norm(x + update)); without an update (x, norm(x))."""
     if update is None:
         return x, norm(x)
-    if x.dtype != update.dtype:  # under autocast, whose sums are float32
-        dtype = torch.promote_types(x.dtype, update.dtype)
-        x, update = x.to(dtype), update.to(dtype)
-    normed, total = norm(update, x)
+    normed, total = norm_of_sum(norm, update, x)
     return total, normed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rooftop.kernels import add_layer_norm, layer_norm, rms_norm
+from rooftop.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from rooftop.nn.hooks import is_plain
 
 
@@ -24,18 +24,23 @@ class LayerNorm(torch.nn.LayerNorm):
 class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm`, parameters and state included, computed by `rooftop.kernels.rms_norm`."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """input (..., *normalized_shape); the result is like it."""
-        return rms_norm(input, self.normalized_shape, self.weight, self.eps)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+        """input (..., *normalized_shape); the result is like it.
+
+        With a residual, like input: the norm of their sum and the sum, by `rooftop.kernels.add_rms_norm`.
+        """
+        parameters = (self.normalized_shape, self.weight, self.eps)
+        return rms_norm(input, *parameters) if residual is None else add_rms_norm(input, residual, *parameters)
 
 
 def norm_of_sum(norm: nn.Module, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm(input + residual), input + residual), of any norm; in one kernel if it is a `LayerNorm` without hooks.
+    """(norm(input + residual), input + residual), of any norm; in one kernel if it is one of the above without
+    hooks.
 
     Args:
         input, residual: of one shape; the sum has the dtype that PyTorch gives it, and under autocast float32.
     """
-    if not is_plain(norm, LayerNorm):
+    if not (is_plain(norm, LayerNorm) or is_plain(norm, RMSNorm)):
         total = input + residual
         return norm(total), total
     if input.dtype != residual.dtype:
