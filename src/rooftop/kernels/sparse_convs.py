@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.neighbour_tables import check_neighbours, check_reverse
 from rooftop.kernels.sparse_conv_launches import convolved, sorted_table, weight_gradient
 from rooftop.launch.operators import (
     differentiable,
@@ -94,37 +95,14 @@ def _inside(x: Tensor) -> torch.dtype:
 
 def _check_values(features: Tensor, neighbours: Tensor, order: Tensor | None) -> None:
     """On a CPU, that tables say what they should: the kernels read sites that there are not as none."""
-    rows, sites = neighbours.shape[0], features.shape[0]
-    if features.device.type != "cpu":
+    check_neighbours("sparse_conv", features, neighbours)
+    if order is None or features.device.type != "cpu":
         return
-    if neighbours.numel() and not -1 <= int(neighbours.min()) <= int(neighbours.max()) < sites:
-        raise ValueError(
-            f"sparse_conv: neighbours must be from 0 to {sites - 1}, the rows of features, or -1 for none, "
-            f"got {int(neighbours.min())} to {int(neighbours.max())}"
-        )
-    if order is None:
-        return
-    listed = order if order.dim() == 1 else order[0]
+    rows, listed = neighbours.shape[0], order if order.dim() == 1 else order[0]
     if not torch.equal(listed.long().sort().values, torch.arange(rows)):
         raise ValueError(f"sparse_conv: order must have each row from 0 to {rows - 1} once: use row_order")
     if order.dim() == 2 and not torch.equal(order, sorted_table(neighbours, listed)):
         raise ValueError("sparse_conv: order must be of these neighbours: use row_order")
-
-
-def _check_reverse(neighbours: Tensor, reverse: Tensor | None) -> None:
-    """On a CPU, that the reverse table has the pairs of the other, and no more."""
-    if neighbours.device.type != "cpu":
-        return
-    table = neighbours.flip(1) if reverse is None else reverse
-    site, tap = (table >= 0).nonzero(as_tuple=True)
-    row = table[site, tap].long()
-    as_many = len(row) == int((neighbours >= 0).sum()) and bool((row < neighbours.shape[0]).all())
-    if not as_many or not torch.equal(neighbours[row, tap].long(), site):
-        name = "reverse" if reverse is not None else "neighbours, mirrored (reverse is None),"
-        raise ValueError(
-            f"sparse_conv: {name} must have row m at [n, t] exactly where neighbours has n at [m, t]: "
-            "take both from one rulebook"
-        )
 
 
 def _by_reference(features: Tensor) -> bool:
@@ -165,7 +143,7 @@ def _sparse_conv_backward(
     """Gradients of features, weight and bias; those that `mask` does not ask for are empty."""
     dfeatures, dweight, dbias = (features.new_empty(0) for _ in range(3))
     if mask[0]:
-        _check_reverse(neighbours, reverse)
+        check_reverse("sparse_conv", neighbours, reverse)
     if mask[2]:
         dbias = dy.sum(0, dtype=torch.float64).to(dy.dtype) if _by_reference(dy) else dy.sum(0)  # within, float32
     if _by_reference(features):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.neighbour_tables import check_neighbours, check_reverse
 from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
@@ -190,44 +191,13 @@ def _by_reference(x: Tensor) -> bool:
     return x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED)
 
 
-# ---- values of tables ------------------------------------------------------------------------------------------
-
-
-def _check_values(name: str, features: Tensor, neighbours: Tensor) -> None:
-    """On a CPU, that the table names rows that there are: the kernels read others as none."""
-    if features.device.type != "cpu" or neighbours.numel() == 0:
-        return
-    least, most = (int(each) for each in neighbours.aminmax())
-    if least < -1 or most >= features.shape[0]:
-        raise ValueError(
-            f"{name}: neighbours must be from 0 to {features.shape[0] - 1}, the rows of features, or -1 for none, "
-            f"got {least} to {most}"
-        )
-
-
-def _check_reverse(name: str, neighbours: Tensor, reverse: Tensor | None) -> None:
-    """On a CPU, that the reverse table has the pairs of the other, and no more."""
-    if neighbours.device.type != "cpu":
-        return
-    table = neighbours.flip(1) if reverse is None else reverse
-    site, tap = (table >= 0).nonzero(as_tuple=True)
-    row = table[site, tap].long()
-    as_many = len(row) == int((neighbours >= 0).sum()) and bool((row < neighbours.shape[0]).all())
-    if not as_many or not torch.equal(neighbours[row, tap].long(), site):
-        which = "reverse" if reverse is not None else "neighbours, mirrored (reverse is None),"
-        raise ValueError(
-            f"{name}: {which} must have row m at [n, t] exactly where neighbours has n at [m, t]: "
-            "take both from one rulebook"
-        )
-
-
 # ---- registration ----------------------------------------------------------------------------------------------
 
 
 @operator("sparse_pool")
 def _sparse_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None, average: bool) -> tuple[Tensor, Tensor]:
     """The result (M, C), and of a mean how many neighbours there are, (M,) int32. `reverse` is for the gradient."""
-    _check_values(_name(average), features, neighbours)
+    check_neighbours(_name(average), features, neighbours)
     return _forward(features, neighbours, average)
 
 
@@ -242,7 +212,7 @@ def _sparse_pool_backward(
     dy: Tensor, y: Tensor | None, features: Tensor | None, counts: Tensor, neighbours: Tensor, reverse: Tensor | None,
     sites: int,
 ) -> Tensor:  # fmt: skip
-    _check_reverse(_name(y is None), neighbours, reverse)
+    check_reverse(_name(y is None), neighbours, reverse)
     return _backward(dy, y, features, counts, neighbours, reverse, sites)
 
 
