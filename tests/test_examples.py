@@ -367,7 +367,7 @@ def test_a_network_learns_to_label_scans(run: Run, tmp_path: Path) -> None:
     flat = torch.rand(3000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 4 + 1e6
     flat[:, 2] = 70 + 2.6 * (flat[:, 0] > flat[:, 0].median())
     numpy.save(tmp_path / "flat.npy", flat.numpy())
-    words = ("--setting", "room", "--points", tmp_path / "flat.npy", "--out", tmp_path, "--weights")
+    words = ("--points", tmp_path / "flat.npy", "--out", tmp_path, "--weights")
     out = run("lidar_segmentation", *words, tmp_path / "labels.pth")
     assert "step" not in out
     found = importlib.import_module("point_clouds").read(tmp_path / "labelled.ply")
