@@ -143,4 +143,5 @@ def normal_quantiles_reference(words: Tensor) -> Tensor:
 
 @cache
 def quantile_table(device: torch.device) -> Tensor:
+    """The coefficients of `normal_quantiles_reference` for the kernels, int32; kept for each device."""
     return torch.tensor(QUANTILES, dtype=torch.int32, device=device)

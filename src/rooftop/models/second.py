@@ -70,6 +70,7 @@ class SecondBackbone(nn.Module):
 
 
 def norm(channels: int) -> nn.BatchNorm1d:
+    """With OpenPCDet's epsilon and momentum."""
     return nn.BatchNorm1d(channels, eps=1e-3, momentum=0.01)
 
 

@@ -169,10 +169,12 @@ def unit(channels: int, out: int, key: str) -> SparseSequential:
 
 
 def two_units(channels: int, out: int, key: str) -> nn.Sequential:
+    """A level of the plain U-Net."""
     return nn.Sequential(unit(channels, out, key), unit(out, out, key))
 
 
 def residual_blocks(channels: int, out: int, count: int, key: str) -> nn.Sequential:
+    """A level of a MinkUNet."""
     return nn.Sequential(*(Block(channels if i == 0 else out, out, key) for i in range(count)))
 
 
