@@ -184,9 +184,11 @@ def check_layer(made: object, size: int, dtype: torch.dtype) -> None:
         douts = randn(STEPS, BATCH, SIDE, SIDE, FILTERS, dtype=dtype).permute(0, 1, 4, 2, 3)
         expected = torch.autograd.grad(outputs, (gates, kernel), douts.double())
     for mine, exact in zip(found[:2], expected, strict=True):
-        # In the mean: where the activation bends, a rounding makes a gradient another.
-        far = float((mine.double() - exact.detach()).norm() / exact.detach().norm())
-        assert far < 0.03, far
+        # But for a few: where the activation bends, a rounding can make a gradient another.
+        apart, largest = (mine.double() - exact.detach()).abs(), float(exact.detach().abs().max())
+        share = float((apart > 0.03 * largest).double().mean())
+        assert share < 1e-4, f"{share:.2g} of the elements differ by more than 3% of the largest"
+        assert float(apart.norm() / exact.detach().norm()) < 0.03
 
 
 def layer_task(size: int, dtype: torch.dtype, of_backward: bool) -> Task:

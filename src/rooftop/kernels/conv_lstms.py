@@ -109,8 +109,8 @@ class GatesConfig:
     warps: int
 
 
-# A thread has 4 elements of up to 9 tensors forward, and of up to 11 backward. All of those tried on an H200
-# (`benchmarks/tuning/conv_lstms.py`) are as fast within 4%, but for 4096 elements forward: memory bounds them.
+# A thread has 4 elements of up to 9 tensors forward, and of up to 11 backward, which its registers hold without
+# spills. `benchmarks/tuning/conv_lstms.py` tries others; there are no figures of a whole run yet.
 FORWARD = GatesConfig(elements=512, warps=4)
 BACKWARD = GatesConfig(elements=512, warps=4)
 

@@ -44,7 +44,7 @@ class PoolConfig:
     warps: int
 
 
-# Measured on an H200 (benchmarks/results/h200/tune_max_pools.json): within 3% of the fastest at each size.
+# Measured on an H200 (benchmarks/results/h200/tune_max_pools.json): within 3% of the fastest at the three sizes timed.
 FORWARD = PoolConfig(lines=2, pixels=8, channels=64, warps=4)
 MOST_TAPS = 25  # of a window: the kernel has a load for each
 
