@@ -48,8 +48,8 @@ class WeightConfig:
 
 ANY = 1 << 31
 
-# Of those tried on an H200 the fastest at 64, 128 and 256 channels, and within 1% of it at 32; WEIGHT_HALF was not timed
-# beyond 128 channels (results/h200/tune_sparse_convs.json of the benchmarks). Those of float32 are predicted.
+# Of those tried on an H200 the fastest at 64, 128 and 256 channels, and within 1% of it at 32; WEIGHT_HALF was not
+# timed beyond 128 channels (results/h200/tune_sparse_convs.json of the benchmarks). Those of float32 are predicted.
 HALF = (
     RowsConfig(32, 128, 32, 32, 4, 5),
     RowsConfig(64, 128, 64, 64, 4, 5),
