@@ -9,7 +9,8 @@ Shi et al. 2015, "Convolutional LSTM Network", without peepholes, gates in Keras
 of the convolutions. A step is two launches: the convolution, and the kernel of `conv_lstms.py`, which writes h_t into
 its place among the results. A step of backward is two as well: that kernel's backward, which adds the two gradients of
 h_t, and the convolution's gradient of its input. Those of `kernel` and `bias` are one call each for all steps, after
-the last of them.
+the last of them; only in exact float32 is the kernel's taken step by step, because a library's sum over all steps errs
+more than the sum of theirs.
 
 Backward reads the sums z_t and the cells before each step, which forward keeps where a gradient is wanted. Without one
 it keeps nothing, and the cell is updated in place.
@@ -196,7 +197,7 @@ def _backward(
         if step > 0 or hidden is not None:
             to_hidden = _input_gradient(dgates[step], outputs[step], weight).contiguous(memory_format=memory_format)
     if scores.shape[0] > 1:  # all but the first step
-        dkernel.copy_(_kernel_gradient(dgates[1:].flatten(0, 1), outputs[:-1].flatten(0, 1), weight))
+        dkernel.copy_(_kernel_gradient_of_steps(dgates[1:], outputs[:-1], weight))
     else:
         dkernel.zero_()
     if hidden is not None and to_hidden is not None:
@@ -217,6 +218,16 @@ def _input_gradient(dgates: Tensor, like: Tensor, kernel: Tensor) -> Tensor:
         return found
     top, left = ((size - 1) // 2 for size in kernel.shape[2:])
     return found.narrow(2, top, like.shape[2]).narrow(3, left, like.shape[3])
+
+
+def _kernel_gradient_of_steps(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
+    """Of the convolutions of (T, N, F, H, W)."""
+    if matrix_precision(dgates, convolution=True) == "fp32":
+        found = _kernel_gradient(dgates[0], hidden[0], kernel)
+        for step in range(1, len(hidden)):
+            found += _kernel_gradient(dgates[step], hidden[step], kernel)
+        return found
+    return _kernel_gradient(dgates.flatten(0, 1), hidden.flatten(0, 1), kernel)
 
 
 def _kernel_gradient(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
