@@ -2,10 +2,14 @@
 
 Against a float64 reference, the error must be at most twice that of PyTorch in the same dtype, plus one rounding of the
 output. Both the worst element and the root mean square are held to it, so neither one bad element nor a small bias over
-all of them passes.
+all of them passes. And what else tests of GPU code want to say.
 """
 
 from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -69,3 +73,19 @@ def _assert_same_specials(got: Tensor, truth: Tensor, what: str) -> None:
 
 def _rms(values: Tensor) -> float:
     return float(values.square().mean().sqrt())
+
+
+@contextmanager
+def no_waiting_for_gpu() -> Iterator[None]:
+    """In the `with` block to wait for the GPU is a RuntimeError, for whatever PyTorch knows to wait.
+
+    Of this process, not of one thread alone.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

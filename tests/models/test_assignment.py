@@ -15,6 +15,7 @@ from torch import Tensor
 from rooftop.errors import MissingExtraError
 from rooftop.models import assignment
 from rooftop.models.assignment import WORST, assign_batched, assign_on_host
+from rooftop.testing import no_waiting_for_gpu
 
 Assign = Callable[[Tensor, Tensor], Tensor]
 BOTH = pytest.mark.parametrize("assign", [assign_on_host, assign_batched])
@@ -107,11 +108,8 @@ def test_the_gpu_is_not_waited_for() -> None:
     random = torch.Generator().manual_seed(0)
     cost, valid = torch.randn(50, 8, 20, generator=random), torch.rand(50, 8, generator=random) < 0.7
     on_gpu = cost.cuda(), valid.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting_for_gpu():
         found = assign_batched(*on_gpu)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     expected = totals(cost, assign_on_host(cost, valid))
     torch.testing.assert_close(totals(cost, found.cpu()), expected, rtol=0, atol=1e-9)
     assert assign_on_host(*on_gpu).is_cuda

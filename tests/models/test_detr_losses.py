@@ -21,6 +21,7 @@ from rooftop.models.detr_losses import (
     to_detections,
 )
 from rooftop.models.resnet import BasicBlock
+from rooftop.testing import no_waiting_for_gpu
 
 CLASSES, QUERIES, LAYERS = 9, 12, 6
 
@@ -183,13 +184,10 @@ def test_the_gpu_is_not_waited_for() -> None:
     expected = SetCriterion(CLASSES)(some_predictions(2), targets)
     on_gpu = [{name: value.cuda() for name, value in each.items()} for each in targets]
     criterion = SetCriterion(CLASSES, Matcher(batched=True)).cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting_for_gpu():
         found = criterion(predictions, on_gpu)
         criterion.total(found).backward()
         to_detections(predictions, [(3, 4), (5, 6)])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for name, loss in expected.items():
         torch.testing.assert_close(found[name].cpu(), loss, rtol=1e-4, atol=1e-5)
 

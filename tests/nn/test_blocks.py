@@ -88,6 +88,7 @@ def test_eager_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @each_block
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_on_a_gpu(name: str, dtype: torch.dtype) -> None:

@@ -38,6 +38,7 @@ from rooftop.parallel.data_parallel import (
     replicate,
     scatter,
 )
+from rooftop.testing import no_waiting_for_gpu
 
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
 CPU = torch.device("cpu")
@@ -811,8 +812,5 @@ def test_no_step_waits_for_a_gpu(two_gpus: list[str]) -> None:
     parallel = DataParallel(convolutions(), two_gpus)
     x = torch.randn(8, 3, 9, 9, dtype=torch.float64, device="cuda:0")
     parallel(x).square().mean().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting_for_gpu():
         parallel(x).square().mean().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -20,6 +20,7 @@ from rooftop.kernels import sparse_conv_launches
 from rooftop.launch import count_launches
 from rooftop.sparse import SparseConvTensor, functional, rulebook
 from rooftop.sparse.functional import by_group
+from rooftop.testing import no_waiting_for_gpu
 
 CONVS = (F.conv1d, F.conv2d, F.conv3d)
 TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -638,11 +639,8 @@ def test_nothing_waits_for_the_gpu_in_submanifold_and_bounded_layers() -> None:
     network, x = UNet(3, 16, 60_000).cuda(), on_gpu(100_000)
     outcome(network, x)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting_for_gpu():
         outcome(network, x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -30,7 +30,7 @@ def conv_lstm_forward(
     PRECISE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Hidden and cell of one tile; KEEP: the sums that the activations are taken of, too. next_cell may be cell."""
-    size = columns * UNIT
+    size = tl.full((), UNIT, tl.int64) * columns
     row, column, inside = _tile(rows, size, ROWS, COLUMNS)
     four, one = row * (4 * size) + column, row * size + column
     scores_i, scores_f, scores_c, scores_o = _scores(gates, added, four, size, inside, ADD)
@@ -64,7 +64,7 @@ def conv_lstm_backward(
 ):  # fmt: skip
     """Gradients of one tile; the step is computed again. MORE: that of hidden is dhidden + more. dcell may be
     dnext_cell."""
-    size = columns * UNIT
+    size = tl.full((), UNIT, tl.int64) * columns
     row, column, inside = _tile(rows, size, ROWS, COLUMNS)
     four, one = row * (4 * size) + column, row * size + column
     scores_i, scores_f, scores_c, scores_o = _scores(gates, added, four, size, inside, ADD)

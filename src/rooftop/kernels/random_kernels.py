@@ -71,8 +71,9 @@ def _tile(columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 def _place(rows, columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """(ROWS, COLUMNS) places of the tile's elements in memory, and whether they are there."""
     UNIT: tl.constexpr = 4 if GROUPED else 1
-    row, column = _tile(columns * UNIT, False, ROWS, COLUMNS)
-    return row * (columns * UNIT) + column, (row < rows) & (column < columns * UNIT)
+    width = tl.full((), UNIT, tl.int64) * columns  # groups are fewer than 2^31 where elements may be more
+    row, column = _tile(width, False, ROWS, COLUMNS)
+    return row * width + column, (row < rows) & (column < width)
 
 
 @triton.jit
