@@ -10,10 +10,11 @@ of SECOND, inference with float16 weights and under autocast, and a training ste
 Variants of a case are interleaved, medians. Features rotate so that L2 does not serve them again; a rulebook and
 weights stay, as in a network. What does not wait for the GPU is also replayed from a CUDA graph; in networks that takes
 bounds for the numbers of outputs (`num_out_act_bound`). spconv has the same weights, and how far its results are from
-ours, |theirs - ours| at most over |ours| at most, is in the row; so is the memory that a call needs at its peak. Roofs
-are at the ceilings measured in the same run, with the pairs that there are. Rows are written after each case; a case
-that fails leaves the others, and fails the run at the end. Without spconv the rows say so. `--quick` shows on a CPU
-that the script runs, with small inputs, and sets the convolution beside the one on the dense grid.
+ours, |theirs - ours| at most over |ours| at most, is in the row, as are those of a replay from the call's; so is the
+memory that a call needs at its peak, and why what should be replayed cannot be captured. Roofs are at the ceilings
+measured in the same run, with the pairs that there are. Rows are written after each case; a case that fails leaves the
+others, and fails the run at the end. Without spconv the rows say so. `--quick` shows on a CPU that the script runs,
+with small inputs, and sets the convolution beside the one on the dense grid.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Work:
         goal_ms: of ours.
         calls: by variant, one for each set of inputs.
         replayable: variants to replay from a graph too.
-        apart: of each peer, how far its results are from ours.
+        apart: of each peer, how far its results are from ours; of each replay, from those of the call.
         farthest: what `apart` may be.
         absent: variants that cannot be measured, and why.
     """
@@ -256,8 +257,8 @@ def measure_work(work: Work, known: dict[str, Any], scale: Scale, ceilings: Ceil
     spread = {name: timing.spread for name, timing in timings.items()}
     print(f"  {work.what}: roof {roof_ms:.4f} ms" + ("" if work.goal_ms is None else f", goal {work.goal_ms:.2f} ms"))
     for name, ms in rates.items():
-        apart = work.apart.get(name.removesuffix(REPLAYED))
-        far = "" if apart is None else f", {apart:.1e} from ours"
+        apart = work.apart.get(name)
+        far = "" if apart is None else f", {apart:.1e} from " + ("the call" if name.endswith(REPLAYED) else "ours")
         print(f"    {name:28}{ms:9.3f} ms{ms / rates['rooftop']:7.2f} of ours{100 * roof_ms / ms:7.1f}% of roof{far}")
     for name, why in work.absent.items():
         print(f"    {name:28}{why}")
@@ -276,19 +277,39 @@ def peak_mib(call: Call, device: str) -> float:
 
 
 def replays_of(work: Work) -> dict[str, Call]:
-    """The calls with all sets, as the replay of a CUDA graph; those that cannot be captured are noted in the work."""
+    """The calls with all sets, as the replay of a CUDA graph, each compared with its call; what cannot be captured is
+    noted in the work."""
     found = {}
     for name in [name for name in work.calls if name in work.replayable]:
-        calls = work.calls[name]
-        if waits_for_gpu(calls[0]):
-            work.absent[name + REPLAYED] = "cannot be captured: the host waits for the GPU"
-            continue
         try:
-            found[name + REPLAYED] = captured(lambda calls=calls: [call() for call in calls], STREAM)
-        except RuntimeError as error:
+            found[name + REPLAYED], work.apart[name + REPLAYED] = replayed(work.calls[name])
+        except Exception as error:  # the calls themselves are worth measuring
             torch.cuda.synchronize()
-            work.absent[name + REPLAYED] = f"cannot be captured: {str(error).splitlines()[0]}"
+            if not name.startswith(SPCONV):
+                traceback.print_exc()
+            first = str(error).splitlines()[0] if str(error) else ""
+            work.absent[name + REPLAYED] = f"cannot be captured: {type(error).__name__}: {first}"
     return found
+
+
+def replayed(calls: list[Call]) -> tuple[Call, float]:
+    """A replay of all calls, and how far what it gives is from what they give.
+
+    Raises:
+        RuntimeError: the host waits for the GPU; and whatever a capture raises.
+    """
+    if waits_for_gpu(calls[0]):
+        raise RuntimeError("the host waits for the GPU")
+    held: list[Any] = []  # results, where the graph writes them
+
+    def run() -> None:
+        held[:] = [call() for call in calls]
+
+    replay = captured(run, STREAM)
+    expected = [tensor.clone() for call in calls for tensor in flat(call())]
+    replay()
+    torch.cuda.synchronize()
+    return replay, apart([tensor for result in held for tensor in flat(result)], expected)
 
 
 def apart(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> float:
@@ -413,7 +434,7 @@ def add_dense(work: Work, conv: Any, x: sparse.SparseConvTensor, ours: Tensor) -
 
 
 def flat(result: Any) -> list[Tensor]:
-    return list(result) if isinstance(result, tuple) else [result]
+    return [each for each in result if each is not None] if isinstance(result, tuple) else [result]
 
 
 # ---- one network -------------------------------------------------------------------------------------------------

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from rooftop import sparse
 from rooftop.cost import Cost, matrix_precision, tensor_bytes
+from rooftop.models.sparse_unet import UShape
 
 ROOM = 1.05  # of the outputs that a cloud has, rows that a bound makes
 GRANULE = 1024  # to a multiple of which a bound is rounded up
 
 
 def in_spconv(model: nn.Module, spconv: Any) -> Any:
-    """A copy whose sparse modules are those of spconv's module `spconv`, with the same arguments and weights."""
+    """A copy whose sparse modules are those of spconv's module `spconv`, with the same arguments and weights. It takes
+    and gives spconv's tensors."""
     if isinstance(model, sparse.SparseConvolution):
         twin = _convolution(model, spconv)
         twin.load_state_dict(model.state_dict())
@@ -26,9 +28,39 @@ def in_spconv(model: nn.Module, spconv: Any) -> Any:
     children = OrderedDict((name, in_spconv(child, spconv)) for name, child in model.named_children())
     if isinstance(model, sparse.SparseSequential):
         return spconv.SparseSequential(children).train(model.training)
+    if isinstance(model, UShape):
+        return UShapeOfSpconv(children, model.multiple, spconv).train(model.training)
     twin = copy.deepcopy(model)
     twin._modules.update(children)
     return twin
+
+
+class UShapeOfSpconv(nn.Module):
+    """`UShape` with spconv's tensors, made of parts that take them: the model's own forward is for Rooftop's alone.
+
+    Its result stays on the grid that was made larger; sites and their features are those of the model.
+    """
+
+    stem: nn.Module
+    encoder: nn.ModuleList
+    decoder: nn.ModuleList
+    head: nn.Module
+
+    def __init__(self, parts: OrderedDict[str, nn.Module], multiple: int, spconv: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.multiple, self.tensor = multiple, spconv.SparseConvTensor
+
+    def forward(self, x: Any) -> Any:
+        shape = [-(-size // self.multiple) * self.multiple for size in x.spatial_shape]
+        levels = [self.stem(self.tensor(x.features, x.indices, shape, x.batch_size))]
+        for stage in self.encoder:
+            levels.append(stage(levels[-1]))
+        y = levels.pop()
+        for stage in self.decoder:
+            y = stage(y, levels.pop())
+        return y.replace_feature(self.head(y.features))
 
 
 def _convolution(conv: sparse.SparseConvolution, spconv: Any) -> Any:
@@ -85,7 +117,7 @@ def products_of(model: nn.Module, x: sparse.SparseConvTensor) -> list[int]:
     def of_linear(layer: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         found.append(2 * output.numel() * layer.in_features)
 
-    twin = copy.deepcopy(model).eval()
+    twin = copy.deepcopy(model).to(x.features.dtype).eval()  # to count, the dtype does not matter
     for module in twin.modules():
         if isinstance(module, sparse.SparseConvolution):
             module.register_forward_hook(of_convolution)

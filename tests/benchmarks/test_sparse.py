@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rooftop import sparse
 from rooftop.hardware import timing
@@ -20,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "sparse.py"
 TABLES = runpy.run_path(str(ROOT / "benchmarks" / "kernels" / "tables.py"))
 WORKS = ["rulebook+conv", "conv", "backward", "rulebook"]
+NETWORK_WORKS = ["inference", "training step"]
 Run = Callable[..., tuple[int | str | None, dict[str, Any]]]
 
 
@@ -30,11 +34,58 @@ def no_spconv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "spconv", None)
 
 
+class Foreign:
+    """A tensor of spconv's names that is no tensor of Rooftop's."""
+
+    def __init__(
+        self, features: Tensor, indices: Tensor, spatial_shape: Sequence[int], batch_size: int,
+        grid: Tensor | None = None, voxel_num: Tensor | None = None, indice_dict: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.features, self.indices = features, indices
+        self.spatial_shape, self.batch_size = list(spatial_shape), batch_size
+        self.indice_dict = {} if indice_dict is None else indice_dict
+
+    def replace_feature(self, features: Tensor) -> Foreign:
+        return type(self)(features, self.indices, self.spatial_shape, self.batch_size, None, None, self.indice_dict)
+
+    def dense(self) -> Tensor:
+        return ours(self).dense()
+
+
+def ours(x: Foreign) -> sparse.SparseConvTensor:
+    assert type(x) is Foreign, "a tensor of Rooftop's came to spconv"
+    return sparse.SparseConvTensor(x.features, x.indices, x.spatial_shape, x.batch_size, indice_dict=x.indice_dict)
+
+
+class ForeignConvolution(torch.nn.Module):
+    """What makes a convolution of Rooftop's one of foreign tensors."""
+
+    def forward(self, x: Foreign) -> Foreign:
+        y = super().forward(ours(x))
+        return Foreign(y.features, y.indices, y.spatial_shape, y.batch_size, None, None, y.indice_dict)
+
+
+class ForeignSequential(torch.nn.Sequential):
+    """As spconv's: sparse modules get the tensor, others its features."""
+
+    def forward(self, x: Any) -> Any:
+        for module in self:
+            if isinstance(module, (ForeignConvolution, ForeignSequential)):
+                x = module(x)
+            else:
+                x = x.replace_feature(module(x.features))
+        return x
+
+
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Modules under spconv's names, which are Rooftop's."""
+    """Modules under spconv's names, which compute as Rooftop's do, of tensors of their own."""
     module = ModuleType("spconv.pytorch")
-    module.__dict__.update({name: getattr(sparse, name) for name in sparse.__all__})
+    for name in ("SubMConv3d", "SparseConv3d", "SparseInverseConv3d"):
+        setattr(module, name, type(name, (ForeignConvolution, getattr(sparse, name)), {}))
+    module.SparseSequential = ForeignSequential  # type: ignore[attr-defined]
+    module.SparseConvTensor = Foreign  # type: ignore[attr-defined]
+    module.ConvAlgo = sparse.ConvAlgo  # type: ignore[attr-defined]
     module.ops = SimpleNamespace(  # type: ignore[attr-defined]
         get_indice_pairs_implicit_gemm=lambda indices, batch, shape, algo, *sizes, subm, transpose, is_train: (
             sparse.get_indice_pairs(indices, batch, shape, *sizes, subm, transpose)
@@ -55,6 +106,18 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in ("sparse_surfaces", "sparse_networks"):
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch: pytest.MonkeyPatch, folder: None) -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("sparse_benchmark", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -92,11 +155,11 @@ def test_a_convolution_beside_the_dense_grid_and_its_table(run: Run, tmp_path: P
     assert sum(line.startswith("| room | 2000 | 8 |") for line in lines) == len(WORKS)
 
 
-@pytest.mark.parametrize("name", ["unet-149k", "wavy-100k-64"])
+@pytest.mark.parametrize("name", ["unet-149k", "minkunet18-400k", "second-125k", "wavy-100k-64"])
 def test_a_peer_stands_in_every_row_and_does_the_same(name: str, run: Run, stand_in: ModuleType) -> None:
     status, found = run("--only", name)
     assert (status, found["failed"]) == (0, {})
-    assert [row["work"] for row in found["rows"]] == (["inference", "training step"] if name == "unet-149k" else WORKS)
+    assert [row["work"] for row in found["rows"]] == (WORKS if name == "wavy-100k-64" else NETWORK_WORKS)
     for row in found["rows"]:
         assert {"rooftop", "spconv"} <= set(row["rates"])
         assert row["absent"] == {}
@@ -105,13 +168,12 @@ def test_a_peer_stands_in_every_row_and_does_the_same(name: str, run: Run, stand
 
 
 def test_a_peer_that_does_something_else_fails_its_case_and_leaves_the_others(run: Run, stand_in: ModuleType) -> None:
-    class Doubled(sparse.SparseInverseConv3d):
-        def forward(self, x: sparse.SparseConvTensor) -> sparse.SparseConvTensor:
-            y = super().forward(x)
+    class Shifted(stand_in.SparseInverseConv3d):  # type: ignore[name-defined,misc]
+        def forward(self, x: Foreign) -> Foreign:
+            y: Foreign = super().forward(x)
             return y.replace_feature(y.features + 1)
 
-    Doubled.__name__ = "SparseInverseConv3d"
-    stand_in.SparseInverseConv3d = Doubled  # type: ignore[attr-defined]
+    stand_in.SparseInverseConv3d = Shifted  # type: ignore[attr-defined]
     status, found = run("--only", "wavy-100k-64", "unet-149k")
     assert status == 1
     assert list(found["failed"]) == ["unet-149k"]
@@ -128,6 +190,78 @@ def test_what_a_peer_cannot_do_is_said(run: Run, stand_in: ModuleType) -> None:
     status, found = run("--only", "wavy-100k-64")
     assert (status, found["failed"]) == (0, {})
     assert {row["absent"]["spconv"] for row in found["rows"]} == {"fails: RuntimeError: no suitable algorithm"}
+
+
+@pytest.mark.parametrize("model", ["unet", "minkunet18", "second"])
+def test_networks_in_float32_on_features_in_float16(model: str, benchmark_module: Any, stand_in: ModuleType) -> None:
+    """As on a GPU: features and the inferring network are float16, the network that is trained is float32."""
+    case = next(case for case in benchmark_module.CASES if case.names >= {"networks", model})
+    scale = dataclasses.replace(benchmark_module.QUICK, dtype=torch.float16)
+    _, works = case.works(scale)
+    for work in works:
+        assert {"rooftop", "rooftop, bounded", "spconv"} <= set(work.calls)
+        assert work.absent == {}
+        assert all(value <= work.farthest for value in work.apart.values())
+        assert list(work.costs[0].flops) == ["fp16"]
+
+
+def test_what_cannot_be_captured_is_in_the_row(benchmark_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(call: Callable[[], None], stream: object) -> None:
+        call()
+        raise NotImplementedError("no capture\nhere")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(benchmark_module, "waits_for_gpu", lambda call: call() is None)
+    work = benchmark_module.Work("step", [], replayable={"rooftop", "waits", "not there"})
+    work.calls = {"rooftop": [lambda: torch.ones(2)], "waits": [lambda: None], "other": [lambda: torch.ones(2)]}
+    monkeypatch.setattr(benchmark_module, "captured", refused)
+    assert benchmark_module.replays_of(work) == {}
+    assert work.absent == {
+        "rooftop, replayed": "cannot be captured: NotImplementedError: no capture",
+        "waits, replayed": "cannot be captured: RuntimeError: the host waits for the GPU",
+    }
+
+
+@pytest.mark.parametrize(("moved", "apart"), [(0.0, 0.0), (0.25, 0.125)])
+def test_a_replay_is_compared_with_its_call(
+    moved: float, apart: float, benchmark_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = torch.tensor([1.0, 2.0])
+
+    def capture(call: Callable[[], None], stream: object) -> Callable[[], None]:
+        def replay() -> None:
+            call()
+            held.add_(moved)
+
+        return replay
+
+    held = result.clone()
+    results = iter([result, held])  # of the call, of the replay
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(benchmark_module, "waits_for_gpu", lambda call: False)
+    monkeypatch.setattr(benchmark_module, "captured", capture)
+    work = benchmark_module.Work("step", [], replayable={"rooftop"})
+    work.calls = {"rooftop": [lambda: (next(results), None)]}
+    assert list(benchmark_module.replays_of(work)) == ["rooftop, replayed"]
+    assert work.apart == {"rooftop, replayed": apart}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["unet", "second"])
+def test_a_training_step_is_captured_and_trains(model: str, benchmark_module: Any) -> None:
+    case = next(case for case in benchmark_module.CASES if case.names >= {"networks", model})
+    scale = dataclasses.replace(benchmark_module.QUICK, device="cuda", dtype=torch.float16, cloud=5000)
+    with torch.cuda.stream(benchmark_module.STREAM):
+        _, (inference, step) = case.works(scale)
+        for work in (inference, step):
+            replays = benchmark_module.replays_of(work)
+            assert "rooftop, bounded, replayed" not in work.absent, work.absent
+            assert work.apart["rooftop, bounded, replayed"] <= work.farthest
+        network = step.calls["rooftop, bounded"][0].network
+        before = [p.detach().clone() for p in network.parameters()]
+        replays["rooftop, bounded, replayed"]()
+        torch.cuda.synchronize()
+        assert any(not torch.equal(p, q) for p, q in zip(network.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize(("surface", "sites"), [("wavy", 1500), ("room", 1500)])

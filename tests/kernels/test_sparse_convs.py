@@ -459,13 +459,27 @@ def test_derivatives_that_it_has_not_are_refused() -> None:
         torch.func.jvp(lambda w: convolution(book)(features.detach(), w, bias), (weight,), (weight,))
 
 
-def test_operator_checks_of_torch_library() -> None:
+@pytest.mark.parametrize("kernel", ["(O, T, C)", "(O, *kernel, C)", "strided"])
+def test_operator_checks_of_torch_library(kernel: str) -> None:
     book = book_of(SMALL["strided"])
     (features, weight, bias), _ = leaves_of(SMALL["strided"], book, torch.float32)
-    matrices = weight.flatten(1, 3).requires_grad_()
+    if kernel == "(O, T, C)":
+        weight = weight.flatten(1, 3)
+    elif kernel == "strided":
+        weight = weight.transpose(0, -1).contiguous().transpose(0, -1)
     tables = (book.neighbours, book.reverse, None, None, None, None, -1)
     operator = torch.ops.rooftop.sparse_conv.default
-    torch.library.opcheck(operator, (features.requires_grad_(), matrices, bias.requires_grad_(), *tables))
+    tensors = (features.requires_grad_(), weight.requires_grad_(), bias.requires_grad_())
+    torch.library.opcheck(operator, (*tensors, *tables))
+
+
+def test_autograd_records_nothing_between_the_weight_and_the_operator() -> None:
+    """A view of the weight would be one more node to record and to run in each layer."""
+    book = book_of(SMALL["strided"])
+    (features, weight, bias), _ = leaves_of(SMALL["strided"], book, torch.float32)
+    y = convolution(book)(features, weight.requires_grad_(), bias)
+    recorded = [node for node, _ in y.grad_fn.next_functions if node is not None]
+    assert [node.variable is weight for node in recorded] == [True]
 
 
 def test_compiled_whole() -> None:

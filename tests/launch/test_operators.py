@@ -56,6 +56,20 @@ def test_arguments_that_the_dispatcher_must_see(argument: object) -> None:
     assert not operators._is_plain((argument,))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((torch.ones(2), None, 1, 0.5, "mean", [True]), False),
+        ((torch.ones(2), torch.ones(2, requires_grad=True)), True),
+        ((None, torch.nn.Parameter(torch.ones(2))), True),
+        ((torch.ones(2), [torch.ones(2), torch.ones(2, requires_grad=True)]), True),
+        ((torch.ones(2), (1, 2), [torch.ones(2)]), False),
+    ],
+)
+def test_autograd_is_asked_for_by_any_tensor(arguments: tuple[object, ...], expected: bool) -> None:
+    assert operators._require_grad(arguments) == expected
+
+
 @pytest.mark.parametrize("context", [Names(), Watching(), FakeTensorMode(), torch.inference_mode(), profile()])
 def test_contexts_that_must_see_the_operator(context: AbstractContextManager[object]) -> None:
     x = torch.randn(3)

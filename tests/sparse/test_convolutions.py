@@ -651,6 +651,7 @@ def test_a_bound_that_is_too_small_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in spconv
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_it_equals_spconv_on_a_gpu(dtype: torch.dtype) -> None:
     """The same network with the same weights, by both; the sites of spconv's levels are in another order."""

@@ -7,6 +7,7 @@ import math
 import pickle
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -19,8 +20,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rooftop.errors import MissingExtraError
-from rooftop.launch import count_launches
-from rooftop.sparse import Geometry, Rulebook, build_rulebook, geometry, get_indice_pairs, rulebook
+from rooftop.launch import INTERPRETED, count_launches
+from rooftop.sparse import (
+    Geometry,
+    Rulebook,
+    bitmaps,
+    build_rulebook,
+    geometry,
+    get_indice_pairs,
+    rulebook,
+    warp_launch,
+)
 from rooftop.sparse.rulebook import rulebook_reference
 
 FORMS = ("out_indices", "neighbours", "reverse", "indice_pairs", "indice_pair_num", "num_outputs")
@@ -485,12 +495,93 @@ def test_a_first_launch_loads_the_kernels_in_one_thread_alone(monkeypatch: pytes
         launch(*arguments, **options)
 
     monkeypatch.setattr(warp, "launch", slow_at_first)
-    monkeypatch.setattr(rulebook, "_LOADED", set())
+    monkeypatch.setattr(warp_launch, "_LOADED", set())
     sites = random_sites(20, 1, (5, 5))
     with ThreadPoolExecutor(4) as threads:
         built = list(threads.map(lambda _: build_rulebook(sites, geometry(1, (5, 5), 3, subm=True)), range(4)))
     assert met == [True] + [False] * 7
     assert all(torch.equal(each.neighbours, built[0].neighbours) for each in built)
+
+
+# ---- by bitmaps --------------------------------------------------------------------------------------------------
+
+
+def by_both(indices: Tensor, shape: Geometry, bound: int | None, monkeypatch: pytest.MonkeyPatch) -> list[Rulebook]:
+    """By bitmaps and by hash tables."""
+    found = []
+    for fit, kernel in ((True, "mark_sites"), (False, "insert_sites")):
+        monkeypatch.setattr(rulebook, "fit_bitmaps", lambda *_, fit=fit: fit)
+        with count_launches() as launches:
+            found.append(build_rulebook(indices, shape, bound))
+        assert kernel in launches
+    return found
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on the CPU alone hash tables serve better")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grid", [(70,), (5, 6, 7), (3, 4, 5, 3)], ids=str)
+def test_bitmaps_give_what_hash_tables_give(kind: str, grid: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = of_kind(kind, 2, grid)
+    for dtype in (torch.int32, torch.int64):
+        indices = random_sites(50, 2, grid).to(dtype)
+        indices[25::9] = -1
+        plain = by_both(indices, shape, None, monkeypatch)
+        assert_same(*plain)
+        if not shape.subm:
+            assert_same(*by_both(indices, shape, len(plain[0].out_indices) + 3 * (dtype == torch.int32), monkeypatch))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on the CPU alone hash tables serve better")
+@pytest.mark.parametrize("kind", KINDS)
+def test_bitmaps_find_what_is_wrong(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rulebook, "checks_values", lambda _: False)  # as on a GPU
+    shape = of_kind(kind, 1, (8, 8))
+    right = random_sites(20, 1, (8, 8)).long()
+    wrong = {
+        "off the grid": (torch.tensor([[0, 3, 8]]), 1),
+        "before it": (torch.tensor([[0, -1, 3]]), 1),
+        "in no batch": (torch.tensor([[1, 3, 3]]), 1),
+        "beyond 32 bits": (torch.tensor([[0, 3, 2**32 + 1]]), 1),
+        "half missing": (torch.tensor([[-1, 3, -1]]), 1),
+        "there twice": (right[:1], 0),
+    }
+    for what, (row, flag) in wrong.items():
+        expected = [int(flag == place) for place in range(3)]
+        assert build_rulebook(torch.cat([right, row]), shape, 300).faults.tolist() == expected, what
+    assert build_rulebook(right, shape, 300).faults.tolist() == [0, 0, 0]
+    if not shape.subm:
+        outputs = len(build_rulebook(right, shape).out_indices)
+        few = build_rulebook(right, shape, outputs - 1)
+        assert few.faults.tolist() == [0, 0, 1]
+        for table in (few.out_indices, few.neighbours, few.reverse):
+            assert (table == -1).all()
+
+
+def test_bitmaps_are_for_grids_that_are_not_too_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bitmaps, "INTERPRETED", True)
+    few, many = random_sites(9, 1, (4, 4, 4)), random_sites(9, 1, (4, 4, 4)).repeat(2000, 1)
+    for sites, side, fit in ((few, 256, True), (few, 257, False), (many, 400, True), (many, 1291, False)):
+        assert bitmaps.fit_bitmaps(sites, geometry(1, (side,) * 3, 3, subm=True)) is fit
+        assert bitmaps.fit_bitmaps(sites, geometry(1, (side,) * 3, 3, 2, 1)) is fit
+    assert not bitmaps.fit_bitmaps(few[:0], geometry(1, (8, 8, 8), 3, subm=True))
+    assert not bitmaps.fit_bitmaps(few, geometry(1, (8, 8, 8), 3, subm=True, dilation=2**30))
+    monkeypatch.setattr(bitmaps, "INTERPRETED", False)
+    assert not bitmaps.fit_bitmaps(few, geometry(1, (8, 8, 8), 3, subm=True))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+def test_bitmaps_through_the_interpreter(interpreted: Callable[..., int]) -> None:
+    assert interpreted(__file__, "-k", "bitmaps") > 15
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_bitmaps_give_what_hash_tables_give_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    indices, grid = surface_sites(300, 300)
+    shape = of_kind(kind, 1, grid)
+    outputs = len(build_rulebook(indices.cuda(), shape).out_indices)
+    for bound in (None, max(outputs, len(indices)), outputs + 1000):
+        assert_same(*by_both(indices.cuda(), shape, bound, monkeypatch))
 
 
 @pytest.mark.gpu
@@ -565,14 +656,13 @@ def test_captured_in_a_graph(kind: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         rulebook = build_rulebook(indices, shape, many)
-        forms = [rulebook.masks, rulebook.indice_pairs, rulebook.num_outputs]
+        forms = {name: getattr(rulebook, name) for name in (*FORMS, "masks")}
     for sites in (second, first):
         indices.copy_(sites)
         graph.replay()
         expected = build_rulebook(sites, shape, many)
-        assert_same(rulebook, expected)
-        for form, value in zip(forms, (expected.masks, expected.indice_pairs, expected.num_outputs), strict=True):
-            assert torch.equal(form.cpu(), value)
+        for name, form in forms.items():
+            assert torch.equal(form.cpu(), getattr(expected, name)), name
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from torch import Tensor
 
 def check_neighbours(name: str, features: Tensor, neighbours: Tensor) -> None:
     """On a CPU, that the table names rows that there are: the kernels read others as none."""
-    if features.device.type != "cpu" or neighbours.numel() == 0:
+    if not features.is_cpu or neighbours.numel() == 0:
         return
     least, most = (int(each) for each in neighbours.aminmax())
     if least < -1 or most >= features.shape[0]:
@@ -20,7 +20,7 @@ def check_neighbours(name: str, features: Tensor, neighbours: Tensor) -> None:
 
 def check_reverse(name: str, neighbours: Tensor, reverse: Tensor | None) -> None:
     """On a CPU, that the reverse table has the pairs of the other, and no more."""
-    if neighbours.device.type != "cpu":
+    if not neighbours.is_cpu:
         return
     table = neighbours.flip(1) if reverse is None else reverse
     site, tap = (table >= 0).nonzero(as_tuple=True)

@@ -203,8 +203,8 @@ def neighbour_bits(
     for word in range(WORDS):
         # 2^31 - 1, the most rows that there are: every neighbour is known
         known = _known(neighbours, row, row < rows, word * 32, 2147483647, TAPS, 32)
-        bits = tl.sum(known.to(tl.int64) << tl.arange(0, 32)[None, :], axis=1)
-        tl.store(masks + row * WORDS + word, bits.to(tl.int32), mask=row < rows)
+        bits = tl.sum(known.to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :], axis=1)
+        tl.store(masks + row * WORDS + word, bits.to(tl.int32, bitcast=True), mask=row < rows)
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def mask_keys(
     """
     KEY_BITS: tl.constexpr = 32 if WORDS == 1 else 64
     row = _rows(ROWS, WIDE)
-    key = tl.zeros((ROWS,), tl.int64)
+    code = tl.zeros((ROWS,), tl.uint32 if WORDS == 1 else tl.uint64)
     for word in range(WORDS):
         bit = word * 32 + tl.arange(0, 32)
         count = tl.load(counts + bit)
@@ -246,18 +246,19 @@ def mask_keys(
             tie = (other_count[None, :] == count[:, None]) & (other[None, :] < bit[:, None])
             rarer += tl.sum((less | tie).to(tl.int32), axis=1)
         mask = tl.load(masks + row * WORDS + word, mask=row < rows, other=0)
-        is_set = ((mask[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0
-        place = tl.maximum(KEY_BITS - 1 - rarer, 0).to(tl.int64)[None, :]
-        key += tl.sum(tl.where(is_set & (rarer < KEY_BITS)[None, :], tl.full((1, 1), 1, tl.int64) << place, 0), axis=1)
-    code = key.to(tl.uint64)
+        is_set = ((mask[None, :] >> tl.arange(0, 32)[:, None]) & 1) != 0  # (32, ROWS)
+        place = tl.maximum(KEY_BITS - 1 - rarer, 0).to(code.dtype)[:, None]
+        code += tl.sum((is_set & (rarer < KEY_BITS)[:, None]).to(code.dtype) << place, axis=0)
     code ^= code >> 1  # each bit becomes the parity of those from it up
     code ^= code >> 2
     code ^= code >> 4
     code ^= code >> 8
     code ^= code >> 16
-    code ^= code >> 32
-    key = code.to(tl.int64) - 2147483648 if WORDS == 1 else code.to(tl.int64) ^ -9223372036854775808  # to signed order
-    tl.store(keys + row, key.to(keys.dtype.element_ty), mask=row < rows)
+    if WORDS > 1:
+        code ^= code >> 32
+    kind = keys.dtype.element_ty
+    key = code.to(kind, bitcast=True) ^ (tl.full((), 1, kind) << (KEY_BITS - 1))  # to signed order
+    tl.store(keys + row, key, mask=row < rows)
 
 
 @triton.jit
@@ -272,8 +273,7 @@ def sort_table(
     inside = position < rows
     row = tl.load(order + position, mask=inside, other=0)
     tl.store(table + position, row.to(tl.int32), mask=inside)
-    if WIDE:
-        row = row.to(tl.int64)
+    row = row.to(tl.int64 if WIDE else tl.int32)
     for first_tap in range(0, TAPS, WIDTH):
         tap = first_tap + tl.arange(0, WIDTH)
         wanted = (tap < TAPS)[:, None] & inside[None, :]  # (WIDTH, ROWS)

@@ -9,6 +9,7 @@ share their tile with their like, and tables that stand in the order in which th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ TABLES_SORTED = True
 # rows that have no neighbour (predicted).
 LISTED_FROM = 1 << 14
 MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a program that reads a table alone
-KEY_ROWS, SAMPLE, SAMPLE_ROWS, SCANNED = 256, 4096, 256, 1024
+KEY_ROWS, SAMPLE, SAMPLE_ROWS, SAMPLE_WARPS, SCANNED = 256, 4096, 1024, 16, 1024
 PIECES, ELEMENTS = 32, 128  # of a tile that adds up the sums of pieces
 
 Constants = dict[str, int | bool | str]
@@ -83,10 +84,15 @@ Constants = dict[str, int | bool | str]
 def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> Constants:
     """Launch parameters of `sparse_conv_rows` for M results of O channels, and C channels of the operands."""
     table = SINGLE if features.dtype == torch.float32 else HALF
+    return _rows_tile(table, rows, out_channels, channels, processors(features))
+
+
+@lru_cache(maxsize=4096)  # to work it out takes as long as a small launch
+def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, channels: int, sms: int) -> Constants:
     config = next(config for config in table if out_channels <= config.channels)
     columns = min(config.columns, _power_of_two(out_channels))
     height = config.rows
-    while height > LEAST_ROWS and -(-rows // height) * -(-out_channels // columns) < processors(features):
+    while height > LEAST_ROWS and -(-rows // height) * -(-out_channels // columns) < sms:
         height //= 2
     return {
         "ROWS": height,
@@ -103,10 +109,17 @@ def weight_tile(
     """Launch parameters of `sparse_conv_weight_gradient` where no tap has more than `length` pairs: its tile, for how
     many parts it is launched (of all pairs where they are listed, else of each tap), and pieces at most."""
     table = WEIGHT_SINGLE if features.dtype == torch.float32 else WEIGHT_HALF
+    return _weight_tile(table, out_channels, channels, taps, length, listed, processors(features))
+
+
+@lru_cache(maxsize=4096)
+def _weight_tile(
+    table: tuple[WeightConfig, ...], out_channels: int, channels: int, taps: int, length: int, listed: bool, sms: int
+) -> tuple[Constants, int, int]:
     config = next(config for config in table if max(out_channels, channels) <= config.channels)
     outs, ins = min(config.outs, _power_of_two(out_channels)), min(config.ins, _power_of_two(channels))
     tiles = -(-out_channels // outs) * -(-channels // ins)
-    programs, blocks = -(-config.programs_per_sm * processors(features) // tiles), -(-length // config.depth)
+    programs, blocks = -(-config.programs_per_sm * sms // tiles), -(-length // config.depth)
     if listed:  # the last piece of each tap is shorter than the others: so many fewer parts, for all to run at once
         parts = max(taps, min(programs - taps, taps * blocks))
         pieces = parts + taps
@@ -135,8 +148,9 @@ def neighbour_masks(neighbours: Tensor) -> Tensor:
     """(M, ceil(T / 32)) int32 of a table (M, T) int32: bit t % 32 of word t // 32 is set where row m has tap t."""
     rows, taps = neighbours.shape
     words = -(-taps // 32)
-    masks = torch.zeros(rows, words, dtype=torch.int32, device=neighbours.device)
+    masks = torch.empty(rows, words, dtype=torch.int32, device=neighbours.device)
     if neighbours.device.type == "cpu" and not INTERPRETED:
+        masks.zero_()
         for tap in range(taps):
             masks[:, tap // 32] |= (neighbours[:, tap] >= 0).int() << tap % 32
         return masks
@@ -153,13 +167,13 @@ def neighbour_masks(neighbours: Tensor) -> Tensor:
 
 
 def rows_by_mask(masks: Tensor) -> Tensor:
-    """The order (M,) int32 in which rows with the same mask (M, words) stand side by side, otherwise as before, and
+    """The order (M,) int64 in which rows with the same mask (M, words) stand side by side, otherwise as before, and
     masks beside those that differ in few taps: a Gray code whose slowest bit is the rarest tap, as a sample has it. Of
     more than 64 bits of masks, the rarest 64 are looked at."""
     rows, words = masks.shape
     if rows == 0 or words == 0:
-        return torch.arange(rows, dtype=torch.int32, device=masks.device)
-    return _mask_keys(masks.contiguous()).sort(stable=True).indices.to(torch.int32)
+        return torch.arange(rows, device=masks.device)
+    return _mask_keys(masks.contiguous()).sort(stable=True).indices
 
 
 def _mask_keys(masks: Tensor) -> Tensor:
@@ -178,7 +192,7 @@ def _mask_keys(masks: Tensor) -> Tensor:
     keys = torch.empty(rows, dtype=torch.int32 if words == 1 else torch.int64, device=masks.device)
     launch(
         count_bits, (words,), masks.device, masks, counts, rows, WORDS=words, SAMPLE=SAMPLE, ROWS=SAMPLE_ROWS,
-        num_warps=TABLE_WARPS,
+        num_warps=SAMPLE_WARPS,
     )  # fmt: skip
     launch(
         mask_keys, (-(-rows // KEY_ROWS),), masks.device, masks, counts, keys, rows, WORDS=words,
@@ -215,7 +229,7 @@ def row_order(neighbours: Tensor) -> Tensor:
         order = torch.arange(rows, dtype=torch.int32, device=neighbours.device)
     else:
         order = rows_by_mask(neighbour_masks(neighbours))
-    return sorted_table(neighbours, order) if TABLES_SORTED else order
+    return sorted_table(neighbours, order) if TABLES_SORTED else order.int()
 
 
 def row_order_shape(rows: int, taps: int) -> tuple[int, ...]:
@@ -341,6 +355,10 @@ def weight_gradient(dy: Tensor, features: Tensor, neighbours: Tensor, pairs: tup
 
 def _product(features: Tensor) -> Constants:
     """How tiles are multiplied: float32 as TF32 where PyTorch's switch for convolutions allows it."""
+    if features.dtype != torch.float32:
+        return _HALF_PRODUCT
     tf32 = matrix_precision(features, convolution=True) == "tf32"
-    exact = features.dtype == torch.float32 and not tf32
-    return {"PRECISION": "tf32" if tf32 else "ieee", "WIDEN": INTERPRETED, "BY_BLOCK": exact}
+    return {"PRECISION": "tf32" if tf32 else "ieee", "WIDEN": INTERPRETED, "BY_BLOCK": not tf32}
+
+
+_HALF_PRODUCT: Constants = {"PRECISION": "ieee", "WIDEN": INTERPRETED, "BY_BLOCK": False}

@@ -37,6 +37,8 @@ from rooftop.launch.operators import (
 from rooftop.launch.triton_launch import INTERPRETED
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+TABLE = (torch.int32,)  # dtypes of tables
+ORDER = (torch.int32, torch.int64)  # of an order of rows alone
 MAX_ROWS = (1 << 31) - 1  # rows are numbered by int32
 PLAIN = "torch.nn.functional.conv3d on the dense grid"
 
@@ -96,7 +98,7 @@ def _inside(x: Tensor) -> torch.dtype:
 def _check_values(features: Tensor, neighbours: Tensor, order: Tensor | None) -> None:
     """On a CPU, that tables say what they should: the kernels read sites that there are not as none."""
     check_neighbours("sparse_conv", features, neighbours)
-    if order is None or features.device.type != "cpu":
+    if order is None or not features.is_cpu:
         return
     rows, listed = neighbours.shape[0], order if order.dim() == 1 else order[0]
     if not torch.equal(listed.long().sort().values, torch.arange(rows)):
@@ -106,7 +108,12 @@ def _check_values(features: Tensor, neighbours: Tensor, order: Tensor | None) ->
 
 
 def _by_reference(features: Tensor) -> bool:
-    return features.dtype == torch.float64 or (features.device.type == "cpu" and not INTERPRETED)
+    return features.dtype == torch.float64 or (features.is_cpu and not INTERPRETED)
+
+
+def _by_taps(weight: Tensor, neighbours: Tensor) -> Tensor:
+    """The weight (O, *kernel, C) as (O, T, C), contiguous: within the operator, where autograd records no view."""
+    return weight.reshape(weight.shape[0], neighbours.shape[1], weight.shape[-1]).contiguous()
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
@@ -118,11 +125,12 @@ def _sparse_conv(
     order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
     pair_count: int,
 ) -> Tensor:  # fmt: skip
-    """weight (O, T, C). The tables of the other direction are for the gradients."""
+    """weight (O, *kernel, C). The tables of the other direction are for the gradients."""
     _check_values(features, neighbours, order)
+    matrices = _by_taps(weight, neighbours)
     if _by_reference(features):
-        return sparse_conv_reference(features, weight, bias, neighbours)
-    return convolved(features, weight, bias, neighbours, order, mirrored=False)
+        return sparse_conv_reference(features, matrices, bias, neighbours)
+    return convolved(features, matrices, bias, neighbours, order, mirrored=False)
 
 
 @torch.library.register_fake("rooftop::sparse_conv")
@@ -141,26 +149,30 @@ def _sparse_conv_backward(
     pair_count: int, mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of features, weight and bias; those that `mask` does not ask for are empty."""
-    dfeatures, dweight, dbias = (features.new_empty(0) for _ in range(3))
-    if mask[0]:
+    of_features, of_weight, of_bias = mask
+    by_reference = _by_reference(features)
+    if not of_features:
+        dfeatures = features.new_empty(0)
+    else:
         check_reverse("sparse_conv", neighbours, reverse)
-    if mask[2]:
-        dbias = dy.sum(0, dtype=torch.float64).to(dy.dtype) if _by_reference(dy) else dy.sum(0)  # within, float32
-    if _by_reference(features):
-        if mask[0]:
-            dfeatures = features_gradient_reference(dy, weight, neighbours, features.shape[0])
-        if mask[1]:
-            dweight = weight_gradient_reference(dy, features, neighbours)
-        return dfeatures, dweight, dbias
-    if mask[0]:
-        transposed = weight.permute(2, 1, 0)  # (C, T, O)
-        if reverse is None:
-            dfeatures = convolved(dy, transposed, None, neighbours, order, mirrored=True)
+        matrices = _by_taps(weight, neighbours)
+        if by_reference:
+            dfeatures = features_gradient_reference(dy, matrices, neighbours, features.shape[0])
+        elif reverse is None:
+            dfeatures = convolved(dy, matrices.permute(2, 1, 0), None, neighbours, order, mirrored=True)  # (C, T, O)
         else:
-            dfeatures = convolved(dy, transposed, None, reverse, reverse_order, mirrored=False)
-    if mask[1]:
+            dfeatures = convolved(dy, matrices.permute(2, 1, 0), None, reverse, reverse_order, mirrored=False)
+    if not of_weight:
+        dweight = features.new_empty(0)
+    elif by_reference:
+        dweight = weight_gradient_reference(dy, features, neighbours).view(weight.shape)
+    else:
         lists = None if pairs is None or pair_counts is None else (pairs, pair_counts)
-        dweight = weight_gradient(dy, features, neighbours, lists)
+        dweight = weight_gradient(dy, features, neighbours, lists).view(weight.shape)
+    if not of_bias:
+        dbias = features.new_empty(0)
+    else:  # within, float32 or float64
+        dbias = dy.sum(0, dtype=torch.float64).to(dy.dtype) if by_reference else dy.sum(0)
     return dfeatures, dweight, dbias
 
 
@@ -184,9 +196,10 @@ def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tenso
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    mask = list(ctx.needs_input_grad[:3])
-    found = _sparse_conv_backward(dy, *ctx.saved_tensors, ctx.pair_count, mask)
-    return *(t if wanted else None for t, wanted in zip(found, mask, strict=True)), *(None,) * 7
+    of_features, of_weight, of_bias = mask = list(ctx.needs_input_grad[:3])
+    dfeatures, dweight, dbias = _sparse_conv_backward(dy, *ctx.saved_tensors, ctx.pair_count, mask)
+    wanted = (dfeatures if of_features else None, dweight if of_weight else None, dbias if of_bias else None)
+    return *wanted, None, None, None, None, None, None, None
 
 
 differentiable("sparse_conv", _differentiate, _save)
@@ -222,7 +235,7 @@ def _backward_cost(call: Call) -> Cost:
 def _product_flops(call: Call, operand: Tensor, products: int) -> dict[str, int]:
     """Of `products` of every pair. Where the caller did not say how many there are, to look would be to wait for the
     GPU: then one for each result, the fewest that a rulebook has, so that no roof is put too low."""
-    out_channels, _, channels = call["weight"].shape
+    out_channels, *_, channels = call["weight"].shape
     pairs = call["pair_count"] if call["pair_count"] >= 0 else call["neighbours"].shape[0]
     found = 2 * pairs * channels * out_channels * products
     return {matrix_precision(operand, convolution=True): found} if found else {}
@@ -282,22 +295,21 @@ def sparse_conv(
         narrow = torch.get_autocast_dtype(features.device.type)
         features, weight = features.to(narrow), weight.to(narrow)
         bias = bias.to(narrow) if bias is not None else None
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != features.dtype:
-            raise TypeError(
-                f"sparse_conv: features is {features.dtype}, {name} {tensor.dtype}: cast one, or use autocast"
-            )
+    dtype = features.dtype
+    if weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
+        name, other = ("weight", weight.dtype) if bias is None or weight.dtype != dtype else ("bias", bias.dtype)
+        raise TypeError(f"sparse_conv: features is {dtype}, {name} {other}: cast one, or use autocast")
     no_tangents("sparse_conv", features, weight, bias, instead=PLAIN)
-    taps = neighbours.shape[1]
-    matrices = weight.reshape(weight.shape[0], taps, weight.shape[-1]).contiguous()
-    lists = pairs if pairs is not None else (None, None)
-    count = -1 if pair_count is None else pair_count
-    tables = (neighbours, reverse, order, reverse_order)
-    return _sparse_conv(features, matrices, bias, *tables, *lists, count)  # type: ignore[no-any-return]
+    listed, counts = (None, None) if pairs is None else pairs
+    return _sparse_conv(  # type: ignore[no-any-return]
+        features, weight, bias, neighbours, reverse, order, reverse_order, listed, counts,
+        -1 if pair_count is None else pair_count,
+    )  # fmt: skip
 
 
 def _autocasts(x: Tensor) -> bool:
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    device = "cuda" if x.is_cuda else x.device.type  # to ask for the name takes longer than the rest
+    return device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
 
 
 def _check(
@@ -307,34 +319,36 @@ def _check(
     if pairs is not None and (not isinstance(pairs, (tuple, list)) or len(pairs) != 2):
         raise TypeError("sparse_conv: pairs must be a tuple of two tensors, the pairs and how many there are")
     listed, counts = (None, None) if pairs is None else pairs
-    integers = ((torch.int32,), "int32")
-    either = ((torch.int32, torch.int64), "int32 or int64")
-    floats = (FLOATS, "bfloat16, float16, float32 or float64")
-    arguments = {
-        "features": (features, True, floats),
-        "weight": (weight, True, floats),
-        "bias": (bias, False, floats),
-        "neighbours": (neighbours, True, integers),
-        "reverse": (reverse, False, integers),
-        "order": (order, False, integers if _has_table(order) else either),
-        "reverse_order": (reverse_order, False, integers if _has_table(reverse_order) else either),
-        "pairs[0]": (listed, pairs is not None, integers),
-        "pairs[1]": (counts, pairs is not None, integers),
-    }
-    for name, (tensor, needed, (dtypes, names)) in arguments.items():
-        if tensor is None and not needed:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"sparse_conv: {name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"sparse_conv: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"sparse_conv: {name} must be {names}, got {tensor.dtype}")
-        if tensor.device != features.device:
-            raise ValueError(
-                f"sparse_conv: features is on {features.device}, {name} on {tensor.device}: move one to the other"
-            )
+    _check_tensor("features", features, FLOATS, None)
+    device = features.device
+    _check_tensor("weight", weight, FLOATS, device)
+    if bias is not None:
+        _check_tensor("bias", bias, FLOATS, device)
+    _check_tensor("neighbours", neighbours, TABLE, device)
+    if reverse is not None:
+        _check_tensor("reverse", reverse, TABLE, device)
+    if order is not None:
+        _check_tensor("order", order, TABLE if _has_table(order) else ORDER, device)
+    if reverse_order is not None:
+        _check_tensor("reverse_order", reverse_order, TABLE if _has_table(reverse_order) else ORDER, device)
+    if pairs is not None:
+        _check_tensor("pairs[0]", listed, TABLE, device)
+        _check_tensor("pairs[1]", counts, TABLE, device)
     _check_shapes(features, weight, bias, neighbours, reverse, order, reverse_order, listed, counts)
+
+
+def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
+    """That it is a dense tensor of one of these dtypes, on the device of the features."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"sparse_conv: {name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"sparse_conv: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
+    if tensor.dtype not in dtypes:
+        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        names = f"{', '.join(others)} or {last}" if others else last
+        raise TypeError(f"sparse_conv: {name} must be {names}, got {tensor.dtype}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"sparse_conv: features is on {device}, {name} on {tensor.device}: move one to the other")
 
 
 def _check_shapes(
@@ -358,16 +372,16 @@ def _check_shapes(
     for count in (rows, sites):  # not their maximum: of sizes that depend on data it cannot be taken
         if count > MAX_ROWS:
             raise ValueError(f"sparse_conv: {count} rows are more than int32 can number: split the batch")
-    expected = {
-        "bias": (bias, (weight.shape[0],)),
-        "reverse": (reverse, (sites, taps)),
-        "order": (order, _order_shape(order, rows, taps)),
-        "reverse_order": (reverse_order, _order_shape(reverse_order, sites, taps)),
-        "pairs[1]": (counts, (taps,)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"sparse_conv: expected {name} of shape {shape}, got {tuple(tensor.shape)}")
+    if bias is not None:
+        _check_shape("bias", bias, (weight.shape[0],))
+    if reverse is not None:
+        _check_shape("reverse", reverse, (sites, taps))
+    if order is not None:
+        _check_shape("order", order, _order_shape(order, rows, taps))
+    if reverse_order is not None:
+        _check_shape("reverse_order", reverse_order, _order_shape(reverse_order, sites, taps))
+    if counts is not None:
+        _check_shape("pairs[1]", counts, (taps,))
     if listed is not None and (listed.dim() != 3 or tuple(listed.shape[:2]) != (2, taps)):
         raise ValueError(f"sparse_conv: expected pairs[0] of shape (2, {taps}, P), got {tuple(listed.shape)}")
     if reverse is None and rows != sites and features.requires_grad and torch.is_grad_enabled():
@@ -377,10 +391,15 @@ def _check_shapes(
         )
 
 
-def _has_table(order: Tensor | None) -> bool:
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"sparse_conv: expected {name} of shape {shape}, got {tuple(tensor.shape)}")
+
+
+def _has_table(order: Any) -> bool:
     return isinstance(order, Tensor) and order.dim() == 2
 
 
-def _order_shape(order: Tensor | None, rows: int, taps: int) -> tuple[int, ...]:
+def _order_shape(order: Tensor, rows: int, taps: int) -> tuple[int, ...]:
     """That of `sorted_table`, or of the order alone."""
     return (1 + -(-taps // 32) + taps, rows) if _has_table(order) else (rows,)

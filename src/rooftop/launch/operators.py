@@ -60,7 +60,7 @@ def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., 
         def call(*arguments: Any) -> Any:
             if torch.compiler.is_compiling() or not _is_plain(arguments):
                 return overload(*arguments)
-            if not torch.is_grad_enabled() or not any(map(_requires_grad, arguments)):
+            if not torch.is_grad_enabled() or not _require_grad(arguments):
                 return function(*arguments)
             recorded = _recorded.get(name)
             return overload(*arguments) if recorded is None else recorded(*arguments)
@@ -136,38 +136,47 @@ def _recording_lists(name: str, forward: Callable[..., Any], backward: Callable[
 
 _functions: dict[str, Callable[..., Any]] = {}  # what computes an operator, by name
 _recorded: dict[str, Callable[..., Any]] = {}  # the same, for autograd to differentiate
-_UNWATCHED = torch._C._dispatch_tls_local_include_set()  # of a thread without modes, transforms or inference mode
 _PLAIN = (Tensor, torch.nn.Parameter)
+_LISTS = (list, tuple)
+_NO_TENSORS = frozenset((type(None), bool, int, float, str))  # most arguments that are no tensors
+# Looked up once: they are asked at every call.
+_include_set = torch._C._dispatch_tls_local_include_set
+_function_modes = torch._C._len_torch_function_stack
+_profiler_enabled = torch._C._autograd._profiler_enabled
+_UNWATCHED = _include_set()  # of a thread without modes, transforms or inference mode
 
 
 def _is_plain(arguments: Sequence[Any]) -> bool:
     """Whether nothing but autograd has to know of a call."""
-    if (
-        torch._C._dispatch_tls_local_include_set() != _UNWATCHED
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._autograd._profiler_enabled()
-    ):
-        return False
+    return _include_set() == _UNWATCHED and _function_modes() == 0 and not _profiler_enabled() and _are_plain(arguments)
+
+
+def _are_plain(arguments: Sequence[Any]) -> bool:
+    """Whether the tensors among them, and in lists among them, are PyTorch's own, with values as memory has them."""
     for argument in arguments:
-        if isinstance(argument, Tensor):
-            if not _is_plain_tensor(argument):
+        kind = type(argument)
+        if kind in _PLAIN:
+            if argument.is_meta or argument.is_neg():
                 return False
-        elif isinstance(argument, list | tuple):
-            for each in argument:
-                if isinstance(each, Tensor) and not _is_plain_tensor(each):
-                    return False
+        elif kind in _NO_TENSORS:
+            continue
+        elif isinstance(argument, Tensor) or (isinstance(argument, _LISTS) and not _are_plain(argument)):
+            return False
     return True
 
 
-def _is_plain_tensor(tensor: Tensor) -> bool:
-    return type(tensor) in _PLAIN and not tensor.is_meta and not tensor.is_neg()
-
-
-def _requires_grad(argument: Any) -> bool:
-    """Of a tensor, or of any in a list."""
-    if isinstance(argument, Tensor):
-        return argument.requires_grad
-    return isinstance(argument, list | tuple) and any(isinstance(t, Tensor) and t.requires_grad for t in argument)
+def _require_grad(arguments: Sequence[Any]) -> bool:
+    """Whether a tensor among them does, or one in a list among them."""
+    for argument in arguments:
+        kind = type(argument)
+        if kind in _NO_TENSORS:
+            continue
+        if isinstance(argument, Tensor):
+            if argument.requires_grad:
+                return True
+        elif isinstance(argument, _LISTS) and _require_grad(argument):
+            return True
+    return False
 
 
 def no_second_derivative(name: str, instead: str | None = None) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -46,9 +46,11 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     """
     if 0 in grid:
         return
-    elsewhere = device.type == "cuda" and torch._C._cuda_getDevice() != device.index
-    with torch.cuda.device(device) if elsewhere else nullcontext():
-        kernel[grid](*args, **parameters)
+    if _is_cuda(device) and torch._C._cuda_getDevice() != device.index:
+        with torch.cuda.device(device):
+            kernel.run(*args, grid=grid, warmup=False, **parameters)
+    else:  # as kernel[grid](...), which first makes a function of the grid
+        kernel.run(*args, grid=grid, warmup=False, **parameters)
     record_launch(kernel.fn.__name__)
 
 
@@ -56,6 +58,11 @@ def record_launch(name: str) -> None:
     """One more launch of that kernel, for all that count."""
     for counter in _counters:
         counter[name] += 1
+
+
+@cache
+def _is_cuda(device: torch.device) -> bool:  # remembered: to ask a device for its type is to make a string
+    return device.type == "cuda"
 
 
 def require_triton() -> None:
@@ -68,12 +75,12 @@ def require_triton() -> None:
 
 def processors(tensor: Tensor) -> int:
     """Multiprocessors of the tensor's device; a few where kernels are interpreted."""
-    return int(_properties(tensor.device).multi_processor_count) if tensor.device.type == "cuda" else 2
+    return int(_properties(tensor.device).multi_processor_count) if tensor.is_cuda else 2
 
 
 def shared_memory_bytes(tensor: Tensor) -> int:
     """Shared memory that one program can have on the tensor's device; where kernels are interpreted, much."""
-    return int(_properties(tensor.device).shared_memory_per_block_optin) if tensor.device.type == "cuda" else 1 << 20
+    return int(_properties(tensor.device).shared_memory_per_block_optin) if tensor.is_cuda else 1 << 20
 
 
 @cache

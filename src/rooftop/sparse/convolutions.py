@@ -166,7 +166,7 @@ class SparseConvolution(SparseModule):
             rulebook = self._rulebook(x)
             features = convolve(x.features, self.weight, self.bias, rulebook, self.groups)
             y = on_outputs(x, features, rulebook, self.indice_key)
-        if hasattr(self, VOXEL_COUNT):
+        if self.record_voxel_count and hasattr(self, VOXEL_COUNT):
             record_most(getattr(self, VOXEL_COUNT), y)
         return y
 

@@ -100,7 +100,7 @@ class SparsePool(SparseModule):
         pool = sparse_avg_pool if self.average else sparse_max_pool
         features = pool(x.features, rulebook.neighbours, rulebook.reached)
         y = on_outputs(x, features, rulebook, self.indice_key)
-        if hasattr(self, VOXEL_COUNT):
+        if self.record_voxel_count and hasattr(self, VOXEL_COUNT):
             record_most(getattr(self, VOXEL_COUNT), y)
         return y
 

@@ -9,19 +9,16 @@ numbered row by row, k = (kz * ksize_y + ky) * ksize_x + kx, as the weights of `
 Graham et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", section 3.
 
 A site packs into one int64 key, ((batch * Z + z) * Y + y) * X + x. Outputs are sorted by key and pairs by input row, so
-nothing depends on the order in which threads run. `rulebook_reference` is the law in plain PyTorch.
+nothing depends on the order in which threads run. `bitmaps.py` builds it on a GPU, `hash_tables.py` on the CPU and for
+grids that are too large for a bit of each cell; `rulebook_reference` is the law in plain PyTorch.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from threading import Lock
-from types import ModuleType
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -29,20 +26,16 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes
-from rooftop.errors import MissingExtraError
 from rooftop.kernels import sparse_conv_launches
 from rooftop.launch.operators import operator
-from rooftop.launch.triton_launch import record_launch
-from rooftop.sparse.geometries import MAX_DIMS, MAX_ROWS, NO_KEY, Geometry, PerDimension, geometry
+from rooftop.sparse.bitmaps import fit_bitmaps, regular_by_bitmap, submanifold_by_bitmap
+from rooftop.sparse.geometries import MAX_ROWS, NO_KEY, Geometry, PerDimension, geometry
+from rooftop.sparse.hash_tables import Tables, regular_by_hash, submanifold_by_hash
 from rooftop.sparse.sites import check_indices, check_sites, checks_values, keys_of, sites_of
 from rooftop.sparse.table_orders import are_many, by_kernels, row_order, row_pairs
+from rooftop.sparse.warp_launch import launch_warp, load_kernels
 
-MAX_SLOTS = 2**30  # of a hash table: its slots are int32
-EMPTY = -1  # in a hash table
-NO_ROOM = 2  # of the three faults of a rulebook
 WORD_BITS = 32
-# Outputs for each input that a table first has room for, and how it grows: a kernel of 3 makes a flat surface 3 thick.
-ROOM_PER_SITE = 4
 
 
 # ---- what is known of it ---------------------------------------------------------------------------------------
@@ -237,7 +230,7 @@ def bit_masks(table: Tensor) -> Tensor:
     """(rows, K) int32 with -1 where there is nothing, to (rows, ceil(K / 32)) int32 with a bit for each entry."""
     kernels = load_kernels()
     masks = table.new_empty((table.shape[0], -(-table.shape[1] // WORD_BITS)))
-    _launch(kernels.set_bits, tuple(masks.shape), table, masks)
+    launch_warp(kernels.set_bits, tuple(masks.shape), table, masks)
     return masks
 
 
@@ -299,7 +292,7 @@ def _reached(sites: Tensor, shape: Geometry) -> tuple[Tensor, Tensor]:
 
 
 def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | None = None) -> Rulebook:
-    """The `Rulebook` of a convolution, by Warp's kernels on PyTorch's current stream.
+    """The `Rulebook` of a convolution, by kernels on PyTorch's current stream.
 
     Args:
         indices: (N, 1 + dims) int32 or int64, batch first, on a GPU or the CPU; rows of -1 are no sites.
@@ -342,9 +335,6 @@ def version_of(indices: Tensor) -> int | None:
     return None if torch.compiler.is_compiling() or indices.is_inference() else indices._version
 
 
-Tables = tuple[Tensor, Tensor, Tensor, Tensor]  # out_indices, neighbours, reached, faults
-
-
 @operator("sparse_rulebook")
 def _sparse_rulebook(
     indices: Tensor, batch_size: int, in_shape: list[int], out_shape: list[int], ksize: list[int], stride: list[int],
@@ -353,7 +343,11 @@ def _sparse_rulebook(
     """Output indices, neighbours, reverse table, faults; of a submanifold convolution the first and third are empty."""
     grids, steps = (tuple(in_shape), tuple(out_shape)), (tuple(stride), tuple(padding), tuple(dilation))
     shape = Geometry(batch_size, *grids, tuple(ksize), *steps, subm, transpose)
-    tables = _submanifold(indices, shape) if subm else _regular(indices, shape, bound)
+    by_bitmap = fit_bitmaps(indices, shape)
+    if subm:
+        tables = submanifold_by_bitmap(indices, shape) if by_bitmap else submanifold_by_hash(indices, shape)
+    else:
+        tables = (regular_by_bitmap if by_bitmap else regular_by_hash)(indices, shape, bound)
     if checks_values(indices):
         Faults(tables[3], indices, shape, len(tables[0])).check()
     return tables
@@ -396,151 +390,8 @@ def _rulebook_cost(call: Call) -> Cost:
     return Cost(distinct_bytes([call["indices"]]), distinct_bytes(list(call.out)))
 
 
-def _submanifold(indices: Tensor, shape: Geometry) -> Tables:
-    kernels, sites, faults = load_kernels(), _sites(indices), _faults(indices)
-    table, rows = _insert_sites(sites, shape, faults)
-    count, volume = len(sites), shape.kernel_volume
-    neighbours = torch.full((count, volume), -1, dtype=torch.int32, device=indices.device)
-    sizes = (shape.dims, shape.batch_size, *map(_four, (shape.in_shape, shape.ksize, shape.dilation)))
-    _launch(kernels.pair_submanifold, (count, volume // 2 + 1), sites, *sizes, table, rows, neighbours)
-    return indices.new_empty(0, 1 + shape.dims), neighbours, neighbours.new_empty(0, volume), faults
-
-
-def _regular(indices: Tensor, shape: Geometry, bound: int | None) -> Tables:
-    kernels, sites, faults = load_kernels(), _sites(indices), _faults(indices)
-    _insert_sites(sites, shape, faults)
-    if bound is None:
-        table, slots, outputs = _reach_all(indices, sites, shape, faults)
-    else:
-        table, slots = _reach(sites, shape, min(bound, _most_outputs(len(sites), shape)), faults)
-        faults[NO_ROOM] |= ((table != EMPTY).sum() > bound).int()
-        outputs = bound
-    filled = torch.nonzero_static(table != EMPTY, size=outputs, fill_value=-1).squeeze(1)  # (O,)
-    keys = table[filled].masked_fill_((filled < 0) | (faults[NO_ROOM] != 0), NO_KEY).sort().values
-    rows = torch.full((len(table),), -1, dtype=torch.int32, device=sites.device)
-    out_sites = sites.new_empty((outputs, 1 + shape.dims))
-    neighbours = rows.new_full((outputs, shape.kernel_volume), -1)
-    _launch(kernels.number_outputs, (outputs,), keys, shape.dims, _four(shape.out_shape), table, rows, out_sites)
-    _launch(kernels.pair_outputs, tuple(slots.shape), rows, slots, neighbours)
-    return out_sites.to(indices.dtype), neighbours, slots, faults
-
-
-def _reach_all(indices: Tensor, sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tensor, Tensor, int]:
-    """As `_reach`, in a table that grows until it has room, and how many outputs there are. Waits for the device."""
-    room = min(_most_outputs(len(sites), shape), ROOM_PER_SITE * len(sites))
-    while True:
-        table, slots = _reach(sites, shape, room, faults)
-        repeated, outside, no_room, outputs = torch.cat([faults, (table != EMPTY).sum().view(1)]).tolist()
-        if repeated or outside:
-            check_sites(indices, shape.batch_size, shape.in_shape)
-        if not no_room:
-            return table, slots, outputs
-        faults.zero_()
-        room *= ROOM_PER_SITE
-
-
-def _reach(sites: Tensor, shape: Geometry, room: int, faults: Tensor) -> tuple[Tensor, Tensor]:
-    """A table with the keys of all outputs, and the slot of each input's output at each offset, (N, K) int32."""
-    table = _table(room, sites.device)
-    slots = torch.empty((len(sites), shape.kernel_volume), dtype=torch.int32, device=sites.device)
-    sizes = (shape.in_shape, shape.out_shape, shape.ksize, shape.stride, shape.padding, shape.dilation)
-    arguments = (sites, shape.dims, shape.batch_size, *map(_four, sizes), shape.transpose, table, slots, faults)
-    _launch(load_kernels().reach_outputs, tuple(slots.shape), *arguments)
-    return table, slots
-
-
-def _most_outputs(sites: int, shape: Geometry) -> int:
-    """Outputs that so many inputs can reach at most."""
-    each = 1
-    for k, s, d in zip(shape.ksize, shape.stride, shape.dilation, strict=True):
-        each *= k if shape.transpose else -(-k * math.gcd(s, d) // s)
-    return min(sites * each, shape.batch_size * math.prod(shape.out_shape))
-
-
-def _insert_sites(sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tensor, Tensor]:
-    """A table of the inputs, and the row of each slot."""
-    table = _table(len(sites), sites.device)
-    rows = torch.empty((len(table),), dtype=torch.int32, device=sites.device)
-    sizes = (shape.dims, shape.batch_size, _four(shape.in_shape))
-    _launch(load_kernels().insert_sites, (len(sites),), sites, *sizes, table, rows, faults)
-    return table, rows
-
-
-def _table(keys: int, device: torch.device) -> Tensor:
-    """An empty table that so many keys fill by half at most."""
-    slots = 1 << (2 * max(keys, 1) - 1).bit_length()
-    if slots > MAX_SLOTS:
-        raise ValueError(f"a table of {keys} sites is beyond {MAX_SLOTS // 2}, the most there can be: split the batch")
-    return torch.full((slots,), EMPTY, dtype=torch.int64, device=device)
-
-
-def _sites(indices: Tensor) -> Tensor:
-    return indices.long().contiguous()
-
-
-def _faults(indices: Tensor) -> Tensor:
-    return torch.zeros(3, dtype=torch.int32, device=indices.device)
-
-
 def _beyond(bound: int) -> str:
     return f"the convolution has more outputs than num_out_act_bound {bound}: pass a larger bound, or None"
-
-
-# ---- Warp ------------------------------------------------------------------------------------------------------
-
-_LOADING = Lock()  # Warp cannot be started, nor kernels be loaded by their first launch, in two threads at once
-_LOADED: set[torch.device] = set()
-
-
-def load_kernels() -> ModuleType:
-    """The module of Warp's kernels.
-
-    Raises:
-        MissingExtraError: Warp is not installed.
-    """
-    first = "warp" not in sys.modules
-    try:
-        import warp
-    except ImportError as error:
-        raise MissingExtraError('sparse convolutions need Warp: pip install "rooftop[sparse]"') from error
-    if first:  # else what it says is the user's choice
-        warp.config.log_level = warp.LOG_WARNING
-    with _LOADING:
-        warp.init()  # once; a stream of PyTorch's cannot be named before
-    from rooftop.sparse import rulebook_kernels
-
-    return rulebook_kernels
-
-
-def _launch(kernel: Any, threads: tuple[int, ...], *arguments: Any) -> None:
-    """Launch a Warp kernel on the device of its first tensor, on PyTorch's current stream; of no threads, nothing."""
-    if 0 in threads:
-        return
-    import warp
-
-    device = next(a.device for a in arguments if isinstance(a, Tensor))
-    with nullcontext() if device in _LOADED else _LOADING:
-        values = [warp.from_torch(a, return_ctype=True) if isinstance(a, Tensor) else a for a in arguments]
-        where: dict[str, Any] = {"device": "cpu"}
-        if device.type == "cuda":
-            where = {"stream": _stream(device, torch.cuda.current_stream(device).cuda_stream)}
-        warp.launch(kernel, threads, values, **where, record_tape=False)
-    _LOADED.add(device)
-    record_launch(kernel.key)
-
-
-@cache
-def _stream(device: torch.device, handle: int) -> Any:
-    """Warp's name of a stream of PyTorch."""
-    import warp
-
-    return warp.Stream(warp.device_from_torch(device), cuda_stream=handle)
-
-
-@cache
-def _four(values: tuple[int, ...]) -> Any:
-    """Up to four sizes as the kernels take them."""
-    return load_kernels().Four(*values, *[1] * (MAX_DIMS - len(values)))
 
 
 # ---- public ----------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def layer_rulebook(
     found = x.find_indice_pair(indice_key)
     if found is None:
         return build_rulebook(x.indices, shape, num_out_act_bound)
-    if not _same(found.shape, shape):
+    if found.shape is not shape and not _same(found.shape, shape):  # remembered, so most often the very same
         raise ValueError(
             f"indice_key {indice_key!r} has the rulebook of another layer: {_told(found.shape)}; "
             f"this one is {_told(shape)}. Give it an indice_key of its own"

@@ -17,7 +17,7 @@ from rooftop.launch.triton_launch import INTERPRETED
 
 def by_kernels(table: Tensor) -> bool:
     """Whether convolutions by a table on this device are computed by kernels, which orders and pairs are for."""
-    return table.device.type != "cpu" or INTERPRETED
+    return not table.is_cpu or INTERPRETED
 
 
 def are_many(rows: int, least: int) -> bool:

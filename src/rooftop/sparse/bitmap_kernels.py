@@ -1,0 +1,265 @@
+"""The Triton kernels of the rulebook by bitmaps; `bitmaps.py` launches them and says what they do.
+
+A cell is the row-major number of (batch, four coordinates), where grids of fewer dimensions have leading ones of size
+1; bit cell % 32 of word cell // 32 is set where there is a site. `counts` are the set bits of all words up to and with
+each, so that a site's rank among all sites is found from its word alone. Offsets are numbered as in `rulebook.py`.
+`faults` are those of `Rulebook`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# One compiled kernel serves clouds and grids of all sizes.
+SIZES = ["rows", "batch_size", "size_0", "size_1", "size_2", "size_3", "count"]
+GRIDS = [f"{grid}_{dim}" for grid in ("in", "out") for dim in range(4)]
+STEPS = [f"{step}_{dim}" for step in ("shift", "dilation") for dim in range(4)]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def mark_sites(
+    sites, words, faults,  # (N, 1 + DIMS), (W,), (3,)
+    rows, batch_size, size_0, size_1, size_2, size_3,
+    DIMS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sets the bit of each site; a fault for one off the grid or there twice."""
+    row, there = _rows(rows, ROWS)
+    batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
+    inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
+    cell = _cell(batch, at_0, at_1, at_2, at_3, size_0, size_1, size_2, size_3)
+    bit = tl.full((ROWS,), 1, tl.int32) << (cell & 31)
+    before = tl.atomic_or(words + (cell >> 5), bit, mask=inside, sem="relaxed")
+    repeated = tl.max((inside & ((before & bit) != 0)).to(tl.int32))
+    tl.store(faults, 1, mask=repeated != 0)
+    named = batch != -1
+    for dim in tl.static_range(DIMS):
+        named |= tl.load(sites + row * (1 + DIMS) + 1 + dim, mask=there, other=-1) != -1
+    outside = tl.max((there & named & (inside == 0)).to(tl.int32))
+    tl.store(faults + 1, 1, mask=outside != 0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def count_words(
+    words, counts,  # (W,), (W,)
+    count,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """The number of bits of each word."""
+    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    bits = tl.load(words + word, mask=word < count, other=0)
+    tl.store(counts + word, _population(bits.to(tl.uint32, bitcast=True)), mask=word < count)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def place_sites(
+    sites, words, counts, row_of,  # (N, 1 + DIMS), (W,), (W,), (N,)
+    rows, batch_size, size_0, size_1, size_2, size_3,
+    DIMS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Each site's row to the place of its rank."""
+    row, there = _rows(rows, ROWS)
+    batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
+    inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
+    cell = _cell(batch, at_0, at_1, at_2, at_3, size_0, size_1, size_2, size_3)
+    _, rank = _look_up(words, counts, cell, inside)
+    tl.store(row_of + rank, row.to(tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=[*SIZES, *STEPS])
+def pair_neighbours(
+    sites, words, counts, row_of, neighbours,  # (N, 1 + DIMS), (W,), (W,), (N,), (N, T)
+    rows, batch_size, size_0, size_1, size_2, size_3, dilation_0, dilation_1, dilation_2, dilation_3,
+    KSIZE_0: tl.constexpr, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr,
+    DIMS: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """The row of the site at each offset of each site, or -1: of a submanifold convolution."""
+    row, there = _rows(rows, ROWS)
+    batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
+    inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
+    tap = tl.program_id(1) * TAPS + tl.arange(0, TAPS)
+    tap_0, tap_1, tap_2, tap_3 = _offsets(tap, KSIZE_1, KSIZE_2, KSIZE_3)
+    VOLUME: tl.constexpr = KSIZE_0 * KSIZE_1 * KSIZE_2 * KSIZE_3
+    tap_0, tap_1 = (tap_0 - KSIZE_0 // 2) * dilation_0, (tap_1 - KSIZE_1 // 2) * dilation_1
+    tap_2, tap_3 = (tap_2 - KSIZE_2 // 2) * dilation_2, (tap_3 - KSIZE_3 // 2) * dilation_3
+    wanted = there[:, None] & (tap < VOLUME)[None, :]  # (ROWS, TAPS)
+    near = inside[:, None] & wanted
+    if KSIZE_0 > 1:
+        near &= _on_axis(at_0, tap_0, size_0)
+    if KSIZE_1 > 1:
+        near &= _on_axis(at_1, tap_1, size_1)
+    if KSIZE_2 > 1:
+        near &= _on_axis(at_2, tap_2, size_2)
+    if KSIZE_3 > 1:
+        near &= _on_axis(at_3, tap_3, size_3)
+    here = _cell(batch, at_0, at_1, at_2, at_3, size_0, size_1, size_2, size_3)
+    away = _cell(0, tap_0, tap_1, tap_2, tap_3, size_0, size_1, size_2, size_3)
+    cell = here[:, None] + away[None, :]
+    known, rank = _look_up(words, counts, cell, near)
+    other = tl.load(row_of + rank, mask=known, other=-1)
+    is_centre = (tap == VOLUME // 2)[None, :] & inside[:, None]
+    other = tl.where(is_centre, row.to(tl.int32)[:, None], other)  # also of one that is there twice
+    tl.store(neighbours + row[:, None] * VOLUME + tap[None, :], other, mask=wanted)
+
+
+@triton.jit(do_not_specialize=[*SIZES, *GRIDS, *STEPS])
+def reach_outputs(
+    sites, words, cells,  # (N, 1 + DIMS), (W,), (N, T)
+    rows, batch_size, in_0, in_1, in_2, in_3, out_0, out_1, out_2, out_3,
+    shift_0, shift_1, shift_2, shift_3, dilation_0, dilation_1, dilation_2, dilation_3,
+    STRIDE_0: tl.constexpr, STRIDE_1: tl.constexpr, STRIDE_2: tl.constexpr, STRIDE_3: tl.constexpr,
+    KSIZE_0: tl.constexpr, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr,
+    DIMS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """The cell of the output of each site at each offset, whose bit is set, or -1. `shift` is the padding."""
+    row, there = _rows(rows, ROWS)
+    batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
+    inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, in_0, in_1, in_2, in_3)
+    tap = tl.program_id(1) * TAPS + tl.arange(0, TAPS)
+    tap_0, tap_1, tap_2, tap_3 = _offsets(tap, KSIZE_1, KSIZE_2, KSIZE_3)
+    VOLUME: tl.constexpr = KSIZE_0 * KSIZE_1 * KSIZE_2 * KSIZE_3
+    to_0, whole_0 = _reached(at_0, tap_0 * dilation_0 - shift_0, STRIDE_0, TRANSPOSED)  # (ROWS, TAPS)
+    to_1, whole_1 = _reached(at_1, tap_1 * dilation_1 - shift_1, STRIDE_1, TRANSPOSED)
+    to_2, whole_2 = _reached(at_2, tap_2 * dilation_2 - shift_2, STRIDE_2, TRANSPOSED)
+    to_3, whole_3 = _reached(at_3, tap_3 * dilation_3 - shift_3, STRIDE_3, TRANSPOSED)
+    wanted = there[:, None] & (tap < VOLUME)[None, :]
+    valid = inside[:, None] & wanted & whole_0 & whole_1 & whole_2 & whole_3
+    valid &= _inside(batch[:, None], to_0, to_1, to_2, to_3, batch_size, out_0, out_1, out_2, out_3)
+    cell = _cell(batch[:, None], to_0, to_1, to_2, to_3, out_0, out_1, out_2, out_3)
+    bit = tl.full((ROWS, TAPS), 1, tl.int32) << (cell & 31)
+    place = words + (cell >> 5)
+    new = (tl.load(place, mask=valid, other=0) & bit) == 0  # most are there already: an atomic costs more than a load
+    tl.atomic_or(place, bit, mask=valid & new, sem="relaxed")
+    tl.store(cells + row[:, None] * VOLUME + tap[None, :], tl.where(valid, cell, -1), mask=wanted)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "outputs"])
+def pair_outputs(
+    cells, words, counts, neighbours, out_cells, faults,  # (N, VOLUME), (W,), (W,), (O, VOLUME), (O,), (3,)
+    rows, count, outputs,
+    VOLUME: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Cells become rows of outputs, in place, and these learn of their inputs and their cell. More outputs than rows:
+    a fault, and none."""
+    fits = tl.load(counts + (count - 1)) <= outputs
+    tl.store(faults + 2, 1, mask=fits == 0)
+    row, there = _rows(rows, ROWS)
+    tap = tl.program_id(1) * TAPS + tl.arange(0, TAPS)
+    wanted = there[:, None] & (tap < VOLUME)[None, :]
+    place = row[:, None] * VOLUME + tap[None, :]
+    cell = tl.load(cells + place, mask=wanted, other=-1)
+    known = (cell >= 0) & fits
+    _, rank = _look_up(words, counts, cell, known)
+    tl.store(cells + place, tl.where(known, rank, -1), mask=wanted)
+    tl.store(out_cells + rank, cell, mask=known)
+    output = rank.to(tl.int64) * VOLUME + tap[None, :]
+    tl.store(neighbours + output, tl.broadcast_to(row.to(tl.int32)[:, None], (ROWS, TAPS)), mask=known)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def name_outputs(
+    out_cells, sites,  # (O,), -1 for none; (O, 1 + DIMS)
+    rows, size_0, size_1, size_2, size_3,
+    DIMS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The batch and the coordinates of cells; -1 throughout of none."""
+    row, there = _rows(rows, ROWS)
+    cell = tl.load(out_cells + row, mask=there, other=-1)
+    none, place = cell < 0, sites + row * (1 + DIMS)
+    kind = sites.dtype.element_ty
+    tl.store(place + DIMS, tl.where(none, -1, cell % size_3).to(kind), mask=there)
+    cell = cell // size_3
+    if DIMS > 1:
+        tl.store(place + (DIMS - 1), tl.where(none, -1, cell % size_2).to(kind), mask=there)
+        cell = cell // size_2
+    if DIMS > 2:
+        tl.store(place + (DIMS - 2), tl.where(none, -1, cell % size_1).to(kind), mask=there)
+        cell = cell // size_1
+    if DIMS > 3:
+        tl.store(place + 1, tl.where(none, -1, cell % size_0).to(kind), mask=there)
+        cell = cell // size_0
+    tl.store(place, tl.where(none, -1, cell).to(kind), mask=there)
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rows(rows, ROWS: tl.constexpr):
+    """(row, whether there is one) of this program's rows, 64 bits: tables of many rows pass 2^31."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return row, row < rows
+
+
+@triton.jit
+def _site(sites, row, there, DIMS: tl.constexpr):
+    """(batch, four coordinates) int32; -1 of what is no int32, which lies off every grid."""
+    place = sites + row * (1 + DIMS)
+    at_3 = _coordinate(place + DIMS, there)
+    at_2 = _coordinate(place + (DIMS - 1), there) if DIMS > 1 else tl.zeros_like(at_3)
+    at_1 = _coordinate(place + (DIMS - 2), there) if DIMS > 2 else tl.zeros_like(at_3)
+    at_0 = _coordinate(place + 1, there) if DIMS > 3 else tl.zeros_like(at_3)
+    return _coordinate(place, there), at_0, at_1, at_2, at_3
+
+
+@triton.jit
+def _coordinate(place, there):
+    value = tl.load(place, mask=there, other=-1).to(tl.int64)
+    return tl.where(value > 2147483647, -1, tl.maximum(value, -1)).to(tl.int32)
+
+
+@triton.jit
+def _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3):
+    """Whether a site lies on the grid."""
+    inside = (batch >= 0) & (batch < batch_size) & (at_0 >= 0) & (at_0 < size_0) & (at_1 >= 0) & (at_1 < size_1)
+    return inside & (at_2 >= 0) & (at_2 < size_2) & (at_3 >= 0) & (at_3 < size_3)
+
+
+@triton.jit
+def _on_axis(at, away, size):
+    """Whether at (ROWS,) + away (TAPS,) is from 0 to below size."""
+    return (at[:, None] + away[None, :]).to(tl.uint32, bitcast=True) < size.to(tl.uint32)
+
+
+@triton.jit
+def _cell(batch, at_0, at_1, at_2, at_3, size_0, size_1, size_2, size_3):
+    """The number of a site's cell, for sites on the grid."""
+    return (((batch * size_0 + at_0) * size_1 + at_1) * size_2 + at_2) * size_3 + at_3
+
+
+@triton.jit
+def _offsets(tap, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr):
+    """The four coordinates of taps within the kernel."""
+    rest = tap // KSIZE_3
+    return rest // KSIZE_2 // KSIZE_1, rest // KSIZE_2 % KSIZE_1, rest % KSIZE_2, tap % KSIZE_3
+
+
+@triton.jit
+def _reached(at, shift, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """(where inputs (ROWS,) lead by shifts (TAPS,), whether they do), (ROWS, TAPS)."""
+    if TRANSPOSED:
+        to = at[:, None] * STRIDE + shift[None, :]
+        whole = to == to
+    else:
+        far = at[:, None] - shift[None, :]
+        to = far // STRIDE
+        whole = (far >= 0) & (to * STRIDE == far)
+    return to, whole
+
+
+@triton.jit
+def _look_up(words, counts, cell, wanted):
+    """(whether there is a site in a cell, its rank among all)."""
+    place = cell >> 5
+    above = tl.load(words + place, mask=wanted, other=0).to(tl.uint32, bitcast=True) >> (cell & 31).to(tl.uint32)
+    known = wanted & ((above & 1) != 0)
+    return known, tl.load(counts + place, mask=known, other=0) - _population(above)
+
+
+@triton.jit
+def _population(bits):
+    """Set bits of a uint32, as int32."""
+    pairs = bits - ((bits >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F
+    return ((eights * 0x01010101) >> 24).to(tl.int32)

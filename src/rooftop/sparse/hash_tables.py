@@ -1,0 +1,110 @@
+"""The rulebook by hash tables: on the CPU, and on a GPU for grids too large for a bit of each cell (`bitmaps.py`).
+
+The key of each site goes into an open-addressing table; `rulebook_kernels.py` has the kernels, in Warp. Outputs are
+sorted by key and pairs stand by input row, so nothing depends on the order in which threads run.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rooftop.sparse.geometries import NO_KEY, Geometry
+from rooftop.sparse.sites import check_sites
+from rooftop.sparse.warp_launch import four, launch_warp, load_kernels
+
+Tables = tuple[Tensor, Tensor, Tensor, Tensor]  # out_indices, neighbours, reached, faults
+
+MAX_SLOTS = 2**30  # of a hash table: its slots are int32
+EMPTY = -1  # in a hash table
+NO_ROOM = 2  # of the three faults of a rulebook
+# Outputs for each input that a table first has room for, and how it grows: a kernel of 3 makes a flat surface 3 thick.
+ROOM_PER_SITE = 4
+
+
+def submanifold_by_hash(indices: Tensor, shape: Geometry) -> Tables:
+    kernels, sites, faults = load_kernels(), _sites(indices), no_faults(indices)
+    table, rows = _insert_sites(sites, shape, faults)
+    count, volume = len(sites), shape.kernel_volume
+    neighbours = torch.full((count, volume), -1, dtype=torch.int32, device=indices.device)
+    sizes = (shape.dims, shape.batch_size, *map(four, (shape.in_shape, shape.ksize, shape.dilation)))
+    launch_warp(kernels.pair_submanifold, (count, volume // 2 + 1), sites, *sizes, table, rows, neighbours)
+    return indices.new_empty(0, 1 + shape.dims), neighbours, neighbours.new_empty(0, volume), faults
+
+
+def regular_by_hash(indices: Tensor, shape: Geometry, bound: int | None) -> Tables:
+    kernels, sites, faults = load_kernels(), _sites(indices), no_faults(indices)
+    _insert_sites(sites, shape, faults)
+    if bound is None:
+        table, slots, outputs = _reach_all(indices, sites, shape, faults)
+    else:
+        table, slots = _reach(sites, shape, min(bound, _most_outputs(len(sites), shape)), faults)
+        faults[NO_ROOM] |= ((table != EMPTY).sum() > bound).int()
+        outputs = bound
+    filled = torch.nonzero_static(table != EMPTY, size=outputs, fill_value=-1).squeeze(1)  # (O,)
+    keys = table[filled].masked_fill_((filled < 0) | (faults[NO_ROOM] != 0), NO_KEY).sort().values
+    rows = torch.full((len(table),), -1, dtype=torch.int32, device=sites.device)
+    out_sites = sites.new_empty((outputs, 1 + shape.dims))
+    neighbours = rows.new_full((outputs, shape.kernel_volume), -1)
+    launch_warp(kernels.number_outputs, (outputs,), keys, shape.dims, four(shape.out_shape), table, rows, out_sites)
+    launch_warp(kernels.pair_outputs, tuple(slots.shape), rows, slots, neighbours)
+    return out_sites.to(indices.dtype), neighbours, slots, faults
+
+
+def _reach_all(indices: Tensor, sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tensor, Tensor, int]:
+    """As `_reach`, in a table that grows until it has room, and how many outputs there are. Waits for the device."""
+    room = min(_most_outputs(len(sites), shape), ROOM_PER_SITE * len(sites))
+    while True:
+        table, slots = _reach(sites, shape, room, faults)
+        repeated, outside, no_room, outputs = torch.cat([faults, (table != EMPTY).sum().view(1)]).tolist()
+        if repeated or outside:
+            check_sites(indices, shape.batch_size, shape.in_shape)
+        if not no_room:
+            return table, slots, outputs
+        faults.zero_()
+        room *= ROOM_PER_SITE
+
+
+def _reach(sites: Tensor, shape: Geometry, room: int, faults: Tensor) -> tuple[Tensor, Tensor]:
+    """A table with the keys of all outputs, and the slot of each input's output at each offset, (N, K) int32."""
+    table = _table(room, sites.device)
+    slots = torch.empty((len(sites), shape.kernel_volume), dtype=torch.int32, device=sites.device)
+    sizes = (shape.in_shape, shape.out_shape, shape.ksize, shape.stride, shape.padding, shape.dilation)
+    arguments = (sites, shape.dims, shape.batch_size, *map(four, sizes), shape.transpose, table, slots, faults)
+    launch_warp(load_kernels().reach_outputs, tuple(slots.shape), *arguments)
+    return table, slots
+
+
+def _most_outputs(sites: int, shape: Geometry) -> int:
+    """Outputs that so many inputs can reach at most."""
+    each = 1
+    for k, s, d in zip(shape.ksize, shape.stride, shape.dilation, strict=True):
+        each *= k if shape.transpose else -(-k * math.gcd(s, d) // s)
+    return min(sites * each, shape.batch_size * math.prod(shape.out_shape))
+
+
+def _insert_sites(sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tensor, Tensor]:
+    """A table of the inputs, and the row of each slot."""
+    table = _table(len(sites), sites.device)
+    rows = torch.empty((len(table),), dtype=torch.int32, device=sites.device)
+    sizes = (shape.dims, shape.batch_size, four(shape.in_shape))
+    launch_warp(load_kernels().insert_sites, (len(sites),), sites, *sizes, table, rows, faults)
+    return table, rows
+
+
+def _table(keys: int, device: torch.device) -> Tensor:
+    """An empty table that so many keys fill by half at most."""
+    slots = 1 << (2 * max(keys, 1) - 1).bit_length()
+    if slots > MAX_SLOTS:
+        raise ValueError(f"a table of {keys} sites is beyond {MAX_SLOTS // 2}, the most there can be: split the batch")
+    return torch.full((slots,), EMPTY, dtype=torch.int64, device=device)
+
+
+def _sites(indices: Tensor) -> Tensor:
+    return indices.long().contiguous()
+
+
+def no_faults(indices: Tensor) -> Tensor:
+    return torch.zeros(3, dtype=torch.int32, device=indices.device)
