@@ -30,7 +30,7 @@ FOLDER = ROOT / "examples"
 TESTED_ELSEWHERE = {"classify", "data_parallel"}  # tests/models/test_classification.py, tests/parallel
 SNIPPETS = [
     pytest.param(match[1], id=f"{page}-line-{text[: match.start()].count(chr(10)) + 1}")
-    for page in ("cost", "cuda", "hardware", "inference", "parallel")
+    for page in ("cost", "cuda", "generation", "hardware", "inference", "parallel")
     for text in [(ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")]
     for match in re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
 ]
@@ -398,6 +398,15 @@ def test_labels_that_cannot_be_learned(words: tuple[object, ...], run: Run, tmp_
     with pytest.raises(SystemExit, match="2"):
         run("lidar_segmentation", "--out", tmp_path / "lidar", *words)
     assert not (tmp_path / "lidar").exists()
+
+
+def test_a_text_that_was_learned_by_heart_goes_on(run: Run, tmp_path: Path) -> None:
+    line = "Under the roof a house is dry. "
+    (tmp_path / "text").write_text(line * 20)
+    out = run("generate_text", "--text", tmp_path / "text", "--steps", 80, "--prompt", "Under the", "--new", 40)
+    assert float(re.search(r"loss ([\d.]+) nats a byte", out)[1]) < 0.5  # type: ignore[index]
+    assert f"--- most probable\n{(line * 2)[:49]}\n---" in out
+    assert "--- drawn\nUnder the roof" in out
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)

@@ -33,6 +33,7 @@ CLASSES = torch.tensor([0, 2, 5, 1])
 HIDDEN, HEAD = X[:, :3].contiguous(), X.flatten()[:18].reshape(6, 3)
 HEADS = torch.linspace(-1, 1, 2 * 3 * 5 * 4).reshape(2, 3, 5, 4)  # 120 elements, 30 rows
 LSE = HEADS[..., 0].contiguous()
+PAGES = torch.tensor([[0, 1], [1, 0], [1, 1]]), torch.tensor([6, 3, 5])  # of three sequences, and their positions
 ANGLES = HEADS[0, 0, :, :2].contiguous()  # (5, 2)
 CELLS, POINTS = torch.rand(4, 8, 3, generator=torch.Generator().manual_seed(1)), X[:, :3].contiguous()
 
@@ -184,6 +185,11 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         lambda: learn(kernels.merge_attention_states, HEADS, LSE, HEADS + 1, LSE + 1),
         (5 * 120 + 15 * 30, F4 * 450, F4 * 300),
     ),
+    # 14 positions in three pages of five, of one head of keys, to which five of queries look
+    "paged_attention": (
+        lambda: kernels.paged_attention(HEADS[0], HEADS[:, :1], HEADS[:, 1:2], *PAGES, positions=14),
+        (14 * 5 * (4 * 4 + 5), F4 * (60 + 2 * 14 * 4) + I8 * (3 + 3), F4 * 60),
+    ),
     # four products and two sums of each pair of features
     "rope": (lambda: kernels.rope_pair(HEADS, HEADS + 1, ANGLES, ANGLES + 1), (6 * 120, F4 * (240 + 20), F4 * 240)),
     "rope_": (
@@ -213,7 +219,7 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
 
 
 WITHOUT_AUTOGRAD = {  # what calls these refuses tensors that autograd watches, or they have no tensors
-    "max_pool2d", "random_normal", "random_uniform", "rope_", "scale_gradient", "scale_gradient_"
+    "max_pool2d", "paged_attention", "random_normal", "random_uniform", "rope_", "scale_gradient", "scale_gradient_"
 }  # fmt: skip
 
 
@@ -276,6 +282,8 @@ class Everything(nn.Module):
         x = x + hidden.sum() + cell.sum()
         packed, bias = x.flatten()[:12].expand(1, 2, 3, 12), x.flatten()[:16].reshape(1, 4, 4)
         x = x + kernels.window_attention(packed, bias, 1, (2, 2), (1, 1)).reshape(4, 6)
+        stored = x.detach().reshape(2, 1, 3, 4)
+        x = x + kernels.paged_attention(x.detach().reshape(3, 2, 4), stored, stored, *PAGES).reshape(4, 6)
         heads = x.reshape(1, 2, 3, 4)
         query, key = kernels.rope_pair(heads, kernels.rope(heads, *2 * (ANGLES[:3],)), *2 * (ANGLES[:3],))
         parts = [kernels.attention(query, each, heads, return_lse=True) for each in (key, heads)]

@@ -185,6 +185,25 @@ def pooled_by_thirds(features: Tensor, average: bool) -> Tensor:
     return torch.stack([p.sum(0) / max(1, len(p)) if average or not len(p) else p.amax(0) for p in parts])
 
 
+def two_pages_each(arguments: Arguments) -> Arguments:
+    """Sequence b has the pages b and b + 1, whatever their number, and all their positions but b."""
+    query, keys = arguments["query"], arguments["keys"]
+    whole = isinstance(query, Tensor) and isinstance(keys, Tensor) and query.dim() == 3 and keys.dim() == 4
+    batch, count, page, device = (len(query), len(keys), keys.shape[2], query.device) if whole else (2, 6, 5, "cpu")
+    row, each = torch.arange(batch, device=device), torch.arange(min(2, count), device=device)
+    return {"pages": (row[:, None] + each) % max(1, count), "lengths": (len(each) * page - row).clamp(min=0)}
+
+
+def of_two_pages(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    if query.dim() != 3 or keys.shape != values.shape or keys.dim() != 4 or keys.shape[1] != query.shape[1]:
+        raise ValueError("expected queries (B, H, D) and keys and values (N, H, P, D)")
+    more = two_pages_each({"query": query, "keys": keys})
+    key, value = (t[more["pages"]].transpose(1, 2).flatten(2, 3) for t in (keys, values))  # (B, H, 2 P, D)
+    seen = torch.arange(key.shape[2], device=key.device) < more["lengths"][:, None]
+    found = F.scaled_dot_product_attention(query[:, :, None], key, value, seen[:, None, None])
+    return found[:, :, 0].nan_to_num()  # of no position: nothing
+
+
 HEAD, WINDOWS = "B H S D", {"heads": 2, "window": (2, 2)}
 PUBLIC = [
     elementwise("relu", torch.relu),
@@ -233,6 +252,14 @@ PUBLIC = [
         {"out_a": HEAD, "lse_a": "B H S", "out_b": HEAD, "lse_b": "B H S"},
         merged,
         {},
+    ),
+    Public(
+        "paged_attention",
+        {"query": "B H D", **dict.fromkeys(("keys", "values"), "N H S D")},
+        of_two_pages,
+        {},
+        most=256,
+        ours_alone=two_pages_each,
     ),
     Public("rope", {"x": "B H S D", "cos": "S C", "sin": "S C"}, turned, {}, fixed=("C", "D")),
     Public(
@@ -283,7 +310,7 @@ PUBLIC = [
 NO_OPERATORS = {"AttentionPlan", "attention_plan", "conv_act_plan", "linear_act_plan", "fused"}
 NO_TENSORS = {"Box", "random_key", "random_normal", "random_uniform"}
 SIZES = {"B": 2, "H": 3, "G": 2, "S": 5, "D": 8, "C": 4, "M": 4, "N": 6, "K": 3, "V": 7}
-WITHOUT_GRADIENT = {"argmax", "argmin", "max_pool2d"}
+WITHOUT_GRADIENT = {"argmax", "argmin", "max_pool2d", "paged_attention"}
 NAMES = {  # what messages call the arguments, beside their names
     **dict.fromkeys(("add", "mul", "axpy"), ("tensors",)),
     **dict.fromkeys((p.name for p in PUBLIC if p.normalized), ("normalized_shape",)),

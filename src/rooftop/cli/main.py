@@ -27,6 +27,7 @@ VERBS = {
     "detect": "Show where things are on photographs.",
     "device": "Describe the GPUs and the CPU of this machine.",
     "doctor": "Say what works here, what does not, and what mends it.",
+    "generate": "Continue a text with a language model, and say how far that is from the roof.",
     "ladder": "Climb from a first kernel to the roof: the same work, rung by rung, measured.",
     "media": "Look into video files.",
     "predict-video": "Show how a clip goes on, beside how it really does.",

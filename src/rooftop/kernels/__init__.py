@@ -18,6 +18,7 @@ from rooftop.kernels.losses import cross_entropy
 from rooftop.kernels.matmuls import linear_act, linear_act_plan, matmul
 from rooftop.kernels.max_pools import max_pool2d
 from rooftop.kernels.norms import layer_norm, rms_norm
+from rooftop.kernels.paged_attentions import paged_attention
 from rooftop.kernels.random_words import random_key
 from rooftop.kernels.randoms import counter_dropout, random_normal, random_uniform
 from rooftop.kernels.reductions import amax, amin, argmax, argmin, mean, norm, sum
@@ -63,6 +64,7 @@ __all__ = [
     "merge_attention_states",
     "mul",
     "norm",
+    "paged_attention",
     "random_key",
     "random_normal",
     "random_uniform",

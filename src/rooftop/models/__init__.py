@@ -11,8 +11,10 @@ from rooftop.models.conv_lstm import (
 )
 from rooftop.models.detection import Detected, FoundObject, detect, draw_objects, load_detector
 from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101
+from rooftop.models.generation import Generation, generate
 from rooftop.models.gpt import Gpt, continue_greedily
 from rooftop.models.gpt_configs import GptConfig, gpt_config
+from rooftop.models.gpt_layouts import parallel_gpt
 from rooftop.models.gpt_weights import gpt_state_dict, hugging_face_state_dict, load_gpt, save_gpt
 from rooftop.models.images import Preprocessing, find_images, load_images, read_image
 from rooftop.models.keras_weights import load_keras_weights
@@ -43,6 +45,7 @@ __all__ = [
     "Detected",
     "Detr",
     "FoundObject",
+    "Generation",
     "Gpt",
     "GptConfig",
     "Guess",
@@ -66,6 +69,7 @@ __all__ = [
     "detr_resnet101",
     "draw_objects",
     "find_images",
+    "generate",
     "gpt_config",
     "gpt_state_dict",
     "hugging_face_state_dict",
@@ -80,6 +84,7 @@ __all__ = [
     "minkunet34",
     "model_entry",
     "next_frame_network",
+    "parallel_gpt",
     "predict_frames",
     "read_image",
     "resnet18",

@@ -1,0 +1,300 @@
+"""`rooftop generate`: how a language model goes on, and how fast beside the roof."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from rooftop.analysis.report import write_text
+from rooftop.cli.analyze import check_writable
+from rooftop.cli.progress import progress_bar
+from rooftop.cli.trained_models import device_option, dtype_option, json_option, seed_option
+from rooftop.errors import InputError, ModelRunError
+from rooftop.hardware import measure_ceilings
+from rooftop.models.generation import Generation
+from rooftop.models.gpt import Gpt
+from rooftop.models.gpt_configs import PRESETS, GptConfig, gpt_config
+from rooftop.models.gpt_weights import CONFIG, load_gpt_weights, read_gpt_config
+from rooftop.models.sampling import Sampling
+from rooftop.models.tokenizing import TOKENIZER, ByteTokenizer, Decoder, FileTokenizer, Tokenizer, stop_tokens
+
+EXAMPLES = """\b
+Examples:
+  rooftop generate --weights gpt2/ --prompt "The roof of a house"
+  rooftop generate --weights Llama-2-7b-hf/ --prompt "Once" --prompt "Twice" --temperature 0.8 --top-p 0.95
+  rooftop generate --model gpt2 --weights model.safetensors --prompt "def add(a, b):" --json text.json
+  rooftop generate --model llama-7b --random-weights 0 --prompt "How fast?" --max-new-tokens 200
+
+A folder is as Hugging Face writes it: config.json, .safetensors files, tokenizer.json. Without --temperature the most
+probable token is taken each time, and the text is always the same. With it, text follows from --seed.
+
+The text goes to standard output, the figures to standard error. Percent of roof: the time in which this machine could
+read all weights and the keys and values of all positions once for each token, against the time it took. Where the
+machine was not measured before, that is done at the end, in under 30 s; --no-roof leaves it out.
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.option(
+    "--model",
+    metavar="NAME",
+    help=f"One of {', '.join(PRESETS)}.  [default: what config.json beside the weights says]",
+)
+@click.option(
+    "--weights",
+    type=click.Path(path_type=Path, exists=True),
+    metavar="DIR|FILE",
+    help="A folder as Hugging Face writes it, or one .safetensors file.",
+)
+@seed_option
+@click.option(
+    "--prompt", "prompts", multiple=True, required=True, metavar="TEXT", help="What is to be continued; again for more."
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=0), default=100, show_default=True, help="For each prompt, at most."
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="T",
+    help="Draw tokens; 1: as often as they are probable; less: the probable ones more often.  "
+    "[default: 0, the most probable one]",
+)
+@click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="Draw from the K most probable tokens.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    metavar="P",
+    help="Draw from the fewest tokens that together have probability P.",
+)
+@click.option(
+    "--seed", "draws", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of what is drawn."
+)
+@click.option("--bytes", "by_bytes", is_flag=True, help="A token for each byte, in place of a tokenizer.")
+@device_option
+@dtype_option
+@json_option("text, tokens and figures")
+@click.option("--roof/--no-roof", "with_roof", default=True, help="Whether to say how far from the roof it was.")
+def command(
+    model: str | None,
+    weights: Path | None,
+    seed: int | None,
+    prompts: tuple[str, ...],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    draws: int,
+    by_bytes: bool,
+    where: torch.device,
+    dtype: torch.dtype | None,
+    json_path: Path | None,
+    with_roof: bool,
+) -> None:
+    """Continue texts by a language model, GPT-2 or Llama, and say how fast.
+
+    Text appears as it comes. Several prompts are continued at once; their texts are printed one after another.
+    """
+    if (weights is None) == (seed is None):
+        raise click.UsageError("expected one of --weights DIR|FILE and --random-weights SEED, an untrained model")
+    if temperature == 0 and (top_k is not None or top_p < 1):
+        raise click.UsageError("--top-k and --top-p choose what is drawn from: expected --temperature, such as 1, too")
+    to_stdout = json_path == Path("-")
+    if json_path is not None and not to_stdout:
+        check_writable(json_path)
+    folder = weights if weights is None or weights.is_dir() else weights.parent
+    tokenizer: Tokenizer = ByteTokenizer() if by_bytes or folder is None else FileTokenizer(folder / TOKENIZER)
+    stop = stop_tokens(folder) if folder is not None and not by_bytes else []
+    config = _config(model, weights)
+    tokens = [tokenizer.encode(prompt) for prompt in prompts]
+    _check(config, tokens)  # before weights are read
+    network = _network(config, weights, seed, where, dtype)
+    sampling = Sampling(temperature, top_k, top_p, draws)
+    try:
+        generation = Generation(network, tokens, max_new_tokens, sampling, stop=stop)
+        new = _told(generation, tokenizer, prompts, tokens, (lambda text: None) if to_stdout else _echo)
+    except torch.OutOfMemoryError as error:
+        raise ModelRunError(f"{_name(config)} does not fit into the memory of {where}; try --device cpu") from error
+    figures = _figures(generation, with_roof)
+    if json_path is not None:
+        texts = [
+            {"prompt": prompt, "text": _text(tokenizer, before, after), "tokens": after}
+            for prompt, before, after in zip(prompts, tokens, new, strict=True)
+        ]
+        chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": draws}
+        source = {"model": model, "weights": str(weights) if weights else None, "random_weights": seed}
+        text = json.dumps({**source, "sampling": chosen, "texts": texts, "figures": figures}, indent=1) + "\n"
+        if to_stdout:
+            click.echo(text, nl=False)
+            return
+        write_text(json_path, text)
+    for line in _lines(figures):
+        click.echo(line, err=True)
+    if seed is not None:
+        click.echo("random weights: the text means nothing", err=True)
+    if json_path is not None:
+        click.echo(f"text, tokens and figures: {json_path}", err=True)
+
+
+# ---- the model -----------------------------------------------------------------------------------------------------
+
+
+def _config(model: str | None, weights: Path | None) -> GptConfig:
+    """Of the name, or else of the config.json beside the weights."""
+    if model is not None:
+        return gpt_config(model)
+    folder = weights if weights is None or weights.is_dir() else weights.parent
+    if folder is None or not (folder / CONFIG).is_file():
+        raise click.UsageError(f"expected --model NAME, one of {', '.join(PRESETS)}, or weights with a {CONFIG} beside")
+    return read_gpt_config(folder)
+
+
+def _name(config: GptConfig) -> str:
+    return next((name for name, known in PRESETS.items() if known == config), f"a model of {config.layers} layers")
+
+
+def _check(config: GptConfig, prompts: Sequence[Sequence[int]]) -> None:
+    for number, tokens in enumerate(prompts, 1):
+        if not tokens:
+            raise InputError(f"prompt {number} has no tokens: give at least one character")
+        if len(tokens) >= config.positions:
+            raise InputError(
+                f"prompt {number} has {len(tokens):,} tokens, the model {config.positions:,} positions: shorten it to "
+                f"{config.positions - 1:,} tokens at most"
+            )
+        if max(tokens) >= config.vocabulary:
+            raise InputError(
+                f"the tokenizer gives token {max(tokens)}, the model has {config.vocabulary} tokens: they do not "
+                "belong together"
+            )
+
+
+def _network(
+    config: GptConfig, weights: Path | None, seed: int | None, where: torch.device, dtype: torch.dtype | None
+) -> Gpt:
+    """On its device, in eval mode; nothing is there twice."""
+    kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
+    try:
+        network = Gpt(config, device="meta", dtype=kind).to_empty(device=where)
+        network.tie()
+        if weights is not None:
+            load_gpt_weights(network, weights)
+        else:
+            network.initialize(torch.Generator(where).manual_seed(seed or 0))
+    except torch.OutOfMemoryError as error:
+        raise ModelRunError(f"{_name(config)} does not fit into the memory of {where}; try --device cpu") from error
+    return network.eval()
+
+
+# ---- the text ------------------------------------------------------------------------------------------------------
+
+
+def _echo(text: str) -> None:
+    click.echo(text, nl=False)
+
+
+def _told(
+    generation: Generation,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    tokens: Sequence[Sequence[int]],
+    echo: Callable[[str], None],
+) -> list[list[int]]:
+    """The new tokens of each prompt; the text of the first one that has not ended is told as it comes."""
+    new: list[list[int]] = [[] for _ in prompts]
+    held = ["" for _ in prompts]  # text that waits for the texts before
+    decoders = [Decoder(tokenizer, before) for before in tokens]
+    current = 0
+    echo(prompts[0])
+
+    def go_on() -> int:
+        """Tell what may be told; the first prompt that has not ended."""
+        place = current
+        while place < len(prompts):
+            echo(held[place])
+            held[place] = ""
+            if not generation.ended(place):
+                break
+            echo("\n")
+            place += 1
+            if place < len(prompts):
+                echo(f"\n{prompts[place]}")
+        return place
+
+    for index, token in generation:
+        new[index].append(token)
+        ended = generation.ended(index)
+        if not (ended and token in generation.stop):
+            held[index] += decoders[index].add(token)
+        if ended:
+            held[index] += decoders[index].rest()
+        if index == current:
+            current = go_on()
+    if current < len(prompts):  # no new token was asked for
+        go_on()
+    return new
+
+
+def _text(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> str:
+    """What the tokens after a prompt add to its text."""
+    decoder = Decoder(tokenizer, before)
+    return "".join(map(decoder.add, after)) + decoder.rest()
+
+
+# ---- the figures ---------------------------------------------------------------------------------------------------
+
+
+def _figures(generation: Generation, with_roof: bool) -> dict[str, Any]:
+    """Times in ms, rates in tokens a second; the roof is null where it is not known, and why."""
+    decoded, seconds = sum(rows for rows, _ in generation.steps), generation.decode_s
+    figures: dict[str, Any] = {
+        "device": str(generation.device),
+        "dtype": str(generation.dtype).removeprefix("torch."),
+        "prompt_tokens": generation.prompt_tokens,
+        "prefill_ms": 1e3 * generation.prefill_s,
+        "steps": len(generation.steps),
+        "decoded_tokens": decoded,
+        "decode_ms": 1e3 * seconds,
+        "tokens_per_s": decoded / seconds if seconds else None,
+        "cache_bytes": generation.cache.bytes,
+        "roof_ms": None,
+        "percent_of_roof": None,
+        "without_roof": None if with_roof else "--no-roof",
+    }
+    if with_roof and generation.steps:
+        with progress_bar() as progress:
+            ceilings = measure_ceilings(generation.device, progress=progress)
+        try:
+            figures["roof_ms"] = generation.decode_roof_ms(ceilings)
+            figures["percent_of_roof"] = 100 * figures["roof_ms"] / figures["decode_ms"]
+        except ValueError as error:  # no rate in this dtype
+            figures["without_roof"] = str(error)
+    return figures
+
+
+def _lines(figures: dict[str, Any]) -> list[str]:
+    lines = [
+        f"prompts: {figures['prompt_tokens']:,} tokens in {figures['prefill_ms']:,.1f} ms, {figures['dtype']} on "
+        f"{figures['device']}; cache of {figures['cache_bytes']:,} bytes"
+    ]
+    if not figures["steps"]:
+        return lines
+    step_ms = figures["decode_ms"] / figures["steps"]
+    lines.append(
+        f"decoding: {figures['tokens_per_s']:,.1f} tokens/s, {figures['steps']:,} steps of {step_ms:,.3f} ms each"
+    )
+    if figures["percent_of_roof"] is not None:
+        roof_ms = figures["roof_ms"] / figures["steps"]
+        lines[-1] += f"; roof {roof_ms:,.3f} ms, {figures['percent_of_roof']:.1f}% of roof"
+        if figures["percent_of_roof"] > 100:
+            lines.append("more than the roof: the ceilings are wrong; measure again with rooftop ceilings --refresh")
+    elif figures["without_roof"] != "--no-roof":
+        lines.append(f"no roof: {figures['without_roof']}")
+    return lines

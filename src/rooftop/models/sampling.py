@@ -1,0 +1,97 @@
+"""Which token comes next: the most probable one, or one drawn from the probable ones.
+
+What is drawn is a function of a seed, the number of the sequence and the position, through the counter-based generator
+of `rooftop.kernels`: it depends neither on the other sequences of a batch nor on the device. (Logits do, in their last
+bits: where a number falls between two tokens to within such a bit, they may differ.)
+
+Fan et al. 2018, "Hierarchical Neural Story Generation" (top-k); Holtzman et al. 2020, "The Curious Case of Neural Text
+Degeneration" (top-p). As in transformers the temperature comes first, then top-k, then top-p of what that left.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels import Box, random_key, random_uniform
+
+SEQUENCES = POSITIONS = 1 << 31
+"""The whole tensor of random numbers, of which each sequence has a row."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: what logits are divided by; 0: the most probable token, always.
+        top_k: draw from so many of the most probable tokens; None: from all. Of equal ones the first count.
+        top_p: draw from the fewest that together have this probability.
+        seed: from 0 to 2^64 - 1.
+
+    Raises:
+        TypeError, ValueError: a number of another kind, or out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0 (the most probable token) or more, got {self.temperature}")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or isinstance(self.top_k, bool)):
+            raise TypeError(f"top_k must be an int or None, got {self.top_k!r}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}; None for all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be more than 0 and at most 1, got {self.top_p}")
+        random_key(self.seed, "")  # refuses other seeds
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def numbers_of(seed: int, sequence: int, positions: int, device: torch.device | str) -> Tensor:
+    """The random numbers of a sequence: (positions,), float64, uniform in [0, 1).
+
+    Raises:
+        ValueError: a sequence below 0 or beyond 2^31 - 1.
+    """
+    if not 0 <= sequence < SEQUENCES:
+        raise ValueError(f"the number of a sequence must be from 0 to {SEQUENCES - 1}, got {sequence}")
+    box = Box((SEQUENCES, POSITIONS), (sequence, 0), (1, positions))
+    return random_uniform(box, random_key(seed, "generation"), dtype=torch.float64, device=device)[0]
+
+
+def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
+    """The next tokens, without waiting for the device.
+
+    Args:
+        logits: (B, V).
+        numbers: (B,), float64, uniform in [0, 1); of no use to a greedy choice.
+        sampling: how.
+
+    Returns:
+        (B,), int64.
+    """
+    if sampling.greedy:
+        return logits.argmax(-1)
+    scores = logits.double() / sampling.temperature
+    tokens: Tensor | None = None
+    if sampling.top_k is not None or sampling.top_p < 1:
+        scores, tokens = scores.sort(dim=-1, descending=True, stable=True)
+        scores = scores[:, : sampling.top_k]
+    weights = scores.softmax(-1)
+    reached = weights.cumsum(-1)
+    if sampling.top_p < 1:  # a token stays if those before it have not the probability yet
+        reached = torch.where(reached - weights < sampling.top_p, reached, 0.0).cummax(-1).values
+    end = reached[:, -1:]
+    place = torch.searchsorted(reached, numbers[:, None] * end, right=True)  # (B, 1)
+    place = torch.minimum(place, (reached < end).sum(-1, keepdim=True))  # the product may round up to the end
+    return (place if tokens is None else tokens.gather(1, place))[:, 0]

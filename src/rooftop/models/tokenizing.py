@@ -1,0 +1,123 @@
+"""Text as tokens and back: by the `tokenizer.json` beside a model's weights, or a token for each byte.
+
+What comes token by token can end within a character: `Decoder` holds back what is not whole yet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rooftop.errors import InputError, MissingExtraError
+
+TOKENIZER = "tokenizer.json"
+UNFINISHED = "�"  # what a decoder puts where bytes are no character
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with those that a model expects at its beginning."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without those that are no text; U+FFFD where they end within a character."""
+
+
+class ByteTokenizer:
+    """A token for each byte of UTF-8; what is beyond 255 is shown by its number, as <1234>."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return b"".join(bytes([t]) if t < 256 else f"<{t}>".encode() for t in tokens).decode(errors="replace")
+
+
+class FileTokenizer:
+    """Of a `tokenizer.json`, as Hugging Face writes it.
+
+    Args:
+        path: the file.
+
+    Raises:
+        InputError: it is not there or damaged.
+        MissingExtraError: `tokenizers` is not installed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise InputError(
+                f"{path} is not there: expected the tokenizer of the weights beside them; --bytes takes a token for "
+                "each byte, for models that were trained so"
+            )
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise MissingExtraError('tokenizer.json needs tokenizers: pip install "rooftop[text]"') from error
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no class of its own
+            raise InputError(f"{path} is damaged or no tokenizer ({error})") from error
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens)))
+
+
+def stop_tokens(folder: Path) -> list[int]:
+    """The tokens that end a text, as the folder's generation_config.json or else config.json says, if one of them does.
+
+    Raises:
+        InputError: one of them cannot be read.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise InputError(f"{path} cannot be read as a JSON object: {error}") from error
+        if given is not None:
+            return list(given) if isinstance(given, list) else [given]
+    return []
+
+
+class Decoder:
+    """The text of tokens as they come.
+
+    Args:
+        tokenizer: of the model.
+        prompt: the tokens before, on which the text of the first may depend, such as its space.
+    """
+
+    CONTEXT = 5  # tokens before: enough for what a decoder joins or cuts at the beginning
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer, self._tokens = tokenizer, list(prompt)
+        self._told = len(self._tokens)  # tokens whose text was given
+        self._begin = max(0, self._told - self.CONTEXT)
+
+    def add(self, token: int) -> str:
+        """What the token adds to the text; nothing while a character is not whole."""
+        self._tokens.append(token)
+        text = self._new()
+        if not text or text.endswith(UNFINISHED):
+            return ""
+        self._begin, self._told = max(self._begin, self._told - self.CONTEXT), len(self._tokens)
+        return text
+
+    def rest(self) -> str:
+        """What was held back: at the end of the text."""
+        text = self._new()
+        self._told = len(self._tokens)
+        return text
+
+    def _new(self) -> str:
+        before = self._tokenizer.decode(self._tokens[self._begin : self._told])
+        return self._tokenizer.decode(self._tokens[self._begin :])[len(before) :]

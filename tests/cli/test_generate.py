@@ -1,0 +1,214 @@
+"""`rooftop generate`: text as it comes, figures beside the roof, JSON, and one clear line for whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rooftop.cli import generate as verb
+from rooftop.cli.main import main
+from rooftop.hardware import ceilings_of
+from rooftop.models import Gpt, GptConfig, generate, gpt_config, load_gpt, save_gpt
+from rooftop.models.tokenizing import ByteTokenizer
+
+pytest.importorskip("safetensors")
+
+LLAMA = GptConfig(vocabulary=256, layers=2, width=24, heads=4, kv_heads=2, hidden=40, positions=64, norm="rms",
+                  position="rope", activation="swiglu", biases=False, tied=False)  # fmt: skip
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama, untrained, whose texts are no repetition."""
+    model, generator = Gpt(LLAMA), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 1.5 * parameter.shape[1] ** -0.5, generator=generator)
+    folder = tmp_path_factory.mktemp("weights") / "llama"
+    save_gpt(model, folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `rooftop generate ...` on the CPU beside the ceilings of some machine; returns (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(verb, "measure_ceilings", lambda *_, **__: ceilings_of("h200"))
+
+    def call(*words: object) -> tuple[int, str, str]:
+        status = main(["generate", *map(str, words), "--device", "cpu"])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def expected(folder: Path, prompts: list[str], count: int, **options: Any) -> list[str]:
+    bytes_ = ByteTokenizer()
+    new = generate(load_gpt(folder).eval(), [bytes_.encode(prompt) for prompt in prompts], count, **options)
+    return [bytes_.decode(tokens) for tokens in new]
+
+
+def test_text_on_stdout_and_figures_on_stderr(run: Run, folder: Path) -> None:
+    status, out, err = run("--weights", folder, "--bytes", "--prompt", "Hello", "--max-new-tokens", 20)
+    assert status == 0
+    assert out == f"Hello{expected(folder, ['Hello'], 20)[0]}\n"
+    first, second = err.splitlines()
+    assert re.fullmatch(r"prompts: 5 tokens in [\d,.]+ ms, float32 on cpu; cache of [\d,]+ bytes", first)
+    rate, steps, roof, percent = re.search(
+        r"decoding: ([\d,.]+) tokens/s, (\d+) steps of .* roof ([\d.]+) ms, ([\d.]+)% of roof", second
+    ).groups()  # type: ignore[union-attr]
+    assert float(rate.replace(",", "")) > 0
+    assert int(steps) == 19
+    assert float(roof) > 0
+    assert 0 <= float(percent) < 100
+
+
+def test_texts_of_several_prompts_follow_one_another(run: Run, folder: Path) -> None:
+    prompts = ["one and a long one", "zwölf", "x"]
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    status, out, _ = run("--weights", folder, "--bytes", *words, "--max-new-tokens", 13, "--no-roof")
+    assert status == 0
+    texts = expected(folder, prompts, 13)
+    assert out == "\n".join(f"{prompt}{text}\n" for prompt, text in zip(prompts, texts, strict=True))
+
+
+def test_text_is_told_as_it_comes(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(verb, "_echo", told.append)
+    run("--weights", folder, "--bytes", "--prompt", "ab", "--prompt", "c", "--max-new-tokens", 9, "--no-roof")
+    before = told[: told.index("\n")]
+    assert len(before) > 4
+    assert max(map(len, before)) < 8
+
+
+def test_what_is_drawn_follows_from_the_seed(run: Run, folder: Path) -> None:
+    words = ("--weights", folder, "--bytes", "--prompt", "Hello", "--max-new-tokens", 20, "--no-roof")
+    options = ("--temperature", 0.7, "--top-k", 50, "--top-p", 0.9)
+    drawn = run(*words, *options, "--seed", 3)[1]
+    given = expected(folder, ["Hello"], 20, temperature=0.7, top_k=50, top_p=0.9, seed=3)[0]
+    assert drawn == f"Hello{given}\n"
+    assert run(*words, *options, "--seed", 4)[1] != drawn != run(*words)[1]
+
+
+def test_json_has_the_same(run: Run, folder: Path, tmp_path: Path) -> None:
+    words = ("--weights", folder, "--bytes", "--prompt", "Hello", "--prompt", "b", "--max-new-tokens", 5)
+    status, out, err = run(*words, "--json", "-")
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    texts = expected(folder, ["Hello", "b"], 5)
+    assert [(text["prompt"], text["text"]) for text in told["texts"]] == [("Hello", texts[0]), ("b", texts[1])]
+    assert [len(text["tokens"]) for text in told["texts"]] == [5, 5]
+    figures = told["figures"]
+    assert (figures["prompt_tokens"], figures["steps"], figures["decoded_tokens"]) == (6, 4, 8)
+    assert figures["roof_ms"] > 0
+    assert figures["percent_of_roof"] == pytest.approx(100 * figures["roof_ms"] / figures["decode_ms"])
+    assert (
+        figures["cache_bytes"] == 3 * 16 * 2 * 2 * 12 * 4
+    )  # a page each and nobody's, 16 positions, 2 layers, float32
+    status, out, err = run(*words, "--json", "text.json")
+    assert status == 0
+    assert err.endswith("text, tokens and figures: text.json\n")
+    assert json.loads((tmp_path / "text.json").read_text())["texts"] == told["texts"]
+
+
+def test_the_tokenizer_beside_the_weights_and_the_token_that_ends_a_text(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    mine = tmp_path / "mine"
+    save_gpt(load_gpt(folder), mine)
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab=dict(zip(letters, range(256), strict=True)), merges=[])
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(mine / "tokenizer.json"))
+    words = ("--weights", mine, "--prompt", "Über uns", "--max-new-tokens", 30, "--json", "-")
+    whole = json.loads(run(*words)[1])["texts"][0]
+    assert whole["tokens"] == generate(load_gpt(mine).eval(), [tokenizer.encode("Über uns").ids], 30)[0]
+    assert whole["text"] == tokenizer.decode(whole["tokens"])
+    stop = whole["tokens"][12]
+    (mine / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+    ended = json.loads(run(*words)[1])["texts"][0]["tokens"]
+    assert ended == whole["tokens"][: whole["tokens"].index(stop) + 1]
+    out = run(*words[:-2], "--no-roof")[1]
+    assert out == f"Über uns{tokenizer.decode(ended[:-1])}\n"  # the end itself is no text
+
+
+def test_weights_of_one_file_and_untrained_ones(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = folder / "model.safetensors"
+    words = ("--bytes", "--prompt", "Hello", "--max-new-tokens", 6, "--no-roof")
+    assert run("--weights", file, *words)[1] == run("--weights", folder, *words)[1]
+    monkeypatch.setitem(verb.PRESETS, "llama-1b", replace(gpt_config("llama-1b"), layers=1, width=64, hidden=64))
+    untrained = [run("--model", "llama-1b", "--random-weights", seed, *words[1:]) for seed in (1, 1, 2)]
+    assert untrained[0][0] == 0
+    assert untrained[0][2].endswith("random weights: the text means nothing\n")
+    assert untrained[0][1] == untrained[1][1] != untrained[2][1]
+
+
+def test_no_new_tokens(run: Run, folder: Path) -> None:
+    status, out, err = run("--weights", folder, "--bytes", "--prompt", "a", "--prompt", "b", "--max-new-tokens", 0)
+    assert (status, out) == (0, "a\n\nb\n")
+    assert err.count("\n") == 1
+
+
+def test_up_to_the_last_position_of_the_model(run: Run, folder: Path) -> None:
+    told = json.loads(run("--weights", folder, "--bytes", "--prompt", "x" * 60, "--json", "-")[1])
+    assert len(told["texts"][0]["tokens"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--bytes"], "expected one of --weights DIR|FILE and --random-weights SEED"),
+        (["--weights", "{folder}", "--random-weights", "0"], "expected one of --weights"),
+        (["--random-weights", "0"], "expected --model NAME, one of gpt2, "),
+        (["--random-weights", "0", "--model", "gtp2"], "'gtp2' is no model of text: did you mean gpt2"),
+        (["--weights", "nowhere"], "'nowhere' does not exist"),
+        (["--weights", "{folder}"], "tokenizer.json is not there: "),
+        (["--weights", "{folder}", "--bytes", "--top-k", "3"], "expected --temperature, such as 1, too"),
+        (["--weights", "{folder}", "--bytes", "--top-p", "0"], "0.0 is not in the range"),
+        (["--weights", "{folder}", "--bytes", "--prompt", "x" * 64], "prompt 2 has 64 tokens, the model 64 positions"),
+        (["--weights", "{folder}", "--bytes", "--prompt", ""], "prompt 2 has no tokens"),
+        (["--weights", "{folder}", "--bytes", "--json", "no/text.json"], "there is no folder no"),
+    ],
+)
+def test_wrong_calls(run: Run, folder: Path, words: list[str], message: str) -> None:
+    status, out, err = run("--prompt", "Hello", *(word.replace("{folder}", str(folder)) for word in words))
+    assert (status, out) == (2, "")
+    assert err.startswith("rooftop: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_what_fails(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, _, err = run("--weights", folder, "--model", "gpt2", "--bytes", "--prompt", "Hello")
+    assert status == 1
+    assert "the keys do not fit the config" in err
+    (folder / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    try:
+        status, _, err = run("--weights", folder, "--prompt", "Hello")
+    finally:
+        (folder / "tokenizer.json").unlink()
+    assert status == 1
+    assert 'pip install "rooftop[text]"' in err
+
+
+def test_more_than_the_roof_is_an_error_of_the_measurement() -> None:
+    figures: dict[str, Any] = {"prompt_tokens": 1, "prefill_ms": 1.0, "steps": 2, "decode_ms": 4.0, "device": "cpu"}
+    figures |= {"tokens_per_s": 500.0, "roof_ms": 6.0, "percent_of_roof": 150.0, "without_roof": None}
+    figures |= {"dtype": "float32", "cache_bytes": 1}
+    assert "more than the roof: the ceilings are wrong" in verb._lines(figures)[-1]

@@ -1,0 +1,70 @@
+"""How the next token is chosen: which tokens can be, and with which probability."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rooftop.models.sampling import Sampling, choose, numbers_of
+
+PROBABLE = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15], dtype=torch.float64)
+EVEN = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
+
+
+def shares(sampling: Sampling, probable: torch.Tensor = PROBABLE) -> list[float]:
+    """How often each token is chosen over numbers that are spread evenly."""
+    chosen = choose(probable.log().expand(len(EVEN), -1), EVEN, sampling)
+    return (chosen.bincount(minlength=len(probable)) / len(EVEN)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(), [0, 1, 0, 0, 0]),
+        (Sampling(1.0), PROBABLE.tolist()),
+        (Sampling(0.5), (PROBABLE**2 / (PROBABLE**2).sum()).tolist()),
+        (Sampling(1.0, top_k=2), [0, 4 / 7, 0, 3 / 7, 0]),
+        (Sampling(1.0, top_k=99), PROBABLE.tolist()),
+        (Sampling(1.0, top_p=0.69), [0, 4 / 7, 0, 3 / 7, 0]),
+        (Sampling(1.0, top_p=0.71), [0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85]),
+        (Sampling(1.0, top_p=0.01), [0, 1, 0, 0, 0]),
+        (Sampling(1.0, top_k=3, top_p=0.5), [0, 4 / 7, 0, 3 / 7, 0]),  # of the three, 0.4 / 0.85 is less than half
+    ],
+)
+def test_tokens_are_chosen_as_often_as_they_should(sampling: Sampling, expected: list[float]) -> None:
+    assert shares(sampling) == pytest.approx(expected, abs=2e-3)
+
+
+def test_of_equal_tokens_the_first_count() -> None:
+    assert shares(Sampling(1.0, top_k=2), torch.ones(5) / 5) == pytest.approx([0.5, 0.5, 0, 0, 0], abs=2e-3)
+    assert shares(Sampling(), torch.ones(5) / 5) == [1, 0, 0, 0, 0]
+
+
+@given(
+    st.lists(st.floats(-50, 50), min_size=1, max_size=12), st.sampled_from([0.0, 0.3, 1.0]),
+    st.one_of(st.none(), st.integers(1, 14)), st.floats(0.01, 1), st.floats(0.1, 5),
+)  # fmt: skip
+def test_what_has_no_probability_is_never_chosen(
+    logits: list[float], number: float, top_k: int | None, top_p: float, temperature: float
+) -> None:
+    given = torch.tensor([[*logits, -torch.inf], [-torch.inf, *logits]])
+    last = 1 - 2.0**-53
+    numbers = torch.tensor([number, number], dtype=torch.float64).clamp(max=last)
+    first, second = choose(given, numbers, Sampling(temperature, top_k, top_p)).tolist()
+    assert first != len(logits)
+    assert second == first + 1
+
+
+def test_numbers_are_a_function_of_seed_sequence_and_position() -> None:
+    whole = numbers_of(5, 3, 1000, "cpu")
+    assert torch.equal(numbers_of(5, 3, 10, "cpu"), whole[:10])
+    assert not (numbers_of(6, 3, 1000, "cpu") == whole).any()
+    assert not (numbers_of(5, 4, 1000, "cpu") == whole).any()
+    assert ((whole >= 0) & (whole < 1)).all()
+    assert abs(whole.mean() - 0.5) < 0.05
+    assert len(whole.unique()) == 1000
+    numbers_of(5, 2**31 - 1, 3, "cpu")
+    with pytest.raises(ValueError, match="number of a sequence must be from 0 to 2147483647"):
+        numbers_of(5, 2**31, 3, "cpu")
