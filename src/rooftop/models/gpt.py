@@ -9,7 +9,10 @@ Foundation and Fine-Tuned Chat Models"; Shoeybi et al. 2019, "Megatron-LM" (the 
 
 A sublayer does not add its result to what it was given: it hands on both, `x` and `update`, and the norm that follows
 takes their sum in its own kernel, also across blocks. Queries, keys and values are one matrix product, and so are a
-SwiGLU's gate and what it lets through; `PackedLinear.parts` says which rows of such a weight are whose.
+SwiGLU's gate and what it lets through; `ColumnParallelLinear.parts` says which rows of such a weight are whose.
+
+Its layers are those of `rooftop.parallel`, which tensor parallel ranks share and one process has whole;
+`rooftop.models.parallel_gpt` makes a rank's part of a model.
 
 A stage owns some of the layers, under the keys that they have in the whole model; the first one also the embedding
 (`pre_process`), the last one the final norm and the head (`post_process`). Between stages goes the sum (B, S, W).
@@ -21,22 +24,27 @@ depend on how a model is split.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from rooftop.kernels import attention, linear_cross_entropy, rope_pair, swiglu
 from rooftop.models.gpt_configs import GptConfig
-from rooftop.nn import Embedding, LayerNorm, LinearAct, RMSNorm
+from rooftop.nn import Embedding, LayerNorm, RMSNorm
 from rooftop.nn.norms import norm_of_sum
+from rooftop.parallel.dropouts import CounterDropouts
+from rooftop.parallel.exchanges import Group, join_of_ranks, own_part, place_in
+from rooftop.parallel.mlps import ParallelMLP
+from rooftop.parallel.self_attentions import ParallelSelfAttention, Remembered, Rotation
+from rooftop.parallel.tensor_linears import ColumnParallelLinear
+from rooftop.parallel.vocab_embeddings import VocabParallelEmbedding
+from rooftop.parallel.vocab_losses import vocab_parallel_linear_cross_entropy
 
 Dropouts = Callable[[float, str], nn.Module]
 """Makes the dropout of a place: its probability, more than 0, and its name, e.g. "layers.3.mlp.dropout"."""
-
-Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines of the positions' angles, each (S, D / 2) or (B, S, D / 2)."""
 
 
 def plain_dropouts(probability: float, name: str) -> nn.Module:
@@ -76,6 +84,10 @@ class Cache:
         self.positions, self.length = positions, 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
+    def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As of `Remembered`: to all positions so far."""
+        return attention.attend(query, *self.extended(attention.layer, key, value))
+
     def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values (B, H, S, D) behind those of a layer; (B, H, length + S, D) of all, views.
 
@@ -101,22 +113,8 @@ class Cache:
 
 # ---- pieces --------------------------------------------------------------------------------------------------------
 
-
-class PackedLinear(LinearAct):
-    """Linear layers of one input as one product.
-
-    Args:
-        in_features: of the input.
-        parts: name -> features, in the order in which they lie in the result and in the rows of the weight.
-        bias: whether each has one.
-    """
-
-    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = True) -> None:
-        super().__init__(in_features, sum(parts.values()), bias)
-        self.parts = dict(parts)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, parts={self.parts}"
+SelfAttention = ParallelSelfAttention
+"""The attention of a block."""
 
 
 def _norm(config: GptConfig) -> nn.Module:
@@ -136,17 +134,26 @@ def summed_and_normed(norm: nn.Module, x: Tensor, update: Tensor | None) -> tupl
 class TokenEmbedding(nn.Module):
     """A vector for each token, and where positions are learned one for each position."""
 
-    def __init__(self, config: GptConfig, dropouts: Dropouts = plain_dropouts) -> None:
+    def __init__(
+        self,
+        config: GptConfig,
+        dropouts: Dropouts = plain_dropouts,
+        group: Group = None,
+        sequence_parallel: bool = False,
+    ) -> None:
         super().__init__()
-        self.tokens = Embedding(config.vocabulary, config.width)
+        self.split_along = group if sequence_parallel else None
+        self.tokens = VocabParallelEmbedding(
+            config.vocabulary, config.width, group=group, sequence_parallel=sequence_parallel
+        )
         self.positions = Embedding(config.positions, config.width) if config.position == "learned" else None
         self.dropout = _dropout(dropouts, config.dropout, "embedding.dropout")
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens (B, S), positions (S,) or (B, S), int64; (B, S, W)."""
+        """tokens (B, S), positions (S,) or (B, S), int64; (B, S, W), with sequence parallelism a part of S."""
         x = self.tokens(tokens)
         if self.positions is not None:
-            x = x + self.positions(positions)
+            x = x + self.positions(own_part(positions, -1, self.split_along))
         return _dropped(self.dropout, x)
 
 
@@ -160,94 +167,54 @@ def rotation_of(positions: Tensor, config: GptConfig) -> Rotation:
     return angles.cos(), angles.sin()
 
 
-class SelfAttention(nn.Module):
-    """Causal attention of a sequence to itself, and to what a cache holds: (B, S, W) -> (B, S, W).
-
-    Args:
-        config: of the model.
-        layer: its number in the whole model.
-        dropouts: see `Dropouts`.
-    """
-
-    def __init__(self, config: GptConfig, layer: int, dropouts: Dropouts = plain_dropouts) -> None:
-        super().__init__()
-        self.layer, self.head_features = layer, config.head_features
-        parts = {"query": config.width, "key": config.kv_width, "value": config.kv_width}
-        self.qkv = PackedLinear(config.width, parts, config.biases)
-        self.out = LinearAct(config.width, config.width, config.biases)
-        name = f"layers.{layer}.attention"
-        self.weights_dropout = _dropout(dropouts, config.attention_dropout, f"{name}.weights_dropout")
-        self.dropout = _dropout(dropouts, config.dropout, f"{name}.dropout")
-
-    def forward(self, x: Tensor, rotation: Rotation | None = None, cache: Cache | None = None) -> Tensor:
-        """x (B, S, W); rotation: of queries and keys, if their positions turn them."""
-        parts = self.qkv(x).split(list(self.qkv.parts.values()), -1)
-        # (B, H, S, D), and of fewer heads if these are in groups
-        query, key, value = (part.unflatten(-1, (-1, self.head_features)).transpose(1, 2) for part in parts)
-        if rotation is not None:
-            query, key = rope_pair(query, key, *rotation)
-        if cache is not None:
-            key, value = cache.extended(self.layer, key, value)
-        seen = self.attend(query, key, value).transpose(1, 2).flatten(2)  # (B, S, W)
-        return _dropped(self.dropout, self.out(seen))
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Queries (B, H, S, D), the last of the positions of keys and values (B, H_k, T, D); (B, H, S, D)."""
-        if self.weights_dropout is not None and self.training:
-            return self._attend_with_dropout(query, key, value, self.weights_dropout)
-        queries, keys = query.shape[2], key.shape[2]
-        if queries == keys:
-            return attention(query, key, value, is_causal=True, enable_gqa=True)
-        mask = None if queries == 1 else _seen(queries, keys, query.device)
-        return attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-    @staticmethod
-    def _attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, dropout: nn.Module) -> Tensor:
-        """In plain PyTorch: the weights (B, H, S, T) are there as a tensor."""
-        groups = query.shape[1] // key.shape[1]
-        key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
-        scores = query @ key.mT * query.shape[3] ** -0.5
-        scores = scores.masked_fill(~_seen(query.shape[2], key.shape[2], query.device), -math.inf)
-        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        return dropout(weights).to(value.dtype) @ value
+def _attention(
+    config: GptConfig, layer: int, dropouts: Dropouts, group: Group, sequence_parallel: bool
+) -> ParallelSelfAttention:
+    name = f"layers.{layer}.attention"
+    return ParallelSelfAttention(
+        config.width,
+        config.heads,
+        config.kv_heads,
+        bias=config.biases,
+        layer=layer,
+        weights_dropout=_dropout(dropouts, config.attention_dropout, f"{name}.weights_dropout"),
+        dropout=_dropout(dropouts, config.dropout, f"{name}.dropout"),
+        group=group,
+        sequence_parallel=sequence_parallel,
+    )
 
 
-def _seen(queries: int, keys: int, device: torch.device) -> Tensor:
-    """(queries, keys): True for the keys up to a query's own; the queries are the last of the positions."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-
-
-class Mlp(nn.Module):
-    """Two linear layers and the activation between them: (B, S, W) -> (B, S, W)."""
-
-    def __init__(self, config: GptConfig, layer: int, dropouts: Dropouts = plain_dropouts) -> None:
-        super().__init__()
-        self.gated = config.activation == "swiglu"
-        if config.activation == "swiglu":
-            parts = {"gate": config.hidden, "up": config.hidden}
-            self.up: LinearAct = PackedLinear(config.width, parts, config.biases)
-        else:
-            self.up = LinearAct(config.width, config.hidden, config.biases, config.activation)
-        self.down = LinearAct(config.hidden, config.width, config.biases)
-        self.dropout = _dropout(dropouts, config.dropout, f"layers.{layer}.mlp.dropout")
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x)
-        return _dropped(self.dropout, self.down(swiglu(hidden) if self.gated else hidden))
+def _mlp(config: GptConfig, layer: int, dropouts: Dropouts, group: Group, sequence_parallel: bool) -> ParallelMLP:
+    return ParallelMLP(
+        config.width,
+        config.hidden,
+        config.activation,
+        bias=config.biases,
+        dropout=_dropout(dropouts, config.dropout, f"layers.{layer}.mlp.dropout"),
+        group=group,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the last sum is left to the norm that follows."""
 
-    def __init__(self, config: GptConfig, layer: int, dropouts: Dropouts = plain_dropouts) -> None:
+    def __init__(
+        self,
+        config: GptConfig,
+        layer: int,
+        dropouts: Dropouts = plain_dropouts,
+        group: Group = None,
+        sequence_parallel: bool = False,
+    ) -> None:
         super().__init__()
         self.attention_norm = _norm(config)
-        self.attention = SelfAttention(config, layer, dropouts)
+        self.attention = _attention(config, layer, dropouts, group, sequence_parallel)
         self.mlp_norm = _norm(config)
-        self.mlp = Mlp(config, layer, dropouts)
+        self.mlp = _mlp(config, layer, dropouts, group, sequence_parallel)
 
     def forward(
-        self, x: Tensor, update: Tensor | None = None, rotation: Rotation | None = None, cache: Cache | None = None
+        self, x: Tensor, update: Tensor | None = None, rotation: Rotation | None = None, cache: Remembered | None = None
     ) -> tuple[Tensor, Tensor]:
         """x and update (B, S, W), whose sum is the input; two such, whose sum is the result."""
         x, normed = summed_and_normed(self.attention_norm, x, update)
@@ -258,10 +225,18 @@ class Block(nn.Module):
 class Head(nn.Module):
     """The final norm, and the logits of each token or their loss."""
 
-    def __init__(self, config: GptConfig) -> None:
+    def __init__(self, config: GptConfig, group: Group = None, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.norm = _norm(config)
-        self.output = LinearAct(config.width, config.vocabulary, bias=False)
+        self.vocabulary, self.group = config.vocabulary, group
+        self.output = ColumnParallelLinear(
+            config.width,
+            config.vocabulary,
+            bias=False,
+            padded=True,
+            group=group,
+            sequence_parallel=sequence_parallel,
+        )
 
     def forward(
         self,
@@ -277,11 +252,14 @@ class Head(nn.Module):
         `rooftop.kernels.linear_cross_entropy`."""
         _, hidden = summed_and_normed(self.norm, x, update)
         if targets is None:
-            return self.output(hidden)
-        return linear_cross_entropy(
-            hidden,
+            logits: Tensor = self.output(hidden)
+            return logits if self.group is None else join_of_ranks(logits, -1, self.group)[..., : self.vocabulary]
+        return vocab_parallel_linear_cross_entropy(
+            self.output.entered(hidden),
             self.output.weight,
             targets,
+            self.group,
+            vocabulary=self.vocabulary,
             reduction=reduction,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
@@ -303,11 +281,17 @@ class Gpt(nn.Module):
         pre_process: whether it owns the embedding, and takes tokens.
         post_process: whether it owns the final norm and the head, and gives logits or a loss.
         dropouts: makes the modules that drop; see `Dropouts`.
+        group: tensor parallel ranks that share the layers; None: all is here. A part is built on the meta device, and
+            has values by `parallel_gpt`.
+        sequence_parallel: whether these also split what is between the layers, along the sequence. Between stages goes
+            then a rank's part of it.
+        recompute: keep only what goes from block to block, and compute the rest again in backward.
         device, dtype: of the parameters; PyTorch's defaults if not given. They are cast once all are there: a model
             that fits only in a narrow dtype is built on the meta device.
 
     Raises:
-        ValueError: layers that the model does not have, or not in order.
+        ValueError: layers that the model does not have, or not in order; sizes that the ranks cannot split; a part that
+            is not on the meta device.
     """
 
     def __init__(
@@ -318,6 +302,9 @@ class Gpt(nn.Module):
         pre_process: bool = True,
         post_process: bool = True,
         dropouts: Dropouts = plain_dropouts,
+        group: Group = None,
+        sequence_parallel: bool = False,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -325,15 +312,21 @@ class Gpt(nn.Module):
         owned = range(config.layers) if layers is None else layers
         if owned.step != 1 or (len(owned) and not 0 <= owned.start < owned.stop <= config.layers):
             raise ValueError(f"Gpt: expected some of the layers {range(config.layers)}, one after another, got {owned}")
-        self.config = config
+        if group is not None and torch.device(device or torch.get_default_device()).type != "meta":
+            raise ValueError("Gpt: a part of a model is built with device='meta': rooftop.models.parallel_gpt fills it")
+        self.config, self.group, self.recompute = config, group, recompute
+        self.split_along = group if sequence_parallel else None
+        self.masks = dropouts if isinstance(dropouts, CounterDropouts) else None
         with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
-            self.embedding = TokenEmbedding(config, dropouts) if pre_process else None
-            self.layers = nn.ModuleDict({str(layer): Block(config, layer, dropouts) for layer in owned})
-            self.head = Head(config) if post_process else None
+            self.embedding = TokenEmbedding(config, dropouts, group, sequence_parallel) if pre_process else None
+            blocks = {str(layer): Block(config, layer, dropouts, group, sequence_parallel) for layer in owned}
+            self.layers = nn.ModuleDict(blocks)
+            self.head = Head(config, group, sequence_parallel) if post_process else None
         if dtype is not None:
             self.to(dtype)
         self.tie()
-        self.initialize()
+        if group is None:
+            self.initialize()
 
     def tie(self) -> None:
         """Make the head's weight the embedding's, where the config says so and this stage owns both."""
@@ -342,7 +335,13 @@ class Gpt(nn.Module):
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator | None = None) -> None:
-        """Give all parameters new values, by the rules of `initial_values`."""
+        """Give all parameters new values, by the rules of `initial_values`.
+
+        Raises:
+            ValueError: this is a part of a model, whose ranks would draw other values each.
+        """
+        if self.group is not None:
+            raise ValueError("Gpt: a part of a model gets its values from rooftop.models.parallel_gpt")
         rules = initial_values(self.config)
         for name, parameter in self.named_parameters():
             mean, deviation = next((mean, std) for pattern, mean, std in rules if fnmatchcase(name, pattern))
@@ -361,6 +360,7 @@ class Gpt(nn.Module):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        step: int = 0,
     ) -> Tensor:
         """Logits, a loss, or what the next stage takes.
 
@@ -370,9 +370,11 @@ class Gpt(nn.Module):
             positions: of the tokens, (S,) or (B, S), int64; None: one after another, behind those of the cache.
             cache: the positions before, which are seen too; these are added.
             reduction, label_smoothing, z_loss: of the loss, as of `rooftop.kernels.linear_cross_entropy`.
+            step: of the training, counting micro-batches: which masks `CounterDropouts` give. Others ignore it.
 
         Returns:
-            (B, S, V); with targets (), their mean or sum; without the head (B, S, W).
+            (B, S, V); with targets (), their mean or sum; without the head (B, S, W), with sequence parallelism this
+            rank's part of S. Logits and losses are the same on all tensor parallel ranks.
 
         Raises:
             TypeError, ValueError: an input of another shape or dtype, more positions than the model has, targets for a
@@ -381,24 +383,54 @@ class Gpt(nn.Module):
         self._check(input, targets, positions, cache)
         if positions is None:
             start = cache.length if cache is not None else 0
-            positions = torch.arange(start, start + input.shape[1], device=input.device)
-        x, update = self._through_layers(input, positions, cache)
+            positions = torch.arange(start, start + self._length(input), device=input.device)
+        if self.masks is not None:
+            self.masks.step = step
+        x, update = self.through_layers(input, positions, cache)
+        if cache is not None:
+            cache.length += input.shape[1]
         if self.head is not None:
             options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
             return self.head(x, update, targets, reduction=reduction, **options)
         return x if update is None else x + update
 
-    def _through_layers(
-        self, input: Tensor, positions: Tensor, cache: Cache | None
-    ) -> tuple[Tensor, Tensor | None]:  # (B, S, W) both
+    def through_layers(
+        self, input: Tensor, positions: Tensor, cache: Remembered | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the head takes, (B, S, W) both; arguments as of `forward`, unchecked.
+
+        Raises:
+            ValueError: a cache and sequence parallelism.
+        """
+        if cache is not None and self.split_along is not None:
+            raise ValueError("Gpt: with sequence_parallel there is no cache: build the model that generates without it")
         x = input if self.embedding is None else self.embedding(input, positions)
         update: Tensor | None = None
         rotation = rotation_of(positions, self.config) if self.config.position == "rope" else None
         for block in self.layers.values():
-            x, update = block(x, update, rotation, cache)
-        if cache is not None:
-            cache.length += input.shape[1]
+            if self.recompute and cache is None and torch.is_grad_enabled():
+                x, update = self._recomputed(block, x, update, rotation)
+            else:
+                x, update = block(x, update, rotation, cache)
         return x, update
+
+    def _recomputed(
+        self, block: nn.Module, x: Tensor, update: Tensor | None, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor]:
+        """As the block; in backward it is computed again, with the masks of this step."""
+        masks = self.masks
+        step = masks.step if masks is not None else 0
+
+        def run(*given: Tensor | None) -> tuple[Tensor, Tensor]:
+            with masks.at(step) if masks is not None else nullcontext():
+                return block(*given, rotation)  # type: ignore[no-any-return]
+
+        # Masks by counter need no generator's state.
+        return checkpoint(run, x, update, use_reentrant=False, preserve_rng_state=masks is None)  # type: ignore[no-any-return]
+
+    def _length(self, input: Tensor) -> int:
+        """Positions of the whole sequence, of which a later stage is given a part."""
+        return input.shape[1] * (1 if self.embedding is not None else place_in(self.split_along)[1])
 
     def _check(self, input: Tensor, targets: Tensor | None, positions: Tensor | None, cache: Cache | None) -> None:
         first, width = self.embedding is not None, self.config.width
@@ -412,9 +444,17 @@ class Gpt(nn.Module):
             raise TypeError(f"Gpt: tokens must be int64 or int32, got {input.dtype}")
         if targets is not None and self.head is None:
             raise ValueError("Gpt: a stage without the head gives no loss: targets belong to the last stage")
-        if positions is not None and tuple(positions.shape) not in (given[1:2], given[:2]):
-            raise ValueError(f"Gpt: expected positions {given[1:2]} or {given[:2]}, got {tuple(positions.shape)}")
-        end = given[1] + (cache.length if cache is not None else 0)
+        length, ranks = self._length(input), place_in(self.split_along)[1]
+        if positions is not None and tuple(positions.shape) not in ((length,), (given[0], length)):
+            raise ValueError(
+                f"Gpt: expected positions {(length,)} or {(given[0], length)}, got {tuple(positions.shape)}"
+            )
+        if length % ranks:
+            raise ValueError(
+                f"Gpt: {length} positions cannot be split among {ranks} ranks: with sequence_parallel pad the sequence "
+                "to a multiple of them"
+            )
+        end = length + (cache.length if cache is not None else 0)
         if positions is None and end > self.config.positions:
             raise ValueError(
                 f"Gpt: {end} positions, the model has {self.config.positions}: shorten the sequence, or build the "
@@ -443,7 +483,7 @@ def parts_of(model: nn.Module) -> dict[str, dict[str, int]]:
     return {
         f"{name}.{parameter}": module.parts
         for name, module in model.named_modules()
-        if isinstance(module, PackedLinear)
+        if isinstance(module, ColumnParallelLinear) and len(module.parts) > 1
         for parameter, _ in module.named_parameters()
     }
 
@@ -479,7 +519,8 @@ def continue_greedily(model: Gpt, tokens: Tensor, count: int) -> Tensor:
     cache, step = Cache(end), tokens
     for _ in range(count):
         positions = torch.arange(cache.length, cache.length + step.shape[1], device=tokens.device)
-        x, update = model._through_layers(step, positions, cache)
+        x, update = model.through_layers(step, positions, cache)
+        cache.length += step.shape[1]
         last = model.head(x[:, -1:], update[:, -1:] if update is not None else None)  # (B, 1, V)
         step = last.argmax(-1)
         tokens = torch.cat((tokens, step), 1)

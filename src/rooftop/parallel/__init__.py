@@ -16,41 +16,83 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rooftop.parallel.data_parallel import DataParallel, gather, parallel_apply, scatter
+    from rooftop.parallel.dropouts import CounterDropouts
     from rooftop.parallel.errors import RankError
+    from rooftop.parallel.exchanges import (
+        copy_to_ranks,
+        gather_of_ranks,
+        join_of_ranks,
+        scattered_sum_of_ranks,
+        sum_of_ranks,
+    )
+    from rooftop.parallel.gradients import ModelGradients, targets_of_all_ranks
     from rooftop.parallel.launchers import Launch, launched
     from rooftop.parallel.layouts import Layout
+    from rooftop.parallel.mlps import ParallelMLP
     from rooftop.parallel.processes import World, join
     from rooftop.parallel.randomness import Constant, Normal, Stream, Uniform, init_on_meta, materialize
     from rooftop.parallel.replicas import replicate
+    from rooftop.parallel.self_attentions import ParallelSelfAttention
+    from rooftop.parallel.shards import Piece, Shard, shards_of
+    from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
+    from rooftop.parallel.vocab_embeddings import VocabParallelEmbedding
+    from rooftop.parallel.vocab_losses import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 
 __all__ = [
+    "ColumnParallelLinear",
     "Constant",
+    "CounterDropouts",
     "DataParallel",
     "Launch",
     "Layout",
+    "ModelGradients",
     "Normal",
+    "ParallelMLP",
+    "ParallelSelfAttention",
+    "Piece",
     "RankError",
+    "RowParallelLinear",
+    "Shard",
     "Stream",
     "Uniform",
+    "VocabParallelEmbedding",
     "World",
+    "copy_to_ranks",
     "gather",
+    "gather_of_ranks",
     "init_on_meta",
     "join",
+    "join_of_ranks",
     "launched",
     "materialize",
     "parallel_apply",
     "replicate",
     "scatter",
+    "scattered_sum_of_ranks",
+    "shards_of",
+    "sum_of_ranks",
+    "targets_of_all_ranks",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
 ]
 
 _NAMES = {
     "data_parallel": "DataParallel gather parallel_apply scatter",
+    "dropouts": "CounterDropouts",
     "errors": "RankError",
+    "exchanges": "copy_to_ranks gather_of_ranks join_of_ranks scattered_sum_of_ranks sum_of_ranks",
+    "gradients": "ModelGradients targets_of_all_ranks",
     "launchers": "Launch launched",
     "layouts": "Layout",
+    "mlps": "ParallelMLP",
     "processes": "World join",
     "randomness": "Constant Normal Stream Uniform init_on_meta materialize",
     "replicas": "replicate",
+    "self_attentions": "ParallelSelfAttention",
+    "shards": "Piece Shard shards_of",
+    "tensor_linears": "ColumnParallelLinear RowParallelLinear",
+    "vocab_embeddings": "VocabParallelEmbedding",
+    "vocab_losses": "vocab_parallel_cross_entropy vocab_parallel_linear_cross_entropy",
 }
 _HOME = {name: f"{__name__}.{file}" for file, names in _NAMES.items() for name in names.split()}
 

@@ -1,0 +1,122 @@
+"""A rank's part of a `Gpt`, in any layout the same model: initial values and masks by seed, name and global place.
+
+    layout = Layout.of_world(launched().size, tp=2, sequence_parallel=True)
+    with join(layout) as world:
+        groups = layout.process_groups()
+        model = parallel_gpt(config, layout, groups, seed=1, device=world.device)
+        gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel)
+        loss = model(tokens, targets, reduction="sum", step=step) / targets_of_all_ranks(targets, groups["dp-cp"])
+        loss.backward()
+        gradients.sum_()
+        gradients.clip_(1.0)
+        optimizer.step()
+
+A data rank takes its part of the batch, the tensor ranks of one group take the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rooftop.models.gpt import Gpt, initial_values
+from rooftop.models.gpt_configs import GptConfig
+from rooftop.parallel.dropouts import CounterDropouts
+from rooftop.parallel.exchanges import Group
+from rooftop.parallel.layouts import Layout
+from rooftop.parallel.randomness import Boxes, Constant, Init, Normal, Stream, materialize
+from rooftop.parallel.shards import Shard, shards_of
+
+
+@dataclass(frozen=True)
+class OfPieces:
+    """A rule of initial values for what a rank holds of a parameter; padding is 0."""
+
+    rule: Init
+    shard: Shard
+
+    def __call__(self, stream: Stream, tensor: Tensor, name: str, box: Boxes | None) -> Tensor:
+        """Fills the tensor; the box is the shard's."""
+        tensor.detach().zero_()
+        for piece, part in self.shard.parts(tensor.detach()):
+            self.rule(stream, part, name, piece.box)
+        return tensor
+
+
+def parallel_gpt(
+    config: GptConfig,
+    layout: Layout | None = None,
+    groups: Mapping[str, Group] | None = None,
+    *,
+    seed: int,
+    recompute: bool = False,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Gpt:
+    """This rank's part of a model, with its initial values; nothing else is ever made.
+
+    Args:
+        config: of the whole model.
+        layout: its `dp` and `tp` ranks; None: one process.
+        groups: `layout.process_groups()`; made here if not given.
+        seed: of initial values and of dropout, from 0 to 2^64 - 1.
+        recompute: whether blocks are computed again in backward.
+        device, dtype: of the parameters. Values are float32, rounded to the dtype: the same model in each.
+
+    Returns:
+        A `Gpt`. Its dropout drops by `step` of `forward`.
+
+    Raises:
+        ValueError: a layout that does not fit the processes or the model, with the nearest that do; or with pipeline or
+            context parallel ranks. The same on every rank, before anything is communicated.
+    """
+    layout = layout or Layout()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    layout.check(
+        world,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        hidden=config.width,
+        feed_forward=config.hidden,
+        vocabulary=config.vocabulary,
+    )
+    if layout.pp > 1 or layout.cp > 1:
+        raise ValueError(f"parallel_gpt: the layout {layout} has pp or cp ranks: this splits a model along dp and tp")
+    groups = layout.process_groups() if groups is None else groups
+    at = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)
+    tensor = (at["tp"], layout.tp)
+    dropouts = CounterDropouts(
+        seed,
+        batch=(at["dp"], layout.dp),
+        split=tensor if layout.sequence_parallel else (0, 1),
+        heads=tensor,
+    )
+    model = Gpt(
+        config,
+        dropouts=dropouts,
+        group=groups["tp"] if layout.tp > 1 else None,
+        sequence_parallel=layout.sequence_parallel,
+        recompute=recompute,
+        device="meta",
+        dtype=dtype,
+    )
+    materialize(model, rules_of(model), Stream(seed), device=device)
+    return model
+
+
+def rules_of(model: Gpt) -> list[tuple[str, Init]]:
+    """The rules of `initial_values` as `rooftop.parallel.materialize` takes them, for what the model holds."""
+    rules: list[tuple[str, Init]] = [
+        (pattern, Normal(mean, std) if std else Constant(mean)) for pattern, mean, std in initial_values(model.config)
+    ]
+    shards = shards_of(model)
+    return [(name, OfPieces(_rule_of(name, rules), shard)) for name, shard in shards.items()] + rules
+
+
+def _rule_of(name: str, rules: list[tuple[str, Init]]) -> Init:
+    return next(rule for pattern, rule in rules if fnmatchcase(name, pattern))

@@ -1,0 +1,195 @@
+"""What ranks of a group exchange, forward and backward: each function with the one that is its gradient.
+
+| function | forward | backward |
+|---|---|---|
+| `copy_to_ranks` | the same | sum over the ranks |
+| `sum_of_ranks` | sum over the ranks | the same |
+| `gather_of_ranks` | the ranks' parts, joined | sum over the ranks, of it this rank's part |
+| `scattered_sum_of_ranks` | sum over the ranks, of it this rank's part | the ranks' parts, joined |
+| `join_of_ranks` | the ranks' parts, joined | this rank's part |
+
+The first two surround what is split among tensor parallel ranks, the next two the same where activations between are
+split along the sequence; the last is for a result that all ranks use alike. Without a group nothing is communicated,
+and each gives what it is given. Gradients may be differentiated again: they are made of the same functions.
+
+Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (arXiv:2205.05198), section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+Group = ProcessGroup | None
+"""The ranks that exchange; None: this one is by itself."""
+
+# ---- without gradients -------------------------------------------------------------------------------------------
+
+Pending = Callable[[], Tensor]
+"""What has been started: a call waits for it and gives the result."""
+
+# torch 2.13 has new names for the same.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def place_in(group: Group) -> tuple[int, int]:
+    """(this rank's index within a group, its size); (0, 1) without a group."""
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+def start_sum(x: Tensor, group: Group) -> Pending:
+    """The sum of all ranks' x, which is overwritten if it is contiguous; it must not be touched before it is there."""
+    if group is None or group.size() == 1:
+        return lambda: x
+    total = x.contiguous()
+    work = dist.all_reduce(total, group=group, async_op=True)
+    return lambda: _waited(work, total)
+
+
+def start_gather(x: Tensor, dim: int, group: Group) -> Pending:
+    """All ranks' x, joined along a dimension; all have one shape."""
+    if group is None or group.size() == 1:
+        return lambda: x
+    part = x.movedim(dim, 0).contiguous()
+    joined = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
+    work = _all_gather(joined, part, group=group, async_op=True)
+    return lambda: _waited(work, joined, part).movedim(0, dim)
+
+
+def start_scattered_sum(x: Tensor, dim: int, group: Group) -> Pending:
+    """This rank's part, along a dimension, of the sum of all ranks' x.
+
+    Raises:
+        ValueError: the dimension cannot be split among the ranks.
+    """
+    if group is None or group.size() == 1:
+        return lambda: x
+    _check(x, dim, group)
+    whole = x.movedim(dim, 0).contiguous()
+    part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
+    work = _reduce_scatter(part, whole, group=group, async_op=True)
+    return lambda: _waited(work, part, whole).movedim(0, dim)
+
+
+def _waited(work: Any, result: Tensor, *_kept_until_then: Tensor) -> Tensor:
+    work.wait()
+    return result
+
+
+def _check(x: Tensor, dim: int, group: ProcessGroup) -> None:
+    if x.shape[dim] % group.size():
+        raise ValueError(
+            f"dimension {dim} of {tuple(x.shape)} cannot be split among {group.size()} ranks: its length must be a "
+            "multiple of them (with sequence_parallel that is the sequence: pad it, or do without)"
+        )
+
+
+def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's part of x along a dimension, a view; nothing is communicated.
+
+    Raises:
+        ValueError: the dimension cannot be split among the ranks.
+    """
+    if group is None or group.size() == 1:
+        return x
+    _check(x, dim, group)
+    length = x.shape[dim] // group.size()
+    return x.narrow(dim, group.rank() * length, length)
+
+
+# ---- with gradients ----------------------------------------------------------------------------------------------
+
+
+def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
+    """x, the same on all ranks; its gradient is the sum of what the ranks made of it."""
+    return x if group is None else _Copy.apply(x, group)  # type: ignore[no-any-return]
+
+
+def sum_of_ranks(x: Tensor, group: Group) -> Tensor:
+    """The sum of all ranks' x, of any shape; the same on all ranks, as is its gradient."""
+    return x if group is None else _Sum.apply(x, group)  # type: ignore[no-any-return]
+
+
+def gather_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
+    """All ranks' parts joined along a dimension; the ranks make different things of it, and its gradient is their sum.
+
+    Raises:
+        ValueError: in backward, a dimension that cannot be split among the ranks.
+    """
+    return x if group is None else _Gather.apply(x, dim, group)  # type: ignore[no-any-return]
+
+
+def scattered_sum_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's part, along a dimension, of the sum of all ranks' x.
+
+    Raises:
+        ValueError: the dimension cannot be split among the ranks.
+    """
+    return x if group is None else _ScatteredSum.apply(x, dim, group)  # type: ignore[no-any-return]
+
+
+def join_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
+    """All ranks' parts joined along a dimension; the ranks make the same of it, and so its gradient needs no sum."""
+    return x if group is None else _Join.apply(x, dim, group)  # type: ignore[no-any-return]
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return sum_of_ranks(dy, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return start_sum(x.clone(memory_format=torch.contiguous_format), group)()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return copy_to_ranks(dy, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return start_gather(x, dim, group)()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return scattered_sum_of_ranks(dy, ctx.dim, ctx.group), None, None
+
+
+class _ScatteredSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return start_scattered_sum(x, dim, group)()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return gather_of_ranks(dy, ctx.dim, ctx.group), None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return start_gather(x, dim, group)()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return own_part(dy, ctx.dim, ctx.group), None, None

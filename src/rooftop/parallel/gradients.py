@@ -1,0 +1,146 @@
+"""Gradients of a model that is split: summed over the ranks that hold the same, and their norm over all.
+
+    gradients = ModelGradients(model, layout.process_groups(), sequence_parallel=layout.sequence_parallel)
+    loss.backward()
+    gradients.sum_()
+    norm = gradients.clip_(1.0)
+    optimizer.step()
+
+| parameter | what a rank's backward gives | summed over |
+|---|---|---|
+| split | all of its gradient | |
+| whole, with sequence parallelism (norms, biases of row layers, positions) | that of its positions | the tensor ranks |
+| whole, without | all of it | |
+| heads of keys and values that several ranks hold | that of its queries | those ranks |
+| any | that of its sequences | the data ranks |
+
+They are summed in buckets after backward: once a step, however many micro-batches it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rooftop.parallel.exchanges import Group, place_in, start_sum
+from rooftop.parallel.shards import shards_of
+
+BUCKET_BYTES = 64 << 20  # large enough for full bandwidth, small enough to be copied beside a model
+
+
+class ModelGradients:
+    """What a model's gradients need after backward.
+
+    Every rank must make it, and call its methods, together with the others: they communicate.
+
+    Args:
+        model: of this rank; its layers say by `shards` what is split.
+        groups: by name, "tp" and "dp-cp", as of `Layout.process_groups`.
+        sequence_parallel: whether the tensor ranks' activations were split along the sequence.
+    """
+
+    def __init__(
+        self, model: nn.Module, groups: Mapping[str, Group] | None = None, *, sequence_parallel: bool = False
+    ) -> None:
+        groups = groups or {}
+        self.tensor, self.data = groups.get("tp"), groups.get("dp-cp")
+        self.sequence_parallel = sequence_parallel
+        shards = shards_of(model)
+        # Tied parameters come once, under the first of their names.
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.shards = {name: shards[name] for name in self.parameters if name in shards}
+        holders = {piece.holders for shard in self.shards.values() for piece in shard.pieces} - {1}
+        self._sharing = {count: self._group_of(count) for count in sorted(holders)}
+
+    def _group_of(self, holders: int) -> Group:
+        """This rank with those that hold the same."""
+        index, count = place_in(self.tensor)
+        if holders == count or self.tensor is None:
+            return self.tensor
+        start = index // holders * holders
+        ranks = dist.get_process_group_ranks(self.tensor)[start : start + holders]
+        return dist.new_group(ranks, use_local_synchronization=True)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def sum_(self) -> None:
+        """Sum all gradients over the ranks that hold the same parameters, in place.
+
+        A loss that is a mean must be that of the whole batch: of `reduction="sum"`, divided by the targets of all ranks
+        (`targets_of_all_ranks`).
+        """
+        for holders, group in self._sharing.items():
+            _sum(list(self._shared(holders)), group)
+        if self.sequence_parallel:
+            whole = [p.grad for name, p in self.parameters.items() if name not in self.shards and p.grad is not None]
+            _sum(whole, self.tensor)
+        _sum([p.grad for p in self.parameters.values() if p.grad is not None], self.data)
+
+    def _shared(self, holders: int) -> Iterator[Tensor]:
+        for name, shard in self.shards.items():
+            gradient = self.parameters[name].grad
+            if gradient is not None:
+                yield from (part for piece, part in shard.parts(gradient) if piece.holders == holders)
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """The 2-norm of the whole model's gradient, (), float32 or of float64 float64: the same on all ranks.
+
+        What several tensor ranks hold counts once.
+        """
+        counted = list(self._counted())
+        wide = torch.float64 if any(part.dtype == torch.float64 for part in counted) else torch.float32
+        device = next(iter(self.parameters.values())).device
+        squares = [torch.linalg.vector_norm(part, dtype=wide).square() for part in counted]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=wide, device=device)
+        return start_sum(total, self.tensor)().sqrt()
+
+    def _counted(self) -> Iterator[Tensor]:
+        """The gradients, or parts of them, for which this rank answers."""
+        first = place_in(self.tensor)[0] == 0
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            if name in self.shards:
+                yield from (part for piece, part in self.shards[name].parts(parameter.grad) if piece.first)
+            elif first:
+                yield parameter.grad
+
+    @torch.no_grad()
+    def clip_(self, most: float) -> Tensor:
+        """Scale all gradients, in place, so that their norm is at most `most`; gives the norm before."""
+        norm = self.norm()
+        torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), most, norm)
+        return norm
+
+
+def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100) -> Tensor:
+    """How many targets count over all data ranks, (), int64: what the sum of their losses is divided by."""
+    return start_sum((targets != ignore_index).sum(), data)()
+
+
+def _sum(tensors: list[Tensor], group: Group) -> None:
+    """Sum each over the ranks, in place, in buckets of one dtype."""
+    if group is None or group.size() == 1:
+        return
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        total = start_sum(flat, group)()
+        torch._foreach_copy_(bucket, [part.view_as(t) for t, part in _cut(bucket, total)])
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    of_dtypes: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        bucket = of_dtypes.setdefault(tensor.dtype, [])
+        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > BUCKET_BYTES:
+            yield list(bucket)
+            bucket.clear()
+        bucket.append(tensor)
+    yield from (bucket for bucket in of_dtypes.values() if bucket)
+
+
+def _cut(bucket: list[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    yield from zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True)

@@ -1,0 +1,63 @@
+"""The MLP of a transformer, whose hidden features tensor parallel ranks share.
+
+A gated one packs the gate and what it lets through in one weight; each rank has the same features of both.
+
+Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Shazeer, "GLU Variants" (arXiv:2002.05202).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from rooftop.kernels import swiglu
+from rooftop.parallel.exchanges import Group
+from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
+
+
+class ParallelMLP(nn.Module):
+    """Two linear layers and the activation between them: (B, S, W) -> (B, S, W).
+
+    With sequence parallelism what goes in and comes out is this rank's part of the sequence.
+
+    Args:
+        width: W, features of a position.
+        hidden: features between, of the whole.
+        activation: "swiglu", which has a gate beside what it lets through; or one of `rooftop.nn.LinearAct`.
+        bias: whether the linear layers have one.
+        dropout: of the result.
+        group: the ranks; None: this one is by itself.
+        sequence_parallel: whether activations outside are split along the sequence.
+
+    Raises:
+        ValueError: hidden features that cannot be split among the ranks, or an activation that there is not.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        activation: str = "gelu_tanh",
+        *,
+        bias: bool = True,
+        dropout: nn.Module | None = None,
+        group: Group = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.gated = activation == "swiglu"
+        self.up = ColumnParallelLinear(
+            width,
+            {"gate": hidden, "up": hidden} if self.gated else hidden,
+            bias,
+            "none" if self.gated else activation,
+            group=group,
+            sequence_parallel=sequence_parallel,
+        )
+        self.down = RowParallelLinear(hidden, width, bias, group=group, sequence_parallel=sequence_parallel)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, S, W)."""
+        hidden = self.up(x)  # (B, S, hidden features here, twice if gated)
+        out: Tensor = self.down(swiglu(hidden) if self.gated else hidden)
+        return out if self.dropout is None else self.dropout(out)

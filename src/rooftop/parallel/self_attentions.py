@@ -1,0 +1,130 @@
+"""Causal self-attention whose heads tensor parallel ranks share.
+
+Each rank has some heads of the queries with the heads of keys and values that these look at. Where there are fewer of
+the latter than ranks, several ranks hold the same one: their gradients are summed with those of all that is not split
+(`ModelGradients`).
+
+Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Ainslie et al., "GQA" (arXiv:2305.13245).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.kernels import attention, rope_pair
+from rooftop.parallel.exchanges import Group
+from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of the positions' angles, each (S, D / 2) or (B, S, D / 2)."""
+
+
+class Remembered(Protocol):
+    """What a layer's attention asks for the positions before, and gives its own to."""
+
+    def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Queries (B, H, S, D), keys and values (B, H_k, S, D) of new positions; (B, H, S, D)."""
+
+
+class ParallelSelfAttention(nn.Module):
+    """Causal attention of a sequence to itself, and to what a cache holds: (B, S, W) -> (B, S, W).
+
+    With sequence parallelism what goes in and comes out is this rank's part of the sequence.
+
+    Args:
+        width: W, features of a position; the heads share it evenly.
+        heads: of the queries.
+        kv_heads: of keys and values, which groups of queries share; None: as many.
+        bias: whether the linear layers have one.
+        layer: its number, for the cache.
+        weights_dropout: of the weights of attention, which is then not the kernel but plain PyTorch while training.
+        dropout: of the result.
+        group: the ranks; None: this one is by itself.
+        sequence_parallel: whether activations outside are split along the sequence.
+
+    Raises:
+        ValueError: heads that do not divide the width, or that cannot be split among the ranks.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        bias: bool = True,
+        layer: int = 0,
+        weights_dropout: nn.Module | None = None,
+        dropout: nn.Module | None = None,
+        group: Group = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        _check(width, heads, kv_heads, group)
+        self.layer, self.head_features = layer, width // heads
+        kv_width = kv_heads * self.head_features
+        self.qkv = ColumnParallelLinear(
+            width,
+            {"query": width, "key": kv_width, "value": kv_width},
+            bias,
+            blocks={"query": heads, "key": kv_heads, "value": kv_heads},
+            group=group,
+            sequence_parallel=sequence_parallel,
+        )
+        self.out = RowParallelLinear(width, width, bias, group=group, sequence_parallel=sequence_parallel)
+        self.weights_dropout, self.dropout = weights_dropout, dropout
+
+    def forward(self, x: Tensor, rotation: Rotation | None = None, cache: Remembered | None = None) -> Tensor:
+        """x (B, S, W); rotation: of queries and keys, if their positions turn them, of all positions."""
+        parts = self.qkv(x).split(list(self.qkv.parts.values()), -1)
+        # (B, H, S, D) of the heads here, and of fewer if they are in groups
+        query, key, value = (part.unflatten(-1, (-1, self.head_features)).transpose(1, 2) for part in parts)
+        if rotation is not None:
+            query, key = rope_pair(query, key, *rotation)
+        seen = self.attend(query, key, value) if cache is None else cache.attended(self, query, key, value)
+        out: Tensor = self.out(seen.transpose(1, 2).flatten(2))  # (B, S, W)
+        return out if self.dropout is None else self.dropout(out)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Queries (B, H, S, D), the last of the positions of keys and values (B, H_k, T, D); (B, H, S, D)."""
+        if self.weights_dropout is not None and self.training:
+            return _attend_with_dropout(query, key, value, self.weights_dropout)
+        queries, keys = query.shape[2], key.shape[2]
+        if queries == keys:
+            return attention(query, key, value, is_causal=True, enable_gqa=True)
+        mask = None if queries == 1 else _seen(queries, keys, query.device)
+        return attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def _check(width: int, heads: int, kv_heads: int, group: Group) -> None:
+    if width % heads or heads % kv_heads:
+        raise ValueError(
+            f"ParallelSelfAttention: heads={heads} must divide width={width}, and kv_heads={kv_heads} the heads"
+        )
+    ranks = 1 if group is None else group.size()
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        raise ValueError(
+            f"ParallelSelfAttention: heads={heads} and kv_heads={kv_heads} cannot be split among {ranks} ranks: use "
+            f"{', '.join(map(str, fitting))} of them, or other numbers of heads"
+        )
+
+
+def _attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, dropout: nn.Module) -> Tensor:
+    """In plain PyTorch: the weights (B, H, S, T) are there as a tensor."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
+    scores = query @ key.mT * query.shape[3] ** -0.5
+    scores = scores.masked_fill(~_seen(query.shape[2], key.shape[2], query.device), -math.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return dropout(weights).to(value.dtype) @ value
+
+
+def _seen(queries: int, keys: int, device: torch.device) -> Tensor:
+    """(queries, keys): True for the keys up to a query's own; the queries are the last of the positions."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

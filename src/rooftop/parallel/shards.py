@@ -1,0 +1,102 @@
+"""Which part of a parameter a tensor parallel rank holds: one record for initial values, sums and norms of gradients.
+
+A layer that is split says it of each of its split parameters in its attribute `shards`; what has no record is whole on
+every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.kernels import Box
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows that are one part of the whole parameter.
+
+    Attributes:
+        box: which part.
+        holders: how many ranks hold the same, side by side in their group.
+        first: whether this rank is the first of them.
+    """
+
+    box: Box
+    holders: int = 1
+    first: bool = True
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank holds of a parameter: pieces, one after another along the first dimension, and then padding.
+
+    Attributes:
+        pieces: none where all is padding.
+        padding: rows behind them that the whole parameter does not have; they are 0 and get no gradient.
+    """
+
+    pieces: tuple[Piece, ...]
+    padding: int = 0
+
+    def parts(self, tensor: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Each piece with its rows of the parameter, or of its gradient; views."""
+        row = 0
+        for piece in self.pieces:
+            yield piece, tensor[row : row + piece.box.size[0]]
+            row += piece.box.size[0]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """What the rank holds of a whole parameter that is at hand: a new tensor."""
+        held = [piece.box.of(whole) for piece in self.pieces]
+        row = held[0].shape[1:] if held else whole.shape[1:]
+        return torch.cat((*held, whole.new_zeros(self.padding, *row)))
+
+
+def shards_of(model: nn.Module) -> dict[str, Shard]:
+    """The records of a model's split parameters by their names; a parameter under two names has both."""
+    found: dict[str, Shard] = {}
+    for name, module in model.named_modules():
+        records: Mapping[str, Shard] = getattr(module, "shards", {})
+        found |= {f"{name}.{key}" if name else key: shard for key, shard in records.items()}
+    return found
+
+
+def rows_of(name: str, whole: tuple[int, ...], start: int, rows: int, blocks: int, index: int, count: int) -> Piece:
+    """This rank's piece of the rows `start` to `start + rows` of a parameter, which are blocks that stay whole.
+
+    With more ranks than blocks several ranks hold the same block.
+
+    Args:
+        name: of these rows, for the error.
+        whole: the parameter's shape.
+        index, count: of the rank, and of the ranks.
+
+    Raises:
+        ValueError: blocks and ranks do not divide each other.
+    """
+    if blocks % count == 0:
+        holders, size, place = 1, rows // count, index
+    elif count % blocks == 0 and blocks < rows:
+        holders, size = count // blocks, rows // blocks
+        place = index // holders
+    else:
+        fitting = [n for n in range(1, blocks + 1) if blocks % n == 0]
+        raise ValueError(
+            f"{name} cannot be split among {count} ranks: {blocks} is not divisible by it; "
+            f"use {', '.join(map(str, fitting[-4:]))} ranks, or change the size"
+        )
+    at = (start + place * size, *(0,) * (len(whole) - 1))
+    return Piece(Box(whole, at, (size, *whole[1:])), holders, index % holders == 0)
+
+
+def padded_rows_of(whole: tuple[int, ...], index: int, count: int) -> Shard:
+    """This rank's rows of a parameter, the same number on each: the last ones are padding where they do not divide."""
+    rows = -(-whole[0] // count)
+    start = min(index * rows, whole[0])
+    held = min(rows, whole[0] - start)
+    piece = Piece(Box(whole, (start, *(0,) * (len(whole) - 1)), (held, *whole[1:])))
+    return Shard((piece,) if held else (), rows - held)

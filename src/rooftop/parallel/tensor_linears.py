@@ -1,0 +1,240 @@
+"""Linear layers that tensor parallel ranks share: by the features of the result, or by those of the input.
+
+                      ColumnParallelLinear        RowParallelLinear
+    x  --------------+-- x @ A0.T -- h0 -- ... -- h0 @ B0.T --+
+      the same, or   |                                        | sum, and of it
+      parts of the   |                                        | each rank's part of
+      sequence       +-- x @ A1.T -- h1 -- ... -- h1 @ B1.T --+ the sequence
+
+What goes in and comes out is the same on all ranks, or with sequence parallelism split along the sequence, dimension
+-2; nothing is communicated between the two. In backward the sum of the input's gradient is on its way while the
+weight's gradient is computed.
+
+Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from rooftop.kernels import Box, linear_act
+from rooftop.nn import LinearAct
+from rooftop.parallel.exchanges import (
+    Group,
+    copy_to_ranks,
+    gather_of_ranks,
+    place_in,
+    scattered_sum_of_ranks,
+    start_gather,
+    start_scattered_sum,
+    start_sum,
+    sum_of_ranks,
+)
+from rooftop.parallel.shards import Piece, Shard, padded_rows_of, rows_of
+
+SEQUENCE = -2  # the dimension of positions, in (B, S, W) and (S, W)
+
+
+class ColumnParallelLinear(LinearAct):
+    """A linear layer, and an activation, of which each rank computes some of the features.
+
+    Args:
+        in_features: of the input, which every rank has whole.
+        out_features: of the whole result; or of several linear layers of one input, name -> features, in the order in
+            which they lie in the result and in the rows of the weight: each is split by itself.
+        bias: split as the features are.
+        activation: as of `rooftop.nn.LinearAct`.
+        blocks: name -> how many equal blocks, such as heads, its features are that stay whole. Fewer blocks than ranks:
+            several ranks hold the same one.
+        padded: of one layer: whether features may be no multiple of the ranks. All ranks have as many, the last of them
+            0 beyond those that there are.
+        group: the ranks; None: an ordinary layer.
+        sequence_parallel: whether the input is split along dimension -2.
+
+    Attributes:
+        parts: name -> features on this rank, in their order.
+
+    Raises:
+        ValueError: features or blocks that cannot be split among the ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        bias: bool = True,
+        activation: str = "none",
+        *,
+        blocks: Mapping[str, int] | None = None,
+        padded: bool = False,
+        group: Group = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        widths = {"features": out_features} if isinstance(out_features, int) else dict(out_features)
+        if padded and len(widths) > 1:
+            raise ValueError(f"ColumnParallelLinear: only one layer can be padded, got {', '.join(widths)}")
+        index, count = place_in(group)
+        whole = (sum(widths.values()), in_features)
+        if padded:
+            shard = padded_rows_of(whole, index, count)
+        else:
+            pieces, start = [], 0
+            for name, width in widths.items():
+                said = f"ColumnParallelLinear: {name}={width}"
+                number = (blocks or {}).get(name, width)
+                pieces.append(rows_of(said, whole, start, width, number, index, count))
+                start += width
+            shard = Shard(tuple(pieces))
+        rows = [piece.box.size[0] for piece in shard.pieces]
+        super().__init__(in_features, sum(rows) + shard.padding, bias, activation)
+        self.parts = dict(zip(widths, [sum(rows) + shard.padding] if padded else rows, strict=True))
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.shards = {}
+        if count > 1:
+            self.shards["weight"] = shard
+            if bias:
+                self.shards["bias"] = Shard(tuple(_first_column(piece) for piece in shard.pieces), shard.padding)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """input (..., S, in_features), with sequence parallelism this rank's part of S; (..., S, features here).
+
+        Raises:
+            ValueError: a residual, on more ranks than one.
+        """
+        if self.group is None:
+            return linear_act(input, self.weight, self.bias, self.activation, residual)
+        if residual is not None:
+            raise ValueError("ColumnParallelLinear: no residual fits a part of the features: add it after a row layer")
+        x, weight, bias = under_autocast(input, self.weight, self.bias)
+        split = self.sequence_parallel
+        return _ColumnProduct.apply(x, weight, bias, self.activation, self.group, split)  # type: ignore[no-any-return]
+
+    def entered(self, input: Tensor) -> Tensor:
+        """The input as this layer multiplies it: with sequence parallelism of all positions."""
+        if self.sequence_parallel:
+            return gather_of_ranks(input, SEQUENCE, self.group)
+        return copy_to_ranks(input, self.group)
+
+    def extra_repr(self) -> str:
+        """As of `rooftop.nn.LinearAct`, and what of the whole is here."""
+        return f"{super().extra_repr()}{_said(self.group, self.sequence_parallel)}, parts={self.parts}"
+
+
+class RowParallelLinear(LinearAct):
+    """A linear layer of which each rank multiplies some of the input's features; the sum of these is the result.
+
+    Args:
+        in_features: of the whole input, of which each rank has its part.
+        out_features: of the result.
+        bias: whole on every rank; it is added to the sum.
+        group: the ranks; None: an ordinary layer.
+        sequence_parallel: whether the result is split along dimension -2.
+
+    Raises:
+        ValueError: input features that cannot be split among the ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Group = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        index, count = place_in(group)
+        if in_features % count:
+            raise ValueError(
+                f"RowParallelLinear: in_features={in_features} cannot be split among {count} ranks: use a number of "
+                "ranks that divides it, or change the size"
+            )
+        super().__init__(in_features // count, out_features, bias)
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.shards = {}
+        if count > 1:
+            self.shards["weight"] = Shard((Piece(Box.shard((out_features, in_features), 1, index, count)),))
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """input (..., S, features here); (..., S, out_features), with sequence parallelism this rank's part of S.
+
+        Raises:
+            ValueError: a residual, on more ranks than one; a sequence that cannot be split among the ranks.
+        """
+        if self.group is None:
+            return linear_act(input, self.weight, self.bias, self.activation, residual)
+        if residual is not None:
+            raise ValueError("RowParallelLinear: no residual: add it to the result")
+        partial = linear_act(input, self.weight)
+        if self.sequence_parallel:
+            total = scattered_sum_of_ranks(partial, SEQUENCE, self.group)
+        else:
+            total = sum_of_ranks(partial, self.group)
+        return total if self.bias is None else total + self.bias.to(total.dtype)
+
+    def extra_repr(self) -> str:
+        """As of `rooftop.nn.LinearAct`, and how it is split."""
+        return f"{super().extra_repr()}{_said(self.group, self.sequence_parallel)}"
+
+
+def _said(group: Group, sequence_parallel: bool) -> str:
+    index, count = place_in(group)
+    return f", rank {index} of {count}{', sequence_parallel' if sequence_parallel else ''}" if group else ""
+
+
+def _first_column(piece: Piece) -> Piece:
+    """The rows of a weight's piece as those of its bias."""
+    box = piece.box
+    return Piece(Box(box.shape[:1], box.start[:1], box.size[:1]), piece.holders, piece.first)
+
+
+def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The tensors as a linear layer takes them under autocast, so that what ranks exchange is as narrow."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        narrow = torch.get_autocast_dtype(x.device.type)
+        return x.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
+    return x, weight, bias
+
+
+class _ColumnProduct(torch.autograd.Function):
+    """activation(x @ weight.T + bias) of a part of the features; of x only this rank's part is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, group: ProcessGroup, split: bool
+    ) -> Tensor:
+        whole = start_gather(x, SEQUENCE, group)() if split else x
+        keep = activation != "none"
+        y, before = torch.ops.rooftop.linear_act(
+            whole.reshape(-1, whole.shape[-1]), weight, bias, activation, None, keep
+        )
+        ctx.save_for_backward(x, weight, before)
+        ctx.activation, ctx.group, ctx.split, ctx.has_bias = activation, group, split, bias is not None
+        return y.view(*whole.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, before = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        gathering = start_gather(x, SEQUENCE, ctx.group) if ctx.split and for_weight else lambda: x
+        shape = (*dy.shape[:-1], weight.shape[1])
+        dz, dbias = dy.reshape(-1, dy.shape[-1]), None
+        activated, sums = ctx.activation != "none", ctx.has_bias and for_bias
+        if activated or sums:
+            saved = before if activated else dz
+            made, dbias = torch.ops.rooftop.linear_act_backward(dz.contiguous(), saved, ctx.activation, False, sums)
+            dz = made if activated else dz
+        summing = None
+        if for_x:
+            dx = (dz @ weight).view(shape)
+            summing = start_scattered_sum(dx, SEQUENCE, ctx.group) if ctx.split else start_sum(dx, ctx.group)
+        whole = gathering()
+        dweight = dz.t() @ whole.reshape(-1, whole.shape[-1]) if for_weight else None
+        return summing() if summing else None, dweight, dbias if sums else None, None, None, None

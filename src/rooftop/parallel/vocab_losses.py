@@ -1,0 +1,321 @@
+"""Cross entropy of logits whose vocabulary tensor parallel ranks share: the logits are never gathered.
+
+Each rank finds of its columns the maximum m, the sum of exponentials relative to it, the target's logit if it is here,
+and with label smoothing the sum of all. Two exchanges of a few numbers a row make of these what one rank would have:
+the maximum M of all, then the sums relative to M, s = sum of s_r exp(m_r - M). The gradient needs no exchange: each
+rank has its columns of softmax - one_hot. The loss of a row is that of `rooftop.kernels.cross_entropy`.
+
+Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from rooftop.kernels import cross_entropy, linear_cross_entropy
+from rooftop.kernels.linear_losses import chunk_rows
+from rooftop.kernels.losses import LogitsShape, check_arguments, check_index, check_targets, statistics_dtype
+from rooftop.parallel.exchanges import Group, place_in, start_sum
+from rooftop.parallel.tensor_linears import under_autocast
+
+CHUNK_ELEMENTS = 1 << 24  # of logits at a time, so that what is between is 64 MiB in float32
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Which classes are here, and the terms of the loss.
+
+    Attributes:
+        group: the ranks.
+        vocabulary: classes of all ranks; columns beyond them are padding.
+        start: the class of this rank's first column.
+        here: columns that are classes.
+        ignore_index, label_smoothing, z_loss: as of `rooftop.kernels.cross_entropy`.
+    """
+
+    group: ProcessGroup
+    vocabulary: int
+    start: int
+    here: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+
+    def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The targets' columns here, 0 where they are not, and whether they are: (N,) both."""
+        column = target - self.start
+        here = (column >= 0) & (column < self.here) & (target != self.ignore_index)
+        return column.where(here, 0), here
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------
+
+
+def own_statistics(x: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor, Tensor]:
+    """Of logits (N, columns): their maximum (N,), and relative to it (3, N): the sum of exponentials, the target's
+    logit if it is here, and the sum of all logits."""
+    values = x[:, : classes.here].to(statistics_dtype(x.dtype))
+    if classes.here == 0:
+        return values.new_full(values.shape[:1], -math.inf), values.new_zeros(3, len(values))
+    column, here = classes.places(target)
+    maximum = values.amax(1)
+    apart = values - maximum[:, None]
+    found = apart.gather(1, column[:, None])[:, 0].where(here, 0.0)
+    every = apart.sum(1) if classes.label_smoothing else torch.zeros_like(maximum)
+    return maximum, torch.stack((apart.exp_().sum(1), found, every))
+
+
+def of_all_ranks(maximum: Tensor, sums: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor, Tensor, Tensor]:
+    """(losses (N,), maximum and log of the sum of exponentials relative to it, (N,) both) of what each rank has."""
+    most = maximum.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=classes.group)
+    if classes.here:
+        apart, (exponentials, found, every) = maximum - most, sums
+        _, here = classes.places(target)
+        sums = torch.stack((exponentials * apart.exp(), (found + apart).where(here, 0.0), every + classes.here * apart))
+    exponentials, found, every = start_sum(sums, classes.group)()
+    logarithm = exponentials.log()
+    losses = (1 - classes.label_smoothing) * (logarithm - found)
+    if classes.label_smoothing:
+        losses = losses + classes.label_smoothing * (logarithm - every / classes.vocabulary)
+    if classes.z_loss:
+        losses = losses + classes.z_loss * (most + logarithm).square()
+    return losses.where(target != classes.ignore_index, 0.0), most, logarithm
+
+
+def own_gradient(
+    x: Tensor, target: Tensor, maximum: Tensor, logarithm: Tensor, factor: Tensor, classes: Classes, dx: Tensor
+) -> None:
+    """Fill dx (N, columns), which may be x: the derivative of each row's loss times `factor`, (N,) or ()."""
+    kept, spread = 1 - classes.label_smoothing, classes.label_smoothing / classes.vocabulary
+    values = x[:, : classes.here].to(statistics_dtype(x.dtype))
+    power = ((values - maximum[:, None]) - logarithm[:, None]).exp_()
+    # Each term cancels by itself, as exactly as it can where a probability is near 1.
+    made = power * kept
+    if classes.here:
+        column, here = classes.places(target)
+        made.scatter_add_(1, column[:, None], (here.to(made.dtype) * -kept)[:, None])
+    if spread:
+        made += spread * (power * classes.vocabulary - 1)
+    if classes.z_loss:
+        made += power * (2 * classes.z_loss * (maximum + logarithm))[:, None]
+    made *= factor.reshape(-1, 1)
+    dx[:, : classes.here] = made.masked_fill_((target == classes.ignore_index)[:, None], 0.0)
+    dx[:, classes.here :] = 0.0
+
+
+def _inverse(target: Tensor, mean: bool, classes: Classes, dtype: torch.dtype) -> Tensor:
+    """What a reduced loss is multiplied with, (): 1 / targets that count, or 1."""
+    one = torch.ones((), dtype=dtype, device=target.device)
+    return one / (target != classes.ignore_index).sum() if mean else one
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The losses (N,) of logits (N, columns)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, classes: Classes) -> Tensor:
+        rows = max(1, CHUNK_ELEMENTS // max(1, x.shape[1]))
+        chunks = [own_statistics(part, t, classes) for part, t in zip(x.split(rows), target.split(rows), strict=True)]
+        maximum, sums = torch.cat([each[0] for each in chunks]), torch.cat([each[1] for each in chunks], 1)
+        losses, most, logarithm = of_all_ranks(maximum, sums, target, classes)
+        ctx.save_for_backward(x, target, most, logarithm)
+        ctx.classes, ctx.rows = classes, rows
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+        x, dx = ctx.saved_tensors[0], torch.empty_like(ctx.saved_tensors[0])
+        parts = [t.split(ctx.rows) for t in (x, *ctx.saved_tensors[1:], dlosses, dx)]
+        for values, target, most, logarithm, factor, made in zip(*parts, strict=True):
+            own_gradient(values, target, most, logarithm, factor, ctx.classes, made)
+        return dx, None, None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss () of hidden (N, H) and this rank's rows of the weight; gradients are made in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, classes: Classes, mean: bool, chunk: int
+    ) -> Tensor:
+        wide = statistics_dtype(hidden.dtype)
+        for_hidden, for_weight = ctx.needs_input_grad[:2]
+        dhidden = torch.empty_like(hidden) if for_hidden else None
+        dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if for_weight else None
+        inverse = _inverse(target, mean, classes, wide)
+        # In float16 the gradient of the logits would underflow before a loss scale can help.
+        late = hidden.dtype == torch.float16
+        within = torch.ones_like(inverse) if late else inverse
+        losses = hidden.new_empty(len(hidden), dtype=wide)
+        for start in range(0, len(hidden), chunk):
+            part, aim = hidden[start : start + chunk], target[start : start + chunk]
+            logits = part @ weight.t()  # (chunk, columns)
+            maximum, sums = own_statistics(logits, aim, classes)
+            losses[start : start + chunk], most, logarithm = of_all_ranks(maximum, sums, aim, classes)
+            if dhidden is None and dweight is None:
+                continue
+            own_gradient(logits, aim, most, logarithm, within, classes, logits)
+            if dhidden is not None:
+                torch.mm(logits, weight, out=dhidden[start : start + chunk])
+            if dweight is not None:
+                dweight += logits.t() @ part
+        if dweight is not None and not late:
+            dweight = dweight.to(weight.dtype)
+        ctx.save_for_backward(dhidden, dweight, inverse if late else within.new_ones(()))
+        ctx.dtype = weight.dtype
+        return losses.sum() * inverse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        *made, left = ctx.saved_tensors
+        factor = dloss * left
+        scaled = [None if d is None else (d * factor).to(ctx.dtype) for d in made]
+        return (*scaled, None, None, None, None)
+
+
+# ---- public ----------------------------------------------------------------------------------------------------
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    group: Group,
+    *,
+    vocabulary: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """`rooftop.kernels.cross_entropy` of logits of which each rank has some classes; they are not gathered.
+
+    All ranks of the group must call it together. What is between is float32 (float64 for float64), some rows at a time.
+
+    Args:
+        logits: (..., columns), this rank's classes, as many on each rank; bfloat16, float16, float32 or float64.
+        target: (...), int64, classes of the whole vocabulary; the same on all ranks.
+        group: the ranks, in the order of their classes; None: all classes are here.
+        vocabulary: classes that there are; None: all columns of all ranks. Those behind are padding and count for
+            nothing.
+        ignore_index, reduction, label_smoothing, z_loss: as of `rooftop.kernels.cross_entropy`.
+
+    Returns:
+        () or the shape of `target`, in the dtype of the logits; the same on all ranks. Each rank's backward gives the
+        gradient of its own logits.
+
+    Raises:
+        TypeError, ValueError: as `cross_entropy`; a vocabulary that needs fewer or more ranks.
+        RuntimeError: a second derivative.
+    """
+    check_index("vocab_parallel_cross_entropy", ignore_index)
+    rows = LogitsShape((target.numel(), logits.shape[-1]), logits.dtype, logits.device)
+    flat = target.reshape(-1)
+    check_arguments("vocab_parallel_cross_entropy", rows, flat, None, reduction, label_smoothing, z_loss)
+    if logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"vocab_parallel_cross_entropy: expected target of shape {tuple(logits.shape[:-1])} for logits of "
+            f"{tuple(logits.shape)}, got {tuple(target.shape)}"
+        )
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    classes = _classes(logits.shape[-1], vocabulary, group, **options)  # type: ignore[arg-type]
+    x = logits.reshape(-1, logits.shape[-1])
+    if classes is None:
+        loss = cross_entropy(x[:, :vocabulary], flat, reduction=reduction, **options)  # type: ignore[arg-type]
+        return loss.reshape(target.shape) if reduction == "none" else loss
+    check_targets(flat, classes.vocabulary, ignore_index)
+    losses: Tensor = _CrossEntropy.apply(x, flat, classes)
+    if reduction == "none":
+        return losses.reshape(target.shape).to(logits.dtype)
+    return (losses.sum() * _inverse(flat, reduction == "mean", classes, losses.dtype)).to(logits.dtype)
+
+
+def vocab_parallel_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    group: Group,
+    *,
+    vocabulary: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """`vocab_parallel_cross_entropy` of hidden @ weight.T, of which only some rows are there at a time.
+
+    The gradients are made in the forward pass, chunk by chunk; backward only scales them.
+
+    Args:
+        hidden: (..., H), the same on all ranks. What comes back as its gradient is this rank's part of a sum: give it
+            through `copy_to_ranks` or `gather_of_ranks`.
+        weight: (columns, H), this rank's rows, as many on each rank.
+        target, group, vocabulary, ignore_index, label_smoothing, z_loss: as of `vocab_parallel_cross_entropy`.
+        reduction: "mean" or "sum".
+        chunk_size: rows at a time; None: as of `rooftop.kernels.linear_cross_entropy`.
+
+    Returns:
+        () in the dtype of hidden, float32 under autocast; the same on all ranks.
+
+    Raises:
+        TypeError, ValueError: as `rooftop.kernels.linear_cross_entropy`; a vocabulary that needs fewer or more ranks.
+        RuntimeError: a second derivative.
+    """
+    check_index("vocab_parallel_linear_cross_entropy", ignore_index)
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    classes = _classes(weight.shape[0], vocabulary, group, **options)  # type: ignore[arg-type]
+    if classes is None:
+        return linear_cross_entropy(
+            hidden, weight[:vocabulary], target, reduction=reduction, chunk_size=chunk_size, **options  # type: ignore[arg-type]
+        )  # fmt: skip
+    if reduction not in ("mean", "sum"):
+        raise ValueError("vocab_parallel_linear_cross_entropy: reduction must be 'mean' or 'sum'")
+    if hidden.shape[-1] != weight.shape[1] or hidden.shape[:-1] != target.shape:
+        raise ValueError(
+            "vocab_parallel_linear_cross_entropy: expected hidden (..., H), weight (columns, H) and target (...), got "
+            f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}"
+        )
+    result = torch.float32 if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
+    result = torch.float64 if hidden.dtype == torch.float64 else result
+    hidden, weight, _ = under_autocast(hidden, weight)
+    rows, flat = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    shape = LogitsShape((len(flat), weight.shape[0]), hidden.dtype, hidden.device)
+    check_arguments("vocab_parallel_linear_cross_entropy", shape, flat, None, reduction, label_smoothing, z_loss)
+    check_targets(flat, classes.vocabulary, ignore_index)
+    chunk = chunk_size or chunk_rows(*rows.shape)
+    loss: Tensor = _LinearCrossEntropy.apply(rows, weight, flat, classes, reduction == "mean", chunk)
+    return loss.to(result)
+
+
+def _classes(
+    columns: int,
+    vocabulary: int | None,
+    group: Group,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> Classes | None:
+    """What is here of the vocabulary; None: everything."""
+    index, count = place_in(group)
+    total = columns * count if vocabulary is None else vocabulary
+    if not 0 < total <= columns * count:
+        raise ValueError(
+            f"a vocabulary of {total} over {count} ranks needs {-(-total // count)} classes on each, got {columns}: "
+            "give each rank as many, the last ones with padding"
+        )
+    if group is None:
+        return None
+    start = index * columns
+    here = min(max(total - start, 0), columns)
+    return Classes(group, total, start, here, ignore_index, float(label_smoothing), float(z_loss))
