@@ -50,6 +50,7 @@ Call = Callable[[], Any]
 FARTHEST = 0.1  # of results: float16 through some forty layers moves them by less, other work by about 1
 FARTHEST_GRADIENT = 0.5  # of all parameters in one: small ones are of float16's noise
 REPLAYED = ", replayed"
+LOSS_SCALE = 2.0**14
 SPCONV = "spconv"
 STREAM = torch.cuda.Stream() if torch.cuda.is_available() else None  # autograd runs a backward where the forward ran
 
@@ -519,14 +520,14 @@ class TrainingStep:
     def __init__(self, network: nn.Module, tensor: Callable[[], Any], target: Tensor | None, scale: Scale) -> None:
         self.network, self.tensor, self.target = network, tensor, target
         self.device = scale.device
-        self.optimizer = torch.optim.SGD(network.parameters(), lr=1e-4, momentum=0.9, fused=True)
+        self.optimizer = torch.optim.SGD(network.parameters(), lr=1e-4 / LOSS_SCALE, momentum=0.9, fused=True)
 
     def __call__(self) -> Tensor:
         self.optimizer.zero_grad()
         with torch.autocast(self.device, torch.float16, enabled=self.device == "cuda"):
             found = result_of(self.network(self.tensor()))
             loss = found.float().square().mean() if self.target is None else F.cross_entropy(found, self.target)
-        loss.backward()
+        (loss * LOSS_SCALE).backward()  # float16 has no numbers for the gradients of a mean over 100 k sites
         self.optimizer.step()
         return loss.detach()
 

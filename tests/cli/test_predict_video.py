@@ -267,6 +267,10 @@ def test_a_gpu_predicts_what_the_cpu_predicts(
     dtype: tuple[str, ...], tolerance: float, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["walk.mkv", "--weights", "c.pth", "--frames", "4", "--json"]
-    on_cpu = json.loads(run(*words)[1])
-    assert main(["predict-video", *words, "--device", "cuda", *dtype]) == 0
-    assert json.loads(capsys.readouterr().out)["errors"] == pytest.approx(on_cpu["errors"], abs=tolerance)
+    status, out, err = run(*words)
+    assert status == 0, err
+    on_cpu = json.loads(out)
+    status = main(["predict-video", *words, "--device", "cuda", *dtype])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    assert json.loads(captured.out)["errors"] == pytest.approx(on_cpu["errors"], abs=tolerance)

@@ -4,6 +4,7 @@ masks, dropout and saved weights."""
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 import zipfile
@@ -567,17 +568,27 @@ def test_an_engine_runs_the_network_as_a_cuda_graph() -> None:
         torch.testing.assert_close(found, network(other), rtol=1e-3, atol=1e-3)
 
 
+KERNELS_OF_A_STEP = """
+import torch
+from rooftop.models import ConvLSTM2D
+
+layer = ConvLSTM2D(3, 16, 3, padding="same", return_sequences=True).cuda()
+x = torch.rand(2, 9, 16, 16, 3, device="cuda")
+
+def launched(steps):
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        layer(x[:, :steps])
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+launched(2)
+print("kernels of a step:", (launched(9) - launched(4)) / 5)
+"""
+
+
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Warning: Profiler clears events")
 def test_on_a_gpu_a_step_is_one_convolution_and_one_kernel() -> None:
-    layer = ConvLSTM2D(3, 16, 3, padding="same", return_sequences=True).cuda()
-    x = torch.rand(2, 9, 16, 16, 3, device="cuda")
-
-    def launched(steps: int) -> int:
-        with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            layer(x[:, :steps])
-        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
-
-    launched(2)
-    of_a_step = (launched(9) - launched(4)) / 5
-    assert of_a_step <= 3, f"{of_a_step} kernels a step"  # cuDNN's convolution may be two
+    """In a process of its own: the profiler has ended one that other tests had used."""
+    done = subprocess.run([sys.executable, "-c", KERNELS_OF_A_STEP], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    of_a_step = float(done.stdout.rpartition(":")[2])
+    assert 1 <= of_a_step <= 3  # cuDNN's convolution may be two
