@@ -19,7 +19,13 @@ from rooftop.cost import CountingMode
 from rooftop.cost.registry import formula_for
 from rooftop.hardware import ceilings_of
 
-ELSEWHERE = {"sparse_rulebook", "sparse_row_order", "sparse_row_pairs"}  # rooftop.sparse's, if something imported it
+ELSEWHERE = {
+    "sparse_rulebook",
+    "sparse_row_order",
+    "sparse_row_pairs",
+    "site_norm",
+    "site_norm_backward",
+}  # rooftop.sparse's, if something imported it
 OPERATORS = sorted(  # those of the kernels; each is registered when its file is imported
     name.removeprefix("rooftop::")
     for name in torch._C._dispatch_get_all_op_names()

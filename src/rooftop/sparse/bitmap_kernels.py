@@ -32,9 +32,9 @@ def mark_sites(
     before = tl.atomic_or(words + (cell >> 5), bit, mask=inside, sem="relaxed")
     repeated = tl.max((inside & ((before & bit) != 0)).to(tl.int32))
     tl.store(faults, 1, mask=repeated != 0)
-    named = batch != -1
-    for dim in tl.static_range(DIMS):
-        named |= tl.load(sites + row * (1 + DIMS) + 1 + dim, mask=there, other=-1) != -1
+    named = row < 0  # of none yet
+    for column in tl.static_range(1 + DIMS):  # as they stand: `_site` makes -1 of what is no int32
+        named |= tl.load(sites + row * (1 + DIMS) + column, mask=there, other=-1) != -1
     outside = tl.max((there & named & (inside == 0)).to(tl.int32))
     tl.store(faults + 1, 1, mask=outside != 0)
 

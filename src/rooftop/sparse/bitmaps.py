@@ -27,6 +27,8 @@ from rooftop.sparse.sites import check_sites
 
 MAX_CELLS = 2**31 - 64  # cells are numbered as int32, and a look may go one word beyond
 MAX_STEP = 2**29  # from a site to another, for sums of coordinates that int32 holds
+MAX_STRIDE = 2**31 - 1  # as sites are int32
+MAX_VOLUME = 32 * 65535  # a grid of CUDA has so many programs in its second dimension, of 32 offsets each
 CELLS_PER_SITE = 4096  # above, to clear and count the words takes longer than to hash (predicted)
 FEW_CELLS = 2**24  # 512 K words, which are cleared and counted in microseconds
 SITES, WORDS, PAIRS = 256, 1024, 1024  # of a program: sites, words, and pairs of a site and an offset
@@ -52,6 +54,8 @@ def fit_bitmaps(indices: Tensor, shape: Geometry) -> bool:
     cells = max(_cells(shape, shape.in_shape), _cells(shape, shape.out_shape))
     farthest = max(*shape.padding, *(size * step for size, step in zip(shape.ksize, shape.dilation, strict=True)))
     if indices.shape[0] == 0 or cells == 0 or farthest > MAX_STEP:
+        return False
+    if max(shape.stride) > MAX_STRIDE or shape.kernel_volume > MAX_VOLUME:
         return False
     return cells <= min(MAX_CELLS, max(FEW_CELLS, CELLS_PER_SITE * indices.shape[0]))
 

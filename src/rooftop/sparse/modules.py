@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rooftop.sparse.site_norms import site_norm
 from rooftop.sparse.tensor import SparseConvTensor
 
 
@@ -163,7 +164,7 @@ def batch_normalized(norm: nn.BatchNorm1d, x: SparseConvTensor) -> SparseConvTen
     if not differs_from_torch(norm, x):
         return x.replace_feature(nn.BatchNorm1d.forward(norm, x.features))
     if x.padded:
-        return x.replace_feature(_normalized_by_sites(norm, x.features, x.indices[:, :1] >= 0))
+        return x.replace_feature(_normalized_by_sites(norm, x.features, x.indices[:, 0] >= 0))
     return x.replace_feature(_normalized_by_running(norm, x.features))
 
 
@@ -178,21 +179,12 @@ def _normalized_by_running(norm: nn.BatchNorm1d, features: Tensor) -> Tensor:
 
 
 def _normalized_by_sites(norm: nn.BatchNorm1d, features: Tensor, sites: Tensor) -> Tensor:
-    """Statistics of the rows (N, C) that are sites (N, 1), without waiting for the device to know how many."""
-    # Rows that are no sites hold anything: 0 for it, or a NaN would be one of the gradients too, also times 0.
-    wide = features.to(torch.promote_types(features.dtype, torch.float32)).where(sites, 0)
-    count = sites.sum()
-    mean = wide.sum(0) / count.clamp(min=1)
-    var = (wide - mean).square().where(sites, 0).sum(0) / count.clamp(min=1)
-    enough = count > 1
-    if norm.running_mean is not None and norm.running_var is not None:
-        if norm.training:
-            _update(norm, mean.detach(), var.detach(), count, enough)
-        mean, var = (torch.where(enough, a, b) for a, b in ((mean, norm.running_mean), (var, norm.running_var)))
-    out = (wide - mean) * (var + norm.eps).rsqrt()
-    if norm.affine:
-        out = out * norm.weight + norm.bias
-    return out.to(features.dtype)
+    """Statistics of the rows (N, C) that are sites (N,), without waiting for the device to know how many."""
+    running = (norm.running_mean, norm.running_var)
+    y, mean, var, count, _, _ = site_norm(features, sites, norm.weight, norm.bias, *running, norm.eps)
+    if norm.training and norm.running_mean is not None:
+        _update(norm, mean, var, count[0], count[0] > 1)
+    return y  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

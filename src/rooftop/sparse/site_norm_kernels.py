@@ -1,0 +1,169 @@
+"""The Triton kernels of batch norm over sites; `site_norms.py` has the operators.
+
+Sums over rows are taken in parts of equal length, each by one program, and the parts are merged by one program for each
+block of columns, always in the same order. A part is a count, a mean and a sum of squares about that mean, merged as
+Chan et al. 1983, "Algorithms for Computing the Sample Variance", do: nothing cancels where means are large.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def site_moments(
+    x, sites, means, squares, counts,  # (N, C), (N,) bool, (P, C), (P, C), (P,)
+    rows, length,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Count, mean and squares about it of `length` rows, a multiple of ROWS."""
+    part, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    count = tl.zeros((), tl.float32)
+    mean = tl.zeros((COLUMNS,), tl.float32)
+    square = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, length, ROWS):
+        value, known = _tile(x, sites, part, start, length, rows, column, CHANNELS, ROWS)
+        here = tl.sum(known.to(tl.float32))
+        local = tl.sum(value, axis=0) / tl.maximum(here, 1.0)
+        away = tl.where(known[:, None], value - local[None, :], 0.0)
+        merged = count + here
+        apart, share = local - mean, here / tl.maximum(merged, 1.0)
+        mean += apart * share
+        square += tl.sum(away * away, axis=0) + apart * apart * (count * share)
+        count = merged
+    place = part * CHANNELS + column
+    tl.store(means + place, mean, mask=column < CHANNELS)
+    tl.store(squares + place, square, mask=column < CHANNELS)
+    tl.store(counts + part, count, mask=tl.program_id(1) == 0)
+
+
+@triton.jit
+def merge_moments(
+    means, squares, counts, running_mean, running_var,  # (P, C), (P, C), (P,), (C,), (C,)
+    mean_out, var_out, center, rate, count_out,  # (C,), (C,), (C,), (C,), (1,)
+    parts, eps,
+    CHANNELS: tl.constexpr, RUNNING: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Mean and variance of all sites, and what rows are normalized by: these, or of fewer than two sites the running
+    ones, if there are."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    count = tl.zeros((), tl.float32)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, parts, PARTS):
+        here, mean, _ = _parts(means, squares, counts, start, parts, column, CHANNELS, PARTS)
+        count += tl.sum(here)
+        total += tl.sum(mean * here[:, None], axis=0)
+    mean_of_all = total / tl.maximum(count, 1.0)
+    square_of_all = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, parts, PARTS):
+        here, mean, square = _parts(means, squares, counts, start, parts, column, CHANNELS, PARTS)
+        apart = mean - mean_of_all[None, :]
+        square_of_all += tl.sum(square + apart * apart * here[:, None], axis=0)
+    var = square_of_all / tl.maximum(count, 1.0)
+    inside = column < CHANNELS
+    tl.store(mean_out + column, mean_of_all, mask=inside)
+    tl.store(var_out + column, var, mask=inside)
+    tl.store(count_out, count, mask=tl.program_id(0) == 0)
+    if RUNNING:
+        few = count < 2.0
+        mean_of_all = tl.where(few, tl.load(running_mean + column, mask=inside, other=0.0).to(tl.float32), mean_of_all)
+        var = tl.where(few, tl.load(running_var + column, mask=inside, other=1.0).to(tl.float32), var)
+    tl.store(center + column, mean_of_all, mask=inside)
+    tl.store(rate + column, 1.0 / tl.sqrt_rn(var + eps), mask=inside)
+
+
+@triton.jit
+def normalize_sites(
+    x, sites, center, rate, weight, bias, y,  # (N, C), (N,), (C,), (C,), (C,), (C,), (N, C)
+    rows,
+    CHANNELS: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """(x - center) * rate * weight + bias of sites, 0 of other rows."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    value, known = _tile(x, sites, tl.program_id(0), 0, ROWS, rows, column, CHANNELS, ROWS)
+    scale, inside = tl.load(rate + column, mask=column < CHANNELS, other=0.0), column < CHANNELS
+    value = (value - tl.load(center + column, mask=inside, other=0.0)[None, :]) * scale[None, :]
+    if AFFINE:
+        value = value * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    _store(y, tl.where(known[:, None], value, 0.0), rows, column, CHANNELS, ROWS)
+
+
+@triton.jit
+def site_gradient_sums(
+    dy, x, sites, center, rate, sums,  # (N, C), (N, C), (N,), (C,), (C,), (2, P, C)
+    rows, length,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The sums over `length` rows of dy and of dy times what x is normalized to."""
+    part, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < CHANNELS
+    middle, scale = (
+        tl.load(center + column, mask=inside, other=0.0)[None, :],
+        tl.load(rate + column, mask=inside, other=0.0)[None, :],
+    )
+    plain = tl.zeros((COLUMNS,), tl.float32)
+    scaled = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, length, ROWS):
+        value, known = _tile(x, sites, part, start, length, rows, column, CHANNELS, ROWS)
+        slope, _ = _tile(dy, sites, part, start, length, rows, column, CHANNELS, ROWS)
+        plain += tl.sum(slope, axis=0)
+        scaled += tl.sum(tl.where(known[:, None], slope * (value - middle) * scale, 0.0), axis=0)
+    place = part * CHANNELS + column
+    tl.store(sums + place, plain, mask=inside)
+    tl.store(sums + tl.num_programs(0) * CHANNELS + place, scaled, mask=inside)
+
+
+@triton.jit
+def site_gradient(
+    dy, x, sites, center, rate, weight, dbias, dweight, count, dx,  # ..., (C,) float32, (C,) float32, (1,), (N, C)
+    rows,
+    CHANNELS: tl.constexpr, AFFINE: tl.constexpr, RUNNING: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of sites, 0 of other rows."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < CHANNELS
+    value, known = _tile(x, sites, tl.program_id(0), 0, ROWS, rows, column, CHANNELS, ROWS)
+    slope, _ = _tile(dy, sites, tl.program_id(0), 0, ROWS, rows, column, CHANNELS, ROWS)
+    scale = tl.load(rate + column, mask=inside, other=0.0)
+    normal = (value - tl.load(center + column, mask=inside, other=0.0)[None, :]) * scale[None, :]
+    sites_in_all = tl.load(count)
+    of_mean = tl.load(dbias + column, mask=inside, other=0.0) / tl.maximum(sites_in_all, 1.0)
+    of_var = tl.load(dweight + column, mask=inside, other=0.0) / tl.maximum(sites_in_all, 1.0)
+    through = of_mean[None, :] + normal * of_var[None, :]
+    if RUNNING:
+        through = tl.where(sites_in_all < 2.0, 0.0, through)  # running statistics do not depend on x
+    if AFFINE:
+        scale = scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    _store(dx, tl.where(known[:, None], (slope - through) * scale[None, :], 0.0), rows, column, CHANNELS, ROWS)
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile(x, sites, part, start, length, rows, column, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
+    """(ROWS, COLUMNS) values in float32, 0 of what is no site, and which rows are sites."""
+    row = part.to(tl.int64) * length + start + tl.arange(0, ROWS)
+    known = tl.load(sites + row, mask=row < rows, other=0) != 0
+    place = row[:, None] * CHANNELS + column[None, :]
+    value = tl.load(x + place, mask=known[:, None] & (column < CHANNELS)[None, :], other=0.0)
+    return value.to(tl.float32), known
+
+
+@triton.jit
+def _store(y, value, rows, column, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None] * CHANNELS + column[None, :]
+    tl.store(y + place, value.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (column < CHANNELS)[None, :])
+
+
+@triton.jit
+def _parts(means, squares, counts, start, parts, column, CHANNELS: tl.constexpr, PARTS: tl.constexpr):
+    """(counts (PARTS,), means (PARTS, COLUMNS), squares) of parts from `start` on, 0 of what there is not."""
+    part = start + tl.arange(0, PARTS)
+    place = part[:, None] * CHANNELS + column[None, :]
+    wanted = (part < parts)[:, None] & (column < CHANNELS)[None, :]
+    count = tl.load(counts + part, mask=part < parts, other=0.0)
+    return count, tl.load(means + place, mask=wanted, other=0.0), tl.load(squares + place, mask=wanted, other=0.0)
