@@ -90,8 +90,10 @@ def test_a_stage_reads_its_own_and_no_more(config: GptConfig, tmp_path: Path, mo
     model = made_up(config)
     save_gpt(model, tmp_path / "model", file_bytes=8000)
     read: list[str] = []
-    tensor = gpt_weights._Files.tensor
-    monkeypatch.setattr(gpt_weights._Files, "tensor", lambda self, key: read.append(key) or tensor(self, key))
+    part = gpt_weights._Files.part
+    monkeypatch.setattr(
+        gpt_weights._Files, "part", lambda self, key, *where: read.append(key) or part(self, key, *where)
+    )
     load_gpt_weights(Gpt(config), tmp_path / "model")
     assert len(read) == len(set(read)) == len(hugging_face_state_dict(model.state_dict(), config))
     read.clear()

@@ -8,7 +8,8 @@ queries, keys and values apart, and gate and up; ours lie one after another in t
 (i, i + D / 2) in both, so that nothing is reordered. A tied head has no tensor of its own in a file.
 
 Files are read and written one tensor at a time, straight into parameters: a model, or a stage of one, is never there
-twice. Source of the names: transformers 4 and 5, `modeling_gpt2.py` and `modeling_llama.py`.
+twice. Of a tensor that is split among ranks, each reads its own rows and columns alone; to write, ranks join one file's
+tensors at a time. Source of the names: transformers 4 and 5, `modeling_gpt2.py` and `modeling_llama.py`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rooftop.errors import InputError, MissingExtraError, WeightsError
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_configs import GptConfig, config_of, hugging_face_config, hugging_face_kind
+from rooftop.parallel import Shard, shards_of
 
 # ---- the names -----------------------------------------------------------------------------------------------------
 
@@ -277,12 +280,12 @@ def read_gpt_config(folder: str | Path) -> GptConfig:
 
 @torch.no_grad()
 def load_gpt_weights(model: Gpt, path: str | Path) -> None:
-    """Copy weights from files into a model, or into a stage of one, which reads no more than its own.
+    """Copy weights from files into a model, a stage of one, or a rank's part, which read no more than their own.
 
-    Nothing is copied unless all keys are there and all tensors of the model fit.
+    Nothing is copied unless all keys are there and all tensors of the model fit. Ranks need not call it together.
 
     Args:
-        model: on any device, with the config of the weights.
+        model: on any device, with the config of the weights; also as `parallel_gpt` makes it.
         path: a folder as of `load_gpt`, or one .safetensors file.
 
     Raises:
@@ -290,7 +293,7 @@ def load_gpt_weights(model: Gpt, path: str | Path) -> None:
         ValueError: a config that is neither a GPT-2's nor a Llama's.
     """
     path = Path(path)
-    config, state = model.config, model.state_dict()
+    config, state, shards = model.config, model.state_dict(), shards_of(model)
     own = {ours: source for ours, source in sources(config).items() if ours in state}
     if config.tied and "embedding.tokens.weight" in own:
         own.pop("head.output.weight", None)  # the same tensor
@@ -298,22 +301,51 @@ def load_gpt_weights(model: Gpt, path: str | Path) -> None:
         try:
             given = _matched(files.keys(), config)
             for ours, source in own.items():
+                whole = _whole_shape(state[ours], shards.get(ours))
                 for index, key in enumerate(source.keys):
                     shape, floating = files.shape_and_kind(given[key])
-                    _check(key, shape, floating, _shape(source, index, tuple(state[ours].shape)))
+                    _check(key, shape, floating, _shape(source, index, whole))
         except WeightsError as error:
             raise WeightsError(f"{path}: {error}") from error
         for ours, source in own.items():
-            places = state[ours].split(list(source.rows))
-            for key, place in zip(source.keys, places, strict=True):
-                tensor = files.tensor(given[key])
-                place.copy_(tensor.T if source.transposed else tensor)
+            for place, start in _held(state[ours], shards.get(ours)):
+                _fill(place, start, source, given, files)
+
+
+def _whole_shape(held: Tensor, shard: Shard | None) -> tuple[int, ...]:
+    """Of the tensor of which a rank holds this; its first dimension is not known where all is padding, nor needed."""
+    return shard.pieces[0].box.shape if shard is not None and shard.pieces else tuple(held.shape)
+
+
+def _held(held: Tensor, shard: Shard | None) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """What a rank holds of a tensor, in pieces, each with where it begins in the whole one; padding becomes 0."""
+    if shard is None:
+        yield held, (0,) * held.dim()
+        return
+    if shard.padding:
+        held[len(held) - shard.padding :] = 0
+    for piece, part in shard.parts(held):
+        yield part, piece.box.start
+
+
+def _fill(place: Tensor, start: tuple[int, ...], source: Source, given: Mapping[str, str], files: _Files) -> None:
+    """Copies into a tensor what files have from `start` on, of all tensors whose rows it crosses."""
+    columns = None if place.dim() == 1 else (start[1], start[1] + place.shape[1])
+    row = 0  # where the next of theirs begins
+    for key, rows in zip(source.keys, source.rows, strict=True):
+        first, last = max(start[0], row), min(start[0] + place.shape[0], row + rows)
+        if first < last:
+            part = files.part(given[key], (first - row, last - row), columns, source.transposed)
+            place[first - start[0] : last - start[0]].copy_(part)
+        row += rows
 
 
 def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> None:
     """Write a whole model as Hugging Face does: config.json, and one safetensors file or several and an index.
 
-    The folder appears when all is written. At most one file's tensors are in memory beside the model.
+    The folder appears when all is written. At most one file's tensors are in memory beside the model. Of a model that
+    is split among ranks, as `parallel_gpt` makes it, all tensor parallel ranks of one group call this; the first of
+    them writes, and the others return when the folder is there.
 
     Args:
         model: on any device.
@@ -321,46 +353,104 @@ def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> 
         file_bytes: the most that the tensors of a file take, unless one alone takes more.
 
     Raises:
-        InputError: the folder has something in it.
+        InputError: the folder has something in it; on all ranks.
         ValueError: a stage, or a model that is neither a GPT-2 nor a Llama.
         MissingExtraError: safetensors is not installed.
     """
     folder = Path(folder)
     if model.embedding is None or model.head is None or len(model.layers) != model.config.layers:
         raise ValueError("save_gpt: expected a whole model, got a stage")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} is there already: give a new folder, or an empty one")
     config = hugging_face_config(model.config) | {"dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
-    tensors = dict(_exported(model.state_dict(), model.config))  # views
+    writes = model.group is None or dist.get_rank(model.group) == 0
+    _agreed(model, folder.exists() and (not folder.is_dir() or any(folder.iterdir())) if writes else False, folder)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
     try:
-        _write(tensors, partial, file_bytes)
-        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        partial.replace(folder)
+        if writes:
+            partial.mkdir(parents=True)
+        _write(model, partial, file_bytes, writes)
+        if writes:
+            (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            partial.replace(folder)
+        if model.group is not None:
+            dist.barrier(model.group)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # which is gone if all went well
 
 
-def _write(tensors: Mapping[str, Tensor], folder: Path, file_bytes: int) -> None:
+def _agreed(model: Gpt, taken: bool, folder: Path) -> None:
+    """Raises on all ranks where the folder is taken on the one that writes."""
+    if model.group is not None:
+        said = torch.tensor([int(taken)], device=next(model.parameters()).device)
+        dist.all_reduce(said, group=model.group)
+        taken = bool(said.item())
+    if taken:
+        raise InputError(f"{folder} is there already: give a new folder, or an empty one")
+
+
+def _write(model: Gpt, folder: Path, file_bytes: int, writes: bool) -> None:
     save_file = _safetensors().torch.save_file
+    state, shards = model.state_dict(), shards_of(model)
+    shapes = _shapes(model.config)
+    sizes = {
+        key: part.numel() * state[ours].itemsize
+        for ours, source in sources(model.config).items()
+        if not (model.config.tied and ours == "head.output.weight")
+        for key, part in zip(
+            source.keys, torch.empty(shapes[ours], device="meta").split(list(source.rows)), strict=True
+        )
+    }
     groups: list[list[str]] = [[]]
     size = 0
-    for key, tensor in tensors.items():
-        size += tensor.nbytes
+    for key, bytes_of_key in sizes.items():
+        size += bytes_of_key
         if groups[-1] and size > file_bytes:
             groups.append([])
-            size = tensor.nbytes
+            size = bytes_of_key
         groups[-1].append(key)
     count = len(groups)
     names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [ONE_FILE]
+    joined = _Joined(model, state, shards, shapes)
+    tensors = _exported(joined, model.config)
     for name, keys in zip(names, groups, strict=True):
-        contents = {key: tensors[key].to("cpu", memory_format=torch.contiguous_format, copy=True) for key in keys}
-        save_file(contents, folder / name, metadata={"format": "pt"})
-    if count > 1:
+        contents = {}
+        for expected in keys:
+            key, tensor = next(tensors)
+            assert key == expected
+            if writes:
+                contents[key] = tensor.to("cpu", memory_format=torch.contiguous_format, copy=True)
+        if writes:
+            save_file(contents, folder / name, metadata={"format": "pt"})
+    if count > 1 and writes:
         places = {key: name for name, keys in zip(names, groups, strict=True) for key in keys}
-        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": places}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Joined(Mapping[str, Tensor]):
+    """The whole tensors of a model, of which ranks may hold parts: joined when they are asked for, by all ranks."""
+
+    model: Gpt
+    state: Mapping[str, Tensor]
+    shards: Mapping[str, Shard]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def __getitem__(self, ours: str) -> Tensor:
+        held, shard = self.state[ours].detach(), self.shards.get(ours)
+        if shard is None:
+            return held
+        whole = held.new_zeros(self.shapes[ours])
+        for piece, part in shard.parts(held):
+            if piece.first:  # others hold the same
+                whole[tuple(slice(a, a + n) for a, n in zip(piece.box.start, piece.box.size, strict=True))] = part
+        dist.all_reduce(whole, group=self.model.group)
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
 
 
 class _Files:
@@ -388,10 +478,16 @@ class _Files:
         view = self._file(self._places[key]).get_slice(key)
         return tuple(view.get_shape()), view.get_dtype() in FLOATING
 
-    def tensor(self, key: str) -> Tensor:
-        """On the CPU."""
-        tensor: Tensor = self._file(self._places[key]).get_tensor(key)
-        return tensor
+    def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
+        """Rows and columns of a tensor, from and to, on the CPU; of one that is transposed, as if it were not."""
+        view = self._file(self._places[key]).get_slice(key)
+        if columns is None:
+            found: Tensor = view[slice(*rows)]
+        elif transposed:
+            found = view[slice(*columns), slice(*rows)].T
+        else:
+            found = view[slice(*rows), slice(*columns)]
+        return found
 
     def _found(self, path: Path) -> dict[str, Path]:
         """Key -> file."""
