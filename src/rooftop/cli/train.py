@@ -1,0 +1,366 @@
+"""`rooftop train`: a model from its first step on, alone or one rank of many under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+import torch
+import torch.distributed as dist
+
+from rooftop.analysis.formats import percent_text
+from rooftop.cli.analyze import check_writable
+from rooftop.cli.progress import progress_bar
+from rooftop.errors import InputError, RooftopError
+from rooftop.hardware import measure_ceilings
+from rooftop.models.gpt_configs import PRESETS, GptConfig, gpt_config
+from rooftop.parallel import Layout, World, join, launched
+from rooftop.train import (
+    GptTrainer,
+    GptTraining,
+    StepReport,
+    StepRoof,
+    Tokens,
+    find_training,
+    load_training,
+    open_tokens,
+    run_steps,
+    step_roof,
+)
+from rooftop.train.gpt_training import DTYPES
+from rooftop.train.tokens import BYTES, KINDS
+
+LAYERS, WIDTH, HEADS, LENGTH = 4, 256, 4, 256  # of a model that a laptop trains in minutes
+
+EXAMPLES = """\b
+Examples:
+  python -m rooftop.train gpt --data-path book.txt
+  torchrun --nproc-per-node 4 -m rooftop.train gpt --data-path texts/ --tensor-parallel-size 2 --sequence-parallel
+  torchrun --nproc-per-node 8 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --save run/
+  python -m rooftop.train gpt --data-path book.txt --train-iters 200 --save run/ --load run/
+
+Ranks that the tensor parallel ones leave over are data parallel: 8 processes with --tensor-parallel-size 2 are 4 x 2.
+Each takes --micro-batch-size sequences at a time, and as many times as --global-batch-size needs.
+
+The same seed gives the same training in every layout: initial values, dropout and data are functions of the seed and
+the place in the whole, not of the rank. So two layouts differ by the rounding of sums only, and in speed.
+
+\b
+Data, as --data-path:
+  FILE.bin      tokens of 16 bits, or as --token-dtype says; memory-mapped
+  FILE.npy      tokens, integers of one dimension; memory-mapped
+  another file  text: a token for each byte, a vocabulary of 256
+  a folder      all text files in it
+
+What is said of a step: the loss before it, the norm of its gradient, tokens a second of all ranks; MFU, the model's
+flops by the fastest matrix product that was measured on this machine; percent of roof, the time in which it could have
+done the step at best, against the time it took; memory of rank 0. Where the machine was not measured before, that is
+done first, in under 30 s; --no-roof leaves it out.
+"""
+
+size = partial(click.option, type=click.IntRange(min=1), metavar="N")
+rate = partial(click.option, type=click.FloatRange(min=0), metavar="X", show_default=True)
+number = partial(click.option, type=click.IntRange(0, 2**64 - 1), metavar="N", show_default=True)
+path = partial(click.option, type=click.Path(path_type=Path))
+choice = {
+    "tokens": click.Choice(list(KINDS)),
+    "presets": click.Choice(list(PRESETS)),
+    "dtypes": click.Choice(list(DTYPES)),
+    "devices": click.Choice(["cuda", "cpu"]),
+}
+
+
+@click.group(epilog="Start with: rooftop train gpt --data-path book.txt")
+def command() -> None:
+    """Train a model, on one process or, under torchrun, on many."""
+
+
+@command.command(epilog=EXAMPLES)
+@path("--data-path", required=True, metavar="PATH", help="Tokens or text.")
+@click.option("--token-dtype", type=choice["tokens"], default="uint16", show_default=True, help="Of a .bin file.")
+@click.option("--preset", type=choice["presets"], metavar="NAME", help=f"One of {', '.join(PRESETS)}.")
+@size("--num-layers", help=f"Blocks.  [default: {LAYERS}, or the preset's]")
+@size("--hidden-size", help=f"Features of a position.  [default: {WIDTH}]")
+@size("--num-attention-heads", help=f"They share the features evenly.  [default: {HEADS}]")
+@size("--seq-length", help=f"Tokens of a sequence.  [default: {LENGTH}, or the preset's most]")
+@size("--vocab-size", help=f"Tokens that there are.  [default: the preset's, or {BYTES} of text]")
+@rate("--dropout", default=0.0, help="Probability, of the embedding and of the result of each sublayer.")
+@size("--micro-batch-size", default=1, show_default=True, help="Sequences of a rank at a time.")
+@size("--global-batch-size", help="Sequences of a step.  [default: one micro-batch a data rank]")
+@size("--train-iters", default=100, show_default=True, help="Steps, with those before --load.")
+@rate("--lr", default=3e-4, help="Learning rate of AdamW.")
+@rate("--weight-decay", default=0.1, help="Of matrices.")
+@rate("--clip-grad", default=1.0, help="The gradient's largest norm; 0: any.")
+@number("--seed", default=0, help="Of initial values, dropout and the order of the data.")
+@click.option(
+    "--dtype",
+    type=choice["dtypes"],
+    help="In which is computed; with bfloat16 weights and optimizer are float32.  "
+    "[default: bfloat16 on GPUs, float32 without]",
+)
+@click.option("--recompute", is_flag=True, help="Keep little for backward and compute it again: less memory, slower.")
+@size("--tensor-parallel-size", default=1, show_default=True, help="Ranks that share each layer.")
+@click.option("--sequence-parallel", is_flag=True, help="Let these also split what is between the layers.")
+@size("--pipeline-parallel-size", default=1, help="Not yet: 1.")
+@size("--context-parallel-size", default=1, help="Not yet: 1.")
+@click.option("--device", type=choice["devices"], help="[default: cuda, if there is a GPU]")
+@path("--save", metavar="DIR", help="Write weights and optimizer after the last step, whole or not at all.")
+@size("--save-interval", help="And after every N steps.")
+@path("--load", metavar="DIR", help="Go on with what was saved there last.")
+@path(
+    "--metrics",
+    metavar="FILE",
+    help="Write a line of JSON for each step: step, loss, grad_norm, tokens_per_s, percent_of_roof and more. With "
+    "--load they are appended.",
+)
+@size("--log-interval", default=10, show_default=True, help="Steps between lines.")
+@click.option("--roof/--no-roof", "with_roof", default=True, help="Whether to say how far from the roof it is.")
+def gpt(
+    *,
+    data_path: Path,
+    token_dtype: str,
+    tensor_parallel_size: int,
+    sequence_parallel: bool,
+    pipeline_parallel_size: int,
+    context_parallel_size: int,
+    device: str | None,
+    train_iters: int,
+    save: Path | None,
+    save_interval: int | None,
+    load: Path | None,
+    metrics: Path | None,
+    log_interval: int,
+    with_roof: bool,
+    **options: Any,
+) -> None:
+    """Train a GPT on tokens or text, and say how fast.
+
+    It is GPT-2's transformer of the given sizes, or a preset. Alone it trains on one process; under torchrun each
+    process is a rank. Ranks use NCCL where there are GPUs, and gloo where there are none.
+    """
+    # What is wrong at every rank is found before any communicates, and said by each in the same words.
+    if save_interval is not None and save is None:
+        raise click.UsageError("--save-interval says how often: expected --save DIR, where to")
+    if metrics is not None:
+        check_writable(metrics)
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with as_input_errors():
+        ranks = launched().size
+        layout = layout_of(
+            ranks, tensor_parallel_size, pipeline_parallel_size, context_parallel_size, sequence_parallel
+        )
+        tokens = open_tokens(data_path, token_dtype)
+        training = training_of(tokens, layout, kind, **options)
+        training.check(layout, ranks)
+        training.batches(tokens)  # there are enough
+        found, before = find_training(load, training, layout) if load is not None else (None, 0)
+    if before >= train_iters:
+        raise click.UsageError(f"{load} has {before} steps already: expected more as --train-iters, got {train_iters}")
+    first = launched().rank == 0
+    with progress_bar() if first else nullcontext(lambda what, fraction: None) as progress:
+        tokens.check_vocabulary(training.config.vocabulary, progress)
+    if save is not None:
+        check_folder(save)
+    settings = {
+        "training": training,
+        "tokens": len(tokens),
+        "train_iters": train_iters,
+        "load": str(found),
+        "save": str(save),
+        "save_interval": save_interval,
+        "log_interval": log_interval,
+        "roof": with_roof,
+    }
+    with as_input_errors(), join(layout, settings=settings, device=device) as world:
+        trainer = GptTrainer(training, tokens, layout, layout.process_groups(), world.device)
+        if found is not None:
+            load_training(found, trainer)
+        if first:
+            click.echo(heading(trainer, world, found))
+        roof = roof_here(trainer) if with_roof else None
+        steps = run_steps(
+            trainer, train_iters, interval=log_interval, roof=roof, save=save, save_interval=save_interval
+        )
+        with (
+            lines_of(metrics if first else None, load is not None) as file,
+            progress_bar() if first else nullcontext(lambda what, fraction: None) as progress,
+        ):
+            for reports in steps:
+                if first:
+                    tell(reports, train_iters, file)
+                    progress(f"step {reports[-1].step}", reports[-1].step / train_iters)
+    if first and save is not None:
+        click.echo(f"saved: {save}")
+
+
+@contextmanager
+def as_input_errors() -> Iterator[None]:
+    """Sizes and layouts that do not fit are a wrong call."""
+    try:
+        yield
+    except RooftopError:
+        raise
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def check_folder(path: Path) -> None:
+    """Make the folder, if need be, and see that it can be written to: before the work, not after it.
+
+    Raises:
+        click.BadParameter: it cannot.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.BadParameter(f"{path} cannot be made: {error.strerror}", param_hint="--save") from error
+    if not os.access(path, os.W_OK):
+        raise click.BadParameter(f"{path} cannot be written: permission denied", param_hint="--save")
+
+
+def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_parallel: bool) -> Layout:
+    """The flags' layout of all ranks.
+
+    Raises:
+        ValueError: there is none, or it cannot train yet.
+    """
+    for flag, size in (("pipeline", pipeline), ("context", context)):
+        if size > 1:
+            raise InputError(
+                f"--{flag}-parallel-size {size}: {flag} parallel ranks cannot train yet; leave it out, or use "
+                "--tensor-parallel-size and data parallel ranks"
+            )
+    return Layout.of_world(ranks, tp=tensor, sequence_parallel=sequence_parallel)
+
+
+def training_of(
+    tokens: Tokens,
+    layout: Layout,
+    kind: str,
+    *,
+    preset: str | None,
+    num_layers: int | None,
+    hidden_size: int | None,
+    num_attention_heads: int | None,
+    seq_length: int | None,
+    vocab_size: int | None,
+    dropout: float,
+    micro_batch_size: int,
+    global_batch_size: int | None,
+    lr: float,
+    weight_decay: float,
+    clip_grad: float,
+    seed: int,
+    dtype: str | None,
+    recompute: bool,
+) -> GptTraining:
+    """The flags' training.
+
+    Raises:
+        ValueError: sizes that do not fit; no vocabulary is known; sizes beside a preset that has them.
+    """
+    if preset is not None:
+        if hidden_size is not None or num_attention_heads is not None:
+            raise InputError(f"--preset {preset} has its --hidden-size and --num-attention-heads: leave these out")
+        config = gpt_config(preset)
+        config = replace(
+            config,
+            layers=num_layers or config.layers,
+            vocabulary=vocab_size or config.vocabulary,
+            dropout=dropout,
+        )
+        length = seq_length or config.positions
+    else:
+        if vocab_size is None and not tokens.text:
+            raise InputError(f"{tokens.source} has tokens of a vocabulary that is not known: expected --vocab-size")
+        width, length = hidden_size or WIDTH, seq_length or LENGTH
+        heads = num_attention_heads or HEADS
+        config = GptConfig(
+            vocabulary=vocab_size or BYTES,
+            layers=num_layers or LAYERS,
+            width=width,
+            heads=heads,
+            kv_heads=heads,
+            hidden=4 * width,
+            positions=length,
+            dropout=dropout,
+        )
+    return GptTraining(
+        config=config,
+        length=length,
+        global_batch=global_batch_size or micro_batch_size * layout.dp,
+        micro_batch=micro_batch_size,
+        learning_rate=lr,
+        weight_decay=weight_decay,
+        clip=clip_grad,
+        seed=seed,
+        dtype=DTYPES[dtype or ("bfloat16" if kind == "cuda" else "float32")],
+        recompute=recompute,
+    )
+
+
+def roof_here(trainer: GptTrainer) -> StepRoof | None:
+    """Of rank 0, which measures its device while the others wait: they would disturb each other."""
+    found = None
+    if trainer.rank == 0:
+        with progress_bar() as progress:
+            ceilings = measure_ceilings(trainer.device, progress=progress)
+        try:
+            found = step_roof(trainer, ceilings)
+        except ValueError as error:  # no rate in this dtype
+            click.echo(f"no roof: {error}")
+    if dist.is_initialized():
+        dist.barrier()
+    return found
+
+
+# ---- what is said --------------------------------------------------------------------------------------------------
+
+
+def heading(trainer: GptTrainer, world: World, found: Path | None) -> str:
+    """The model, the ranks, the data."""
+    training, dtype = trainer.training, str(trainer.training.dtype).removeprefix("torch.")
+    lines = [
+        f"{training.config.parameters:,} parameters, {dtype} on {world.size} x {world.device.type}: {trainer.layout}",
+        f"{trainer.batches.sequences:,} sequences of {training.length:,} tokens in {trainer.batches.tokens.source}, "
+        f"{training.global_batch:,} a step",
+    ]
+    if found is not None:
+        lines.append(f"going on after step {trainer.step:,} of {found}")
+    return "\n".join(lines)
+
+
+def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
+    """A line for the last one; for each one a line of JSON."""
+    last = reports[-1]
+    words = [
+        f"step {last.step:>{len(str(steps))}}/{steps}",
+        f"loss {last.loss:.6f}",
+        f"grad norm {last.grad_norm:.4f}",
+        f"{last.tokens_per_s:,.0f} tokens/s",
+    ]
+    if last.mfu is not None and last.percent_of_roof is not None:
+        words += [f"MFU {percent_text(100 * last.mfu)}", f"{percent_text(last.percent_of_roof)} of roof"]
+    click.echo("  ".join([*words, f"{last.peak_bytes / 2**30:.2f} GiB"]))
+    if last.percent_of_roof is not None and last.percent_of_roof > 100:
+        click.echo("more than the roof: the ceilings are wrong; measure again with rooftop ceilings --refresh")
+    if file is not None:
+        file.writelines(json.dumps(asdict(report)) + "\n" for report in reports)
+        file.flush()
+
+
+@contextmanager
+def lines_of(path: Path | None, append: bool) -> Iterator[TextIO | None]:
+    """A file to which lines are added as they come."""
+    if path is None:
+        yield None
+        return
+    with path.open("a" if append else "w", encoding="utf-8") as file:
+        yield file

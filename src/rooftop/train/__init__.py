@@ -1,0 +1,32 @@
+"""Training: a GPT on one process or on many, the same in every layout.
+
+    torchrun --nproc-per-node 4 -m rooftop.train gpt --tensor-parallel-size 2 --data-path text/
+
+`GptTraining` says what is trained, `GptTrainer` makes its steps, `run_steps` is the loop; `save_training` and
+`load_training` write and read it.
+"""
+
+from rooftop.train.batches import Batches
+from rooftop.train.checkpoints import find_training, load_training, save_training
+from rooftop.train.gpt_training import GptTrainer, GptTraining
+from rooftop.train.main_weights import MainWeights
+from rooftop.train.running import StepReport, run_steps
+from rooftop.train.speeds import StepRoof, step_cost, step_roof
+from rooftop.train.tokens import Tokens, open_tokens
+
+__all__ = [
+    "Batches",
+    "GptTrainer",
+    "GptTraining",
+    "MainWeights",
+    "StepReport",
+    "StepRoof",
+    "Tokens",
+    "find_training",
+    "load_training",
+    "open_tokens",
+    "run_steps",
+    "save_training",
+    "step_cost",
+    "step_roof",
+]

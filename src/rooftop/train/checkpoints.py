@@ -1,0 +1,157 @@
+"""A training on disk: saved whole or not at all, and gone on with as if nothing had been.
+
+    save/
+      latest              the name of the last one that is whole
+      step-00000100/
+        training.json     what was trained, in which layout
+        tensor-0.pt       weights and optimizer of the tensor parallel rank 0
+
+Data parallel ranks hold the same, so the first of each writes. The folder has another name until all is in it; `latest`
+is renamed last. A process that is killed on the way leaves the one before. All ranks must see the same folder.
+
+What each rank holds is saved as it is: it is read again with as many tensor parallel ranks. Any number of data parallel
+ranks fits, and sequence parallelism too, which splits no parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rooftop.errors import InputError
+from rooftop.parallel import Layout
+from rooftop.train.gpt_training import GptTrainer, GptTraining
+
+FORMAT = 1
+LATEST, TRAINING = "latest", "training.json"
+MAY_CHANGE = {"micro_batch", "learning_rate", "weight_decay", "clip", "recompute"}
+"""Of a training that goes on; all else must be what it was saved with."""
+
+
+def save_training(folder: Path, trainer: GptTrainer) -> Path:
+    """Save a training after its last step. All ranks must call it together.
+
+    Returns:
+        The folder of this step.
+
+    Raises:
+        OSError: it cannot be written; then `latest` names the one before.
+    """
+    name = f"step-{trainer.step:08d}"
+    temporary, whole = folder / f".{name}.unfinished", folder / name
+    if trainer.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        _write(temporary / TRAINING, json.dumps(_described(trainer), indent=1) + "\n")
+    _wait_for_all()
+    if trainer.place["dp"] == 0:
+        _save_part(temporary / _part(trainer.place["tp"]), trainer)
+    _wait_for_all()
+    if trainer.rank == 0:
+        shutil.rmtree(whole, ignore_errors=True)
+        os.replace(temporary, whole)
+        _write(folder / f".{LATEST}.unfinished", f"{name}\n")
+        os.replace(folder / f".{LATEST}.unfinished", folder / LATEST)
+    _wait_for_all()
+    return whole
+
+
+def find_training(folder: Path, training: GptTraining, layout: Layout) -> tuple[Path, int]:
+    """The last that was saved in a folder, and its step, if it can be gone on with so. Communicates with nobody.
+
+    Raises:
+        InputError: there is none, or it is of another training or number of tensor parallel ranks.
+    """
+    try:
+        found = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
+        saved: dict[str, Any] = json.loads((found / TRAINING).read_text(encoding="utf-8"))
+        if saved["format"] != FORMAT:
+            raise InputError(f"{found} has format {saved['format']}, this version of Rooftop reads {FORMAT}")
+        then, ranks, step = saved["training"], saved["layout"]["tp"], int(saved["step"])
+    except FileNotFoundError as error:
+        raise InputError(f"no training was saved in {folder}: {error.filename} is not there") from error
+    except (NotADirectoryError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{folder} does not hold a training as --save writes it ({error!r})") from error
+    if ranks != layout.tp:
+        raise InputError(
+            f"{found} was saved in the layout {saved['layout']['words']}: go on with {ranks} tensor parallel ranks, "
+            f"got {layout.tp}; the number of data parallel ranks may differ"
+        )
+    given = _plain(training)
+    differing = [
+        f"{name} is {then.get(name)!r} there, {value!r} here"
+        for name, value in given.items()
+        if name not in MAY_CHANGE and then.get(name) != value
+    ]
+    if differing:
+        raise InputError(f"{found} is of another training: {'; '.join(differing)}")
+    return found, step
+
+
+def load_training(found: Path, trainer: GptTrainer) -> None:
+    """Give a trainer what `find_training` has found. Its own learning rate and weight decay stay.
+
+    Raises:
+        InputError: this rank's part is damaged or does not fit.
+    """
+    path = found / _part(trainer.place["tp"])
+    try:
+        part = torch.load(path, map_location=trainer.device, weights_only=True)
+        trainer.step = int(part["step"])
+        with torch.no_grad():
+            for name, weight in trainer.weights.named.items():
+                weight.copy_(part["weights"][name])
+        groups = trainer.optimizer.state_dict()["param_groups"]
+        trainer.optimizer.load_state_dict({"state": part["optimizer"], "param_groups": groups})
+    except (OSError, RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as error:
+        kind = type(error).__name__  # torch's message is a page
+        raise InputError(f"{path} cannot be read as this rank's part of a training ({kind}); is it whole?") from error
+    trainer.weights.publish()
+
+
+def _save_part(path: Path, trainer: GptTrainer) -> None:
+    weights = {name: weight.detach() for name, weight in trainer.weights.named.items()}
+    with path.open("wb") as file:
+        torch.save(
+            {"step": trainer.step, "weights": weights, "optimizer": trainer.optimizer.state_dict()["state"]}, file
+        )
+        file.flush()
+        os.fsync(file.fileno())  # on the disk before its name says so
+
+
+def _described(trainer: GptTrainer) -> dict[str, Any]:
+    layout = {**asdict(trainer.layout), "words": str(trainer.layout)}
+    return {"format": FORMAT, "step": trainer.step, "layout": layout, "training": _plain(trainer.training)}
+
+
+def _plain(training: GptTraining) -> dict[str, Any]:
+    """As JSON has it; the model's sizes beside the others."""
+    values: dict[str, Any] = asdict(training)
+    config: Mapping[str, Any] = values.pop("config")
+    return {**config, **values, "dtype": str(training.dtype).removeprefix("torch.")}
+
+
+def _part(tensor_rank: int) -> str:
+    return f"tensor-{tensor_rank}.pt"
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()

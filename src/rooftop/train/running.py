@@ -1,0 +1,102 @@
+"""The loop: steps, what there is to say of them, and what is saved on the way.
+
+Loss and norm are read once in `interval` steps, all together: a GPU need not wait for Python in between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rooftop.errors import ModelRunError
+from rooftop.train.checkpoints import save_training
+from rooftop.train.gpt_training import GptTrainer
+from rooftop.train.speeds import StepRoof, peak_bytes
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What was seen of one step.
+
+    Attributes:
+        step: from 1.
+        loss: of its batch, before it.
+        grad_norm: before it was clipped.
+        tokens_per_s: of all ranks, on average over the steps that were read together.
+        mfu, percent_of_roof: of this rank; None where the roof is not known.
+        peak_bytes: the most memory of this rank so far.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens_per_s: float
+    mfu: float | None
+    percent_of_roof: float | None
+    peak_bytes: int
+
+
+def run_steps(
+    trainer: GptTrainer,
+    until: int,
+    *,
+    interval: int = 10,
+    roof: StepRoof | None = None,
+    save: Path | None = None,
+    save_interval: int | None = None,
+) -> Iterator[list[StepReport]]:
+    """Train until so many steps have been made since the beginning. All ranks must iterate, together.
+
+    Args:
+        interval: steps that are read and told together. The first is told by itself: it takes longer.
+        roof: of a step.
+        save: the folder for checkpoints; one is made after the last step.
+        save_interval: and after each so many.
+
+    Yields:
+        Reports of the steps since the last ones.
+
+    Raises:
+        ModelRunError: a loss or a norm is not finite: the same at all ranks.
+    """
+    first, waiting = trainer.step + 1, list[tuple[Tensor, Tensor]]()
+    began = time.perf_counter()
+    while trainer.step < until:
+        waiting.append(trainer.advance())
+        step = trainer.step
+        saving = save is not None and (step == until or (save_interval is not None and step % save_interval == 0))
+        if step in (first, until) or step % interval == 0 or saving:
+            numbers = torch.stack([torch.stack(pair) for pair in waiting]).tolist()  # waits for the device
+            seconds = (time.perf_counter() - began) / len(waiting)
+            yield _told(trainer, numbers, seconds, roof)
+            waiting.clear()
+            if save is not None and saving:
+                save_training(save, trainer)
+            began = time.perf_counter()
+
+
+def _told(trainer: GptTrainer, numbers: list[list[float]], seconds: float, roof: StepRoof | None) -> list[StepReport]:
+    reports = []
+    for step, (loss, norm) in enumerate(numbers, trainer.step - len(numbers) + 1):
+        if not torch.tensor([loss, norm]).isfinite().all():
+            raise ModelRunError(
+                f"the loss of step {step} is {loss}, its gradient's norm {norm}: training cannot go on; a smaller "
+                "learning rate may help"
+            )
+        reports.append(
+            StepReport(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                tokens_per_s=trainer.training.tokens_per_step / seconds,
+                mfu=roof.mfu(1e3 * seconds) if roof is not None else None,
+                percent_of_roof=roof.percent(1e3 * seconds) if roof is not None else None,
+                peak_bytes=peak_bytes(trainer.device),
+            )
+        )
+    return reports

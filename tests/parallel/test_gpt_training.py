@@ -1,0 +1,157 @@
+"""`python -m rooftop.train gpt` on several ranks: in every layout the training of one process, to 1e-10, with dropout
+on; gone on with, the same bit for bit; and what is wrong is said once, by every rank's own check, and nobody waits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rooftop.cli.main import main
+
+Run = Callable[..., list[Any]]
+Said = tuple[int, str, str]
+"""Exit status, what went to standard output, and to standard error."""
+
+VOCABULARY, STEPS, CLOSE = 31, 5, 1e-10
+WORDS = [
+    "train", "gpt", "--device", "cpu", "--no-roof", "--log-interval", "1", "--num-layers", "2", "--hidden-size", "16",
+    "--num-attention-heads", "4", "--seq-length", "8", "--vocab-size", str(VOCABULARY), "--global-batch-size", "8",
+    "--lr", "0.01", "--clip-grad", "0.5", "--dropout", "0.2", "--seed", "3",
+]  # fmt: skip
+LAYOUTS = {
+    "tp=2": (2, ["--tensor-parallel-size", "2", "--micro-batch-size", "8"]),
+    "dp=2": (2, ["--micro-batch-size", "2"]),
+    "dp=2 tp=2 sequence": (
+        4, ["--tensor-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "2", "--recompute"],
+    ),
+}  # fmt: skip
+
+
+def called(words: list[str]) -> Said:
+    """The command line, in this process."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main(words)
+    return status, out.getvalue(), err.getvalue()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def numbers(path: Path) -> list[tuple[int, float, float]]:
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines(path)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens of which the next depends on the last: there is something to learn."""
+    steps = np.random.default_rng(0).integers(1, 4, 400)
+    path = tmp_path_factory.mktemp("data") / "tokens.npy"
+    np.save(path, (np.cumsum(steps) % VOCABULARY).astype(np.uint16))
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float]]:
+    """One process, half a batch at a time."""
+    path = tmp_path_factory.mktemp("alone") / "metrics.jsonl"
+    words = ["--data-path", str(data), "--metrics", str(path), "--micro-batch-size", "4", "--dtype", "float64"]
+    status, _, err = called([*WORDS, *words, "--train-iters", str(STEPS)])
+    assert (status, err) == (0, "")
+    return numbers(path)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_as_one_process(
+    name: str, on_ranks: Run, data: Path, alone: list[tuple[int, float, float]], tmp_path: Path
+) -> None:
+    ranks, layout = LAYOUTS[name]
+    words = ["--data-path", str(data), "--metrics", str(tmp_path / "metrics.jsonl"), "--dtype", "float64"]
+    said: list[Said] = on_ranks(ranks, called, [*WORDS, *layout, *words, "--train-iters", str(STEPS)], joined=False)
+    assert [status for status, _, _ in said] == [0] * ranks
+    assert [bool(out) for _, out, _ in said] == [True] + [False] * (ranks - 1)
+    assert [line for line, *_ in numbers(tmp_path / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    for (_, *found), (_, *expected) in zip(numbers(tmp_path / "metrics.jsonl"), alone, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=CLOSE)
+    for step, loss, _ in alone:
+        assert f"step {step}/{STEPS}  loss {loss:.6f}" in said[0][1]
+
+
+@pytest.mark.parametrize("change", [["--seed", "4"], ["--dropout", "0.21"], ["--global-batch-size", "4"]])
+def test_the_comparison_sees_another_seed_dropout_or_batch(
+    change: list[str], data: Path, alone: list[tuple[int, float, float]], tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    words = ["--data-path", str(data), "--metrics", str(path), "--micro-batch-size", "4", "--dtype", "float64"]
+    assert called([*WORDS, *words, "--train-iters", "2", *change])[0] == 0
+    found, expected = np.array(numbers(path)), np.array(alone[:2])
+    assert np.abs(found - expected).max() > 1e-5
+
+
+def test_a_training_goes_on_bit_for_bit_in_its_layout_and_not_in_another(
+    on_ranks: Run, data: Path, tmp_path: Path
+) -> None:
+    """In bfloat16: weights and optimizer are wider than what the model computes with."""
+    one, folder = [*WORDS, "--data-path", str(data), "--dtype", "bfloat16", "--micro-batch-size", "8"], tmp_path / "run"
+    words = [*one, "--tensor-parallel-size", "2", "--sequence-parallel"]
+    runs = {
+        "whole": ["--train-iters", "4"],
+        "first": ["--train-iters", "2", "--save", str(folder)],
+        "second": ["--train-iters", "4", "--load", str(folder), "--save", str(folder)],
+    }
+    for name, more in runs.items():
+        said = on_ranks(2, called, [*words, *more, "--metrics", str(tmp_path / name)], joined=False)
+        assert [status for status, *_ in said] == [0, 0], said
+    assert numbers(tmp_path / "first") + numbers(tmp_path / "second") == numbers(tmp_path / "whole")
+    assert (folder / "latest").read_text() == "step-00000004\n"
+
+    status, _, err = called([*one, "--train-iters", "9", "--load", str(folder)])
+    assert status == 2
+    assert "was saved in the layout dp=1 tp=2 pp=1 cp=1 sequence_parallel" in err
+    assert "go on with 2 tensor parallel ranks, got 1" in err
+
+
+def test_a_training_goes_on_with_as_many_data_parallel_ranks_as_there_are(
+    on_ranks: Run, data: Path, tmp_path: Path
+) -> None:
+    words = [*WORDS, "--data-path", str(data), "--dtype", "float64", "--micro-batch-size", "4"]
+    folder = tmp_path / "run"
+    assert called([*words, "--train-iters", "4", "--metrics", str(tmp_path / "whole")])[0] == 0
+    assert called([*words, "--train-iters", "2", "--save", str(folder)])[0] == 0
+    more = [*words, "--train-iters", "4", "--load", str(folder), "--metrics"]
+    assert called([*more, str(tmp_path / "alone")])[0] == 0
+    assert numbers(tmp_path / "alone") == numbers(tmp_path / "whole")[2:]
+    assert [status for status, *_ in on_ranks(2, called, [*more, str(tmp_path / "two")], joined=False)] == [0, 0]
+    np.testing.assert_allclose(numbers(tmp_path / "two"), numbers(tmp_path / "alone"), rtol=0, atol=CLOSE)
+
+
+WRONG = {
+    "layout": (["--tensor-parallel-size", "3"], "a world of 2 cannot be split by tp=3"),
+    "heads": (["--tensor-parallel-size", "2", "--num-attention-heads", "1"], "heads=1 is not divisible by tp=2"),
+    "batch": (["--micro-batch-size", "3"], "batch=8 is not divisible by 6"),
+    "pipeline": (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2: pipeline parallel ranks cannot train"),
+    "context": (["--context-parallel-size", "2"], "--context-parallel-size 2: context parallel ranks cannot train"),
+    "short": (["--seq-length", "400"], "has 400 tokens, a sequence of 400 takes 401"),
+    "vocabulary": (["--vocab-size", "30"], "has the token 30, a vocabulary of 30 has 0 to 29"),
+    "missing": (["--data-path", "nowhere.bin"], "nowhere.bin is not there"),
+    "load": (["--load", "nowhere"], "no training was saved in nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_everywhere_is_said_once_and_nobody_waits(name: str, on_ranks: Run, data: Path) -> None:
+    change, words = WRONG[name]
+    said: list[Said] = on_ranks(2, called, [*WORDS, "--data-path", str(data), *change], joined=False, limit_s=30)
+    assert [status for status, _, _ in said] == [2, 2]
+    errors = [err for _, _, err in said if err]
+    assert len(errors) == 1
+    assert words in errors[0]
+    assert "Traceback" not in errors[0]

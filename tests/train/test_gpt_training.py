@@ -1,0 +1,294 @@
+"""One process trains: it learns, bfloat16 keeps float32 weights, what is saved is whole, and the roof is a bound."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rooftop.cli.main import main
+from rooftop.cost.roofs import roof
+from rooftop.errors import InputError, ModelRunError
+from rooftop.hardware import ceilings_of
+from rooftop.models import GptConfig
+from rooftop.parallel import Layout
+from rooftop.train import (
+    GptTrainer,
+    GptTraining,
+    MainWeights,
+    Tokens,
+    checkpoints,
+    find_training,
+    load_training,
+    run_steps,
+    save_training,
+    step_cost,
+    step_roof,
+)
+
+CONFIG = GptConfig(vocabulary=11, layers=2, width=16, heads=2, kv_heads=2, hidden=32, positions=8, dropout=0.1)
+TRAINING = GptTraining(config=CONFIG, length=8, global_batch=4, micro_batch=2, learning_rate=0.01)
+COUNTING = Tokens([np.arange(500) % 11], "counting")
+CPU = torch.device("cpu")
+
+
+def trainer(training: GptTraining = TRAINING, device: torch.device = CPU) -> GptTrainer:
+    layout = Layout()
+    return GptTrainer(training, COUNTING, layout, layout.process_groups(), device)
+
+
+def losses(of: GptTrainer, steps: int) -> list[float]:
+    return [float(of.advance()[0]) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_learns_to_count(dtype: torch.dtype) -> None:
+    quick = replace(TRAINING, micro_batch=4, learning_rate=0.03, config=replace(CONFIG, layers=1, dropout=0.0))
+    found = losses(trainer(replace(quick, dtype=dtype)), 40)
+    assert found[0] == pytest.approx(np.log(11), abs=0.1)
+    assert found[-1] < 0.5
+
+
+def test_the_size_of_micro_batches_changes_rounding_only() -> None:
+    exact = replace(TRAINING, dtype=torch.float64)
+    expected = losses(trainer(exact), 4)
+    for size in (1, 4):
+        np.testing.assert_allclose(losses(trainer(replace(exact, micro_batch=size)), 4), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(losses(trainer(replace(exact, recompute=True)), 4), expected, rtol=0, atol=1e-12)
+
+
+def test_without_clipping_the_norm_is_the_same_and_training_another() -> None:
+    clipped, free = (trainer(replace(TRAINING, clip=clip)) for clip in (0.01, 0.0))
+    assert torch.equal(clipped.advance()[1], free.advance()[1])
+    assert all(group["weight_decay"] == 0 for group in free.optimizer.param_groups[1:])
+
+
+# ---- main weights ------------------------------------------------------------------------------------------------
+
+
+def test_steps_too_small_for_bfloat16_add_up() -> None:
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    weights = MainWeights(model, torch.bfloat16)
+    optimizer = torch.optim.SGD(weights.named.values(), lr=1e-3)
+    for _ in range(8):
+        model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        assert model.weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.publish()
+    torch.testing.assert_close(weights.named["weight"].detach(), torch.full((1, 4), 0.992))
+    assert torch.equal(model.weight, torch.full((1, 4), 0.992, dtype=torch.bfloat16))  # from 1: below 0.996 at last
+
+
+def test_gradients_of_micro_batches_add_up_in_float32() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    weights = MainWeights(model, torch.bfloat16)
+    for value in (1.0, *[2**-9] * 8):
+        model(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
+    gradient = weights.named["weight"].grad
+    assert gradient is not None
+    assert gradient.item() == 1 + 8 * 2**-9  # in bfloat16 each of the eight would be lost
+
+
+def test_a_wide_model_is_stepped_itself() -> None:
+    model = nn.Linear(2, 2)
+    weights = MainWeights(model, torch.float32)
+    assert weights.named["weight"] is model.weight
+    weights.publish()
+
+
+def test_the_loss_of_a_bfloat16_model_is_not_rounded_to_its_three_digits() -> None:
+    for loss in losses(trainer(replace(TRAINING, dtype=torch.bfloat16)), 3):
+        assert loss != torch.tensor(loss).bfloat16().item()
+
+
+# ---- on disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_is_loaded_goes_on_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    training = replace(TRAINING, dtype=dtype)
+    expected = losses(trainer(training), 6)
+    first = trainer(training)
+    assert losses(first, 3) == expected[:3]
+    assert save_training(tmp_path, first) == tmp_path / "step-00000003"
+    found, step = find_training(tmp_path, training, Layout())
+    second = trainer(training)
+    load_training(found, second)
+    assert (step, second.step) == (3, 3)
+    assert losses(second, 3) == expected[3:]
+
+
+def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trainer()
+    one.advance()
+    save_training(tmp_path, one)
+    one.advance()
+
+    def torn(value: object, file: object) -> None:
+        file.write(b"half")  # type: ignore[attr-defined]
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints.torch, "save", torn)
+        with pytest.raises(OSError, match="no space left"):
+            save_training(tmp_path, one)
+    found, step = find_training(tmp_path, TRAINING, Layout())
+    assert step == 1
+    load_training(found, trainer())
+    save_training(tmp_path, one)  # what was left over does not stand in the way
+    save_training(tmp_path, one)
+    assert find_training(tmp_path, TRAINING, Layout())[1] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+
+
+def test_only_what_changes_no_number_may_change(tmp_path: Path) -> None:
+    save_training(tmp_path, trainer())
+    find_training(tmp_path, replace(TRAINING, micro_batch=1, learning_rate=0.1, recompute=True), Layout(dp=2))
+    other = replace(TRAINING, seed=7, config=replace(CONFIG, layers=3))
+    with pytest.raises(InputError, match="another training: layers is 2 there, 3 here; seed is 0 there, 7 here"):
+        find_training(tmp_path, other, Layout())
+    with pytest.raises(InputError, match="go on with 1 tensor parallel ranks, got 2"):
+        find_training(tmp_path, TRAINING, Layout(tp=2))
+
+
+def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no training was saved"):
+        find_training(tmp_path, TRAINING, Layout())
+    folder = save_training(tmp_path, trainer())
+    (folder / "tensor-0.pt").write_bytes(b"nothing")
+    with pytest.raises(InputError, match=r"tensor-0\.pt cannot be read"):
+        load_training(find_training(tmp_path, TRAINING, Layout())[0], trainer())
+    (folder / "training.json").write_text("{}")
+    with pytest.raises(InputError, match="does not hold a training"):
+        find_training(tmp_path, TRAINING, Layout())
+
+
+@pytest.mark.gpu
+def test_a_gpu_trains_as_the_cpu_and_goes_on(tmp_path: Path) -> None:
+    gpu, exact = torch.device("cuda"), replace(TRAINING, dtype=torch.float64)
+    np.testing.assert_allclose(losses(trainer(exact, gpu), 4), losses(trainer(exact), 4), rtol=0, atol=1e-9)
+    narrow = replace(TRAINING, dtype=torch.bfloat16)
+    expected, first = losses(trainer(narrow, gpu), 6), trainer(narrow, gpu)
+    losses(first, 3)
+    save_training(tmp_path, first)
+    second = trainer(narrow, gpu)
+    load_training(find_training(tmp_path, narrow, Layout())[0], second)
+    # The sums of attention's gradient come in any order; a lost state of the optimizer would change far more.
+    assert losses(second, 3) == pytest.approx(expected[3:], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"length": 9}, "sequences of 9 tokens, but the model has 8 positions"),
+        ({"micro_batch": 0}, "micro_batch must be positive"),
+        ({"clip": -1.0}, "clip must be 0 or more"),
+        ({"dtype": torch.float16}, "dtype must be one of float64, float32, bfloat16"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(TRAINING, **change)
+
+
+# ---- what is said ------------------------------------------------------------------------------------------------
+
+
+def test_reports_have_every_step_once_in_groups_of_the_interval(tmp_path: Path) -> None:
+    groups = list(run_steps(trainer(), 8, interval=3, save=tmp_path, save_interval=5))
+    assert [[report.step for report in group] for group in groups] == [[1], [2, 3], [4, 5], [6], [7, 8]]
+    assert [report.loss for group in groups for report in group] == losses(trainer(), 8)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000005", "step-00000008"]
+
+
+def test_a_loss_that_is_not_finite_ends_it() -> None:
+    one = trainer()
+    with torch.no_grad():
+        next(iter(one.model.parameters())).fill_(torch.nan)
+    with pytest.raises(ModelRunError, match="the loss of step 1 is nan"):
+        list(run_steps(one, 3))
+
+
+def test_the_cost_of_a_step_is_that_of_its_flops_and_weights() -> None:
+    training = replace(TRAINING, config=replace(CONFIG, dropout=0.0))
+    elements = training.config.parameters
+    wide, narrow = (step_cost(trainer(replace(training, dtype=kind))) for kind in (torch.float32, torch.bfloat16))
+    flops = 4 * 8 * training.config.flops_per_token(8)
+    assert (dict(wide.flops), dict(narrow.flops)) == ({"fp32": flops}, {"bf16": flops})
+    assert (wide.read_bytes, wide.write_bytes) == (elements * 4 * 6, elements * 4 * 4)
+    assert (narrow.read_bytes, narrow.write_bytes) == (elements * (2 * 2 + 4 * 4), elements * (4 * 4 + 2))
+    h200 = ceilings_of("h200")
+    found = step_roof(trainer(training), h200)
+    assert found.ms == roof(wide, h200).ms
+    assert found.percent(2 * found.ms) == pytest.approx(50)
+    assert found.mfu(1e3) == flops / h200.peak("fp32")
+
+
+# ---- the command line --------------------------------------------------------------------------------------------
+
+
+def called(folder: Path, *words: str) -> int:
+    return main(["train", "gpt", "--device", "cpu", "--data-path", str(folder), "--train-iters", "3", *words])
+
+
+def test_the_command_trains_on_a_folder_of_text_and_shows_the_roof(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("up and down and " * 20)
+    monkeypatch.setattr("rooftop.cli.train.measure_ceilings", lambda device, progress: ceilings_of("h200"))
+    sizes = ["--num-layers", "1", "--hidden-size", "16", "--seq-length", "16", "--log-interval", "1"]
+    assert called(texts, *sizes, "--metrics", str(tmp_path / "metrics.jsonl")) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "float32 on 1 x cpu: dp=1 tp=1 pp=1 cp=1" in out
+    assert f"19 sequences of 16 tokens in {texts}, 1 a step" in out
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert 0 < line["mfu"] < 1
+        assert 0 < line["percent_of_roof"] < 100
+        assert line["peak_bytes"] > 1 << 20
+        assert f"step {line['step']}/3  loss {line['loss']:.6f}  grad norm {line['grad_norm']:.4f}" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--save-interval", "5"], "--save-interval says how often"),
+        (["--preset", "gpt2", "--hidden-size", "8"], "--preset gpt2 has its --hidden-size"),
+        (["--preset", "gpt2", "--seq-length", "2048"], "sequences of 2048 tokens, but the model has 1024 positions"),
+        (["--num-attention-heads", "3"], "3 heads do not divide a width of 256"),
+        (["--metrics", "no/such/folder/m"], "there is no folder no/such/folder"),
+    ],
+)
+def test_a_wrong_call_is_one_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("text " * 100)
+    assert called(tmp_path, *words) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_tokens_without_a_vocabulary_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "a.npy", np.arange(1000))
+    assert called(tmp_path / "a.npy") == 2
+    assert "expected --vocab-size" in capsys.readouterr().err
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "gpt", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "torchrun --nproc-per-node 4 -m rooftop.train gpt" in out
+    assert "--tensor-parallel-size" in out
