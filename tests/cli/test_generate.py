@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,10 @@ def test_up_to_the_last_position_of_the_model(run: Run, folder: Path) -> None:
         (["--weights", "{folder}", "--bytes", "--top-p", "0"], "0.0 is not in the range"),
         (["--weights", "{folder}", "--bytes", "--prompt", "x" * 64], "prompt 2 has 64 tokens, the model 64 positions"),
         (["--weights", "{folder}", "--bytes", "--prompt", ""], "prompt 2 has no tokens"),
+        (["--weights", "{folder}", "--bytes", "--prompt", "a\udc80"], "prompt 2 is no text in UTF-8"),
+        (["--weights", "{folder}", "--bytes", "--temperature", "nan"], "temperature must be 0 (the most probable"),
+        (["--weights", "{folder}", "--bytes", "--temperature", "inf"], "temperature must be 0 (the most probable"),
+        (["--weights", "{folder}", "--bytes", "--temperature", "1", "--top-p", "nan"], "top_p must be more than 0"),
         (["--weights", "{folder}", "--bytes", "--json", "no/text.json"], "there is no folder no"),
     ],
 )
@@ -191,6 +196,34 @@ def test_wrong_calls(run: Run, folder: Path, words: list[str], message: str) -> 
     assert err.startswith("rooftop: error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_prompts_in_a_locale_without_their_characters(run: Run, folder: Path) -> None:
+    """Python then makes half characters of the bytes, which are those of UTF-8."""
+    options = ("--weights", folder, "--bytes", "--max-new-tokens", 3, "--no-roof")
+    status, out, _ = run(*options, "--prompt", "h\udcc3\udca9")
+    assert (status, out) == run(*options, "--prompt", "hé")[:2]
+    assert (status, out[:2]) == (0, "hé")
+
+
+def test_a_terminal_without_the_characters_of_a_text(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", TextIOWrapper(written, encoding="latin-1", write_through=True))
+        status = main(["generate", "--weights", str(folder), "--bytes", "--prompt", "é€", "--max-new-tokens", "0"])
+    assert (status, written.getvalue()) == (0, b"\xe9?\n")
+
+
+def test_weights_that_give_no_numbers(run: Run, tmp_path: Path) -> None:
+    model = Gpt(LLAMA)
+    with torch.no_grad():
+        model.head.norm.weight.fill_(torch.nan)
+    save_gpt(model, tmp_path / "broken")
+    status, _, err = run("--weights", "broken", "--bytes", "--prompt", "Hello", "--json", "text.json")
+    assert status == 1
+    assert "after 5 tokens of prompt 0 the model gives NaN or infinity" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "text.json").exists()
 
 
 def test_what_fails(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,14 @@ def test_pages_and_lengths_that_the_kernel_does_not_find_are_nan() -> None:
         found = torch.ops.rooftop.paged_attention(*floats, pages, lengths, 0.25, None)
         assert not found[0].isnan().any()
         assert found[1:].isnan().all()
+    for empty in (
+        (keys[:0], values[:0], pages),
+        (keys, values, pages[:, :0]),
+        (keys[:, :, :0], values[:, :, :0], pages),
+    ):
+        found = torch.ops.rooftop.paged_attention(query, *empty, torch.tensor([0, 1, 0, 9]), 0.25, None)
+        assert (found[::2] == 0).all()
+        assert found[1::2].isnan().all()
 
 
 def test_operator_checks_of_torch_library() -> None:
@@ -233,6 +241,7 @@ PAGES, LENGTHS = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([1, 6])
         ({"pages": torch.tensor([[0, 1], [5, 0]])}, ValueError, "pages must be from 0 to 4, got 5"),
         ({"scale": "x"}, TypeError, "scale must be a number or None"),
         ({"positions": 1.5}, TypeError, "positions must be an int or None"),
+        ({"positions": -1}, ValueError, "positions must be 0 or more, got -1"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, object], error: type[Exception], message: str) -> None:

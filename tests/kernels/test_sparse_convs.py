@@ -356,6 +356,20 @@ def test_lists_of_pairs_may_be_given() -> None:
     torch.testing.assert_close(found, outcome(convolution(book), leaves, dy))
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="lists are read by a kernel")
+@pytest.mark.parametrize("more", [1, 40, 1 << 30, (1 << 31) - 51])
+def test_pieces_of_lists_end_where_their_memory_does(more: int) -> None:
+    """Counts beyond what lists hold: what lies behind the lists is none of theirs, though it looks like pairs."""
+    features, dy = torch.randn(50, 4), torch.randn(50, 6)
+    neighbours = torch.stack([torch.randperm(50, dtype=torch.int32) for _ in range(2)], 1)
+    listed, counts = pairs_of(neighbours, 50)
+    memory = torch.zeros(listed.numel() + 4096, dtype=torch.int32)
+    memory[: listed.numel()] = listed.reshape(-1)
+    lists = memory[: listed.numel()].view(listed.shape)
+    expected = weight_gradient(dy, features, neighbours, (listed, counts))
+    torch.testing.assert_close(weight_gradient(dy, features, neighbours, (lists, counts + more)), expected)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="they are cut by a kernel")
 @pytest.mark.parametrize("taps", [3, 19])
 def test_pieces_of_taps_that_have_all_few_or_no_pairs(taps: int) -> None:

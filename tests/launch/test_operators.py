@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -49,6 +51,7 @@ def test_a_plain_call_is_plain() -> None:
         torch.randn(3).as_subclass(Own),
         torch.empty(3, device="meta"),
         torch.randn(3, dtype=torch.complex64).conj().imag,  # its sign is not in memory
+        torch._efficientzerotensor((3,)),  # has no memory
         [torch.randn(3), torch.empty(3, device="meta")],
     ],
 )
@@ -76,6 +79,34 @@ def test_contexts_that_must_see_the_operator(context: AbstractContextManager[obj
     with context:
         assert not operators._is_plain((x,))
     assert operators._is_plain((x,))
+
+
+IMPORTED_WITHIN_A_MODE = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Names(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+seen = []
+with Names():
+    import rooftop.kernels
+    from rooftop.launch import operators
+assert operators._is_plain((torch.ones(3),))
+with Names():
+    assert not operators._is_plain((torch.ones(3),))
+    rooftop.kernels.softmax(torch.ones(3, 5))
+assert "rooftop.softmax.default" in seen, seen
+"""
+
+
+def test_where_it_was_imported_does_not_matter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED_WITHIN_A_MODE], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_transforms_must_see_the_operator() -> None:

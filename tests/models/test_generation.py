@@ -10,6 +10,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -313,7 +314,26 @@ def test_a_roof_of_what_was_decoded() -> None:
         ([[1]], {"top_p": 0.0}, ValueError, "top_p must be more than 0"),
         ([[1]], {"seed": -1}, ValueError, "seed must be from 0"),
         ([[1]], {"batch": 0}, ValueError, "batch must be at least 1"),
-        ([[1]], {"pages": 0}, ValueError, "at least one page"),
+        ([[1]], {"pages": 0}, ValueError, "pages must be at least 1, got 0"),
+        ([[1]], {"page": 0}, ValueError, "page must be at least 1, got 0"),
+        ([[1]], {"page": None}, TypeError, "page must be an int, got None"),
+        ([[1]], {"batch": "2"}, TypeError, "batch must be an int, got '2'"),
+        ([[1]], {"batch": True}, TypeError, "batch must be an int, got True"),
+        ([[1]], {"pages": 1.5}, TypeError, "pages must be an int, got 1.5"),
+        ([[1.5, 2]], {}, TypeError, "prompt 0 must be ints, got 1.5"),
+        ([["1"]], {}, TypeError, "prompt 0 must be ints, got '1'"),
+        ([[True]], {}, TypeError, "prompt 0 must be ints, got True"),
+        ([[1], None], {}, TypeError, "prompt 1 must be a sequence of ints, got None"),
+        ([{1, 2}], {}, TypeError, "prompt 0 must be a sequence of ints, got {1, 2}"),
+        ([torch.ones(3, dtype=torch.int64, device="meta")], {}, TypeError, "expected tokens .* on meta"),
+        (b"text", {}, TypeError, "expected a list of prompts"),
+        (None, {}, TypeError, "expected a list of prompts"),
+        ([[1]], {"stop": "abc"}, TypeError, "stop must be a sequence of ints, got 'abc'"),
+        ([[1]], {"stop": 5}, TypeError, "stop must be a sequence of ints, got 5"),
+        ([[1]], {"stop": [1.5]}, TypeError, "stop must be ints, got 1.5"),
+        ([[1]], {"sequences": [1.5]}, TypeError, "sequences must be ints, got 1.5"),
+        ([[1]], {"sequences": [2**31]}, ValueError, "number of a sequence must be from 0"),
+        ([[1]], {"temperature": "1"}, TypeError, "temperature must be a number"),
         ([[1]], {"sequences": [1, 2]}, ValueError, "expected a number of each of 1 prompts, got 2"),
         ([[1]], {"sequences": [-1], "temperature": 1.0}, ValueError, "number of a sequence must be from 0"),
     ],
@@ -332,6 +352,59 @@ def test_stages_parts_and_models_in_training_mode_are_refused() -> None:
     part.head.group = object()  # as if others had the rest
     with pytest.raises(ValueError, match="split among tensor parallel ranks"):
         generate(part, [[1]], 1)
+
+
+def test_only_models_with_values() -> None:
+    with pytest.raises(TypeError, match=r"expected a rooftop\.models\.Gpt, got Linear"):
+        generate(nn.Linear(2, 2), [[1]], 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on the meta device"):
+        generate(Gpt(GPT, device="meta").eval(), [[1]], 1)
+    with pytest.raises(TypeError, match="sampling must be a Sampling or None, got 'greedy'"):
+        Generation(small(GPT), [[1]], 1, "greedy")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
+def test_a_model_that_gives_no_numbers_is_an_error(options: dict[str, Any]) -> None:
+    """In the prompt; in a later step, where the others are told until then."""
+    broken = Gpt(LLAMA).eval()
+    with torch.no_grad():
+        broken.head.norm.weight[0] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"after 2 tokens of prompt 0 the model gives NaN .* float32"):
+        generate(broken, [[1, 2]], 3, **options)
+    model = Gpt(LLAMA).eval()
+    randomize(model)
+    told = generate(model, [[1, 2]], 3, **options)[0]
+    with torch.no_grad():
+        model.embedding.tokens.weight[told[0]] = torch.nan  # untied: it can be chosen, not read
+    generation, come = Generation(model, [[1, 2]], 3, Sampling(**options)), []
+    with pytest.raises(FloatingPointError, match="after 3 tokens of prompt 0"):
+        come.extend(generation)
+    assert come == [(0, told[0])]
+    assert generation.cache.free == generation.cache.pages
+
+
+def test_modes_around_it_change_nothing() -> None:
+    model, prompts = small(LLAMA), [[1, 2, 3], [4]]
+    expected = generate(model, prompts, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert generate(model, prompts, 6) == expected
+    with torch.inference_mode():
+        assert generate(model, prompts, 6) == expected
+        made_within = Generation(model, prompts, 6)
+    tokens: list[list[int]] = [[], []]
+    for index, token in made_within:
+        tokens[index].append(token)
+    assert tokens == expected
+
+
+def test_ints_of_any_kind_are_tokens() -> None:
+    expected = generate(small(LLAMA), [[1, 2, 3]], 6)
+    kinds = (range(1, 4), (1, 2, 3), b"\x01\x02\x03", numpy.arange(1, 4), torch.arange(1, 4), list(torch.arange(1, 4)))
+    for prompt in kinds:
+        assert generate(small(LLAMA), [prompt], 6) == expected  # type: ignore[list-item]
+    stop = expected[0][2]
+    for stops in ([stop], torch.tensor([stop]), numpy.array([stop])):
+        assert generate(small(LLAMA), [[1, 2, 3]], 6, stop=stops) == [expected[0][: expected[0].index(stop) + 1]]  # type: ignore[arg-type]
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------

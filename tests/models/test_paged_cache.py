@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -83,3 +85,13 @@ def test_the_next_position_of_each_and_of_nobody() -> None:
     assert following.pages.tolist() == [[2], [0], [4]]
     assert following.slots.tolist() == [[2], [0], [3]]
     assert following.lengths.tolist() == [7, 0, 4]
+
+
+@pytest.mark.parametrize(
+    ("pages", "page", "error"),
+    [(0, 4, ValueError), (4, 0, ValueError), (-1, 4, ValueError), (1.5, 4, TypeError), (4, "2", TypeError),
+     (True, 4, TypeError), (4, None, TypeError)],
+)  # fmt: skip
+def test_pages_that_are_none(pages: Any, page: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="PagedCache: "):
+        cache(pages, page)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -55,6 +57,39 @@ def test_what_has_no_probability_is_never_chosen(
     first, second = choose(given, numbers, Sampling(temperature, top_k, top_p)).tolist()
     assert first != len(logits)
     assert second == first + 1
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e308])
+def test_the_coldest_is_greedy_and_the_hottest_even(temperature: float, options: dict[str, Any]) -> None:
+    sampling = Sampling(temperature, **options)
+    count = 5 if not options else 2 if "top_k" in options else 3  # three of five even ones have a half
+    expected = [1 / count] * count if temperature > 1 else [1.0]
+    assert sorted(shares(sampling), reverse=True)[: len(expected)] == pytest.approx(expected, abs=2e-3)
+    if temperature < 1:
+        assert shares(sampling) == shares(Sampling())
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.5)])
+def test_of_no_numbers_nothing_is_chosen(sampling: Sampling) -> None:
+    logits = torch.tensor([[1.0, torch.nan, 0.0], [torch.nan] * 3, [-torch.inf] * 3, [-torch.inf, 0.0, -torch.inf]])
+    for number in (0.0, 0.7):
+        numbers = torch.full((4,), number, dtype=torch.float64)
+        assert choose(logits, numbers, sampling).tolist() == [-1, -1, -1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"temperature": "1"}, TypeError), ({"temperature": None}, TypeError), ({"temperature": True}, TypeError),
+        ({"temperature": torch.nan}, ValueError), ({"temperature": torch.inf}, ValueError),
+        ({"top_p": "1"}, TypeError), ({"top_p": None}, TypeError), ({"top_p": torch.nan}, ValueError),
+    ],
+)  # fmt: skip
+def test_numbers_of_another_kind(options: dict[str, Any], error: type[Exception]) -> None:
+    (name,) = options
+    with pytest.raises(error, match=f"{name} must be "):
+        Sampling(**options)
 
 
 def test_numbers_are_a_function_of_seed_sequence_and_position() -> None:

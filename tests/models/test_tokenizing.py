@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -87,4 +88,11 @@ def test_what_ends_a_text(tmp_path: Path) -> None:
     assert stop_tokens(tmp_path) == [7]
     (tmp_path / "generation_config.json").write_text("[")
     with pytest.raises(InputError, match=r"generation_config\.json cannot be read"):
+        stop_tokens(tmp_path)
+
+
+@pytest.mark.parametrize("given", ["7", 7.0, True, -1, {"a": 7}, [7, [8]], [None]], ids=str)
+def test_what_ends_a_text_is_a_token(given: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": given}))
+    with pytest.raises(InputError, match=r"eos_token_id of .*config\.json must be a token or a list of tokens, got"):
         stop_tokens(tmp_path)

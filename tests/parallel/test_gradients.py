@@ -71,6 +71,19 @@ def test_alone_the_norm_is_torch_s() -> None:
     assert float(ModelGradients(nn.Linear(2, 2)).norm()) == 0  # before there are any
 
 
+@pytest.mark.parametrize("most", [0.0, -1.0, float("nan")])
+def test_a_norm_that_would_turn_gradients_around_is_refused(most: float) -> None:
+    model = model_with_gradients(0)
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="largest norm must be more than 0"):
+        ModelGradients(model).clip_(most)
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is gradient is None or torch.equal(parameter.grad, gradient)
+    ModelGradients(model).clip_(float("inf"))
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is gradient is None or torch.equal(parameter.grad, gradient)
+
+
 def counted() -> int:
     targets = torch.full((5,), 7)
     targets[: dist.get_rank() + 1] = -100

@@ -231,6 +231,12 @@ def test_errors_say_what_would_fit(on_ranks: Run) -> None:
         assert part in said
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(0, None), (-2, None), (4, 0), (4, -2)])
+def test_heads_that_are_none(heads: int, kv_heads: int | None) -> None:
+    with pytest.raises(ValueError, match=f"heads={heads} must divide width=16"):
+        ParallelSelfAttention(WIDTH, heads, kv_heads)
+
+
 def under_autocast() -> tuple[list[torch.dtype], float]:
     group = dist.group.WORLD
     module, x = ParallelMLP(WIDTH, 24, group=group), torch.randn(2, 4, WIDTH, requires_grad=True)

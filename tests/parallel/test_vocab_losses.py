@@ -102,6 +102,28 @@ def test_it_is_that_of_torch(ranks: int, on_ranks: Run) -> None:
             assert difference < 1e-12, what
 
 
+def with_columns_of_minus_infinity() -> dict[str, float]:
+    """As `compared`, where all that one rank has of a row is -inf: classes that are ruled out."""
+    logits, _ = problem(16, 3.0)
+    target = torch.arange(ROWS) % 8  # of the first half
+    logits[3:9, 8:] = -torch.inf
+    whole, (part, _) = logits.clone().requires_grad_(), own_columns(logits, 0.0)
+    of_torch(whole, target).backward()
+    assert whole.grad is not None
+    part.requires_grad_()
+    loss = vocab_parallel_cross_entropy(part, target, dist.group.WORLD)
+    loss.backward()
+    assert part.grad is not None
+    wanted = of_torch(logits, target)
+    return {"loss": apart(loss.detach(), wanted), "gradient": apart(part.grad, own_columns(whole.grad, 0.0)[0])}
+
+
+def test_classes_may_be_ruled_out_on_a_whole_rank(on_ranks: Run) -> None:
+    for found in on_ranks(2, with_columns_of_minus_infinity):
+        for what, difference in found.items():
+            assert difference < 1e-12, what
+
+
 @contextmanager
 def largest() -> Iterator[list[int]]:
     """Gives the elements of the largest tensor that an operator has made, in a list."""
@@ -255,6 +277,10 @@ def refusals() -> list[str]:
         (ValueError, lambda: vocab_parallel_cross_entropy(zeros, target, group, label_smoothing=2.0)),
         (ValueError, lambda: vocab_parallel_linear_cross_entropy(zeros, zeros, target, group, reduction="none")),
         (ValueError, lambda: vocab_parallel_linear_cross_entropy(zeros, zeros.t(), target, group)),
+        (ValueError, lambda: vocab_parallel_linear_cross_entropy(zeros, zeros[0], target, group)),
+        (ValueError, lambda: vocab_parallel_linear_cross_entropy(zeros, zeros, target, group, chunk_size=-1)),
+        (ValueError, lambda: vocab_parallel_linear_cross_entropy(zeros, zeros, target, group, chunk_size=0)),
+        (TypeError, lambda: vocab_parallel_linear_cross_entropy(zeros, zeros.double(), target, group)),
     ]
     said = []
     for kind, call in calls:
@@ -275,6 +301,10 @@ def test_what_is_refused_is_so_on_every_rank(on_ranks: Run) -> None:
         "label_smoothing must be from 0 to 1, got 2.0",
         "reduction must be 'mean' or 'sum'",
         "expected hidden (..., H), weight (columns, H)",
+        "expected hidden (..., H), weight (columns, H)",
+        "chunk_size must be a positive int or None, got -1",
+        "chunk_size must be a positive int or None, got 0",
+        "hidden is torch.float32, weight torch.float64",
     ]
     for said, part in zip(first, expected, strict=True):
         assert part in said

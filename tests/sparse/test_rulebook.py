@@ -468,6 +468,9 @@ def test_wrong_bounds() -> None:
     indices = random_sites(5, 1, (4, 4))
     with pytest.raises(ValueError, match=r"num_out_act_bound must be from 0 to \d+, got -1"):
         build_rulebook(indices, of_kind("strided", 1, (4, 4)), -1)
+    for bound in ("5", True, 2.5, float("nan")):
+        with pytest.raises(TypeError, match="num_out_act_bound must be a whole number, got"):
+            build_rulebook(random_sites(5, 1, (8,)), geometry(1, (8,), 3, 2, 1), bound)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"num_out_act_bound must be from 5 to \d+, got 4"):
         build_rulebook(indices, of_kind("submanifold", 1, (4, 4)), 4)
 
@@ -543,6 +546,9 @@ def test_bitmaps_find_what_is_wrong(kind: str, monkeypatch: pytest.MonkeyPatch) 
         "in no batch": (torch.tensor([[1, 3, 3]]), 1),
         "beyond 32 bits": (torch.tensor([[0, 3, 2**32 + 1]]), 1),
         "half missing": (torch.tensor([[-1, 3, -1]]), 1),
+        "a batch before all and nothing else": (torch.tensor([[-2, -1, -1]]), 1),
+        "a batch beyond 32 bits and nothing else": (torch.tensor([[2**32, -1, -1]]), 1),
+        "a place beyond 32 bits and nothing else": (torch.tensor([[-1, -1, -(2**40)]]), 1),
         "there twice": (right[:1], 0),
     }
     for what, (row, flag) in wrong.items():
@@ -565,8 +571,21 @@ def test_bitmaps_are_for_grids_that_are_not_too_empty(monkeypatch: pytest.Monkey
         assert bitmaps.fit_bitmaps(sites, geometry(1, (side,) * 3, 3, 2, 1)) is fit
     assert not bitmaps.fit_bitmaps(few[:0], geometry(1, (8, 8, 8), 3, subm=True))
     assert not bitmaps.fit_bitmaps(few, geometry(1, (8, 8, 8), 3, subm=True, dilation=2**30))
+    assert not bitmaps.fit_bitmaps(few[:, :2], geometry(1, (8,), 1 << 21, padding=1 << 21))  # more offsets than a grid
+    assert bitmaps.fit_bitmaps(few[:, :2], geometry(1, (8,), 1 << 20, padding=1 << 20))
+    for transpose in (False, True):
+        assert not bitmaps.fit_bitmaps(few[:1, :2], geometry(1, (1,), 3, 2**31, 1, transpose=transpose))
+        assert bitmaps.fit_bitmaps(few[:1, :2], geometry(1, (1,), 3, 2**31 - 1, 1, transpose=transpose))
     monkeypatch.setattr(bitmaps, "INTERPRETED", False)
     assert not bitmaps.fit_bitmaps(few, geometry(1, (8, 8, 8), 3, subm=True))
+
+
+@pytest.mark.parametrize("stride", [2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_strides_of_any_size_by_bitmaps_or_hash_tables(stride: int, transpose: bool) -> None:
+    shape = geometry(2, (1 if transpose else 8,), 3, stride, 1, transpose=transpose)
+    sites = torch.tensor([[1, 0], [0, 0]])
+    assert_same(build_rulebook(sites, shape), rulebook_reference(sites, shape))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")

@@ -106,6 +106,11 @@ def command(
         raise click.UsageError("expected one of --weights DIR|FILE and --random-weights SEED, an untrained model")
     if temperature == 0 and (top_k is not None or top_p < 1):
         raise click.UsageError("--top-k and --top-p choose what is drawn from: expected --temperature, such as 1, too")
+    try:
+        sampling = Sampling(temperature, top_k, top_p, draws)
+    except ValueError as error:  # NaN or infinity, which ranges of options let through
+        raise click.UsageError(str(error)) from error
+    prompts = tuple(_unicode(number, prompt) for number, prompt in enumerate(prompts, 1))
     to_stdout = json_path == Path("-")
     if json_path is not None and not to_stdout:
         check_writable(json_path)
@@ -116,12 +121,13 @@ def command(
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
     _check(config, tokens)  # before weights are read
     network = _network(config, weights, seed, where, dtype)
-    sampling = Sampling(temperature, top_k, top_p, draws)
     try:
         generation = Generation(network, tokens, max_new_tokens, sampling, stop=stop)
         new = _told(generation, tokenizer, prompts, tokens, (lambda text: None) if to_stdout else _echo)
     except torch.OutOfMemoryError as error:
         raise ModelRunError(f"{_name(config)} does not fit into the memory of {where}; try --device cpu") from error
+    except FloatingPointError as error:
+        raise ModelRunError(f"{error} (--dtype)") from error
     figures = _figures(generation, with_roof)
     if json_path is not None:
         texts = [
@@ -196,8 +202,20 @@ def _network(
 # ---- the text ------------------------------------------------------------------------------------------------------
 
 
+def _unicode(number: int, prompt: str) -> str:
+    """A prompt as text: bytes that the locale has no characters for come as half ones, and are UTF-8 all the same."""
+    try:
+        return prompt.encode(errors="surrogateescape").decode()
+    except UnicodeError as error:
+        raise InputError(f"prompt {number} is no text in UTF-8: {error}") from error
+
+
 def _echo(text: str) -> None:
-    click.echo(text, nl=False)
+    """To standard output; "?" for what its encoding has no character for."""
+    try:
+        click.echo(text, nl=False)
+    except UnicodeEncodeError as error:  # before anything was written
+        click.echo(text.encode(error.encoding, "replace").decode(error.encoding), nl=False)
 
 
 def _told(

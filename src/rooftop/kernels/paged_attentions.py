@@ -116,7 +116,7 @@ def _attend(
     batch, heads, width = query.shape
     count, kv_heads, page = keys.shape[:3]
     if 0 in (count, page, pages.shape[1]):  # there is no position at all
-        out.zero_()
+        out.copy_(torch.where(lengths == 0, 0.0, torch.nan)[:, None, None].expand_as(out))
         return
     if query.dtype == torch.float64 or (query.device.type == "cpu" and not INTERPRETED):
         out.copy_(paged_attention_reference(query, keys, values, pages, lengths, scale))
@@ -235,6 +235,8 @@ def paged_attention(
         raise TypeError(f"paged_attention: scale must be a number or None, got {scale!r}")
     if positions is not None and (isinstance(positions, bool) or not isinstance(positions, (int, torch.SymInt))):
         raise TypeError(f"paged_attention: positions must be an int or None, got {positions!r}")
+    if isinstance(positions, int) and positions < 0:
+        raise ValueError(f"paged_attention: positions must be 0 or more, got {positions}")
     no_tangents("paged_attention", query, keys, values, instead="attention")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, keys, values)):
         raise NotImplementedError(

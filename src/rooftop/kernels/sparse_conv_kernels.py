@@ -113,7 +113,7 @@ def sparse_conv_weight_gradient(
     to = tl.program_id(1) // in_tiles * OUTS + tl.arange(0, OUTS)
     channel = tl.program_id(1) % in_tiles * INS + tl.arange(0, INS)
     if LISTED:
-        count, length, begin, end = _pieces(counts, parts, TAPS, LANES, DEPTH)
+        count, length, begin, end = _pieces(counts, capacity, parts, TAPS, LANES, DEPTH)
         tap = tl.sum((end <= piece).to(tl.int32), axis=0)  # past the last piece: LANES
         here = tl.arange(0, LANES) == tap
         first = (piece - tl.sum(tl.where(here, begin, 0), axis=0)) * length
@@ -159,10 +159,10 @@ def sparse_conv_weight_gradient(
     tl.store(sums + target, total.to(sums.dtype.element_ty), mask=written)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def sum_pieces(
     sums, counts, out,  # (pieces, O, C), (T,), (O, T, C)
-    parts,
+    capacity, parts,
     LISTED: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, LANES: tl.constexpr,
     CHANNELS: tl.constexpr, OUT_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
     PIECES: tl.constexpr, ELEMENTS: tl.constexpr,
@@ -172,7 +172,7 @@ def sum_pieces(
     tap = tl.program_id(0)
     element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     if LISTED:
-        _, _, begin, end = _pieces(counts, parts, TAPS, LANES, DEPTH)
+        _, _, begin, end = _pieces(counts, capacity, parts, TAPS, LANES, DEPTH)
         here = tl.arange(0, LANES) == tap
         first, last = tl.sum(tl.where(here, begin, 0), axis=0), tl.sum(tl.where(here, end, 0), axis=0)
     else:
@@ -356,13 +356,15 @@ def _plus(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_B
 
 
 @triton.jit
-def _pieces(counts, parts, TAPS: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr):
+def _pieces(counts, capacity, parts, TAPS: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr):
     """The pairs of T taps, cut into pieces of one length for `parts` programs: at most `parts` + T pieces.
 
     Gives pairs, the length of a piece, and where the pieces of a tap begin and end among those of all, each (LANES,).
+    More pairs than a list has room for are none.
     """
     lane = tl.arange(0, LANES)
     count = tl.load(counts + lane, mask=lane < TAPS, other=0)
+    count = tl.minimum(tl.maximum(count, 0), capacity)
     share = tl.cdiv(tl.cdiv(tl.sum(count.to(tl.int64), axis=0), parts), DEPTH) * DEPTH
     length = tl.minimum(tl.maximum(share, DEPTH), 1 << 30).to(tl.int32)
     pieces = count // length + (count % length != 0).to(tl.int32)

@@ -347,7 +347,7 @@ def weight_gradient(dy: Tensor, features: Tensor, neighbours: Tensor, pairs: tup
     )  # fmt: skip
     if not whole:
         launch(
-            sum_pieces, (taps, -(-out_channels * channels // ELEMENTS)), out.device, sums, counts, out, parts,
+            sum_pieces, (taps, -(-out_channels * channels // ELEMENTS)), out.device, sums, counts, out, capacity, parts,
             DEPTH=tile["DEPTH"], PIECES=PIECES, ELEMENTS=ELEMENTS, **constants, num_warps=TABLE_WARPS,
         )  # fmt: skip
     return out

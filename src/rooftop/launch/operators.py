@@ -9,6 +9,7 @@ Whatever has to see the operator does: torch.compile, modes (FakeTensor, countin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from itertools import islice
 from typing import Any, TypeVar
@@ -143,7 +144,8 @@ _NO_TENSORS = frozenset((type(None), bool, int, float, str))  # most arguments t
 _include_set = torch._C._dispatch_tls_local_include_set
 _function_modes = torch._C._len_torch_function_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
-_UNWATCHED = _include_set()  # of a thread without modes, transforms or inference mode
+with ThreadPoolExecutor(1) as _thread:  # a new one has neither modes, nor transforms, nor inference mode; this one may
+    _UNWATCHED = _thread.submit(_include_set).result()
 
 
 def _is_plain(arguments: Sequence[Any]) -> bool:
@@ -156,7 +158,7 @@ def _are_plain(arguments: Sequence[Any]) -> bool:
     for argument in arguments:
         kind = type(argument)
         if kind in _PLAIN:
-            if argument.is_meta or argument.is_neg():
+            if argument.is_meta or argument.is_neg() or argument._is_zerotensor():
                 return False
         elif kind in _NO_TENSORS:
             continue

@@ -16,10 +16,12 @@ how many bytes that is, `Generation.decode_roof_ms` how long it takes at the lea
 from __future__ import annotations
 
 import heapq
+import operator
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from rooftop.hardware.timing import collection_paused
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_configs import GptConfig
 from rooftop.models.paged_cache import PAGE, PagedCache, cache_bytes
-from rooftop.models.sampling import Sampling, choose, numbers_of
+from rooftop.models.sampling import Sampling, check_sequence, choose, numbers_of
 
 PREFILL_TOKENS = 8192
 """Tokens that are read at once, padding counted: enough that weights are read seldom, few enough for their memory."""
@@ -73,13 +75,16 @@ def generate(
         The new tokens of each prompt, in their order.
 
     Raises:
-        TypeError, ValueError: a stage or a rank's part of a model, one in training mode, a prompt that is empty, too
-            long or has tokens that the model does not have, numbers out of range, or a cache too small for a prompt.
+        TypeError, ValueError: a stage or a rank's part of a model, one in training mode or without values; a prompt
+            that is empty, too long or has tokens that the model does not have; numbers out of range; a cache too small
+            for a prompt.
+        FloatingPointError: what the model gives is NaN or infinite, so that no token can be chosen.
     """
-    new: list[list[int]] = [[] for _ in prompts]
     sampling = Sampling(temperature, top_k, top_p, seed)
     options = {"stop": stop, "sequences": sequences, "batch": batch, "pages": pages}
-    for index, token in Generation(model, prompts, max_new_tokens, sampling, page=page, **options):  # type: ignore[arg-type]
+    generation = Generation(model, prompts, max_new_tokens, sampling, page=page, **options)  # type: ignore[arg-type]
+    new: list[list[int]] = [[] for _ in prompts]
+    for index, token in generation:
         new[index].append(token)
     return new
 
@@ -106,8 +111,8 @@ class _Sequence:
 class Generation:
     """Tokens as they come: iterates over (number of the prompt, token).
 
-    Arguments and what is raised are as of `generate`. Each iteration begins anew, with the same tokens; two at the same
-    time are refused.
+    Arguments and what is raised are as of `generate`; autocast and inference mode change nothing. Each iteration begins
+    anew, with the same tokens; two at the same time are refused.
 
     Attributes:
         cache: its memory is in `cache.bytes`.
@@ -130,23 +135,34 @@ class Generation:
         page: int = PAGE,
     ) -> None:
         _check_model(model)
-        self.model, self.sampling, self.stop = model, sampling or Sampling(), frozenset(stop)
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise TypeError(f"generate: sampling must be a Sampling or None, got {sampling!r}")
+        self.model, self.sampling = model, sampling or Sampling()
+        self.stop = frozenset(_whole_numbers("stop", stop))
         self._all = _sequences(model.config, prompts, max_new_tokens, sequences)
-        if batch is not None and batch < 1:
-            raise ValueError(f"generate: batch must be at least 1, got {batch}")
+        sizes = {"batch": batch, "pages": pages, "page": page}
+        for name, size in sizes.items():
+            if size is None and name != "page":
+                continue
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"generate: {name} must be an int, got {size!r}")
+            if size < 1:
+                raise ValueError(f"generate: {name} must be at least 1, got {size}")
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.rows = max(1, min(len(self._all), batch or len(self._all)))
         needs = [-(-each.positions // page) for each in self._all if each.budget] or [1]
         most = sum(heapq.nlargest(self.rows, needs)) if pages is None else pages
-        self.cache = PagedCache(model.config, most, page=page, dtype=self.dtype, device=self.device)
+        with torch.inference_mode(False):  # what is made in that mode cannot be written to beyond it
+            self.cache = PagedCache(model.config, most, page=page, dtype=self.dtype, device=self.device)
         if max(needs) > most:
             raise ValueError(
                 f"generate: the longest prompt with its new tokens takes {max(needs)} pages of {page} positions, the "
                 f"cache has {most}: give pages={max(needs)} ({(1 + max(needs)) * self.cache.page_bytes:,} bytes), or "
                 "shorten the prompt or max_new_tokens"
             )
-        self._make_state(max(needs))
+        with torch.inference_mode(False):
+            self._make_state(max(needs))
         self._step: Callable[[], None] | None = None
         self._running = False
         self._restart_counts()
@@ -203,6 +219,13 @@ class Generation:
     def _chosen(self, members: list[_Sequence], tokens: list[int]) -> Iterator[tuple[int, int]]:
         """Counts the tokens and ends sequences before any is handed out: the caller may stop listening."""
         for each, token in zip(members, tokens, strict=True):
+            if token < 0:
+                raise FloatingPointError(
+                    f"generate: after {len(each.tokens) + each.count} tokens of prompt {each.index} the model gives "
+                    f"NaN or infinity, and no token can be chosen: its weights are damaged, or {self.dtype} is too "
+                    "narrow for them: try bfloat16 or float32"
+                )
+        for each, token in zip(members, tokens, strict=True):
             each.count += 1
             if each.count == each.budget or token in self.stop:
                 self._end(each)
@@ -239,12 +262,12 @@ class Generation:
 
     def _timed_prefill(self, members: list[_Sequence]) -> list[int]:
         begin = time.perf_counter()
-        tokens = self._prefill(members)
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):  # the cache has the model's dtype
+            tokens = self._prefill(members)
         self.prefill_s += time.perf_counter() - begin
         self.prompt_tokens += sum(len(each.tokens) for each in members)
         return tokens
 
-    @torch.no_grad()
     def _prefill(self, members: list[_Sequence]) -> list[int]:
         """Reads prompts and chooses what follows each."""
         longest, width = max(len(each.tokens) for each in members), self._table.shape[1]
@@ -268,25 +291,26 @@ class Generation:
 
     def _timed_step(self, members: list[_Sequence]) -> list[int]:
         positions = sum(len(each.tokens) + each.count for each in members)  # the newest token's among them
-        if self.device.type == "cuda":
-            if self._step is None:
-                self._step = self._captured_step()
-            step = self._step
-        else:
-            step = lambda: self._decode(positions)  # noqa: E731
-        begin = time.perf_counter()
-        step()
-        tokens = self._last.tolist()
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            if self.device.type == "cuda":
+                if self._step is None:
+                    self._step = self._captured_step()
+                step = self._step
+            else:
+                step = lambda: self._decode(positions)  # noqa: E731
+            begin = time.perf_counter()
+            step()
+            tokens = self._last.tolist()
         self.decode_s += time.perf_counter() - begin
         self.steps.append((len(members), positions))
         return [tokens[each.row] for each in members]
 
-    @torch.no_grad()
     def _decode(self, count: int | None = None) -> None:
         """The next token of each row; `count`: the positions of all, where the host may say."""
         cache = self.cache.next(self._table, self._positions, count)
         places = self._positions.clamp(min=0)[:, None]  # (R, 1)
-        x, update = self.model.through_layers(self._last[:, None], places, cache)  # (R, 1, W)
+        last = self._last.clamp(min=0)[:, None]  # -1 where nothing could be chosen
+        x, update = self.model.through_layers(last, places, cache)  # (R, 1, W)
         here, rows = self._positions + 1, torch.arange(self.rows, device=self.device)
         self._last.copy_(self._choose(x[:, 0], update[:, 0] if update is not None else None, rows, here))
         self._positions.copy_(torch.where(self._positions < 0, -1, here))
@@ -354,12 +378,16 @@ def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype) 
 
 
 def _check_model(model: Gpt) -> None:
+    if not isinstance(model, Gpt):
+        raise TypeError(f"generate: expected a rooftop.models.Gpt, got {type(model).__name__}")
     if model.embedding is None or model.head is None or len(model.layers) != model.config.layers:
         raise ValueError("generate: expected a whole model, got a stage")
     if model.head.group is not None:
         raise ValueError(
             "generate: the layers are split among tensor parallel ranks: load the whole model on one device"
         )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("generate: the model is on the meta device, without values: load weights")
     if model.training:
         raise ValueError("generate: the model is in training mode: call model.eval()")
 
@@ -367,16 +395,17 @@ def _check_model(model: Gpt) -> None:
 def _sequences(
     config: GptConfig, prompts: Sequence[Prompt], max_new_tokens: int, numbers: Sequence[int] | None
 ) -> list[_Sequence]:
-    if isinstance(prompts, (str, Tensor)) or not isinstance(prompts, Sequence):
+    if isinstance(prompts, (str, bytes, Tensor)) or not isinstance(prompts, Sequence):
         raise TypeError(f"generate: expected a list of prompts, each of tokens, got {type(prompts).__name__}")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"generate: max_new_tokens must be an int, 0 or more, got {max_new_tokens!r}")
-    given = list(range(len(prompts))) if numbers is None else list(numbers)
+    given = list(range(len(prompts))) if numbers is None else _whole_numbers("sequences", numbers)
     if len(given) != len(prompts):
         raise ValueError(f"generate: expected a number of each of {len(prompts)} prompts, got {len(given)} sequences")
     found = []
     for index, prompt in enumerate(prompts):
         tokens = _checked(index, prompt, config)
+        check_sequence(given[index])
         budget = min(max_new_tokens, config.positions - len(tokens))
         found.append(_Sequence(index, tokens, budget, given[index]))
     return found
@@ -384,16 +413,16 @@ def _sequences(
 
 def _checked(index: int, prompt: Prompt, config: GptConfig) -> list[int]:
     """The tokens of a prompt as ints."""
-    if isinstance(prompt, Tensor):
-        if prompt.dim() != 1 or prompt.dtype not in (torch.int64, torch.int32):
-            raise TypeError(
-                f"generate: expected tokens (S,), int64 or int32, as prompt {index}, got {tuple(prompt.shape)}, "
-                f"{prompt.dtype}"
-            )
-        prompt = prompt.tolist()
-    tokens = [int(token) for token in prompt] if not isinstance(prompt, str) else None
-    if tokens is None:
+    if isinstance(prompt, str):
         raise TypeError(f"generate: prompt {index} is text: give its tokens, as a tokenizer makes them")
+    if isinstance(prompt, Tensor) and (
+        prompt.dim() != 1 or prompt.dtype not in (torch.int64, torch.int32) or prompt.is_meta
+    ):
+        raise TypeError(
+            f"generate: expected tokens (S,), int64 or int32, as prompt {index}, got {tuple(prompt.shape)}, "
+            f"{prompt.dtype} on {prompt.device}"
+        )
+    tokens = _whole_numbers(f"prompt {index}", prompt)
     if not tokens:
         raise ValueError(f"generate: prompt {index} is empty: begin with a token, such as that of the text's beginning")
     if len(tokens) >= config.positions:
@@ -408,3 +437,21 @@ def _checked(index: int, prompt: Prompt, config: GptConfig) -> list[int]:
             f"{config.vocabulary - 1}: use the model's own tokenizer"
         )
     return tokens
+
+
+def _whole_numbers(what: str, given: Iterable[Any]) -> list[int]:
+    """Ints, of Python or numpy or in tensors, in their order; nothing is rounded."""
+    if isinstance(given, Tensor) and given.dim() == 1:
+        given = given.tolist()
+    if isinstance(given, (str, Set, Mapping, Tensor)) or not isinstance(given, Iterable):
+        raise TypeError(f"generate: {what} must be a sequence of ints, got {given!r}")
+    found = []
+    for each in given:
+        try:
+            number = None if isinstance(each, bool) else operator.index(each)
+        except TypeError:
+            number = None
+        if number is None:
+            raise TypeError(f"generate: {what} must be ints, got {each!r}")
+        found.append(number)
+    return found

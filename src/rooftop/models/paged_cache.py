@@ -39,13 +39,16 @@ class PagedCache:
         free: pages that no sequence has.
 
     Raises:
-        ValueError: no pages, or pages without positions.
+        TypeError, ValueError: no pages, or pages without positions.
         torch.OutOfMemoryError: as of PyTorch.
     """
 
     def __init__(
         self, config: GptConfig, pages: int, *, page: int = PAGE, dtype: torch.dtype, device: torch.device | str
     ) -> None:
+        for name, value in (("pages", pages), ("page", page)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"PagedCache: {name} must be an int, got {value!r}")
         if pages < 1 or page < 1:
             raise ValueError(f"PagedCache: expected at least one page of at least one position, got {pages} of {page}")
         self.page, self.pages = page, pages

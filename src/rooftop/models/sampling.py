@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -42,6 +43,9 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
+            if not isinstance(value, Real) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a number, got {value!r}")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be 0 (the most probable token) or more, got {self.temperature}")
         if self.top_k is not None and (not isinstance(self.top_k, int) or isinstance(self.top_k, bool)):
@@ -61,12 +65,19 @@ def numbers_of(seed: int, sequence: int, positions: int, device: torch.device | 
     """The random numbers of a sequence: (positions,), float64, uniform in [0, 1).
 
     Raises:
-        ValueError: a sequence below 0 or beyond 2^31 - 1.
+        TypeError, ValueError: as `check_sequence`.
     """
-    if not 0 <= sequence < SEQUENCES:
-        raise ValueError(f"the number of a sequence must be from 0 to {SEQUENCES - 1}, got {sequence}")
+    check_sequence(sequence)
     box = Box((SEQUENCES, POSITIONS), (sequence, 0), (1, positions))
     return random_uniform(box, random_key(seed, "generation"), dtype=torch.float64, device=device)[0]
+
+
+def check_sequence(number: int) -> None:
+    """Raises `TypeError` for a number of a sequence that is no int, `ValueError` for one below 0 or beyond 2^31 - 1."""
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"the number of a sequence must be an int, got {number!r}")
+    if not 0 <= number < SEQUENCES:
+        raise ValueError(f"the number of a sequence must be from 0 to {SEQUENCES - 1}, got {number}")
 
 
 def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
@@ -78,11 +89,13 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         sampling: how.
 
     Returns:
-        (B,), int64.
+        (B,), int64; -1 where nothing can be chosen: logits are NaN, or none is more than -inf, or, to draw, one is inf.
     """
     if sampling.greedy:
-        return logits.argmax(-1)
-    scores = logits.double() / sampling.temperature
+        best, token = logits.max(-1)
+        return torch.where(best > -torch.inf, token, -1)
+    scores = logits.double()
+    scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature  # 0 at most: no temperature overflows
     tokens: Tensor | None = None
     if sampling.top_k is not None or sampling.top_p < 1:
         scores, tokens = scores.sort(dim=-1, descending=True, stable=True)
@@ -94,4 +107,5 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
     end = reached[:, -1:]
     place = torch.searchsorted(reached, numbers[:, None] * end, right=True)  # (B, 1)
     place = torch.minimum(place, (reached < end).sum(-1, keepdim=True))  # the product may round up to the end
-    return (place if tokens is None else tokens.gather(1, place))[:, 0]
+    found = place if tokens is None else tokens.gather(1, place)
+    return torch.where(end > 0, found, -1)[:, 0]  # not of NaN

@@ -84,7 +84,12 @@ def stop_tokens(folder: Path) -> list[int]:
         except (OSError, ValueError, AttributeError) as error:
             raise InputError(f"{path} cannot be read as a JSON object: {error}") from error
         if given is not None:
-            return list(given) if isinstance(given, list) else [given]
+            tokens = given if isinstance(given, list) else [given]
+            if not all(type(token) is int and token >= 0 for token in tokens):
+                raise InputError(
+                    f"eos_token_id of {path} must be a token or a list of tokens, got {given!r}: correct it"
+                )
+            return tokens
     return []
 
 

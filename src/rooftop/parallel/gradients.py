@@ -110,7 +110,13 @@ class ModelGradients:
 
     @torch.no_grad()
     def clip_(self, most: float) -> Tensor:
-        """Scale all gradients, in place, so that their norm is at most `most`; gives the norm before."""
+        """Scale all gradients, in place, so that their norm is at most `most`; gives the norm before.
+
+        Raises:
+            ValueError: `most` is NaN, 0 or less, which would turn the gradients around.
+        """
+        if not most > 0:
+            raise ValueError(f"ModelGradients: the largest norm must be more than 0 (inf: any), got {most}")
         norm = self.norm()
         torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), most, norm)
         return norm

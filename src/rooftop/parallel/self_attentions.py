@@ -102,7 +102,7 @@ class ParallelSelfAttention(nn.Module):
 
 
 def _check(width: int, heads: int, kv_heads: int, group: Group) -> None:
-    if width % heads or heads % kv_heads:
+    if min(width, heads, kv_heads) < 1 or width % heads or heads % kv_heads:
         raise ValueError(
             f"ParallelSelfAttention: heads={heads} must divide width={width}, and kv_heads={kv_heads} the heads"
         )

@@ -67,7 +67,7 @@ def own_statistics(x: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor,
         return values.new_full(values.shape[:1], -math.inf), values.new_zeros(3, len(values))
     column, here = classes.places(target)
     maximum = values.amax(1)
-    apart = values - maximum[:, None]
+    apart = values - maximum.masked_fill(maximum == -math.inf, 0.0)[:, None]  # others may have more than -inf
     found = apart.gather(1, column[:, None])[:, 0].where(here, 0.0)
     every = apart.sum(1) if classes.label_smoothing else torch.zeros_like(maximum)
     return maximum, torch.stack((apart.exp_().sum(1), found, every))
@@ -281,7 +281,11 @@ def vocab_parallel_linear_cross_entropy(
         )  # fmt: skip
     if reduction not in ("mean", "sum"):
         raise ValueError("vocab_parallel_linear_cross_entropy: reduction must be 'mean' or 'sum'")
-    if hidden.shape[-1] != weight.shape[1] or hidden.shape[:-1] != target.shape:
+    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1):
+        raise ValueError(
+            f"vocab_parallel_linear_cross_entropy: chunk_size must be a positive int or None, got {chunk_size!r}"
+        )
+    if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or hidden.shape[:-1] != target.shape:
         raise ValueError(
             "vocab_parallel_linear_cross_entropy: expected hidden (..., H), weight (columns, H) and target (...), got "
             f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}"
@@ -289,6 +293,11 @@ def vocab_parallel_linear_cross_entropy(
     result = torch.float32 if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
     result = torch.float64 if hidden.dtype == torch.float64 else result
     hidden, weight, _ = under_autocast(hidden, weight)
+    if hidden.dtype != weight.dtype:
+        raise TypeError(
+            f"vocab_parallel_linear_cross_entropy: hidden is {hidden.dtype}, weight {weight.dtype}: cast one, or use "
+            "autocast"
+        )
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     shape = LogitsShape((len(flat), weight.shape[0]), hidden.dtype, hidden.device)
     check_arguments("vocab_parallel_linear_cross_entropy", shape, flat, None, reduction, label_smoothing, z_loss)

@@ -29,7 +29,7 @@ from rooftop.cost import Call, Cost, cost_of, distinct_bytes
 from rooftop.kernels import sparse_conv_launches
 from rooftop.launch.operators import operator
 from rooftop.sparse.bitmaps import fit_bitmaps, regular_by_bitmap, submanifold_by_bitmap
-from rooftop.sparse.geometries import MAX_ROWS, NO_KEY, Geometry, PerDimension, geometry
+from rooftop.sparse.geometries import MAX_ROWS, NO_KEY, Geometry, PerDimension, geometry, whole_number
 from rooftop.sparse.hash_tables import Tables, regular_by_hash, submanifold_by_hash
 from rooftop.sparse.sites import check_indices, check_sites, checks_values, keys_of, sites_of
 from rooftop.sparse.table_orders import are_many, by_kernels, row_order, row_pairs
@@ -314,6 +314,8 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
     if indices.device.type not in ("cpu", "cuda"):
         raise ValueError(f"indices must be on the CPU or an NVIDIA GPU, got {indices.device}")
     if num_out_act_bound is not None:
+        if not isinstance(num_out_act_bound, torch.SymInt):
+            num_out_act_bound = whole_number("num_out_act_bound", num_out_act_bound)
         least = indices.shape[0] if shape.subm else 0
         if not least <= num_out_act_bound <= MAX_ROWS:
             raise ValueError(f"num_out_act_bound must be from {least} to {MAX_ROWS}, got {num_out_act_bound}")
