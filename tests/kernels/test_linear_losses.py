@@ -66,9 +66,9 @@ def assert_gate(tensors: list[Tensor | None], target: Tensor, **options: Any) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_size", [None, 16, 1000])
 def test_gate(dtype: torch.dtype, chunk_size: int | None) -> None:
-    tensors, target = inputs(40, 33, 300, dtype)
+    tensors, target = inputs(160, 33, 300, dtype)  # of fewer, the largest error of eager PyTorch is a matter of luck
     if chunk_size == 1000:
-        assert_chunks(tensors, target, 40, 1)
+        assert_chunks(tensors, target, 160, 1)
     else:
         assert_gate(tensors, target, chunk_size=chunk_size, dloss=1.7)
 
