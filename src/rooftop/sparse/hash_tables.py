@@ -25,6 +25,7 @@ ROOM_PER_SITE = 4
 
 
 def submanifold_by_hash(indices: Tensor, shape: Geometry) -> Tables:
+    """Tables of a submanifold convolution of indices (N, 1 + dims); the first and third are empty."""
     kernels, sites, faults = load_kernels(), _sites(indices), no_faults(indices)
     table, rows = _insert_sites(sites, shape, faults)
     count, volume = len(sites), shape.kernel_volume
@@ -35,6 +36,7 @@ def submanifold_by_hash(indices: Tensor, shape: Geometry) -> Tables:
 
 
 def regular_by_hash(indices: Tensor, shape: Geometry, bound: int | None) -> Tables:
+    """Tables of any other; `bound` rows of outputs, or None: as many as there are, which waits for the device."""
     kernels, sites, faults = load_kernels(), _sites(indices), no_faults(indices)
     _insert_sites(sites, shape, faults)
     if bound is None:
@@ -107,4 +109,5 @@ def _sites(indices: Tensor) -> Tensor:
 
 
 def no_faults(indices: Tensor) -> Tensor:
+    """(3,) int32 zeros on the device of the indices."""
     return torch.zeros(3, dtype=torch.int32, device=indices.device)
