@@ -8,8 +8,8 @@ sort is needed for sorted outputs:
 
 A submanifold convolution marks its sites, counts, notes the row of each rank, and looks at the cells around each site.
 Others mark what their sites reach; the rank of a marked cell is the row of the output. What it moves beside the tables
-is 2 bits for each cell a few times, which on one H200 is less than what hash tables (`hash_tables.py`) take up to some
-thousand cells for each site: a thin surface of 1 M sites in 81 M cells has 78.
+is 2 bits for each cell a few times. A thin surface of 1 M sites in 81 M cells has 81 cells for each site; up to some
+thousand that should be less than what hash tables (`hash_tables.py`) take, which is predicted.
 """
 
 from __future__ import annotations
