@@ -66,8 +66,8 @@ def assert_gate(tensors: list[Tensor | None], target: Tensor, **options: Any) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_size", [None, 16, 1000])
 def test_gate(dtype: torch.dtype, chunk_size: int | None) -> None:
-    # About one draw in 150 is beyond the gate in float32, of 40 rows and of 160, where the mean error is eager's: on one
-    # processor the draw of 40 rows that stood here was such a one.
+    # About one draw in 150 is beyond the gate in float32, of 40 rows as of 160, while the mean error is eager's: on one
+    # processor a draw of 40 rows was.
     tensors, target = inputs(160, 33, 300, dtype)
     if chunk_size == 1000:
         assert_chunks(tensors, target, 160, 1)
