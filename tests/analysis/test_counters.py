@@ -292,13 +292,18 @@ counted_step(Program(torch.Tensor.sum, (x,), {}))
 
 @pytest.mark.gpu
 def test_a_sum_reads_each_byte_once() -> None:
-    try:
-        launches = hardware_counters([sys.executable, "-c", CHILD])
-    except MeasurementError as error:
-        if "ERR_NVGPUCTRPERM" in str(error) or "need ncu" in str(error) or "initialize the profiler" in str(error):
-            pytest.skip(str(error))
-        raise
-    largest = kernel_rows(launches)[0]
-    assert "reduce_kernel" in largest.name
-    assert largest.dram_bytes == pytest.approx(4 << 26, rel=0.05)
+    least = math.inf  # memory's counters count what other processes move meanwhile too
+    for _ in range(5):
+        try:
+            launches = hardware_counters([sys.executable, "-c", CHILD])
+        except MeasurementError as error:
+            if "ERR_NVGPUCTRPERM" in str(error) or "need ncu" in str(error) or "initialize the profiler" in str(error):
+                pytest.skip(str(error))
+            raise
+        largest = kernel_rows(launches)[0]
+        assert "reduce_kernel" in largest.name
+        least = min(least, largest.dram_bytes)
+        if least < 1.05 * (4 << 26):
+            break
+    assert least == pytest.approx(4 << 26, rel=0.05)
     assert 0 < largest.occupancy_percent <= 100

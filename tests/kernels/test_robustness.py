@@ -488,6 +488,9 @@ def laid_out_otherwise(plain: Tensor) -> Iterator[Tensor]:
     yield torch.cat((plain.flatten()[:1], plain.flatten()))[1:].reshape(plain.shape)  # not aligned to 16 bytes
 
 
+WITH_ITS_ATTENTION = ("attention", "paged_attention")
+
+
 @pytest.mark.gpu
 @each_public
 def test_on_a_gpu(public: Public, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +502,7 @@ def test_on_a_gpu(public: Public, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_as_torch(public, tensors)
     for argument, plain in tensors.items():
         for strided in laid_out_otherwise(plain):
-            assert_as_torch(public, {**tensors, argument: strided}, copied=public.name == "attention")
+            assert_as_torch(public, {**tensors, argument: strided}, copied=public.name in WITH_ITS_ATTENTION)
     for dimension in set(dimensions(public)) - {"V", *public.fixed, *("N" * bool(public.normalized))}:
         sizes = {**SIZES, dimension: 0}
         if (public.name, dimension) == ("embedding", "K"):

@@ -429,7 +429,7 @@ def test_a_step_on_a_gpu_is_one_graph() -> None:
     model = small(replace(LLAMA, width=128)).to("cuda", torch.bfloat16)
     generation = Generation(model, texts([5, 3], 61), 30, Sampling(temperature=1.0, top_p=0.9))
     list(generation)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         list(generation)
     launches = Counter(event.name for event in profile.events())
     assert launches["cudaGraphLaunch"] == len(generation.steps) == 29

@@ -670,12 +670,16 @@ def test_captured_in_a_graph(kind: str) -> None:
     shape, many = of_kind(kind, 1, (32, 32, 32)), 30_000
     first, second = (random_sites(1000, 1, (32, 32, 32), seed) for seed in (1, 2))
     indices = first.cuda()
-    build_rulebook(indices, shape, many)
+
+    def build() -> dict[str, Tensor]:
+        rulebook = build_rulebook(indices, shape, many)
+        return {name: getattr(rulebook, name) for name in (*FORMS, "masks")}
+
+    build()  # a kernel cannot be loaded within a capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rulebook = build_rulebook(indices, shape, many)
-        forms = {name: getattr(rulebook, name) for name in (*FORMS, "masks")}
+        forms = build()
     for sites in (second, first):
         indices.copy_(sites)
         graph.replay()
