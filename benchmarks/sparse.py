@@ -398,9 +398,9 @@ def conv_calls(
 
 
 def built(indices: Tensor, shape: list[int]) -> Any:
-    """A rulebook and the order of its rows, as a convolution takes them."""
-    rulebook = sparse.build_rulebook(indices, sparse.geometry(1, shape, 3, subm=True))
-    return rulebook.neighbours, rulebook.order
+    """A rulebook as a convolution takes it: its table in an order of rows, or as it is where that serves as well."""
+    table = sparse.build_rulebook(indices, sparse.geometry(1, shape, 3, subm=True)).table
+    return table.rows() if table.order is None else table.order
 
 
 def built_by_spconv(indices: Tensor, shape: list[int]) -> Any:

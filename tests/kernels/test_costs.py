@@ -21,6 +21,7 @@ from rooftop.hardware import ceilings_of
 
 ELSEWHERE = {
     "sparse_rulebook",
+    "sparse_row_blocks",
     "sparse_row_order",
     "sparse_row_pairs",
     "site_norm",

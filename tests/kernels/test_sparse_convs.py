@@ -23,6 +23,7 @@ from rooftop.cost import CountingMode
 from rooftop.kernels import sparse_conv, sparse_conv_launches
 from rooftop.kernels.sparse_conv_launches import (
     WeightConfig,
+    blocks_of,
     convolved,
     neighbour_masks,
     pairs_of,
@@ -30,6 +31,7 @@ from rooftop.kernels.sparse_conv_launches import (
     row_order_shape,
     rows_by_mask,
     sorted_table,
+    unsorted_table,
     weight_gradient,
 )
 from rooftop.kernels.sparse_convs import weight_gradient_reference
@@ -153,7 +155,9 @@ def assert_gate(case: Case, dtype: torch.dtype, device: str = "cpu", **options: 
     if INTERPRETED or device == "cuda":
         assert launches["sparse_conv_rows"] == 2
         assert launches["sparse_conv_weight_gradient"] == 1
-        assert launches["list_pairs"] == (len(book.results) >= sparse_conv_launches.LISTED_FROM)
+        many = len(book.results) >= sparse_conv_launches.LISTED_FROM
+        assert launches["list_blocks"] == (options.get("order") is not None and options["order"].dim() == 2)
+        assert launches["list_pairs"] == (many and not launches["list_blocks"])
     else:
         assert not launches
     eager = outcome(dense(case, book), leaves, dy)
@@ -276,10 +280,35 @@ def test_an_order_changes_no_bit() -> None:
     leaves, dy = leaves_of(case, book, torch.float32)
     plain = outcome(convolution(book), leaves, dy)
     order, reverse_order = torch.arange(len(book.results)).flip(0), torch.randperm(len(book.sites)).int()
-    with_tables = sorted_table(book.neighbours, order), sorted_table(book.reverse, reverse_order)
-    for rows, reverse_rows in ((order, reverse_order), with_tables):
-        found = outcome(convolution(book, order=rows, reverse_order=reverse_rows), leaves, dy)
-        assert all(map(torch.equal, found, plain))
+    found = outcome(convolution(book, order=order, reverse_order=reverse_order), leaves, dy)
+    assert all(map(torch.equal, found, plain))
+    # With the table, the gradient of the weight alone is summed in that order.
+    tables = {"order": sorted_table(book.neighbours, order), "reverse_order": sorted_table(book.reverse, reverse_order)}
+    beside = outcome(convolution(book, **tables), leaves, dy)
+    instead = outcome(lambda *leaves: sparse_conv(*leaves, None, **tables), leaves, dy)
+    assert all(map(torch.equal, instead, beside))
+    y, dfeatures, dweight, dbias = beside
+    assert all(map(torch.equal, (y, dfeatures, dbias), (plain[0], plain[1], plain[3])))
+    torch.testing.assert_close(dweight, plain[2])
+
+
+def test_gate_with_tables_in_order_alone() -> None:
+    """Each dtype; strided, and mirrored where the other direction is none."""
+    for name in ("strided", "submanifold"):
+        for dtype in DTYPES:
+            case = SMALL[name]
+            book = book_of(case)
+            leaves, dy = leaves_of(case, book, dtype)
+            rows = {"order": row_order(book.neighbours)}
+            if not case.submanifold:
+                rows["reverse_order"] = row_order(book.reverse)
+            with count_launches() as launches:
+                found = outcome(lambda *leaves, rows=rows: sparse_conv(*leaves, None, **rows), leaves, dy)
+            assert launches["list_blocks"] == launches["sparse_conv_weight_gradient"] == int(INTERPRETED)
+            eager = outcome(dense(case, book), leaves, dy)
+            exact = outcome(dense(case, book), [t.double() for t in leaves], dy.double())
+            for each in zip(found, eager, exact, strict=True):
+                assert_as_accurate(*each, what=f"{name} {dtype}")
 
 
 @pytest.mark.parametrize("taps", [1, 27, 32, 33, 64])
@@ -328,6 +357,21 @@ def test_a_table_in_order(taps: int) -> None:
     assert torch.equal(table[0], order)
     assert torch.equal(table[1 : 1 + words], neighbour_masks(neighbours)[at].t())
     assert torch.equal(table[1 + words :], neighbours[at].t())
+    assert torch.equal(unsorted_table(table, taps), neighbours)
+
+
+@pytest.mark.parametrize("taps", [1, 27, 35])
+@pytest.mark.parametrize("rows", [1, 64, 300])
+def test_blocks_of_a_table_in_order(rows: int, taps: int) -> None:
+    neighbours = torch.full((rows, taps), -1, dtype=torch.int32)
+    neighbours[torch.rand(rows, taps) < 0.02] = 5
+    neighbours[:, taps // 2] = 7
+    table, size = sorted_table(neighbours, torch.randperm(rows)), sparse_conv_launches.BLOCK_ROWS
+    lists, counts = blocks_of(table, taps)
+    assert lists.shape == (taps, -(-rows // size))
+    for tap in range(taps):
+        has = [bool((part >= 0).any()) for part in table[-taps:][tap].split(size)]
+        assert lists[tap, : counts[tap]].tolist() == [block for block, one in enumerate(has) if one]
 
 
 def test_pairs_of_a_table() -> None:
@@ -366,8 +410,8 @@ def test_pieces_of_lists_end_where_their_memory_does(more: int) -> None:
     memory = torch.zeros(listed.numel() + 4096, dtype=torch.int32)
     memory[: listed.numel()] = listed.reshape(-1)
     lists = memory[: listed.numel()].view(listed.shape)
-    expected = weight_gradient(dy, features, neighbours, (listed, counts))
-    torch.testing.assert_close(weight_gradient(dy, features, neighbours, (lists, counts + more)), expected)
+    expected = weight_gradient(dy, features, 2, neighbours, None, (listed, counts))
+    torch.testing.assert_close(weight_gradient(dy, features, 2, neighbours, None, (lists, counts + more)), expected)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="they are cut by a kernel")
@@ -376,9 +420,11 @@ def test_pieces_of_taps_that_have_all_few_or_no_pairs(taps: int) -> None:
     neighbours = torch.full((150, taps), -1, dtype=torch.int32)
     neighbours[:, 0], neighbours[77, taps - 1] = torch.arange(150), 3
     dy, features = torch.randn(150, 4), torch.randn(150, 5)
-    found = weight_gradient(dy, features, neighbours, pairs_of(neighbours, 150))
-    torch.testing.assert_close(found, weight_gradient_reference(dy, features, neighbours))
-    assert not found[:, 1 : taps - 1].any()
+    expected = weight_gradient_reference(dy, features, neighbours)
+    for order, lists in ((None, pairs_of(neighbours, 150)), (row_order(neighbours), None)):
+        found = weight_gradient(dy, features, taps, neighbours, order, lists)
+        torch.testing.assert_close(found, expected)
+        assert not found[:, 1 : taps - 1].any()
 
 
 # ---- edges -----------------------------------------------------------------------------------------------------
@@ -559,6 +605,18 @@ LISTS = (torch.zeros(2, 3, 3, dtype=torch.int32), torch.zeros(3, dtype=torch.int
         ({"order": torch.zeros(4, 3).int()}, ValueError, r"expected order of shape \(5, 3\), got \(4, 3\)"),
         ({"order": torch.zeros(5, 3).int()}, ValueError, "order must have each row from 0 to 2 once"),
         ({"order": sorted_table(LINE.flip(0), torch.arange(3))}, ValueError, "order must be of these neighbours"),
+        ({"neighbours": None, "order": torch.arange(3)}, TypeError, "neighbours must be a tensor, got NoneType"),
+        ({"neighbours": None, "order": torch.zeros(5, 3).int()}, ValueError, "order must have each row from 0 to 2"),
+        (
+            {"neighbours": None, "order": sorted_table(LINE + 1, torch.arange(3))},
+            ValueError,
+            "neighbours must be from 0 to 2, .* got 0 to 3",
+        ),
+        (
+            {"order": sorted_table(LINE, torch.arange(3)), "pairs": (LINE, LISTS[1])},
+            ValueError,
+            r"expected pairs\[0\] of shape \(3, 1\), got \(3, 3\)",
+        ),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -587,7 +645,7 @@ def test_a_table_that_is_no_submanifold_convolution() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_all_through_the_interpreter(interpreted: Callable[..., int]) -> None:
-    chosen = "gate or no_reverse or order or mask or rare or lists_of or pairs_of or pieces or nothing or nobody"
+    chosen = "gate or no_reverse or order or mask or rare or lists_of or _of_a_table or pieces or nothing or nobody"
     assert interpreted(str(Path(__file__)), "-k", f"interpreter or (({chosen}) and not dtype1)") > 20
 
 
@@ -605,7 +663,14 @@ def product_of_pairs(channels: int, listed: bool) -> None:
     table = torch.empty(len(HALVES), 27, dtype=torch.int32)
     pairs = torch.empty(2, 27, len(HALVES), dtype=torch.int32), torch.empty(27, dtype=torch.int32)
     rows = HALVES[:, :channels].contiguous()
-    weight_gradient(rows, rows, table, pairs if listed else None)
+    weight_gradient(rows, rows, 27, table, None, pairs if listed else None)
+
+
+def product_of_blocks(channels: int, wide: bool) -> None:
+    order = torch.empty(row_order_shape(len(HALVES), 27), dtype=torch.int32)
+    blocks = torch.empty(27, len(HALVES) // sparse_conv_launches.BLOCK_ROWS, dtype=torch.int32)
+    rows = HALVES[:, :channels].contiguous()
+    weight_gradient(rows, rows, 27, None, order, (blocks, torch.empty(27, dtype=torch.int32)))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted")
@@ -618,6 +683,8 @@ def product_of_pairs(channels: int, listed: bool) -> None:
         (product_of_pairs, 64, True),
         (product_of_pairs, 128, True),
         (product_of_pairs, 64, False),
+        (product_of_blocks, 64, True),
+        (product_of_blocks, 128, True),
     ],
 )
 def test_half_precision_compiles_for_sm_90(
@@ -698,10 +765,14 @@ def test_tables_on_a_gpu_are_those_of_the_cpu(rows: int, taps: int) -> None:
     assert torch.equal(neighbour_masks(on_gpu).cpu(), masks)
     assert torch.equal(rows_by_mask(masks.cuda()).cpu(), order)
     assert torch.equal(sorted_table(on_gpu, order.cuda()).cpu(), sorted_table(neighbours, order))
-    (pairs, counts), (found, found_counts) = pairs_of(neighbours, rows), pairs_of(on_gpu, rows)
-    assert torch.equal(found_counts.cpu(), counts)
-    beyond = torch.arange(rows) >= counts[:, None]
-    assert torch.equal(found.cpu().masked_fill_(beyond, -1), pairs.masked_fill_(beyond, -1))
+    table = sorted_table(neighbours, order)
+    assert torch.equal(unsorted_table(table.cuda(), taps).cpu(), neighbours)
+    of_pairs = pairs_of(neighbours, rows), pairs_of(on_gpu, rows)
+    of_blocks = blocks_of(table, taps), blocks_of(table.cuda(), taps)
+    for (lists, counts), (found, found_counts) in (of_pairs, of_blocks):
+        assert torch.equal(found_counts.cpu(), counts)
+        beyond = torch.arange(lists.shape[-1]) >= counts[:, None]
+        assert torch.equal(found.cpu().masked_fill_(beyond, -1), lists.masked_fill_(beyond, -1))
 
 
 @pytest.mark.gpu

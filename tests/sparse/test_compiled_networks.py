@@ -152,12 +152,16 @@ def test_the_rulebook_s_operator(kind: str, bound: int | None) -> None:
 
 
 def test_operators_of_tables_without_data() -> None:
+    def tables_of(table: Tensor) -> list[Tensor]:
+        order = ops.sparse_row_order(table)
+        return [order, *ops.sparse_row_pairs(table, 15), *ops.sparse_row_blocks(order, table.shape[1])]
+
     table = build_rulebook(inputs(20)[1], geometry(2, GRID, 3, subm=True)).neighbours
     ops = torch.ops.rooftop
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(table)
-        made = [ops.sparse_row_order(fake), *ops.sparse_row_pairs(fake, 15)]
-    real = [ops.sparse_row_order(table), *ops.sparse_row_pairs(table, 15)]
+        made = tables_of(fake)
+    real = tables_of(table)
     for each, other in zip(made, real, strict=True):
         assert (each.shape, each.dtype) == (other.shape, other.dtype)
     assert int(real[2].sum()) == int(((table >= 0) & (table < 15)).sum())

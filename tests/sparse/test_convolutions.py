@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import rooftop.sparse as spconv
 from rooftop.kernels import sparse_conv_launches
 from rooftop.launch import count_launches
-from rooftop.sparse import SparseConvTensor, functional, rulebook
+from rooftop.sparse import SparseConvTensor, functional, table_orders
 from rooftop.sparse.functional import by_group
 from rooftop.testing import no_waiting_for_gpu
 
@@ -379,22 +379,26 @@ def test_orders_and_pairs_are_made_once_and_where_needed(monkeypatch: pytest.Mon
 
         return call
 
-    for module in (rulebook, functional):
+    for module in (table_orders, functional):
         monkeypatch.setattr(module, "by_kernels", lambda table: True)
     for least in ("SORTED_FROM", "LISTED_FROM"):
         monkeypatch.setattr(sparse_conv_launches, least, 1)
-    monkeypatch.setattr(rulebook, "row_order", counting("order", rulebook.row_order))
-    monkeypatch.setattr(rulebook, "row_pairs", counting("pairs", rulebook.row_pairs))
+    for name in ("row_order", "row_pairs", "row_blocks"):
+        monkeypatch.setattr(table_orders, name, counting(name, getattr(table_orders, name)))
     network, x = UNet(), a_tensor(3, dtype=torch.float32)
     with torch.no_grad():
         network(x)
-    assert made == ["order"] * 4  # of each level, and between them both ways
+    assert made == ["row_order"] * 4  # of each level, and between them both ways
     made.clear()
     network(x).features.sum().backward()
-    assert sorted(made) == ["order"] * 4 + ["pairs"] * 4
+    assert sorted(made) == ["row_blocks"] * 4 + ["row_order"] * 4
     made.clear()
     network.requires_grad_(False)(x)
-    assert made == ["order"] * 4
+    assert made == ["row_order"] * 4
+    made.clear()
+    monkeypatch.setattr(sparse_conv_launches, "TABLES_SORTED", False)
+    network.requires_grad_()(x).features.sum().backward()
+    assert sorted(made) == ["row_order"] * 4 + ["row_pairs"] * 4
     made.clear()
     for least in ("SORTED_FROM", "LISTED_FROM"):
         monkeypatch.setattr(sparse_conv_launches, least, 1000)

@@ -9,8 +9,9 @@ number, one bit for each: the loop takes its lowest bit, and clears it when the 
 no branch, and the loads of later steps are on their way while a step is multiplied.
 
 `sparse_conv_weight_gradient` reduces over pairs of a site and a result, tap by tap, in pieces of one length that
-`sum_pieces` adds up; without lists of pairs, over the rows of the table. `count_pairs`, `start_pairs` and `list_pairs`
-make the lists; where a pair stands follows from the table alone.
+`sum_pieces` adds up. A sorted table has its pairs close together: `block_bits` and `list_blocks` list the blocks of it
+that have a tap at all. Of other tables `count_pairs`, `start_pairs` and `list_pairs` list the pairs themselves, where
+each stands follows from the table alone; without lists it reads all rows.
 
 `neighbour_bits`, `count_bits` and `mask_keys` give the keys that rows are sorted by, `sort_table` the table in that
 order. Tables are read along taps and lists written along rows, each in the direction in which memory runs.
@@ -96,24 +97,27 @@ def sparse_conv_rows(
 
 @triton.jit
 def sparse_conv_weight_gradient(
-    features, gradient, table, counts, sums,  # (N, C), (M, O), (2, T, capacity) or (M, T), (T,), (pieces, O, C)
+    features, gradient, table, lists, counts,  # (N, C), (M, O), (M, T) or as `sort_table` has it; of LISTED, and (T,)
+    sums,  # (pieces, O, C)
     sites, rows, capacity, parts,
-    LISTED: tl.constexpr, WHOLE: tl.constexpr, TAPS: tl.constexpr, LANES: tl.constexpr,
+    LISTED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, TAPS: tl.constexpr, LANES: tl.constexpr,
     CHANNELS: tl.constexpr, OUT_CHANNELS: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr,
     OUTS: tl.constexpr, INS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """The sum of gradient[m] features[n]^T over one piece of a tap's pairs (n, m).
 
-    LISTED: `table` lists each tap's pairs, which `_pieces` cuts for about `parts` programs. Else it is a table of
-    neighbours, whose rows are cut into `parts` for each tap. WHOLE: there is one part, and `sums` is (O, T, C).
+    LISTED: `lists` has each tap's pairs (2, T, capacity), or (BLOCK) blocks of so many rows of the sorted table
+    (T, capacity), which `_pieces` cuts for about `parts` programs. Else the rows of the table are cut into `parts` for
+    each tap. WHOLE: there is one part, and `sums` is (O, T, C).
     """
+    WORDS: tl.constexpr = (TAPS + 31) // 32
     piece = tl.program_id(0)
     in_tiles: tl.constexpr = (CHANNELS + INS - 1) // INS
     to = tl.program_id(1) // in_tiles * OUTS + tl.arange(0, OUTS)
     channel = tl.program_id(1) % in_tiles * INS + tl.arange(0, INS)
     if LISTED:
-        count, length, begin, end = _pieces(counts, capacity, parts, TAPS, LANES, DEPTH)
+        count, length, begin, end = _pieces(counts, capacity, parts, TAPS, LANES, DEPTH, BLOCK)
         tap = tl.sum((end <= piece).to(tl.int32), axis=0)  # past the last piece: LANES
         here = tl.arange(0, LANES) == tap
         first = (piece - tl.sum(tl.where(here, begin, 0), axis=0)) * length
@@ -129,9 +133,14 @@ def sparse_conv_weight_gradient(
     total = tl.zeros((OUTS, INS), tl.float32)
     for start in range(first, last, DEPTH):
         pair = start + tl.arange(0, DEPTH)
-        if LISTED:
-            site = tl.load(table + (tap * capacity + pair), mask=pair < last, other=-1)
-            row = tl.load(table + ((tap + TAPS) * capacity + pair), mask=pair < last, other=-1)
+        if BLOCK > 0:
+            position = tl.load(lists + (tap * capacity + start // BLOCK)) * BLOCK + start % BLOCK + tl.arange(0, DEPTH)
+            inside = position < rows
+            row = tl.load(table + position, mask=inside, other=-1)
+            site = tl.load(table + (_line(1 + WORDS + tap, rows, WIDE) + position), mask=inside, other=-1)
+        elif LISTED:
+            site = tl.load(lists + (tap * capacity + pair), mask=pair < last, other=-1)
+            row = tl.load(lists + ((tap + TAPS) * capacity + pair), mask=pair < last, other=-1)
         else:
             row = pair
             if WIDE:
@@ -163,7 +172,7 @@ def sparse_conv_weight_gradient(
 def sum_pieces(
     sums, counts, out,  # (pieces, O, C), (T,), (O, T, C)
     capacity, parts,
-    LISTED: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, LANES: tl.constexpr,
+    LISTED: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, LANES: tl.constexpr,
     CHANNELS: tl.constexpr, OUT_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
     PIECES: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +181,7 @@ def sum_pieces(
     tap = tl.program_id(0)
     element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     if LISTED:
-        _, _, begin, end = _pieces(counts, capacity, parts, TAPS, LANES, DEPTH)
+        _, _, begin, end = _pieces(counts, capacity, parts, TAPS, LANES, DEPTH, BLOCK)
         here = tl.arange(0, LANES) == tap
         first, last = tl.sum(tl.where(here, begin, 0), axis=0), tl.sum(tl.where(here, end, 0), axis=0)
     else:
@@ -283,6 +292,45 @@ def sort_table(
         tl.store(table + (_line(1 + WORDS + tap, rows, WIDE)[:, None] + position[None, :]), site, mask=wanted)
 
 
+# ---- lists of blocks ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def block_bits(
+    table, bits,  # as `sort_table` has it; (words, blocks)
+    rows, blocks,
+    TAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bit t % 32 of word t // 32 says whether one of BLOCK rows of a sorted table has tap t."""
+    WORDS: tl.constexpr = (TAPS + 31) // 32
+    block = tl.program_id(0)
+    position = block * BLOCK + tl.arange(0, BLOCK)
+    for word in range(WORDS):
+        mask = tl.load(table + (_line(1 + word, rows, WIDE) + position), mask=position < rows, other=0)
+        set_bits = (mask[:, None] >> tl.arange(0, 32)[None, :]) & 1  # (BLOCK, 32)
+        found = tl.sum(tl.max(set_bits, axis=0).to(tl.int64) << tl.arange(0, 32), axis=0)
+        tl.store(bits + (word * blocks + block), found.to(tl.int32))
+
+
+@triton.jit
+def list_blocks(
+    bits, lists, counts,  # (words, blocks), (T, blocks), (T,)
+    blocks,
+    SCANNED: tl.constexpr,
+):  # fmt: skip
+    """The blocks that have a tap, ascending, and how many they are."""
+    tap = tl.program_id(0)
+    before = tl.zeros((), tl.int32)
+    for first in range(0, blocks, SCANNED):
+        block = first + tl.arange(0, SCANNED)
+        word = tl.load(bits + (tap // 32 * blocks + block), mask=block < blocks, other=0)
+        has = (word >> tap % 32) & 1
+        place = before + tl.cumsum(has, axis=0) - 1
+        tl.store(lists + (tap.to(tl.int64) * blocks + place), block, mask=has == 1)
+        before += tl.sum(has, axis=0)
+    tl.store(counts + tap, before)
+
+
 # ---- lists of pairs ----------------------------------------------------------------------------------------------
 
 
@@ -356,15 +404,20 @@ def _plus(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_B
 
 
 @triton.jit
-def _pieces(counts, capacity, parts, TAPS: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr):
+def _pieces(
+    counts, capacity, parts,
+    TAPS: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The pairs of T taps, cut into pieces of one length for `parts` programs: at most `parts` + T pieces.
 
     Gives pairs, the length of a piece, and where the pieces of a tap begin and end among those of all, each (LANES,).
-    More pairs than a list has room for are none.
+    More pairs than a list has room for are none. BLOCK: what is counted are blocks of so many rows.
     """
     lane = tl.arange(0, LANES)
     count = tl.load(counts + lane, mask=lane < TAPS, other=0)
     count = tl.minimum(tl.maximum(count, 0), capacity)
+    if BLOCK > 0:
+        count = count * BLOCK
     share = tl.cdiv(tl.cdiv(tl.sum(count.to(tl.int64), axis=0), parts), DEPTH) * DEPTH
     length = tl.minimum(tl.maximum(share, DEPTH), 1 << 30).to(tl.int32)
     pieces = count // length + (count % length != 0).to(tl.int32)

@@ -71,9 +71,14 @@ LEAST_ROWS = 32
 SORTED_FROM = 1 << 16
 # Whether what is made for sorting has the table in that order, too: see `row_order`.
 TABLES_SORTED = True
-# From so many rows on, the gradient of the weight reads lists of pairs: below, making them takes longer than reading
-# rows that have no neighbour (predicted).
+# From so many rows on, the gradient of the weight reads lists of pairs of a table that is not sorted: below, making
+# them takes longer than reading rows that have no neighbour (predicted).
 LISTED_FROM = 1 << 14
+# Rows of a sorted table that the gradient of the weight takes or leaves together, a multiple of each `depth` above: on
+# surfaces 87 to 99% of those it takes have a neighbour (counted).
+BLOCK_ROWS = 64
+# A sorted table of more rows is none that its blocks number with int32.
+MOST_SORTED = 1 << 30
 MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a program that reads a table alone
 KEY_ROWS, SAMPLE, SAMPLE_ROWS, SAMPLE_WARPS, SCANNED = 256, 4096, 1024, 16, 1024
 PIECES, ELEMENTS = 32, 128  # of a tile that adds up the sums of pieces
@@ -229,12 +234,47 @@ def row_order(neighbours: Tensor) -> Tensor:
         order = torch.arange(rows, dtype=torch.int32, device=neighbours.device)
     else:
         order = rows_by_mask(neighbour_masks(neighbours))
-    return sorted_table(neighbours, order) if TABLES_SORTED else order.int()
+    return sorted_table(neighbours, order) if TABLES_SORTED and rows <= MOST_SORTED else order.int()
 
 
 def row_order_shape(rows: int, taps: int) -> tuple[int, ...]:
     """The shape of a table's `row_order`."""
-    return (1 + -(-taps // 32) + taps, rows) if TABLES_SORTED else (rows,)
+    return (1 + -(-taps // 32) + taps, rows) if TABLES_SORTED and rows <= MOST_SORTED else (rows,)
+
+
+def unsorted_table(table: Tensor, taps: int) -> Tensor:
+    """The table (M, T) of which `sorted_table` made this one."""
+    rows = table.shape[1]
+    return torch.empty(rows, taps, dtype=torch.int32, device=table.device).index_copy_(
+        0, table[0].long(), table[table.shape[0] - taps :].t()
+    )
+
+
+# ---- lists of blocks -------------------------------------------------------------------------------------------
+
+
+def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
+    """Which blocks of BLOCK_ROWS rows of a `sorted_table` have a neighbour at a tap: (T, ceil(M / BLOCK_ROWS)) int32,
+    ascending, and how many they are, (T,) int32; what lies beyond is anything."""
+    rows = table.shape[1]
+    blocks = -(-rows // BLOCK_ROWS)
+    if table.device.type == "cpu" and not INTERPRETED:
+        known = torch.nn.functional.pad(table[table.shape[0] - taps :] >= 0, (0, blocks * BLOCK_ROWS - rows))
+        has = known.view(taps, blocks, BLOCK_ROWS).any(2)
+        return (~has).sort(dim=1, stable=True).indices.int(), has.sum(1, dtype=torch.int32)
+    require_triton()
+    from rooftop.kernels.sparse_conv_kernels import block_bits, list_blocks
+
+    table = table.contiguous()
+    bits = torch.empty(-(-taps // 32), blocks, dtype=torch.int32, device=table.device)
+    lists = torch.empty(taps, blocks, dtype=torch.int32, device=table.device)
+    counts = torch.empty(taps, dtype=torch.int32, device=table.device)
+    launch(
+        block_bits, (blocks,), table.device, table, bits, rows, blocks, TAPS=taps, WIDE=_is_wide(table),
+        BLOCK=BLOCK_ROWS, num_warps=1,
+    )  # fmt: skip
+    launch(list_blocks, (taps,), table.device, bits, lists, counts, blocks, SCANNED=SCANNED, num_warps=TABLE_WARPS)
+    return lists, counts
 
 
 # ---- lists of pairs --------------------------------------------------------------------------------------------
@@ -275,6 +315,24 @@ def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tens
     return pairs[:, :, :capacity].contiguous(), known.sum(1, dtype=torch.int32)
 
 
+def has_table(order: Tensor | None) -> bool:
+    """Whether it is a `sorted_table`, not an order alone."""
+    return order is not None and order.dim() == 2
+
+
+def rows_of(neighbours: Tensor | None, order: Tensor | None) -> int:
+    """Of a table, which a sorted one can stand for.
+
+    Raises:
+        ValueError: neither is there.
+    """
+    if neighbours is not None:
+        return neighbours.shape[0]
+    if order is None or not has_table(order):
+        raise ValueError("sparse_conv: expected neighbours, or an order that has them: use row_order")
+    return order.shape[1]
+
+
 def _width(taps: int) -> int:
     """Taps that are looked at together, one bit for each."""
     return min(32, 1 << (taps - 1).bit_length())
@@ -289,19 +347,27 @@ def _is_wide(*tensors: Tensor) -> bool:
 
 
 def convolved(
-    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor, order: Tensor | None, mirrored: bool
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    neighbours: Tensor | None,
+    order: Tensor | None,
+    mirrored: bool,
 ) -> Tensor:
-    """(M, O) by the kernel, from a weight (O, T, C) of any strides; `order` as of `row_order`, or (M,)."""
+    """(M, O) by the kernel, from a weight (O, T, C) of any strides; `order` as of `row_order`, or (M,). Neighbours are
+    not looked at where `order` has them."""
     require_triton()
     from rooftop.kernels.sparse_conv_kernels import sparse_conv_rows
 
-    features, neighbours = features.contiguous(), neighbours.contiguous()
-    (sites, channels), (rows, taps), out_channels = features.shape, neighbours.shape, weight.shape[0]
+    features = features.contiguous()
+    (sites, channels), (out_channels, taps) = features.shape, weight.shape[:2]
+    rows = rows_of(neighbours, order)
     out = features.new_empty(rows, out_channels)
     if features.numel() == 0 or out.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias)
-    if order is None and rows >= SORTED_FROM:
+    if order is None and rows >= SORTED_FROM and neighbours is not None:
         order = row_order(neighbours)
+    neighbours = order if has_table(order) or neighbours is None else neighbours.contiguous()
     tile = rows_tile(rows, out_channels, channels, features)
     grid = (-(-rows // int(tile["ROWS"])) * -(-out_channels // int(tile["COLUMNS"])),)
     out_stride, tap_stride, channel_stride = weight.stride()
@@ -309,7 +375,7 @@ def convolved(
     tensors = (features, weight, bias, neighbours, order, out)
     launch(
         sparse_conv_rows, grid, features.device, *tensors, sites, rows,
-        HAS_BIAS=bias is not None, HAS_ORDER=order is not None, SORTED=order is not None and order.dim() == 2,
+        HAS_BIAS=bias is not None, HAS_ORDER=order is not None, SORTED=has_table(order),
         MIRRORED=mirrored, WIDE=_is_wide(*(t for t in tensors if t is not None)), TAPS=taps, CHANNELS=channels,
         OUT_CHANNELS=out_channels, TAP_STRIDE=tap_stride, CHANNEL_STRIDE=channel_stride, OUT_STRIDE=out_stride,
         WIDTH=_width(taps), **_product(features), **tile,
@@ -317,33 +383,51 @@ def convolved(
     return out
 
 
-def weight_gradient(dy: Tensor, features: Tensor, neighbours: Tensor, pairs: tuple[Tensor, Tensor] | None) -> Tensor:
-    """(O, T, C) from dy (M, O), features (N, C) and a table (M, T), and lists of its pairs, (2, T, capacity) with how
-    many there are, (T,): else they are made where there are many rows."""
+def weight_gradient(
+    dy: Tensor,
+    features: Tensor,
+    taps: int,
+    neighbours: Tensor | None,
+    order: Tensor | None,
+    pairs: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """(O, T, C) from dy (M, O), features (N, C), and a table (M, T) or an `order` that has it.
+
+    `pairs`: as of `pairs_of`, or, where `order` has the table, of `blocks_of`. None: made of such an order, and where
+    there are many rows.
+    """
     require_triton()
     from rooftop.kernels.sparse_conv_kernels import sparse_conv_weight_gradient, sum_pieces
 
     dy, features = dy.contiguous(), features.contiguous()
-    (rows, out_channels), (sites, channels), taps = dy.shape, features.shape, neighbours.shape[1]
+    (rows, out_channels), (sites, channels) = dy.shape, features.shape
     if out_channels * channels * rows * sites == 0:
         return features.new_zeros(out_channels, taps, channels)
-    if pairs is None and rows >= LISTED_FROM:
-        pairs = pairs_of(neighbours, sites)
-    table, counts = (neighbours.contiguous(), None) if pairs is None else (t.contiguous() for t in pairs)
-    listed = counts is not None
-    capacity = table.shape[2] if listed else rows
-    tile, parts, pieces = weight_tile(out_channels, channels, taps, capacity, listed, features)
+    if has_table(order) and (pairs is None or pairs[0].dim() == 2):
+        assert order is not None
+        table, block = order.contiguous(), BLOCK_ROWS
+        pairs = blocks_of(table, taps) if pairs is None else pairs
+    elif neighbours is not None:
+        table, block = neighbours.contiguous(), 0
+        pairs = pairs_of(table, sites) if pairs is None and rows >= LISTED_FROM else pairs
+    else:  # pairs as they are, which no table is needed for
+        assert pairs is not None
+        table, block = pairs[0], 0
+    lists, counts = (None, None) if pairs is None else (t.contiguous() for t in pairs)
+    listed = lists is not None
+    capacity = rows if lists is None else lists.shape[-1]
+    tile, parts, pieces = weight_tile(out_channels, channels, taps, capacity * max(1, block), listed, features)
     out = features.new_empty(out_channels, taps, channels)
     whole = parts == 1 and not listed
     sums = out if whole else torch.empty(pieces, out_channels, channels, dtype=torch.float32, device=out.device)
     constants: Constants = {
-        "LISTED": listed, "TAPS": taps, "LANES": 1 << (taps - 1).bit_length(), "CHANNELS": channels,
-        "OUT_CHANNELS": out_channels, "WIDE": _is_wide(features, dy, table, sums),
+        "LISTED": listed, "BLOCK": block, "TAPS": taps, "LANES": 1 << (taps - 1).bit_length(), "CHANNELS": channels,
+        "OUT_CHANNELS": out_channels, "WIDE": _is_wide(features, dy, table, sums, *(() if lists is None else (lists,))),
     }  # fmt: skip
     grid = (pieces, -(-out_channels // int(tile["OUTS"])) * -(-channels // int(tile["INS"])))
     launch(
-        sparse_conv_weight_gradient, grid, out.device, features, dy, table, counts, sums, sites, rows, capacity, parts,
-        WHOLE=whole, **constants, **_product(features), **tile,
+        sparse_conv_weight_gradient, grid, out.device, features, dy, table, lists, counts, sums, sites, rows, capacity,
+        parts, WHOLE=whole, **constants, **_product(features), **tile,
     )  # fmt: skip
     if not whole:
         launch(

@@ -26,7 +26,15 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.neighbour_tables import check_neighbours, check_reverse
-from rooftop.kernels.sparse_conv_launches import convolved, sorted_table, weight_gradient
+from rooftop.kernels.sparse_conv_launches import (
+    BLOCK_ROWS,
+    convolved,
+    has_table,
+    rows_of,
+    sorted_table,
+    unsorted_table,
+    weight_gradient,
+)
 from rooftop.launch.operators import (
     differentiable,
     no_second_derivative,
@@ -95,15 +103,18 @@ def _inside(x: Tensor) -> torch.dtype:
 # ---- values of tables ----------------------------------------------------------------------------------------
 
 
-def _check_values(features: Tensor, neighbours: Tensor, order: Tensor | None) -> None:
+def _check_values(features: Tensor, neighbours: Tensor | None, order: Tensor | None, taps: int) -> None:
     """On a CPU, that tables say what they should: the kernels read sites that there are not as none."""
+    if not features.is_cpu:
+        return
+    neighbours = _plain(neighbours, order, taps)
     check_neighbours("sparse_conv", features, neighbours)
-    if order is None or not features.is_cpu:
+    if order is None:
         return
     rows, listed = neighbours.shape[0], order if order.dim() == 1 else order[0]
     if not torch.equal(listed.long().sort().values, torch.arange(rows)):
         raise ValueError(f"sparse_conv: order must have each row from 0 to {rows - 1} once: use row_order")
-    if order.dim() == 2 and not torch.equal(order, sorted_table(neighbours, listed)):
+    if has_table(order) and not torch.equal(order, sorted_table(neighbours, listed)):
         raise ValueError("sparse_conv: order must be of these neighbours: use row_order")
 
 
@@ -111,9 +122,25 @@ def _by_reference(features: Tensor) -> bool:
     return features.dtype == torch.float64 or (features.is_cpu and not INTERPRETED)
 
 
-def _by_taps(weight: Tensor, neighbours: Tensor) -> Tensor:
+def _by_taps(weight: Tensor) -> Tensor:
     """The weight (O, *kernel, C) as (O, T, C), contiguous: within the operator, where autograd records no view."""
-    return weight.reshape(weight.shape[0], neighbours.shape[1], weight.shape[-1]).contiguous()
+    return weight.reshape(weight.shape[0], _taps(weight), weight.shape[-1]).contiguous()
+
+
+def _taps(weight: Tensor) -> int:
+    return math.prod(weight.shape[1:-1])
+
+
+def _plain(neighbours: Tensor | None, order: Tensor | None, taps: int) -> Tensor:
+    """The table by rows (M, T), where it is given in the order of a convolution too."""
+    if neighbours is not None:
+        return neighbours
+    rows_of(neighbours, order)  # raises where there is none
+    assert order is not None
+    listed = order[0].long()
+    if order.is_cpu and not torch.equal(listed.sort().values, torch.arange(len(listed))):
+        raise ValueError(f"sparse_conv: order must have each row from 0 to {len(listed) - 1} once: use row_order")
+    return unsorted_table(order, taps)
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
@@ -121,54 +148,58 @@ def _by_taps(weight: Tensor, neighbours: Tensor) -> Tensor:
 
 @operator("sparse_conv")
 def _sparse_conv(
-    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor, reverse: Tensor | None,
+    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor | None, reverse: Tensor | None,
     order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
     pair_count: int,
 ) -> Tensor:  # fmt: skip
     """weight (O, *kernel, C). The tables of the other direction are for the gradients."""
-    _check_values(features, neighbours, order)
-    matrices = _by_taps(weight, neighbours)
+    _check_values(features, neighbours, order, _taps(weight))
+    matrices = _by_taps(weight)
     if _by_reference(features):
-        return sparse_conv_reference(features, matrices, bias, neighbours)
+        return sparse_conv_reference(features, matrices, bias, _plain(neighbours, order, _taps(weight)))
     return convolved(features, matrices, bias, neighbours, order, mirrored=False)
 
 
 @torch.library.register_fake("rooftop::sparse_conv")
 def _(
-    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor, reverse: Tensor | None,
+    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor | None, reverse: Tensor | None,
     order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
     pair_count: int,
 ) -> Tensor:  # fmt: skip
-    return features.new_empty(neighbours.shape[0], weight.shape[0])
+    return features.new_empty(rows_of(neighbours, order), weight.shape[0])
 
 
 @operator("sparse_conv_backward")
 def _sparse_conv_backward(
-    dy: Tensor, features: Tensor, weight: Tensor, neighbours: Tensor, reverse: Tensor | None,
+    dy: Tensor, features: Tensor, weight: Tensor, neighbours: Tensor | None, reverse: Tensor | None,
     order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
     pair_count: int, mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of features, weight and bias; those that `mask` does not ask for are empty."""
     of_features, of_weight, of_bias = mask
-    by_reference = _by_reference(features)
+    by_reference, taps = _by_reference(features), _taps(weight)
+    mirrored = reverse is None and not has_table(reverse_order)
     if not of_features:
         dfeatures = features.new_empty(0)
     else:
-        check_reverse("sparse_conv", neighbours, reverse)
-        matrices = _by_taps(weight, neighbours)
+        if features.is_cpu:
+            other = None if mirrored else _plain(reverse, reverse_order, taps)
+            check_reverse("sparse_conv", _plain(neighbours, order, taps), other)
+        matrices = _by_taps(weight)
         if by_reference:
-            dfeatures = features_gradient_reference(dy, matrices, neighbours, features.shape[0])
-        elif reverse is None:
+            plain = _plain(neighbours, order, taps)
+            dfeatures = features_gradient_reference(dy, matrices, plain, features.shape[0])
+        elif mirrored:
             dfeatures = convolved(dy, matrices.permute(2, 1, 0), None, neighbours, order, mirrored=True)  # (C, T, O)
         else:
             dfeatures = convolved(dy, matrices.permute(2, 1, 0), None, reverse, reverse_order, mirrored=False)
     if not of_weight:
         dweight = features.new_empty(0)
     elif by_reference:
-        dweight = weight_gradient_reference(dy, features, neighbours).view(weight.shape)
+        dweight = weight_gradient_reference(dy, features, _plain(neighbours, order, taps)).view(weight.shape)
     else:
         lists = None if pairs is None or pair_counts is None else (pairs, pair_counts)
-        dweight = weight_gradient(dy, features, neighbours, lists).view(weight.shape)
+        dweight = weight_gradient(dy, features, taps, neighbours, order, lists).view(weight.shape)
     if not of_bias:
         dbias = features.new_empty(0)
     else:  # within, float32 or float64
@@ -178,7 +209,7 @@ def _sparse_conv_backward(
 
 @torch.library.register_fake("rooftop::sparse_conv_backward")
 def _(
-    dy: Tensor, features: Tensor, weight: Tensor, neighbours: Tensor, reverse: Tensor | None,
+    dy: Tensor, features: Tensor, weight: Tensor, neighbours: Tensor | None, reverse: Tensor | None,
     order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
     pair_count: int, mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -213,7 +244,7 @@ def _forward_cost(call: Call) -> Cost:
     flops = _product_flops(call, features, 1)
     if bias is not None:
         _add(flops, precision_of(features.dtype), call.out.numel())
-    read = distinct_bytes([features, weight, bias, call["neighbours"]])
+    read = distinct_bytes([features, weight, bias, _table_of(call["neighbours"], call["order"], weight)])
     return Cost(read, distinct_bytes([call.out]), flops)
 
 
@@ -221,22 +252,30 @@ def _forward_cost(call: Call) -> Cost:
 def _backward_cost(call: Call) -> Cost:
     """A product of each pair for features and for weight, a sum for the bias; each with the tensors that it needs."""
     for_features, for_weight, for_bias = call["mask"]
-    dy, needed = call["dy"], [call["dy"]]
+    dy, weight, needed = call["dy"], call["weight"], [call["dy"]]
+    table = _table_of(call["neighbours"], call["order"], weight)
     if for_features:
-        needed += [call["weight"], call["neighbours"] if call["reverse"] is None else call["reverse"]]
+        needed += [weight, table if call["reverse"] is None else call["reverse"]]
+        if call["reverse"] is None and has_table(call["reverse_order"]):
+            needed[-1] = _table_of(None, call["reverse_order"], weight)
     if for_weight:
-        needed += [call["features"], call["neighbours"]]
+        needed += [call["features"], table]
     flops = _product_flops(call, dy, for_features + for_weight)
     if for_bias:
         _add(flops, precision_of(dy.dtype), dy.numel())
     return Cost(distinct_bytes(needed), distinct_bytes(list(call.out)), flops)
 
 
+def _table_of(neighbours: Tensor | None, order: Tensor, weight: Tensor) -> Tensor:
+    """The sites alone, by whichever order of rows."""
+    return neighbours if neighbours is not None else order[order.shape[0] - _taps(weight) :]
+
+
 def _product_flops(call: Call, operand: Tensor, products: int) -> dict[str, int]:
     """Of `products` of every pair. Where the caller did not say how many there are, to look would be to wait for the
     GPU: then one for each result, the fewest that a rulebook has, so that no roof is put too low."""
     out_channels, *_, channels = call["weight"].shape
-    pairs = call["pair_count"] if call["pair_count"] >= 0 else call["neighbours"].shape[0]
+    pairs = call["pair_count"] if call["pair_count"] >= 0 else rows_of(call["neighbours"], call["order"])
     found = 2 * pairs * channels * out_channels * products
     return {matrix_precision(operand, convolution=True): found} if found else {}
 
@@ -252,7 +291,7 @@ def sparse_conv(
     features: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    neighbours: Tensor,
+    neighbours: Tensor | None,
     reverse: Tensor | None = None,
     *,
     order: Tensor | None = None,
@@ -268,14 +307,16 @@ def sparse_conv(
         weight: (O, *kernel, C), spconv's layout, same dtype; T taps in all, in the order of the table's columns.
         bias: (O,), same dtype.
         neighbours: (M, T) int32, the row of features that a result meets at a tap, -1 for none. Rows that there are not
-            raise on the CPU, and on a GPU are read as none.
+            raise on the CPU, and on a GPU are read as none. None: `order` has them.
         reverse: (N, T) int32, the result that a row of features meets at a tap, -1 for none; for the gradient of the
-            features. None: that of a submanifold convolution, neighbours with the taps in the other order.
+            features. None: `reverse_order` has it, or it is that of a submanifold convolution, neighbours with the taps
+            in the other order.
         order, reverse_order: of the two tables what `row_order` makes, so that rows with the same neighbours are worked
-            on together; or any order of the rows, (M,) and (N,) int32 or int64. Without reverse, `order` serves both.
-            None: made where there are many rows.
+            on together, and with them the table; or any order of the rows, (M,) and (N,) int32 or int64. Without any
+            of the other direction, `order` serves both. None: made where there are many rows.
         pairs: (2, T, P) int32, sites and results of each tap's pairs, and how many there are, (T,) int32, as
-            `get_indice_pairs` gives them; for the gradient of the weight. None: made where there are many rows.
+            `get_indice_pairs` gives them; or of an `order` with the table (T, blocks) and (T,) int32, as `blocks_of`
+            gives them; for the gradient of the weight. None: made where they help.
         pair_count: of all taps, for the count of flops alone. None: it is taken for M, the fewest that there can be.
 
     Returns:
@@ -313,7 +354,7 @@ def _autocasts(x: Tensor) -> bool:
 
 
 def _check(
-    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor, reverse: Tensor | None,
+    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor | None, reverse: Tensor | None,
     order: Tensor | None, reverse_order: Tensor | None, pairs: tuple[Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
     if pairs is not None and (not isinstance(pairs, (tuple, list)) or len(pairs) != 2):
@@ -324,13 +365,14 @@ def _check(
     _check_tensor("weight", weight, FLOATS, device)
     if bias is not None:
         _check_tensor("bias", bias, FLOATS, device)
-    _check_tensor("neighbours", neighbours, TABLE, device)
+    if neighbours is not None or not _is_table(order):
+        _check_tensor("neighbours", neighbours, TABLE, device)
     if reverse is not None:
         _check_tensor("reverse", reverse, TABLE, device)
     if order is not None:
-        _check_tensor("order", order, TABLE if _has_table(order) else ORDER, device)
+        _check_tensor("order", order, TABLE if _is_table(order) else ORDER, device)
     if reverse_order is not None:
-        _check_tensor("reverse_order", reverse_order, TABLE if _has_table(reverse_order) else ORDER, device)
+        _check_tensor("reverse_order", reverse_order, TABLE if _is_table(reverse_order) else ORDER, device)
     if pairs is not None:
         _check_tensor("pairs[0]", listed, TABLE, device)
         _check_tensor("pairs[1]", counts, TABLE, device)
@@ -352,7 +394,7 @@ def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], devic
 
 
 def _check_shapes(
-    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor, reverse: Tensor | None,
+    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor | None, reverse: Tensor | None,
     order: Tensor | None, reverse_order: Tensor | None, listed: Tensor | None, counts: Tensor | None,
 ) -> None:  # fmt: skip
     if features.dim() != 2 or weight.dim() < 3 or weight.shape[-1] != features.shape[1]:
@@ -363,12 +405,12 @@ def _check_shapes(
     sites, taps = features.shape[0], math.prod(weight.shape[1:-1])
     if taps == 0:
         raise ValueError(f"sparse_conv: expected a window of at least 1, got weight {tuple(weight.shape)}")
-    if neighbours.dim() != 2 or neighbours.shape[1] != taps:
+    if neighbours is not None and (neighbours.dim() != 2 or neighbours.shape[1] != taps):
         raise ValueError(
             f"sparse_conv: expected neighbours (M, {taps}), a column for each tap of weight {tuple(weight.shape)}, "
             f"got {tuple(neighbours.shape)}"
         )
-    rows = neighbours.shape[0]
+    rows = rows_of(neighbours, order)
     for count in (rows, sites):  # not their maximum: of sizes that depend on data it cannot be taken
         if count > MAX_ROWS:
             raise ValueError(f"sparse_conv: {count} rows are more than int32 can number: split the batch")
@@ -382,9 +424,17 @@ def _check_shapes(
         _check_shape("reverse_order", reverse_order, _order_shape(reverse_order, sites, taps))
     if counts is not None:
         _check_shape("pairs[1]", counts, (taps,))
-    if listed is not None and (listed.dim() != 3 or tuple(listed.shape[:2]) != (2, taps)):
+    if listed is not None and listed.dim() == 2 and has_table(order):
+        _check_shape("pairs[0]", listed, (taps, -(-rows // BLOCK_ROWS)))
+    elif listed is not None and (listed.dim() != 3 or tuple(listed.shape[:2]) != (2, taps)):
         raise ValueError(f"sparse_conv: expected pairs[0] of shape (2, {taps}, P), got {tuple(listed.shape)}")
-    if reverse is None and rows != sites and features.requires_grad and torch.is_grad_enabled():
+    if (
+        reverse is None
+        and not has_table(reverse_order)
+        and rows != sites
+        and features.requires_grad
+        and torch.is_grad_enabled()
+    ):
         raise ValueError(
             f"sparse_conv: from {sites} sites to {rows} results is no submanifold convolution: give reverse, which the "
             "gradient of features needs"
@@ -396,10 +446,10 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"sparse_conv: expected {name} of shape {shape}, got {tuple(tensor.shape)}")
 
 
-def _has_table(order: Any) -> bool:
-    return isinstance(order, Tensor) and order.dim() == 2
+def _is_table(order: Any) -> bool:
+    return isinstance(order, Tensor) and has_table(order)
 
 
 def _order_shape(order: Tensor, rows: int, taps: int) -> tuple[int, ...]:
     """That of `sorted_table`, or of the order alone."""
-    return (1 + -(-taps // 32) + taps, rows) if _has_table(order) else (rows,)
+    return (1 + -(-taps // 32) + taps, rows) if has_table(order) else (rows,)

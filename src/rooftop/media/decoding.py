@@ -25,7 +25,7 @@ from torch import Tensor
 from rooftop.errors import InputError
 from rooftop.media.colours import MATRICES, Colours, usual_matrix, yuv_to_rgb
 from rooftop.media.frame_index import FrameIndex
-from rooftop.media.pyav import lenient_metadata, load_av
+from rooftop.media.pyav import load_av
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
@@ -147,7 +147,7 @@ class Decoder:
                 container_options={"format_whitelist": FORMATS, "protocol_whitelist": "none"},
                 buffer_size=BUFFER_BYTES,
                 io_open=_refuse,
-                **lenient_metadata(self.av),
+                metadata_errors="replace",
             )
         except (self.av.FFmpegError, OSError, ValueError, UnicodeError) as error:
             said = "not the format of a video file" if isinstance(error, self.av.ArgumentError) else _said(error)

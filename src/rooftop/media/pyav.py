@@ -24,10 +24,4 @@ def load_av() -> ModuleType:
     return av
 
 
-def lenient_metadata(av: ModuleType) -> dict[str, str]:
-    """Keywords of `av.open` with which titles and comments that are not UTF-8 are no error; from PyAV 19 on they are
-    none, and there is no such keyword."""
-    return {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
-
-
-__all__ = ["av", "lenient_metadata", "load_av"]
+__all__ = ["av", "load_av"]

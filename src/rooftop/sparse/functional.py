@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.kernels import sparse_conv
+from rooftop.kernels.sparse_conv_launches import has_table
 from rooftop.sparse.geometries import PerDimension, geometry
 from rooftop.sparse.rulebook import Rulebook, build_rulebook, get_indice_pairs
 from rooftop.sparse.table_orders import by_kernels
@@ -60,14 +61,14 @@ def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, rulebook: Ru
     records = torch.is_grad_enabled()
     kernels = by_kernels(features) and features.dtype != torch.float64
     of_features, of_weight = records and features.requires_grad, records and weight.requires_grad
-    reverse = rulebook.reached if of_features else None
-    order = rulebook.order if kernels else None
-    reverse_order = rulebook.reverse_order if kernels and of_features else None
-    pairs = rulebook.pairs if kernels and of_weight else None
+    table, reached = rulebook.table, rulebook.reached if of_features else None
+    order = table.order if kernels else None
+    reverse_order = reached.order if kernels and reached is not None else None
+    pairs = table.pairs if kernels and of_weight else None
+    neighbours = None if has_table(order) else table.rows()
+    reverse = None if reached is None or has_table(reverse_order) else reached.rows()
     found = [
-        sparse_conv(
-            each, matrices, some, rulebook.neighbours, reverse, order=order, reverse_order=reverse_order, pairs=pairs
-        )
+        sparse_conv(each, matrices, some, neighbours, reverse, order=order, reverse_order=reverse_order, pairs=pairs)
         for each, matrices, some in by_group(features, weight, bias, groups)
     ]
     return found[0] if groups == 1 else torch.cat(found, 1)

@@ -98,7 +98,7 @@ class SparsePool(SparseModule):
         shape = layer_geometry(x, self.kernel_size, self.stride, self.padding, self.dilation, subm=self.subm)
         rulebook = layer_rulebook(x, shape, self.indice_key, self.num_out_act_bound)
         pool = sparse_avg_pool if self.average else sparse_max_pool
-        features = pool(x.features, rulebook.neighbours, rulebook.reached)
+        features = pool(x.features, rulebook.neighbours, None if rulebook.reached is None else rulebook.reverse)
         y = on_outputs(x, features, rulebook, self.indice_key)
         if self.record_voxel_count and hasattr(self, VOXEL_COUNT):
             record_most(getattr(self, VOXEL_COUNT), y)

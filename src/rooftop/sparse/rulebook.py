@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -26,13 +26,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes
-from rooftop.kernels import sparse_conv_launches
 from rooftop.launch.operators import operator
 from rooftop.sparse.bitmaps import fit_bitmaps, regular_by_bitmap, submanifold_by_bitmap
 from rooftop.sparse.geometries import MAX_ROWS, NO_KEY, Geometry, PerDimension, geometry, whole_number
 from rooftop.sparse.hash_tables import Tables, regular_by_hash, submanifold_by_hash
 from rooftop.sparse.sites import check_indices, check_sites, checks_values, keys_of, sites_of
-from rooftop.sparse.table_orders import are_many, by_kernels, row_order, row_pairs
+from rooftop.sparse.table_orders import NeighbourTable, row_pairs
 from rooftop.sparse.warp_launch import launch_warp, load_kernels
 
 WORD_BITS = 32
@@ -77,12 +76,11 @@ class Rulebook:
         shape: the convolution that it was built for; of an inverse one, the convolution that is inverted.
         in_indices: (N, 1 + dims) int32 or int64, batch first.
         out_indices: (O, 1 + dims), the same dtype; sorted; of a submanifold convolution those of the inputs.
-        neighbours: (O, K) int32, contiguous: the input row at each offset of an output, or -1.
-        reached: what `reverse` gives, or None of a submanifold convolution.
+        table: `neighbours`, and what convolutions made of it, for all layers.
+        reached: the same of `reverse`, or None of a submanifold convolution.
         faults: (3,) int32 on the device of the indices, `Faults.flags`. `check()` raises for them.
         bounded: whether the outputs were given a number of rows, so that some may be no sites.
         inverse: whether it was built from the outputs to the inputs, then swapped.
-        made: what layers made of it, shared with the one that is swapped.
         version: that of in_indices, which grows when they are changed in place; None of a copy, and where PyTorch keeps
             none.
     """
@@ -90,12 +88,11 @@ class Rulebook:
     shape: Geometry
     in_indices: Tensor
     out_indices: Tensor
-    neighbours: Tensor
-    reached: Tensor | None
+    table: NeighbourTable
+    reached: NeighbourTable | None
     faults: Tensor
     bounded: bool = False
     inverse: bool = False
-    made: dict[str, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
     version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,13 +144,14 @@ class Rulebook:
         return (self.out_indices[:, 0] >= 0).sum()
 
     @property
+    def neighbours(self) -> Tensor:
+        """(O, K) int32, contiguous: the input row at each offset of an output, or -1."""
+        return self.table.rows()
+
+    @property
     def reverse(self) -> Tensor:
         """(N, K) int32, contiguous: the output row that an input reaches at each offset, or -1."""
-        if self.reached is not None:
-            return self.reached
-        if "reverse" not in self.made:
-            self.made["reverse"] = (self.neighbours.flip(1),)
-        return self.made["reverse"][0]
+        return self.neighbours.flip(1) if self.reached is None else self.reached.rows()
 
     @cached_property
     def masks(self) -> Tensor:
@@ -178,51 +176,17 @@ class Rulebook:
         """(K,) int32: pairs of each offset."""
         return (self.reverse >= 0).sum(0, dtype=torch.int32)
 
-    @property
-    def order(self) -> Tensor | None:
-        """What `sparse_conv` takes as the order of `neighbours`: rows that have the same offsets stand side by side.
-        None where it does as well without. Made once, for all layers."""
-        return self._order("order" if not self.inverse else "reverse_order", self.neighbours)
-
-    @property
-    def reverse_order(self) -> Tensor | None:
-        """The same of `reverse`; None of a submanifold convolution too, where `order` serves both."""
-        if self.reached is None:
-            return None
-        return self._order("reverse_order" if not self.inverse else "order", self.reached)
-
-    def _order(self, name: str, table: Tensor) -> Tensor | None:
-        if not by_kernels(table) or not are_many(table.shape[0], sparse_conv_launches.SORTED_FROM):
-            return None
-        if name not in self.made:
-            self.made[name] = (row_order(table),)
-        return self.made[name][0]
-
-    @property
-    def pairs(self) -> tuple[Tensor, Tensor] | None:
-        """(2, K, min(N, O)) int32, rows of inputs and outputs of the pairs of each offset, by output row, and how many
-        they are, (K,) int32; beyond these is anything. None where `sparse_conv` does as well without. Made once, for
-        all layers."""
-        if not by_kernels(self.neighbours) or not are_many(self.neighbours.shape[0], sparse_conv_launches.LISTED_FROM):
-            return None
-        name = "pairs" if not self.inverse else "inverse_pairs"
-        if name not in self.made:
-            self.made[name] = row_pairs(self.neighbours, self.in_indices.shape[0])
-        listed, counts = self.made[name]
-        return listed, counts
-
     def swapped(self) -> Rulebook:
         """The rulebook of the inverse convolution: from these outputs back to these inputs, with the same offsets."""
         return Rulebook(
             self.shape,
             self.out_indices,
             self.in_indices,
-            self.reverse,
-            self.neighbours,
+            NeighbourTable(self.reverse, self.out_indices.shape[0]) if self.reached is None else self.reached,
+            self.table,
             self.faults,
             self.bounded,
             not self.inverse,
-            self.made,
         )
 
 
@@ -266,7 +230,9 @@ def rulebook_reference(indices: Tensor, shape: Geometry, num_out_act_bound: int 
     row, offset = (reverse >= 0).nonzero(as_tuple=True)
     neighbours[reverse[row, offset], offset] = row.int()
     bounded = num_out_act_bound is not None and not shape.subm
-    return Rulebook(shape, indices, out_indices, neighbours, reverse.int(), neighbours.new_zeros(3), bounded)
+    table = NeighbourTable(neighbours, len(indices))
+    reached_table = NeighbourTable(reverse.int(), len(out_indices))
+    return Rulebook(shape, indices, out_indices, table, reached_table, neighbours.new_zeros(3), bounded)
 
 
 def _reached(sites: Tensor, shape: Geometry) -> tuple[Tensor, Tensor]:
@@ -326,10 +292,11 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
     out_indices, neighbours, reached, faults = build(
         indices, shape.batch_size, *map(list, sizes), shape.subm, shape.transpose, num_out_act_bound
     )
-    version = version_of(indices)
+    version, table = version_of(indices), NeighbourTable(neighbours, indices.shape[0])
     if shape.subm:
-        return Rulebook(shape, indices, indices, neighbours, None, faults, version=version)
-    return Rulebook(shape, indices, out_indices, neighbours, reached, faults, bounded, version=version)
+        return Rulebook(shape, indices, indices, table, None, faults, version=version)
+    reached_table = NeighbourTable(reached, out_indices.shape[0])
+    return Rulebook(shape, indices, out_indices, table, reached_table, faults, bounded, version=version)
 
 
 def version_of(indices: Tensor) -> int | None:
