@@ -38,9 +38,9 @@ def loss_and_gradients(function: Any, tensors: list[Tensor | None], target: Tens
 
 
 def inputs(
-    rows: int, features: int, classes: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    rows: int, features: int, classes: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
 ) -> tuple[list[Tensor | None], Tensor]:
-    torch.manual_seed(rows + classes)
+    torch.manual_seed(rows + classes + seed)
     target = torch.randint(classes, (rows,))
     target[1::4] = IGNORED
     made = torch.randn(rows, features), torch.randn(classes, features) / features**0.5, torch.randn(classes)
@@ -49,30 +49,43 @@ def inputs(
 
 def assert_gate(tensors: list[Tensor | None], target: Tensor, **options: Any) -> None:
     """Loss and gradients pass the numerics gate; the rows come from the kernels (interpreted, or on a GPU)."""
-    chunk_size = options.pop("chunk_size", None)
-    with count_launches() as launches:
-        ours = loss_and_gradients(linear_cross_entropy, tensors, target, chunk_size=chunk_size, **options)
-    if INTERPRETED or target.device.type == "cuda":
-        assert sum(n for name, n in launches.items() if name.startswith(("cross_entropy_rows", "cross_entropy_c"))) > 1
-    eager = loss_and_gradients(by_torch, tensors, target, **options)
-    wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in options.items()}
-    exact = loss_and_gradients(by_torch, [t.double() if t is not None else None for t in tensors], target, **wide)
-    torch.testing.assert_close(ours[0].double(), exact[0], rtol=4 * torch.finfo(eager[0].dtype).eps, atol=1e-5)
-    names = ["dhidden", "dweight", "dbias"]
-    for what, *values in zip(names, ours[1:], eager[1:], exact[1:], strict=False):
-        assert_as_accurate(*values, what=f"{what} of {tuple(values[0].shape)} {values[0].dtype}")
+    assert_gate_of_draws([(tensors, target)], **options)
+
+
+def assert_gate_of_draws(draws: list[tuple[list[Tensor | None], Tensor]], **options: Any) -> None:
+    """The gradients of all draws pass the gate together: eager's largest error is that of all of them."""
+    gradients: dict[str, list[list[Tensor]]] = {name: [[], [], []] for name in ("dhidden", "dweight", "dbias")}
+    for tensors, target in draws:
+        with count_launches() as launches:
+            ours = loss_and_gradients(linear_cross_entropy, tensors, target, **options)
+        if INTERPRETED or target.device.type == "cuda":
+            launched = (n for name, n in launches.items() if name.startswith(("cross_entropy_rows", "cross_entropy_c")))
+            assert sum(launched) > 1
+        plain = {name: value for name, value in options.items() if name != "chunk_size"}
+        eager = loss_and_gradients(by_torch, tensors, target, **plain)
+        wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in plain.items()}
+        exact = loss_and_gradients(by_torch, [t.double() if t is not None else None for t in tensors], target, **wide)
+        torch.testing.assert_close(ours[0].double(), exact[0], rtol=4 * torch.finfo(eager[0].dtype).eps, atol=1e-5)
+        for name, values in zip(gradients, zip(ours[1:], eager[1:], exact[1:], strict=True), strict=False):
+            for found, value in zip(gradients[name], values, strict=True):
+                found.append(value)
+    for name, (found, eager, exact) in gradients.items():
+        if found:
+            what = f"{name} of {len(draws)} times {tuple(found[0].shape)} {found[0].dtype}"
+            assert_as_accurate(torch.stack(found), torch.stack(eager), torch.stack(exact), what=what)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_size", [None, 16, 1000])
 def test_gate(dtype: torch.dtype, chunk_size: int | None) -> None:
-    # About one draw in 150 is beyond the gate in float32, of 40 rows as of 160, while the mean error is eager's: on one
-    # processor a draw of 40 rows was.
-    tensors, target = inputs(160, 33, 300, dtype)
+    """In float32 of several draws: of a single one of this size, measured over 1,920, either's largest error was beyond
+    twice the other's by luck, ours in 4.5% and eager's in 8.4%; of 32 together in 1 of 60 and in none."""
+    draws = (8 if INTERPRETED else 32) if dtype == torch.float32 else 1
     if chunk_size == 1000:
-        assert_chunks(tensors, target, 160, 1)
+        assert_chunks(*inputs(40, 33, 300, dtype), 40, 1)
     else:
-        assert_gate(tensors, target, chunk_size=chunk_size, dloss=1.7)
+        each = [inputs(40, 33, 300, dtype, seed=seed) for seed in range(draws)]
+        assert_gate_of_draws(each, chunk_size=chunk_size, dloss=1.7)
 
 
 def assert_chunks(tensors: list[Tensor | None], target: Tensor, rows: int, count: int) -> None:
