@@ -8,10 +8,11 @@ import fcntl
 import functools
 import gc
 import hashlib
-import inspect
+import json
 import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from contextlib import ExitStack
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from rooftop.launch import INTERPRETED, cuda
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if INTERPRETED:  # a compiler sees operators and their shapes, the same whatever computes them
-        compiled = [item for item in items if item.name.startswith("test_compiled_whole")]
+        compiled = [item for item in items if item.name.startswith("test_compiled_")]
         config.hook.pytest_deselected(items=compiled)
         items[:] = [item for item in items if item not in compiled]
     if torch.cuda.is_available():
@@ -41,6 +42,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test (a million objects of torch and its like) is not looked through for garbage
+    after each test that makes much of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,33 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if INTERPRETED:
         # Of the checks of an operator, those that depend on what its kernels do.
         torch.library.opcheck = functools.partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
-        _quicken_the_interpreter()
-
-
-def _quicken_the_interpreter() -> None:
-    """Triton's interpreter looks through all of Triton's language for functions to replace at each call of a device
-    function, and makes a table of dtypes at each operation. Here both are looked up once."""
-    import triton
-    from triton.runtime import interpreter
-
-    @functools.cache
-    def replaceable(package: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(package) if triton.language.core.is_builtin(member)]
-
-    def members(package: Any) -> list[tuple[str, Any]]:
-        return [(name, getattr(package, name)) for name in replaceable(package)]
-
-    dtypes: dict[str, Any] = {}
-    ask = interpreter._get_np_dtype
-
-    def in_numpy(dtype: Any) -> Any:
-        name = dtype.scalar.name
-        if name not in dtypes:
-            dtypes[name] = ask(dtype.scalar)
-        return dtypes[name]
-
-    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
-    interpreter._get_np_dtype = in_numpy
+        runpy.run_path(str(Path(__file__).with_name("quick_interpreter.py")))["quicken"]()
 
 
 @pytest.fixture(autouse=True)
@@ -125,23 +107,55 @@ Size = int | tuple[int, ...]
 BY_VALUE = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
 
 
+INTERPRETING = """
+import json, os, signal, sys
+import pytest, torch, torch._dynamo, triton
+import rooftop.kernels, rooftop.nn, rooftop.testing
+
+for line in sys.stdin:
+    words, output = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(900)
+        for stream in (1, 2):
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        code = pytest.main(words)
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def interpreting() -> Iterator[subprocess.Popen[str]]:
+    """A process in which the CPU launches the Triton kernels, since Triton decides at import. It has imported torch and
+    this library once, and runs what it is told to in forks."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", INTERPRETING], env=environment, text=True, **pipes) as process:
+        yield process
+
+
 @pytest.fixture
-def interpreted() -> Callable[..., int]:
-    """Runs files of tests where the CPU launches the Triton kernels, in a new process, since Triton decides at import.
-    Options of pytest may follow.
+def interpreted(interpreting: subprocess.Popen[str], tmp_path: Path) -> Callable[..., int]:
+    """Runs files of tests where the CPU launches the Triton kernels, in a process of their own. Options of pytest may
+    follow.
 
     Gives how many passed; all but the calling test must.
     """
 
     def run(*files: str) -> int:
-        pytest.importorskip("triton")
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
         # NumPy, which the interpreter computes with, warns of NaN and infinity where a GPU does not.
-        command = [sys.executable, "-m", "pytest", "-v", "-m", "not gpu", "-W", "ignore::RuntimeWarning", *files]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-        assert done.returncode == 0, done.stdout[-3000:]
-        counts = re.search(r"(\d+) passed, 1 skipped", done.stdout)
-        assert counts is not None, done.stdout[-500:]
+        words = ["-v", "-p", "no:xdist", "-m", "not gpu", "-W", "ignore::RuntimeWarning", *files]
+        assert interpreting.stdin is not None
+        assert interpreting.stdout is not None
+        print(json.dumps((words, str(tmp_path / "output"))), file=interpreting.stdin, flush=True)
+        code = interpreting.stdout.readline().strip()
+        said = (tmp_path / "output").read_text()
+        assert code == "0", said[-3000:]
+        counts = re.search(r"(\d+) passed, 1 skipped", said)
+        assert counts is not None, said[-500:]
         return int(counts[1])
 
     return run

@@ -318,7 +318,8 @@ def test_gradients_where_rows_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(matmuls, "missing_columns", lambda columns, _: -columns % 64)
     monkeypatch.setattr(matmuls, "LEAST_PADDED", 1)
     torch.testing.assert_close(torch.autograd.grad(linear_act(*given_, "gelu").square().sum(), given_), expected)
-    assert torch.autograd.gradgradcheck(lambda *t: linear_act(*t, "sigmoid"), given_, atol=1e-4)
+    few = [t.double().requires_grad_() for t in operands(5, 7, 9)[:3] if t is not None]
+    assert torch.autograd.gradgradcheck(lambda *t: linear_act(*t, "sigmoid"), few, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,135 @@
+"""Triton's interpreter, several times faster and with the same results.
+
+It computes with NumPy, a few microseconds for a tile of the tests, and spends a hundred on what surrounds each
+operation: types built anew, shapes wrapped element by element, all of Triton's language searched at every call of a
+device function for functions to replace. Here each of these is done once, and what it does for one element at a time
+(a reduction by a function of the kernel's own) is done for whole tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import triton.language as tl
+from triton.language import core, semantic
+from triton.runtime import interpreter
+
+Semantic = semantic.TritonSemantic
+
+
+def quicken() -> None:
+    """Replaces the slow parts of the interpreter in this process."""
+    interpreter._patch_lang = _replace_the_language
+    interpreter._patch_attr = _replace
+    interpreter._get_np_dtype = _numpy_dtype
+    interpreter.ReduceOps.generic_reduce = _reduce
+    core.block_type.__init__ = _init_block_type
+    core.block_type.name = property(lambda type_: f"<{type_.shape}, {type_.element_ty}>")
+    core.tensor.__init__ = _init_tensor
+    core._unwrap_if_constexpr = _unwrapped
+    core.dtype.__eq__ = _same_dtype
+    core.dtype.is_int = lambda dtype: dtype.name in INTEGERS
+    Semantic.computation_type_impl = functools.cache(Semantic.computation_type_impl)
+    # Every sum of integers is compared with that in 64 bits, for a device assertion that only debugging looks at.
+    Semantic.binary_op_sanitize_overflow_impl = lambda *_: None
+
+
+_patch_lang = interpreter._patch_lang
+_get_np_dtype = interpreter._get_np_dtype
+_unwrap_if_constexpr = core._unwrap_if_constexpr
+_dtype_eq = core.dtype.__eq__
+
+INTEGERS = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
+
+
+def _replace_the_language(kernel: Any) -> Any:
+    """Once for all kernels, which then find it replaced: in this process none is compiled."""
+    _for_good()
+    return interpreter._LangPatchScope()
+
+
+@functools.cache
+def _for_good() -> None:
+    _patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": core}))
+
+
+def _replace(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    member = getattr(member, "__wrapped__", member)  # without the question whether there is a semantic
+
+    def interpreted(*arguments: Any, **options: Any) -> Any:
+        options["_semantic"] = interpreter.interpreter_semantic
+        return member(*arguments, **options)
+
+    scope.set_attr(place, name, interpreted)
+
+
+_dtypes: dict[str, Any] = {}
+
+
+def _numpy_dtype(dtype: Any) -> Any:
+    name = dtype.scalar.name
+    if name not in _dtypes:
+        _dtypes[name] = _get_np_dtype(dtype.scalar)
+    return _dtypes[name]
+
+
+def _unwrapped(value: Any) -> Any:
+    if type(value) is core.constexpr:
+        return value.value
+    return _unwrap_if_constexpr(value) if isinstance(value, (list, tuple, core.tuple, core.constexpr)) else value
+
+
+def _same_dtype(one: Any, other: Any) -> bool:
+    return one is other or _dtype_eq(one, other)
+
+
+@functools.cache
+def _shape_of_block(sizes: tuple[int, ...]) -> tuple[Any, int]:
+    if not sizes:
+        raise TypeError("0d block_type is forbidden")
+    return core.tuple(sizes), core.validate_block_shape(sizes)
+
+
+@functools.cache
+def _shape_of_tensor(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(numpy.prod(sizes, dtype=int).item())
+
+
+def _init_block_type(type_: Any, element_ty: Any, shape: Any) -> None:
+    type_.element_ty = element_ty
+    type_.sizes = tuple([_unwrapped(size) for size in _unwrapped(shape)])
+    type_.shape, type_.numel = _shape_of_block(type_.sizes)
+
+
+def _init_tensor(tensor: Any, handle: Any, type_: Any) -> None:
+    tensor.handle, tensor.type, tensor.dtype = handle, type_, type_.scalar
+    tensor.shape, tensor.numel = _shape_of_tensor(type_.sizes if type_.is_block() else ())
+
+
+def _reduce(self: Any, input: tuple[Any, ...]) -> list[Any]:
+    """Neighbours are combined, then neighbours of these: Triton's sizes are powers of two, and its functions of
+    reductions associative."""
+    values, axis = self.unravel(input, self.axis)
+    dtypes = [value.dtype for value in values]
+    parts = [numpy.moveaxis(value.handle.data, axis, -1) for value in values]
+    while parts[0].shape[-1] > 1:
+        halves = [
+            self.to_tensor(part[..., start::2], dtype)
+            for start in (0, 1)
+            for part, dtype in zip(parts, dtypes, strict=True)
+        ]
+        combined = self.combine_fn.fn(*halves)
+        combined = combined if isinstance(combined, (tuple, core.tuple)) else (combined,)
+        parts = [each.handle.data.astype(part.dtype) for each, part in zip(combined, parts, strict=True)]
+    found = []
+    for part, dtype, value in zip(parts, dtypes, input, strict=True):
+        if self.keep_dims:
+            rank = value.handle.data.ndim
+            result = numpy.moveaxis(part, -1, axis) if self.axis is not None else part.reshape((1,) * rank)
+        else:
+            result = part[..., 0] if self.axis is not None else part.item()
+        found.append(self.to_tensor(result, dtype))
+    return found
