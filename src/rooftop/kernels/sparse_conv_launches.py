@@ -74,8 +74,8 @@ TABLES_SORTED = True
 # From so many rows on, the gradient of the weight reads lists of pairs of a table that is not sorted: below, making
 # them takes longer than reading rows that have no neighbour (predicted).
 LISTED_FROM = 1 << 14
-# Rows of a sorted table that the gradient of the weight takes or leaves together, a multiple of each `depth` above: on
-# surfaces 87 to 99% of those it takes have a neighbour (counted).
+# Rows of a sorted table that the gradient of the weight takes or leaves together, a multiple of each `depth` above. Of
+# those that it takes on a surface, nearly all have a neighbour.
 BLOCK_ROWS = 64
 # A sorted table of more rows is none that its blocks number with int32.
 MOST_SORTED = 1 << 30
