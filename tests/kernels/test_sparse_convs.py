@@ -633,6 +633,23 @@ def test_a_reverse_table_of_another_rulebook(wrong: Tensor) -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("reverse", [LINE.flip(1), None])
+def test_an_order_of_the_other_direction_that_does_not_fit(reverse: Tensor | None) -> None:
+    good = sorted_table(LINE.flip(1), torch.arange(3))
+    without_masks = torch.cat((good[:1], torch.zeros_like(good[:1]), good[2:]))
+    twice = torch.cat((torch.zeros_like(good[:1]), good[1:]))
+    each_once = "reverse_order must have each row from 0 to 2 once"
+    for wrong, message in (
+        (torch.tensor([0, 2, 2]), each_once),
+        (twice, each_once),
+        (without_masks, "reverse_order must be of these neighbours"),
+    ):
+        features = torch.zeros(3, 4, requires_grad=True)
+        y = sparse_conv(features, torch.ones(2, 3, 4), None, LINE, reverse, reverse_order=wrong)
+        with pytest.raises(ValueError, match=f"^sparse_conv: {message}"):
+            y.sum().backward()
+
+
 def test_a_table_that_is_no_submanifold_convolution() -> None:
     features = torch.zeros(3, 4, requires_grad=True)
     y = sparse_conv(features, torch.ones(2, 3, 4), None, LINE.roll(1, 0))

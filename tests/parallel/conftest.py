@@ -7,6 +7,7 @@ not answer in time are killed, and replaced when they are needed again.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib.util
 import inspect
@@ -47,6 +48,7 @@ class Outcome:
 
 def serve(connection: Connection) -> None:
     """One task after another, until the other end is closed."""
+    faulthandler.enable()  # where a process that ends without an answer was
     torch.set_num_threads(1)
     while True:
         try:

@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import rooftop.sparse as spconv
 from rooftop.cost import CountingMode
-from rooftop.sparse import SparseConvTensor, build_rulebook, geometry
+from rooftop.sparse import SparseConvTensor, build_rulebook, geometry, table_orders
 
 GRID = (8, 7, 6)
 BOUND = 150
@@ -118,6 +118,18 @@ def test_exported_with_a_bound() -> None:
 
 
 # ---- without data --------------------------------------------------------------------------------------------------
+
+
+def test_an_order_of_as_many_rows_as_only_a_run_knows() -> None:
+    """As exported programs without a bound have them."""
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env):
+        rows = env.create_unbacked_symint()
+        torch._check(rows >= 0)
+        order = table_orders.row_order(torch.empty(rows, 27, dtype=torch.int32))
+        lists, counts = table_orders.row_blocks(order, 27)
+    assert order.shape == (29, rows)
+    assert (lists.shape[0], *counts.shape) == (27, 27)
 
 
 def test_fake_tensors() -> None:

@@ -20,6 +20,7 @@ from rooftop.kernels import sparse_conv_launches
 from rooftop.launch import count_launches
 from rooftop.sparse import SparseConvTensor, functional, table_orders
 from rooftop.sparse.functional import by_group
+from rooftop.sparse.rulebook import build_rulebook
 from rooftop.testing import no_waiting_for_gpu
 
 CONVS = (F.conv1d, F.conv2d, F.conv3d)
@@ -404,6 +405,29 @@ def test_orders_and_pairs_are_made_once_and_where_needed(monkeypatch: pytest.Mon
         monkeypatch.setattr(sparse_conv_launches, least, 1000)
     network.requires_grad_()(x)
     assert made == []  # of so few rows
+
+
+def test_what_inference_mode_made_serves_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders are kept with the rulebook, and autograd saves them."""
+    for module in (table_orders, functional):
+        monkeypatch.setattr(module, "by_kernels", lambda table: True)
+    for least in ("SORTED_FROM", "LISTED_FROM"):
+        monkeypatch.setattr(sparse_conv_launches, least, 1)
+    for with_tables in (True, False):
+        monkeypatch.setattr(sparse_conv_launches, "TABLES_SORTED", with_tables)
+        first = spconv.SparseConv3d(3, 4, 3, 2, 1, indice_key="down")
+        back = spconv.SparseInverseConv3d(4, 3, 3, "down")
+        y = first(a_tensor(3, dtype=torch.float32).replace_feature(torch.randn(60, 3)))
+        y.indice_dict["down"] = rulebook = build_rulebook(a_tensor(3).indices, y.indice_dict["down"].shape)
+        y.indices = rulebook.out_indices
+        with torch.inference_mode():
+            back(y)
+            assert rulebook.table.pairs is not None
+        made = [each.ordered for each in (rulebook.table, rulebook.reached)]
+        assert all(each is not None and not each.is_inference() for each in made)
+        assert not any(each.is_inference() for each in rulebook.table.lists)
+        back(y).features.sum().backward()
+        assert back.weight.grad is not None
 
 
 # ---- rulebooks that do not fit -------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ def command() -> None:
 @click.option("--recompute", is_flag=True, help="Keep little for backward and compute it again: less memory, slower.")
 @size("--tensor-parallel-size", default=1, show_default=True, help="Ranks that share each layer.")
 @click.option("--sequence-parallel", is_flag=True, help="Let these also split what is between the layers.")
+@click.option("--use-torch-fsdp2", is_flag=True, help="Let data ranks share weights and optimizer: less memory.")
 @size("--pipeline-parallel-size", default=1, help="Not yet: 1.")
 @size("--context-parallel-size", default=1, help="Not yet: 1.")
 @click.option("--device", type=choice["devices"], help="[default: cuda, if there is a GPU]")
@@ -128,6 +129,7 @@ def gpt(
     token_dtype: str,
     tensor_parallel_size: int,
     sequence_parallel: bool,
+    use_torch_fsdp2: bool,
     pipeline_parallel_size: int,
     context_parallel_size: int,
     device: str | None,
@@ -159,6 +161,11 @@ def gpt(
         tokens = open_tokens(data_path, token_dtype)
         training = training_of(tokens, layout, kind, **options)
         training.check(layout, ranks)
+        if use_torch_fsdp2 and layout.dp == 1:
+            raise InputError(
+                f"--use-torch-fsdp2: the layout {layout} has no data parallel ranks to share weights: leave it out, "
+                "or start more processes"
+            )
         training.batches(tokens)  # there are enough
         found, before = find_training(load, training, layout) if load is not None else (None, 0)
     if before >= train_iters:
@@ -177,9 +184,12 @@ def gpt(
         "save_interval": save_interval,
         "log_interval": log_interval,
         "roof": with_roof,
+        "fully_shard": use_torch_fsdp2,
     }
     with as_input_errors(), join(layout, settings=settings, device=device) as world:
-        trainer = GptTrainer(training, tokens, layout, layout.process_groups(), world.device)
+        trainer = GptTrainer(
+            training, tokens, layout, layout.process_groups(), world.device, fully_shard=use_torch_fsdp2
+        )
         if found is not None:
             load_training(found, trainer)
         if first:

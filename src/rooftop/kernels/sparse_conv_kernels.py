@@ -135,7 +135,7 @@ def sparse_conv_weight_gradient(
         pair = start + tl.arange(0, DEPTH)
         if BLOCK > 0:
             position = tl.load(lists + (tap * capacity + start // BLOCK)) * BLOCK + start % BLOCK + tl.arange(0, DEPTH)
-            inside = position < rows
+            inside = (position >= 0) & (position < rows)
             row = tl.load(table + position, mask=inside, other=-1)
             site = tl.load(table + (_line(1 + WORDS + tap, rows, WIDE) + position), mask=inside, other=-1)
         elif LISTED:

@@ -109,13 +109,22 @@ def _check_values(features: Tensor, neighbours: Tensor | None, order: Tensor | N
         return
     neighbours = _plain(neighbours, order, taps)
     check_neighbours("sparse_conv", features, neighbours)
+    _check_order("order", order, neighbours)
+
+
+def _check_order(name: str, order: Tensor | None, table: Tensor) -> None:
+    """That it has each row of the table (M, T) once, and no other table."""
     if order is None:
         return
-    rows, listed = neighbours.shape[0], order if order.dim() == 1 else order[0]
-    if not torch.equal(listed.long().sort().values, torch.arange(rows)):
-        raise ValueError(f"sparse_conv: order must have each row from 0 to {rows - 1} once: use row_order")
-    if has_table(order) and not torch.equal(order, sorted_table(neighbours, listed)):
-        raise ValueError("sparse_conv: order must be of these neighbours: use row_order")
+    listed = order[0] if has_table(order) else order
+    _check_rows(name, listed)
+    if has_table(order) and not torch.equal(order, sorted_table(table, listed)):
+        raise ValueError(f"sparse_conv: {name} must be of these neighbours: use row_order")
+
+
+def _check_rows(name: str, listed: Tensor) -> None:
+    if not torch.equal(listed.long().sort().values, torch.arange(len(listed))):
+        raise ValueError(f"sparse_conv: {name} must have each row from 0 to {len(listed) - 1} once: use row_order")
 
 
 def _by_reference(features: Tensor) -> bool:
@@ -131,15 +140,14 @@ def _taps(weight: Tensor) -> int:
     return math.prod(weight.shape[1:-1])
 
 
-def _plain(neighbours: Tensor | None, order: Tensor | None, taps: int) -> Tensor:
+def _plain(neighbours: Tensor | None, order: Tensor | None, taps: int, name: str = "order") -> Tensor:
     """The table by rows (M, T), where it is given in the order of a convolution too."""
     if neighbours is not None:
         return neighbours
     rows_of(neighbours, order)  # raises where there is none
     assert order is not None
-    listed = order[0].long()
-    if order.is_cpu and not torch.equal(listed.sort().values, torch.arange(len(listed))):
-        raise ValueError(f"sparse_conv: order must have each row from 0 to {len(listed) - 1} once: use row_order")
+    if order.is_cpu:
+        _check_rows(name, order[0])
     return unsorted_table(order, taps)
 
 
@@ -183,8 +191,10 @@ def _sparse_conv_backward(
         dfeatures = features.new_empty(0)
     else:
         if features.is_cpu:
-            other = None if mirrored else _plain(reverse, reverse_order, taps)
-            check_reverse("sparse_conv", _plain(neighbours, order, taps), other)
+            table = _plain(neighbours, order, taps)
+            other = None if mirrored else _plain(reverse, reverse_order, taps, "reverse_order")
+            check_reverse("sparse_conv", table, other)
+            _check_order("reverse_order", reverse_order, table if other is None else other)
         matrices = _by_taps(weight)
         if by_reference:
             plain = _plain(neighbours, order, taps)

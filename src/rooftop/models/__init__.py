@@ -14,7 +14,7 @@ from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101
 from rooftop.models.generation import Generation, generate
 from rooftop.models.gpt import Gpt, continue_greedily
 from rooftop.models.gpt_configs import GptConfig, gpt_config
-from rooftop.models.gpt_layouts import parallel_gpt
+from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
 from rooftop.models.gpt_weights import gpt_state_dict, hugging_face_state_dict, load_gpt, save_gpt
 from rooftop.models.images import Preprocessing, find_images, load_images, read_image
 from rooftop.models.keras_weights import load_keras_weights
@@ -69,6 +69,7 @@ __all__ = [
     "detr_resnet101",
     "draw_objects",
     "find_images",
+    "fully_sharded_gpt",
     "generate",
     "gpt_config",
     "gpt_state_dict",

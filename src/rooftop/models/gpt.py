@@ -160,11 +160,12 @@ class TokenEmbedding(nn.Module):
 def rotation_of(positions: Tensor, config: GptConfig) -> Rotation:
     """Of positions (S,) or (B, S): each pair of a head's features turns by position / rope_base ** (2 i / D).
 
-    In float32, as in the models that were trained so: at a large position the angles are not exact.
+    In float32, as in the models that were trained so: at a large position the angles are not exact. Powers, cosines and
+    sines are rounded from float64, so that devices agree.
     """
-    powers = torch.arange(0, config.head_features, 2, device=positions.device).float() / config.head_features
-    angles = positions[..., None].float() * (1.0 / config.rope_base**powers)  # (S, D / 2)
-    return angles.cos(), angles.sin()
+    powers = torch.arange(0, config.head_features, 2, device=positions.device).double() / config.head_features
+    angles = positions[..., None].float() * (1.0 / config.rope_base**powers).float()  # (S, D / 2)
+    return angles.double().cos().float(), angles.double().sin().float()
 
 
 def _attention(

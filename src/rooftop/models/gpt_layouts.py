@@ -11,7 +11,8 @@
         gradients.clip_(1.0)
         optimizer.step()
 
-A data rank takes its part of the batch, the tensor ranks of one group take the same.
+A data rank takes its part of the batch, the tensor ranks of one group take the same. `fully_sharded_gpt` in place of
+`parallel_gpt` lets the data ranks share parameters, gradients and optimizer; the rest of the program stays as it is.
 """
 
 from __future__ import annotations
@@ -109,13 +110,79 @@ def parallel_gpt(
     return model
 
 
+def fully_sharded_gpt(
+    config: GptConfig,
+    layout: Layout,
+    groups: Mapping[str, Group] | None = None,
+    *,
+    seed: int,
+    recompute: bool = False,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype | None = None,
+) -> Gpt:
+    """This rank's part of a model that data ranks share (FSDP2), with its initial values; nothing else is ever made.
+
+    The same model as `parallel_gpt` makes. Blocks are gathered one by one, embedding and head each by itself, or
+    together with all that is left where they are tied. The last block and the head stay gathered until backward, which
+    begins with them.
+
+    Args:
+        config, layout, groups, seed, recompute, device: as of `parallel_gpt`; the layout has at least two data ranks.
+        dtype: of parameters, their gradients and the optimizer's state.
+        compute_dtype: in which parameters are gathered and used, e.g. bfloat16; None: `dtype`.
+
+    Returns:
+        A `Gpt`, whose `forward` must be called and not its parts. Its parameters are DTensors; `ModelGradients` knows
+        how to sum, measure and clip their gradients.
+
+    Raises:
+        ValueError: as `parallel_gpt`; a layout without data ranks.
+    """
+    from rooftop.parallel.sharded_data import fully_sharded  # with PyTorch's DTensor, which takes most of a second
+
+    groups = layout.process_groups() if groups is None else groups
+    model = parallel_gpt(config, layout, groups, seed=seed, recompute=recompute, device="meta", dtype=dtype)
+    assert model.embedding is not None
+    assert model.head is not None
+    blocks = list(model.layers.values())
+    tied = model.head.output.weight is model.embedding.tokens.weight
+    units = blocks if tied else [model.embedding, *blocks, model.head]
+    fully_sharded(
+        model,
+        units,
+        groups["dp-cp"],
+        device_type=torch.device(device).type,
+        dtype=compute_dtype,
+        kept=[blocks[-1], model.head],
+    )
+    model.to_empty(device=device)
+    model.tie()
+    fill_shared(model, seed)
+    return model
+
+
+@torch.no_grad()
+def fill_shared(model: Gpt, seed: int) -> None:
+    """Give what this rank holds of a shared model the initial values of a seed."""
+    from rooftop.parallel.sharded_data import local_of, shard_here
+
+    rules, shards, stream = _whole_rules_of(model), shards_of(model), Stream(seed)
+    for name, parameter in model.named_parameters():
+        held = shard_here(parameter, shards.get(name))
+        OfPieces(_rule_of(name, rules), held)(stream, local_of(parameter), name, None)
+
+
 def rules_of(model: Gpt) -> list[tuple[str, Init]]:
     """The rules of `initial_values` as `rooftop.parallel.materialize` takes them, for what the model holds."""
-    rules: list[tuple[str, Init]] = [
+    rules, shards = _whole_rules_of(model), shards_of(model)
+    return [(name, OfPieces(_rule_of(name, rules), shard)) for name, shard in shards.items()] + rules
+
+
+def _whole_rules_of(model: Gpt) -> list[tuple[str, Init]]:
+    return [
         (pattern, Normal(mean, std) if std else Constant(mean)) for pattern, mean, std in initial_values(model.config)
     ]
-    shards = shards_of(model)
-    return [(name, OfPieces(_rule_of(name, rules), shard)) for name, shard in shards.items()] + rules
 
 
 def _rule_of(name: str, rules: list[tuple[str, Init]]) -> Init:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rooftop.parallel.randomness import Constant, Normal, Stream, Uniform, init_on_meta, materialize
     from rooftop.parallel.replicas import replicate
     from rooftop.parallel.self_attentions import ParallelSelfAttention
+    from rooftop.parallel.sharded_data import fully_sharded
     from rooftop.parallel.shards import Piece, Shard, shards_of
     from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
     from rooftop.parallel.vocab_embeddings import VocabParallelEmbedding
@@ -58,6 +59,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "World",
     "copy_to_ranks",
+    "fully_sharded",
     "gather",
     "gather_of_ranks",
     "init_on_meta",
@@ -89,6 +91,7 @@ _NAMES = {
     "randomness": "Constant Normal Stream Uniform init_on_meta materialize",
     "replicas": "replicate",
     "self_attentions": "ParallelSelfAttention",
+    "sharded_data": "fully_sharded",
     "shards": "Piece Shard shards_of",
     "tensor_linears": "ColumnParallelLinear RowParallelLinear",
     "vocab_embeddings": "VocabParallelEmbedding",

@@ -14,7 +14,8 @@
 | heads of keys and values that several ranks hold | that of its queries | those ranks |
 | any | that of its sequences | the data ranks |
 
-They are summed in buckets after backward: once a step, however many micro-batches it has.
+They are summed in buckets after backward: once a step, however many micro-batches it has. Over the data ranks nothing
+is left to sum where these share the parameters (`fully_sharded`): backward has done it, and each rank has some rows.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rooftop.parallel.exchanges import Group, place_in, start_sum
+from rooftop.parallel.sharded_data import local_of, shard_here
 from rooftop.parallel.shards import shards_of
 
+ZERO = 1e-6  # added to a norm before it divides, as torch.nn.utils.clip_grad_norm_ does
 BUCKET_BYTES = 64 << 20  # large enough for full bandwidth, small enough to be copied beside a model
 
 
@@ -37,7 +41,7 @@ class ModelGradients:
     Every rank must make it, and call its methods, together with the others: they communicate.
 
     Args:
-        model: of this rank; its layers say by `shards` what is split.
+        model: of this rank; its layers say by `shards` what is split. Data ranks may share it (`fully_sharded`).
         groups: by name, "tp" and "dp-cp", as of `Layout.process_groups`.
         sequence_parallel: whether the tensor ranks' activations were split along the sequence.
     """
@@ -51,8 +55,9 @@ class ModelGradients:
         shards = shards_of(model)
         # Tied parameters come once, under the first of their names.
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.shards = {name: shards[name] for name in self.parameters if name in shards}
-        holders = {piece.holders for shard in self.shards.values() for piece in shard.pieces} - {1}
+        self.data_shares = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
+        self.shards = {name: shard_here(p, shards[name]) for name, p in self.parameters.items() if name in shards}
+        holders = {piece.holders for name in self.shards for piece in shards[name].pieces} - {1}
         self._sharing = {count: self._group_of(count) for count in sorted(holders)}
 
     def _group_of(self, holders: int) -> Group:
@@ -74,39 +79,44 @@ class ModelGradients:
         for holders, group in self._sharing.items():
             _sum(list(self._shared(holders)), group)
         if self.sequence_parallel:
-            whole = [p.grad for name, p in self.parameters.items() if name not in self.shards and p.grad is not None]
-            _sum(whole, self.tensor)
-        _sum([p.grad for p in self.parameters.values() if p.grad is not None], self.data)
+            _sum([gradient for name, gradient in self._here() if name not in self.shards], self.tensor)
+        if not self.data_shares:
+            _sum([gradient for _, gradient in self._here()], self.data)
+
+    def _here(self) -> Iterator[tuple[str, Tensor]]:
+        """The gradients that there are, by name; of shared ones this rank's rows."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                yield name, local_of(parameter.grad)
 
     def _shared(self, holders: int) -> Iterator[Tensor]:
-        for name, shard in self.shards.items():
-            gradient = self.parameters[name].grad
-            if gradient is not None:
-                yield from (part for piece, part in shard.parts(gradient) if piece.holders == holders)
+        for name, gradient in self._here():
+            if name in self.shards:
+                parts = self.shards[name].parts(gradient)
+                yield from (part for piece, part in parts if piece.holders == holders)
 
     @torch.no_grad()
     def norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, (), float32 or of float64 float64: the same on all ranks.
 
-        What several tensor ranks hold counts once.
+        What several ranks hold counts once.
         """
         counted = list(self._counted())
         wide = torch.float64 if any(part.dtype == torch.float64 for part in counted) else torch.float32
         device = next(iter(self.parameters.values())).device
         squares = [torch.linalg.vector_norm(part, dtype=wide).square() for part in counted]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=wide, device=device)
-        return start_sum(total, self.tensor)().sqrt()
+        total = start_sum(total, self.tensor)()
+        return (start_sum(total, self.data)() if self.data_shares else total).sqrt()
 
     def _counted(self) -> Iterator[Tensor]:
         """The gradients, or parts of them, for which this rank answers."""
         first = place_in(self.tensor)[0] == 0
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                continue
+        for name, gradient in self._here():
             if name in self.shards:
-                yield from (part for piece, part in self.shards[name].parts(parameter.grad) if piece.first)
+                yield from (part for piece, part in self.shards[name].parts(gradient) if piece.first)
             elif first:
-                yield parameter.grad
+                yield gradient
 
     @torch.no_grad()
     def clip_(self, most: float) -> Tensor:
@@ -118,7 +128,9 @@ class ModelGradients:
         if not most > 0:
             raise ValueError(f"ModelGradients: the largest norm must be more than 0 (inf: any), got {most}")
         norm = self.norm()
-        torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), most, norm)
+        gradients = [gradient for _, gradient in self._here()]
+        if gradients:
+            torch._foreach_mul_(gradients, (most / (norm + ZERO)).clamp(max=1.0))
         return norm
 
 

@@ -29,6 +29,12 @@ class Piece:
     holders: int = 1
     first: bool = True
 
+    def rows(self, start: int, count: int) -> Piece:
+        """Of these rows `count` from `start` on."""
+        box = self.box
+        begin = (box.start[0] + start * box.strides[0], *box.start[1:])
+        return Piece(Box(box.shape, begin, (count, *box.size[1:]), box.stride), self.holders, self.first)
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -48,6 +54,16 @@ class Shard:
         for piece in self.pieces:
             yield piece, tensor[row : row + piece.box.size[0]]
             row += piece.box.size[0]
+
+    def rows(self, start: int, count: int) -> Shard:
+        """Of these pieces and padding the rows that data ranks share them by: `count` from `start` on."""
+        pieces, row, end = [], 0, start + count
+        for piece in self.pieces:
+            first, last = max(start, row), min(end, row + piece.box.size[0])
+            if first < last:
+                pieces.append(piece.rows(first - row, last - first))
+            row += piece.box.size[0]
+        return Shard(tuple(pieces), count - sum(piece.box.size[0] for piece in pieces))
 
     def of(self, whole: Tensor) -> Tensor:
         """What the rank holds of a whole parameter that is at hand: a new tensor."""

@@ -7,6 +7,7 @@ compiled programs make it too.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,12 @@ def are_many(rows: int, least: int) -> bool:
     return rows >= least
 
 
+def to_keep() -> AbstractContextManager[object]:
+    """Where tensors are made that later calls use too: what inference mode makes, autograd cannot save. Compiled code
+    is in that mode throughout or not at all."""
+    return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
+
+
 @operator("sparse_row_order")
 def row_order(neighbours: Tensor) -> Tensor:
     """What `sparse_conv` takes as the order of a table (M, T); of few rows, as they are."""
@@ -40,7 +47,12 @@ def row_order(neighbours: Tensor) -> Tensor:
 
 @torch.library.register_fake("rooftop::sparse_row_order")
 def _(neighbours: Tensor) -> Tensor:
-    return neighbours.new_empty(sparse_conv_launches.row_order_shape(*neighbours.shape))
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    rows, taps = neighbours.shape
+    if free_unbacked_symbols(rows):  # which only a run knows: with so many more there would be no table
+        torch._check(rows <= sparse_conv_launches.MOST_SORTED)
+    return neighbours.new_empty(sparse_conv_launches.row_order_shape(rows, taps))
 
 
 @operator("sparse_row_pairs")
@@ -120,7 +132,8 @@ class NeighbourTable:
             return self.ordered
         if not by_kernels(self.by_row) or not are_many(self.by_row.shape[0], sparse_conv_launches.SORTED_FROM):
             return None
-        self.ordered = row_order(self.by_row)
+        with to_keep():
+            self.ordered = row_order(self.by_row)
         if sparse_conv_launches.has_table(self.ordered):
             self.by_row = None
         return self.ordered
@@ -131,9 +144,11 @@ class NeighbourTable:
         if self.lists is None:
             order = self.order
             if order is not None and sparse_conv_launches.has_table(order):
-                self.lists = row_blocks(order, self.taps)
+                with to_keep():
+                    self.lists = row_blocks(order, self.taps)
                 return self.lists
             assert self.by_row is not None  # without its order, or with an order alone
             if by_kernels(self.by_row) and are_many(self.by_row.shape[0], sparse_conv_launches.LISTED_FROM):
-                self.lists = row_pairs(self.by_row, self.sites)
+                with to_keep():
+                    self.lists = row_pairs(self.by_row, self.sites)
         return self.lists

@@ -9,8 +9,9 @@
 Data parallel ranks hold the same, so the first of each writes. The folder has another name until all is in it; `latest`
 is renamed last. A process that is killed on the way leaves the one before. All ranks must see the same folder.
 
-What each rank holds is saved as it is: it is read again with as many tensor parallel ranks. Any number of data parallel
-ranks fits, and sequence parallelism too, which splits no parameter.
+What each tensor parallel rank holds is saved as it is: it is read again with as many of them. Any number of data
+parallel ranks fits, whether they share parameters (FSDP2), which are put together one by one, or not; and sequence
+parallelism too, which splits no parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -26,9 +27,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rooftop.errors import InputError
 from rooftop.parallel import Layout
+from rooftop.parallel.sharded_data import part_like, whole_of
 from rooftop.train.gpt_training import GptTrainer, GptTraining
 
 FORMAT = 1
@@ -54,8 +58,10 @@ def save_training(folder: Path, trainer: GptTrainer) -> Path:
         temporary.mkdir()
         _write(temporary / TRAINING, json.dumps(_described(trainer), indent=1) + "\n")
     _wait_for_all()
+    part = _part_of(trainer)
     if trainer.place["dp"] == 0:
-        _save_part(temporary / _part(trainer.place["tp"]), trainer)
+        _save_part(temporary / _part(trainer.place["tp"]), part)
+    del part
     _wait_for_all()
     if trainer.rank == 0:
         shutil.rmtree(whole, ignore_errors=True)
@@ -106,25 +112,52 @@ def load_training(found: Path, trainer: GptTrainer) -> None:
     """
     path = found / _part(trainer.place["tp"])
     try:
-        part = torch.load(path, map_location=trainer.device, weights_only=True)
+        # Of what data ranks share, none reads the whole at once.
+        where = torch.device("cpu") if trainer.fully_shard else trainer.device
+        part = torch.load(path, map_location=where, mmap=trainer.fully_shard, weights_only=True)
         trainer.step = int(part["step"])
         with torch.no_grad():
             for name, weight in trainer.weights.named.items():
-                weight.copy_(part["weights"][name])
+                weight.copy_(part_like(weight, part["weights"][name]))
         groups = trainer.optimizer.state_dict()["param_groups"]
-        trainer.optimizer.load_state_dict({"state": part["optimizer"], "param_groups": groups})
+        state = {number: _state_like(weight, part["optimizer"][number]) for number, weight in _stepped(trainer)}
+        trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})
     except (OSError, RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as error:
         kind = type(error).__name__  # torch's message is a page
         raise InputError(f"{path} cannot be read as this rank's part of a training ({kind}); is it whole?") from error
     trainer.weights.publish()
 
 
-def _save_part(path: Path, trainer: GptTrainer) -> None:
-    weights = {name: weight.detach() for name, weight in trainer.weights.named.items()}
+def _part_of(trainer: GptTrainer) -> dict[str, Any]:
+    """What is saved of a tensor parallel rank. Of what data ranks share, only the first of them has it, on the CPU."""
+
+    def whole(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor.detach()
+        found = whole_of(tensor)
+        return found.cpu() if trainer.place["dp"] == 0 else found.new_empty(0)
+
+    states = trainer.optimizer.state_dict()["state"].items()
+    return {
+        "step": trainer.step,
+        "weights": {name: whole(weight) for name, weight in trainer.weights.named.items()},
+        "optimizer": {number: {key: whole(value) for key, value in state.items()} for number, state in states},
+    }
+
+
+def _stepped(trainer: GptTrainer) -> Iterator[tuple[int, Tensor]]:
+    """Each weight with its number in the optimizer's state."""
+    return enumerate(weight for group in trainer.optimizer.param_groups for weight in group["params"])
+
+
+def _state_like(weight: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a weight's saved state what belongs to this rank; the count of steps has no shape of the weight."""
+    return {key: part_like(weight, value) if value.shape == weight.shape else value for key, value in state.items()}
+
+
+def _save_part(path: Path, part: Mapping[str, Any]) -> None:
     with path.open("wb") as file:
-        torch.save(
-            {"step": trainer.step, "weights": weights, "optimizer": trainer.optimizer.state_dict()["state"]}, file
-        )
+        torch.save(part, file)
         file.flush()
         os.fsync(file.fileno())  # on the disk before its name says so
 

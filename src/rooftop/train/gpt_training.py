@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_configs import GptConfig
-from rooftop.models.gpt_layouts import parallel_gpt
+from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
 from rooftop.parallel import Layout, ModelGradients
 from rooftop.parallel.dropouts import CounterDropout
 from rooftop.parallel.exchanges import Group, start_sum
@@ -125,13 +126,16 @@ class GptTrainer:
         layout: of the ranks; fits (`GptTraining.check`).
         groups: `layout.process_groups()`.
         device: where this rank computes.
+        fully_shard: whether data ranks share parameters, gradients and optimizer (`rooftop.parallel.fully_sharded`).
 
     Attributes:
         step: steps that have been made.
         weights: what the optimizer steps; float32 where the model is narrower.
+        narrow: whether the model computes in a narrower dtype than that of `weights`.
 
     Raises:
         InputError: too few tokens.
+        ValueError: `fully_shard` without data ranks.
     """
 
     def __init__(
@@ -141,22 +145,27 @@ class GptTrainer:
         layout: Layout,
         groups: Mapping[str, Group],
         device: torch.device,
+        *,
+        fully_shard: bool = False,
     ) -> None:
         self.training, self.layout, self.groups, self.device, self.step = training, layout, groups, device, 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.place = layout.coordinates(self.rank)
         self.batches = training.batches(tokens)
+        self.fully_shard = fully_shard
         wide = torch.float64 if training.dtype == torch.float64 else torch.float32
-        self.model = parallel_gpt(
-            training.config,
-            layout,
-            groups,
-            seed=training.seed,
-            recompute=training.recompute,
-            device=device,
-            dtype=wide,
-        )
-        self.weights = MainWeights(self.model, training.dtype)
+        options: dict[str, Any] = {"seed": training.seed, "recompute": training.recompute, "device": device}
+        if fully_shard:  # parameters are float32, and gathered in the narrow dtype
+            self.model = fully_sharded_gpt(
+                training.config, layout, groups, **options, dtype=wide, compute_dtype=training.dtype
+            )
+            self.weights = MainWeights(self.model, wide)
+        else:
+            self.model = parallel_gpt(training.config, layout, groups, **options, dtype=wide)
+            self.weights = MainWeights(self.model, training.dtype)
+        self.narrow = training.dtype != wide
+        if self.narrow:
+            _with_wide_loss(self.model, device)
         self.gradients = ModelGradients(self.model, groups, sequence_parallel=layout.sequence_parallel)
         self.gradients.parameters = self.weights.named  # the same where nothing was copied
         self.optimizer = torch.optim.AdamW(
@@ -192,9 +201,10 @@ class GptTrainer:
         text = self._here(self.batches.read(self.step, range(part * size, (part + 1) * size)))  # (B, S + 1)
         for dropout in self._dropouts:  # masks by the place in the whole batch
             dropout.parts = ((part, parts), dropout.parts[1])
-        if self.model.masks is not None:
-            self.model.masks.step = self.step
-        loss = self._loss(text[:, :-1], text[:, 1:]) / self.training.tokens_per_step
+        total: Tensor = self.model(
+            text[:, :-1], text[:, 1:], positions=self._positions, reduction="sum", step=self.step
+        )
+        loss = total / self.training.tokens_per_step
         loss.backward()
         return loss.detach()
 
@@ -202,13 +212,12 @@ class GptTrainer:
         """On the device; from pinned memory, so that Python goes on meanwhile."""
         return text.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else text
 
-    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The sum over the targets, (); float32 where the model is bfloat16, in which a sum has three digits."""
-        assert self.model.head is not None
-        x, update = self.model.through_layers(tokens, self._positions)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.weights.narrow):
-            total: Tensor = self.model.head(x, update, targets, reduction="sum")
-        return total
+
+def _with_wide_loss(model: Gpt, device: torch.device) -> None:
+    """Makes the loss float32 where the model is bfloat16, in which a sum has three digits."""
+    assert model.head is not None
+    wide = torch.autocast(device.type, torch.bfloat16)
+    model.head.forward = wide(model.head.forward)  # type: ignore[method-assign]
 
 
 def _decaying(parameters: Iterable[Tensor], decay: float) -> list[dict[str, Any]]:

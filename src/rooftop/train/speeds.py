@@ -17,6 +17,7 @@ import torch
 from rooftop.cost import Cost, matrix_precision
 from rooftop.cost.roofs import roof
 from rooftop.hardware.ceilings import Ceilings
+from rooftop.parallel.sharded_data import local_of
 from rooftop.train.gpt_training import GptTrainer
 
 STATES = 2  # of Adam: running means of the gradient and of its square
@@ -50,12 +51,12 @@ def step_cost(trainer: GptTrainer) -> Cost:
     training = trainer.training
     flops = training.config.flops_per_token(training.length) * training.tokens_per_step // trainer.layout.world_size
     model, main = list(trainer.model.parameters()), list(trainer.weights.named.values())
-    held = sum(weight.nbytes for weight in model)
-    stepped = sum(weight.nbytes for weight in main)
-    copied = held if trainer.weights.narrow else 0  # what the model gets of the float32 weights
+    held = sum(weight.numel() for weight in model) * training.dtype.itemsize  # of shared ones too all are computed with
+    stepped = sum(local_of(weight).nbytes for weight in main)
+    copied = held if trainer.narrow else 0  # what the model gets of the float32 weights
     read = 2 * held + stepped + stepped + STATES * stepped  # forward, backward; weights, gradients, state
     written = stepped + stepped + STATES * stepped + copied
-    return Cost(read, written, {matrix_precision(model[0]): flops})
+    return Cost(read, written, {matrix_precision(torch.empty(0, dtype=training.dtype, device=trainer.device)): flops})
 
 
 def step_roof(trainer: GptTrainer, ceilings: Ceilings) -> StepRoof:

@@ -1,0 +1,525 @@
+"""One Llama trained in several layouts of GPUs, beside PyTorch's own FSDP2 and tensor parallelism of the same model.
+
+    python benchmarks/parallel.py [--out benchmarks/results/h200/parallel.json] [--only llama-1b-fsdp2 llama-7b-fsdp2]
+
+A process for each GPU, NCCL. Each case is a model of 1 or 7 billion parameters in a layout, with sequences of 4096
+tokens; those that the GPUs have room for are run, the most important first. Both sides begin with the same weights, and
+the losses of their first steps must agree, or the row fails.
+
+The same precision on both sides: computed in bfloat16; weights, sums of gradients over data ranks and fused AdamW in
+float32. With FSDP2 the shared float32 parameters are gathered in bfloat16; without, bfloat16 parameters beside float32
+ones. Gradients are not clipped. Ours as it is and with each block compiled; PyTorch's always compiled, with the loss in
+parts (`loss_parallel`) and with asynchronous tensor parallelism where it works, noted as absent where it does not.
+
+    ms, spread         of a step: the median, and from the fastest to the slowest by it; of the slowest rank
+    tflops             a second and GPU: matrix products and attention, of which the causal half counts
+    percent_of_roof    the fused roof of a step (weights, gradients and optimizer once, all flops), by its ceilings
+    peak_gib           of tensors, of the rank with most
+    communication_ms   of one step of rank 0, on the profiler's timeline: while anything was communicated, or it waited
+                       for the others to; exposed_ms: of that, while nothing was computed
+    init_s             to make the model in its layout with its initial values, of the slowest rank; the first time with
+                       the compilation of kernels. ready_s: with that and the first steps, which compile
+
+A case that fails leaves the others and fails the run. `--timeline DIR` keeps the timelines, for chrome://tracing or
+Perfetto. `--quick` shows on a CPU that the script runs, with gloo and without timelines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing as mp
+import os
+import queue
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from programs import Results
+from timelines import STEP, communication
+from torch import Tensor
+
+from rooftop.cost import Cost, roof
+from rooftop.hardware import Ceilings, ceilings_of, measure_ceilings
+from rooftop.models import Gpt, gpt_config, parallel_gpt
+from rooftop.models.gpt_configs import GptConfig
+from rooftop.models.gpt_layouts import fully_sharded_gpt
+from rooftop.parallel import Layout, ModelGradients
+from rooftop.train import MainWeights
+
+OURS, COMPILED = "rooftop", "rooftop, blocks compiled"
+NATIVE, ASYNC = "PyTorch, blocks compiled", "PyTorch, asynchronous tensor parallel"
+INIT = "rooftop, initial values only"
+SEED, LEARNING_RATE = 1, 1e-4
+FIRST = 3  # steps whose losses are compared, and which compile
+LOSS_NOISE = (
+    0.02,
+    0.05,
+    0.1,
+)  # of these; bfloat16 rounds gradients differently, and the steps of Adam follow their signs
+FEWEST, MOST = 5, 20  # measured steps
+JOB_S = 180.0  # after which a variant hangs
+INIT_GOAL_S = 10.0  # of 7 billion parameters
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a layout.
+
+    Attributes:
+        micro_batch: sequences of a data rank.
+        needs_gib: memory of each GPU.
+    """
+
+    model: str
+    layout: Layout
+    micro_batch: int
+    needs_gib: int
+    variants: tuple[str, ...]
+    label: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.label}"
+
+    def config(self, small: bool) -> GptConfig:
+        if not small:
+            return replace(gpt_config(self.model), positions=4096)
+        config = gpt_config(self.model)
+        kv_heads = 8 if config.kv_heads == config.heads else 4
+        return replace(config, layers=2, width=64, heads=8, kv_heads=kv_heads, hidden=96, vocabulary=128, positions=32)
+
+
+def tensor_parallel(size: int) -> Layout:
+    return Layout(1, size, sequence_parallel=True)
+
+
+# 7 billion parameters take 16 bytes each with float32 weights, gradients and Adam, shared by the data ranks: 54 GiB on
+# each of two, beside 0.6 GiB of activations for a layer and sequence. Tensor parallel ranks have 2 bytes more for each.
+CASES = (
+    Case("llama-1b", Layout(2), 4, 70, (OURS, NATIVE, COMPILED), "fsdp2"),
+    Case("llama-1b", tensor_parallel(2), 4, 70, (OURS, NATIVE, ASYNC, COMPILED), "tp2"),
+    Case("llama-7b", Layout(2), 2, 125, (COMPILED, NATIVE), "fsdp2"),
+    Case("llama-7b", Layout(2), 2, 40, (INIT,), "fsdp2-init"),
+    Case("llama-7b", tensor_parallel(2), 2, 125, (OURS, NATIVE), "tp2"),
+    Case("llama-1b", Layout(), 4, 75, (OURS, NATIVE, COMPILED), "alone"),
+    Case("llama-7b", Layout(4), 2, 90, (COMPILED, NATIVE), "fsdp4"),
+    Case("llama-7b", tensor_parallel(4), 2, 70, (OURS, NATIVE, ASYNC), "tp4"),
+    Case("llama-7b", Layout(8), 2, 75, (COMPILED, NATIVE), "fsdp8"),
+    Case("llama-7b", Layout(4, 2, sequence_parallel=True), 2, 70, (OURS, NATIVE), "tp2-fsdp4"),
+    Case("llama-7b", tensor_parallel(8), 2, 60, (OURS, NATIVE, ASYNC), "tp8"),
+)
+NAMES = [case.name for case in CASES]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A variant of a case, as the processes are told."""
+
+    number: int
+    case: Case
+    variant: str
+    small: bool
+    seconds: float
+    timeline: str
+
+
+# ---- the process that starts the others ----------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/parallel.json"))
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--peers", choices=("none", "all"), default="all", help="what to stand beside")
+    parser.add_argument("--seconds", type=float, default=2.0, help="to measure each variant")
+    parser.add_argument("--timeline", type=Path, metavar="DIR", help="keep a chrome trace of a step of each variant")
+    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU: shows that the script runs")
+    options = parser.parse_args()
+    gpus = 2 if options.quick else torch.cuda.device_count()
+    if gpus < 1:
+        parser.error("needs NVIDIA GPUs; --quick shows on a CPU that the script runs")
+    gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if not options.quick else float("inf")
+    cases = [case for case in CASES if case.name in options.only]
+    fitting = [case for case in cases if case.layout.world_size <= gpus and case.needs_gib <= gib]
+    for case in cases:
+        if case not in fitting:
+            print(f"left out: {case.name} needs {case.layout.world_size} GPUs of {case.needs_gib} GiB", flush=True)
+    if options.timeline is not None:
+        options.timeline.mkdir(parents=True, exist_ok=True)
+    wanted = [
+        (case, variant)
+        for case in fitting
+        for variant in case.variants
+        if options.peers == "all" or variant not in (NATIVE, ASYNC)
+    ]
+    timeline = str(options.timeline.resolve()) if options.timeline is not None else ""
+    jobs = [
+        Job(number, case, variant, options.quick, options.seconds, timeline)
+        for number, (case, variant) in enumerate(wanted)
+    ]
+    ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
+    results = Results(options.out, ceilings)
+    failed, losses = not jobs, dict[str, list[float]]()
+    for _, together in groupby(jobs, key=lambda job: job.case.layout.world_size):
+        for job, row, problem in performed(list(together)):
+            if row is not None:
+                problem = disagreement(losses.setdefault(job.case.name, row["losses"]), row["losses"])
+            if problem and job.variant == ASYNC:
+                results.add({"case": job.case.name, "variant": job.variant, "absent": str(problem).strip()[-300:]})
+            elif problem:
+                print(f"failed: {job.case.name}, {job.variant}: {problem}", file=sys.stderr, flush=True)
+                failed = True
+            else:
+                assert row is not None
+                results.add(described(job, row, ceilings))
+    return int(failed)
+
+
+def disagreement(expected: list[float], found: list[float]) -> str:
+    """How the losses of the first steps differ, if by more than rounding."""
+    apart = [abs(a - b) for a, b in zip(expected, found, strict=True)]
+    if all(each <= noise for each, noise in zip(apart, LOSS_NOISE, strict=False)):
+        return ""
+    return f"its first losses are {found}, those of the first variant {expected}"
+
+
+def performed(jobs: list[Job]) -> Iterator[tuple[Job, dict[str, Any] | None, str]]:
+    """Each job with what was measured, or with what went wrong; then the rest goes on in new processes."""
+    left = list(jobs)
+    while left:
+        for job, row, problem in in_processes(list(left)):
+            left.remove(job)
+            yield job, row, problem
+
+
+def in_processes(jobs: list[Job]) -> Iterator[tuple[Job, dict[str, Any] | None, str]]:
+    """One after another, until all are done or one has failed."""
+    context = mp.get_context("spawn")
+    ranks = jobs[0].case.layout.world_size
+    with tempfile.TemporaryDirectory(prefix="rooftop-parallel-") as folder:
+        said: Any = context.Queue()
+        processes = [context.Process(target=rank_main, args=(rank, ranks, jobs, folder, said)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        try:
+            for job in jobs:
+                row, problem = heard(said, processes)
+                yield job, row, problem
+                if problem:
+                    return
+            for process in processes:
+                process.join(JOB_S)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def heard(said: Any, processes: list[Any]) -> tuple[dict[str, Any] | None, str]:
+    """The row of the next job, or what went wrong."""
+    until = time.monotonic() + JOB_S
+    while time.monotonic() < until:
+        with suppress(queue.Empty):
+            row, problem = said.get(timeout=1.0)
+            return row, problem
+        gone = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
+        if gone:
+            with suppress(queue.Empty):  # what it said before it ended
+                row, problem = said.get(timeout=1.0)
+                return row, problem
+            return None, f"a rank ended with {gone[0]}"
+    return None, f"nothing was heard for {JOB_S:.0f} s"
+
+
+def described(job: Job, row: dict[str, Any], ceilings: Ceilings) -> dict[str, Any]:
+    """What is kept of a row."""
+    case, config = job.case, job.case.config(job.small)
+    said = {"case": case.name, "variant": job.variant, "layout": str(case.layout), "gpus": case.layout.world_size}
+    if job.variant == INIT:
+        return {**said, "init_s": row["init_s"], "goal_s": INIT_GOAL_S, "peak_gib": row["peak_gib"]}
+    tokens = case.micro_batch * case.layout.dp * config.positions // case.layout.world_size  # of a GPU
+    flops = config.flops_per_token(config.positions) * tokens
+    best = roof(least_work(case, config, flops), ceilings).ms
+    return {
+        **said,
+        "micro_batch": case.micro_batch,
+        "sequence": config.positions,
+        **row,
+        "tokens_per_s_per_gpu": 1e3 * tokens / row["ms"],
+        "tflops": flops / row["ms"] / 1e9,
+        "roof_ms": best,
+        "percent_of_roof": 100 * best / row["ms"],
+    }
+
+
+def least_work(case: Case, config: GptConfig, flops: int) -> Cost:
+    """Of a step of a rank: weights read forward and backward; gradients written and read; weights and state of the
+    optimizer read and written."""
+    held = config.parameters // case.layout.tp
+    stepped = 4 * held // case.layout.dp
+    return Cost(2 * 2 * held + 4 * stepped, 4 * stepped + 2 * held, {"bf16": flops})
+
+
+# ---- the process of a rank -----------------------------------------------------------------------------------------
+
+
+def rank_main(rank: int, ranks: int, jobs: list[Job], folder: str, said: Any) -> None:
+    """All jobs; rank 0 says what was measured, any rank what went wrong."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast over NVLink is not to be had everywhere
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(rank)
+    small = jobs[0].small
+    device = torch.device("cpu") if small else torch.device("cuda", rank)
+    try:
+        if not small:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "gloo" if small else "nccl",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=ranks,
+            device_id=None if small else device,
+        )
+        for job in jobs:
+            row = measured(job, device)
+            if rank == 0:
+                said.put((row, ""))
+            forget(device)
+        meet(device)
+        dist.destroy_process_group()
+    except Exception:
+        said.put((None, traceback.format_exc()))
+        said.close()
+        said.join_thread()
+        os._exit(1)  # the other ranks may wait for this one: they are ended
+
+
+def forget(device: torch.device) -> None:
+    """Leave nothing of a job to the next one."""
+    torch._inductor.config._micro_pipeline_tp = False
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def measured(job: Job, device: torch.device) -> dict[str, Any]:
+    case, config = job.case, job.case.config(job.small)
+    dtype = torch.float32 if job.small else torch.bfloat16
+    groups = case.layout.process_groups()
+    if job.variant == INIT:
+        init_s, model = initialized(case, config, dtype, device)
+        peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+        del model
+        return {"init_s": slowest(init_s, device), "peak_gib": slowest(peak, device), "losses": [0.0] * FIRST}
+    began = time.perf_counter()
+    if job.variant in (OURS, COMPILED):
+        init_s, model = initialized(case, config, dtype, device)
+        step: Step = Ours(model, case.layout, groups, dtype, device, job.variant == COMPILED, job.small).step
+    else:
+        init_s, step = 0.0, native(job, config, dtype, device)
+    tokens, targets = own_text(case, config, device)
+    losses = [mean_of_data_ranks(step(tokens, targets), groups["dp-cp"], case.layout.dp) for _ in range(FIRST)]
+    synchronize(device)
+    ready_s = time.perf_counter() - began
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times = timed(lambda: step(tokens, targets), device, job.seconds)
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    middle = statistics.median(times)
+    row: dict[str, Any] = {
+        "ms": middle,
+        "spread": (max(times) - min(times)) / middle,
+        "steps": len(times),
+        "peak_gib": slowest(peak, device),
+        "ready_s": slowest(ready_s, device),
+        "losses": losses,
+    }
+    if job.variant in (OURS, COMPILED):
+        row["init_s"] = slowest(init_s, device)
+    return {**row, **on_timeline(lambda: step(tokens, targets), job, device)}
+
+
+def initialized(case: Case, config: GptConfig, dtype: torch.dtype, device: torch.device) -> tuple[float, Gpt]:
+    """(seconds, this rank's part of the model), in float32."""
+    layout, groups = case.layout, case.layout.process_groups()
+    synchronize(device)
+    meet(device)
+    began = time.perf_counter()
+    if layout.dp > 1:
+        model = fully_sharded_gpt(config, layout, groups, seed=SEED, device=device, compute_dtype=dtype)
+    else:
+        model = parallel_gpt(config, layout, groups, seed=SEED, device=device)
+    synchronize(device)
+    return time.perf_counter() - began, model
+
+
+class Ours:
+    """A rank's part of the training."""
+
+    def __init__(
+        self,
+        model: Gpt,
+        layout: Layout,
+        groups: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        compiled: bool,
+        small: bool,
+    ) -> None:
+        assert model.head is not None
+        self.model, self.data = model, groups["dp-cp"]
+        self.weights = MainWeights(model, torch.float32 if layout.dp > 1 else dtype)  # shared ones are float32
+        self.gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel)
+        self.gradients.parameters = self.weights.named
+        self.optimizer = torch.optim.AdamW(
+            self.weights.named.values(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self.ranks = layout.dp
+        if dtype == torch.bfloat16:  # the loss is float32
+            model.head.forward = torch.autocast(device.type, dtype)(model.head.forward)  # type: ignore[method-assign]
+        if compiled:
+            for block in model.layers.values():
+                block.forward = torch.compile(block.forward, backend=backend(small))  # type: ignore[method-assign]
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """As of `Native`."""
+        loss: Tensor = self.model(tokens, targets)
+        (loss / self.ranks).backward()  # every rank has as many targets
+        self.gradients.sum_()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.weights.publish()
+        return loss.detach()
+
+
+def native(job: Job, config: GptConfig, dtype: torch.dtype, device: torch.device) -> Step:
+    from parallel_native import Native
+    from torch.distributed.device_mesh import init_device_mesh
+
+    layout = job.case.layout
+    mesh = init_device_mesh(device.type, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+    return Native(
+        config,
+        mesh,
+        seed=SEED,
+        device=device,
+        dtype=dtype,
+        length=config.positions,
+        backend=backend(job.small),
+        learning_rate=LEARNING_RATE,
+        async_tensor_parallel=job.variant == ASYNC,
+    ).step
+
+
+def backend(small: bool) -> str:
+    """Of torch.compile; the small models are only traced."""
+    return "aot_eager" if small else "inductor"
+
+
+def own_text(case: Case, config: GptConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random tokens and targets (B, S) of this data rank; tensor parallel ranks have the same."""
+    generator = torch.Generator().manual_seed(0)
+    every = torch.randint(
+        config.vocabulary, (case.micro_batch * case.layout.dp, config.positions + 1), generator=generator
+    )
+    mine = every.chunk(case.layout.dp)[case.layout.coordinates(dist.get_rank())["dp"]].to(device)
+    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------
+
+
+def mean_of_data_ranks(loss: Tensor, data: Any, ranks: int) -> float:
+    total = loss.float().clone()
+    dist.all_reduce(total, group=data)
+    return float(total) / ranks
+
+
+def slowest(number: float, device: torch.device) -> float:
+    """The largest of all ranks."""
+    found = torch.tensor(number, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def timed(run: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
+    """ms of each of some steps, of the slowest rank; nobody waits between them."""
+    begin = time.perf_counter()
+    for _ in range(2):
+        run()
+    synchronize(device)
+    each = slowest((time.perf_counter() - begin) / 2, device)
+    steps = max(FEWEST, min(MOST, int(seconds / each)))
+    meet(device)
+    if device.type == "cuda":
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            run()
+            mark.record()
+        synchronize(device)
+        times = [a.elapsed_time(b) for a, b in pairwise(marks)]
+    else:
+        clock = [time.perf_counter()]
+        for _ in range(steps):
+            run()
+            clock.append(time.perf_counter())
+        times = [1e3 * (b - a) for a, b in pairwise(clock)]
+    found = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return [float(each) for each in found]
+
+
+def on_timeline(run: Callable[[], object], job: Job, device: torch.device) -> dict[str, float]:
+    """Communication of a step of rank 0. Without GPUs there is no timeline of what they do."""
+    if device.type != "cuda":
+        return {}
+    if dist.get_rank() != 0:
+        run()
+        meet(device)
+        run()
+        synchronize(device)
+        return {}
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        run()
+        meet(device)
+        synchronize(device)
+        with torch.profiler.record_function(STEP):
+            run()
+            synchronize(device)
+    with tempfile.TemporaryDirectory(prefix="rooftop-timeline-") as folder:
+        name = f"{job.case.name}-{job.variant}.json".replace(", ", "-").replace(" ", "-")
+        path = Path(job.timeline or folder, name)
+        profiler.export_chrome_trace(str(path))
+        found = communication(path)
+    return {"communication_ms": found.total_ms, "exposed_ms": found.exposed_ms, "busy_ms": found.busy_ms}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def meet(device: torch.device) -> None:
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

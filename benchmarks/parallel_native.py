@@ -1,0 +1,306 @@
+"""The peer of `benchmarks/parallel.py`: the same Llama in plain torch.nn, split by PyTorch's own means at their best.
+
+Tensor parallel: DTensor, with sequence parallelism, and the loss computed where its part of the vocabulary is
+(`loss_parallel`). Data parallel: FSDP2. Each block compiled by itself, and without tensor parallel ranks the loss too.
+It begins with the weights that Rooftop's model of a seed has.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+
+from rooftop.kernels import Box
+from rooftop.models.gpt import initial_values, rotation_of
+from rooftop.models.gpt_configs import GptConfig
+from rooftop.parallel import Stream
+
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Of attention, the fastest on Hopper first."""
+
+# ---- the model -----------------------------------------------------------------------------------------------------
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, S, H, D), cos and sin (S, D / 2) in float32: pairs (i, i + D / 2) turned."""
+    a, b = x.float().chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.features = config.head_features
+        self.wq = nn.Linear(config.width, config.width, bias=False)
+        self.wk = nn.Linear(config.width, config.kv_width, bias=False)
+        self.wv = nn.Linear(config.width, config.kv_width, bias=False)
+        self.wo = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x (B, S, W); (B, S, W)."""
+        query, key, value = (layer(x).unflatten(-1, (-1, self.features)) for layer in (self.wq, self.wk, self.wv))
+        query, key = rotated(query, cos, sin), rotated(key, cos, sin)
+        with sdpa_kernel(BACKENDS, set_priority=True):
+            seen = scaled_dot_product_attention(
+                query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=True
+            )
+        out: Tensor = self.wo(seen.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.width, config.hidden, bias=False)
+        self.w2 = nn.Linear(config.hidden, config.width, bias=False)
+        self.w3 = nn.Linear(config.width, config.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.w2(silu(self.w1(x)) * self.w3(x))
+        return out
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, config.epsilon)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.width, config.epsilon)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(config.vocabulary, config.width)
+        self.layers = nn.ModuleDict({str(layer): LlamaBlock(config) for layer in range(config.layers)})
+        self.norm = nn.RMSNorm(config.width, config.epsilon)
+        self.output = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """tokens (B, S); logits (B, S, V), with tensor parallel ranks a DTensor of which each has some columns."""
+        x = self.tok_embeddings(tokens)
+        if isinstance(x, AsyncCollectiveTensor):  # of which a compiled block makes a gradient that DTensor cannot take
+            x = x.clone()
+        for block in self.layers.values():
+            x = block(x, cos, sin)
+        logits: Tensor = self.output(self.norm(x))
+        return logits
+
+
+# ---- split, and with weights ---------------------------------------------------------------------------------------
+
+EDGES = {
+    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+}
+
+
+def block_plan() -> dict[str, Any]:
+    """How a block is split among tensor parallel ranks; between its layers along the sequence."""
+    return {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "feed_forward.w3": ColwiseParallel(),
+    }
+
+
+def named_as_ours(config: GptConfig) -> dict[str, tuple[str, Box]]:
+    """By the end of a name here: that of Rooftop's parameter, and which part of it."""
+    width, kv, hidden = config.width, config.kv_width, config.hidden
+    packed = {
+        "attention.wq": ("attention.qkv", width + 2 * kv, 0, width),
+        "attention.wk": ("attention.qkv", width + 2 * kv, width, kv),
+        "attention.wv": ("attention.qkv", width + 2 * kv, width + kv, kv),
+        "feed_forward.w1": ("mlp.up", 2 * hidden, 0, hidden),
+        "feed_forward.w3": ("mlp.up", 2 * hidden, hidden, hidden),
+    }
+    found = {
+        name: (theirs, Box((rows, width), (start, 0), (count, width)))
+        for name, (theirs, rows, start, count) in packed.items()
+    }
+    return {
+        **found,
+        "attention.wo": ("attention.out", Box.whole((width, width))),
+        "feed_forward.w2": ("mlp.down", Box.whole((width, hidden))),
+        "attention_norm": ("attention_norm", Box.whole((width,))),
+        "ffn_norm": ("mlp_norm", Box.whole((width,))),
+        "tok_embeddings": ("embedding.tokens", Box.whole((config.vocabulary, width))),
+        "output": ("head.output", Box.whole((config.vocabulary, width))),
+        "norm": ("head.norm", Box.whole((width,))),
+    }
+
+
+@torch.no_grad()
+def fill(model: Llama, config: GptConfig, seed: int, device: torch.device) -> None:
+    """The weights of Rooftop's model, one whole parameter at a time; a rank keeps its part."""
+    known, rules, stream = named_as_ours(config), initial_values(config), Stream(seed)
+    for name, parameter in model.named_parameters():
+        place, _, end = name.removesuffix(".weight").rpartition(".")
+        prefix, key = "", end
+        if place.startswith("layers."):
+            _, layer, *rest = name.removesuffix(".weight").split(".")
+            prefix, key = f"layers.{layer}.", ".".join(rest)
+        ours, box = known[key]
+        full = f"{prefix}{ours}.weight"
+        mean, deviation = next((mean, std) for pattern, mean, std in rules if fnmatchcase(full, pattern))
+        whole = torch.full(box.size, mean, dtype=torch.float32, device=device)
+        if deviation:
+            stream.normal_(whole, full, box, mean, deviation)
+        if isinstance(parameter, DTensor):
+            (placement,) = parameter.placements
+            if isinstance(placement, Shard):
+                mesh = parameter.device_mesh
+                whole = whole.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
+            parameter.to_local().copy_(whole)
+        else:
+            parameter.copy_(whole)
+
+
+class WideWeights:
+    """float32 weights of a bfloat16 model, which the optimizer steps; of a DTensor this rank's part."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.wide = [nn.Parameter(local_of(p).detach().clone()) for p in model.parameters()]
+        model.to(dtype)
+        self.narrow = list(model.parameters())
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        for wide, parameter in zip(self.wide, self.narrow, strict=True):
+            gradient = parameter.grad
+            assert gradient is not None
+            if isinstance(gradient, DTensor):  # of a norm each rank has a share of the sum
+                assert isinstance(parameter, DTensor)
+                gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+            wide.grad = local_of(gradient).to(wide.dtype)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        torch._foreach_copy_([local_of(parameter) for parameter in self.narrow], [*self.wide])
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Native:
+    """A rank's part of the training; `step` makes a step and gives its loss, () on the device.
+
+    Args:
+        mesh: of the dimensions "dp" and "tp".
+        dtype: in which is computed; weights, their gradients over ranks and the optimizer are float32.
+        backend: of torch.compile.
+        async_tensor_parallel: whether products are cut so that communication goes on beside them.
+    """
+
+    def __init__(
+        self,
+        config: GptConfig,
+        mesh: DeviceMesh,
+        *,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        length: int,
+        backend: str,
+        learning_rate: float,
+        async_tensor_parallel: bool = False,
+    ) -> None:
+        shared, self.tensor = mesh["dp"].size() > 1, mesh["tp"].size() > 1
+        with torch.device("meta"):
+            model = Llama(config)
+        if self.tensor:
+            parallelize_module(model, mesh["tp"], EDGES)
+            for block in model.layers.values():
+                parallelize_module(block, mesh["tp"], block_plan())
+        model.to_empty(device=device)
+        fill(model, config, seed, device)
+        if async_tensor_parallel:
+            from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+            torch._inductor.config._micro_pipeline_tp = True
+            with warnings.catch_warnings():  # newer ones need it no more, and say so
+                warnings.simplefilter("ignore", FutureWarning)
+                enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
+        for block in model.layers.values():
+            block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
+        self.loss = cross_entropy_of if self.tensor else torch.compile(cross_entropy_of, backend=backend)
+        self.weights: WideWeights | None = None
+        if shared:
+            share(model, mesh["dp"], dtype)
+        else:
+            self.weights = WideWeights(model, dtype)
+        stepped: Iterable[Tensor] = self.weights.wide if self.weights else model.parameters()
+        self.optimizer = torch.optim.AdamW(stepped, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self.rotation = rotation_of(torch.arange(length, device=device), config)
+        self.model = model
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """tokens and targets (B, S); the mean loss of this rank's sequences."""
+        around: AbstractContextManager[Any] = loss_parallel() if self.tensor else nullcontext()
+        with around:
+            loss: Tensor = self.loss(self.model(tokens, *self.rotation), targets)
+            loss.backward()
+        if self.weights:
+            self.weights.take_gradients()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.weights:
+            self.weights.publish()
+        return local_of(loss.detach())
+
+
+def cross_entropy_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1))
+
+
+def share(model: Llama, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """FSDP2: each block by itself, and what ends forward kept until backward."""
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
+    }
+    blocks = list(model.layers.values())
+    fully_shard(model.tok_embeddings, **options, reshard_after_forward=True)
+    for block in blocks:
+        fully_shard(block, **options, reshard_after_forward=block is not blocks[-1])
+    fully_shard([model.norm, model.output], **options, reshard_after_forward=False)
+    fully_shard(model, **options)

@@ -1,0 +1,65 @@
+"""What a profiler's timeline says of communication: how long it took, and how long nothing was computed meanwhile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+Span = tuple[float, float]
+"""Beginning and end."""
+
+STEP = "rooftop: step"  # what the measured step is called on the timeline
+WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+COMMUNICATION = ("nccl", "ptop", "peer", "symm")
+"""Parts of names, in lower case: of NCCL's kernels, and of copies between GPUs, by which asynchronous tensor
+parallelism communicates."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Of one step of a rank, in ms: when any communication ran; of that, when nothing else did; any work at all."""
+
+    total_ms: float
+    exposed_ms: float
+    busy_ms: float
+
+
+def communication(trace: Path) -> Communication:
+    """Of the step on a chrome trace of torch.profiler. Waiting for other ranks in a collective is communication.
+
+    Raises:
+        ValueError: no step is on it, or no work of a GPU.
+    """
+    events = json.loads(trace.read_text())["traceEvents"]
+    marks = [event for event in events if event.get("name") == STEP and event.get("cat") == "user_annotation"]
+    if not marks:
+        raise ValueError(f"{trace}: nothing on it is called {STEP!r}")
+    begin, end = marks[-1]["ts"], marks[-1]["ts"] + marks[-1]["dur"]
+    work = [event for event in events if event.get("cat") in WORK and begin <= event["ts"] <= end]
+    if not work:
+        raise ValueError(f"{trace}: no work of a GPU in the step")
+    spans: dict[bool, list[Span]] = {True: [], False: []}
+    for event in work:
+        name = event["name"].lower()
+        spans[any(part in name for part in COMMUNICATION)].append((event["ts"], event["ts"] + event["dur"]))
+    communicating, computing = merged(spans[True]), merged(spans[False])
+    every = length(merged([*communicating, *computing]))
+    return Communication(length(communicating) / 1e3, (every - length(computing)) / 1e3, every / 1e3)
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The union, as spans that do not touch, in order."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Of spans that do not overlap."""
+    return sum(end - begin for begin, end in spans)

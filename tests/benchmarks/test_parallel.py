@@ -1,0 +1,110 @@
+"""The benchmark of layouts trains each variant small on CPUs, with the losses of the others, and reads timelines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def named(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(FOLDER)
+    __import__(name)
+    return sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "variants"),
+    [
+        ("llama-1b-fsdp2", "dp=2 tp=1", ["rooftop", "PyTorch, blocks compiled", "rooftop, blocks compiled"]),
+        (
+            "llama-1b-tp2",
+            "dp=1 tp=2",
+            [
+                "rooftop",
+                "PyTorch, blocks compiled",
+                "PyTorch, asynchronous tensor parallel",
+                "rooftop, blocks compiled",
+            ],
+        ),
+    ],
+)
+def test_every_variant_trains_the_same_model(case: str, layout: str, variants: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "parallel.json"
+    words = ["--quick", "--seconds", "0.01", "--only", case, "--out", str(out)]
+    ended = subprocess.run(
+        [sys.executable, FOLDER / "parallel.py", *words], capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads(out.read_text())["results"]
+    assert [row["variant"] for row in rows] == variants
+    for row in rows:
+        assert row["case"] == case
+        if "absent" not in row:
+            assert row["layout"].startswith(layout)
+            assert row["losses"] == pytest.approx(rows[0]["losses"], abs=1e-3)
+            assert ("init_s" in row) == row["variant"].startswith("rooftop")
+            assert row["tokens_per_s_per_gpu"] > 0
+    assert rows[0]["losses"][2] < rows[0]["losses"][0] - 1e-3  # steps are made
+
+
+def test_other_losses_fail_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = named("parallel", monkeypatch)
+    assert parallel.disagreement([10.4, 10.0, 9.5], [10.41, 10.04, 9.45]) == ""
+    assert "first losses" in parallel.disagreement([10.4, 10.0, 9.5], [10.43, 10.0, 9.5])
+    assert "first losses" in parallel.disagreement([10.4, 10.0, 9.5], [10.4, float("nan"), 9.5])
+
+
+def test_a_failed_variant_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are started again for what is left."""
+    parallel = named("parallel", monkeypatch)
+    starts: list[list[str]] = []
+
+    def in_processes(jobs: list[Any]) -> Any:
+        starts.append([job.variant for job in jobs])
+        for job in jobs:
+            yield job, None if job.variant == "bad" else {}, "out of memory" if job.variant == "bad" else ""
+            if job.variant == "bad":
+                return
+
+    monkeypatch.setattr(parallel, "in_processes", in_processes)
+    jobs = [SimpleNamespace(variant=variant) for variant in ("good", "bad", "late")]
+    found = [(job.variant, problem) for job, _, problem in parallel.performed(jobs)]
+    assert found == [("good", ""), ("bad", "out of memory"), ("late", "")]
+    assert starts == [["good", "bad", "late"], ["late"]]
+
+
+def test_exposed_is_what_no_computation_covers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timelines = named("timelines", monkeypatch)
+    path = tmp_path / "trace.json"
+
+    def event(cat: str, name: str, begin: float, duration: float) -> dict[str, Any]:
+        return {"cat": cat, "name": name, "ts": begin, "dur": duration}
+
+    events = [
+        event("kernel", "ncclDevKernel_AllGather", 0, 500),  # before the step
+        event("user_annotation", timelines.STEP, 1000, 10_000),
+        event("cpu_op", "aten::mm", 1000, 9000),
+        event("kernel", "gemm", 2000, 1000),
+        event("kernel", "norm", 2500, 1000),  # beside it: 2000 to 3500
+        event("kernel", "ncclDevKernel_ReduceScatter", 3000, 1000),  # 500 of them alone
+        event("kernel", "ncclDevKernel_AllGather", 3800, 1200),  # 200 with the other, 1000 more alone
+        event("gpu_memcpy", "Memcpy DtoD", 6000, 500),
+        {"name": "no time", "cat": "process_name"},
+    ]
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = timelines.communication(path)
+    assert (found.total_ms, found.exposed_ms, found.busy_ms) == (2.0, 1.5, 3.5)
+    path.write_text(json.dumps({"traceEvents": events[:1]}))
+    with pytest.raises(ValueError, match="nothing on it is called"):
+        timelines.communication(path)
+    path.write_text(json.dumps({"traceEvents": events[:3]}))
+    with pytest.raises(ValueError, match="no work of a GPU"):
+        timelines.communication(path)

@@ -1,0 +1,379 @@
+"""Data ranks that share a model (FSDP2) train as one process: initial values bit for bit; loss, gradients, their norm
+and five steps to 1e-10, with dropout on and embeddings tied, beside tensor and sequence parallel ranks. Faults are
+found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rooftop.cli.main import main
+from rooftop.models import gpt_layouts
+from rooftop.models.gpt import Gpt
+from rooftop.models.gpt_configs import GptConfig
+from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
+from rooftop.parallel import Layout, ModelGradients, Shard, sharded_data, shards_of, targets_of_all_ranks
+from rooftop.parallel.exchanges import Group, start_sum
+from rooftop.parallel.sharded_data import local_of, part_like, shard_here, whole_of
+from rooftop.testing import assert_as_accurate
+from rooftop.train import GptTrainer, GptTraining, Tokens, find_training, load_training, save_training, step_cost
+
+Run = Callable[..., list[Any]]
+Tensors = dict[str, Tensor]
+
+GPT = GptConfig(vocabulary=17, layers=2, width=16, heads=8, kv_heads=8, hidden=24, positions=8, dropout=0.2,
+                attention_dropout=0.1)  # fmt: skip
+LLAMA = GptConfig(vocabulary=31, layers=3, width=16, heads=8, kv_heads=1, hidden=16, positions=8, norm="rms",
+                  position="rope", activation="swiglu", dropout=0.2, tied=False)  # fmt: skip
+CONFIGS = {"tied gpt": GPT, "llama": LLAMA}
+both = pytest.mark.parametrize("kind", CONFIGS)
+BATCH, LENGTH, STEPS, SEED = 8, 8, 5, 3
+CLOSE, FAR = 1e-10, 1e-7
+LAYOUTS = {2: Layout(2), 4: Layout(2, 2, sequence_parallel=True)}
+"""By the number of ranks. On four, two tensor ranks share the llama's one head of keys and values."""
+
+
+@dataclass
+class Trained:
+    """Tensors by name, of the whole model or what a rank holds."""
+
+    initial: Tensors
+    losses: list[float]
+    norms: list[float]
+    gradients: list[Tensors]
+    parameters: Tensors
+
+
+def text(config: GptConfig) -> tuple[Tensor, Tensor]:
+    """Tokens and targets (BATCH, LENGTH), of which some do not count, not as many in each sequence."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocabulary, (BATCH, LENGTH + 1), generator=generator)
+    unknown = torch.rand(BATCH, LENGTH, generator=generator) < torch.linspace(0, 0.6, BATCH)[:, None]
+    return tokens[:, :-1], tokens[:, 1:].masked_fill(unknown, -100)
+
+
+def device_here() -> torch.device:
+    return torch.device("cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu")
+
+
+def copied(model: Gpt, gradients: bool = False) -> Tensors:
+    tensors = {name: p.grad if gradients else p for name, p in model.named_parameters()}
+    return {name: local_of(tensor.detach()).cpu().clone() for name, tensor in tensors.items()}
+
+
+def built(config: GptConfig, layout: Layout, groups: Mapping[str, Group], **options: Any) -> Gpt:
+    """Shared where there are data ranks."""
+    make = fully_sharded_gpt if layout.dp > 1 else parallel_gpt
+    return make(config, layout, groups, seed=SEED, device=device_here(), **options)
+
+
+def trained(kind: str, layout: Layout, groups: Mapping[str, Group], recompute: bool, steps: int = STEPS) -> Trained:
+    """Some steps on this rank."""
+    config = CONFIGS[kind]
+    model = built(config, layout, groups, recompute=recompute, dtype=torch.float64)
+    found = Trained(copied(model), [], [], [], {})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.dim() > 1 else 1)  # nothing stays nearly zero
+    gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    at = layout.coordinates(dist.get_rank())["dp"] if dist.is_initialized() else 0
+    tokens, targets = (each.chunk(layout.dp)[at].to(device_here()) for each in text(config))
+    count = targets_of_all_ranks(targets, groups["dp-cp"])
+    for step in range(steps):
+        loss = model(tokens, targets, reduction="sum", label_smoothing=0.1, z_loss=0.01, step=step) / count
+        optimizer.zero_grad()
+        loss.backward()
+        gradients.sum_()
+        found.norms.append(float(gradients.clip_(0.5)))
+        found.gradients.append(copied(model, gradients=True))
+        found.losses.append(float(start_sum(loss.detach().clone(), groups["dp-cp"])()))
+        optimizer.step()
+    found.parameters = copied(model)
+    return found
+
+
+@cache
+def references() -> dict[str, Trained]:
+    """The same on one process."""
+    return {kind: trained(kind, Layout(), Layout().process_groups(), recompute=False) for kind in CONFIGS}
+
+
+def differences(found: Trained, expected: Trained, model: Gpt) -> dict[str, float]:
+    """The largest, of each kind, of what this rank holds from the same part of the whole."""
+    records, parameters = shards_of(model), dict(model.named_parameters())
+
+    def largest(ours: Tensors, whole: Tensors) -> float:
+        assert ours.keys() == whole.keys()
+        held = {name: shard_here(parameters[name], records.get(name)) for name in ours}
+        return max(float((ours[name] - held[name].of(whole[name])).abs().sum()) for name in ours)
+
+    return {
+        "initial": largest(found.initial, expected.initial),
+        "loss": max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=False)),
+        "norm": max(abs(a - b) for a, b in zip(found.norms, expected.norms, strict=False)),
+        "gradient": max(map(largest, found.gradients, expected.gradients)),
+        "parameter": largest(found.parameters, expected.parameters) if len(found.losses) == STEPS else 0.0,
+    }
+
+
+def all_differences(layout: Layout, expected: dict[str, Trained]) -> dict[str, dict[str, float]]:
+    """By kind, on this rank; one of them is recomputed."""
+    groups = layout.process_groups()
+    return {
+        kind: differences(trained(kind, layout, groups, kind == "llama"), expected[kind], built(config, layout, groups))
+        for kind, config in CONFIGS.items()
+    }
+
+
+# ---- the law, and faults -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_training_is_that_of_one_process(world: int, on_ranks: Run) -> None:
+    for found in on_ranks(world, all_differences, LAYOUTS[world], references()):
+        for kind in CONFIGS:
+            assert found[kind]["initial"] == 0, kind
+            assert max(found[kind].values()) < CLOSE, (kind, found[kind])
+
+
+def averaged(self: Any, factor: float) -> None:
+    """PyTorch's default: the mean over the data ranks."""
+
+
+def of_own_rows(self: ModelGradients) -> Any:
+    return start_sum(torch.stack([part.square().sum() for part in self._counted()]).sum(), self.tensor)().sqrt()
+
+
+def by_local_rows(parameter: Tensor, shard: Shard | None) -> Shard:
+    """As if each rank held the first rows."""
+    held = shard_here(parameter, shard)
+    return Shard(tuple(replace(piece, box=replace(piece.box, start=(0,) * parameter.dim())) for piece in held.pieces))
+
+
+FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "gradients are averaged": ("gradient", lambda: patch.object(FSDPModule, "set_gradient_divide_factor", averaged)),
+    "the norm is that of a rank's rows": ("norm", lambda: patch.object(ModelGradients, "norm", of_own_rows)),
+    "initial values by the place in a rank's rows": (
+        "initial", lambda: patch.object(sharded_data, "shard_here", by_local_rows),
+    ),
+}  # fmt: skip
+
+
+def shown(expected: Trained) -> dict[str, float]:
+    """How large each fault shows itself on this rank."""
+    layout = LAYOUTS[2]
+    groups = layout.process_groups()
+    parts, found = built(GPT, layout, groups), {}
+    for name, (shown_by, put_in) in FAULTS.items():
+        with put_in():
+            made = trained("tied gpt", layout, groups, recompute=False, steps=1)
+        found[name] = differences(made, expected, parts)[shown_by]
+    return found
+
+
+def test_faults_are_found(on_ranks: Run) -> None:
+    of_ranks = on_ranks(2, shown, references()["tied gpt"])
+    for name in FAULTS:
+        assert max(found[name] for found in of_ranks) > FAR, name
+
+
+# ---- what is where -----------------------------------------------------------------------------------------------
+
+
+def held(config: GptConfig) -> tuple[int, int, int, list[bool], bool]:
+    """(elements that were filled; those of all parameters here; of the whole; which blocks keep their parameters after
+    forward; whether what was put together can be taken apart again)."""
+    layout, sizes, fill = Layout(2), list[int](), gpt_layouts.Stream.normal_
+    groups = layout.process_groups()
+
+    def watched(self: Any, tensor: Tensor, *rest: Any) -> Tensor:
+        sizes.append(0 if tensor.is_meta else tensor.numel())
+        return fill(self, tensor, *rest)
+
+    with patch.object(gpt_layouts.Stream, "normal_", watched):
+        model = fully_sharded_gpt(config, layout, groups, seed=SEED)
+    weight = model.layers["0"].mlp.up.weight
+    again = torch.equal(local_of(part_like(weight, whole_of(weight))), local_of(weight))
+    parameters = list(model.parameters())
+    here = sum(local_of(parameter).numel() for parameter in parameters)
+    model(*text(config))
+    kept = [not isinstance(block.mlp.up.weight, DTensor) for block in model.layers.values()]
+    return sum(sizes), here, sum(parameter.numel() for parameter in parameters), kept, again
+
+
+@both
+def test_a_rank_holds_its_rows_and_gathers_block_by_block(kind: str, on_ranks: Run) -> None:
+    config = replace(CONFIGS[kind], vocabulary=64)
+    whole = dict(parallel_gpt(config, seed=SEED).named_parameters())
+    elements = sum(parameter.numel() for parameter in whole.values())
+    drawn = sum(parameter.numel() for parameter in whole.values() if parameter.dim() > 1)
+    for filled, here, all_there, kept, again in on_ranks(2, held, config):
+        assert all_there == elements
+        assert here == elements // 2
+        assert filled == drawn // 2
+        assert kept == [False] * (config.layers - 1) + [True]
+        assert again
+
+
+def refused() -> list[str]:
+    said = []
+    for layout in (Layout(1, 2), Layout(1, 1, 2)):
+        with pytest.raises(ValueError, match="ranks") as error:
+            fully_sharded_gpt(GPT, layout, seed=0)
+        said.append(str(error.value))
+    return said
+
+
+def test_without_data_ranks_there_is_nothing_to_share(on_ranks: Run) -> None:
+    for said in on_ranks(2, refused):
+        assert "there are no data parallel ranks" in said[0]
+        assert "has pp or cp ranks" in said[1]
+
+
+# ---- training and checkpoints ------------------------------------------------------------------------------------
+
+TRAINING = GptTraining(config=GPT, length=LENGTH, global_batch=8, micro_batch=2, learning_rate=0.01, clip=0.5,
+                       dtype=torch.float64)  # fmt: skip
+COUNTING = Tokens([np.arange(500) % 17], "counting")
+
+
+def trainer(training: GptTraining, layout: Layout, fully_shard: bool) -> GptTrainer:
+    groups = layout.process_groups()
+    return GptTrainer(training, COUNTING, layout, groups, torch.device("cpu"), fully_shard=fully_shard)
+
+
+def numbers(of: GptTrainer, steps: int) -> list[list[float]]:
+    """Loss and norm of each step."""
+    return [[float(number) for number in of.advance()] for _ in range(steps)]
+
+
+def saved_and_gone_on(training: GptTraining, folder: Path) -> tuple[list[list[float]], list[list[float]], int, int]:
+    """(four steps, the last two again from what was saved after two; bytes that a step writes at least, shared and as
+    if every data rank had its own weights)."""
+    layout = LAYOUTS[4]
+    first = trainer(training, layout, fully_shard=True)
+    found = numbers(first, 2)
+    save_training(folder, first)
+    found += numbers(first, 2)
+    second = trainer(training, layout, fully_shard=True)
+    load_training(find_training(folder, training, layout)[0], second)
+    unshared = trainer(training, layout, fully_shard=False)
+    return found, numbers(second, 2), step_cost(second).write_bytes, step_cost(unshared).write_bytes
+
+
+def test_a_training_goes_on_bit_for_bit_and_also_where_nothing_is_shared(on_ranks: Run, tmp_path: Path) -> None:
+    training = TRAINING
+    for found, again, shared, unshared in on_ranks(4, saved_and_gone_on, training, tmp_path):
+        assert again == found[2:]
+        assert shared == pytest.approx(unshared / 2, rel=0.01)
+        np.testing.assert_allclose(
+            found, numbers(trainer(training, Layout(), fully_shard=False), 4), rtol=0, atol=CLOSE
+        )
+    for others in on_ranks(2, gone_on_alone, training, tmp_path):
+        np.testing.assert_allclose(others, found[2:], rtol=0, atol=CLOSE)
+
+
+def gone_on_alone(training: GptTraining, folder: Path) -> list[list[float]]:
+    """With tensor parallel ranks only."""
+    layout = Layout(1, 2, sequence_parallel=True)
+    alone = trainer(training, layout, fully_shard=False)
+    load_training(find_training(folder, training, layout)[0], alone)
+    return numbers(alone, 2)
+
+
+def called(words: list[str]) -> tuple[int, str]:
+    """The command line, in this process: (exit status, what went to standard error)."""
+    said = StringIO()
+    with redirect_stdout(StringIO()), redirect_stderr(said):
+        return main(words), said.getvalue()
+
+
+def test_the_command_trains_so_and_refuses_where_there_are_no_data_ranks(on_ranks: Run, tmp_path: Path) -> None:
+    data = tmp_path / "tokens.npy"
+    np.save(data, (np.arange(400) % 31).astype(np.uint16))
+    words = ["train", "gpt", "--device", "cpu", "--no-roof", "--num-layers", "2", "--hidden-size", "16",
+             "--num-attention-heads", "4", "--seq-length", "8", "--vocab-size", "31", "--train-iters", "3",
+             "--global-batch-size", "4", "--lr", "0.01",
+             "--dtype", "bfloat16", "--dropout", "0.1", "--data-path", str(data)]  # fmt: skip
+    losses = []
+    for flags in (["--use-torch-fsdp2"], []):
+        metrics = tmp_path / f"metrics-{len(losses)}.jsonl"
+        said = on_ranks(2, called, [*words, *flags, "--metrics", str(metrics)], joined=False)
+        assert said == [(0, ""), (0, "")]
+        losses.append([json.loads(line)["loss"] for line in metrics.read_text().splitlines()])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0, atol=0.01)
+    assert losses[0][2] < losses[0][0] - 0.05
+    said = on_ranks(2, called, [*words, "--use-torch-fsdp2", "--tensor-parallel-size", "2"], joined=False)
+    assert [status for status, _ in said] == [2, 2]
+    assert "has no data parallel ranks to share weights" in "".join(err for _, err in said)
+
+
+# ---- bfloat16 ----------------------------------------------------------------------------------------------------
+
+
+def one_step(kind: str, layout: Layout, groups: Mapping[str, Group], dtype: torch.dtype) -> Tensors:
+    """Loss and gradients of the same parameters, computed in a dtype."""
+    config = replace(CONFIGS[kind], dropout=0.0, attention_dropout=0.0)
+    shares = {"compute_dtype": dtype} if layout.dp > 1 else {}
+    model = built(config, layout, groups, **shares)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local_of(parameter).mul_(8 if parameter.dim() > 1 else 1).copy_(local_of(parameter).bfloat16())
+    if not shares:
+        model.to(dtype)
+    at = layout.coordinates(dist.get_rank())["dp"] if dist.is_initialized() else 0
+    tokens, targets = (each.chunk(layout.dp)[at].to(device_here()) for each in text(config))
+    total = model(tokens, targets, reduction="sum", label_smoothing=0.1)
+    loss = total / targets_of_all_ranks(targets, groups["dp-cp"])
+    loss.backward()
+    ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel).sum_()
+    return {name: whole_of(p.grad).cpu() for name, p in model.named_parameters()}
+
+
+def in_bfloat16() -> dict[str, Tensors]:
+    """By kind, the whole gradients of data ranks that share the model."""
+    layout = LAYOUTS[2]
+    groups = layout.process_groups()
+    return {kind: one_step(kind, layout, groups, torch.bfloat16) for kind in CONFIGS}
+
+
+def assert_bfloat16_is_as_accurate(of_ranks: list[dict[str, Tensors]]) -> None:
+    alone = Layout().process_groups()
+    for kind in CONFIGS:
+        plain, exact = (one_step(kind, Layout(), alone, dtype) for dtype in (torch.bfloat16, torch.float64))
+        for found in of_ranks:
+            for name, gradient in exact.items():
+                assert found[kind][name].dtype == torch.float32
+                assert_as_accurate(found[kind][name].to(torch.bfloat16), plain[name], gradient, what=name)
+
+
+def test_bfloat16_is_as_accurate_as_on_one_process(on_ranks: Run) -> None:
+    assert_bfloat16_is_as_accurate(on_ranks(2, in_bfloat16))
+
+
+@pytest.mark.gpu
+def test_on_gpus_training_is_that_of_one_process(on_ranks: Run) -> None:
+    """By NCCL: float64 to 1e-10 and initial values the same bits as on the CPU; bfloat16 within the gate."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for found in on_ranks(2, all_differences, LAYOUTS[2], references(), device="cuda", limit_s=240.0):
+        for kind in CONFIGS:
+            assert found[kind]["initial"] == 0, kind
+            assert max(found[kind].values()) < CLOSE, (kind, found[kind])
+    assert_bfloat16_is_as_accurate(on_ranks(2, in_bfloat16, device="cuda", limit_s=240.0))
