@@ -402,8 +402,8 @@ def test_labels_that_cannot_be_learned(words: tuple[object, ...], run: Run, tmp_
 
 def test_a_text_that_was_learned_by_heart_goes_on(run: Run, tmp_path: Path) -> None:
     line = "Under the roof a house is dry. "
-    (tmp_path / "text").write_text(line * 2)
-    out = run("generate_text", "--text", tmp_path / "text", "--steps", 70, "--prompt", "Under the", "--new", 40)
+    (tmp_path / "text").write_text(line * 20)
+    out = run("generate_text", "--text", tmp_path / "text", "--steps", 80, "--prompt", "Under the", "--new", 40)
     assert float(re.search(r"loss ([\d.]+) nats a byte", out)[1]) < 0.5  # type: ignore[index]
     assert f"--- most probable\n{(line * 2)[:49]}\n---" in out
     assert "--- drawn\nUnder the roof" in out
