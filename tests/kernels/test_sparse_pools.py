@@ -181,6 +181,13 @@ def test_all_that_equal_the_maximum_get_its_gradient() -> None:
     assert gradient.tolist() == [[1, 0], [101, 1010], [0, 10]]
 
 
+def test_a_reverse_table_of_other_results_divides_by_no_zero() -> None:
+    """On a GPU nobody looks whether it fits: results 0 and 1 have no neighbour, and a site says that it is in both."""
+    table, back = torch.full((2, 2), -1, dtype=torch.int32), torch.tensor([[0, 1]], dtype=torch.int32)
+    dy, counts = torch.tensor([[1.0], [-3.0]]), torch.zeros(2, dtype=torch.int32)
+    assert sparse_pools._backward(dy, None, None, counts, table, back, 1).tolist() == [[-2.0]]
+
+
 def test_nothing_is_zero_and_the_rest_may_be_below() -> None:
     """Where spconv's maximum would be 0, too."""
     table = torch.tensor([[0, -1], [-1, -1], [-1, 1]], dtype=torch.int32)

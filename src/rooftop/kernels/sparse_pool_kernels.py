@@ -84,7 +84,7 @@ def sparse_pool_gradient(
         for step in tl.static_range(AHEAD):
             slope = slopes[step].to(tl.float32)
             if AVERAGE:
-                total += slope / others[step].to(tl.float32)[:, None]
+                total += slope / tl.maximum(others[step], 1).to(tl.float32)[:, None]  # 0: the tables do not fit
             else:
                 best = others[step].to(tl.float32)
                 total += tl.where((x == best) | ((x != x) & (best != best)), slope, 0.0)  # NaN is a maximum too

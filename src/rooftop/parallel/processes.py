@@ -122,7 +122,7 @@ def join(
                     rank=launch.rank,
                     world_size=launch.size,
                     timeout=timedelta(seconds=timeout_s),
-                    device_id=where if where.type == "cuda" else None,
+                    device_id=_bound_device(where),
                 )
             yield World(launch.rank, launch.size, where)
             ranks.end(timeout_s)
@@ -132,6 +132,19 @@ def join(
 
 
 _joined: Counter[tuple[str, int, int]] = Counter()  # a launcher's store outlives a block: keys are used once
+_bound = False  # whether a group of this process was bound to its GPU
+
+
+def _bound_device(where: torch.device) -> torch.device | None:
+    """The GPU to which a group is bound: it connects at once then, and groups of a layout are split from it.
+
+    The first of a process only: splitting a later one ends in a segmentation fault (pytorch/pytorch#192109).
+    """
+    global _bound
+    if where.type != "cuda" or _bound:
+        return None
+    _bound = True
+    return where
 
 
 def _place(kind: str, launch: Launch) -> tuple[torch.device, str]:
