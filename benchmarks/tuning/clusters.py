@@ -9,7 +9,7 @@ their way at a time. An entry of a table holds for the sizes between those measu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import losses as loss_tuning
@@ -70,23 +70,44 @@ MIDDLE: tuple[Shape, ...] = ((2, 256, 8, 2), (1, 512, 8, 2), (4, 128, 8, 2), (4,
 HALVED: tuple[Shape, ...] = ((2, 512, 8, 2), (8, 128, 8, 2), (4, 256, 8, 2), (4, 256, 8, 3))
 LONGEST: tuple[Shape, ...] = ((8, 512, 8, 2), (16, 256, 8, 2), (16, 256, 8, 3))
 SHORT: tuple[Shape, ...] = ((1, 256, 8, 2), (1, 256, 8, 3), (2, 128, 8, 2), (2, 128, 8, 3))
-# Rows at odd addresses, with no more groups for each thread than it needs.
-ODD: tuple[Shape, ...] = ((2, 512, 7, 2), (4, 256, 7, 2), (8, 128, 7, 2), (8, 128, 7, 3))
-ODD_PAIRS: tuple[Shape, ...] = ((2, 512, 7, 2), (4, 256, 7, 2), (8, 128, 7, 2))
-ODD_MIDDLE: tuple[Shape, ...] = ((1, 512, 6, 2), (2, 256, 6, 2), (4, 128, 6, 2))
-ODD_SHORT: tuple[Shape, ...] = ((1, 256, 5, 2), (2, 128, 5, 2), (2, 128, 5, 3))
-ODD_LONGEST: tuple[Shape, ...] = ((16, 256, 8, 2), (16, 256, 6, 2), (8, 512, 8, 2))
-ODD_SHORTER: tuple[Shape, ...] = ((1, 128, 5, 2), (1, 128, 5, 3), (2, 64, 5, 2))
+ODD_BACKWARD = {5001: (1, 2), 20815: (1, 2), 36385: (2, 4), 50257: (4, 8), 65598: (4, 8), 126706: (8, 16)}
+ODD_ROWS = {  # blocks of a cluster, by the length of a row that does not begin at a multiple of 16 bytes
+    2601: (1,),
+    3114: (1,),
+    5001: (1, 2),
+    7326: (1, 2),
+    10007: (1, 2, 4),
+    20815: (1, 2, 4),
+    36385: (2, 4, 8),
+    50257: (2, 4, 8),
+    65598: (4, 8, 16),
+    100003: (4, 8, 16),
+    126706: (8, 16),
+    189881: (8, 16),
+}
+
+
+def fitting(columns: int, blocks: Sequence[int], stages: int = 2) -> tuple[Shape, ...]:
+    """The two shapes for each number of blocks whose threads have the fewest groups that are none; half precision."""
+    found: list[Shape] = []
+    for count in blocks:
+        part_groups = -(-(columns + 7) // (8 * count))
+        shapes = [(count, 32 * -(-part_groups // (32 * held)), held, stages) for held in range(3, 9)]
+        possible = [shape for shape in shapes if 64 <= shape[1] <= 512]
+        found += sorted(possible, key=lambda shape: shape[1] * shape[2])[:2]
+    return tuple(found)
+
 
 TASKS = (
+    *(task("CLUSTER_FORWARD", columns, "copy", *fitting(columns, blocks)) for columns, blocks in ODD_ROWS.items()),
+    *(task("CLUSTER_FUSED", columns, "copy", *fitting(columns, blocks)) for columns, blocks in ODD_ROWS.items()),
+    *(task("CLUSTER_BACKWARD", columns, "copy", *fitting(columns, blocks)) for columns, blocks in ODD_BACKWARD.items()),
+    task("CLUSTER_BACKWARD", 189881, "copy", (16, 256, 6, 1), (16, 512, 3, 1)),
     task("CLUSTER_FORWARD", 32768, "4.0 TB/s", *MIDDLE),
     task("CLUSTER_FORWARD", 128256, "3.9 TB/s", *LONG),
     task("CLUSTER_FUSED", 128256, "1.15 ms", *LONG),
     task("CLUSTER_BACKWARD", 128256, "3.9 TB/s", *LONG_PAIRS),
     task("CLUSTER_FUSED", 32768, "copy", *MIDDLE),
-    task("CLUSTER_FUSED", 50257, "PyTorch", *ODD),
-    task("CLUSTER_FORWARD", 50257, "copy", *ODD),
-    task("CLUSTER_BACKWARD", 50257, "copy", *ODD_PAIRS),
     task("CLUSTER_BACKWARD", 65536, "copy", (8, 256, 8, 2), (4, 256, 8, 2), (8, 128, 8, 2)),
     task("CLUSTER_BACKWARD", 32768, "copy", (4, 256, 4, 2), (4, 128, 8, 2), (1, 512, 8, 1)),
     task("CLUSTER_FORWARD", 65536, "copy", *HALVED),
@@ -96,26 +117,8 @@ TASKS = (
     task("CLUSTER_FORWARD", 262144, "copy", *LONGEST),
     task("CLUSTER_FUSED", 262144, "copy", *LONGEST),
     task("CLUSTER_BACKWARD", 262144, "copy", (8, 512, 8, 1), (16, 512, 4, 1), (16, 256, 8, 1)),
-    task("CLUSTER_FORWARD", 100003, "copy", (8, 256, 8, 2), (16, 128, 7, 2)),
-    task("CLUSTER_BACKWARD", 100003, "copy", (8, 256, 8, 2), (8, 256, 7, 2)),
-    task("CLUSTER_FUSED", 100003, "copy", (8, 256, 8, 2), (8, 256, 7, 2)),
     task("CLUSTER_FUSED", 8192, "copy", (1, 128, 8, 2), (1, 256, 4, 2)),
-    task("CLUSTER_FORWARD", 20815, "copy", *ODD_MIDDLE),
-    task("CLUSTER_FUSED", 20815, "copy", *ODD_MIDDLE),
-    task("CLUSTER_BACKWARD", 20815, "copy", *ODD_MIDDLE),
-    task("CLUSTER_FORWARD", 10007, "copy", *ODD_SHORT),
-    task("CLUSTER_FUSED", 10007, "copy", *ODD_SHORT),
-    task("CLUSTER_BACKWARD", 10007, "copy", *ODD_SHORT),
-    task("CLUSTER_FORWARD", 5001, "copy", *ODD_SHORTER),
-    task("CLUSTER_FUSED", 5001, "copy", *ODD_SHORTER),
-    task("CLUSTER_BACKWARD", 5001, "copy", *ODD_SHORTER),
-    task("CLUSTER_FORWARD", 189881, "copy", *ODD_LONGEST),
-    task("CLUSTER_BACKWARD", 189881, "copy", (16, 256, 6, 1), (16, 256, 8, 1), (8, 512, 6, 1)),
-    task("CLUSTER_FUSED", 189881, "copy", *ODD_LONGEST),
-    task("CLUSTER_FUSED", 65598, "copy", (4, 512, 5, 2), (8, 256, 5, 2), (16, 128, 5, 2), (8, 256, 7, 2)),
     task("CLUSTER_BACKWARD", 16384, "copy", (1, 256, 8, 1), (1, 512, 4, 2), (2, 256, 4, 2), (1, 256, 8, 2)),
-    task("CLUSTER_FORWARD", 2601, "copy", (1, 128, 3, 3), (1, 64, 6, 2)),
-    task("CLUSTER_BACKWARD", 2601, "copy", (1, 128, 3, 2), (1, 64, 6, 2)),
 )
 
 if __name__ == "__main__":

@@ -23,19 +23,25 @@ Shape = tuple[int, ...]
 Dims = int | tuple[int, ...] | None
 
 
-def everything(*found: tuple[int, int, int, bool, int]) -> dict[str, Settings]:
+def everything(*found: tuple[int, int, int, bool, int], early: bool = False) -> dict[str, Settings]:
     """By block bytes, warps, programs an SM, whether the last one combines, and stages."""
     return {
-        f"{b}B {w}w {p}p{' last' if last else ''} {s}s": {
-            (reduction_launches, "ALL"): (AllConfig(ANY_BYTES, b, w, SplitConfig(p, last), s),)
+        f"{b}B {w}w {p}p{' last' if last else ''} {s}s{' early' if early else ''}": {
+            (reduction_launches, "ALL"): (AllConfig(ANY_BYTES, b, w, SplitConfig(p, last), s, early),)
         }
         for b, w, p, last, s in found
     }
 
 
-def rows(table: str, *found: tuple[int, int, int]) -> dict[str, Settings]:
-    """By rows, block bytes of each and warps."""
-    return {f"{r}r {b}B {w}w": {(reduction_launches, table): (RowConfig(ANY_BYTES, r, b, w),)} for r, b, w in found}
+def rows(table: str, *found: tuple[int, int, int] | tuple[int, int, int, int]) -> dict[str, Settings]:
+    """By rows, block bytes of each, warps and stages."""
+    configs = [RowConfig(ANY_BYTES, *each) for each in found]
+    return {
+        f"{c.rows}r {c.block_bytes}B {c.warps}w{f' {c.stages}s' if c.stages > 1 else ''}": {
+            (reduction_launches, table): (c,)
+        }
+        for c in configs
+    }
 
 
 def columns(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
@@ -91,8 +97,8 @@ def call(of: Callable[..., Tensor], kind: str, shape: Shape, dtype: torch.dtype,
 def check(kind: str, shape: Shape, dtype: torch.dtype, dim: Dims) -> None:
     x = randn(*shape, dtype=dtype)
     found = reduced(kind, x, dim)
-    if kind == "argmax":
-        assert torch.equal(found, torch.argmax(x, dim))
+    if kind in ("argmax", "amax"):
+        assert torch.equal(found, by_torch(kind, x, dim))
         return
     size = (x.numel() / max(1, found.numel())) ** 0.5  # of a sum of so many
     tolerance = 1e-4 if dtype == SINGLE else 1e-2
@@ -152,21 +158,30 @@ def backward_task(shape: Shape, candidates: dict[str, Settings]) -> Task:
     return Task(f"backward amax {shape}", moved, candidates, timed, checked, peers, "torch", changed=changed)
 
 
-FEW = everything(
-    *((8192, 8, 4, True, 1), (16384, 16, 2, True, 1), (8192, 4, 4, True, 1)),
-    *((4096, 4, 8, True, 1), (32768, 32, 1, True, 1), (8192, 8, 4, False, 1)),
+FEW_SHAPES: tuple[tuple[int, int, int, bool, int], ...] = (
+    *((8192, 8, 4, True, 1), (16384, 16, 2, True, 1), (8192, 4, 4, True, 1), (4096, 4, 8, True, 1)),
+    *((32768, 32, 1, True, 1), (32768, 16, 1, True, 1), (16384, 8, 2, True, 1), (16384, 4, 2, True, 1)),
 )
-ODD = everything(
-    *((16384, 8, 4, True, 3), (16384, 8, 8, True, 1), (16384, 8, 5, True, 1), (16384, 8, 4, True, 1)),
-    *((8192, 8, 4, True, 3), (8192, 8, 8, True, 1), (16384, 16, 2, True, 3)),
+FEW = everything(*FEW_SHAPES, (8192, 8, 4, False, 1), (32768, 16, 1, False, 1)) | everything(*FEW_SHAPES, early=True)
+ODD_SHAPES: tuple[tuple[int, int, int, bool, int], ...] = (
+    *((8192, 8, 8, True, 1), (16384, 8, 4, True, 1), (16384, 8, 8, True, 1), (8192, 8, 4, True, 1)),
+    *((4096, 4, 16, True, 1), (8192, 4, 8, True, 1), (16384, 16, 4, True, 1), (32768, 16, 2, True, 1)),
+    *((16384, 8, 4, True, 3), (8192, 8, 4, True, 3), (16384, 16, 2, True, 3)),
 )
-MANY = everything(
-    *((16384, 8, 8, True, 1), (16384, 8, 4, True, 3), (8192, 8, 8, True, 1), (16384, 8, 8, True, 2)),
-    *((32768, 16, 2, True, 3), (16384, 16, 4, True, 1), (8192, 4, 8, True, 3)),
+ODD = everything(*ODD_SHAPES, (8192, 8, 8, False, 1)) | everything(*ODD_SHAPES[:8], early=True)
+MANY_SHAPES: tuple[tuple[int, int, int, bool, int], ...] = (
+    *((16384, 8, 8, True, 1), (16384, 8, 4, True, 3), (8192, 8, 8, True, 1), (32768, 16, 2, True, 3)),
+    *((16384, 16, 4, True, 1), (8192, 4, 8, True, 3)),
 )
+MANY = everything(*MANY_SHAPES, (8192, 8, 8, False, 1)) | everything(*MANY_SHAPES, early=True)
 WIDE = columns(
-    *((256, 8192, 8, 4, 4), (256, 8192, 8, 4, 3), (256, 8192, 8, 5, 5), (256, 16384, 8, 2, 3)),
-    *((512, 8192, 8, 4, 4), (256, 8192, 8, 2, 5), (128, 8192, 8, 4, 4), (256, 16384, 8, 4, 1)),
+    *((256, 8192, 8, 4, 3), (256, 8192, 8, 2, 5), (128, 8192, 8, 4, 4), (256, 16384, 8, 2, 3)),
+    *((128, 8192, 4, 4, 4), (128, 8192, 8, 4, 5), (128, 8192, 8, 3, 6), (128, 4096, 4, 8, 4), (128, 16384, 8, 2, 4)),
+    *((64, 8192, 8, 4, 4), (128, 8192, 8, 8, 3), (128, 4096, 4, 4, 8), (128, 16384, 16, 2, 4), (256, 32768, 16, 1, 4)),
+)
+SHORT_ROWS: tuple[tuple[int, int, int] | tuple[int, int, int, int], ...] = (
+    *((2, 2048, 4), (2, 2048, 2), (4, 2048, 4), (4, 2048, 8), (8, 2048, 8), (8, 512, 4), (8, 512, 4, 3)),
+    *((4, 512, 4), (4, 512, 4, 3), (16, 512, 4, 3), (16, 512, 8), (4, 1024, 4), (4, 1024, 4, 2), (8, 1024, 8)),
 )
 FAR = far_rows(
     *((1, 16384, 8, 4, 4), (1, 16384, 8, 4, 3), (1, 16384, 8, 4, 5), (1, 16384, 4, 8, 1)),
@@ -179,11 +194,13 @@ TASKS = (
     task("middle", (64, 2048, 1024), 1, HALF, WIDE),
     task("channels", (64, 256, 56, 56), (0, 2, 3), HALF, FAR),
     task("all", (2750949,), None, SINGLE, ODD),
+    task("all", (5945623,), None, SINGLE, ODD),
     task("all", (1 << 20,), None, SINGLE, FEW),
     task("all", (1 << 24,), None, SINGLE, MANY),
     task("all", (1 << 28,), None, SINGLE, MANY),
     task("all", (1 << 16,), None, SINGLE, FEW),
-    task("rows", (1 << 17, 1024), 1, HALF, rows("ROWS", (2, 2048, 4), (2, 2048, 2), (1, 2048, 2), (1, 2048, 1))),
+    task("rows", (1 << 17, 1024), 1, HALF, rows("ROWS", *SHORT_ROWS)),
+    task("rows", (1 << 17, 1024), 1, HALF, rows("ROWS", *SHORT_ROWS), "amax"),
     task("rows", (1 << 21, 64), 1, HALF, rows("ROWS", (32, 128, 2), (16, 128, 1), (32, 128, 4), (64, 128, 4))),
     task("rows", (1 << 19, 256), 1, HALF, rows("ROWS", (8, 512, 4), (8, 512, 2), (4, 512, 2), (16, 512, 4))),
     task("rows", (1 << 23, 16), 1, HALF, rows("ROWS", (128, 32, 4), (64, 32, 2), (128, 32, 2))),

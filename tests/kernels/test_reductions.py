@@ -322,7 +322,7 @@ def test_partial_results_fill_the_steps_of_who_combines(monkeypatch: pytest.Monk
     monkeypatch.setattr(reduction_launches, "COLUMNS", reduction_launches.ColumnConfig(256, 8192, 8))
     view = reduction_launches.view_of((1 << 17, 1024), (1024, 1), (0,), False)
     assert view is not None
-    plan = reduction_launches._plan(view, "sum", torch.bfloat16, torch.bfloat16, 132)
+    plan = reduction_launches._plan(view, "sum", torch.bfloat16, torch.bfloat16, 132, False)
     assert plan.splits > plan.constants["SPLITS"]
     assert plan.splits % plan.constants["SPLITS"] == 0
 

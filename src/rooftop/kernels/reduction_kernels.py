@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # What is computed: sums (up to NORM2), extremes, and (from ARGMAX on) the places of extremes.
 TIES = tl.constexpr(0)  # how many elements equal the result
@@ -52,12 +53,15 @@ def reduce_tiles(
     results, count,  # of all; elements of each, as a float
     KIND: tl.constexpr, ACCUMULATOR: tl.constexpr, IDENTITY: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
     NESTED: tl.constexpr, FINISH: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE_BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The results of KEPT kept elements, or (FINISH) what this split of them comes to.
 
     WHOLE_BLOCKS: of one result, all blocks but the last are read without a mask, so 16 bytes at a time at any size.
+    EARLY: launched while the kernel before may still run, for which it waits (programmatic dependent launch).
     """
+    if EARLY:
+        gdc_wait()
     if ALONG == COLUMNS:
         kept = kept * UNIT
     if ALONG == ROWS:
@@ -89,6 +93,8 @@ def reduce_tiles(
         inside = exists[:, None] & inside[None, :]
         loaded = tl.load(x + (start[:, None] + offset[None, :]), mask=inside, other=IDENTITY).to(ACCUMULATOR)
         best, found = _fold(best, found, loaded, index, target, inside, KIND)
+    if EARLY:
+        gdc_launch_dependents()
     if KIND >= ARGMAX:
         where = found.to(tl.int64) * REDUCED + lane[None, :]
     else:
@@ -278,6 +284,10 @@ def _across(best, where, KIND: tl.constexpr):
     first = 0
     if KIND <= NORM2:
         value = tl.sum(best, axis=1)
+    elif KIND == AMIN:
+        value = tl.reduce(best, 1, _smaller)
+    elif KIND < ARGMAX:
+        value = tl.reduce(best, 1, _larger)
     else:
         if SMALLEST:
             value = tl.min(best, axis=1)
@@ -285,12 +295,22 @@ def _across(best, where, KIND: tl.constexpr):
             value = tl.max(best, axis=1)
         missing = best != best
         is_nan = tl.max(missing.to(tl.int32), axis=1) != 0
-        if KIND >= ARGMAX:
-            extreme = (missing & is_nan[:, None]) | ((best == value[:, None]) & ~is_nan[:, None])
-            first = tl.min(tl.where(extreme, where, NOWHERE), axis=1)
+        extreme = (missing & is_nan[:, None]) | ((best == value[:, None]) & ~is_nan[:, None])
+        first = tl.min(tl.where(extreme, where, NOWHERE), axis=1)
         if value.dtype.is_floating():
             value = tl.where(is_nan, float("nan"), value)
     return value, first
+
+
+@triton.jit
+def _larger(a, b):
+    """NaN where either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rooftop.kernels.tiles import merged, unit
 from rooftop.launch.counters import counters
-from rooftop.launch.triton_launch import launch, processors
+from rooftop.launch.triton_launch import launch, launches_early, processors
 
 KINDS = ("ties", "absolute_ties", "sum", "mean", "norm1", "norm2", "amax", "amin", "norm_inf", "argmax", "argmin")
 """What is computed, in the order in which `reduction_kernels.py` numbers it; ties are what backward counts."""
@@ -57,13 +57,17 @@ class SplitConfig:
 
 @dataclass(frozen=True)
 class AllConfig:
-    """One result of up to `total_bytes` in contiguous memory."""
+    """One result of up to `total_bytes` in contiguous memory.
+
+    `early`: launched while the kernel before may still run, which it waits for by itself (compute capability 9.0).
+    """
 
     total_bytes: int
     block_bytes: int
     warps: int
     split: SplitConfig
     stages: int = 1
+    early: bool = False
 
 
 ANY_BYTES = 1 << 62
@@ -194,7 +198,8 @@ def _tile(view: View, kind: str, element_bytes: int) -> tuple[int, int, SplitCon
         config = next(config for config in table if view.reduced[1] * element_bytes <= config.run_bytes)
         width, height = min(kept, config.rows), min(reduced, config.block_bytes // element_bytes)
     height = min(height, max(1, LANE_ELEMENTS * 32 * config.warps // width))
-    return width, height, split, {"STAGES": config.stages, "num_warps": config.warps}
+    early = isinstance(config, AllConfig) and config.early
+    return width, height, split, {"STAGES": config.stages, "num_warps": config.warps, "EARLY": early}
 
 
 def _arguments(view: View, tile_kept: int, tile_reduced: int) -> tuple[int, int, tuple[int, ...], Constants]:
@@ -235,6 +240,10 @@ def _accumulator(dtype: torch.dtype, kind: str, result: torch.dtype) -> torch.dt
     return torch.int64 if kind == "sum" or dtype == torch.int64 else torch.int32
 
 
+def _dependent_launch(early: bool) -> Constants:
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
 @dataclass(frozen=True)
 class Plan:
     """How one reduction is launched."""
@@ -249,11 +258,14 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def _plan(view: View, kind: str, dtype: torch.dtype, result: torch.dtype, processors: int) -> Plan:
+def _plan(
+    view: View, kind: str, dtype: torch.dtype, result: torch.dtype, processors: int, launches_early: bool
+) -> Plan:
     """Of elements of `dtype`. Kept, since it takes the host longer than the launch: clear it to change the tables."""
     from rooftop.kernels import reduction_kernels as kernels
 
     kept, reduced, split, parameters = _tile(view, kind, dtype.itemsize)
+    parameters |= _dependent_launch(parameters["EARLY"] and launches_early)
     tiles, blocks, sizes, constants = _arguments(view, kept, reduced)
     splits = max(1, min(blocks, split.programs_per_sm * processors // tiles))
     accumulator = _accumulator(dtype, kind, result)
@@ -283,7 +295,7 @@ def reduce_into(
     from rooftop.kernels import reduction_kernels as kernels
 
     x, out = _bytes_of(x), _bytes_of(out)
-    plan = _plan(view, kind, x.dtype, dtype, processors(x))
+    plan = _plan(view, kind, x.dtype, dtype, processors(x), launches_early(x.device))
     results, splits = out.numel(), plan.splits
     partials, places, counter = out, out, None
     if splits > 1:

@@ -133,31 +133,7 @@ struct Part {
         return column<T>(group) >= 0 && column<T>(group) + WIDTH<T> <= columns;
     }
     __device__ bool has(int column) const { return column >= 0 && column < columns; }
-
-    // `outside` in place of what a neighbour's elements gave.
-    template <typename T>
-    __device__ void exclude(float outside, int group, float (&values)[WIDTH<T>]) const {
-        if (is_whole<T>(group)) return;
-#pragma unroll
-        for (int i = 0; i < WIDTH<T>; ++i) {
-            if (!has(column<T>(group) + i)) values[i] = outside;
-        }
-    }
 };
-
-// The elements of a group that are the row's.
-template <typename T>
-__device__ void store_inside(const float (&values)[WIDTH<T>], T* row, const Part& part, int group) {
-    const int column = part.column<T>(group);
-    if (part.is_whole<T>(group)) {
-        store_words(row + column, narrowed<T>(values).words);
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < WIDTH<T>; ++i) {
-        if (part.has(column + i)) row[column + i] = T(values[i]);
-    }
-}
 
 // ---- what is known of a row ----------------------------------------------------------------------------------------
 
@@ -316,47 +292,57 @@ struct Ring {
 
 // ---- what a thread has of a part -----------------------------------------------------------------------------------
 
-// What a thread has of a part: groups threadIdx.x + j * THREADS. Where the part has no such group there are `outside`
-// elements instead, so that no loop over them branches; only a thread with a group that a neighbour's row shares, which
-// has an `edge`, looks at single elements.
+// What a thread has of a part: groups threadIdx.x + j * THREADS of those that are the row's alone. Where there is no such
+// group there are `outside` elements instead, so that no loop over them branches. The elements that share a group with
+// a neighbour's row, fewer than a group of them at either end, are one each for the first threads.
 template <typename T, int THREADS, int HELD>
 struct Hold {
     Part part;
-    bool edge;
+    int begin, end;  // of the groups that are the row's alone
+    int single;      // the column of this thread's single element, or NO_COLUMN
 
-    __device__ explicit Hold(const Part& part) : part(part) {
+    static constexpr int NO_COLUMN = -WIDTH<T>;
+
+    __device__ explicit Hold(const Part& part) : part(part), begin(0), end(part.groups), single(NO_COLUMN) {
         const int last = part.groups - 1;
-        const bool at_first = threadIdx.x == 0 && part.groups > 0 && !part.is_whole<T>(0);
-        const bool at_last = last >= 0 && last % THREADS == threadIdx.x && !part.is_whole<T>(last);
-        edge = at_first || at_last;
+        if (last < 0) return;
+        const bool head = !part.is_whole<T>(0), tail = last > 0 && !part.is_whole<T>(last);
+        begin += head;
+        end -= tail;
+        const bool second = threadIdx.x >= WIDTH<T>;
+        if (threadIdx.x < 2 * WIDTH<T> && (second ? tail : head)) {
+            const int column = part.column<T>(second ? last : 0) + threadIdx.x % WIDTH<T>;
+            if (part.has(column)) single = column;
+        }
     }
     __device__ int group(int j) const { return threadIdx.x + j * THREADS; }
+    __device__ bool has_group(int j) const {  // `begin` is 0 or 1: only the first may be in front of it
+        return (j > 0 || group(0) >= begin) && group(j) < end;
+    }
+    __device__ bool has_single() const { return single != NO_COLUMN; }
+    __device__ bool has(int column) const {
+        const int group = (column - part.first) / WIDTH<T>;
+        const bool is_whole = column >= part.first && group >= begin && group < end;
+        return column == single || (is_whole && group % THREADS == threadIdx.x);
+    }
 
-    // `outside`: in each element of a word. In a group that a neighbour's row shares it is put into shared memory first.
-    __device__ void load(Group* from, unsigned outside, Group (&groups)[HELD]) const {
-        if (edge) {
-            settle(from, outside, 0);
-            settle(from, outside, part.groups - 1);
-            hand_to_copies();
-        }
+    // `outside`: in each element of a word. Returns the single element.
+    __device__ float load(const Group* from, unsigned outside, Group (&groups)[HELD]) const {
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
             groups[j] = {outside, outside, outside, outside};
-            if (group(j) < part.groups) groups[j] = from[group(j)];
+            if (has_group(j)) groups[j] = from[group(j)];
         }
-    }
-    __device__ void settle(Group* from, unsigned outside, int group) const {
-        if (group % THREADS != threadIdx.x) return;
-        const int column = part.column<T>(group);
-#pragma unroll
-        for (int i = 0; i < WIDTH<T>; ++i) {
-            if (!part.has(column + i)) memcpy(reinterpret_cast<T*>(from + group) + i, &outside, sizeof(T));
-        }
+        T element;
+        memcpy(&element, &outside, sizeof(T));
+        if (has_single()) element = reinterpret_cast<const T*>(from)[single - part.first];
+        return static_cast<float>(element);
     }
     __device__ void store(const float (&values)[WIDTH<T>], T* row, int j) const {
-        if (group(j) >= part.groups) return;
-        if (edge) store_inside(values, row, part, group(j));
-        else store_words(row + part.column<T>(group(j)), narrowed<T>(values).words);
+        if (has_group(j)) store_words(row + part.column<T>(group(j)), narrowed<T>(values).words);
+    }
+    __device__ void store_single(float value, T* row) const {
+        if (has_single()) row[single] = T(value);
     }
 };
 
@@ -370,11 +356,14 @@ __device__ unsigned signs(float) { return 0x80000000u; }
 __device__ unsigned signs(__half) { return 0x80008000u; }
 __device__ unsigned signs(__nv_bfloat16) { return 0x80008000u; }
 
-// A thread's groups of a row that has come, -inf outside, with signs flipped; returns its largest value.
+// A thread's groups of a row that has come, and its single element, -inf outside, with signs flipped; returns its largest
+// value.
 template <typename T, int THREADS, int HELD>
-__device__ float taken(const Hold<T, THREADS, HELD>& hold, Group* from, unsigned flipped, Group (&groups)[HELD]) {
-    hold.load(from, lowest(T()) ^ flipped, groups);
+__device__ float taken(
+    const Hold<T, THREADS, HELD>& hold, const Group* from, unsigned flipped, Group (&groups)[HELD], float& single) {
+    single = hold.load(from, lowest(T()) ^ flipped, groups);
     if (flipped != 0) {
+        single = -single;
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
 #pragma unroll
@@ -387,7 +376,7 @@ __device__ float taken(const Hold<T, THREADS, HELD>& hold, Group* from, unsigned
 #pragma unroll
         for (int k = 0; k < 4; ++k) largest.words[k] = larger_of_each(largest.words[k], groups[j].words[k], T());
     }
-    float values[WIDTH<T>], top = -INFINITY;
+    float values[WIDTH<T>], top = single;
     widen<T>(&largest, values);
 #pragma unroll
     for (int k = 0; k < WIDTH<T>; ++k) top = fmaxf(top, values[k]);
@@ -414,11 +403,12 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
         if (row < rows) ring.fetch(number, source, part_of(number));
     };
     Group groups[HELD];
+    float single;
     Hold<T, THREADS, HELD> next(part_of(0));
     const auto take = [&](int number) {
         ring.wait(number);
         next = Hold<T, THREADS, HELD>(part_of(number));
-        return taken<T>(next, ring.groups(number), flipped, groups);
+        return taken<T>(next, ring.groups(number), flipped, groups, single);
     };
     if (threadIdx.x == 0) {
         for (int ahead = 0; ahead < STAGES; ++ahead) fetch(ahead);
@@ -441,20 +431,24 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
                 if constexpr (!LOG) values[j][k] = power;
             }
         }
+        const float single_power = share.power(single), of_single = LOG ? single : single_power;
+        share.total += single_power;
         ring.template send<THREADS / 32, true, false>(share, number, asked);
         if (ring.row_of(number + 1) < rows) top = take(number + 1);
         const Share whole = ring.template received<true, false>(share, number);
         const float inverse = whole.from(share.largest) / whole.total;
         const float size = fabsf(scale), logarithm = LOG ? logf(whole.total) : 0.0f;
+        const auto result = [&](float value) {
+            return LOG ? (value - whole.largest) * size - logarithm : value * inverse;
+        };
         T* const row = y + ring.row_of(number) * columns;
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
 #pragma unroll
-            for (int k = 0; k < WIDTH<T>; ++k) {
-                values[j][k] = LOG ? (values[j][k] - whole.largest) * size - logarithm : values[j][k] * inverse;
-            }
+            for (int k = 0; k < WIDTH<T>; ++k) values[j][k] = result(values[j][k]);
             hold.store(values[j], row, j);
         }
+        hold.store_single(result(of_single), row);
     }
 }
 
@@ -481,8 +475,9 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_c
         float gradient[WIDTH<T>], result[WIDTH<T>];
         Share share(0.0f, 1.0f);
         ring.wait(number);
-        hold.load(ring.groups(number, 0), 0, gradients);
-        hold.load(ring.groups(number, 1), 0, results);
+        const float single_gradient = hold.load(ring.groups(number, 0), 0, gradients);
+        const float single_result = hold.load(ring.groups(number, 1), 0, results);
+        share.sum = LOG ? single_gradient : single_gradient * single_result;
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
             widen<T>(gradients + j, gradient);
@@ -501,17 +496,18 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_c
             hold.load(ring.groups(number, 0), 0, gradients);
             hold.load(ring.groups(number, 1), 0, results);
         }
+        const auto slope = [&](float gradient, float result) {
+            return LOG ? (gradient - exponential(result) * sum) * scale : (gradient - sum) * result * scale;
+        };
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
             widen<T>(gradients + j, gradient);
             widen<T>(results + j, result);
 #pragma unroll
-            for (int k = 0; k < WIDTH<T>; ++k) {
-                gradient[k] = LOG ? (gradient[k] - exponential(result[k]) * sum) * scale
-                                  : (gradient[k] - sum) * result[k] * scale;
-            }
+            for (int k = 0; k < WIDTH<T>; ++k) gradient[k] = slope(gradient[k], result[k]);
             hold.store(gradient, dx + row * columns, j);
         }
+        hold.store_single(slope(single_gradient, single_result), dx + row * columns);
     }
 }
 
@@ -554,13 +550,11 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
     // Infinite where the loss is infinite or NaN in any case: then the sum counts from 0.
     const auto base_of = [](float picked) { return fabsf(picked) < INFINITY ? picked : 0.0f; };
     // Whether this thread has the target's logit; where there is none, whether it is the first of all.
-    const auto tells = [&](const Part& part, int label) {
-        const int group = (label - part.first) / WIDTH<T>;
-        if (label < 0) return ring.rank == 0 && threadIdx.x == 0;
-        return label >= part.first && group < part.groups && group % THREADS == threadIdx.x;
+    const auto tells = [&](const Hold<T, THREADS, HELD>& hold, int label) {
+        return label < 0 ? ring.rank == 0 && threadIdx.x == 0 : hold.has(label);
     };
     Group groups[HELD];
-    float top = -INFINITY, sum = 0.0f;
+    float top = -INFINITY, single = -INFINITY, sum = 0.0f;
     Hold<T, THREADS, HELD> following(ring.part_of(x + ring.row_of(0) * x_stride, columns));
     const auto take = [&](int number) {
         ring.wait(number);
@@ -568,23 +562,25 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         const Part& part = following.part;
         const int label = labels[number % 8];
         if (label == NONE) return;
-        if (label >= 0 && tells(part, label)) {
-            picked[number % 2] = static_cast<float>(reinterpret_cast<T*>(ring.groups(number))[label - part.first]);
+        const T* const elements = reinterpret_cast<const T*>(ring.groups(number));
+        if (label >= 0 && tells(following, label)) {
+            picked[number % 2] = static_cast<float>(elements[label - part.first]);
         }
         if constexpr (SMOOTH) {  // by itself, for it takes registers
             const T* const row = x + ring.row_of(number) * x_stride;
             const float base = label >= 0 ? base_of(static_cast<float>(row[label])) : 0.0f;
             sum = 0.0f;
 #pragma unroll 1
-            for (int i = threadIdx.x; i < part.groups; i += THREADS) {
+            for (int i = threadIdx.x; i < following.end; i += THREADS) {
+                if (i < following.begin) continue;
                 float values[WIDTH<T>];
                 widen<T>(ring.groups(number) + i, values);
-                part.exclude<T>(base, i, values);
 #pragma unroll
                 for (int k = 0; k < WIDTH<T>; ++k) sum += values[k] - base;
             }
+            if (following.has_single()) sum += static_cast<float>(elements[following.single - part.first]) - base;
         }
-        top = taken<T>(following, ring.groups(number), 0, groups);
+        top = taken<T>(following, ring.groups(number), 0, groups, single);
     };
     take(0);
 #pragma unroll 1
@@ -595,7 +591,10 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         Share share(ring.template largest_of_block<THREADS / 32>(top), LOG2_E);
         share.sum = sum;
         if (threadIdx.x == 0) fetch(number + STAGES);  // all have taken theirs
+        float single_power = 0.0f;
         if (labels[number % 8] != NONE) {
+            single_power = share.power(single);
+            share.total = single_power;
 #pragma unroll
             for (int j = 0; j < HELD; ++j) {
                 widen<T>(groups + j, values[j]);
@@ -614,10 +613,11 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         T* const gradient = dx + row * dx_stride;
         const int label = labels[number % 8];
         if (label == NONE) {  // as the whole cluster sees it
-            const Part& part = hold.part;
             for (int k = 0; k < WIDTH<T>; ++k) values[0][k] = 0.0f;
-            for (int i = threadIdx.x; i < part.groups; i += THREADS) store_inside(values[0], gradient, part, i);
-            if (tells(part, label)) losses[row] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < HELD; ++j) hold.store(values[0], gradient, j);
+            hold.store_single(0.0f, gradient);
+            if (tells(hold, label)) losses[row] = 0.0f;
             continue;
         }
         const float maximum = whole.largest, logarithm = logf(whole.total), log_sum_exp = maximum + logarithm;
@@ -631,7 +631,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
             for (int k = 0; k < WIDTH<T>; ++k) values[j][k] = values[j][k] * density - share_of_each;
             hold.store(values[j], gradient, j);
         }
-        if (tells(hold.part, label)) {
+        hold.store_single(single_power * density - share_of_each, gradient);
+        if (tells(hold, label)) {
             const float below = picked[number % 2] - maximum, power = exponential(below - logarithm);
             float loss = row_weight * (kept * (logarithm - below));
             if constexpr (SMOOTH) loss += spread * (columns * (logarithm + (maximum - base_of(picked[number % 2]))) - whole.sum);

@@ -86,3 +86,9 @@ def shared_memory_bytes(tensor: Tensor) -> int:
 @cache
 def _properties(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
+
+
+@cache
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels can be launched there while those before still run (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
