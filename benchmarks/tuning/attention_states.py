@@ -68,7 +68,9 @@ def tasks(width: int) -> tuple[Task, Task]:
     width = 16 if QUICK else width
     batch, heads, positions = measured(width)
     elements = batch * heads * positions * width
-    forwards = configs("FORWARD", (1024, 2), (2048, 4), (512, 1), (512, 2))
+    forwards = configs(
+        "FORWARD", (1024, 2), (2048, 4), (512, 1), (512, 2), (1024, 1), (256, 1), (2048, 2), (4096, 8), (8192, 8)
+    )
     backwards = configs("BACKWARD", (1024, 4), (512, 2), (2048, 8), (1024, 2))
     back = partial(backward, width), partial(check_backward, width)
     return (
