@@ -4,12 +4,13 @@
 
 A candidate is named by blocks of a cluster, threads of a block, groups that a thread holds in registers, and rows on
 their way at a time. An entry of a table holds for the sizes between those measured where it won: `above_bytes` and
-`row_bytes` are to be set by hand. With --quick there is no cluster: Triton's kernels are run.
+`row_bytes` are to be set by hand. For odd rows the shapes are those that `fullest` prefers. With --quick there is no
+cluster: Triton's kernels are run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import losses as loss_tuning
@@ -70,39 +71,22 @@ MIDDLE: tuple[Shape, ...] = ((2, 256, 8, 2), (1, 512, 8, 2), (4, 128, 8, 2), (4,
 HALVED: tuple[Shape, ...] = ((2, 512, 8, 2), (8, 128, 8, 2), (4, 256, 8, 2), (4, 256, 8, 3))
 LONGEST: tuple[Shape, ...] = ((8, 512, 8, 2), (16, 256, 8, 2), (16, 256, 8, 3))
 SHORT: tuple[Shape, ...] = ((1, 256, 8, 2), (1, 256, 8, 3), (2, 128, 8, 2), (2, 128, 8, 3))
-ODD_BACKWARD = {5001: (1, 2), 20815: (1, 2), 36385: (2, 4), 50257: (4, 8), 65598: (4, 8), 126706: (8, 16)}
-ODD_ROWS = {  # blocks of a cluster, by the length of a row that does not begin at a multiple of 16 bytes
-    2601: (1,),
-    3114: (1,),
-    5001: (1, 2),
-    7326: (1, 2),
-    10007: (1, 2, 4),
-    20815: (1, 2, 4),
-    36385: (2, 4, 8),
-    50257: (2, 4, 8),
-    65598: (4, 8, 16),
-    100003: (4, 8, 16),
-    126706: (8, 16),
-    189881: (8, 16),
-}
+ODD_ROWS = (1101, 1603, 2601, 3114, 5001, 7326, 10007, 20815, 36385, 50257, 65598, 100003, 126706, 189881)
+ODD_BACKWARD = (1603, 2601, 5001, 10007, 20815, 50257, 65598, 100003, 126706)
+SHARED_BYTES = 232_448  # that a block of an H200 may have
 
 
-def fitting(columns: int, blocks: Sequence[int], stages: int = 2) -> tuple[Shape, ...]:
-    """The two shapes for each number of blocks whose threads have the fewest groups that are none; half precision."""
-    found: list[Shape] = []
-    for count in blocks:
-        part_groups = -(-(columns + 7) // (8 * count))
-        shapes = [(count, 32 * -(-part_groups // (32 * held)), held, stages) for held in range(3, 9)]
-        possible = [shape for shape in shapes if 64 <= shape[1] <= 512]
-        found += sorted(possible, key=lambda shape: shape[1] * shape[2])[:2]
-    return tuple(found)
+def fullest(columns: int, tensors: int, stages: int = 2) -> tuple[Shape, ...]:
+    """The five shapes that `cuda_softmaxes.fullest` prefers, the one that is used first; half precision."""
+    found = cuda_softmaxes.fullest(-(-(columns + 7) // 8), tensors, stages, SHARED_BYTES)[:5]
+    return tuple((c.blocks, c.threads, c.held, c.stages) for c in found)
 
 
 TASKS = (
-    *(task("CLUSTER_FORWARD", columns, "copy", *fitting(columns, blocks)) for columns, blocks in ODD_ROWS.items()),
-    *(task("CLUSTER_FUSED", columns, "copy", *fitting(columns, blocks)) for columns, blocks in ODD_ROWS.items()),
-    *(task("CLUSTER_BACKWARD", columns, "copy", *fitting(columns, blocks)) for columns, blocks in ODD_BACKWARD.items()),
-    task("CLUSTER_BACKWARD", 189881, "copy", (16, 256, 6, 1), (16, 512, 3, 1)),
+    *(task("CLUSTER_FORWARD", columns, "copy", *fullest(columns, 1)) for columns in ODD_ROWS),
+    *(task("CLUSTER_FUSED", columns, "copy", *fullest(columns, 1)) for columns in ODD_ROWS),
+    *(task("CLUSTER_BACKWARD", columns, "copy", *fullest(columns, 2)) for columns in ODD_BACKWARD),
+    task("CLUSTER_BACKWARD", 189881, "copy", *fullest(189881, 2, 1)),
     task("CLUSTER_FORWARD", 32768, "4.0 TB/s", *MIDDLE),
     task("CLUSTER_FORWARD", 128256, "3.9 TB/s", *LONG),
     task("CLUSTER_FUSED", 128256, "1.15 ms", *LONG),

@@ -190,16 +190,12 @@ TASKS = (
     task("backward", 1001, TABLE | staged("BACKWARD", (1, 1, 16, 3), (1, 2, 8, 3))),
     task("forward", 32768, TABLE | staged("FORWARD", (2, 16, 1, 4), (2, 16, 1, 2), (1, 32, 1, 1))),
     *(task(name, 16384, TABLE) for name in ("rms backward", "add forward")),
-    task(
-        "add forward",
-        381,
-        TABLE
-        | PLAIN
-        | shifted(
-            "FORWARD", (4, 128, 2, 8, 1), (2, 512, 2, 8, 1), (1, 512, 1, 16, 1), (8, 512, 4, 4, 1), (4, 512, 4, 4, 3)
-        )
-        | shifted("FORWARD", (2, 256, 2, 12, 1), (4, 256, 2, 12, 1), (4, 256, 4, 12, 1), (1, 256, 1, 24, 1)),
+    *(
+        task(direction, columns, TABLE | PLAIN | shifted("FORWARD", (1, 512, 1, 16, 1), (4, 128, 2, 8, 1)))
+        for direction in ("forward", "rms forward", "add forward")
+        for columns in (201, 381, 505)
     ),
+    *(task(name, columns, TABLE | PLAIN) for name in ("rms forward", "add forward") for columns in (601, 839)),
     task("forward", 768, forward((2, 256, 2), (4, 256, 4), (2, 256, 4), (2, 1024, 4), (4, 1024, 4), (1, 256, 1))),
     task("forward", 928, forward((2, 256, 2), (4, 256, 4), (2, 256, 4), (2, 1024, 4), (4, 1024, 4), (1, 512, 2))),
     task("forward", 1024, forward((2, 1024, 4), (1, 1024, 2), (4, 1024, 4), (2, 512, 4), (1, 1024, 4))),

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rooftop.errors import CompilationError
@@ -233,7 +235,7 @@ def test_rows_apart_and_four_runs_alike(clusters: Any) -> None:
 )
 def test_what_clusters_do_not_serve(x: Tensor, dtype: torch.dtype, clusters: Any, monkeypatch: Any) -> None:
     clusters("one")
-    monkeypatch.setattr(module, "shared_memory_bytes", lambda tensor: 232_448)
+    monkeypatch.setattr(module, "shared_memory_bytes", lambda tensor: SHARED_BYTES)
     assert module.plan(module.CLUSTER_FORWARD, (x,), torch.empty(x.shape, dtype=dtype)) is None
 
 
@@ -251,15 +253,45 @@ def test_the_table_decides_by_bytes_and_by_where_rows_begin(clusters: Any) -> No
     assert module.plan((), (torch.zeros(2, 96),), torch.zeros(2, 96)) is None
 
 
+SHARED_BYTES = 232_448  # of a block, on an H200
+
+
 @pytest.mark.parametrize(("table", "tensors"), [("CLUSTER_FORWARD", 1), ("CLUSTER_BACKWARD", 2), ("CLUSTER_FUSED", 1)])
 @pytest.mark.parametrize("element_bytes", [2, 4])
 def test_the_longest_rows_of_each_entry_fit(table: str, tensors: int, element_bytes: int) -> None:
     for entry in getattr(module, table):
-        columns = entry.row_bytes // element_bytes
-        plan = module._planned(entry, columns, element_bytes, tensors)
-        assert plan.shared_bytes <= 232_448, entry  # of an H200
-        assert plan.part_groups <= entry.threads * entry.held, entry
+        plan = module._planned(entry, entry.row_bytes // element_bytes, element_bytes, tensors, SHARED_BYTES)
+        assert plan is not None, entry
         assert entry.stages + 2 <= 8, entry  # numbers of rows that are known at a time
+
+
+@given(groups=st.integers(1, 1 << 15), tensors=st.integers(1, 2), stages=st.integers(1, 2))
+def test_odd_rows_get_clusters_that_hold_them(groups: int, tensors: int, stages: int) -> None:
+    """And from 400 groups on some of whose lanes at most a quarter have none."""
+    found = module.fullest(groups, tensors, stages, SHARED_BYTES)
+    for config in found:
+        part_groups = -(-groups // config.blocks)
+        assert config.threads * config.held >= part_groups
+        assert config.threads % 32 == 0
+        assert module._shared_bytes(config.blocks, stages, tensors, part_groups) <= SHARED_BYTES
+    assert groups < 400 or groups / (found[0].blocks * found[0].threads * found[0].held) > 0.75
+
+
+def test_rows_that_no_cluster_holds_are_not_planned(clusters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clusters("one")
+    assert module.fullest(16 * 512 * 8 + 1, 1, 1, SHARED_BYTES) == []
+    monkeypatch.setattr(module, "shared_memory_bytes", lambda tensor: 2048)
+    x = torch.zeros(2, 10_001)
+    assert module.plan((module.OddRows(0, ANY),), (x,), x.clone()) is None
+
+
+def test_odd_rows_of_every_length_by_the_clusters_that_fit_them(clusters: Any, monkeypatch: Any) -> None:
+    launches = clusters("one")
+    monkeypatch.setattr(module, "shared_memory_bytes", lambda tensor: SHARED_BYTES)
+    monkeypatch.setattr(module, "CLUSTER_FORWARD", (module.OddRows(0, ANY),))
+    x = rows(5, 1543)
+    assert_as_accurate(softmaxes._forward(x, None, 1.0, False, x.dtype), x.softmax(-1), x.double().softmax(-1))
+    assert launches == {"softmax_cluster": 1}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -270,7 +302,8 @@ def test_kernels_compile_for_sm_90_without_spills_and_nothing_older(dtype: torch
         config = ClusterConfig(0, ANY, 8, 512, 8)
         name = module.kernel_name(kernel, dtype, variant, config)
         compiled = cuda.compile(module.source(), name, arch="sm_90")
-        plan = module._planned(config, 262_144 // dtype.itemsize, dtype.itemsize, tensors)
+        plan = module._planned(config, 262_144 // dtype.itemsize, dtype.itemsize, tensors, SHARED_BYTES)
+        assert plan is not None
         compiled.check(16, config.threads, plan.shared_bytes, config.blocks)
         assert compiled.binary.spill_bytes <= 64, compiled  # a few words that all rows have in common
         assert compiled.max_threads_per_block >= 512

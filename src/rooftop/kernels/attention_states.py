@@ -70,7 +70,7 @@ class RowsConfig:
 
 # The fastest of those measured on an H200, of 128 features in half precision: a thread holds 16 elements of each tensor
 # forward, 8 backward, as they were loaded and as float32.
-FORWARD = RowsConfig(elements=1024, warps=2)
+FORWARD = RowsConfig(elements=1024, warps=1)
 BACKWARD = RowsConfig(elements=1024, warps=4)
 
 MOST_FEATURES = 8192

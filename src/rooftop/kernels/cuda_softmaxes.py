@@ -11,9 +11,11 @@ Deterministic: no atomics.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -47,54 +49,79 @@ class ClusterConfig:
     odd: bool = False
 
 
+@dataclass(frozen=True)
+class OddRows:
+    """Rows of other lengths than whole groups: those that do not begin at multiples of 16 bytes get `fullest` clusters.
+
+    Attributes:
+        above_bytes, row_bytes, stages: as of ClusterConfig.
+    """
+
+    above_bytes: int
+    row_bytes: int
+    stages: int = 2
+
+
+Table = tuple[ClusterConfig | OddRows, ...]
+
 # From an H200 (results/h200/tune_clusters.json): what is not here is faster by Triton's kernels.
-CLUSTER_FORWARD = (
-    ClusterConfig(4096, 6100, 1, 64, 6, odd=True),
-    ClusterConfig(6100, 7150, 1, 64, 7, odd=True),
-    ClusterConfig(7150, 8160, 1, 64, 8, odd=True),
-    ClusterConfig(8160, 10_200, 1, 128, 5, odd=True),
-    ClusterConfig(10_200, 20_400, 1, 256, 5, odd=True),
-    ClusterConfig(20_400, 49_000, 2, 256, 6, odd=True),
-    ClusterConfig(49_000, 114_000, 8, 128, 7, odd=True),
-    ClusterConfig(114_000, 262_000, 8, 256, 8, odd=True),
-    ClusterConfig(262_000, 393_000, 16, 256, 6, odd=True),
-    ClusterConfig(393_000, 524_000, 16, 256, 8, odd=True),
+CLUSTER_FORWARD: Table = (
+    OddRows(4096, 524_000),
     ClusterConfig(32_768, 65_536, 4, 128, 8),
     ClusterConfig(65_536, 131_072, 8, 128, 8),
     ClusterConfig(131_072, 262_144, 8, 256, 8),
     ClusterConfig(262_144, 524_288, 16, 256, 8),
 )
-CLUSTER_BACKWARD = (
-    ClusterConfig(4096, 6100, 1, 128, 3, odd=True),
-    ClusterConfig(6100, 10_200, 1, 128, 5, odd=True),
-    ClusterConfig(10_200, 20_400, 1, 256, 5, odd=True),
-    ClusterConfig(20_400, 49_000, 1, 512, 6, odd=True),
-    ClusterConfig(49_000, 114_000, 4, 256, 7, odd=True),
-    ClusterConfig(114_000, 229_000, 8, 256, 7, odd=True),
-    ClusterConfig(229_000, 262_000, 8, 256, 8, odd=True),
-    ClusterConfig(262_000, 393_000, 16, 256, 6, 1, odd=True),
-    ClusterConfig(393_000, 524_000, 16, 256, 8, 1, odd=True),
+CLUSTER_BACKWARD: Table = (
+    OddRows(4096, 262_000),
+    OddRows(262_000, 524_000, stages=1),
     ClusterConfig(24_576, 32_768, 1, 256, 8),
     ClusterConfig(32_768, 65_536, 4, 256, 4),
     ClusterConfig(65_536, 131_072, 4, 256, 8),
     ClusterConfig(131_072, 262_144, 8, 512, 4),
     ClusterConfig(262_144, 524_288, 16, 256, 8, 1),
 )
-CLUSTER_FUSED = (  # cross entropy and its gradient
-    ClusterConfig(6100, 10_200, 1, 128, 5, odd=True),
-    ClusterConfig(10_200, 20_400, 1, 256, 5, odd=True),
-    ClusterConfig(20_400, 49_000, 2, 256, 6, odd=True),
-    ClusterConfig(49_000, 114_000, 8, 128, 7, odd=True),
-    ClusterConfig(114_000, 163_000, 8, 256, 5, odd=True),
-    ClusterConfig(163_000, 229_000, 8, 256, 7, odd=True),
-    ClusterConfig(229_000, 393_000, 16, 256, 6, odd=True),
-    ClusterConfig(393_000, 524_000, 16, 256, 8, odd=True),
+CLUSTER_FUSED: Table = (  # cross entropy and its gradient
+    OddRows(4096, 524_000),
     ClusterConfig(16_384, 32_768, 2, 128, 8),
     ClusterConfig(32_768, 65_536, 2, 256, 8),
     ClusterConfig(65_536, 131_072, 4, 256, 8),
     ClusterConfig(131_072, 262_144, 8, 256, 8),
     ClusterConfig(262_144, 524_288, 8, 512, 8),
 )
+RESIDENT_THREADS = 512  # on an SM, of 128 registers each: RESIDENT in softmax_clusters.cu
+BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # of the clusters that odd rows may get
+
+
+def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[ClusterConfig]:
+    """Clusters for rows of so many 16-byte groups, first the one that leaves the fewest lanes of an SM without a group.
+
+    What a thread does for each row beside its groups counts as two more of them: with that, the share of lanes at work
+    finds the fastest of the shapes measured, or one within 4% of it (tune_clusters.json).
+
+    Args:
+        groups: at most, wherever a row begins.
+        tensors: that a row is read of.
+        shared_bytes: that a block may have.
+    """
+    found = []
+    for blocks, held in product(BLOCKS, HELD):
+        part_groups = -(-groups // blocks)
+        threads = 32 * -(-part_groups // (32 * held))
+        needed = _shared_bytes(blocks, stages, tensors, part_groups)
+        if threads not in THREADS or needed > shared_bytes:
+            continue
+        resident = min(RESIDENT_THREADS // threads, (shared_bytes + 1024) // (needed + 1024))  # 1 KiB is the system's
+        at_work = groups * resident / (blocks * (held + 2))
+        config = ClusterConfig(0, 0, blocks, threads, held, stages, odd=True)
+        found.append((at_work, -abs(math.log2(threads / 128)), config))
+    return [config for _, _, config in sorted(found, key=lambda each: each[:2], reverse=True)]
+
+
+@lru_cache(maxsize=4096)
+def _first(groups: int, tensors: int, stages: int, shared_bytes: int) -> ClusterConfig | None:
+    return next(iter(fullest(groups, tensors, stages, shared_bytes)), None)
+
 
 CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 GROUP_BYTES = 16
@@ -110,7 +137,7 @@ class Plan:
     shared_bytes: int
 
 
-def plan(table: Sequence[ClusterConfig], sources: Sequence[Tensor], result: Tensor) -> Plan | None:
+def plan(table: Table, sources: Sequence[Tensor], result: Tensor) -> Plan | None:
     """How to work on rows `sources` and `result`, (M, N) with unit column stride; None: elsewhere.
 
     All are of one dtype, and their rows begin at the same distance from a multiple of 16 bytes.
@@ -123,21 +150,34 @@ def plan(table: Sequence[ClusterConfig], sources: Sequence[Tensor], result: Tens
     if starts != {(result.data_ptr() % GROUP_BYTES, result.stride(0) * size % GROUP_BYTES)}:
         return None
     odd = starts != {(0, 0)}
-    for config in table:
-        if config.odd == odd and config.above_bytes < columns * size <= config.row_bytes:
-            found = _planned(config, columns, size, len(sources))
-            fits = found.shared_bytes <= shared_memory_bytes(first)
-            held = found.part_groups <= config.threads * config.held
-            return found if fits and held and has_clusters(first.device) else None
+    for entry in table:
+        of_odd = isinstance(entry, OddRows) or entry.odd
+        if of_odd == odd and entry.above_bytes < columns * size <= entry.row_bytes:
+            found = _planned(entry, columns, size, len(sources), shared_memory_bytes(first))
+            return found if found is not None and has_clusters(first.device) else None
     return None
 
 
-def _planned(config: ClusterConfig, columns: int, element_bytes: int, tensors: int) -> Plan:
+def _planned(
+    entry: ClusterConfig | OddRows, columns: int, element_bytes: int, tensors: int, shared_bytes: int
+) -> Plan | None:
+    """None where a block has not so many bytes of shared memory, or its threads hold less than their part."""
     width = GROUP_BYTES // element_bytes
-    groups = -(-(columns + (width - 1 if config.odd else 0)) // width)
+    of_odd = isinstance(entry, OddRows) or entry.odd
+    groups = -(-(columns + (width - 1 if of_odd else 0)) // width)
+    config = _first(groups, tensors, entry.stages, shared_bytes) if isinstance(entry, OddRows) else entry
+    if config is None:
+        return None
     part_groups = -(-groups // config.blocks)
-    shares = 2 * config.blocks
-    return Plan(config, part_groups, ARRIVAL_BYTES + GROUP_BYTES * (shares + config.stages * tensors * part_groups))
+    needed = _shared_bytes(config.blocks, config.stages, tensors, part_groups)
+    if needed > shared_bytes or part_groups > config.threads * config.held:
+        return None
+    return Plan(config, part_groups, needed)
+
+
+def _shared_bytes(blocks: int, stages: int, tensors: int, part_groups: int) -> int:
+    """Of a block: arrivals, shares, and the parts of the rows on their way."""
+    return ARRIVAL_BYTES + GROUP_BYTES * (2 * blocks + stages * tensors * part_groups)
 
 
 @cache

@@ -73,20 +73,24 @@ class AllConfig:
 ANY_BYTES = 1 << 62
 # The fastest of those measured on an H200: ROWS in half precision of 32, 128, 2048 and 16384 bytes, PLACES (where an
 # extreme is: two numbers an element) of 256512 bytes, COLUMNS of sums over the first and a middle dimension (twice the
-# width is slower in the middle), ALL of 256 KiB, 4 MiB, 64 MiB and 1 GiB in float32.
-ROWS = (
+# width is slower in the middle), ALL of 256 KiB, 4 MiB, 11 MiB, 23 MiB, 64 MiB and 1 GiB in float32. A row of 2 KiB
+# in blocks of one warp each needs no sum across warps, and is fetched ahead.
+SHORT_ROWS = (
     *(RowConfig(64, 128, 64, 4), RowConfig(128, 32, 128, 2), RowConfig(256, 32, 256, 4), RowConfig(1024, 8, 1024, 4)),
-    *(RowConfig(4096, 2, 4096, 4), RowConfig(ANY_BYTES, 1, 16384, 8)),
 )
-FAR_ROWS = (*(replace(config, stages=3) for config in ROWS[:-1]), replace(ROWS[-1], stages=4))  # and a far dimension
-PLACES = (*ROWS[:-1], RowConfig(ANY_BYTES, 1, 8192, 8))
-COLUMNS = ColumnConfig(width_bytes=128, tile_bytes=8192, warps=8, stages=4)
+ROWS = (*SHORT_ROWS, RowConfig(4096, 8, 512, 4, stages=3), RowConfig(ANY_BYTES, 1, 16384, 8))
+FAR_ROWS = (  # and a far dimension
+    *(replace(config, stages=3) for config in (*SHORT_ROWS, RowConfig(4096, 2, 4096, 4))),
+    RowConfig(ANY_BYTES, 1, 16384, 8, stages=4),
+)
+PLACES = (*SHORT_ROWS, RowConfig(4096, 2, 4096, 4), RowConfig(ANY_BYTES, 1, 8192, 8))
+COLUMNS = ColumnConfig(width_bytes=128, tile_bytes=8192, warps=4, stages=4)
 SPLIT = SplitConfig(programs_per_sm=4, last_combines=True)
 ALL = (
-    AllConfig(1 << 15, 32768, 16, SplitConfig(1, True)),
-    AllConfig(1 << 23, 8192, 8, SplitConfig(4, True)),
-    AllConfig(1 << 24, 8192, 8, SplitConfig(8, True)),
-    AllConfig(1 << 27, 16384, 8, SplitConfig(8, True)),
+    AllConfig(1 << 15, 32768, 16, SplitConfig(1, True), early=True),
+    AllConfig(1 << 23, 8192, 8, SplitConfig(4, True), early=True),
+    AllConfig(1 << 25, 8192, 8, SplitConfig(8, True), early=True),
+    AllConfig(1 << 27, 16384, 8, SplitConfig(8, True), early=True),
     AllConfig(ANY_BYTES, 16384, 8, SplitConfig(4, True), stages=3),
 )
 GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # of a tile of x
