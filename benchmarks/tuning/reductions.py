@@ -48,8 +48,7 @@ def columns(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
     """By bytes of a row and of the tile, warps, programs an SM and stages."""
     return {
         f"{width}B of {tile}B {w}w {p}p {s}s": {
-            (reduction_launches, "COLUMNS"): ColumnConfig(width, tile, w, s),
-            (reduction_launches, "SPLIT"): SplitConfig(p, True),
+            (reduction_launches, "COLUMNS"): ColumnConfig(width, tile, w, s, SplitConfig(p, True))
         }
         for width, tile, w, p, s in found
     }

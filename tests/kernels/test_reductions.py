@@ -122,7 +122,7 @@ def last_combines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(
             reduction_launches, table, (reduction_launches.RowConfig(reduction_launches.ANY_BYTES, 2, 256, 4),)
         )
-    monkeypatch.setattr(reduction_launches, "COLUMNS", reduction_launches.ColumnConfig(64, 1024, 4))
+    monkeypatch.setattr(reduction_launches, "COLUMNS", reduction_launches.ColumnConfig(64, 1024, 4, split=split))
     reduction_launches._plan.cache_clear()
     yield bool(request.param)
     reduction_launches._plan.cache_clear()

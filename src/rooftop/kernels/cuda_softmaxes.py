@@ -96,8 +96,9 @@ BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # of the 
 def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[ClusterConfig]:
     """Clusters for rows of so many 16-byte groups, first the one that leaves the fewest lanes of an SM without a group.
 
-    What a thread does for each row beside its groups counts as two more of them: with that, the share of lanes at work
-    finds the fastest of the shapes measured, or one within 4% of it (tune_clusters.json).
+    What a thread does for each row beside its groups counts as 1.5 of them, and 1/16 more for each block of the cluster
+    and each warp of the block, which tell each other what they found: with that, the lanes at work find the fastest of
+    the shapes measured, or one within 4% of it (tune_clusters.json).
 
     Args:
         groups: at most, wherever a row begins.
@@ -112,7 +113,7 @@ def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[C
         if threads not in THREADS or needed > shared_bytes:
             continue
         resident = min(RESIDENT_THREADS // threads, (shared_bytes + 1024) // (needed + 1024))  # 1 KiB is the system's
-        at_work = groups * resident / (blocks * (held + 2))
+        at_work = groups * resident / (blocks * (held + 1.5 + blocks / 16 + threads / 512))
         config = ClusterConfig(0, 0, blocks, threads, held, stages, odd=True)
         found.append((at_work, -abs(math.log2(threads / 128)), config))
     return [config for _, _, config in sorted(found, key=lambda each: each[:2], reverse=True)]

@@ -257,6 +257,19 @@ def inverse_of_target_weights(
 
 
 @triton.jit
+def total_of_losses(losses, inverse, out, rows, HAS_INVERSE: tl.constexpr, BLOCK: tl.constexpr):  # (M,), (), ()
+    """The sum of losses, times `inverse`; one program, always in the same order."""
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        sums += tl.load(losses + row, mask=row < rows, other=0.0)
+    total = tl.sum(sums, axis=0)
+    if HAS_INVERSE:
+        total *= tl.load(inverse)
+    tl.store(out, total)
+
+
+@triton.jit
 def scale_unless_one(
     gradient, factor, result,  # (N,), () float32, (N,) or the same memory
     elements,

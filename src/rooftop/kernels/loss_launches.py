@@ -52,6 +52,8 @@ GRADIENT_WARPS = 2
 SCALE = {"BLOCK": 8192, "num_warps": 8}
 SCALE_PROGRAMS_PER_SM = 8
 TARGETS = {"BLOCK": 4096, "num_warps": 8}
+TOTAL = {"BLOCK": 4096, "num_warps": 8}
+TOTAL_ROWS = 1 << 16  # that one program adds up; of more losses the sum is PyTorch's
 
 # ---- launch ----------------------------------------------------------------------------------------------------
 
@@ -67,6 +69,19 @@ def inverse_of_targets(target: Tensor, classes: int, terms: Terms) -> Tensor:
     constants = {"HAS_WEIGHT": terms.weight is not None, **TARGETS}
     launch(inverse_of_target_weights, (1,), target.device, *arguments, **constants)
     return inverse
+
+
+def total_of(losses: Tensor, inverse: Tensor | None) -> Tensor:
+    """The sum of losses (N,), float32, times `inverse`: a tensor ()."""
+    if losses.numel() > TOTAL_ROWS:
+        return losses.sum() if inverse is None else losses.sum() * inverse
+    require_triton()
+    from rooftop.kernels.loss_kernels import total_of_losses
+
+    total = torch.empty((), dtype=torch.float32, device=losses.device)
+    arguments = (losses, _or(inverse, losses), total, losses.numel())
+    launch(total_of_losses, (1,), losses.device, *arguments, HAS_INVERSE=inverse is not None, **TOTAL)
+    return total
 
 
 def losses_of_rows(

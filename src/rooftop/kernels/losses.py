@@ -140,7 +140,9 @@ def _gradient(
 
 def total_of(losses: Tensor, inverse: Tensor | None) -> Tensor:
     """The reduced loss, a scalar: losses (N,) added up and multiplied by `inverse`, one over what a mean divides by."""
-    return losses.sum() if inverse is None else losses.sum() * inverse
+    if _by_reference(losses):
+        return losses.sum() if inverse is None else losses.sum() * inverse
+    return loss_launches.total_of(losses, inverse)
 
 
 # ---- registration: separable -----------------------------------------------------------------------------------

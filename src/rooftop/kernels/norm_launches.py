@@ -78,10 +78,10 @@ BACKWARD = (
 )
 # Half precision rows of up to 65536 elements that are whole groups of 16 bytes: read once, faster than twice.
 FORWARD_HELD = ForwardConfig(65536, 1, 16384, 32)
-# Rows at odd addresses that are loaded 16 bytes at a time. Forward of 894 and 1002 elements is faster two, and of 2601
-# and 12287 one element at a time: there the masks of the first and the last group cost more instructions than the wide
-# loads save.
-FORWARD_SHIFTED = (BackwardConfig(512, 4, 256, 4, 8, 1), BackwardConfig(1024, 1, 512, 2, 16, 1))
+# Rows at odd addresses that are loaded 16 bytes at a time. Forward of 381 to 1002 elements is faster by loads of two
+# bytes, one warp a row, and of 2601 and 12287, too: there the masks of the first and the last group cost more
+# instructions than the wide loads save.
+FORWARD_SHIFTED = (BackwardConfig(256, 4, 256, 4, 8, 1),)
 BACKWARD_SHIFTED = (
     *(BackwardConfig(512, 4, 256, 4, 4, 3), BackwardConfig(1024, 1, 512, 2, 6, 3)),
     *(BackwardConfig(2048, 1, 1024, 4, 3, 3), BackwardConfig(3072, 1, 1024, 4, 2, 4)),

@@ -38,6 +38,14 @@ class RowConfig:
 
 
 @dataclass(frozen=True)
+class SplitConfig:
+    """How many programs an SM the blocks of a result are spread over, and whether the last one to arrive combines."""
+
+    programs_per_sm: int
+    last_combines: bool
+
+
+@dataclass(frozen=True)
 class ColumnConfig:
     """Where what is kept is contiguous: bytes of it in a tile (more where little is reduced), bytes of the tile."""
 
@@ -45,14 +53,7 @@ class ColumnConfig:
     tile_bytes: int
     warps: int
     stages: int = 1
-
-
-@dataclass(frozen=True)
-class SplitConfig:
-    """How many programs an SM the blocks of a result are spread over, and whether the last one to arrive combines."""
-
-    programs_per_sm: int
-    last_combines: bool
+    split: SplitConfig = SplitConfig(4, True)
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,23 @@ class AllConfig:
 
 
 ANY_BYTES = 1 << 62
-# The fastest of those measured on an H200: ROWS in half precision of 32, 128, 2048 and 16384 bytes, PLACES (where an
-# extreme is: two numbers an element) of 256512 bytes, COLUMNS of sums over the first and a middle dimension (twice the
-# width is slower in the middle), ALL of 256 KiB, 4 MiB, 11 MiB, 23 MiB, 64 MiB and 1 GiB in float32. A row of 2 KiB
-# in blocks of one warp each needs no sum across warps, and is fetched ahead.
+# The fastest of those measured on an H200: ROWS in half precision of 32, 128, 512, 2048, 4096, 8192 and 16384 bytes,
+# PLACES (where an extreme is: two numbers an element) of 256512 bytes, COLUMNS of sums over the first and a middle
+# dimension, ALL of 256 KiB, 4, 11, 23 and 64 MiB and 1 GiB in float32. Rows of 1 to 8 KiB in blocks of one warp each
+# need no sum across warps, and are fetched ahead.
 SHORT_ROWS = (
     *(RowConfig(64, 128, 64, 4), RowConfig(128, 32, 128, 2), RowConfig(256, 32, 256, 4), RowConfig(1024, 8, 1024, 4)),
 )
-ROWS = (*SHORT_ROWS, RowConfig(4096, 8, 512, 4, stages=3), RowConfig(ANY_BYTES, 1, 16384, 8))
+ROWS = (
+    *SHORT_ROWS,
+    *(RowConfig(4096, 8, 512, 4, stages=3), RowConfig(8192, 4, 512, 4, stages=3), RowConfig(ANY_BYTES, 1, 16384, 8)),
+)
 FAR_ROWS = (  # and a far dimension
     *(replace(config, stages=3) for config in (*SHORT_ROWS, RowConfig(4096, 2, 4096, 4))),
     RowConfig(ANY_BYTES, 1, 16384, 8, stages=4),
 )
 PLACES = (*SHORT_ROWS, RowConfig(4096, 2, 4096, 4), RowConfig(ANY_BYTES, 1, 8192, 8))
-COLUMNS = ColumnConfig(width_bytes=128, tile_bytes=8192, warps=4, stages=4)
+COLUMNS = ColumnConfig(width_bytes=128, tile_bytes=4096, warps=2, stages=4, split=SplitConfig(8, last_combines=True))
 SPLIT = SplitConfig(programs_per_sm=4, last_combines=True)
 ALL = (
     AllConfig(1 << 15, 32768, 16, SplitConfig(1, True), early=True),
@@ -188,7 +192,7 @@ def _tile(view: View, kind: str, element_bytes: int) -> tuple[int, int, SplitCon
     config: RowConfig | ColumnConfig | AllConfig
     split = SPLIT
     if view.along == 1:
-        config = COLUMNS
+        config, split = COLUMNS, COLUMNS.split
         elements = config.tile_bytes // element_bytes
         height = min(reduced, elements // min(kept, config.width_bytes // element_bytes))
         width = min(kept, elements // height)
