@@ -49,7 +49,8 @@ def clusters(
 
     def turn_on(name: str) -> Counter[str]:
         names = [
-            module.kernel_name(kernel, dtype, variant, table(name)[0])
+            module.kernel_name(kernel, dtype, variant, config)
+            for config in table(name)
             for kernel in ("softmax", "softmax_backward", "cross_entropy")
             for dtype in CPU_DTYPES
             for variant in (False, True)
@@ -308,12 +309,12 @@ def test_kernels_compile_for_sm_90_without_spills_and_nothing_older(dtype: torch
         assert compiled.binary.spill_bytes <= 64, compiled  # a few words that all rows have in common
         assert compiled.max_threads_per_block >= 512
     with pytest.raises(CompilationError, match="clusters and bulk copies need sm_90"):
-        cuda.compile(module.source(), "softmax_cluster<float, false, 512, 8, 4, 2>", arch="sm_80")
+        cuda.compile(module.source(), "softmax_cluster<float, false, 512, 8, 4, 2, true>", arch="sm_80")
 
 
 def test_memory_is_read_in_bulk_and_written_16_bytes_at_a_time() -> None:
     pytest.importorskip("cuda.core")
-    ptx = cuda.compile(module.source(), "softmax_cluster<__nv_bfloat16, false, 512, 8, 4, 2>", arch="sm_90").ptx
+    ptx = cuda.compile(module.source(), "softmax_cluster<__nv_bfloat16, false, 512, 8, 4, 2, true>", arch="sm_90").ptx
     for instruction in ("cp.async.bulk.shared::cluster.global", "ld.shared.v4.u32", "st.global.v4.b32"):
         assert instruction in ptx, instruction
     assert "ld.global" not in ptx

@@ -37,7 +37,7 @@ class ClusterConfig:
         threads: of a block, a multiple of 32.
         held: 16-byte groups of each tensor that a thread keeps in registers, enough for its share of a part.
         stages: rows in shared memory at a time, 1 to 6.
-        odd: for rows that do not begin at multiples of 16 bytes; or else for those that do.
+        odd: for rows that begin or end within a group of 16 bytes; or else for those of whole groups.
     """
 
     above_bytes: int
@@ -51,7 +51,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class OddRows:
-    """Rows of other lengths than whole groups: those that do not begin at multiples of 16 bytes get `fullest` clusters.
+    """Rows that begin or end within a group of 16 bytes get the first of the `fullest` clusters.
 
     Attributes:
         above_bytes, row_bytes, stages: as of ClusterConfig.
@@ -150,7 +150,7 @@ def plan(table: Table, sources: Sequence[Tensor], result: Tensor) -> Plan | None
     starts = {(t.data_ptr() % GROUP_BYTES, t.stride(0) * size % GROUP_BYTES) for t in sources}
     if starts != {(result.data_ptr() % GROUP_BYTES, result.stride(0) * size % GROUP_BYTES)}:
         return None
-    odd = starts != {(0, 0)}
+    odd = starts != {(0, 0)} or columns * size % GROUP_BYTES != 0
     for entry in table:
         of_odd = isinstance(entry, OddRows) or entry.odd
         if of_odd == odd and entry.above_bytes < columns * size <= entry.row_bytes:
@@ -207,7 +207,8 @@ def source() -> str:
 def kernel_name(kernel: str, dtype: torch.dtype, variant: bool, config: ClusterConfig) -> str:
     """`variant`: the logarithm of softmax, label smoothing of cross entropy."""
     types = f"{CPP_TYPES[dtype]}, {str(variant).lower()}"
-    return f"{kernel}_cluster<{types}, {config.threads}, {config.held}, {config.blocks}, {config.stages}>"
+    shape = f"{config.threads}, {config.held}, {config.blocks}, {config.stages}"
+    return f"{kernel}_cluster<{types}, {shape}, {str(config.odd).lower()}>"
 
 
 def softmax_forward(plan: Plan, x: Tensor, y: Tensor, scale: float, log: bool) -> None:

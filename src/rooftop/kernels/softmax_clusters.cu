@@ -294,8 +294,9 @@ struct Ring {
 
 // What a thread has of a part: groups threadIdx.x + j * THREADS of those that are the row's alone. Where there is no such
 // group there are `outside` elements instead, so that no loop over them branches. The elements that share a group with
-// a neighbour's row, fewer than a group of them at either end, are one each for the first threads.
-template <typename T, int THREADS, int HELD>
+// a neighbour's row, fewer than a group of them at either end, are one each for the first threads. Where rows are whole
+// groups, not ODD, there are none of these.
+template <typename T, int THREADS, int HELD, bool ODD>
 struct Hold {
     Part part;
     int begin, end;  // of the groups that are the row's alone
@@ -305,7 +306,7 @@ struct Hold {
 
     __device__ explicit Hold(const Part& part) : part(part), begin(0), end(part.groups), single(NO_COLUMN) {
         const int last = part.groups - 1;
-        if (last < 0) return;
+        if (!ODD || last < 0) return;
         const bool head = !part.is_whole<T>(0), tail = last > 0 && !part.is_whole<T>(last);
         begin += head;
         end -= tail;
@@ -317,13 +318,13 @@ struct Hold {
     }
     __device__ int group(int j) const { return threadIdx.x + j * THREADS; }
     __device__ bool has_group(int j) const {  // `begin` is 0 or 1: only the first may be in front of it
-        return (j > 0 || group(0) >= begin) && group(j) < end;
+        return (!ODD || j > 0 || group(0) >= begin) && group(j) < end;
     }
-    __device__ bool has_single() const { return single != NO_COLUMN; }
+    __device__ bool has_single() const { return ODD && single != NO_COLUMN; }
     __device__ bool has(int column) const {
         const int group = (column - part.first) / WIDTH<T>;
         const bool is_whole = column >= part.first && group >= begin && group < end;
-        return column == single || (is_whole && group % THREADS == threadIdx.x);
+        return (ODD && column == single) || (is_whole && group % THREADS == threadIdx.x);
     }
 
     // `outside`: in each element of a word. Returns the single element.
@@ -358,9 +359,9 @@ __device__ unsigned signs(__nv_bfloat16) { return 0x80008000u; }
 
 // A thread's groups of a row that has come, and its single element, -inf outside, with signs flipped; returns its largest
 // value.
-template <typename T, int THREADS, int HELD>
+template <typename T, int THREADS, int HELD, bool ODD>
 __device__ float taken(
-    const Hold<T, THREADS, HELD>& hold, const Group* from, unsigned flipped, Group (&groups)[HELD], float& single) {
+    const Hold<T, THREADS, HELD, ODD>& hold, const Group* from, unsigned flipped, Group (&groups)[HELD], float& single) {
     single = hold.load(from, lowest(T()) ^ flipped, groups);
     if (flipped != 0) {
         single = -single;
@@ -390,7 +391,7 @@ template <int THREADS>
 constexpr int RESIDENT = THREADS < 512 ? 512 / THREADS : 1;
 
 // y = softmax(x * scale), or its logarithm. x and y: (M, N), rows of both at the same distance from a multiple of 16.
-template <typename T, bool LOG, int THREADS, int HELD, int BLOCKS, int STAGES>
+template <typename T, bool LOG, int THREADS, int HELD, int BLOCKS, int STAGES, bool ODD>
 __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
     const T* x, T* y, long long rows, int columns, long long x_stride, int part_groups, int* counter, float scale) {
     const Ring<T, 1, BLOCKS, STAGES> ring(part_groups, counter);
@@ -404,10 +405,10 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
     };
     Group groups[HELD];
     float single;
-    Hold<T, THREADS, HELD> next(part_of(0));
+    Hold<T, THREADS, HELD, ODD> next(part_of(0));
     const auto take = [&](int number) {
         ring.wait(number);
-        next = Hold<T, THREADS, HELD>(part_of(number));
+        next = Hold<T, THREADS, HELD, ODD>(part_of(number));
         return taken<T>(next, ring.groups(number), flipped, groups, single);
     };
     if (threadIdx.x == 0) {
@@ -417,7 +418,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
 #pragma unroll 1
     for (int number = 0; ring.row_of(number) < rows; ++number) {
         const int asked = ring.ask();
-        const Hold<T, THREADS, HELD> hold = next;
+        const Hold<T, THREADS, HELD, ODD> hold = next;
         float values[HELD][WIDTH<T>];
         Share share(ring.template largest_of_block<THREADS / 32>(top), factor);
         if (threadIdx.x == 0) fetch(number + STAGES);  // all have taken theirs
@@ -431,7 +432,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
                 if constexpr (!LOG) values[j][k] = power;
             }
         }
-        const float single_power = share.power(single), of_single = LOG ? single : single_power;
+        const float single_power = ODD ? share.power(single) : 0.0f, of_single = LOG ? single : single_power;
         share.total += single_power;
         ring.template send<THREADS / 32, true, false>(share, number, asked);
         if (ring.row_of(number + 1) < rows) top = take(number + 1);
@@ -453,7 +454,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
 }
 
 // dx of y = softmax(x * scale), or of its logarithm, from dy and y.
-template <typename T, bool LOG, int THREADS, int HELD, int BLOCKS, int STAGES>
+template <typename T, bool LOG, int THREADS, int HELD, int BLOCKS, int STAGES, bool ODD>
 __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_cluster(
     const T* dy, const T* y, T* dx, long long rows, int columns, long long dy_stride, int part_groups, int* counter, float scale) {
     const Ring<T, 2, BLOCKS, STAGES> ring(part_groups, counter);
@@ -470,7 +471,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_c
         const int asked = ring.ask();
         const long long row = ring.row_of(number);
         const Part part = ring.part_of(y + row * columns, columns);
-        const Hold<T, THREADS, HELD> hold(part);
+        const Hold<T, THREADS, HELD, ODD> hold(part);
         Group gradients[HELD], results[HELD];
         float gradient[WIDTH<T>], result[WIDTH<T>];
         Share share(0.0f, 1.0f);
@@ -514,7 +515,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_c
 // The losses of rows of logits and their gradient, as of cross_entropy_rows_long (loss_kernels.py), without class
 // weights. dx may be the memory of x. inverse: what a mean multiplies gradients with, or null. kept: 1 - smoothing; spread:
 // smoothing / N. Rows whose target is `ignored` are not read; one whose target is no class is NaN.
-template <typename T, bool SMOOTH, int THREADS, int HELD, int BLOCKS, int STAGES>
+template <typename T, bool SMOOTH, int THREADS, int HELD, int BLOCKS, int STAGES, bool ODD>
 __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_cluster(
     const T* x, const long long* target, const float* inverse, float* losses, T* dx,  // (M, N), (M,), (), (M,), (M, N)
     long long rows, int columns, long long x_stride, long long dx_stride, int part_groups, int* counter,
@@ -550,15 +551,15 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
     // Infinite where the loss is infinite or NaN in any case: then the sum counts from 0.
     const auto base_of = [](float picked) { return fabsf(picked) < INFINITY ? picked : 0.0f; };
     // Whether this thread has the target's logit; where there is none, whether it is the first of all.
-    const auto tells = [&](const Hold<T, THREADS, HELD>& hold, int label) {
+    const auto tells = [&](const Hold<T, THREADS, HELD, ODD>& hold, int label) {
         return label < 0 ? ring.rank == 0 && threadIdx.x == 0 : hold.has(label);
     };
     Group groups[HELD];
     float top = -INFINITY, single = -INFINITY, sum = 0.0f;
-    Hold<T, THREADS, HELD> following(ring.part_of(x + ring.row_of(0) * x_stride, columns));
+    Hold<T, THREADS, HELD, ODD> following(ring.part_of(x + ring.row_of(0) * x_stride, columns));
     const auto take = [&](int number) {
         ring.wait(number);
-        following = Hold<T, THREADS, HELD>(ring.part_of(x + ring.row_of(number) * x_stride, columns));
+        following = Hold<T, THREADS, HELD, ODD>(ring.part_of(x + ring.row_of(number) * x_stride, columns));
         const Part& part = following.part;
         const int label = labels[number % 8];
         if (label == NONE) return;
@@ -586,15 +587,14 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
 #pragma unroll 1
     for (int number = 0; ring.row_of(number) < rows; ++number) {
         const int asked = ring.ask();
-        const Hold<T, THREADS, HELD> hold = following;
+        const Hold<T, THREADS, HELD, ODD> hold = following;
         float values[HELD][WIDTH<T>];
         Share share(ring.template largest_of_block<THREADS / 32>(top), LOG2_E);
         share.sum = sum;
         if (threadIdx.x == 0) fetch(number + STAGES);  // all have taken theirs
         float single_power = 0.0f;
         if (labels[number % 8] != NONE) {
-            single_power = share.power(single);
-            share.total = single_power;
+            if constexpr (ODD) share.total = single_power = share.power(single);
 #pragma unroll
             for (int j = 0; j < HELD; ++j) {
                 widen<T>(groups + j, values[j]);
