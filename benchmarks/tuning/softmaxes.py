@@ -97,6 +97,14 @@ def task(direction: str, columns: int, candidates: dict[str, Settings], goal: st
 
 F, B = "FORWARD", "BACKWARD"
 TASKS = (
+    *(
+        task(direction, columns, tiles(direction, *found), "copy")
+        for columns in (621, 1003)
+        for direction, found in (
+            (F, ((4, 1024, 2, True), (4, 2048, 4, True), (1, 2048, 1, True), (1, 2048, 2, True), (2, 2048, 2, True))),
+            (B, ((4, 1024, 2), (2, 2048, 2), (1, 2048, 1), (1, 2048, 2), (4, 2048, 4), (1, 4096, 1), (1, 1024, 1))),
+        )
+    ),
     task(F, 4096, tiles(F, (1, 8192, 8, True), (1, 2048, 4, True), (1, 4096, 4, True), (2, 4096, 8, True)), "copy"),
     task(F, 16384, tiles(F, (1, 8192, 16, True), (1, 4096, 8, True), (1, 16384, 16, True), (1, 8192, 8)), "copy"),
     task(
