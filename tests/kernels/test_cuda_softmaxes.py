@@ -254,6 +254,17 @@ def test_the_table_decides_by_bytes_and_by_where_rows_begin(clusters: Any) -> No
     assert module.plan((), (torch.zeros(2, 96),), torch.zeros(2, 96)) is None
 
 
+def test_odd_rows_but_those_that_begin_at_multiples_of_some_bytes(clusters: Any) -> None:
+    clusters("one")
+    entries = (module.OddRows(0, ANY, unless=4),)
+    for columns, served in ((2048, False), (2052, False), (2050, False), (2049, True)):
+        x = torch.zeros(2, columns, dtype=torch.float16)
+        assert (module.plan(entries, (x,), x.clone()) is not None) == served, columns
+    padded = torch.zeros(2, 2056, dtype=torch.float16)[:, :2049]  # whole groups apart, and ends within one
+    assert module.plan((module.OddRows(0, ANY),), (padded,), padded) is not None
+    assert module.plan(entries, (padded,), padded) is None
+
+
 SHARED_BYTES = 232_448  # of a block, on an H200
 
 

@@ -25,6 +25,8 @@ from rooftop.errors import MissingExtraError
 from rooftop.launch import cuda, nvrtc
 from rooftop.launch.triton_launch import shared_memory_bytes
 
+GROUP_BYTES = 16
+
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
 
@@ -55,25 +57,30 @@ class OddRows:
 
     Attributes:
         above_bytes, row_bytes, stages: as of ClusterConfig.
+        unless: but not rows that all begin at multiples of so many bytes: Triton's kernels load those at once.
     """
 
     above_bytes: int
     row_bytes: int
     stages: int = 2
+    unless: int = GROUP_BYTES
 
 
 Table = tuple[ClusterConfig | OddRows, ...]
 
 # From an H200 (results/h200/tune_clusters.json): what is not here is faster by Triton's kernels.
 CLUSTER_FORWARD: Table = (
-    OddRows(4096, 524_000),
+    OddRows(4096, 12_000),
+    OddRows(12_000, 32_768, unless=8),
+    OddRows(32_768, 524_000),
     ClusterConfig(32_768, 65_536, 4, 128, 8),
     ClusterConfig(65_536, 131_072, 8, 128, 8),
     ClusterConfig(131_072, 262_144, 8, 256, 8),
     ClusterConfig(262_144, 524_288, 16, 256, 8),
 )
 CLUSTER_BACKWARD: Table = (
-    OddRows(4096, 262_000),
+    OddRows(4096, 49_000, unless=4),
+    OddRows(49_000, 262_000),
     OddRows(262_000, 524_000, stages=1),
     ClusterConfig(24_576, 32_768, 1, 256, 8),
     ClusterConfig(32_768, 65_536, 4, 256, 4),
@@ -82,7 +89,8 @@ CLUSTER_BACKWARD: Table = (
     ClusterConfig(262_144, 524_288, 16, 256, 8, 1),
 )
 CLUSTER_FUSED: Table = (  # cross entropy and its gradient
-    OddRows(4096, 524_000),
+    OddRows(4096, 8200, unless=8),
+    OddRows(8200, 524_000),
     ClusterConfig(16_384, 32_768, 2, 128, 8),
     ClusterConfig(32_768, 65_536, 2, 256, 8),
     ClusterConfig(65_536, 131_072, 4, 256, 8),
@@ -125,7 +133,6 @@ def _first(groups: int, tensors: int, stages: int, shared_bytes: int) -> Cluster
 
 
 CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
-GROUP_BYTES = 16
 ARRIVAL_BYTES = 800  # at the beginning of shared memory, before shares of 16 bytes
 
 
@@ -152,8 +159,11 @@ def plan(table: Table, sources: Sequence[Tensor], result: Tensor) -> Plan | None
         return None
     odd = starts != {(0, 0)} or columns * size % GROUP_BYTES != 0
     for entry in table:
-        of_odd = isinstance(entry, OddRows) or entry.odd
-        if of_odd == odd and entry.above_bytes < columns * size <= entry.row_bytes:
+        if isinstance(entry, OddRows):
+            served = odd and (entry.unless == GROUP_BYTES or any(p % entry.unless for start in starts for p in start))
+        else:
+            served = entry.odd == odd
+        if served and entry.above_bytes < columns * size <= entry.row_bytes:
             found = _planned(entry, columns, size, len(sources), shared_memory_bytes(first))
             return found if found is not None and has_clusters(first.device) else None
     return None

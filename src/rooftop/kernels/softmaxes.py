@@ -88,7 +88,7 @@ FORWARD = (
 )
 BACKWARD = (
     *(TileConfig(512, 8, 512, 2), TileConfig(1024, 4, 1024, 2), TileConfig(2048, 2, 2048, 2)),
-    *(TileConfig(4096, 1, 4096, 4), TileConfig(8192, 1, 4096, 4), TileConfig(16384, 1, 8192, 8)),
+    *(TileConfig(4096, 1, 2048, 2), TileConfig(8192, 1, 4096, 4), TileConfig(16384, 1, 8192, 8)),
     *(TileConfig(32768, 1, 16384, 8), TileConfig(65536, 1, 16384, 16), TileConfig(131072, 1, 32768, 16)),
 )
 ANY_BYTES = 1 << 62  # rows of any length
