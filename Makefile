@@ -38,8 +38,10 @@ demo: setup
 browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || echo "no chromium: the browser tests will be skipped (apt-get install chromium)"
 
+# Whatever the shell says, byte code is kept: else each process that a test starts compiles this library again, and each
+# worker all tests.
 test: setup browser lint
-	$(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
 
 # Kernels are compiled in many processes at once: each has one thread for what runs on the CPU.
 test-gpu: gpu

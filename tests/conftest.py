@@ -11,6 +11,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import re
 import runpy
 import shutil
@@ -29,6 +30,7 @@ from typing import Any
 import pytest
 import torch
 
+from rooftop.hardware import Ceilings, measure_ceilings
 from rooftop.launch import INTERPRETED, cuda
 
 
@@ -227,7 +229,7 @@ def _three(size: Size) -> Size:
 
 @pytest.fixture(scope="session")
 def shared_builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this run for what the C++ compiler makes, one for all workers."""
+    """A folder of this run for what takes long to make, one for all workers."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "builds"
     folder.mkdir(exist_ok=True)
@@ -245,6 +247,69 @@ def built_once(folder: Path, make: Callable[[Path], None]) -> Path:
             make(unfinished)
             unfinished.rename(folder)
     return folder
+
+
+Switches = dict[str, object]
+Measurement = tuple[Ceilings, Switches, Switches]
+
+
+def switches() -> Switches:
+    """Everything global in torch that a measurement could have turned."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch._C._cuda_clearCublasWorkspaces()  # which cuBLAS keeps for each stream that has multiplied matrices
+    return {
+        "matmul tf32": torch.backends.cuda.matmul.allow_tf32,
+        "reduced bf16": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "reduced fp16": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        "cudnn tf32": torch.backends.cudnn.allow_tf32,
+        "cudnn benchmark": torch.backends.cudnn.benchmark,
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+        "random": torch.get_rng_state().tolist(),
+        "random on the GPU": torch.cuda.get_rng_state().tolist() if cuda else None,
+        "device": torch.cuda.current_device() if cuda else None,
+        "allocated": torch.cuda.memory_allocated() if cuda else None,
+    }
+
+
+@pytest.fixture(scope="session")
+def measured_with_switches_turned() -> Callable[[str], Measurement]:
+    """Measures the ceilings of a device: these, and what was set before and after."""
+
+    def measured(device: str) -> Measurement:
+        usual = (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
+        try:
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.benchmark = True
+            before = switches()
+            return measure_ceilings(device, refresh=True), before, switches()
+        finally:
+            torch.set_float32_matmul_precision(usual[0])
+            torch.backends.cudnn.benchmark = usual[1]
+
+    return measured
+
+
+@pytest.fixture(scope="session")
+def measurement(shared_builds: Path, measured_with_switches_turned: Callable[[str], Measurement]) -> Measurement:
+    """That of this CPU, which takes a while: by the first worker that needs it, and into the cache of this run."""
+
+    def make(folder: Path) -> None:
+        (folder / "measurement").write_bytes(pickle.dumps(measured_with_switches_turned("cpu")))
+
+    folder = built_once(shared_builds / "ceilings", make)
+    found: Measurement = pickle.loads((folder / "measurement").read_bytes())
+    return found
+
+
+@pytest.fixture(scope="session")
+def measured(measurement: Measurement) -> Ceilings:
+    """The ceilings of this CPU, which `measure_ceilings` now finds in its cache."""
+    return measurement[0]
 
 
 def compiled_for_cpu(source: str, names: Sequence[str], builds: Path, headers: Path) -> dict[str, KernelOnCpu]:

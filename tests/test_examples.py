@@ -145,6 +145,7 @@ def test_crossover_on_a_gpu(run: Run) -> None:
     assert "the GPU is faster: from about" in out
 
 
+@pytest.mark.usefixtures("measured")
 def test_the_report_of_a_training_loop(run: Run, tmp_path: Path) -> None:
     out = run("training_loop", "--steps", 14, "--batch", 4, "-o", tmp_path / "report.html")
     assert "14 recorded steps" in out
@@ -409,6 +410,7 @@ def test_a_text_that_was_learned_by_heart_goes_on(run: Run, tmp_path: Path) -> N
     assert "--- drawn\nUnder the roof" in out
 
 
+@pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippets_of_the_pages_print_what_they_say(
     snippet: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from rooftop.cli.main import main
-from rooftop.hardware import measure_ceilings
+from rooftop.hardware import Ceilings
 
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="session")
-def ceilings_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ceilings of this machine, measured once for all tests."""
+def ceilings_file(measured: Ceilings, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ceilings") / "ceilings.json"
-    measure_ceilings("cpu").save(path)
+    measured.save(path)
     return path
 
 

@@ -14,17 +14,17 @@ import torch
 import rooftop
 from rooftop.cli.main import main
 from rooftop.hardware import Ceilings, measure_ceilings
+from rooftop.hardware.measuring import cache_path
+from rooftop.hardware.probes import identity
 
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds the ceilings of this CPU."""
+def cache(measured: Ceilings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds the ceilings of this CPU and nothing else."""
     folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROOFTOP_CACHE", str(folder))
-        measure_ceilings("cpu")
+    measured.save(folder / cache_path(identity(torch.device("cpu"))).name)
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,57 +17,8 @@ from rooftop.hardware import Ceilings, MemoryPoint, measure, measure_ceilings
 from rooftop.hardware.measuring import cache_path
 from rooftop.hardware.probes import identity
 
-
-def switches() -> dict[str, object]:
-    """Everything global in torch that a measurement could have turned."""
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch._C._cuda_clearCublasWorkspaces()  # which cuBLAS keeps for each stream that has multiplied matrices
-    return {
-        "matmul tf32": torch.backends.cuda.matmul.allow_tf32,
-        "reduced bf16": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        "reduced fp16": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-        "cudnn tf32": torch.backends.cudnn.allow_tf32,
-        "cudnn benchmark": torch.backends.cudnn.benchmark,
-        "matmul precision": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "dtype": torch.get_default_dtype(),
-        "threads": torch.get_num_threads(),
-        "grad": torch.is_grad_enabled(),
-        "random": torch.get_rng_state().tolist(),
-        "random on the GPU": torch.cuda.get_rng_state().tolist() if cuda else None,
-        "device": torch.cuda.current_device() if cuda else None,
-        "allocated": torch.cuda.memory_allocated() if cuda else None,
-    }
-
-
 Switches = dict[str, object]
-
-
-def measured_with_switches_turned(device: str | None) -> tuple[Ceilings, Switches, Switches]:
-    """Ceilings, and what was set before and after."""
-    usual = (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
-    try:
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.benchmark = True
-        before = switches()
-        return measure_ceilings(device, refresh=True), before, switches()
-    finally:
-        torch.set_float32_matmul_precision(usual[0])
-        torch.backends.cudnn.benchmark = usual[1]
-
-
-@pytest.fixture(scope="module")
-def measurement(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ceilings, Switches, Switches]:
-    """Ceilings of this CPU, measured now, and what was set before and after."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROOFTOP_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return measured_with_switches_turned("cpu")
-
-
-@pytest.fixture(scope="module")
-def measured(measurement: tuple[Ceilings, Switches, Switches]) -> Ceilings:
-    return measurement[0]
+Measurement = tuple[Ceilings, Switches, Switches]  # and what was set before and after
 
 
 def test_json_round_trip(measured: Ceilings, tmp_path: Path) -> None:
@@ -136,7 +88,7 @@ def test_a_cache_that_cannot_be_written_loses_no_measurement(
 
 
 def test_measuring_leaves_switches_and_random_numbers_as_they_were(
-    measurement: tuple[Ceilings, Switches, Switches],
+    measurement: Measurement,
 ) -> None:
     _, before, after = measurement
     assert after == before
@@ -144,7 +96,7 @@ def test_measuring_leaves_switches_and_random_numbers_as_they_were(
 
 @pytest.mark.gpu
 def test_measuring_a_gpu_leaves_switches_and_random_numbers_as_they_were(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    measured_with_switches_turned: Callable[[str], Measurement], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
     _, before, after = measured_with_switches_turned("cuda")
