@@ -31,7 +31,7 @@ import pytest
 import torch
 
 from rooftop.hardware import Ceilings, measure_ceilings
-from rooftop.launch import INTERPRETED, cuda
+from rooftop.launch import INTERPRETED, cuda, nvrtc
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -312,23 +312,39 @@ def measured(measurement: Measurement) -> Ceilings:
     return measurement[0]
 
 
+def compile_at_once(source: str, names: Sequence[str]) -> None:
+    """Kernels of one source, compiled for a GPU together, each into the cache where `COMPILE` finds it."""
+    options = nvrtc.Options("sm_90")
+    signatures = {name: f"rooftop_signature<decltype(&{name})>" for name in names}
+    compiled, log = nvrtc._run(source + nvrtc.SIGNATURE, names[0], options, (*names, *signatures.values()))
+    symbols = {name: nvrtc._text(symbol) for name, symbol in compiled.symbol_mapping.items()}
+    for name, signature in signatures.items():
+        types = nvrtc.parameter_types(nvrtc._demangled(symbols[signature]))
+        resources = nvrtc._resources(log, symbols[name])
+        code = bytes(compiled.code)
+        binary = nvrtc.Binary(name, options.arch, symbols[name], types, **resources, log=log, cubin=code)
+        nvrtc._save(binary, nvrtc._folder() / f"{nvrtc._key(source, name, options)}.kernel")
+
+
 def compiled_for_cpu(source: str, names: Sequence[str], builds: Path, headers: Path) -> dict[str, KernelOnCpu]:
-    """Kernels of one source, by name; the C++ compiler is started once for all of them."""
-    reals = {name: COMPILE(source, name, arch="sm_90") for name in names}
-    text = '#include "cuda_fp16.h"\n' + source
-    for number, (name, real) in enumerate(reals.items()):
-        parameters = ", ".join(f"{type_} a{i}" for i, type_ in enumerate(real.binary.types))
-        arguments = ", ".join(f"a{i}" for i in range(len(real.binary.types)))
-        run = f"run_blocks(sizes, [=] {{ {name}({arguments}); }});"
-        text += f'\nextern "C" void run_{number}(const unsigned* sizes, {parameters}) {{ {run} }}\n'
+    """Kernels of one source, by name; each compiler is started once for all of them, by one worker."""
 
     def make(folder: Path) -> None:
+        compile_at_once(source, names)
+        text = '#include "cuda_fp16.h"\n' + source
+        for number, name in enumerate(names):
+            types = COMPILE(source, name, arch="sm_90").binary.types
+            parameters = ", ".join(f"{type_} a{i}" for i, type_ in enumerate(types))
+            arguments = ", ".join(f"a{i}" for i in range(len(types)))
+            run = f"run_blocks(sizes, [=] {{ {name}({arguments}); }});"
+            text += f'\nextern "C" void run_{number}(const unsigned* sizes, {parameters}) {{ {run} }}\n'
         (folder / "kernels.cpp").write_text(text)
         command = [*GXX, "-shared", f"-I{headers}", str(folder / "kernels.cpp"), "-o", str(folder / "kernels.so")]
         subprocess.run(command, check=True)
 
-    folder = built_once(builds / hashlib.sha256(text.encode()).hexdigest(), make)
-    library = ctypes.CDLL(str(folder / "kernels.so"))
+    key = hashlib.sha256("\n".join((*names, source)).encode()).hexdigest()
+    library = ctypes.CDLL(str(built_once(builds / key, make) / "kernels.so"))
+    reals = {name: COMPILE(source, name, arch="sm_90") for name in names}
     return {name: KernelOnCpu(real, getattr(library, f"run_{i}")) for i, (name, real) in enumerate(reals.items())}
 
 
