@@ -21,6 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -100,6 +101,23 @@ def torchvision_models() -> Iterator[ModuleType]:
         for schema in TORCHVISION:
             library.define(schema)
     yield pytest.importorskip("torchvision.models")  # noqa: PT022 (the library must outlive the tests)
+
+
+@pytest.fixture(scope="session")
+def models_remembered() -> Iterator[None]:
+    """Which built-in model a file fits is found by building all of them without values, which takes seconds: here, once
+    for each number of classes."""
+    from rooftop.models import weights
+    from rooftop.models.registry import builtin_models
+
+    remembered = functools.cache(functools.cache)  # by the builder, its models
+
+    def entries() -> dict[str, Any]:
+        return {name: replace(entry, build=remembered(entry.build)) for name, entry in builtin_models().items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "builtin_models", entries)
+        yield
 
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.h")

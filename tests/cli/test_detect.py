@@ -20,6 +20,8 @@ from rooftop.models.detection import detect
 from rooftop.models.detr import Detr
 from rooftop.models.resnet import Bottleneck
 
+pytestmark = pytest.mark.usefixtures("models_remembered")
+
 Run = Callable[..., tuple[int, str, str]]
 
 

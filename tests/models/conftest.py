@@ -11,7 +11,7 @@ from rooftop import models
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(models_remembered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where weights are kept, empty and for one test only; the server that they come from does not exist."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setattr(torch.hub, "_hub_dir", None)
