@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from rooftop.cost import CountingMode
+from rooftop.kernels import cuda_interpolations as module
 from rooftop.kernels import trilinear_interpolate_cuda
 from rooftop.kernels.cuda_interpolations import kernel_for, trilinear_reference
 from rooftop.launch import count_launches, cuda, operators
@@ -56,22 +58,36 @@ def test_gate(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert_gate(*tensors(*shape, dtype=dtype))
 
 
+KERNELS = {
+    "trilinear_forward": ["__half, float, 4", "__nv_bfloat16, float, 8", "double, double, 2", "float, __half, 1",
+                          "float, __half, 4", "float, float, 1", "float, float, 4"],
+    "trilinear_backward": ["__half, float, 4", "__nv_bfloat16, float, 8", "double, double, 2", "float, float, 1"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def launches(compile_for_cpu: Callable[[str, Sequence[str]], None], cuda_on_cpu: Counter[str]) -> Counter[str]:
+    """Those on the CPU, of kernels that are compiled together."""
+    compile_for_cpu(module._source(), [f"{name}<{types}>" for name, each in KERNELS.items() for types in each])
+    return cuda_on_cpu
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((70, 32), torch.bfloat16), ((5, 300), torch.float16), ((33, 17), torch.float32)]
 )
-def test_gate_of_the_kernels_on_the_cpu(shape: tuple[int, int], dtype: torch.dtype, cuda_on_cpu: Counter[str]) -> None:
+def test_gate_of_the_kernels_on_the_cpu(shape: tuple[int, int], dtype: torch.dtype, launches: Counter[str]) -> None:
     assert_gate(*tensors(*shape, dtype=dtype))
-    assert cuda_on_cpu == {"trilinear_forward": 1, "trilinear_backward": 1}
+    assert launches == {"trilinear_forward": 1, "trilinear_backward": 1}
 
 
-def test_the_kernels_have_the_gradients_of_finite_differences(cuda_on_cpu: Counter[str]) -> None:
+def test_the_kernels_have_the_gradients_of_finite_differences(launches: Counter[str]) -> None:
     features, points = (t.double().requires_grad_() for t in tensors(1, 2))
     assert torch.autograd.gradcheck(trilinear_interpolate_cuda, (features, points))
-    assert cuda_on_cpu["trilinear_backward"]
+    assert launches["trilinear_backward"]
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])
-def test_a_gradient_comes_alone(wanted: tuple[bool, bool], cuda_on_cpu: Counter[str]) -> None:
+def test_a_gradient_comes_alone(wanted: tuple[bool, bool], launches: Counter[str]) -> None:
     inputs = [t.requires_grad_(w) for t, w in zip(tensors(6, 5), wanted, strict=True)]
     dout = torch.randn(6, 5)
     got = torch.autograd.grad(trilinear_interpolate_cuda(*inputs), [t for t in inputs if t.requires_grad], dout)
@@ -102,7 +118,7 @@ def test_it_agrees_with_grid_sample() -> None:
     torch.testing.assert_close(trilinear_interpolate_cuda(features, points), expected)
 
 
-def test_points_in_half_precision_and_views(cuda_on_cpu: Counter[str]) -> None:
+def test_points_in_half_precision_and_views(launches: Counter[str]) -> None:
     features, points = torch.randn(10, 4, 8).transpose(1, 2), torch.rand(10, 6)[:, ::2].half()
     expected = trilinear_reference(features, points)
     torch.testing.assert_close(trilinear_interpolate_cuda(features, points), expected)
@@ -111,17 +127,17 @@ def test_points_in_half_precision_and_views(cuda_on_cpu: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
-def test_of_nothing(shape: tuple[int, int], cuda_on_cpu: Counter[str]) -> None:
+def test_of_nothing(shape: tuple[int, int], launches: Counter[str]) -> None:
     features, points = (t.requires_grad_() for t in tensors(*shape))
     out = trilinear_interpolate_cuda(features, points)
     assert out.shape == shape
     out.sum().backward()
-    assert not cuda_on_cpu
+    assert not launches
     assert points.grad is not None
     assert not points.grad.any()
 
 
-def test_nan_stays_with_its_point(cuda_on_cpu: Counter[str]) -> None:
+def test_nan_stays_with_its_point(launches: Counter[str]) -> None:
     features, points = tensors(6, 4)
     points[2, 1] = float("nan")
     assert trilinear_interpolate_cuda(features, points).isnan().all(1).tolist() == [i == 2 for i in range(6)]
@@ -193,8 +209,6 @@ def test_wrong_arguments(features: Tensor, points: Tensor, error: type[Exception
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_kernels_compile_without_spills(arch: str) -> None:
     pytest.importorskip("cuda.core")
-    from rooftop.kernels import cuda_interpolations as module
-
     for dtype in (torch.float16, torch.float64):
         features, points = (t.to(dtype) for t in tensors(4, 64))
         for direction in ("forward", "backward"):
