@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,27 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def kernels_of(network: str) -> list[dict[str, Any]]:
+@pytest.fixture
+def kernels_of(fork: Callable[..., BaseProcess], tmp_path: Path) -> Callable[[str], list[dict[str, Any]]]:
     """In a process of its own, whose torch believes in a GPU."""
-    program = Path(__file__).with_name("gpu_code.py")
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", program, network], capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    return [json.loads(line) for line in run.stdout.splitlines()]
+
+    def kernels(network: str) -> list[dict[str, Any]]:
+        path = Path(__file__).with_name("gpu_code.py")
+        program = f"import runpy\nrunpy.run_path({str(path)!r}, run_name='__main__')"
+        streams = {"output": tmp_path / "output", "errors": tmp_path / "errors"}
+        process = fork(program, network, environment={}, folder=tmp_path, **streams)
+        process.join(300)
+        assert process.exitcode == 0, streams["errors"].read_text()[-2000:]
+        return [json.loads(line) for line in streams["output"].read_text().splitlines()]
+
+    return kernels
 
 
 def named(kernels: list[dict[str, Any]], *parts: str) -> list[list[int]]:
     return [kernel["moved"] for kernel in kernels if all(part in kernel["name"] for part in parts)]
 
 
-def test_convolutions_norms_and_pooling() -> None:
+def test_convolutions_norms_and_pooling(kernels_of: Callable[[str], list[dict[str, Any]]]) -> None:
     kernels = kernels_of("convolutions")
     assert [kernel for kernel in kernels if kernel["moved"] is None] == []
     large, small = 2 * 8 * 64 * 32 * 32, 2 * 8 * 64 * 16 * 16  # bytes of the stem's images, and of the pooled ones
@@ -44,7 +50,7 @@ def test_convolutions_norms_and_pooling() -> None:
     assert scatter == [small + indices, 2 * small]
 
 
-def test_attention_norms_and_embeddings() -> None:
+def test_attention_norms_and_embeddings(kernels_of: Callable[[str], list[dict[str, Any]]]) -> None:
     kernels = kernels_of("text")
     assert [kernel for kernel in kernels if kernel["moved"] is None] == []
     gradient = 4 * 1000 * 256  # of the table of tokens, in float32
