@@ -100,7 +100,7 @@ def test_fake_weights_give_the_same_prediction_at_once(train: bool, transformers
     def residual() -> tuple[nn.Module, Tensor, dict[str, Any]]:
         return resnet50(), torch.randn(8, 3, 224, 224), {}
 
-    for build in (residual, language(transformers, n_layer=2, n_embd=256, n_head=4, vocab_size=5000)):
+    for build in (residual, language(transformers, n_layer=4, n_embd=768, n_head=12, vocab_size=50257)):
         totals = []
         for context in (nullcontext(), fake_tensors()):
             with context:
