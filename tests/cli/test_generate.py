@@ -102,6 +102,15 @@ def test_what_is_drawn_follows_from_the_seed(run: Run, folder: Path) -> None:
     assert run(*words, *options, "--seed", 4)[1] != drawn != run(*words)[1]
 
 
+def test_json_is_not_written_over_what_is_read(run: Run, folder: Path) -> None:
+    config = folder / "config.json"
+    before = config.read_bytes()
+    status, _, err = run("--weights", folder, "--bytes", "--prompt", "Hello", "--json", config)
+    assert status == 2
+    assert "is read: give another name" in err
+    assert config.read_bytes() == before
+
+
 def test_json_has_the_same(run: Run, folder: Path, tmp_path: Path) -> None:
     words = ("--weights", folder, "--bytes", "--prompt", "Hello", "--prompt", "b", "--max-new-tokens", 5)
     status, out, err = run(*words, "--json", "-")

@@ -377,11 +377,14 @@ def _check_outputs(paths: Sequence[Path]) -> None:
         raise click.BadParameter(f"{twice} is named for two outputs", param_hint="output")
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, inputs: Sequence[Path] = ()) -> None:
     """Find out before the work, not after it, that a file cannot be written.
 
+    Args:
+        inputs: files that are read, and folders whose files are: none of these is overwritten.
+
     Raises:
-        click.BadParameter: its folder is missing or not writable, or it is a folder itself, or "-".
+        click.BadParameter: its folder is missing or not writable, or it is a folder itself, or "-", or is read.
     """
     folder = path.parent
     if path == Path("-"):
@@ -394,9 +397,17 @@ def check_writable(path: Path) -> None:
         problem = f"cannot be written: there is no folder {folder}"
     elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         problem = "cannot be written: permission denied"
+    elif path.exists() and any(each.exists() and path.samefile(each) for each in _files(inputs)):
+        problem = "is read: give another name"
     else:
         return
     raise click.BadParameter(f"{path} {problem}", param_hint="output")
+
+
+def _files(paths: Sequence[Path]) -> Iterator[Path]:
+    """Files, and those in folders."""
+    for path in paths:
+        yield from path.iterdir() if path.is_dir() else (path,)
 
 
 def _check_plotly() -> None:

@@ -88,7 +88,7 @@ def command(
         raise click.UsageError("expected one of --weights and --random-weights SEED, an untrained model")
     to_stdout = json_path == Path("-")
     if json_path is not None and not to_stdout:
-        check_writable(json_path)
+        check_writable(json_path, [*find_images(paths), *([] if weights is None else [Path(weights)])])
     check_images(find_images(paths))  # before anything is downloaded
     if seed is None:
         weights = weights or "DEFAULT"

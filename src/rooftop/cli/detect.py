@@ -99,7 +99,7 @@ def command(
         raise click.UsageError("expected --weights FILE, or --random-weights SEED to see that it runs")
     to_stdout = json_path == Path("-")
     if json_path is not None and not to_stdout:
-        check_writable(json_path)
+        check_writable(json_path, [*find_images(paths), *([] if weights is None else [Path(weights)])])
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is no folder: name another with --output")
     found = find_images(paths)

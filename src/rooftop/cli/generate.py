@@ -113,7 +113,7 @@ def command(
     prompts = tuple(_unicode(number, prompt) for number, prompt in enumerate(prompts, 1))
     to_stdout = json_path == Path("-")
     if json_path is not None and not to_stdout:
-        check_writable(json_path)
+        check_writable(json_path, [] if weights is None else [weights])
     folder = weights if weights is None or weights.is_dir() else weights.parent
     tokenizer: Tokenizer = ByteTokenizer() if by_bytes or folder is None else FileTokenizer(folder / TOKENIZER)
     stop = stop_tokens(folder) if folder is not None and not by_bytes else []

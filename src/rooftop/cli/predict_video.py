@@ -132,11 +132,9 @@ def _check_outputs(video: Path, picture: Path, inputs: Sequence[Path]) -> None:
         click.BadParameter: a file cannot be written, is of another format, or is one that is read.
     """
     for path, suffixes, option in ((video, VIDEOS, "--output"), (picture, (".png",), "--picture")):
-        check_writable(path)
+        check_writable(path, inputs)
         if path.suffix.lower() not in suffixes:
             raise click.BadParameter(f"{path}: expected a name with {' or '.join(suffixes)}", param_hint=option)
-        if any(path.exists() and each.exists() and path.samefile(each) for each in inputs):
-            raise click.BadParameter(f"{path} is read: give another name", param_hint=option)
 
 
 def _read(
