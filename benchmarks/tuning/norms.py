@@ -196,6 +196,16 @@ TASKS = (
         for columns in (201, 381, 505)
     ),
     *(task(name, columns, TABLE | PLAIN) for name in ("rms forward", "add forward") for columns in (601, 839)),
+    *(
+        task(
+            direction,
+            columns,
+            forward((1, 4096, 16), (1, 8192, 32), (1, 16384, 16), (1, 2048, 16), (1, 4096, 32))
+            | staged("FORWARD", (2, 8, 2, 2), (1, 16, 2, 2), (2, 4, 4, 2)),
+        )
+        for direction in ("forward", "rms forward")
+        for columns in (12004, 21036, 30004)
+    ),
     task("forward", 768, forward((2, 256, 2), (4, 256, 4), (2, 256, 4), (2, 1024, 4), (4, 1024, 4), (1, 256, 1))),
     task("forward", 928, forward((2, 256, 2), (4, 256, 4), (2, 256, 4), (2, 1024, 4), (4, 1024, 4), (1, 512, 2))),
     task("forward", 1024, forward((2, 1024, 4), (1, 1024, 2), (4, 1024, 4), (2, 512, 4), (1, 1024, 4))),
