@@ -243,3 +243,8 @@ def test_exit_status_of_a_script(run: Run, tmp_path: Path) -> None:
     assert status == 1
     assert "train.py ended with exit status 7" in err
     assert len(err.splitlines()) == 1
+
+
+def test_no_words_at_all_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "Commands:\n  analyze " in capsys.readouterr().err

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -29,7 +29,7 @@ from rooftop.models.gpt_configs import GptConfig
 from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
 from rooftop.parallel import Layout, ModelGradients, Shard, sharded_data, shards_of, targets_of_all_ranks
 from rooftop.parallel.exchanges import Group, start_sum
-from rooftop.parallel.sharded_data import local_of, part_like, shard_here, whole_of
+from rooftop.parallel.sharded_data import fully_sharded, local_of, part_like, shard_here, whole_of
 from rooftop.testing import assert_as_accurate
 from rooftop.train import GptTrainer, GptTraining, Tokens, find_training, load_training, save_training, step_cost
 
@@ -244,6 +244,33 @@ def test_without_data_ranks_there_is_nothing_to_share(on_ranks: Run) -> None:
     for said in on_ranks(2, refused):
         assert "there are no data parallel ranks" in said[0]
         assert "has pp or cp ranks" in said[1]
+
+
+def refused_models() -> list[str]:
+    half, one = nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2)
+    pair = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    said = []
+    for model, units, kept in (
+        (nn.Sequential(half, one), [half, one], []),
+        (nn.ReLU(), [], []),
+        (pair, [pair], []),
+        (pair, [one], []),
+        (pair, [pair[0], pair[0]], []),
+        (pair, [pair[0]], [pair[1]]),
+    ):
+        with pytest.raises(ValueError, match=r"^fully_sharded: ") as error:
+            fully_sharded(model, units, Layout(dp=2).process_groups()["dp"], device_type="cpu", kept=kept)
+        said.append(str(error.value))
+    return said
+
+
+def test_what_cannot_be_shared_is_refused(on_ranks: Run) -> None:
+    expected = [
+        *("got torch.bfloat16 and torch.float32", "got none", "units that are modules in the model"),
+        *("units that are modules in the model", "a unit is given twice", "only modules that are among the units"),
+    ]
+    for said in on_ranks(2, refused_models):
+        assert all(words in text for words, text in zip(expected, said, strict=True)), said
 
 
 # ---- training and checkpoints ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,66 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pyte
     assert step == 1
     load_training(found, trainer())
     save_training(tmp_path, one)  # what was left over does not stand in the way
-    save_training(tmp_path, one)
     assert find_training(tmp_path, TRAINING, Layout())[1] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("done", range(3))
+def test_a_step_that_is_saved_again_is_there_all_the_time(
+    done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever renaming is the last that is done."""
+    one = trainer()
+    one.advance()
+    save_training(tmp_path, one)
+    replace_, left = checkpoints.os.replace, iter(range(done))
+
+    def replaced(*names: Path) -> None:
+        if next(left, None) is None:
+            raise OSError("the machine is gone")
+        replace_(*names)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints.os, "replace", replaced)
+        with nullcontext() if done == 2 else pytest.raises(OSError, match="gone"):
+            save_training(tmp_path, one)
+    found, step = find_training(tmp_path, TRAINING, Layout())
+    assert step == 1
+    load_training(found, trainer())
+    unfinished = tmp_path / ".step-00000001.unfinished"
+    checkpoints._remove(unfinished)
+    unfinished.write_text("in the way")
+    again = save_training(tmp_path, one)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", again.name]
+
+
+def test_a_part_of_another_shape_is_refused(tmp_path: Path) -> None:
+    found = save_training(tmp_path, trainer())
+    part = torch.load(found / "tensor-0.pt", weights_only=True)
+    part["weights"]["embedding.tokens.weight"] = part["weights"]["embedding.tokens.weight"][:, :1]
+    torch.save(part, found / "tensor-0.pt")
+    with pytest.raises(InputError, match=r"does not fit: embedding.tokens.weight is \(\d+, 1\) there and"):
+        load_training(found, trainer())
+
+
+@pytest.mark.parametrize("damage", ['{"format": 1, "training": [1]}', '{"format": 1}', "[]", "{"])
+def test_a_folder_that_holds_no_training_says_so(damage: str, tmp_path: Path) -> None:
+    found = save_training(tmp_path, trainer())
+    (found / "training.json").write_text(damage)
+    with pytest.raises(InputError, match="does not hold a training as --save writes it"):
+        find_training(tmp_path, TRAINING, Layout())
+    (tmp_path / "latest").write_text("\0")
+    with pytest.raises(InputError, match="does not hold a training"):
+        find_training(tmp_path, TRAINING, Layout())
+
+
+def test_no_room_is_said_with_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(value: object, file: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 5248 vs 5142")
+
+    monkeypatch.setattr(checkpoints.torch, "save", full)
+    with pytest.raises(OSError, match=r"tensor-0.pt could not be written whole; is there room for it"):
+        save_training(tmp_path, trainer())
 
 
 def test_only_what_changes_no_number_may_change(tmp_path: Path) -> None:
@@ -279,6 +337,15 @@ def test_a_wrong_call_is_one_line(
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_figures_are_not_written_over_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("text " * 100)
+    for data in (text, tmp_path):
+        assert called(data, "--metrics", str(text)) == 2
+        assert "is read: give another name" in capsys.readouterr().err
+    assert text.read_text() == "text " * 100
 
 
 def test_tokens_without_a_vocabulary_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

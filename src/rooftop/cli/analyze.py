@@ -397,17 +397,18 @@ def check_writable(path: Path, inputs: Sequence[Path] = ()) -> None:
         problem = f"cannot be written: there is no folder {folder}"
     elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         problem = "cannot be written: permission denied"
-    elif path.exists() and any(each.exists() and path.samefile(each) for each in _files(inputs)):
+    elif path.exists() and any(_is_in(path, each) for each in inputs):
         problem = "is read: give another name"
     else:
         return
     raise click.BadParameter(f"{path} {problem}", param_hint="output")
 
 
-def _files(paths: Sequence[Path]) -> Iterator[Path]:
-    """Files, and those in folders."""
-    for path in paths:
-        yield from path.iterdir() if path.is_dir() else (path,)
+def _is_in(path: Path, source: Path) -> bool:
+    """Whether a file is that one, or in that folder."""
+    if source.is_dir():
+        return path.resolve().is_relative_to(source.resolve())
+    return source.exists() and path.samefile(source)
 
 
 def _check_plotly() -> None:

@@ -80,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return result if isinstance(result, int) else 0
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", 130, debug)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)  # the help, as it is
+        return 2
     except click.ClickException as error:
         return _fail(error.format_message() + _hint(error, words), 2 if isinstance(error, WRONG_CALL) else 1, debug)
     except BrokenPipeError:  # the reader of our output (head, less) has gone

@@ -151,7 +151,7 @@ def gpt(
     if save_interval is not None and save is None:
         raise click.UsageError("--save-interval says how often: expected --save DIR, where to")
     if metrics is not None:
-        check_writable(metrics)
+        check_writable(metrics, [data_path])
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with as_input_errors():
         ranks = launched().size

@@ -154,7 +154,7 @@ def fully_sharded_gpt(
         groups["dp-cp"],
         device_type=torch.device(device).type,
         dtype=compute_dtype,
-        kept=[blocks[-1], model.head],
+        kept=units[-1:] if tied else units[-2:],
     )
     model.to_empty(device=device)
     model.tie()

@@ -59,12 +59,14 @@ def fully_sharded(
         kept: units whose parameters stay gathered from forward to backward; best the ones that end forward.
 
     Raises:
-        ValueError: fewer than two ranks.
+        ValueError: fewer than two ranks, parameters of several dtypes or none, units that are not in the model or given
+            twice, or `kept` ones that are no units.
     """
     if data is None or data.size() < 2:
         raise ValueError("fully_sharded: there are no data parallel ranks to share the parameters: leave it out")
+    wide = _one_dtype(model)
+    _check_units(model, units, kept)
     mesh = DeviceMesh.from_group(data, device_type, mesh_dim_names=("dp",))
-    wide = next(model.parameters()).dtype
     # Blocks give views of what their kernels made, which nothing changes in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     # Inputs are not cast: the cosines and sines of positions are float32, and in bfloat16 they would be of no use.
@@ -75,6 +77,28 @@ def fully_sharded(
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a plain sum; gloo has no other
+
+
+def _one_dtype(model: nn.Module) -> torch.dtype:
+    """That of all parameters, in which their gradients are summed."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) != 1:
+        found = " and ".join(sorted(str(dtype) for dtype in dtypes)) or "none"
+        raise ValueError(
+            f"fully_sharded: expected parameters of one dtype, in which gradients are summed, got {found}: convert the "
+            "model, and give the dtype to compute in as dtype="
+        )
+    return dtypes.pop()
+
+
+def _check_units(model: nn.Module, units: Sequence[nn.Module], kept: Sequence[nn.Module]) -> None:
+    inside = {id(module) for module in model.modules() if module is not model}
+    if any(id(unit) not in inside for unit in units):
+        raise ValueError("fully_sharded: expected units that are modules in the model, and not the model itself")
+    if len({id(unit) for unit in units}) != len(units):
+        raise ValueError("fully_sharded: a unit is given twice")
+    if not {id(unit) for unit in kept} <= {id(unit) for unit in units}:
+        raise ValueError("fully_sharded: expected as kept only modules that are among the units")
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -7,7 +7,8 @@
         tensor-0.pt       weights and optimizer of the tensor parallel rank 0
 
 Data parallel ranks hold the same, so the first of each writes. The folder has another name until all is in it; `latest`
-is renamed last. A process that is killed on the way leaves the one before. All ranks must see the same folder.
+is renamed last. A process that is killed on the way leaves the one before; a step that is saved again has another name
+(step-00000100.2) than what it takes the place of. All ranks must see the same folder.
 
 What each tensor parallel rank holds is saved as it is: it is read again with as many of them. Any number of data
 parallel ranks fits, whether they share parameters (FSDP2), which are put together one by one, or not; and sequence
@@ -21,6 +22,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -50,11 +52,11 @@ def save_training(folder: Path, trainer: GptTrainer) -> Path:
     Raises:
         OSError: it cannot be written; then `latest` names the one before.
     """
-    name = f"step-{trainer.step:08d}"
-    temporary, whole = folder / f".{name}.unfinished", folder / name
+    step = f"step-{trainer.step:08d}"
+    temporary = folder / f".{step}.unfinished"
     if trainer.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         temporary.mkdir()
         _write(temporary / TRAINING, json.dumps(_described(trainer), indent=1) + "\n")
     _wait_for_all()
@@ -64,12 +66,16 @@ def save_training(folder: Path, trainer: GptTrainer) -> Path:
     del part
     _wait_for_all()
     if trainer.rank == 0:
-        shutil.rmtree(whole, ignore_errors=True)
-        os.replace(temporary, whole)
+        before = [path for path in folder.iterdir() if path.name.split(".")[0] == step]
+        names = (step if number == 1 else f"{step}.{number}" for number in count(1))
+        name = next(name for name in names if not (folder / name).exists())
+        os.replace(temporary, folder / name)
         _write(folder / f".{LATEST}.unfinished", f"{name}\n")
         os.replace(folder / f".{LATEST}.unfinished", folder / LATEST)
+        for path in before:  # the same step, saved before: until now `latest` may have named it
+            _remove(path)
     _wait_for_all()
-    return whole
+    return folder / (folder / LATEST).read_text(encoding="utf-8").strip()
 
 
 def find_training(folder: Path, training: GptTraining, layout: Layout) -> tuple[Path, int]:
@@ -84,9 +90,11 @@ def find_training(folder: Path, training: GptTraining, layout: Layout) -> tuple[
         if saved["format"] != FORMAT:
             raise InputError(f"{found} has format {saved['format']}, this version of Rooftop reads {FORMAT}")
         then, ranks, step = saved["training"], saved["layout"]["tp"], int(saved["step"])
+    except InputError:
+        raise
     except FileNotFoundError as error:
         raise InputError(f"no training was saved in {folder}: {error.filename} is not there") from error
-    except (NotADirectoryError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (NotADirectoryError, IsADirectoryError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"{folder} does not hold a training as --save writes it ({error!r})") from error
     if ranks != layout.tp:
         raise InputError(
@@ -118,10 +126,16 @@ def load_training(found: Path, trainer: GptTrainer) -> None:
         trainer.step = int(part["step"])
         with torch.no_grad():
             for name, weight in trainer.weights.named.items():
-                weight.copy_(part_like(weight, part["weights"][name]))
+                saved = part["weights"][name]
+                if saved.shape != weight.shape:
+                    there, here = tuple(saved.shape), tuple(weight.shape)
+                    raise InputError(f"{path} does not fit: {name} is {there} there and {here} here")
+                weight.copy_(part_like(weight, saved))
         groups = trainer.optimizer.state_dict()["param_groups"]
         state = {number: _state_like(weight, part["optimizer"][number]) for number, weight in _stepped(trainer)}
         trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    except InputError:
+        raise
     except (OSError, RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as error:
         kind = type(error).__name__  # torch's message is a page
         raise InputError(f"{path} cannot be read as this rank's part of a training ({kind}); is it whole?") from error
@@ -156,10 +170,24 @@ def _state_like(weight: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _save_part(path: Path, part: Mapping[str, Any]) -> None:
-    with path.open("wb") as file:
-        torch.save(part, file)
-        file.flush()
-        os.fsync(file.fileno())  # on the disk before its name says so
+    try:
+        with path.open("wb") as file:
+            torch.save(part, file)
+            file.flush()
+            os.fsync(file.fileno())  # on the disk before its name says so
+    except RuntimeError as error:  # torch's word for a file that takes no more
+        said = (str(error).splitlines() or [""])[0]
+        raise OSError(
+            f"{path} could not be written whole; is there room for it? What was saved before is there ({said})"
+        ) from error
+
+
+def _remove(path: Path) -> None:
+    """A file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _described(trainer: GptTrainer) -> dict[str, Any]:
