@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rooftop.kernels.elementwise_kernels import largest, smallest
+
 # What is computed: sums (up to NORM2), extremes, and (from ARGMAX on) the places of extremes.
 TIES = tl.constexpr(0)  # how many elements equal the result
 ABSOLUTE_TIES = tl.constexpr(1)
@@ -285,9 +287,9 @@ def _across(best, where, KIND: tl.constexpr):
     if KIND <= NORM2:
         value = tl.sum(best, axis=1)
     elif KIND == AMIN:
-        value = tl.reduce(best, 1, _smaller)
+        value = tl.reduce(best, 1, smallest)
     elif KIND < ARGMAX:
-        value = tl.reduce(best, 1, _larger)
+        value = tl.reduce(best, 1, largest)
     else:
         if SMALLEST:
             value = tl.min(best, axis=1)
@@ -300,17 +302,6 @@ def _across(best, where, KIND: tl.constexpr):
         if value.dtype.is_floating():
             value = tl.where(is_nan, float("nan"), value)
     return value, first
-
-
-@triton.jit
-def _larger(a, b):
-    """NaN where either is."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
