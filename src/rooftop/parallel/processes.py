@@ -116,6 +116,7 @@ def join(
     try:
         with ranks.watching():
             if not there:
+                dist.distributed_c10d._world.group_count = 0  # one that could not start has been counted: keys differ
                 dist.init_process_group(
                     "nccl" if where.type == "cuda" else "gloo",
                     store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
