@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rooftop.errors import MissingExtraError
-from rooftop.launch import INTERPRETED, count_launches
+from rooftop.launch import INTERPRETED, count_launches, warp_launch
 from rooftop.sparse import (
     Geometry,
     Rulebook,
@@ -29,7 +29,6 @@ from rooftop.sparse import (
     geometry,
     get_indice_pairs,
     rulebook,
-    warp_launch,
 )
 from rooftop.sparse.rulebook import rulebook_reference
 

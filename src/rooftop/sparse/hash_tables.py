@@ -7,13 +7,16 @@ sorted by key and pairs stand by input row, so nothing depends on the order in w
 from __future__ import annotations
 
 import math
+from functools import cache
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftop.sparse.geometries import NO_KEY, Geometry
+from rooftop.launch.warp_launch import launch_warp, start_warp
+from rooftop.sparse.geometries import MAX_DIMS, NO_KEY, Geometry
 from rooftop.sparse.sites import check_sites
-from rooftop.sparse.warp_launch import four, launch_warp, load_kernels
 
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]  # out_indices, neighbours, reached, faults
 
@@ -22,6 +25,24 @@ EMPTY = -1  # in a hash table
 NO_ROOM = 2  # of the three faults of a rulebook
 # Outputs for each input that a table first has room for, and how it grows: a kernel of 3 makes a flat surface 3 thick.
 ROOM_PER_SITE = 4
+
+
+def load_kernels() -> ModuleType:
+    """The module of Warp's kernels.
+
+    Raises:
+        MissingExtraError: Warp is not installed.
+    """
+    start_warp("sparse convolutions", "sparse")
+    from rooftop.sparse import rulebook_kernels
+
+    return rulebook_kernels
+
+
+@cache
+def four(values: tuple[int, ...]) -> Any:
+    """Up to four sizes as the kernels take them."""
+    return load_kernels().Four(*values, *[1] * (MAX_DIMS - len(values)))
 
 
 def submanifold_by_hash(indices: Tensor, shape: Geometry) -> Tables:

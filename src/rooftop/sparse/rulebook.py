@@ -27,12 +27,12 @@ from torch._compile import _disable_dynamo
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes
 from rooftop.launch.operators import operator
+from rooftop.launch.warp_launch import launch_warp
 from rooftop.sparse.bitmaps import fit_bitmaps, regular_by_bitmap, submanifold_by_bitmap
 from rooftop.sparse.geometries import MAX_ROWS, NO_KEY, Geometry, PerDimension, geometry, whole_number
-from rooftop.sparse.hash_tables import Tables, regular_by_hash, submanifold_by_hash
+from rooftop.sparse.hash_tables import Tables, load_kernels, regular_by_hash, submanifold_by_hash
 from rooftop.sparse.sites import check_indices, check_sites, checks_values, keys_of, sites_of
 from rooftop.sparse.table_orders import NeighbourTable, row_pairs
-from rooftop.sparse.warp_launch import launch_warp, load_kernels
 
 WORD_BITS = 32
 

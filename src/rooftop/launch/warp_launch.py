@@ -1,4 +1,4 @@
-"""How Warp's kernels of the rulebook start: on PyTorch's tensors, device and stream, loaded once, and counted."""
+"""How Warp's kernels start: on PyTorch's tensors, device and stream, loaded once, and counted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from torch import Tensor
 
 from rooftop.errors import MissingExtraError
 from rooftop.launch.triton_launch import record_launch
-from rooftop.sparse.geometries import MAX_DIMS
 
 _LOADING = Lock()  # Warp cannot be started, nor kernels be loaded by their first launch, in two threads at once
-_LOADED: set[torch.device] = set()
+_LOADED: set[tuple[torch.device, str]] = set()
 
 
-def load_kernels() -> ModuleType:
-    """The module of Warp's kernels.
+def start_warp(what: str, extra: str) -> ModuleType:
+    """Warp, ready for kernels.
+
+    Args:
+        what: the words for what needs it, should it not be there.
+        extra: of this package, which brings it.
 
     Raises:
         MissingExtraError: Warp is not installed.
@@ -30,30 +33,35 @@ def load_kernels() -> ModuleType:
     try:
         import warp
     except ImportError as error:
-        raise MissingExtraError('sparse convolutions need Warp: pip install "rooftop[sparse]"') from error
+        raise MissingExtraError(f'{what} need Warp: pip install "rooftop[{extra}]"') from error
     if first:  # else what it says is the user's choice
         warp.config.log_level = warp.LOG_WARNING
     with _LOADING:
         warp.init()  # once; a stream of PyTorch's cannot be named before
-    from rooftop.sparse import rulebook_kernels
-
-    return rulebook_kernels
+    return warp
 
 
-def launch_warp(kernel: Any, threads: tuple[int, ...], *arguments: Any) -> None:
-    """Launch a Warp kernel on the device of its first tensor, on PyTorch's current stream; of no threads, nothing."""
+def launch_warp(kernel: Any, threads: tuple[int, ...], *arguments: Any, device: torch.device | None = None) -> None:
+    """Launch a Warp kernel on PyTorch's current stream; of no threads, nothing.
+
+    Args:
+        threads: along each dimension.
+        arguments: tensors, numbers, and Warp's own values.
+        device: if not that of the first tensor.
+    """
     if 0 in threads:
         return
     import warp
 
-    device = next(a.device for a in arguments if isinstance(a, Tensor))
-    with nullcontext() if device in _LOADED else _LOADING:
+    device = device or next(a.device for a in arguments if isinstance(a, Tensor))
+    loaded = (device, kernel.module.name)
+    with nullcontext() if loaded in _LOADED else _LOADING:
         values = [warp.from_torch(a, return_ctype=True) if isinstance(a, Tensor) else a for a in arguments]
         where: dict[str, Any] = {"device": "cpu"}
         if device.type == "cuda":
             where = {"stream": _stream(device, torch.cuda.current_stream(device).cuda_stream)}
         warp.launch(kernel, threads, values, **where, record_tape=False)
-    _LOADED.add(device)
+    _LOADED.add(loaded)
     record_launch(kernel.key)
 
 
@@ -63,9 +71,3 @@ def _stream(device: torch.device, handle: int) -> Any:
     import warp
 
     return warp.Stream(warp.device_from_torch(device), cuda_stream=handle)
-
-
-@cache
-def four(values: tuple[int, ...]) -> Any:
-    """Up to four sizes as the kernels take them."""
-    return load_kernels().Four(*values, *[1] * (MAX_DIMS - len(values)))
