@@ -1,0 +1,195 @@
+"""Where a picture is taken from: perspective, parallel, or as OpenCV describes a calibrated camera.
+
+A camera looks along z, with x to the right and y down, and the centre of the pixel in column i and row j is at (i, j):
+OpenCV's conventions throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+MAX_SIDE = 16384  # pixels
+
+
+@dataclass(frozen=True)
+class Camera:
+    """A view of the world.
+
+    Attributes:
+        world_to_camera: (4, 4) float64, a rotation and a shift.
+        width, height: pixels.
+        fx, fy: pixels for one unit, seen from one unit away; of a parallel view, pixels for one unit.
+        cx, cy: the pixel through which the axis passes.
+        near: world units along the axis; what is nearer is not shown. Depths are equally exact whatever it is.
+        orthographic: whether all rays are parallel.
+    """
+
+    world_to_camera: NDArray[np.float64]
+    width: int
+    height: int
+    fx: float
+    fy: float
+    cx: float
+    cy: float
+    near: float = 0.01
+    orthographic: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("width", "height"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or not 1 <= size <= MAX_SIDE:
+                raise ValueError(f"{name}={size!r}: expected a whole number of pixels from 1 to {MAX_SIDE}")
+        for name in ("fx", "fy", "near"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number above 0")
+        for name in ("cx", "cy"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number")
+        matrix = affine(self.world_to_camera, "world_to_camera")
+        turn = matrix[:3, :3]
+        if not np.allclose(turn @ turn.T, np.eye(3), atol=1e-4) or np.linalg.det(turn) < 0:
+            raise ValueError(
+                "world_to_camera must be a rotation and a shift: its upper left 3 x 3 scales, shears or mirrors; put a "
+                "scale into the instances' transforms"
+            )
+        object.__setattr__(self, "world_to_camera", matrix)
+
+    @classmethod
+    def look_at(
+        cls,
+        eye: ArrayLike,
+        target: ArrayLike,
+        up: ArrayLike = (0.0, 0.0, 1.0),
+        fov_y_degrees: float = 60.0,
+        width: int = 1920,
+        height: int = 1080,
+        near: float = 0.01,
+    ) -> Camera:
+        """A perspective view from `eye` to `target`, with `up` towards the upper edge; all in world units.
+
+        Raises:
+            ValueError: eye and target are the same, `up` points along the view, or an angle or size is impossible.
+        """
+        if not 0 < fov_y_degrees < 180:
+            raise ValueError(f"fov_y_degrees={fov_y_degrees!r}: expected an angle between 0 and 180")
+        matrix = _looking(eye, target, up)
+        focal = height / 2 / math.tan(math.radians(fov_y_degrees) / 2)
+        return cls(matrix, width, height, focal, focal, (width - 1) / 2, (height - 1) / 2, near)
+
+    @classmethod
+    def parallel(
+        cls,
+        eye: ArrayLike,
+        target: ArrayLike,
+        up: ArrayLike = (0.0, 0.0, 1.0),
+        view_height: float = 1.0,
+        width: int = 1920,
+        height: int = 1080,
+        near: float = 0.01,
+    ) -> Camera:
+        """An orthographic view: `view_height` world units from the lower to the upper edge."""
+        if not (math.isfinite(view_height) and view_height > 0):
+            raise ValueError(f"view_height={view_height!r}: expected a number of world units above 0")
+        scale = height / view_height
+        matrix = _looking(eye, target, up)
+        return cls(matrix, width, height, scale, scale, (width - 1) / 2, (height - 1) / 2, near, orthographic=True)
+
+    @classmethod
+    def from_intrinsics(
+        cls, K: ArrayLike, world_to_camera: ArrayLike, width: int, height: int, near: float = 0.01
+    ) -> Camera:
+        """As OpenCV describes a camera without distortion.
+
+        Args:
+            K: (3, 3), fx 0 cx, 0 fy cy, 0 0 1, in pixels.
+            world_to_camera: (4, 4) or (3, 4), [R | t].
+
+        Raises:
+            ValueError: K has skew or another form, or the matrix is no rotation and shift.
+        """
+        k = np.asarray(K, dtype=np.float64)
+        if k.shape != (3, 3) or k[0, 1] or k[1, 0] or np.any(k[2] != (0, 0, 1)):
+            raise ValueError(f"K must be [[fx, 0, cx], [0, fy, cy], [0, 0, 1]], without skew; it is {k.tolist()}")
+        return cls(
+            affine(world_to_camera, "world_to_camera"),
+            width,
+            height,
+            float(k[0, 0]),
+            float(k[1, 1]),
+            float(k[0, 2]),
+            float(k[1, 2]),
+            near,
+        )
+
+    @property
+    def position(self) -> NDArray[np.float64]:
+        """(3,) in the world."""
+        position: NDArray[np.float64] = -self.world_to_camera[:3, :3].T @ self.world_to_camera[:3, 3]
+        return position
+
+    @property
+    def corner_tangent(self) -> float:
+        """Of the angle between the axis and the farthest corner of the picture; of a parallel view 0."""
+        if self.orthographic:
+            return 0.0
+        x = max(abs(-0.5 - self.cx), abs(self.width - 0.5 - self.cx)) / self.fx
+        y = max(abs(-0.5 - self.cy), abs(self.height - 0.5 - self.cy)) / self.fy
+        return math.hypot(x, y)
+
+
+def affine(matrix: ArrayLike, name: str) -> NDArray[np.float64]:
+    """(4, 4) float64 of a (4, 4) or (3, 4) transform.
+
+    Raises:
+        ValueError: it has another shape, is not finite, or its last row is not 0 0 0 1.
+    """
+    values = np.asarray(matrix, dtype=np.float64)
+    if values.shape == (3, 4):
+        values = np.vstack([values, (0.0, 0.0, 0.0, 1.0)])
+    if values.shape != (4, 4):
+        raise ValueError(f"{name} has shape {values.shape}: expected (4, 4), or (3, 4) without the last row")
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name} has entries that are not finite")
+    if np.any(values[3] != (0, 0, 0, 1)):
+        raise ValueError(f"{name} has the last row {values[3].tolist()}: expected 0 0 0 1 (points are columns)")
+    return values
+
+
+def same_size(cameras: Sequence[Camera]) -> tuple[int, int]:
+    """(width, height) of cameras that make one batch.
+
+    Raises:
+        ValueError: there are none, or they differ.
+    """
+    sizes = {(camera.width, camera.height) for camera in cameras}
+    if not sizes:
+        raise ValueError("no cameras: expected at least one")
+    if len(sizes) > 1:
+        raise ValueError(f"cameras of one batch have the same size; these have {sorted(sizes)}: render them by size")
+    return sizes.pop()
+
+
+def _looking(eye: ArrayLike, target: ArrayLike, up: ArrayLike) -> NDArray[np.float64]:
+    points = {}
+    for name, point in (("eye", eye), ("target", target), ("up", up)):
+        points[name] = np.asarray(point, dtype=np.float64)
+        if points[name].shape != (3,) or not np.isfinite(points[name]).all():
+            raise ValueError(f"{name}={point!r}: expected three finite numbers")
+    forward = points["target"] - points["eye"]
+    if not forward.any():
+        raise ValueError(f"eye and target are the same point, {points['eye'].tolist()}: there is nowhere to look")
+    forward = forward / np.linalg.norm(forward)
+    right = np.cross(forward, points["up"])
+    if np.linalg.norm(right) <= 1e-9 * np.linalg.norm(points["up"]):
+        raise ValueError(f"up={points['up'].tolist()} points along the view: give another direction")
+    right = right / np.linalg.norm(right)
+    turn = np.stack([right, np.cross(forward, right), forward])
+    matrix = np.eye(4)
+    matrix[:3, :3] = turn
+    matrix[:3, 3] = -turn @ points["eye"]
+    return matrix

@@ -1,0 +1,88 @@
+"""What a frame gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from torch import Tensor
+
+OUTPUTS = (
+    "depth",
+    "normal",
+    "instance",
+    "cluster",
+    "triangle",
+    "level",
+    "uv",
+    "velocity",
+    "material",
+    "color",
+    "overdraw",
+)
+
+
+@dataclass(frozen=True)
+class FrameStats:
+    """What a frame had to do.
+
+    Attributes:
+        clusters, triangles: drawn, over all views.
+        levels: of detail that were drawn, 0 the finest.
+        occluded: instances, nodes, groups and clusters that the frame before hid, and of which the second pass asked.
+        second_pass_clusters: of `clusters`, those that the second pass has found to be visible after all.
+        large_triangles: drawn in tiles.
+        stage_ms: milliseconds of each stage, where they were asked for.
+    """
+
+    clusters: int
+    triangles: int
+    levels: tuple[int, ...]
+    occluded: int
+    second_pass_clusters: int
+    large_triangles: int
+    stage_ms: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GBuffer:
+    """Pictures of (views, height, width[, C]); None where one was not asked for.
+
+    Attributes:
+        depth: float32, world units along the view's axis; inf is background.
+        normal: float32 (..., 3), in the world, of length 1; 0 is background.
+        instance: int32, in the order in which they were added; -1 is background, here and below.
+        cluster: int32, its number in the mesh's file.
+        triangle: int32, its number in the cluster, 0 to 127.
+        level: int32, of detail; 0 is the finest.
+        uv: float32 (..., 2); nan is background, and where the mesh has none.
+        velocity: float32 (..., 2), pixels to the right and down since the renderer's frame before; 0 is background.
+        material: int32.
+        color: float32 (..., 3), 0 to 1, shaded; 0 is background.
+        overdraw: int32, how many triangles covered the pixel in what was drawn; 0 is background.
+    """
+
+    stats: FrameStats
+    depth: Tensor | None = None
+    normal: Tensor | None = None
+    instance: Tensor | None = None
+    cluster: Tensor | None = None
+    triangle: Tensor | None = None
+    level: Tensor | None = None
+    uv: Tensor | None = None
+    velocity: Tensor | None = None
+    material: Tensor | None = None
+    color: Tensor | None = None
+    overdraw: Tensor | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        """An output by name.
+
+        Raises:
+            KeyError: there is none of that name, or it was not asked for.
+        """
+        value = getattr(self, name) if name in OUTPUTS else None
+        if value is None:
+            there = ", ".join(each.name for each in fields(self)[1:] if getattr(self, each.name) is not None)
+            raise KeyError(f"{name!r} was not rendered (outputs= names what is); there are: {there}")
+        assert isinstance(value, Tensor)
+        return value

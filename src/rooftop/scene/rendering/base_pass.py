@@ -1,0 +1,97 @@
+"""Stage 5: the surface at each pixel: its normal, texture coordinates, and a simple shaded colour."""
+
+import warp as wp
+
+from rooftop.scene.rendering.buffers import LENS_ORTHOGRAPHIC, Frame, Resident, Targets, Views
+from rooftop.scene.rendering.clusters import material_of, normal_of, uv_of
+from rooftop.scene.rendering.emit_depth_targets import Hit, hit_of, ray
+
+wp.set_module_options({"enable_backward": False, "fuse_fp": False})
+
+AMBIENT = wp.constant(0.25)
+
+
+@wp.func
+def to_world(resident: Resident, instance: wp.int32, normal: wp.vec3):
+    """A normal of the mesh, of length 1 in the world."""
+    turned = wp.vec3()
+    for axis in range(3):
+        for inner in range(3):
+            turned[axis] += resident.instance_normals[instance, 3 * axis + inner] * normal[inner]
+    return wp.normalize(turned)
+
+
+@wp.func
+def surface_normal(resident: Resident, hit: Hit, flat: wp.vec3):
+    """In the world, of length 1: the mesh's own, or that of the triangle."""
+    if not hit.has_normals:
+        return flat
+    return to_world(
+        resident,
+        hit.instance,
+        hit.parts[0] * normal_of(resident, hit.cluster, hit.corners[0])
+        + hit.parts[1] * normal_of(resident, hit.cluster, hit.corners[1])
+        + hit.parts[2] * normal_of(resident, hit.cluster, hit.corners[2]),
+    )
+
+
+@wp.func
+def palette(number: wp.int32):
+    """A light colour of its own for each number, by the golden ratio around the circle of hues; 0 is nearly white."""
+    if number == 0:
+        return wp.vec3(0.86, 0.85, 0.82)
+    hue = 6.0 * wp.frac(0.6180339887 * wp.float32(number))
+    return wp.vec3(
+        0.35 + 0.6 * wp.clamp(wp.abs(hue - 3.0) - 1.0, 0.0, 1.0),
+        0.35 + 0.6 * wp.clamp(2.0 - wp.abs(hue - 2.0), 0.0, 1.0),
+        0.35 + 0.6 * wp.clamp(2.0 - wp.abs(hue - 4.0), 0.0, 1.0),
+    )
+
+
+@wp.func
+def toward_camera(views: Views, view: wp.int32, y: wp.int32, x: wp.int32):
+    """From what a pixel shows, in the world, of length 1."""
+    direction = -ray(views, view, y, x)
+    if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
+        direction = wp.vec3(0.0, 0.0, -1.0)
+    turned = wp.vec3()
+    for axis in range(3):
+        for inner in range(3):
+            turned[axis] += wp.float32(views.from_world[view, 4 * inner + axis]) * direction[inner]
+    return wp.normalize(turned)
+
+
+@wp.kernel
+def base_pass(
+    resident: Resident, views: Views, frame: Frame, targets: Targets, light: wp.vec3, texels: wp.int32, stride: wp.int32
+):
+    """`light`: from where it comes, in the world, of length 1."""
+    for i in range(wp.tid(), texels, stride):
+        x = i % views.width
+        y = (i // views.width) % views.height
+        view = i // (views.width * views.height)
+        if frame.pixels[view, y, x] != wp.int64(0):
+            hit = hit_of(resident, views, frame, view, y, x)
+            flat = to_world(resident, hit.instance, wp.cross(hit.b - hit.a, hit.c - hit.a))
+            normal = surface_normal(resident, hit, flat)
+            if targets.normal.shape[0] > 0:
+                for axis in range(3):
+                    targets.normal[view, y, x, axis] = normal[axis]
+            if targets.uv.shape[0] > 0 and resident.mesh[hit.mesh, 3] != 0:
+                step = resident.mesh_steps[hit.mesh, 1]
+                uv = (
+                    hit.parts[0] * uv_of(resident, hit.cluster, hit.corners[0], hit.has_normals, step)
+                    + hit.parts[1] * uv_of(resident, hit.cluster, hit.corners[1], hit.has_normals, step)
+                    + hit.parts[2] * uv_of(resident, hit.cluster, hit.corners[2], hit.has_normals, step)
+                )
+                targets.uv[view, y, x, 0] = uv[0]
+                targets.uv[view, y, x, 1] = uv[1]
+            if targets.color.shape[0] > 0:
+                toward = toward_camera(views, view, y, x)
+                if wp.dot(flat, toward) < 0.0:  # the back of a surface is lit as its front
+                    normal = -normal
+                ambient = 0.5 + 0.5 * wp.max(wp.dot(normal, toward), 0.0)
+                lit = AMBIENT * ambient + (1.0 - AMBIENT) * wp.max(wp.dot(normal, light), 0.0)
+                color = palette(material_of(resident, hit.cluster, hit.triangle)) * wp.min(lit, 1.0)
+                for axis in range(3):
+                    targets.color[view, y, x, axis] = color[axis]

@@ -1,0 +1,113 @@
+"""The data that the stages of a frame share: each field once, with its shape, who writes it and who reads it.
+
+A *pair* is an instance as one view sees it: pair = view * instances + instance. Lists have a fixed capacity and a
+counter; what does not fit is counted and not written, and the renderer draws the frame again with more room.
+"""
+
+import warp as wp
+
+# ---- the scene, written by uploads.py --------------------------------------------------------------------------------
+
+
+@wp.struct
+class Resident:
+    words: wp.array(dtype=wp.int32)  # the pages of all meshes, one after another
+    page_at: wp.array(dtype=wp.int64)  # (pages,) where each begins
+    nodes: wp.array3d(dtype=wp.int32)  # (nodes, 8, 16) of all meshes; their numbers are those of one mesh
+    mesh: wp.array2d(dtype=wp.int32)  # (meshes, 4): first node, first page, whether there are normals, and uv
+    mesh_steps: wp.array2d(dtype=wp.float32)  # (meshes, 2): the grids of positions and of uv
+    mesh_box: wp.array2d(dtype=wp.float32)  # (meshes, 6): centre and half size
+    instance_mesh: wp.array(dtype=wp.int32)  # (instances,)
+    instance_scale: wp.array(dtype=wp.float32)  # (instances,) the largest by which it stretches; < 0: it mirrors
+    instance_to_world: wp.array2d(dtype=wp.float64)  # (instances, 12): 3 x 4, from the mesh's origin
+    instance_before: wp.array2d(dtype=wp.float64)  # in the frame before
+    instance_normals: wp.array2d(dtype=wp.float32)  # (instances, 9): takes normals to the world
+
+
+MESH_FIRST_NODE, MESH_FIRST_PAGE, MESH_NORMALS, MESH_UV = wp.constant(0), wp.constant(1), wp.constant(2), wp.constant(3)
+
+# ---- the views, written by uploads.py --------------------------------------------------------------------------------
+
+
+@wp.struct
+class Views:
+    from_world: wp.array2d(dtype=wp.float64)  # (views, 12): 3 x 4, to x right, y down, z forward
+    lens: wp.array2d(dtype=wp.float32)  # (views, 8), as named below
+    width: wp.int32  # pixels
+    height: wp.int32
+
+
+LENS_FX, LENS_FY, LENS_CX, LENS_CY = wp.constant(0), wp.constant(1), wp.constant(2), wp.constant(3)  # pixels
+LENS_NEAR = wp.constant(4)  # world units
+LENS_ORTHOGRAPHIC = wp.constant(5)  # 1 or 0
+LENS_TANGENT = wp.constant(6)  # of the angle between the axis and the farthest corner
+
+# ---- a frame ---------------------------------------------------------------------------------------------------------
+
+
+@wp.struct
+class Frame:
+    instances: wp.int32
+    pixel_error: wp.float32  # what a surface may be off, in pixels
+    # By pair, from the mesh's grid origin to the view: written by init_context, read by all stages.
+    to_view: wp.array2d(dtype=wp.float32)  # (pairs, 12)
+    before: wp.array2d(dtype=wp.float32)  # (pairs, 12), of the frame before
+    # Lists of the culls. An entry is pair << 32 | what.
+    counters: wp.array(dtype=wp.int32)  # (2 * PASS,), named below: how many each list has, or would have
+    nodes: wp.array2d(
+        dtype=wp.int64
+    )  # (2, room): of one level and of the next; instance_cull, level_cull -> level_cull
+    groups: wp.array(dtype=wp.int64)  # level_cull -> level_cull: children that are groups, node * 8 + slot
+    visible: wp.array2d(dtype=wp.int64)  # (2, room): of both passes; level_cull -> rasterize: page << 11 | cluster
+    hidden_instances: wp.array(dtype=wp.int64)  # of the first pass -> the second: what it took to be hidden,
+    hidden_children: wp.array(dtype=wp.int64)  # as in groups,
+    hidden_clusters: wp.array(dtype=wp.int64)  # as in visible
+    drawn: wp.array(dtype=wp.int64)  # (2 * room,): visible of both passes in order; rasterize -> the stages after it
+    ranks: wp.array2d(dtype=wp.int32)  # (2, room): where in `drawn` stands visible; rasterize
+    # What is drawn.
+    pixels: wp.array3d(dtype=wp.int64)  # (views, height, width): the visibility buffer, DEPTH | rank << 7 | triangle
+    fragments: wp.array3d(dtype=wp.int32)  # the same, or empty: how often each pixel was covered; rasterize
+    large: wp.array(dtype=wp.int64)  # rasterize: place in visible << 7 | triangle, of triangles for the tiles
+    pieces: wp.array2d(dtype=wp.int64)  # (room, 8): such triangles clipped; x, y of 3 corners, view, low bits of pixels
+    piece_depths: wp.array2d(dtype=wp.float32)  # (room, 3)
+    tiles: wp.array(dtype=wp.int64)  # piece << 32 | tile's row << 16 | its column
+    # Farthest depths, of 2^level x 2^level pixels: written by hzb, read by the culls.
+    hzb: wp.array2d(dtype=wp.float32)  # (views, texels of all levels from the first on)
+    hzb_before: wp.array2d(dtype=wp.float32)
+    hzb_at: wp.array(dtype=wp.int32)  # (levels + 1,) where each level begins; of level 0, which is pixels, 0
+
+
+DEPTH_SHIFT = wp.constant(
+    wp.int64(33)
+)  # 30 bits of near / z as a float32, which is at most 1; then 26 bits of rank, and 7 of triangle
+TRIANGLE_BITS, TRIANGLE_SHIFT = wp.constant(7), wp.constant(wp.int64(7))
+TRIANGLES = wp.constant(128)  # threads of a cluster
+RANK_MASK = wp.constant((1 << 26) - 1)
+MOST_VISIBLE = 2**24 - 1  # clusters of a pass: 128 threads for each are counted in int32
+
+# Counters of a pass; those of the second stand PASS after those of the first.
+PASS = wp.constant(64)
+GROUPS, VISIBLE = wp.constant(0), wp.constant(1)
+HIDDEN_INSTANCES, HIDDEN_CHILDREN, HIDDEN_CLUSTERS = wp.constant(2), wp.constant(3), wp.constant(4)
+LARGE, PIECES, TILES = wp.constant(5), wp.constant(6), wp.constant(7)
+DRAWN_TRIANGLES, DRAWN_LEVELS = wp.constant(8), wp.constant(9)  # the latter a bit for each level of detail
+LEVEL = wp.constant(16)  # and on: nodes of each level of the tree
+MAX_DEPTH = 64 - 16
+
+# ---- what comes out --------------------------------------------------------------------------------------------------
+
+
+@wp.struct
+class Targets:
+    """(views, height, width[, C]) each, or empty where it was not asked for. Background keeps what was there."""
+
+    depth: wp.array3d(dtype=wp.float32)  # world units along the view's axis; emit_depth_targets, and so up to velocity
+    instance: wp.array3d(dtype=wp.int32)
+    cluster: wp.array3d(dtype=wp.int32)  # its number in the mesh
+    triangle: wp.array3d(dtype=wp.int32)  # its number in the cluster
+    level: wp.array3d(dtype=wp.int32)  # of detail: 0 is the finest
+    material: wp.array3d(dtype=wp.int32)
+    velocity: wp.array4d(dtype=wp.float32)  # pixels since the frame before, to the right and down
+    normal: wp.array4d(dtype=wp.float32)  # in the world; base_pass, and so on
+    uv: wp.array4d(dtype=wp.float32)
+    color: wp.array4d(dtype=wp.float32)  # 0 to 1

@@ -1,0 +1,154 @@
+"""Stage 4: what the visibility buffer says of each pixel: depth, ids, material, and where its surface has come from."""
+
+import warp as wp
+
+from rooftop.scene.rendering.buffers import (
+    DEPTH_SHIFT,
+    LENS_CX,
+    LENS_CY,
+    LENS_FX,
+    LENS_FY,
+    LENS_NEAR,
+    LENS_ORTHOGRAPHIC,
+    RANK_MASK,
+    TRIANGLE_SHIFT,
+    TRIANGLES,
+    Frame,
+    Resident,
+    Targets,
+    Views,
+)
+from rooftop.scene.rendering.clusters import Cluster, corners_of, material_of, position_of, read_cluster
+from rooftop.scene.rendering.instance_cull import pair_of, what_of
+from rooftop.scene.rendering.level_cull import CLUSTER_INDEX_BITS, CLUSTER_INDEX_MASK
+from rooftop.scene.rendering.projections import transformed
+from rooftop.scene.rendering.rasterize import on_screen
+
+wp.set_module_options({"enable_backward": False, "fuse_fp": False})
+
+
+@wp.struct
+class Hit:
+    """The triangle that a pixel shows, and where on it."""
+
+    pair: wp.int32
+    instance: wp.int32
+    mesh: wp.int32
+    triangle: wp.int32
+    has_normals: wp.bool
+    cluster: Cluster
+    corners: wp.vec3i
+    a: wp.vec3  # its corners, in the mesh's units
+    b: wp.vec3
+    c: wp.vec3
+    parts: wp.vec3  # of each corner in the point, which is within the triangle
+
+
+@wp.func
+def ray(views: Views, view: wp.int32, y: wp.int32, x: wp.int32):
+    """Where a pixel looks, one unit deep."""
+    return wp.vec3(
+        (wp.float32(x) - views.lens[view, LENS_CX]) / views.lens[view, LENS_FX],
+        (wp.float32(y) - views.lens[view, LENS_CY]) / views.lens[view, LENS_FY],
+        1.0,
+    )
+
+
+@wp.func
+def parts_of(views: Views, view: wp.int32, y: wp.int32, x: wp.int32, a: wp.vec3, b: wp.vec3, c: wp.vec3):
+    """Barycentric coordinates of where a pixel's ray meets the plane of a triangle of the view, moved into it.
+
+    From the first corner on: so far away, where all three are nearly the same, nothing cancels but that distance.
+    """
+    direction = ray(views, view, y, x)
+    u = b - a
+    v = c - a
+    normal = wp.cross(u, v)
+    from_a = wp.vec3()
+    if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
+        from_a = wp.vec3(direction[0] - a[0], direction[1] - a[1], 0.0)
+        # Along the axis onto the plane; one that is seen from its edge stays as it is.
+        if normal[2] != 0.0:
+            from_a[2] = -(normal[0] * from_a[0] + normal[1] * from_a[1]) / normal[2]
+    else:
+        along = wp.dot(normal, direction)
+        depth = a[2]
+        if along != 0.0:
+            depth = wp.dot(normal, a) / along
+        from_a = depth * direction - a
+    square = wp.dot(normal, normal)
+    of_b = wp.float32(0.0)
+    of_c = wp.float32(0.0)
+    if square > 0.0:
+        of_b = wp.clamp(wp.dot(wp.cross(from_a, v), normal) / square, 0.0, 1.0)
+        of_c = wp.clamp(wp.dot(wp.cross(u, from_a), normal) / square, 0.0, 1.0)
+    total = wp.max(of_b + of_c, 1.0)
+    of_b = of_b / total
+    of_c = of_c / total
+    return wp.vec3(1.0 - of_b - of_c, of_b, of_c)
+
+
+@wp.func
+def hit_of(resident: Resident, views: Views, frame: Frame, view: wp.int32, y: wp.int32, x: wp.int32):
+    """What a pixel shows that is not background."""
+    pixel = frame.pixels[view, y, x]
+    rank = wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK
+    item = frame.drawn[rank]
+    hit = Hit()
+    hit.triangle = wp.int32(pixel) & (TRIANGLES - 1)
+    hit.pair = pair_of(item)
+    hit.instance = hit.pair % frame.instances
+    hit.mesh = resident.instance_mesh[hit.instance]
+    hit.has_normals = resident.mesh[hit.mesh, 2] != 0
+    page = what_of(item) >> CLUSTER_INDEX_BITS
+    index = what_of(item) & CLUSTER_INDEX_MASK
+    has_uv = resident.mesh[hit.mesh, 3] != 0
+    hit.cluster = read_cluster(resident, hit.mesh, page, index, hit.has_normals, has_uv)
+    hit.corners = corners_of(resident, hit.cluster, hit.triangle)
+    step = resident.mesh_steps[hit.mesh, 0]
+    hit.a = position_of(resident, hit.cluster, hit.corners[0], step)
+    hit.b = position_of(resident, hit.cluster, hit.corners[1], step)
+    hit.c = position_of(resident, hit.cluster, hit.corners[2], step)
+    a = transformed(frame.to_view, hit.pair, hit.a)
+    b = transformed(frame.to_view, hit.pair, hit.b)
+    c = transformed(frame.to_view, hit.pair, hit.c)
+    hit.parts = parts_of(views, view, y, x, a, b, c)
+    return hit
+
+
+@wp.kernel
+def emit_depth_targets(
+    resident: Resident,
+    views: Views,
+    views_before: Views,
+    frame: Frame,
+    targets: Targets,
+    texels: wp.int32,
+    stride: wp.int32,
+):
+    for i in range(wp.tid(), texels, stride):
+        x = i % views.width
+        y = (i // views.width) % views.height
+        view = i // (views.width * views.height)
+        pixel = frame.pixels[view, y, x]
+        if pixel != wp.int64(0):
+            near = wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)
+            if targets.depth.shape[0] > 0:
+                targets.depth[view, y, x] = views.lens[view, LENS_NEAR] / near
+            hit = hit_of(resident, views, frame, view, y, x)
+            if targets.instance.shape[0] > 0:
+                targets.instance[view, y, x] = hit.instance
+            if targets.cluster.shape[0] > 0:
+                targets.cluster[view, y, x] = hit.cluster.number
+            if targets.triangle.shape[0] > 0:
+                targets.triangle[view, y, x] = hit.triangle
+            if targets.level.shape[0] > 0:
+                targets.level[view, y, x] = hit.cluster.level
+            if targets.material.shape[0] > 0:
+                targets.material[view, y, x] = material_of(resident, hit.cluster, hit.triangle)
+            if targets.velocity.shape[0] > 0:
+                point = hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c
+                now = on_screen(views, view, transformed(frame.to_view, hit.pair, point))
+                then = on_screen(views_before, view, transformed(frame.before, hit.pair, point))
+                targets.velocity[view, y, x, 0] = now[0] - then[0]
+                targets.velocity[view, y, x, 1] = now[1] - then[1]

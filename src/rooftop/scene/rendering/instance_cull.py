@@ -1,0 +1,112 @@
+"""Stage 2: of the instances, those that a view may show begin at the root of their mesh's tree.
+
+The first pass asks the depths of the frame before, with the transforms of that frame; what they hide is asked again in
+the second, against what the first has drawn.
+"""
+
+import warp as wp
+
+from rooftop.scene.rendering.buffers import (
+    HIDDEN_INSTANCES,
+    LEVEL,
+    PASS,
+    Frame,
+    Resident,
+    Views,
+)
+from rooftop.scene.rendering.projections import half_sizes, is_hidden, is_outside, transformed
+
+wp.set_module_options({"enable_backward": False, "fuse_fp": False})
+
+
+@wp.func
+def append(items: wp.array(dtype=wp.int64), counters: wp.array(dtype=wp.int32), counter: wp.int32, item: wp.int64):
+    at = wp.atomic_add(counters, counter, 1)
+    if at < items.shape[0]:
+        items[at] = item
+
+
+@wp.func
+def append_node(frame: Frame, second: wp.int32, level: wp.int32, item: wp.int64):
+    at = wp.atomic_add(frame.counters, second * PASS + LEVEL + level, 1)
+    if at < frame.nodes.shape[1]:
+        frame.nodes[level & 1, at] = item
+
+
+@wp.func
+def entry(pair: wp.int32, what: wp.int32):
+    return (wp.int64(pair) << wp.int64(32)) | wp.int64(what)
+
+
+@wp.func
+def pair_of(item: wp.int64):
+    return wp.int32(item >> wp.int64(32))
+
+
+@wp.func
+def what_of(item: wp.int64):
+    return wp.int32(item & wp.int64(0xFFFFFFFF))
+
+
+@wp.func
+def hidden_before(views_before: Views, frame: Frame, pair: wp.int32, center: wp.vec3, half: wp.vec3):
+    """Whether a box of the mesh was behind what the frame before has drawn, when it was where it was then."""
+    at = transformed(frame.before, pair, center)
+    sizes = half_sizes(frame.before, pair, center, half)
+    return is_hidden(views_before, pair // frame.instances, at, sizes, frame.hzb_before, frame.hzb_at)
+
+
+@wp.func
+def hidden_now(views: Views, frame: Frame, pair: wp.int32, center: wp.vec3, half: wp.vec3):
+    """Whether a box of the mesh is behind what this frame has drawn so far."""
+    at = transformed(frame.to_view, pair, center)
+    sizes = half_sizes(frame.to_view, pair, center, half)
+    return is_hidden(views, pair // frame.instances, at, sizes, frame.hzb, frame.hzb_at)
+
+
+@wp.func
+def mesh_center(resident: Resident, mesh: wp.int32):
+    return wp.vec3(resident.mesh_box[mesh, 0], resident.mesh_box[mesh, 1], resident.mesh_box[mesh, 2])
+
+
+@wp.func
+def mesh_half(resident: Resident, mesh: wp.int32):
+    return wp.vec3(resident.mesh_box[mesh, 3], resident.mesh_box[mesh, 4], resident.mesh_box[mesh, 5])
+
+
+@wp.kernel
+def cull_instances(
+    resident: Resident,
+    views: Views,
+    views_before: Views,
+    frame: Frame,
+    history: wp.int32,
+    pairs: wp.int32,
+    stride: wp.int32,
+):
+    """The first pass; `history`: whether there is a frame before to ask."""
+    for pair in range(wp.tid(), pairs, stride):
+        view = pair // frame.instances
+        mesh = resident.instance_mesh[pair - view * frame.instances]
+        center = mesh_center(resident, mesh)
+        half = mesh_half(resident, mesh)
+        at = transformed(frame.to_view, pair, center)
+        if not is_outside(views, view, at, half_sizes(frame.to_view, pair, center, half)):
+            hidden = False
+            if history != 0:
+                hidden = hidden_before(views_before, frame, pair, center, half)
+            if hidden:
+                append(frame.hidden_instances, frame.counters, HIDDEN_INSTANCES, entry(pair, 0))
+            else:
+                append_node(frame, 0, 0, entry(pair, 0))
+
+
+@wp.kernel
+def ask_instances_again(resident: Resident, views: Views, frame: Frame, stride: wp.int32):
+    """The second pass."""
+    count = wp.min(frame.counters[HIDDEN_INSTANCES], frame.hidden_instances.shape[0])
+    for i in range(wp.tid(), count, stride):
+        pair = pair_of(frame.hidden_instances[i])
+        mesh = resident.instance_mesh[pair % frame.instances]
+        if not hidden_now(views, frame, pair, mesh_center(resident, mesh), mesh_half(resident, mesh)):
+            append_node(frame, 1, 0, entry(pair, 0))

@@ -1,0 +1,219 @@
+"""Stage 3, level by level: which clusters are drawn. One launch for each level of the trees, nothing waits.
+
+A cluster is drawn if its own error is small enough and its parent's is not: of every part of the surface, at one level.
+The tree leads to the groups whose parent error is too large; its children are asked eight at a time. What the frame
+before hid (first pass) is set aside and asked again (second pass).
+"""
+
+import warp as wp
+
+from rooftop.scene import layouts
+from rooftop.scene.rendering.buffers import (
+    GROUPS,
+    HIDDEN_CHILDREN,
+    HIDDEN_CLUSTERS,
+    LEVEL,
+    MESH_FIRST_NODE,
+    PASS,
+    VISIBLE,
+    Frame,
+    Resident,
+    Views,
+)
+from rooftop.scene.rendering.clusters import CLUSTER_BASE, CLUSTER_ERROR, CLUSTER_EXTENT, CLUSTER_SPHERE, head_of, real
+from rooftop.scene.rendering.instance_cull import (
+    append,
+    append_node,
+    entry,
+    hidden_before,
+    hidden_now,
+    pair_of,
+    what_of,
+)
+from rooftop.scene.rendering.projections import error_on_screen, half_sizes, is_outside, transformed
+
+wp.set_module_options({"enable_backward": False, "fuse_fp": False})
+
+CHILD_CENTER, CHILD_HALF = wp.constant(layouts.CHILD_CENTER), wp.constant(layouts.CHILD_HALF)
+CHILD_SPHERE, CHILD_ERROR = wp.constant(layouts.CHILD_SPHERE), wp.constant(layouts.CHILD_ERROR)
+CHILD_KIND, CHILD_AT = wp.constant(layouts.CHILD_KIND), wp.constant(layouts.CHILD_AT)
+CHILD_FIRST, INNER = wp.constant(layouts.CHILD_FIRST), wp.constant(layouts.INNER)
+CLUSTER_INDEX_BITS = wp.constant(11)  # a page has fewer clusters than 2^11: their heads alone take 84 bytes
+CLUSTER_INDEX_MASK = wp.constant((1 << 11) - 1)
+LANES = wp.constant(32)  # threads that go through the clusters of a group
+
+SHOWN, HIDDEN, UNSEEN = wp.constant(0), wp.constant(1), wp.constant(2)
+
+
+@wp.func
+def three(nodes: wp.array3d(dtype=wp.int32), node: wp.int32, slot: wp.int32, first: wp.int32):
+    return wp.vec3(
+        real(nodes[node, slot, first]), real(nodes[node, slot, first + 1]), real(nodes[node, slot, first + 2])
+    )
+
+
+@wp.func
+def too_coarse(
+    resident: Resident,
+    views: Views,
+    frame: Frame,
+    pair: wp.int32,
+    center: wp.vec3,
+    radius: wp.float32,
+    error: wp.float32,
+):
+    """Whether what has this error in this sphere would be off by more than a pixel's worth."""
+    scale = wp.abs(resident.instance_scale[pair % frame.instances])
+    at = transformed(frame.to_view, pair, center)
+    return error_on_screen(views, pair // frame.instances, at, radius, error, scale) > frame.pixel_error
+
+
+@wp.func
+def box_state(
+    views: Views, views_before: Views, frame: Frame, history: wp.int32, pair: wp.int32, center: wp.vec3, half: wp.vec3
+):
+    at = transformed(frame.to_view, pair, center)
+    if is_outside(views, pair // frame.instances, at, half_sizes(frame.to_view, pair, center, half)):
+        return UNSEEN
+    if history != 0:
+        if hidden_before(views_before, frame, pair, center, half):
+            return HIDDEN
+    return SHOWN
+
+
+@wp.func
+def follow(
+    resident: Resident, frame: Frame, second: wp.int32, level: wp.int32, pair: wp.int32, node: wp.int32, slot: wp.int32
+):
+    """An inner child goes to a level, a group to the list of groups."""
+    mesh = resident.instance_mesh[pair % frame.instances]
+    row = resident.mesh[mesh, MESH_FIRST_NODE] + node
+    if resident.nodes[row, slot, CHILD_KIND] == INNER:
+        append_node(frame, second, level, entry(pair, resident.nodes[row, slot, CHILD_AT]))
+    else:
+        append(frame.groups, frame.counters, second * PASS + GROUPS, entry(pair, node * 8 + slot))
+
+
+@wp.kernel
+def cull_nodes(
+    resident: Resident,
+    views: Views,
+    views_before: Views,
+    frame: Frame,
+    history: wp.int32,
+    second: wp.int32,
+    level: wp.int32,
+    stride: wp.int32,
+):
+    """The children of a level's nodes; those that are nodes make the next level."""
+    count = wp.min(frame.counters[second * PASS + LEVEL + level], frame.nodes.shape[1])
+    for i in range(wp.tid(), 8 * count, stride):
+        item = frame.nodes[level & 1, i >> 3]
+        pair = pair_of(item)
+        node = what_of(item)
+        slot = i & 7
+        mesh = resident.instance_mesh[pair % frame.instances]
+        row = resident.mesh[mesh, MESH_FIRST_NODE] + node
+        if resident.nodes[row, slot, CHILD_KIND] != 0:
+            sphere = three(resident.nodes, row, slot, CHILD_SPHERE)
+            radius = real(resident.nodes[row, slot, CHILD_SPHERE + 3])
+            error = real(resident.nodes[row, slot, CHILD_ERROR])
+            if too_coarse(resident, views, frame, pair, sphere, radius, error):
+                center = three(resident.nodes, row, slot, CHILD_CENTER)
+                half = three(resident.nodes, row, slot, CHILD_HALF)
+                state = box_state(views, views_before, frame, history, pair, center, half)
+                if state == SHOWN:
+                    follow(resident, frame, second, level + 1, pair, node, slot)
+                if state == HIDDEN:
+                    append(frame.hidden_children, frame.counters, HIDDEN_CHILDREN, entry(pair, node * 8 + slot))
+
+
+@wp.kernel
+def ask_children_again(resident: Resident, views: Views, frame: Frame, stride: wp.int32):
+    """Those that the first pass took to be hidden; inner ones join the roots of the second."""
+    count = wp.min(frame.counters[HIDDEN_CHILDREN], frame.hidden_children.shape[0])
+    for i in range(wp.tid(), count, stride):
+        pair = pair_of(frame.hidden_children[i])
+        child = what_of(frame.hidden_children[i])
+        mesh = resident.instance_mesh[pair % frame.instances]
+        row = resident.mesh[mesh, MESH_FIRST_NODE] + (child >> 3)
+        center = three(resident.nodes, row, child & 7, CHILD_CENTER)
+        half = three(resident.nodes, row, child & 7, CHILD_HALF)
+        if not hidden_now(views, frame, pair, center, half):
+            follow(resident, frame, 1, 0, pair, child >> 3, child & 7)
+
+
+@wp.func
+def low_corner(resident: Resident, head: wp.int64, step: wp.float32):
+    words = resident.words
+    base = head + wp.int64(CLUSTER_BASE)
+    return step * wp.vec3(
+        wp.float32(words[base]), wp.float32(words[base + wp.int64(1)]), wp.float32(words[base + wp.int64(2)])
+    )
+
+
+@wp.func
+def half_extent(resident: Resident, head: wp.int64, step: wp.float32):
+    words = resident.words
+    extent = head + wp.int64(CLUSTER_EXTENT)
+    return (
+        0.5
+        * step
+        * wp.vec3(
+            wp.float32(words[extent]), wp.float32(words[extent + wp.int64(1)]), wp.float32(words[extent + wp.int64(2)])
+        )
+    )
+
+
+@wp.kernel
+def cull_clusters(
+    resident: Resident,
+    views: Views,
+    views_before: Views,
+    frame: Frame,
+    history: wp.int32,
+    second: wp.int32,
+    stride: wp.int32,
+):
+    """The clusters of the groups; those that are drawn become visible."""
+    count = wp.min(frame.counters[second * PASS + GROUPS], frame.groups.shape[0])
+    for i in range(wp.tid(), LANES * count, stride):
+        pair = pair_of(frame.groups[i // LANES])
+        child = what_of(frame.groups[i // LANES])
+        mesh = resident.instance_mesh[pair % frame.instances]
+        row = resident.mesh[mesh, MESH_FIRST_NODE] + (child >> 3)
+        page = resident.nodes[row, child & 7, CHILD_AT]
+        first = resident.nodes[row, child & 7, CHILD_FIRST]
+        for k in range(i % LANES, resident.nodes[row, child & 7, CHILD_KIND], LANES):
+            head = head_of(resident, mesh, page, first + k)
+            words = resident.words
+            sphere = head + wp.int64(CLUSTER_SPHERE)
+            at = wp.vec3(real(words[sphere]), real(words[sphere + wp.int64(1)]), real(words[sphere + wp.int64(2)]))
+            radius = real(words[sphere + wp.int64(3)])
+            error = real(words[head + wp.int64(CLUSTER_ERROR)])
+            if not too_coarse(resident, views, frame, pair, at, radius, error):
+                step = resident.mesh_steps[mesh, 0]
+                half = half_extent(resident, head, step)
+                center = low_corner(resident, head, step) + half
+                state = box_state(views, views_before, frame, history, pair, center, half)
+                item = entry(pair, (page << CLUSTER_INDEX_BITS) | (first + k))
+                if state == SHOWN:
+                    append(frame.visible[second], frame.counters, second * PASS + VISIBLE, item)
+                if state == HIDDEN:
+                    append(frame.hidden_clusters, frame.counters, HIDDEN_CLUSTERS, item)
+
+
+@wp.kernel
+def ask_clusters_again(resident: Resident, views: Views, frame: Frame, stride: wp.int32):
+    """Those that the first pass took to be hidden."""
+    count = wp.min(frame.counters[HIDDEN_CLUSTERS], frame.hidden_clusters.shape[0])
+    for i in range(wp.tid(), count, stride):
+        item = frame.hidden_clusters[i]
+        pair = pair_of(item)
+        mesh = resident.instance_mesh[pair % frame.instances]
+        page = what_of(item) >> CLUSTER_INDEX_BITS
+        head = head_of(resident, mesh, page, what_of(item) & CLUSTER_INDEX_MASK)
+        step = resident.mesh_steps[mesh, 0]
+        half = half_extent(resident, head, step)
+        if not hidden_now(views, frame, pair, low_corner(resident, head, step) + half, half):
+            append(frame.visible[1], frame.counters, PASS + VISIBLE, item)

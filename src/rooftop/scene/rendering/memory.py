@@ -1,0 +1,132 @@
+"""The memory of a frame: lists with the room that they have, pictures, and what the frame before left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import warp as wp
+from torch import Tensor
+
+from rooftop.scene.rendering import buffers
+
+LAST = torch.iinfo(torch.int64).max  # sorts behind every entry
+# What lists have room for at first. A frame that needs more is drawn again, with twice what it is known to need.
+ROOM = {
+    "nodes": 1 << 12,
+    "groups": 1 << 12,
+    "visible": 1 << 13,
+    "hidden_children": 1 << 12,
+    "hidden_clusters": 1 << 12,
+    "large": 1 << 12,
+    "pieces": 1 << 12,
+    "tiles": 1 << 14,
+}
+COUNTERS_OF = {
+    "groups": (buffers.GROUPS, buffers.PASS + buffers.GROUPS),
+    "visible": (buffers.VISIBLE, buffers.PASS + buffers.VISIBLE),
+    "hidden_children": (buffers.HIDDEN_CHILDREN,),
+    "hidden_clusters": (buffers.HIDDEN_CLUSTERS,),
+    "large": (buffers.LARGE, buffers.PASS + buffers.LARGE),
+    "pieces": (buffers.PIECES, buffers.PASS + buffers.PIECES),
+    "tiles": (buffers.TILES, buffers.PASS + buffers.TILES),
+    "nodes": tuple(
+        which * buffers.PASS + buffers.LEVEL + level for which in range(2) for level in range(buffers.MAX_DEPTH)
+    ),
+}
+
+
+class FrameMemory:
+    """Tensors of a frame, by the names of `buffers.Frame`."""
+
+    def __init__(
+        self,
+        instances: int,
+        views: int,
+        width: int,
+        height: int,
+        fragments: bool,
+        room: Mapping[str, int],
+        device: torch.device,
+    ) -> None:
+        pairs, levels = instances * views, max(width - 1, height - 1).bit_length() + 1
+        sizes = [0] + [(((width - 1) >> k) + 1) * (((height - 1) >> k) + 1) for k in range(1, levels)]
+        self.levels = [(level, size * views) for level, size in enumerate(sizes)][1:]
+        starts = [0, 0, *(sum(sizes[:k]) for k in range(2, levels))][:levels]
+        self.pairs, self.texels, self.room = pairs, views * width * height, dict(room)
+        self.sizes, self.device = (instances, views, width, height, fragments), device
+        empty = (0, 0, 0)
+
+        def of(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.tensors = {
+            "to_view": of(torch.float32, pairs, 12),
+            "before": of(torch.float32, pairs, 12),
+            "counters": of(torch.int32, 2 * buffers.PASS),
+            "nodes": of(torch.int64, 2, room["nodes"]),
+            "groups": of(torch.int64, room["groups"]),
+            "visible": of(torch.int64, 2, room["visible"]),
+            "hidden_instances": of(torch.int64, pairs),
+            "hidden_children": of(torch.int64, room["hidden_children"]),
+            "hidden_clusters": of(torch.int64, room["hidden_clusters"]),
+            "drawn": of(torch.int64, 2 * room["visible"]),
+            "ranks": of(torch.int32, 2, room["visible"]),
+            "pixels": of(torch.int64, views, height, width),
+            "fragments": of(torch.int32, *((views, height, width) if fragments else empty)),
+            "large": of(torch.int64, room["large"]),
+            "pieces": of(torch.int64, room["pieces"], 8),
+            "piece_depths": of(torch.float32, room["pieces"], 3),
+            "tiles": of(torch.int64, room["tiles"]),
+            "hzb": of(torch.float32, views, sum(sizes)),
+            "hzb_before": of(torch.float32, views, sum(sizes)),
+            "hzb_at": torch.tensor(starts, dtype=torch.int32, device=device),
+        }
+        self.frame: Any = buffers.Frame()
+        self.frame.instances = instances
+        for name, tensor in self.tensors.items():
+            setattr(self.frame, name, wp.from_torch(tensor))
+
+    def clear(self) -> None:
+        for name in ("counters", "pixels", "fragments"):
+            self.tensors[name].zero_()
+        self.tensors["visible"].fill_(LAST)
+
+    def turn_over(self) -> None:
+        """The depths of this frame become those of the frame before."""
+        tensors, frame = self.tensors, self.frame
+        tensors["hzb"], tensors["hzb_before"] = tensors["hzb_before"], tensors["hzb"]
+        frame.hzb, frame.hzb_before = frame.hzb_before, frame.hzb
+
+    def take_depths(self, before: FrameMemory) -> None:
+        """The depths of the frame before, from other memory for pictures of the same size."""
+        self.tensors["hzb_before"] = before.tensors["hzb_before"]
+        self.frame.hzb_before = before.frame.hzb_before
+
+    def with_room(self, room: Mapping[str, int]) -> FrameMemory:
+        """Other memory for the same frame."""
+        memory = FrameMemory(*self.sizes, room, self.device)
+        memory.frame.pixel_error = self.frame.pixel_error
+        memory.take_depths(self)
+        return memory
+
+    def wanted_room(self, counters: list[int]) -> dict[str, int]:
+        """The room with which the frame is to be drawn again; as it is, if all had enough.
+
+        Raises:
+            ValueError: more clusters are visible than a frame can have.
+        """
+        room = dict(self.room)
+        for name, places in COUNTERS_OF.items():
+            needed = max(counters[place] for place in places)
+            if needed > room[name]:
+                room[name] = 1 << (2 * needed - 1).bit_length()
+        if room["visible"] > buffers.MOST_VISIBLE:
+            room["visible"] = buffers.MOST_VISIBLE
+            if self.room["visible"] == buffers.MOST_VISIBLE:
+                raise ValueError(
+                    f"more than {buffers.MOST_VISIBLE:,} clusters are visible at once: render fewer views at a time, "
+                    "or allow a larger pixel_error"
+                )
+        return room

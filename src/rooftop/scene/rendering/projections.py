@@ -1,0 +1,147 @@
+"""From a mesh's units to pixels: transforms, the error on the screen, and what cannot be seen.
+
+Views look along z, with x to the right and y down; the centre of pixel (column, row) is where their whole numbers are.
+"""
+
+import warp as wp
+
+from rooftop.scene.rendering.buffers import (
+    LENS_CX,
+    LENS_CY,
+    LENS_FX,
+    LENS_FY,
+    LENS_NEAR,
+    LENS_ORTHOGRAPHIC,
+    LENS_TANGENT,
+    Views,
+)
+
+wp.set_module_options({"enable_backward": False, "fuse_fp": False})
+
+# Rounding of float32 in a transform, as a part of the sum of the sizes of its terms: four terms, three roundings each.
+ROUNDING = wp.constant(1e-6)
+
+
+@wp.func
+def transformed(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, point: wp.vec3):
+    moved = wp.vec3()
+    for axis in range(3):
+        first = 4 * axis
+        moved[axis] = (
+            matrices[row, first] * point[0]
+            + matrices[row, first + 1] * point[1]
+            + matrices[row, first + 2] * point[2]
+            + matrices[row, first + 3]
+        )
+    return moved
+
+
+@wp.func
+def half_sizes(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, center: wp.vec3, half: wp.vec3):
+    """Of the box along the axes of the view around a box of the mesh, with what rounding may add."""
+    sizes = wp.vec3()
+    for axis in range(3):
+        first = 4 * axis
+        size = wp.float32(0.0)
+        terms = wp.abs(matrices[row, first + 3])
+        for other in range(3):
+            size += wp.abs(matrices[row, first + other]) * half[other]
+            terms += wp.abs(matrices[row, first + other]) * (wp.abs(center[other]) + half[other])
+        sizes[axis] = size + ROUNDING * terms
+    return sizes
+
+
+@wp.func
+def error_on_screen(
+    views: Views, view: wp.int32, center: wp.vec3, radius: wp.float32, error: wp.float32, scale: wp.float32
+):
+    """Pixels by which a surface within a sphere may be off, where the picture shows it; `center` is the view's.
+
+    An error e at depth z moves a point by at most f e / (z cos(angle)). Both factors can only grow from a sphere to one
+    that encloses it.
+    """
+    focal = wp.max(views.lens[view, LENS_FX], views.lens[view, LENS_FY])
+    reach = radius * scale
+    if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
+        return focal * error * scale
+    depth = wp.max(center[2] - reach, views.lens[view, LENS_NEAR])
+    aside = (wp.sqrt(center[0] * center[0] + center[1] * center[1]) + reach) / depth
+    aside = wp.min(aside, views.lens[view, LENS_TANGENT])
+    return focal * error * scale * wp.sqrt(1.0 + aside * aside) / depth
+
+
+@wp.func
+def is_outside(views: Views, view: wp.int32, center: wp.vec3, half: wp.vec3):
+    """Whether no pixel can show any of a box along the axes of the view."""
+    right = wp.float32(views.width) - 0.5 - views.lens[view, LENS_CX]
+    left = -0.5 - views.lens[view, LENS_CX]
+    bottom = wp.float32(views.height) - 0.5 - views.lens[view, LENS_CY]
+    top = -0.5 - views.lens[view, LENS_CY]
+    fx = views.lens[view, LENS_FX]
+    fy = views.lens[view, LENS_FY]
+    if center[2] + half[2] < views.lens[view, LENS_NEAR]:
+        return True
+    if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
+        x = fx * center[0]
+        y = fy * center[1]
+        return (
+            x + fx * half[0] < left or x - fx * half[0] > right or y + fy * half[1] < top or y - fy * half[1] > bottom
+        )
+    outside = fx * center[0] - left * center[2] + fx * half[0] + wp.abs(left) * half[2] < 0.0
+    outside = outside or right * center[2] - fx * center[0] + fx * half[0] + wp.abs(right) * half[2] < 0.0
+    outside = outside or fy * center[1] - top * center[2] + fy * half[1] + wp.abs(top) * half[2] < 0.0
+    return outside or bottom * center[2] - fy * center[1] + fy * half[1] + wp.abs(bottom) * half[2] < 0.0
+
+
+@wp.func
+def is_hidden(
+    views: Views,
+    view: wp.int32,
+    center: wp.vec3,
+    half: wp.vec3,
+    hzb: wp.array2d(dtype=wp.float32),
+    hzb_at: wp.array(dtype=wp.int32),
+):
+    """Whether all pixels that could show a box along the axes of the view have something nearer."""
+    near = views.lens[view, LENS_NEAR]
+    nearest = center[2] - half[2]
+    if nearest < near:
+        return False
+    farthest = center[2] + half[2]
+    over_left = nearest  # what a coordinate is divided by, for the most to the left, and so on
+    over_right = nearest
+    over_top = nearest
+    over_bottom = nearest
+    if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
+        over_left = 1.0
+        over_right = 1.0
+        over_top = 1.0
+        over_bottom = 1.0
+    else:
+        over_left = wp.where(center[0] - half[0] < 0.0, nearest, farthest)
+        over_right = wp.where(center[0] + half[0] > 0.0, nearest, farthest)
+        over_top = wp.where(center[1] - half[1] < 0.0, nearest, farthest)
+        over_bottom = wp.where(center[1] + half[1] > 0.0, nearest, farthest)
+    fx = views.lens[view, LENS_FX]
+    fy = views.lens[view, LENS_FY]
+    left = fx * (center[0] - half[0]) / over_left + views.lens[view, LENS_CX]
+    right = fx * (center[0] + half[0]) / over_right + views.lens[view, LENS_CX]
+    top = fy * (center[1] - half[1]) / over_top + views.lens[view, LENS_CY]
+    bottom = fy * (center[1] + half[1]) / over_bottom + views.lens[view, LENS_CY]
+    # A pixel more on each side: corners are rounded to 1/256, and these few operations round as well.
+    x0 = wp.int32(wp.clamp(wp.floor(left - 1.0), 0.0, wp.float32(views.width - 1)))
+    x1 = wp.int32(wp.clamp(wp.ceil(right + 1.0), 0.0, wp.float32(views.width - 1)))
+    y0 = wp.int32(wp.clamp(wp.floor(top - 1.0), 0.0, wp.float32(views.height - 1)))
+    y1 = wp.int32(wp.clamp(wp.ceil(bottom + 1.0), 0.0, wp.float32(views.height - 1)))
+    level = wp.int32(1)
+    while ((x1 >> level) - (x0 >> level) > 2 or (y1 >> level) - (y0 >> level) > 2) and level + 1 < hzb_at.shape[0]:
+        level += 1
+    if level >= hzb_at.shape[0]:  # the picture is a single pixel, and has no levels
+        return False
+    columns = ((views.width - 1) >> level) + 1
+    in_front = near / nearest * (1.0 + ROUNDING)
+    for y in range(y0 >> level, (y1 >> level) + 1):
+        for x in range(x0 >> level, (x1 >> level) + 1):
+            if hzb[view, hzb_at[level] + y * columns + x] <= in_front:
+                return False
+    return True

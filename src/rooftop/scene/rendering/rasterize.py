@@ -1,0 +1,507 @@
+"""Stage 3, continued: the triangles of visible clusters into the visibility buffer.
+
+A pixel is one int64: how near, then which cluster, then which triangle; the largest wins, so no order of threads shows.
+Corners are rounded to 1/256 of a pixel and edges are evaluated in whole numbers: two triangles that share an edge
+divide the pixels on it between them, whichever path draws them. A small triangle is drawn by the thread that has read
+it. A large one, or one that comes too near, is clipped, cut into tiles, and drawn by a thread for each row of a tile:
+that stands in for the hardware's rasterizer, which kernels cannot reach.
+"""
+
+import warp as wp
+
+from rooftop.scene.rendering.buffers import (
+    DEPTH_SHIFT,
+    DRAWN_LEVELS,
+    DRAWN_TRIANGLES,
+    LARGE,
+    LENS_CX,
+    LENS_CY,
+    LENS_FX,
+    LENS_FY,
+    LENS_NEAR,
+    LENS_ORTHOGRAPHIC,
+    PASS,
+    PIECES,
+    RANK_MASK,
+    TILES,
+    TRIANGLE_BITS,
+    TRIANGLE_SHIFT,
+    TRIANGLES,
+    VISIBLE,
+    Frame,
+    Resident,
+    Views,
+)
+from rooftop.scene.rendering.clusters import CLUSTER_COUNTS, corners_of, head_of, position_of, read_cluster
+from rooftop.scene.rendering.instance_cull import append, pair_of, what_of
+from rooftop.scene.rendering.level_cull import CLUSTER_INDEX_BITS, CLUSTER_INDEX_MASK
+from rooftop.scene.rendering.projections import transformed
+
+wp.set_module_options({"enable_backward": False, "fuse_fp": False})
+
+SUBPIXEL_BITS, SUBPIXEL_SHIFT = wp.constant(8), wp.constant(wp.int64(8))
+SUBPIXELS = wp.constant(256.0)
+SMALL_EXTENT = wp.constant(64 << 8)  # of a small triangle: products of such numbers fit into int32
+SMALL_PIXELS = wp.constant(256)  # in the box of a small triangle
+GUARD = wp.constant(float(1 << 20))  # pixels from the picture's corner: products of such numbers fit into int64
+TILE_BITS = wp.constant(5)
+TILE = wp.constant(32)
+TILE_SIDE, TILE_REACH = wp.constant(32 << 8), wp.constant(31 << 8)  # and from its first to its last pixel, in subpixels
+TILE_LANES = wp.constant(64)  # threads that look for the tiles of a piece
+
+
+@wp.struct
+class Triangle:
+    """Where a triangle of a visible cluster is."""
+
+    there: wp.bool
+    view: wp.int32
+    mirrored: wp.bool
+    a: wp.vec3
+    b: wp.vec3
+    c: wp.vec3
+
+
+@wp.func
+def read_triangle(resident: Resident, frame: Frame, item: wp.int64, number: wp.int32):
+    """A triangle of a cluster, as its view has it; not there if the cluster has fewer."""
+    pair = pair_of(item)
+    instance = pair % frame.instances
+    mesh = resident.instance_mesh[instance]
+    page = what_of(item) >> CLUSTER_INDEX_BITS
+    index = what_of(item) & CLUSTER_INDEX_MASK
+    cluster = read_cluster(resident, mesh, page, index, False, False)
+    triangle = Triangle()
+    triangle.there = number < cluster.triangles
+    triangle.view = pair // frame.instances
+    triangle.mirrored = resident.instance_scale[instance] < 0.0
+    if triangle.there:
+        corners = corners_of(resident, cluster, number)
+        step = resident.mesh_steps[mesh, 0]
+        triangle.a = transformed(frame.to_view, pair, position_of(resident, cluster, corners[0], step))
+        triangle.b = transformed(frame.to_view, pair, position_of(resident, cluster, corners[1], step))
+        triangle.c = transformed(frame.to_view, pair, position_of(resident, cluster, corners[2], step))
+    return triangle
+
+
+@wp.func
+def on_screen(views: Views, view: wp.int32, point: wp.vec3):
+    """Column and row, in pixels."""
+    over = wp.where(views.lens[view, LENS_ORTHOGRAPHIC] > 0.0, 1.0, point[2])
+    return wp.vec2(
+        views.lens[view, LENS_FX] * point[0] / over + views.lens[view, LENS_CX],
+        views.lens[view, LENS_FY] * point[1] / over + views.lens[view, LENS_CY],
+    )
+
+
+@wp.func
+def fixed(pixels: wp.float32):
+    return wp.int32(wp.rint(pixels * SUBPIXELS))
+
+
+@wp.func
+def linear_depth(views: Views, view: wp.int32, point: wp.vec3):
+    """What is linear on the screen: near / z, or z itself where rays are parallel."""
+    if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
+        return point[2]
+    return views.lens[view, LENS_NEAR] / point[2]
+
+
+@wp.func
+def nearness(views: Views, view: wp.int32, linear: wp.float32):
+    """near / z, at most 1."""
+    if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
+        return wp.min(views.lens[view, LENS_NEAR] / linear, 1.0)
+    return wp.min(linear, 1.0)
+
+
+@wp.func
+def put(frame: Frame, view: wp.int32, y: wp.int32, x: wp.int32, near: wp.float32, low: wp.int64):
+    """A covered pixel; the nearest stays, and of equals the last in the order of clusters and triangles."""
+    value = (wp.int64(wp.cast(near, wp.int32)) << DEPTH_SHIFT) | low
+    if value > frame.pixels[view, y, x]:
+        wp.atomic_max(frame.pixels, view, y, x, value)
+    if frame.fragments.shape[0] > 0:
+        wp.atomic_add(frame.fragments, view, y, x, 1)
+
+
+@wp.func
+def tie(dx: wp.int32, dy: wp.int32):
+    """0 if an edge has the pixels that it passes exactly through, -1 if they belong to the same edge the other way."""
+    if dy > 0 or (dy == 0 and dx < 0):
+        return 0
+    return -1
+
+
+@wp.func
+def draw_small(
+    views: Views,
+    frame: Frame,
+    view: wp.int32,
+    a: wp.vec2i,
+    b: wp.vec2i,
+    c: wp.vec2i,
+    depth_a: wp.float32,
+    depth_b: wp.float32,
+    depth_c: wp.float32,
+    low: wp.int64,
+    box: wp.vec4i,
+):
+    """All pixels of a box (first and last column, then row) whose centre is in a triangle of positive area."""
+    area = (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+    tie_a = tie(c[0] - b[0], c[1] - b[1])
+    tie_b = tie(a[0] - c[0], a[1] - c[1])
+    tie_c = tie(b[0] - a[0], b[1] - a[1])
+    nearest = wp.max(depth_a, wp.max(depth_b, depth_c))
+    farthest = wp.min(depth_a, wp.min(depth_b, depth_c))
+    for y in range(box[2], box[3] + 1):
+        py = y << SUBPIXEL_BITS
+        for x in range(box[0], box[1] + 1):
+            px = x << SUBPIXEL_BITS
+            of_a = (c[0] - b[0]) * (py - b[1]) - (c[1] - b[1]) * (px - b[0])
+            of_b = (a[0] - c[0]) * (py - c[1]) - (a[1] - c[1]) * (px - c[0])
+            of_c = (b[0] - a[0]) * (py - a[1]) - (b[1] - a[1]) * (px - a[0])
+            if of_a + tie_a >= 0 and of_b + tie_b >= 0 and of_c + tie_c >= 0:
+                parts = wp.float32(of_b) * (depth_b - depth_a) + wp.float32(of_c) * (depth_c - depth_a)
+                depth = wp.clamp(depth_a + parts / wp.float32(area), farthest, nearest)
+                put(frame, view, y, x, nearness(views, view, depth), low)
+
+
+@wp.kernel
+def rasterize(resident: Resident, views: Views, frame: Frame, second: wp.int32, one_sided: wp.int32, stride: wp.int32):
+    """A thread for each triangle of each visible cluster of a pass."""
+    count = wp.min(frame.counters[second * PASS + VISIBLE], frame.visible.shape[1])
+    for i in range(wp.tid(), TRIANGLES * count, stride):
+        at = i >> TRIANGLE_BITS
+        number = i & (TRIANGLES - 1)
+        triangle = read_triangle(resident, frame, frame.visible[second, at], number)
+        if triangle.there:
+            view = triangle.view
+            near = views.lens[view, LENS_NEAR]
+            p = on_screen(views, view, triangle.a)
+            q = on_screen(views, view, triangle.b)
+            r = on_screen(views, view, triangle.c)
+            low = wp.min(p, wp.min(q, r))
+            high = wp.max(p, wp.max(q, r))
+            farthest = wp.max(wp.max(-low[0], high[0]), wp.max(-low[1], high[1]))
+            before = wp.min(triangle.a[2], wp.min(triangle.b[2], triangle.c[2])) < near
+            if before or farthest >= GUARD:
+                if wp.max(triangle.a[2], wp.max(triangle.b[2], triangle.c[2])) >= near:
+                    append(
+                        frame.large,
+                        frame.counters,
+                        second * PASS + LARGE,
+                        (wp.int64(at) << TRIANGLE_SHIFT) | wp.int64(number),
+                    )
+            else:
+                a = wp.vec2i(fixed(p[0]), fixed(p[1]))
+                b = wp.vec2i(fixed(q[0]), fixed(q[1]))
+                c = wp.vec2i(fixed(r[0]), fixed(r[1]))
+                first = wp.min(a, wp.min(b, c))
+                last = wp.max(a, wp.max(b, c))
+                box = wp.vec4i(
+                    wp.max((first[0] + 255) >> SUBPIXEL_BITS, 0),
+                    wp.min(last[0] >> SUBPIXEL_BITS, views.width - 1),
+                    wp.max((first[1] + 255) >> SUBPIXEL_BITS, 0),
+                    wp.min(last[1] >> SUBPIXEL_BITS, views.height - 1),
+                )
+                if box[0] <= box[1] and box[2] <= box[3]:
+                    fits = last[0] - first[0] <= SMALL_EXTENT and last[1] - first[1] <= SMALL_EXTENT
+                    if fits and (box[1] - box[0] + 1) * (box[3] - box[2] + 1) <= SMALL_PIXELS:
+                        area = (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+                        away = area > 0
+                        if triangle.mirrored:
+                            away = area < 0
+                        if area != 0 and not (away and one_sided != 0):
+                            rank = frame.ranks[second, at]
+                            payload = (wp.int64(rank) << TRIANGLE_SHIFT) | wp.int64(number)
+                            depth_a = linear_depth(views, view, triangle.a)
+                            depth_b = linear_depth(views, view, triangle.b)
+                            depth_c = linear_depth(views, view, triangle.c)
+                            if area > 0:
+                                draw_small(views, frame, view, a, b, c, depth_a, depth_b, depth_c, payload, box)
+                            else:
+                                draw_small(views, frame, view, a, c, b, depth_a, depth_c, depth_b, payload, box)
+                    else:
+                        append(
+                            frame.large,
+                            frame.counters,
+                            second * PASS + LARGE,
+                            (wp.int64(at) << TRIANGLE_SHIFT) | wp.int64(number),
+                        )
+
+
+# ---- large triangles -------------------------------------------------------------------------------------------------
+
+
+@wp.func
+def clip(
+    polygon: wp.array(dtype=wp.vec3), kept: wp.array(dtype=wp.vec3), count: wp.int32, plane: wp.vec3, offset: wp.float32
+):
+    """The part of a polygon where plane . p + offset >= 0; how many corners it has.
+
+    A new corner is computed from inside to outside: so two triangles that share an edge get the same one.
+    """
+    found = wp.int32(0)
+    for i in range(count):
+        p = polygon[i]
+        q = polygon[(i + 1) % count]
+        at_p = wp.dot(plane, p) + offset
+        at_q = wp.dot(plane, q) + offset
+        if at_p >= 0.0:
+            kept[found] = p
+            found += 1
+            if at_q < 0.0:
+                kept[found] = p + at_p / (at_p - at_q) * (q - p)
+                found += 1
+        elif at_q >= 0.0:
+            kept[found] = q + at_q / (at_q - at_p) * (p - q)
+            found += 1
+    for i in range(found):
+        polygon[i] = kept[i]
+    return found
+
+
+@wp.kernel
+def clip_large(resident: Resident, views: Views, frame: Frame, second: wp.int32, one_sided: wp.int32, stride: wp.int32):
+    """Large triangles, cut off where they come too near or reach too far, as pieces of positive area."""
+    count = wp.min(frame.counters[second * PASS + LARGE], frame.large.shape[0])
+    for i in range(wp.tid(), count, stride):
+        at = wp.int32(frame.large[i] >> TRIANGLE_SHIFT)
+        number = wp.int32(frame.large[i]) & (TRIANGLES - 1)
+        triangle = read_triangle(resident, frame, frame.visible[second, at], number)
+        view = triangle.view
+        polygon = wp.zeros(shape=9, dtype=wp.vec3)
+        kept = wp.zeros(shape=9, dtype=wp.vec3)
+        polygon[0] = triangle.a
+        polygon[1] = triangle.b
+        polygon[2] = triangle.c
+        corners = clip(polygon, kept, 3, wp.vec3(0.0, 0.0, 1.0), -views.lens[view, LENS_NEAR])
+        over = wp.float32(1.0)  # how a picture widens with depth, and how wide it is at depth 0
+        constant = wp.float32(0.0)
+        if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
+            over = 0.0
+            constant = 1.0
+        fx = views.lens[view, LENS_FX] / GUARD
+        fy = views.lens[view, LENS_FY] / GUARD
+        corners = clip(polygon, kept, corners, wp.vec3(fx, 0.0, over), constant)
+        corners = clip(polygon, kept, corners, wp.vec3(-fx, 0.0, over), constant)
+        corners = clip(polygon, kept, corners, wp.vec3(0.0, fy, over), constant)
+        corners = clip(polygon, kept, corners, wp.vec3(0.0, -fy, over), constant)
+        payload = (wp.int64(frame.ranks[second, at]) << TRIANGLE_SHIFT) | wp.int64(number)
+        for k in range(1, corners - 1):
+            add_piece(
+                views,
+                frame,
+                second,
+                view,
+                polygon[0],
+                polygon[k],
+                polygon[k + 1],
+                payload,
+                triangle.mirrored,
+                one_sided,
+            )
+
+
+@wp.func
+def add_piece(
+    views: Views,
+    frame: Frame,
+    second: wp.int32,
+    view: wp.int32,
+    a: wp.vec3,
+    b: wp.vec3,
+    c: wp.vec3,
+    payload: wp.int64,
+    mirrored: wp.bool,
+    one_sided: wp.int32,
+):
+    p = on_screen(views, view, a)
+    q = on_screen(views, view, b)
+    r = on_screen(views, view, c)
+    ax = wp.int64(fixed(p[0]))
+    ay = wp.int64(fixed(p[1]))
+    bx = wp.int64(fixed(q[0]))
+    by = wp.int64(fixed(q[1]))
+    cx = wp.int64(fixed(r[0]))
+    cy = wp.int64(fixed(r[1]))
+    area = (bx - ax) * (cy - ay) - (by - ay) * (cx - ax)
+    zero = wp.int64(0)
+    away = area > zero
+    if mirrored:
+        away = area < zero
+    if area != zero and not (away and one_sided != 0):
+        at = wp.atomic_add(frame.counters, second * PASS + PIECES, 1)
+        if at < frame.pieces.shape[0]:
+            second_corner = wp.where(area > zero, 1, 2)
+            third_corner = 3 - second_corner
+            frame.pieces[at, 0] = ax
+            frame.pieces[at, 1] = ay
+            frame.pieces[at, 2 * second_corner] = bx
+            frame.pieces[at, 2 * second_corner + 1] = by
+            frame.pieces[at, 2 * third_corner] = cx
+            frame.pieces[at, 2 * third_corner + 1] = cy
+            frame.pieces[at, 6] = wp.int64(view)
+            frame.pieces[at, 7] = payload
+            frame.piece_depths[at, 0] = linear_depth(views, view, a)
+            frame.piece_depths[at, second_corner] = linear_depth(views, view, b)
+            frame.piece_depths[at, third_corner] = linear_depth(views, view, c)
+
+
+@wp.func
+def edge(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32, px: wp.int64, py: wp.int64):
+    """On which side of an edge of a piece a point is: the area of the two and the point, doubled; >= 0 is inside."""
+    ax = frame.pieces[piece, 2 * start]
+    ay = frame.pieces[piece, 2 * start + 1]
+    dx = frame.pieces[piece, 2 * end] - ax
+    dy = frame.pieces[piece, 2 * end + 1] - ay
+    return dx * (py - ay) - dy * (px - ax)
+
+
+@wp.func
+def edge_tie(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32):
+    dx = frame.pieces[piece, 2 * end] - frame.pieces[piece, 2 * start]
+    dy = frame.pieces[piece, 2 * end + 1] - frame.pieces[piece, 2 * start + 1]
+    return wp.int64(tie(wp.int32(dx), wp.int32(dy)))
+
+
+@wp.func
+def misses(frame: Frame, piece: wp.int32, x: wp.int64, y: wp.int64, side: wp.int64):
+    """Whether all of a square of points, from (x, y) on, is outside one edge of a piece."""
+    for start in range(3):
+        end = (start + 1) % 3
+        best = wp.max(
+            wp.max(edge(frame, piece, start, end, x, y), edge(frame, piece, start, end, x + side, y)),
+            wp.max(edge(frame, piece, start, end, x, y + side), edge(frame, piece, start, end, x + side, y + side)),
+        )
+        if best < wp.int64(0):
+            return True
+    return False
+
+
+@wp.kernel
+def find_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
+    """The tiles of the picture that each piece may touch."""
+    count = wp.min(frame.counters[second * PASS + PIECES], frame.pieces.shape[0])
+    for i in range(wp.tid(), TILE_LANES * count, stride):
+        piece = i // TILE_LANES
+        x0 = wp.min(frame.pieces[piece, 0], wp.min(frame.pieces[piece, 2], frame.pieces[piece, 4])) + wp.int64(255)
+        x1 = wp.max(frame.pieces[piece, 0], wp.max(frame.pieces[piece, 2], frame.pieces[piece, 4]))
+        y0 = wp.min(frame.pieces[piece, 1], wp.min(frame.pieces[piece, 3], frame.pieces[piece, 5])) + wp.int64(255)
+        y1 = wp.max(frame.pieces[piece, 1], wp.max(frame.pieces[piece, 3], frame.pieces[piece, 5]))
+        first_x = wp.max(wp.int32(x0 >> SUBPIXEL_SHIFT), 0)
+        last_x = wp.min(wp.int32(x1 >> SUBPIXEL_SHIFT), views.width - 1)
+        first_y = wp.max(wp.int32(y0 >> SUBPIXEL_SHIFT), 0)
+        last_y = wp.min(wp.int32(y1 >> SUBPIXEL_SHIFT), views.height - 1)
+        if first_x <= last_x and first_y <= last_y:
+            columns = (last_x >> TILE_BITS) - (first_x >> TILE_BITS) + 1
+            rows = (last_y >> TILE_BITS) - (first_y >> TILE_BITS) + 1
+            for k in range(i % TILE_LANES, columns * rows, TILE_LANES):
+                column = (first_x >> TILE_BITS) + k % columns
+                row = (first_y >> TILE_BITS) + k // columns
+                x = wp.int64(column * TILE_SIDE)
+                y = wp.int64(row * TILE_SIDE)
+                if not misses(frame, piece, x, y, wp.int64(TILE_REACH)):
+                    item = (wp.int64(piece) << wp.int64(32)) | wp.int64((row << 16) | column)
+                    append(frame.tiles, frame.counters, second * PASS + TILES, item)
+
+
+@wp.kernel
+def draw_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
+    """A thread for each row of each tile."""
+    count = wp.min(frame.counters[second * PASS + TILES], frame.tiles.shape[0])
+    for i in range(wp.tid(), TILE * count, stride):
+        tile = frame.tiles[i >> TILE_BITS]
+        piece = pair_of(tile)
+        y = ((what_of(tile) >> 16) << TILE_BITS) + (i & (TILE - 1))
+        if y < views.height:
+            x0 = (what_of(tile) & 0xFFFF) << TILE_BITS
+            view = wp.int32(frame.pieces[piece, 6])
+            payload = frame.pieces[piece, 7]
+            depth_a = frame.piece_depths[piece, 0]
+            depth_b = frame.piece_depths[piece, 1]
+            depth_c = frame.piece_depths[piece, 2]
+            nearest = wp.max(depth_a, wp.max(depth_b, depth_c))
+            farthest = wp.min(depth_a, wp.min(depth_b, depth_c))
+            px = wp.int64(x0 << SUBPIXEL_BITS)
+            py = wp.int64(y << SUBPIXEL_BITS)
+            of_a = edge(frame, piece, 1, 2, px, py)
+            of_b = edge(frame, piece, 2, 0, px, py)
+            of_c = edge(frame, piece, 0, 1, px, py)
+            area = wp.float32(of_a + of_b + of_c)
+            zero = wp.int64(0)
+            tie_a = edge_tie(frame, piece, 1, 2)
+            tie_b = edge_tie(frame, piece, 2, 0)
+            tie_c = edge_tie(frame, piece, 0, 1)
+            by_a = (frame.pieces[piece, 5] - frame.pieces[piece, 3]) << SUBPIXEL_SHIFT
+            by_b = (frame.pieces[piece, 1] - frame.pieces[piece, 5]) << SUBPIXEL_SHIFT
+            by_c = (frame.pieces[piece, 3] - frame.pieces[piece, 1]) << SUBPIXEL_SHIFT
+            for x in range(x0, wp.min(x0 + TILE, views.width)):
+                if of_a + tie_a >= zero and of_b + tie_b >= zero and of_c + tie_c >= zero:
+                    parts = wp.float32(of_b) * (depth_b - depth_a) + wp.float32(of_c) * (depth_c - depth_a)
+                    depth = wp.clamp(depth_a + parts / area, farthest, nearest)
+                    put(frame, view, y, x, nearness(views, view, depth), payload)
+                of_a -= by_a
+                of_b -= by_b
+                of_c -= by_c
+
+
+# ---- the order of clusters -------------------------------------------------------------------------------------------
+
+
+@wp.func
+def smaller(frame: Frame, which: wp.int32, item: wp.int64):
+    """How many visible clusters of a pass, which are sorted, come before one of the other pass."""
+    low = wp.int32(0)
+    high = wp.min(frame.counters[which * PASS + VISIBLE], frame.visible.shape[1])
+    while low < high:
+        middle = (low + high) >> 1
+        if frame.visible[which, middle] < item:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@wp.kernel
+def rank_clusters(resident: Resident, frame: Frame, second: wp.int32, stride: wp.int32):
+    """Before the first pass is drawn, its clusters in order; before the second, those of both."""
+    for which in range(second + 1):
+        count = wp.min(frame.counters[which * PASS + VISIBLE], frame.visible.shape[1])
+        for i in range(wp.tid(), count, stride):
+            item = frame.visible[which, i]
+            rank = i
+            if second != 0:
+                rank += smaller(frame, 1 - which, item)
+            frame.ranks[which, i] = rank
+            frame.drawn[rank] = item
+            if which == second:
+                count_cluster(resident, frame, second, item)
+
+
+@wp.func
+def count_cluster(resident: Resident, frame: Frame, second: wp.int32, item: wp.int64):
+    mesh = resident.instance_mesh[pair_of(item) % frame.instances]
+    page = what_of(item) >> CLUSTER_INDEX_BITS
+    head = head_of(resident, mesh, page, what_of(item) & CLUSTER_INDEX_MASK)
+    counts = resident.words[head + wp.int64(CLUSTER_COUNTS)]
+    wp.atomic_add(frame.counters, second * PASS + DRAWN_TRIANGLES, (counts & 255) + 1)
+    wp.atomic_or(frame.counters, second * PASS + DRAWN_LEVELS, 1 << ((counts >> 24) & 31))
+
+
+@wp.kernel
+def rank_pixels(views: Views, frame: Frame, texels: wp.int32, stride: wp.int32):
+    """What the first pass has drawn gets the ranks among both: so equal depths are decided as in a single pass."""
+    if frame.counters[PASS + VISIBLE] > 0:
+        for i in range(wp.tid(), texels, stride):
+            x = i % views.width
+            y = (i // views.width) % views.height
+            view = i // (views.width * views.height)
+            pixel = frame.pixels[view, y, x]
+            if pixel != wp.int64(0):
+                high = pixel >> DEPTH_SHIFT
+                rank = wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK
+                triangle = pixel & wp.int64(TRIANGLES - 1)
+                low = (wp.int64(frame.ranks[0, rank]) << TRIANGLE_SHIFT) | triangle
+                frame.pixels[view, y, x] = (high << DEPTH_SHIFT) | low

@@ -1,0 +1,194 @@
+"""Frames of a scene, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import warp as wp
+from torch import Tensor
+
+from rooftop.scene.cameras import Camera, same_size
+from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer
+from rooftop.scene.rendering import buffers
+from rooftop.scene.rendering.memory import ROOM, FrameMemory
+from rooftop.scene.rendering.stages import THREADS_OF_A_MULTIPROCESSOR, Clock, Stages
+from rooftop.scene.rendering.uploads import Meshes, resident, views
+from rooftop.scene.scenes import Scene
+
+LIGHT = wp.vec3(*(np.array((0.4, 0.3, 0.85)) / np.linalg.norm((0.4, 0.3, 0.85))).tolist())
+BACKGROUND = {"depth": torch.inf, "uv": torch.nan, "normal": 0.0, "velocity": 0.0, "color": 0.0}  # else -1
+CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3}
+OF_BASE_PASS = {"normal", "uv", "color"}
+
+
+class Renderer:
+    """Draws a scene, frame after frame; what one frame has drawn helps the next to leave out what is hidden.
+
+    Args:
+        scene: may change between frames.
+        device: "cuda", "cuda:1" or "cpu"; a GPU if there is one.
+        pixel_error: by how many pixels the surface may be off; 0 draws it as fine as it is.
+        occlusion: whether what is hidden is left out. It changes no pixel.
+        one_sided: whether triangles that are seen from behind (clockwise) are left out.
+
+    Example:
+        >>> frame = Renderer(scene).render(Camera.look_at((3, 0, 1), (0, 0, 0)), outputs=("depth", "normal"))
+        >>> frame.depth.shape
+        torch.Size([1, 1080, 1920])
+    """
+
+    def __init__(
+        self,
+        scene: Scene,
+        device: str | torch.device | None = None,
+        *,
+        pixel_error: float = 1.0,
+        occlusion: bool = True,
+        one_sided: bool = False,
+    ) -> None:
+        if not 0 <= pixel_error < float("inf"):
+            raise ValueError(f"pixel_error={pixel_error!r}: expected a number of pixels, 0 or more")
+        self.scene, self.device = scene, _device(device)
+        self.pixel_error, self.occlusion, self.one_sided = float(pixel_error), occlusion, one_sided
+        self._threads = 1
+        if self.device.type == "cuda":
+            multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            self._threads = THREADS_OF_A_MULTIPROCESSOR * multiprocessors
+        self._meshes: Meshes | None = None
+        self._memory: FrameMemory | None = None
+        # Of the frame before:
+        self._transforms = np.zeros((0, 4, 4))
+        self._cameras: tuple[Camera, ...] = ()
+        self._has_depths = False
+
+    def render(
+        self,
+        cameras: Camera | Sequence[Camera],
+        outputs: Sequence[str] = ("depth", "normal", "instance"),
+        *,
+        timings: bool = False,
+    ) -> GBuffer:
+        """A frame of each camera, all in one chain of launches.
+
+        Args:
+            cameras: of the same size. The one in the same place in the frame before is where it was then.
+            outputs: which fields of `GBuffer` to fill.
+            timings: whether to time each stage, into `stats.stage_ms`.
+
+        Raises:
+            ValueError: an output or the cameras are wrong, or pictures or lists would be too large.
+        """
+        cameras = (cameras,) if isinstance(cameras, Camera) else tuple(cameras)
+        width, height = same_size(cameras)
+        _check_outputs(outputs)
+        mesh_of, transforms = self.scene.instances()
+        _check_sizes(len(cameras), width, height, len(mesh_of))
+        if not len(mesh_of):
+            self._forget()
+            pictures, _ = _pictures(outputs, (len(cameras), height, width), self.device)
+            if "overdraw" in outputs:
+                pictures["overdraw"] = torch.zeros(len(cameras), height, width, dtype=torch.int32, device=self.device)
+            return GBuffer(FrameStats(0, 0, (), 0, 0, 0), **pictures)
+        if self._meshes is None or self._meshes.count != len(self.scene.meshes):
+            self._meshes = Meshes(self.scene.meshes, self.device)
+        same_views = len(self._cameras) == len(cameras) and same_size(self._cameras) == (width, height)
+        history = self.occlusion and same_views and self._has_depths
+        before = transforms.copy()
+        shared = min(len(before), len(self._transforms))
+        before[:shared] = self._transforms[:shared]
+        scene, scene_tensors = resident(self._meshes, mesh_of, transforms, before, self.device)
+        now, now_tensors = views(cameras, self.device)
+        then, then_tensors = views(self._cameras if same_views else cameras, self.device)
+        memory = self._memory_of(len(mesh_of), len(cameras), width, height, "overdraw" in outputs)
+        memory.frame.pixel_error = self.pixel_error
+        while True:
+            clock = Clock(self.device, timings)
+            stages = Stages(
+                scene, now, then, memory, self._meshes.depth, self._threads, clock, self.occlusion, self.one_sided
+            )
+            stages.draw(history)
+            counters = memory.tensors["counters"].tolist()
+            room = memory.wanted_room(counters)
+            if room == memory.room:
+                break
+            memory = memory.with_room(room)
+        pictures, targets = _pictures(outputs, (len(cameras), height, width), self.device)
+        stages.emit(targets, LIGHT, bool(OF_BASE_PASS.intersection(outputs)))
+        if "overdraw" in outputs:
+            pictures["overdraw"] = memory.tensors["fragments"].clone()
+        stats = _stats(counters, clock.stage_ms())
+        memory.turn_over()
+        self._memory, self._transforms, self._cameras, self._has_depths = memory, transforms, cameras, self.occlusion
+        del scene_tensors, now_tensors, then_tensors  # until here the launches may have been reading them
+        return GBuffer(stats, **pictures)
+
+    def _memory_of(self, instances: int, views: int, width: int, height: int, fragments: bool) -> FrameMemory:
+        """That of the frame before, if it fits."""
+        sizes = (instances, views, width, height, fragments)
+        before = self._memory
+        if before is None or before.sizes != sizes:
+            self._memory = FrameMemory(*sizes, before.room if before else ROOM, self.device)
+            if before and before.sizes[1:4] == sizes[1:4]:
+                self._memory.take_depths(before)
+        assert self._memory is not None
+        return self._memory
+
+    def _forget(self) -> None:
+        self._transforms, self._cameras, self._has_depths = np.zeros((0, 4, 4)), (), False
+
+
+def _check_outputs(outputs: Sequence[str]) -> None:
+    if isinstance(outputs, str) or any(name not in OUTPUTS for name in outputs):
+        raise ValueError(f"outputs={outputs!r}: expected a list of {', '.join(OUTPUTS)}")
+
+
+def _check_sizes(views: int, width: int, height: int, instances: int) -> None:
+    if views * width * height >= 2**31 or views * instances >= 2**28:
+        raise ValueError(
+            f"{views} views of {width} x {height} pixels and {instances:,} instances: a frame has less than 2^31 "
+            "pixels, and less than 2^28 instances over all views; render fewer views at once"
+        )
+
+
+def _pictures(
+    outputs: Sequence[str], shape: tuple[int, int, int], device: torch.device
+) -> tuple[dict[str, Tensor], Any]:
+    """Tensors of background, by name, and the same as the stages take them."""
+    pictures, targets = {}, buffers.Targets()
+    for name in OUTPUTS:
+        if name == "overdraw":
+            continue
+        sizes = (*(shape if name in outputs else (0, 0, 0)), *([CHANNELS[name]] if name in CHANNELS else []))
+        dtype = torch.float32 if name in BACKGROUND else torch.int32
+        picture = torch.full(sizes, BACKGROUND.get(name, -1), dtype=dtype, device=device)
+        setattr(targets, name, wp.from_torch(picture))
+        pictures[name] = picture
+    return {name: picture for name, picture in pictures.items() if name in outputs}, targets
+
+
+def _stats(counters: list[int], stage_ms: dict[str, float]) -> FrameStats:
+    first, second = counters[: buffers.PASS], counters[buffers.PASS :]
+    levels = first[buffers.DRAWN_LEVELS] | second[buffers.DRAWN_LEVELS]
+    return FrameStats(
+        clusters=first[buffers.VISIBLE] + second[buffers.VISIBLE],
+        triangles=first[buffers.DRAWN_TRIANGLES] + second[buffers.DRAWN_TRIANGLES],
+        levels=tuple(level for level in range(32) if levels >> level & 1),
+        occluded=sum(first[k] for k in (buffers.HIDDEN_INSTANCES, buffers.HIDDEN_CHILDREN, buffers.HIDDEN_CLUSTERS)),
+        second_pass_clusters=second[buffers.VISIBLE],
+        large_triangles=first[buffers.LARGE] + second[buffers.LARGE],
+        stage_ms=stage_ms,
+    )
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type not in ("cuda", "cpu"):
+        raise ValueError(f"device={device!r}: expected 'cuda' or 'cpu'")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: PyTorch sees no GPU here; device='cpu' draws the same, more slowly")
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen

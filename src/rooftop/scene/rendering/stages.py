@@ -1,0 +1,148 @@
+"""A frame, stage by stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rooftop.launch.warp_launch import launch_warp
+from rooftop.scene.rendering import (
+    base_pass,
+    buffers,
+    emit_depth_targets,
+    hzb,
+    init_context,
+    instance_cull,
+    level_cull,
+    rasterize,
+)
+from rooftop.scene.rendering.memory import FrameMemory
+
+THREADS_OF_A_MULTIPROCESSOR = 1024
+
+
+class Clock:
+    """Milliseconds of each stage, summed over its passes; of a device, as its events say."""
+
+    def __init__(self, device: torch.device, runs: bool) -> None:
+        self.device, self.runs = device, runs
+        self._events: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def of(self, stage: str) -> Iterator[None]:
+        if not self.runs:
+            yield
+            return
+        start = self._now()
+        yield
+        self._events.append((stage, start, self._now()))
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stage_ms(self) -> dict[str, float]:
+        if self.device.type == "cuda" and self._events:
+            torch.cuda.synchronize(self.device)
+        total: dict[str, float] = {}
+        for stage, start, end in self._events:
+            spent = start.elapsed_time(end) if self.device.type == "cuda" else 1e3 * (end - start)
+            total[stage] = total.get(stage, 0.0) + spent
+        return total
+
+
+@dataclass
+class Stages:
+    """What the stages of a frame take.
+
+    Attributes:
+        resident, now, then: the scene, the views, and the views of the frame before.
+        depth: of the deepest tree.
+        threads: of a launch; each goes through a list in strides of as many.
+    """
+
+    resident: Any
+    now: Any
+    then: Any
+    memory: FrameMemory
+    depth: int
+    threads: int
+    clock: Clock
+    occlusion: bool
+    one_sided: bool
+
+    def draw(self, history: bool) -> None:
+        """The visibility buffer. `history`: whether the frame before may say what is hidden."""
+        memory, frame = self.memory, self.memory.frame
+        with self.clock.of("init_context"):
+            memory.clear()
+            shared = (self.resident, self.now, self.then, frame)
+            self._launch(init_context.place_instances, *shared, memory.pairs)
+        asked = int(history)
+        with self.clock.of("instance_cull"):
+            self._launch(instance_cull.cull_instances, *shared, asked, memory.pairs)
+        self._cull_levels(asked, 0)
+        self._rasterize(0)
+        if not self.occlusion:
+            return
+        if history:
+            self._build_hzb()
+            with self.clock.of("instance_cull"):
+                self._launch(instance_cull.ask_instances_again, self.resident, self.now, frame)
+            with self.clock.of("level_cull"):
+                self._launch(level_cull.ask_children_again, self.resident, self.now, frame)
+                self._launch(level_cull.ask_clusters_again, self.resident, self.now, frame)
+            self._cull_levels(0, 1)
+            self._rasterize(1)
+        self._build_hzb()
+
+    def emit(self, targets: Any, light: Any, base: bool) -> None:
+        """Pictures from the visibility buffer; `base`: whether any is for the base pass."""
+        frame, texels = self.memory.frame, self.memory.texels
+        with self.clock.of("emit_depth_targets"):
+            arguments = (self.resident, self.now, self.then, frame, targets, texels)
+            self._launch(emit_depth_targets.emit_depth_targets, *arguments)
+        if base:
+            with self.clock.of("base_pass"):
+                self._launch(base_pass.base_pass, self.resident, self.now, frame, targets, light, texels)
+
+    def _cull_levels(self, history: int, second: int) -> None:
+        """The second pass descends from what it has found again, and asks what the first has drawn only of that."""
+        with self.clock.of("level_cull"):
+            arguments = (self.resident, self.now, self.then, self.memory.frame, history, second)
+            for level in range(self.depth):
+                self._launch(level_cull.cull_nodes, *arguments, level)
+            self._launch(level_cull.cull_clusters, *arguments)
+
+    def _rasterize(self, second: int) -> None:
+        memory, frame = self.memory, self.memory.frame
+        with self.clock.of("sort"):
+            visible = memory.tensors["visible"][second]
+            if self.clock.device.type == "cpu":
+                visible = visible[: int(memory.tensors["counters"][second * buffers.PASS + buffers.VISIBLE])]
+            visible.copy_(visible.sort().values)
+            self._launch(rasterize.rank_clusters, self.resident, frame, second)
+            if second:
+                self._launch(rasterize.rank_pixels, self.now, frame, memory.texels)
+        with self.clock.of("rasterize"):
+            sides = int(self.one_sided)
+            self._launch(rasterize.rasterize, self.resident, self.now, frame, second, sides)
+            self._launch(rasterize.clip_large, self.resident, self.now, frame, second, sides)
+            self._launch(rasterize.find_tiles, self.now, frame, second)
+            self._launch(rasterize.draw_tiles, self.now, frame, second)
+
+    def _build_hzb(self) -> None:
+        with self.clock.of("hzb"):
+            for level, texels in self.memory.levels:
+                self._launch(hzb.reduce_depths, self.now, self.memory.frame, level, texels)
+
+    def _launch(self, kernel: Any, *arguments: Any) -> None:
+        launch_warp(kernel, (self.threads,), *arguments, self.threads, device=self.clock.device)

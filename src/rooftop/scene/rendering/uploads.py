@@ -1,0 +1,110 @@
+"""The scene and the cameras on the device: what the stages read and none of them writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import warp as wp
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rooftop.errors import InputError
+from rooftop.scene.cameras import Camera, same_size
+from rooftop.scene.geometry import Geometry
+from rooftop.scene.rendering import buffers
+
+MOST_PAGES = 2**20  # of a mesh: a page and a cluster of it are 31 bits of an entry
+
+
+class Meshes:
+    """The meshes of a scene, all their pages resident."""
+
+    def __init__(self, meshes: Sequence[Geometry], device: torch.device) -> None:
+        pages: list[NDArray[np.int32]] = []
+        nodes: list[NDArray[np.int32]] = []
+        first_page: list[int] = []
+        first_node: list[int] = []
+        for mesh in meshes:
+            if mesh.pages > MOST_PAGES:
+                raise InputError(f"{mesh.path}: {mesh.pages:,} pages; the renderer takes at most {MOST_PAGES:,}")
+            first_page.append(len(pages))
+            first_node.append(sum(map(len, nodes)))
+            pages += [mesh.page(number) for number in range(mesh.pages)]
+            nodes.append(mesh.nodes)
+        ends = np.cumsum([len(page) for page in pages], dtype=np.int64)
+        words = np.concatenate([*pages, np.zeros(2, np.int32)])  # a read of two words may begin at the last
+        tables = [
+            [node, page, m.meta["has_normals"], m.meta["has_uv"]]
+            for node, page, m in zip(first_node, first_page, meshes, strict=True)
+        ]
+        boxes = np.array([mesh.meta["bounds"] for mesh in meshes])  # (meshes, 2, 3)
+        box = np.concatenate([boxes.mean(1), (boxes[:, 1] - boxes[:, 0]) / 2], axis=1)
+        self.count = len(meshes)
+        self.depth = max(mesh.meta["depth"] for mesh in meshes)
+        self.origins = np.array([mesh.meta["origin"] for mesh in meshes])
+        self.words = _on(device, words)
+        self.page_at = _on(device, np.concatenate([[0], ends[:-1]]).astype(np.int64))
+        self.nodes = _on(device, np.concatenate(nodes))
+        self.mesh = _on(device, np.array(tables, dtype=np.int32))
+        self.mesh_steps = _on(
+            device,
+            np.array(
+                [[2.0 ** m.meta["grid_exponent"], 2.0 ** m.meta["uv_exponent"]] for m in meshes], dtype=np.float32
+            ),
+        )
+        self.mesh_box = _on(device, box.astype(np.float32))
+
+
+def resident(
+    meshes: Meshes,
+    mesh_of: NDArray[np.int32],
+    now: NDArray[np.float64],
+    before: NDArray[np.float64],
+    device: torch.device,
+) -> tuple[Any, list[Tensor]]:
+    """(what the stages take, the tensors that must live as long).
+
+    Args:
+        mesh_of: (instances,).
+        now, before: (instances, 4, 4), object to world.
+    """
+    linear = now[:, :3, :3]
+    stretch = np.linalg.svd(linear, compute_uv=False)[:, 0] * (1 + 1e-6)
+    mirrored = np.linalg.det(linear) < 0
+    values = buffers.Resident()
+    tensors = {name: getattr(meshes, name) for name in ("words", "page_at", "nodes", "mesh", "mesh_steps", "mesh_box")}
+    tensors["instance_mesh"] = _on(device, mesh_of)
+    tensors["instance_scale"] = _on(device, np.where(mirrored, -stretch, stretch).astype(np.float32))
+    tensors["instance_to_world"] = _on(device, _from_origin(now, meshes.origins[mesh_of]))
+    tensors["instance_before"] = _on(device, _from_origin(before, meshes.origins[mesh_of]))
+    normals = np.linalg.inv(linear).transpose(0, 2, 1) * stretch[:, None, None]
+    tensors["instance_normals"] = _on(device, normals.reshape(-1, 9).astype(np.float32))
+    for name, tensor in tensors.items():
+        setattr(values, name, wp.from_torch(tensor))
+    return values, list(tensors.values())
+
+
+def views(cameras: Sequence[Camera], device: torch.device) -> tuple[Any, list[Tensor]]:
+    """(what the stages take, the tensors that must live as long)."""
+    width, height = same_size(cameras)
+    matrices = np.stack([camera.world_to_camera[:3].reshape(12) for camera in cameras])
+    lenses = [[c.fx, c.fy, c.cx, c.cy, c.near, c.orthographic, c.corner_tangent, 0.0] for c in cameras]
+    from_world, lens = _on(device, matrices), _on(device, np.array(lenses, dtype=np.float32))
+    values = buffers.Views()
+    values.from_world, values.lens = wp.from_torch(from_world), wp.from_torch(lens)
+    values.width, values.height = width, height
+    return values, [from_world, lens]
+
+
+def _from_origin(transforms: NDArray[np.float64], origins: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(N, 12): first by the mesh's origin, which its positions count from."""
+    moved = transforms[:, :3].copy()
+    moved[:, :, 3] += np.einsum("nij,nj->ni", transforms[:, :3, :3], origins)
+    return moved.reshape(-1, 12)
+
+
+def _on(device: torch.device, array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

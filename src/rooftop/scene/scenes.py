@@ -1,0 +1,125 @@
+"""What is in a picture: meshes, and instances of them, each where its transform puts it."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rooftop.scene.cameras import affine
+from rooftop.scene.geometry import Geometry
+
+MAX_INSTANCES = 2**27
+
+
+class Scene:
+    """Meshes and their instances.
+
+    Example:
+        >>> scene = Scene()
+        >>> rock = scene.add_mesh("rock.rtg")
+        >>> scene.add_instance(rock, transform)
+    """
+
+    def __init__(self) -> None:
+        self.meshes: list[Geometry] = []
+        self._mesh_of: list[NDArray[np.int32]] = []
+        self._transforms: list[NDArray[np.float64]] = []
+        self._placed: tuple[NDArray[np.int32], NDArray[np.float64]] | None = None
+
+    def __len__(self) -> int:
+        """How many instances there are."""
+        return sum(map(len, self._mesh_of))
+
+    def add_mesh(self, mesh: str | PathLike[str] | Geometry) -> int:
+        """A geometry file (`scene.build` makes them), or one that is open; the number by which instances name it.
+
+        Raises:
+            GeometryFileError: the file is no such file, or not whole.
+        """
+        self.meshes.append(mesh if isinstance(mesh, Geometry) else Geometry.open(Path(mesh)))
+        return len(self.meshes) - 1
+
+    def add_instance(self, mesh: int, transform: ArrayLike | None = None) -> int:
+        """An instance of a mesh; the number that pictures show for it.
+
+        Args:
+            transform: (4, 4) or (3, 4), object to world; points are columns. Where the mesh is, if not given.
+
+        Raises:
+            ValueError: there is no such mesh, or the transform is no affine one that can be undone.
+        """
+        matrix = np.eye(4) if transform is None else affine(transform, "transform")
+        return self.add_instances(mesh, matrix[None])[0]
+
+    def add_instances(self, mesh: int, transforms: ArrayLike) -> range:
+        """As many instances as there are transforms, (N, 4, 4); their numbers."""
+        if not isinstance(mesh, int) or not 0 <= mesh < len(self.meshes):
+            raise ValueError(f"mesh={mesh!r}: expected what add_mesh returned, 0 to {len(self.meshes) - 1}")
+        matrices = _checked(transforms)
+        first = len(self)
+        if first + len(matrices) > MAX_INSTANCES:
+            raise ValueError(f"{first + len(matrices):,} instances: a scene has at most {MAX_INSTANCES:,}")
+        self._mesh_of.append(np.full(len(matrices), mesh, dtype=np.int32))
+        self._transforms.append(matrices)
+        self._placed = None
+        return range(first, first + len(matrices))
+
+    def move(self, instance: int, transform: ArrayLike) -> None:
+        """Put an instance elsewhere; the next frame's velocity says how far it has come.
+
+        Raises:
+            ValueError: there is no such instance, or the transform is no affine one that can be undone.
+        """
+        if not 0 <= instance < len(self):
+            raise ValueError(f"instance={instance!r}: expected 0 to {len(self) - 1}")
+        matrix = _checked(np.asarray(affine(transform, "transform"))[None])[0]
+        mesh_of, transforms = self.instances()
+        transforms = transforms.copy()  # a renderer keeps the frame before
+        transforms[instance] = matrix
+        self._mesh_of, self._transforms, self._placed = [mesh_of], [transforms], (mesh_of, transforms)
+
+    def instances(self) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        """The mesh of each, (N,), and its transform, (N, 4, 4). The arrays are new ones after each change."""
+        if self._placed is None:
+            mesh_of = np.concatenate(self._mesh_of) if self._mesh_of else np.zeros(0, np.int32)
+            transforms = np.concatenate(self._transforms) if self._transforms else np.zeros((0, 4, 4))
+            self._mesh_of, self._transforms, self._placed = [mesh_of], [transforms], (mesh_of, transforms)
+        return self._placed
+
+    def bounds(self) -> NDArray[np.float64]:
+        """(2, 3): the lowest and highest corner of a box around all instances, in the world.
+
+        Raises:
+            ValueError: there are no instances.
+        """
+        mesh_of, transforms = self.instances()
+        if not len(mesh_of):
+            raise ValueError("the scene has no instances: add_instance puts a mesh into it")
+        boxes = np.array([np.add(mesh.meta["bounds"], mesh.meta["origin"]) for mesh in self.meshes])[
+            mesh_of
+        ]  # (N, 2, 3)
+        center, half = boxes.mean(1), (boxes[:, 1] - boxes[:, 0]) / 2
+        center = np.einsum("nij,nj->ni", transforms[:, :3, :3], center) + transforms[:, :3, 3]
+        half = np.einsum("nij,nj->ni", abs(transforms[:, :3, :3]), half)
+        return np.stack([(center - half).min(0), (center + half).max(0)])
+
+
+def _checked(transforms: ArrayLike) -> NDArray[np.float64]:
+    matrices = np.array(transforms, dtype=np.float64)
+    if matrices.ndim != 3 or matrices.shape[1:] != (4, 4):
+        raise ValueError(f"transforms have shape {matrices.shape}: expected (N, 4, 4)")
+    if not np.isfinite(matrices).all():
+        raise ValueError(f"transform {int(np.argwhere(~np.isfinite(matrices))[0, 0])} has entries that are not finite")
+    wrong = np.flatnonzero((matrices[:, 3] != (0, 0, 0, 1)).any(1))
+    if len(wrong):
+        raise ValueError(
+            f"transform {wrong[0]} has the last row {matrices[wrong[0], 3].tolist()}: expected 0 0 0 1 (points are "
+            "columns)"
+        )
+    flat = np.linalg.cond(matrices[:, :3, :3]) > 1e7
+    if flat.any():
+        raise ValueError(f"transform {flat.argmax()} makes the mesh flat: its 3 x 3 part cannot be inverted")
+    return matrices

@@ -1,0 +1,570 @@
+"""What must hold of frames, whatever the scene and the camera: each law over what it is about, which is asserted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import scipy.ndimage
+import torch
+import warp as wp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rooftop.scene import Camera, GBuffer, Geometry, Renderer, Scene, layouts
+from rooftop.scene.gbuffers import OUTPUTS
+from rooftop.scene.rendering import memory
+
+Floats = NDArray[np.float64]
+SIZE = {"width": 160, "height": 120}
+ALL = tuple(OUTPUTS)
+
+
+def moved(*shift: float, scale: float = 1.0) -> Floats:
+    matrix = np.diag([scale, scale, scale, 1.0])
+    matrix[:3, 3] = shift
+    return matrix
+
+
+def row_of(mesh: Geometry, distances: Sequence[float]) -> Scene:
+    """Instances ever farther from a camera at the origin that looks along x, none before another."""
+    scene = Scene()
+    number = scene.add_mesh(mesh)
+    for i, distance in enumerate(distances):
+        angle = 0.9 * (i - (len(distances) - 1) / 2)
+        scene.add_instance(number, moved(distance, np.sin(angle) * distance / 2, 0.0))
+    return scene
+
+
+AHEAD = Camera.look_at((0, 0, 0), (1, 0, 0), fov_y_degrees=70, **SIZE)
+
+
+def same(a: GBuffer, b: GBuffer, names: Sequence[str]) -> bool:
+    return all(torch.equal(a[name].nan_to_num(-7.0), b[name].nan_to_num(-7.0)) for name in names)
+
+
+def drawn_clusters(renderer: Renderer, frame: GBuffer) -> set[tuple[int, int]]:
+    """(instance, cluster) of what a frame of one view has drawn, from the list that the stages share."""
+    assert renderer._memory is not None
+    entries = renderer._memory.tensors["drawn"][: frame.stats.clusters].cpu().numpy()
+    mesh_of, _ = renderer.scene.instances()
+    found = set()
+    for entry in entries.tolist():
+        pair, page, index = entry >> 32, (entry & 0xFFFFFFFF) >> 11, entry & 2047
+        geometry = renderer.scene.meshes[mesh_of[pair]]
+        found.add((pair, int(geometry.page(page)[layouts.PAGE_FIRST_CLUSTER]) + index))
+    return found
+
+
+# ---- one cut, without holes ------------------------------------------------------------------------------------------
+
+
+def counts_along_paths(mesh: Geometry, drawn: set[int]) -> set[int]:
+    """How many drawn clusters there are on each path from the finest clusters to those that nothing replaces."""
+    heads, groups = mesh.clusters(), mesh.groups()
+    first = np.cumsum([0, *groups[:, layouts.GROUP_COUNT]])
+    group_of = np.searchsorted(first, np.arange(len(heads)), side="right") - 1
+    source = heads[:, layouts.CLUSTER_SOURCE].view(np.int32)
+    counts: dict[int, set[int]] = {}
+    members = {number: np.flatnonzero(group_of == at) for at, number in enumerate(groups[:, layouts.GROUP_NUMBER])}
+    for cluster in np.argsort(heads[:, layouts.CLUSTER_COUNTS] >> 24, kind="stable").tolist():  # the finest first
+        below = members[source[cluster]].tolist() if source[cluster] >= 0 else []
+        ways = set().union(*(counts[each] for each in below)) if below else {0}
+        counts[cluster] = {way + (cluster in drawn) for way in ways}
+    never = np.flatnonzero(groups[:, layouts.GROUP_ERROR].view(np.float32) == np.float32(layouts.NEVER))
+    return set().union(*(counts[cluster] for cluster in np.flatnonzero(np.isin(group_of, never)).tolist()))
+
+
+def test_on_every_path_one_cluster_is_drawn(ball: Geometry, device: str) -> None:
+    """Whatever the distances: all of it, at one level."""
+    scene = row_of(ball, [2.5, 6.0, 15.0, 60.0])
+    renderer = Renderer(scene, device, occlusion=False)
+    frame = renderer.render(AHEAD)
+    assert len(frame.stats.levels) >= 3
+    drawn = drawn_clusters(renderer, frame)
+    for instance in range(1, len(scene)):  # the first is not all in the picture
+        assert counts_along_paths(ball, {cluster for of, cluster in drawn if of == instance}) == {1}
+
+
+def test_every_ray_leaves_a_closed_surface_as_often_as_it_enters(ball: Geometry, device: str) -> None:
+    """Levels that meet within one surface leave no gap and no overlap, down to the last pixel."""
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(ball), moved(0, 0, 0, scale=8.0))
+    levels: set[int] = set()
+    for k, distance in enumerate([11.0, 14.0, 40.0, 300.0]):
+        eye = distance * np.array([np.cos(k), np.sin(k) * 0.8, 0.6])
+        camera = Camera.look_at(eye, (0, 0, 0), fov_y_degrees=60, **SIZE)
+        frame = Renderer(scene, device, occlusion=False, pixel_error=1.5).render(camera, ALL)
+        covered = frame["overdraw"]
+        assert (covered > 0).sum() > 20
+        assert (covered % 2 == 0).all()
+        assert (frame["depth"].isfinite() == (covered > 0)).all()
+        levels.update(frame.stats.levels)
+        background = frame["depth"][0].isinf().cpu().numpy()
+        label, parts = scipy.ndimage.label(background)
+        assert all((label[[0, -1]] == part).any() or (label[:, [0, -1]] == part).any() for part in range(1, parts + 1))
+    assert len(levels) >= 4
+
+
+def test_levels_mix_within_one_surface_without_gaps(log: Geometry, device: str) -> None:
+    """Along it, from near to far, ever coarser ones."""
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(log))
+    for eye in [(21, 2, 2), (26, -1.5, 1), (23, 0, 0)]:
+        camera = Camera.look_at(eye, (0, 0, 0), fov_y_degrees=90, **SIZE)
+        frame = Renderer(scene, device, occlusion=False, pixel_error=0.3).render(camera, ("depth", "overdraw"))
+        assert len(frame.stats.levels) >= 3
+        assert (frame["overdraw"] > 0).sum() > 200
+        assert (frame["overdraw"] % 2 == 0).all()
+
+
+def test_a_camera_within_a_cube_sees_large_triangles_on_all_sides(cube: Geometry, device: str) -> None:
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(cube))
+    for target in [(1, 0.2, 0.1), (-1, 0.3, 1), (0, -1, 0.5), (0.5, 0.5, 1)]:
+        camera = Camera.look_at((0.3, -0.2, 0.1), target, up=(0.1, 0.2, 1), fov_y_degrees=110, **SIZE)
+        frame = Renderer(scene, device).render(camera, ("depth", "overdraw"))
+        assert frame.stats.large_triangles > 0
+        assert (frame["overdraw"] == 1).all()
+        assert torch.allclose(frame["depth"][0].cpu().double(), depth_in_cube(camera), rtol=1e-4)
+
+
+def depth_in_cube(camera: Camera) -> Tensor:
+    """Of the cube from -1 to 1 around a camera: along each ray, the first face."""
+    x, y = np.meshgrid(np.arange(camera.width), np.arange(camera.height))
+    rays = np.stack([(x - camera.cx) / camera.fx, (y - camera.cy) / camera.fy, np.ones_like(x, float)], -1)
+    directions = rays @ camera.world_to_camera[:3, :3]
+    with np.errstate(divide="ignore"):
+        reach = np.where(directions > 0, 1 - camera.position, -1 - camera.position) / directions
+    return torch.from_numpy(reach.min(-1))
+
+
+# ---- nothing but the cost depends on what is left out ----------------------------------------------------------------
+
+
+def crowd(ball: Geometry, cube: Geometry) -> Scene:
+    """Balls behind a wall of cubes with a gap."""
+    scene = Scene()
+    a_ball, a_cube = scene.add_mesh(ball), scene.add_mesh(cube)
+    for y in range(-3, 4):
+        scene.add_instance(a_ball, moved(9.0 + abs(y), 2.2 * y, 0.3 * y))
+        if y != 1:
+            scene.add_instance(a_cube, moved(5.0, 2.0 * y, 0.0) @ np.diag([0.2, 1.0, 1.5, 1.0]))
+    return scene
+
+
+def flight(frames: int) -> list[Camera]:
+    return [Camera.look_at((0, 0.7 * k - 2, 0.2 * k), (9, 0.4 * k, 0), fov_y_degrees=65, **SIZE) for k in range(frames)]
+
+
+def test_leaving_out_what_is_hidden_changes_no_bit(ball: Geometry, cube: Geometry, device: str) -> None:
+    scene = crowd(ball, cube)
+    leaves_out, draws_all = Renderer(scene, device), Renderer(scene, device, occlusion=False)
+    occluded = second_pass = saved = 0
+    for k, camera in enumerate(flight(7)):
+        scene.move(2, moved(9.0, 2.2 * -2 + 0.5 * k, 0.0))
+        ours, whole = leaves_out.render(camera, ALL), draws_all.render(camera, ALL)
+        assert same(ours, whole, [name for name in ALL if name != "overdraw"])
+        occluded += ours.stats.occluded
+        second_pass += ours.stats.second_pass_clusters
+        saved += whole.stats.clusters - ours.stats.clusters
+    assert occluded > 0
+    assert second_pass > 0
+    assert saved > 0
+
+
+def test_a_cut_to_another_place_shows_nothing_of_the_frame_before(ball: Geometry, cube: Geometry, device: str) -> None:
+    scene = crowd(ball, cube)
+    renderer = Renderer(scene, device)
+    for eye in [(0, 0, 0), (18, 3, 2), (5, 0, 0.1), (9, 0, 30)]:
+        camera = Camera.look_at(eye, (9, 1, 0), **SIZE)
+        assert same(
+            renderer.render(camera), Renderer(scene, device, occlusion=False).render(camera), ("depth", "instance")
+        )
+
+
+def test_the_order_of_threads_does_not_show(ball: Geometry, cube: Geometry, device: str) -> None:
+    scene = crowd(ball, cube)
+    _, transforms = scene.instances()
+    seen = 9  # beside the wall
+    again = scene.add_instance(0, transforms[seen])  # in the same place: every depth is met twice
+    renderers = [Renderer(scene, device) for _ in range(3)]
+    for renderer, threads in zip(renderers, [renderers[0]._threads, 7, 333], strict=True):
+        renderer._threads = threads
+    for camera in flight(3):
+        first, *others = [renderer.render(camera, ALL) for renderer in renderers]
+        assert all(same(first, other, [name for name in ALL if name != "overdraw"]) for other in others)
+        assert first.stats.clusters == others[0].stats.clusters
+        assert (first["instance"] == again).any()
+        assert not (first["instance"] == seen).any()  # of equals the last stays
+
+
+def test_lists_without_enough_room_grow(
+    ball: Geometry, cube: Geometry, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = crowd(ball, cube)
+    cameras = [*flight(4), Camera.look_at((5, 0, 0), (9, 1, 0), **SIZE)]
+    roomy = Renderer(scene, device)
+    expected = [roomy.render(camera, ALL) for camera in cameras]
+    monkeypatch.setattr("rooftop.scene.rendering.renderer.ROOM", dict.fromkeys(memory.ROOM, 2))
+    tight = Renderer(scene, device)
+    assert all(same(tight.render(camera, ALL), frame, ALL) for camera, frame in zip(cameras, expected, strict=True))
+    assert tight._memory is not None
+    assert min(tight._memory.room.values()) > 2
+
+
+def test_a_batch_is_its_cameras_one_by_one(ball: Geometry, cube: Geometry, device: str) -> None:
+    scene, cameras = crowd(ball, cube), flight(3)
+    batch = Renderer(scene, device)
+    alone = [Renderer(scene, device) for _ in cameras]
+    for shift in (0.0, 0.4):
+        views = [
+            Camera.look_at(camera.position + np.array((0, shift, 0)), (9, 0, 0), fov_y_degrees=65, **SIZE)
+            for camera in cameras
+        ]
+        together = batch.render(views, ALL)
+        for k, (renderer, view) in enumerate(zip(alone, views, strict=True)):
+            single = renderer.render(view, ALL)
+            assert all(
+                torch.equal(together[name][k].nan_to_num(-7), single[name][0].nan_to_num(-7))
+                for name in ALL
+                if name != "overdraw"
+            )
+
+
+@pytest.mark.gpu
+def test_the_cpu_and_a_gpu_agree(ball: Geometry, cube: Geometry) -> None:
+    scene = crowd(ball, cube)
+    here, there = Renderer(scene, "cpu"), Renderer(scene, "cuda")
+    for camera in flight(4):
+        ours, theirs = here.render(camera, ALL), there.render(camera, ALL)
+        for name in ("instance", "cluster", "triangle", "level"):
+            assert (ours[name] != theirs[name].cpu()).float().mean() <= 1e-3, name
+        agree = ours["triangle"] == theirs["triangle"].cpu()
+        assert torch.allclose(ours["depth"][agree], theirs["depth"].cpu()[agree], rtol=1e-5)
+
+
+# ---- beside a plain rasterizer of the whole mesh ---------------------------------------------------------------------
+
+
+def plain_depth(triangles: Floats, camera: Camera) -> Floats:
+    """(H, W) depths of (T, 3, 3) corners in the world, all before the camera: each pixel of each triangle's box."""
+    view = triangles @ camera.world_to_camera[:3, :3].T + camera.world_to_camera[:3, 3]
+    z = view[..., 2]
+    over = np.ones_like(z) if camera.orthographic else z
+    u = camera.fx * view[..., 0] / over + camera.cx
+    v = camera.fy * view[..., 1] / over + camera.cy
+    linear = z if camera.orthographic else 1 / z
+    depth = np.full((camera.height, camera.width), np.inf)
+    left, top = np.ceil(u.min(1)).astype(int), np.ceil(v.min(1)).astype(int)
+    wide, high = (np.floor(u.max(1)) - left).max(initial=0) + 1, (np.floor(v.max(1)) - top).max(initial=0) + 1
+    for dy in range(int(high)):
+        for dx in range(int(wide)):
+            x, y = left + dx, top + dy
+            edges = [
+                (u[:, b] - u[:, a]) * (y - v[:, a]) - (v[:, b] - v[:, a]) * (x - u[:, a])
+                for a, b in ((1, 2), (2, 0), (0, 1))
+            ]
+            parts = np.stack(edges, 1)
+            area = parts.sum(1)
+            inside = (parts * np.sign(area)[:, None] >= 0).all(1) & (area != 0)
+            inside &= (x >= 0) & (x < camera.width) & (y >= 0) & (y < camera.height)
+            at = (parts[inside] * linear[inside]).sum(1) / area[inside]
+            np.minimum.at(depth, (y[inside], x[inside]), at if camera.orthographic else 1 / at)
+    return depth
+
+
+def all_triangles(mesh: Geometry, transform: Floats) -> Floats:
+    """(T, 3, 3): the finest level, in the world."""
+    finest = np.flatnonzero(mesh.clusters()[:, layouts.CLUSTER_COUNTS] >> 24 == 0)
+    corners = [decoded.positions[decoded.triangles] for decoded in map(mesh.decode, finest.tolist())]
+    return np.concatenate(corners) @ transform[:3, :3].T + transform[:3, 3]
+
+
+CAMERAS = {
+    "perspective": Camera.look_at((3, 0.4, 0.8), (0, 0, 0), fov_y_degrees=50, **SIZE),
+    "far": Camera.look_at((-9, 3, 5), (0, 0.5, 0), up=(1, 1, 0), fov_y_degrees=20, **SIZE),
+    "parallel": Camera.parallel((2, 2, 3), (0, 0, 0), view_height=2.9, **SIZE),
+    "OpenCV's": Camera.from_intrinsics(
+        [[150.0, 0, 70.3], [0, 170.0, 66.6], [0, 0, 1]], Camera.look_at((0, 3, 1), (0, 0, 0)).world_to_camera, 160, 120
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CAMERAS)
+def test_every_triangle_of_the_mesh_where_no_error_is_allowed(ball: Geometry, kind: str, device: str) -> None:
+    camera = CAMERAS[kind]
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(ball))
+    frame = Renderer(scene, device, pixel_error=0).render(camera, ("depth", "level"))
+    assert frame.stats.levels == (0,)
+    ours = frame["depth"][0].cpu().numpy()
+    plain = plain_depth(all_triangles(ball, np.eye(4)), camera)
+    assert np.isfinite(plain).sum() > 2000
+    close = np.isclose(ours, plain, rtol=2e-4)  # corners are rounded to 1/256 pixel
+    assert close.mean() > 0.995  # the others are on an edge of what is before something farther
+    assert (np.isfinite(ours) != np.isfinite(plain)).mean() < 0.002
+
+
+@wp.kernel
+def distances(mesh: wp.uint64, points: wp.array(dtype=wp.vec3), found: wp.array(dtype=wp.float32)):  # type: ignore[valid-type]
+    i = wp.tid()
+    query = wp.mesh_query_point_no_sign(mesh, points[i], 10.0)
+    found[i] = wp.length(points[i] - wp.mesh_eval_position(mesh, query.face, query.u, query.v))
+
+
+def distances_to(triangles: Floats, points: Floats) -> Floats:
+    """Of points (N, 3) to the nearest of triangles (T, 3, 3)."""
+    corners = wp.array(triangles.reshape(-1, 3), dtype=wp.vec3, device="cpu")
+    mesh = wp.Mesh(corners, wp.array(np.arange(3 * len(triangles)), dtype=wp.int32, device="cpu"))
+    found = wp.zeros(len(points), dtype=wp.float32, device="cpu")
+    wp.launch(distances, len(points), [mesh.id, wp.array(points, dtype=wp.vec3, device="cpu"), found], device="cpu")
+    return np.asarray(found.numpy(), dtype=np.float64)
+
+
+@pytest.mark.parametrize("kind", CAMERAS)
+def test_within_a_pixel_of_the_whole_mesh(ball: Geometry, kind: str, device: str) -> None:
+    """What is shown at a pixel is a point of the mesh, but for the width of a pixel there, and nothing is left out."""
+    camera = CAMERAS[kind]
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(ball))
+    frame = Renderer(scene, device).render(camera, ("depth", "level"))
+    assert max(frame.stats.levels) >= 1
+    depth = frame["depth"][0].cpu().numpy().astype(float)
+    triangles = all_triangles(ball, np.eye(4))
+    covered, plain = np.isfinite(depth), np.isfinite(plain_depth(triangles, camera))
+    assert not (covered & ~scipy.ndimage.maximum_filter(plain, 3)).any()
+    assert not (plain & ~scipy.ndimage.maximum_filter(covered, 3)).any()
+    y, x = np.nonzero(covered)
+    z = depth[covered]
+    pixel = np.ones_like(z) if camera.orthographic else z  # how much a ray is aside for each unit at its pixel
+    aside = np.stack([(x - camera.cx) / camera.fx * pixel, (y - camera.cy) / camera.fy * pixel, z], 1)
+    points = (aside - camera.world_to_camera[:3, 3]) @ camera.world_to_camera[:3, :3]
+    off = distances_to(triangles, points) * max(camera.fx, camera.fy) / pixel  # pixels
+    assert off.max() <= 1.01  # corners are rounded to 1/256 pixel
+    assert off.max() > 0.05
+
+
+triangle_soups = st.integers(1, 40).flatmap(
+    lambda count: st.tuples(st.just(count), st.integers(0, 2**32 - 1), st.sampled_from([0.05, 0.4, 3.0]))
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(soup=triangle_soups)
+def test_loose_triangles_as_a_plain_rasterizer_has_them(
+    built: Callable[..., Geometry], soup: tuple[int, int, float]
+) -> None:
+    count, seed, size = soup
+    random = np.random.default_rng(seed)
+    corners = random.uniform(-1, 1, (count, 1, 3)) + size * random.uniform(-1, 1, (count, 3, 3))
+    mesh = built(f"soup{count}-{seed}-{size}", corners.reshape(-1, 3), np.arange(3 * count).reshape(-1, 3))
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(mesh))
+    eye = random.normal(size=3)
+    camera = Camera.look_at(9 * eye / np.linalg.norm(eye), (0, 0, 0), (0.3, 0.5, 1), 50, 61, 47)
+    frame = Renderer(scene, "cpu", pixel_error=0).render(camera, ("depth",))
+    ours = frame["depth"][0].numpy()
+    plain = plain_depth(all_triangles(mesh, np.eye(4)), camera)
+    flat = np.isfinite(ours) != np.isfinite(plain)
+    assert flat.mean() < 0.01
+    assert np.isclose(ours, plain, rtol=1e-3).mean() > 0.97
+
+
+# ---- what a pixel says -----------------------------------------------------------------------------------------------
+
+
+def test_a_square_says_what_it_is(built: Callable[..., Geometry], device: str) -> None:
+    """Depth, normal, uv, material, ids of a square in the plane x = 0, seen along -x from x = 4."""
+    corners = np.array([[0, -1, -1], [0, 1, -1], [0, 1, 1], [0, -1, 1]], dtype=float)
+    mesh = built(
+        "square",
+        corners,
+        np.array([[0, 1, 2], [0, 2, 3]]),
+        normals=np.tile([1.0, 0, 0], (4, 1)),
+        uv=np.array([[0, 0], [1, 0], [1, 1], [0, 1.0]]),
+        materials=np.array([3, 700]),
+    )
+    scene = Scene()
+    number = scene.add_mesh(mesh)
+    scene.add_instance(number, moved(-100, 0, 0))
+    scene.add_instance(number)
+    camera = Camera.look_at((4, 0, 0), (0, 0, 0), fov_y_degrees=90, width=81, height=81)
+    frame = Renderer(scene, device).render(camera, ALL)
+    # Half of the picture's height is 4 world units, 40.5 pixels; y grows to the right, z up.
+    row, column = 40 - 5, 40 + 7
+    y, z = 7 * 4 / 40.5, 5 * 4 / 40.5
+    at = (0, row, column)
+    assert frame["instance"][at] == 1
+    assert frame["depth"][at].item() == pytest.approx(4.0, rel=1e-6)
+    assert frame["normal"][at].tolist() == pytest.approx([1, 0, 0], abs=1e-3)
+    assert frame["uv"][at].tolist() == pytest.approx([(y + 1) / 2, (z + 1) / 2], abs=2e-3)
+    assert {frame["material"][0, 40 + 4, 40 + 6].item(), frame["material"][0, 40 - 6, 40 - 4].item()} == {3, 700}
+    assert frame["velocity"][at].tolist() == [0, 0]
+    assert frame["cluster"][at] == 0
+    assert frame["level"][at] == 0
+    corner = (0, 0, 0)
+    assert (frame["depth"][corner], frame["instance"][corner], frame["material"][corner]) == (torch.inf, -1, -1)
+    assert frame["uv"][corner].isnan().all()
+    assert frame["color"][corner].sum() == 0
+    behind = frame["instance"] == 0
+    assert torch.allclose(frame["depth"][behind], torch.tensor(104.0, device=frame["depth"].device), rtol=1e-6)
+
+
+def test_velocity_is_how_far_the_point_has_come(cube: Geometry, device: str) -> None:
+    scene = Scene()
+    number = scene.add_mesh(cube)
+    scene.add_instance(number)
+    scene.add_instance(number, moved(0, 5, 0))
+    renderer = Renderer(scene, device)
+    first, second = (Camera.look_at((9, k, 1), (0, 1, 0), **SIZE) for k in (0.0, 0.5))
+    still = renderer.render(first, ("velocity",))
+    assert not still["velocity"].any()
+    scene.move(1, moved(0, 4.5, 0.25))
+    frame = renderer.render(second, ("depth", "velocity", "instance"))
+    y, x = np.mgrid[:120, :160]
+    for instance, shift in ((0, np.zeros(3)), (1, np.array([0, -0.5, 0.25]))):
+        shown = (frame["instance"][0] == instance).cpu().numpy()
+        assert shown.sum() > 50
+        depth = frame["depth"][0].cpu().numpy()[shown].astype(float)
+        rays = np.stack(
+            [(x[shown] - second.cx) / second.fx, (y[shown] - second.cy) / second.fy, np.ones(shown.sum())], 1
+        )
+        world = (rays * depth[:, None] - second.world_to_camera[:3, 3]) @ second.world_to_camera[:3, :3]
+        then = (world - shift) @ first.world_to_camera[:3, :3].T + first.world_to_camera[:3, 3]
+        before = np.stack(
+            [first.fx * then[:, 0] / then[:, 2] + first.cx, first.fy * then[:, 1] / then[:, 2] + first.cy], 1
+        )
+        expected = np.stack([x[shown], y[shown]], 1) - before
+        assert np.abs(frame["velocity"][0].cpu().numpy()[shown] - expected).max() < 0.02
+
+
+def test_normals_follow_their_instances(ball: Geometry, cube: Geometry, device: str) -> None:
+    """Stretched, turned and mirrored, a face's normal stands upright on it."""
+    turn, _ = np.linalg.qr(np.random.default_rng(3).normal(size=(3, 3)))
+    for signs in ((1, 1, 1), (-1, 1, 1)):
+        matrix = np.eye(4)
+        matrix[:3, :3] = turn @ np.diag([1.5, 0.5, 0.8]) @ np.diag(signs)
+        scene = Scene()
+        scene.add_instance(scene.add_mesh(cube), matrix)
+        camera = Camera.look_at((4, 3, 2), (0, 0, 0), **SIZE)
+        frame = Renderer(scene, device, one_sided=True).render(camera, ("normal", "overdraw"))
+        assert set(frame["overdraw"].unique().tolist()) == {0, 1}  # a convex body, once
+        normals = frame["normal"][frame["overdraw"] > 0].cpu().double().numpy()
+        sides = np.linalg.inv(matrix[:3, :3]).T @ np.concatenate([np.eye(3), -np.eye(3)]).T
+        sides /= np.linalg.norm(sides, axis=0)
+        assert (normals @ sides).max(1).min() > 1 - 1e-5
+
+
+def test_a_surface_is_lit_from_the_side_that_is_seen(built: Callable[..., Geometry], device: str) -> None:
+    """Also where its normals lean away from the camera, as they do along a silhouette."""
+    corners = np.array([[-2, -2, 0], [2, -2, 0], [0, 2, 0]], dtype=float)
+    leaning = np.tile([0.0, 0.1, 1.0], (3, 1))
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(built("leaning", corners, np.array([[0, 1, 2]]), normals=leaning)))
+    for height, dark in ((0.2, False), (-0.2, True)):  # light comes from above
+        camera = Camera.look_at((0, -8, height), (0, 0, 0), width=41, height=41, fov_y_degrees=20)
+        frame = Renderer(scene, device).render(camera, ("color", "normal", "depth"))
+        shown = frame["depth"].isfinite()
+        assert shown.any()
+        assert ((frame["color"][shown].amax(1) < 0.3) == dark).all()
+        assert (frame["normal"][shown][:, 2] > 0.9).all()
+
+
+def test_far_from_the_origin_is_as_near_it(ball: Geometry, device: str) -> None:
+    far = np.array([3e7, -1e7, 2e6])
+    frames = []
+    for shift in (np.zeros(3), far):
+        scene = Scene()
+        scene.add_instance(scene.add_mesh(ball), moved(*shift))
+        camera = Camera.look_at(shift + np.array((3, 1, 1)), shift, **SIZE)
+        frames.append(Renderer(scene, device).render(camera, ("depth", "triangle")))
+    assert (frames[0]["triangle"] == frames[1]["triangle"]).float().mean() > 0.999
+    near, away = (frame["depth"].nan_to_num(posinf=0) for frame in frames)
+    assert ((near - away).abs() > 1e-5).float().mean() < 1e-3
+
+
+# ---- what is not there, and what is refused --------------------------------------------------------------------------
+
+
+def test_nothing_to_see(ball: Geometry, device: str) -> None:
+    scene = Scene()
+    empty = Renderer(scene, device).render(AHEAD, ALL)
+    number = scene.add_mesh(ball)
+    scene.add_instance(number, moved(-50, 0, 0))  # behind
+    scene.add_instance(number, moved(50, 500, 0))  # beside
+    frame = Renderer(scene, device).render(AHEAD, ALL)
+    assert same(empty, frame, ALL)
+    assert frame["depth"].isinf().all()
+    assert frame.stats.clusters == 0
+    assert frame["velocity"].shape == (1, 120, 160, 2)
+
+
+def test_a_picture_of_one_pixel(ball: Geometry, device: str) -> None:
+    scene = row_of(ball, [4.0])
+    renderer = Renderer(scene, device)
+    for _ in range(2):
+        frame = renderer.render(Camera.look_at((0, 0, 0), (1, 0, 0), width=1, height=1, fov_y_degrees=5), ("depth",))
+        assert 2.5 < frame["depth"].item() < 3.5
+
+
+def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
+    frame = Renderer(row_of(ball, [4.0]), "cpu").render(AHEAD, ("depth", "uv"))
+    assert frame.normal is None
+    assert frame["uv"].isnan().all()  # the mesh has none
+    with pytest.raises(KeyError, match=r"'normal' was not rendered.*there are: depth, uv"):
+        frame["normal"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Camera.look_at((0, 0, 0), (0, 0, 0)), "the same point"),
+        (lambda: Camera.look_at((0, 0, 0), (0, 0, 2)), "points along the view"),
+        (lambda: Camera.look_at((0, 0, np.nan), (0, 0, 2)), "eye=.*three finite numbers"),
+        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), fov_y_degrees=180), "fov_y_degrees=180"),
+        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), width=0), "width=0: expected a whole number of pixels from 1"),
+        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), near=0), "near=0: expected a number above 0"),
+        (lambda: Camera.from_intrinsics(np.eye(4), np.eye(4), 3, 3), "K must be"),
+        (lambda: Camera.from_intrinsics([[9, 1, 0], [0, 9, 0], [0, 0, 1]], np.eye(4), 3, 3), "without skew"),
+        (lambda: Camera.from_intrinsics(np.eye(3), 2 * np.eye(3), 3, 3), "shape \\(3, 3\\)"),
+        (lambda: Camera.from_intrinsics(np.eye(3), np.diag([2, 2, 2, 1]), 3, 3), "a rotation and a shift"),
+        (lambda: Camera.parallel((1, 0, 0), (0, 0, 0), view_height=-1), "view_height=-1"),
+        (lambda: Scene().add_instance(0), "mesh=0: expected what add_mesh returned"),
+        (lambda: Scene().bounds(), "no instances"),
+        (lambda: Renderer(Scene(), "cpu").render([]), "no cameras"),
+        (lambda: Renderer(Scene(), "cpu").render([AHEAD, Camera.look_at((1, 0, 0), (0, 0, 0))]), "same size"),
+        (lambda: Renderer(Scene(), "cpu").render(AHEAD, "depth"), "expected a list of depth, normal"),
+        (lambda: Renderer(Scene(), "cpu").render(AHEAD, ["deep"]), "expected a list of depth, normal"),
+        (lambda: Renderer(Scene(), "mps"), "expected 'cuda' or 'cpu'"),
+        (lambda: Renderer(Scene(), "cpu", pixel_error=-1), "pixel_error=-1"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("transform", "words"),
+    [
+        (np.full((4, 4), np.nan), "not finite"),
+        (np.eye(4)[:2], "expected \\(4, 4\\)"),
+        (np.diag([1, 1, 0, 1]), "makes the mesh flat"),
+        (np.eye(4) + np.eye(4)[[3, 0, 1, 2]], "the last row"),
+    ],
+)
+def test_transforms_that_are_none(ball: Geometry, transform: Floats, words: str) -> None:
+    scene = Scene()
+    number = scene.add_mesh(ball)
+    with pytest.raises(ValueError, match=words):
+        scene.add_instance(number, transform)
+    assert len(scene) == 0
+    scene.add_instance(number)
+    with pytest.raises(ValueError, match=words):
+        scene.move(0, transform)
+    with pytest.raises(ValueError, match="instance=1: expected 0 to 0"):
+        scene.move(1, np.eye(4))
