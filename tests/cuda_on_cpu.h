@@ -107,6 +107,9 @@ inline void __syncthreads() { this_block().arrived.arrive_and_wait(); }
 inline void __syncwarp() { this_block().warps[linear_thread() / 32]->arrived.arrive_and_wait(); }
 inline void __threadfence() {}
 inline int atomicAdd(int* address, int value) { return std::exchange(*address, *address + value); }
+inline int atomicCAS(int* address, int expected, int value) {
+    return *address == expected ? std::exchange(*address, value) : *address;
+}
 using std::max;
 using std::min;
 inline float __expf(float value) { return std::exp(value); }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -200,6 +201,32 @@ def test_the_order_of_threads_does_not_show(ball: Geometry, cube: Geometry, devi
         assert first.stats.clusters == others[0].stats.clusters
         assert (first["instance"] == again).any()
         assert not (first["instance"] == seen).any()  # of equals the last stays
+
+
+def test_warps_that_stay_find_what_levels_find(
+    ball: Geometry, cube: Geometry, cuda_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CUDA C++ kernel, its threads in an order drawn at random, bit for bit; also where lists have to grow."""
+    persistent_finds_what_levels_find("cpu", crowd(ball, cube))
+    assert cuda_on_cpu["persistent_cull"] >= 7 + 6
+    monkeypatch.setattr("rooftop.scene.rendering.renderer.ROOM", dict.fromkeys(memory.ROOM, 2))
+    persistent_finds_what_levels_find("cpu", crowd(ball, cube), frames=2)
+
+
+@pytest.mark.gpu
+def test_warps_that_stay_find_what_levels_find_on_a_gpu(ball: Geometry, cube: Geometry) -> None:
+    persistent_finds_what_levels_find("cuda", crowd(ball, cube))
+
+
+def persistent_finds_what_levels_find(device: str, scene: Scene, frames: int = 7) -> None:
+    persistent, by_level = Renderer(scene, device, traversal="persistent"), Renderer(scene, device)
+    second_pass = 0
+    for camera in flight(frames):
+        ours, theirs = persistent.render(camera, ALL), by_level.render(camera, ALL)
+        assert same(ours, theirs, ALL)
+        assert ours.stats == theirs.stats
+        second_pass += ours.stats.second_pass_clusters
+    assert second_pass > 0 or frames < 7
 
 
 def test_lists_without_enough_room_grow(
@@ -541,6 +568,8 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
         (lambda: Renderer(Scene(), "cpu").render(AHEAD, ["deep"]), "expected a list of depth, normal"),
         (lambda: Renderer(Scene(), "mps"), "expected 'cuda' or 'cpu'"),
         (lambda: Renderer(Scene(), "cpu", pixel_error=-1), "pixel_error=-1"),
+        (lambda: Renderer(Scene(), "cpu", traversal="bfs"), "expected 'levels' or 'persistent'"),
+        (lambda: Renderer(Scene(), "cpu", traversal="persistent"), "takes a GPU, and this is cpu"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> None:

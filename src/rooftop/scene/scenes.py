@@ -27,7 +27,7 @@ class Scene:
         self.meshes: list[Geometry] = []
         self._mesh_of: list[NDArray[np.int32]] = []
         self._transforms: list[NDArray[np.float64]] = []
-        self._placed: tuple[NDArray[np.int32], NDArray[np.float64]] | None = None
+        self._given_away = False
 
     def __len__(self) -> int:
         """How many instances there are."""
@@ -64,7 +64,6 @@ class Scene:
             raise ValueError(f"{first + len(matrices):,} instances: a scene has at most {MAX_INSTANCES:,}")
         self._mesh_of.append(np.full(len(matrices), mesh, dtype=np.int32))
         self._transforms.append(matrices)
-        self._placed = None
         return range(first, first + len(matrices))
 
     def move(self, instance: int, transform: ArrayLike) -> None:
@@ -76,18 +75,25 @@ class Scene:
         if not 0 <= instance < len(self):
             raise ValueError(f"instance={instance!r}: expected 0 to {len(self) - 1}")
         matrix = _checked(np.asarray(affine(transform, "transform"))[None])[0]
-        mesh_of, transforms = self.instances()
-        transforms = transforms.copy()  # a renderer keeps the frame before
+        mesh_of, transforms = self._joined()
+        if self._given_away:  # to a renderer, for which it is the frame before
+            transforms = transforms.copy()
+            self._given_away = False
         transforms[instance] = matrix
-        self._mesh_of, self._transforms, self._placed = [mesh_of], [transforms], (mesh_of, transforms)
+        self._mesh_of, self._transforms = [mesh_of], [transforms]
 
     def instances(self) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
         """The mesh of each, (N,), and its transform, (N, 4, 4). The arrays are new ones after each change."""
-        if self._placed is None:
-            mesh_of = np.concatenate(self._mesh_of) if self._mesh_of else np.zeros(0, np.int32)
-            transforms = np.concatenate(self._transforms) if self._transforms else np.zeros((0, 4, 4))
-            self._mesh_of, self._transforms, self._placed = [mesh_of], [transforms], (mesh_of, transforms)
-        return self._placed
+        joined = self._joined()
+        self._given_away = True
+        return joined
+
+    def _joined(self) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        if len(self._mesh_of) != 1:
+            self._mesh_of = [np.concatenate(self._mesh_of) if self._mesh_of else np.zeros(0, np.int32)]
+            self._transforms = [np.concatenate(self._transforms) if self._transforms else np.zeros((0, 4, 4))]
+            self._given_away = False
+        return self._mesh_of[0], self._transforms[0]
 
     def bounds(self) -> NDArray[np.float64]:
         """(2, 3): the lowest and highest corner of a box around all instances, in the world.
@@ -98,9 +104,8 @@ class Scene:
         mesh_of, transforms = self.instances()
         if not len(mesh_of):
             raise ValueError("the scene has no instances: add_instance puts a mesh into it")
-        boxes = np.array([np.add(mesh.meta["bounds"], mesh.meta["origin"]) for mesh in self.meshes])[
-            mesh_of
-        ]  # (N, 2, 3)
+        boxes = np.array([np.add(mesh.meta["bounds"], mesh.meta["origin"]) for mesh in self.meshes])
+        boxes = boxes[mesh_of]  # (N, 2, 3)
         center, half = boxes.mean(1), (boxes[:, 1] - boxes[:, 0]) / 2
         center = np.einsum("nij,nj->ni", transforms[:, :3, :3], center) + transforms[:, :3, 3]
         half = np.einsum("nij,nj->ni", abs(transforms[:, :3, :3]), half)

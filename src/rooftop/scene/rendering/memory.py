@@ -12,6 +12,7 @@ from torch import Tensor
 from rooftop.scene.rendering import buffers
 
 LAST = torch.iinfo(torch.int64).max  # sorts behind every entry
+EMPTY = -1  # is no entry
 # What lists have room for at first. A frame that needs more is drawn again, with twice what it is known to need.
 ROOM = {
     "nodes": 1 << 12,
@@ -89,9 +90,15 @@ class FrameMemory:
             setattr(self.frame, name, wp.from_torch(tensor))
 
     def clear(self) -> None:
+        """For a frame."""
         for name in ("counters", "pixels", "fragments"):
             self.tensors[name].zero_()
         self.tensors["visible"].fill_(LAST)
+
+    def clear_queues(self) -> None:
+        """For a pass of warps that see by this what has arrived."""
+        self.tensors["nodes"][0].fill_(EMPTY)
+        self.tensors["groups"].fill_(EMPTY)
 
     def turn_over(self) -> None:
         """The depths of this frame become those of the frame before."""

@@ -8,19 +8,21 @@ from typing import Any
 import numpy as np
 import torch
 import warp as wp
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rooftop.scene.cameras import Camera, same_size
 from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer
-from rooftop.scene.rendering import buffers
+from rooftop.scene.rendering import buffers, persistent_cull
 from rooftop.scene.rendering.memory import ROOM, FrameMemory
 from rooftop.scene.rendering.stages import THREADS_OF_A_MULTIPROCESSOR, Clock, Stages
-from rooftop.scene.rendering.uploads import Meshes, resident, views
+from rooftop.scene.rendering.uploads import Meshes, Uploaded, resident, views
 from rooftop.scene.scenes import Scene
 
 LIGHT = wp.vec3(*(np.array((0.4, 0.3, 0.85)) / np.linalg.norm((0.4, 0.3, 0.85))).tolist())
 BACKGROUND = {"depth": torch.inf, "uv": torch.nan, "normal": 0.0, "velocity": 0.0, "color": 0.0}  # else -1
 CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3}
+TRAVERSALS = ("levels", "persistent")
 OF_BASE_PASS = {"normal", "uv", "color"}
 
 
@@ -33,6 +35,8 @@ class Renderer:
         pixel_error: by how many pixels the surface may be off; 0 draws it as fine as it is.
         occlusion: whether what is hidden is left out. It changes no pixel.
         one_sided: whether triangles that are seen from behind (clockwise) are left out.
+        traversal: "levels" walks the trees level by level, in as many launches; "persistent" in a single one, which
+            takes a GPU and `rooftop[cuda]`. They draw the same.
 
     Example:
         >>> frame = Renderer(scene).render(Camera.look_at((3, 0, 1), (0, 0, 0)), outputs=("depth", "normal"))
@@ -48,17 +52,24 @@ class Renderer:
         pixel_error: float = 1.0,
         occlusion: bool = True,
         one_sided: bool = False,
+        traversal: str = "levels",
     ) -> None:
+        if traversal not in TRAVERSALS:
+            raise ValueError(f"traversal={traversal!r}: expected 'levels' or 'persistent'")
         if not 0 <= pixel_error < float("inf"):
             raise ValueError(f"pixel_error={pixel_error!r}: expected a number of pixels, 0 or more")
         self.scene, self.device = scene, _device(device)
         self.pixel_error, self.occlusion, self.one_sided = float(pixel_error), occlusion, one_sided
+        self._persistent = traversal == "persistent"
+        if self._persistent:
+            persistent_cull.require(self.device)
         self._threads = 1
         if self.device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
             self._threads = THREADS_OF_A_MULTIPROCESSOR * multiprocessors
         self._meshes: Meshes | None = None
         self._memory: FrameMemory | None = None
+        self._placed: tuple[NDArray[np.int32], NDArray[np.float64], Uploaded] | None = None
         # Of the frame before:
         self._transforms = np.zeros((0, 4, 4))
         self._cameras: tuple[Camera, ...] = ()
@@ -93,21 +104,19 @@ class Renderer:
                 pictures["overdraw"] = torch.zeros(len(cameras), height, width, dtype=torch.int32, device=self.device)
             return GBuffer(FrameStats(0, 0, (), 0, 0, 0), **pictures)
         if self._meshes is None or self._meshes.count != len(self.scene.meshes):
-            self._meshes = Meshes(self.scene.meshes, self.device)
+            self._meshes, self._placed = Meshes(self.scene.meshes, self.device), None
         same_views = len(self._cameras) == len(cameras) and same_size(self._cameras) == (width, height)
         history = self.occlusion and same_views and self._has_depths
-        before = transforms.copy()
-        shared = min(len(before), len(self._transforms))
-        before[:shared] = self._transforms[:shared]
-        scene, scene_tensors = resident(self._meshes, mesh_of, transforms, before, self.device)
-        now, now_tensors = views(cameras, self.device)
-        then, then_tensors = views(self._cameras if same_views else cameras, self.device)
+        placed = self._place(mesh_of, transforms)
+        now = views(cameras, self.device)
+        then = views(self._cameras, self.device) if same_views else now
         memory = self._memory_of(len(mesh_of), len(cameras), width, height, "overdraw" in outputs)
         memory.frame.pixel_error = self.pixel_error
         while True:
             clock = Clock(self.device, timings)
             stages = Stages(
-                scene, now, then, memory, self._meshes.depth, self._threads, clock, self.occlusion, self.one_sided
+                *(placed, now, then, memory, self._meshes.depth, self._threads, clock),
+                *(self.occlusion, self.one_sided, self._persistent),
             )
             stages.draw(history)
             counters = memory.tensors["counters"].tolist()
@@ -122,8 +131,24 @@ class Renderer:
         stats = _stats(counters, clock.stage_ms())
         memory.turn_over()
         self._memory, self._transforms, self._cameras, self._has_depths = memory, transforms, cameras, self.occlusion
-        del scene_tensors, now_tensors, then_tensors  # until here the launches may have been reading them
         return GBuffer(stats, **pictures)
+
+    def _place(self, mesh_of: NDArray[np.int32], transforms: NDArray[np.float64]) -> Uploaded:
+        """The instances on the device; where none has moved since the frame before, they are there already."""
+        assert self._meshes is not None
+        before = transforms
+        if self._transforms is not transforms and len(self._transforms):
+            before = transforms.copy()
+            shared = min(len(before), len(self._transforms))
+            before[:shared] = self._transforms[:shared]
+        kept = self._placed
+        if kept is None or kept[0] is not mesh_of or kept[1] is not transforms or before is not transforms:
+            uploaded = resident(self._meshes, mesh_of, transforms, before, self.device)
+            if before is not transforms:
+                self._placed = None  # the next frame has another one before it
+                return uploaded
+            self._placed = kept = (mesh_of, transforms, uploaded)
+        return kept[2]
 
     def _memory_of(self, instances: int, views: int, width: int, height: int, fragments: bool) -> FrameMemory:
         """That of the frame before, if it fits."""

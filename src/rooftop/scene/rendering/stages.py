@@ -19,9 +19,11 @@ from rooftop.scene.rendering import (
     init_context,
     instance_cull,
     level_cull,
+    persistent_cull,
     rasterize,
 )
 from rooftop.scene.rendering.memory import FrameMemory
+from rooftop.scene.rendering.uploads import Uploaded
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
 
@@ -67,40 +69,46 @@ class Stages:
         resident, now, then: the scene, the views, and the views of the frame before.
         depth: of the deepest tree.
         threads: of a launch; each goes through a list in strides of as many.
+        persistent: whether the trees are walked in one launch (`persistent_cull`), or level by level.
     """
 
-    resident: Any
-    now: Any
-    then: Any
+    resident: Uploaded
+    now: Uploaded
+    then: Uploaded
     memory: FrameMemory
     depth: int
     threads: int
     clock: Clock
     occlusion: bool
     one_sided: bool
+    persistent: bool
 
     def draw(self, history: bool) -> None:
         """The visibility buffer. `history`: whether the frame before may say what is hidden."""
         memory, frame = self.memory, self.memory.frame
         with self.clock.of("init_context"):
             memory.clear()
-            shared = (self.resident, self.now, self.then, frame)
+            shared = (*self._inputs, frame)
             self._launch(init_context.place_instances, *shared, memory.pairs)
         asked = int(history)
         with self.clock.of("instance_cull"):
+            if self.persistent:
+                memory.clear_queues()
             self._launch(instance_cull.cull_instances, *shared, asked, memory.pairs)
-        self._cull_levels(asked, 0)
+        self._cull(asked, 0)
         self._rasterize(0)
         if not self.occlusion:
             return
         if history:
             self._build_hzb()
             with self.clock.of("instance_cull"):
-                self._launch(instance_cull.ask_instances_again, self.resident, self.now, frame)
-            with self.clock.of("level_cull"):
-                self._launch(level_cull.ask_children_again, self.resident, self.now, frame)
-                self._launch(level_cull.ask_clusters_again, self.resident, self.now, frame)
-            self._cull_levels(0, 1)
+                if self.persistent:
+                    memory.clear_queues()
+                self._launch(instance_cull.ask_instances_again, *self._inputs[:2], frame)
+            with self.clock.of("cull"):
+                self._launch(level_cull.ask_children_again, *self._inputs[:2], frame)
+                self._launch(level_cull.ask_clusters_again, *self._inputs[:2], frame)
+            self._cull(0, 1)
             self._rasterize(1)
         self._build_hzb()
 
@@ -108,16 +116,23 @@ class Stages:
         """Pictures from the visibility buffer; `base`: whether any is for the base pass."""
         frame, texels = self.memory.frame, self.memory.texels
         with self.clock.of("emit_depth_targets"):
-            arguments = (self.resident, self.now, self.then, frame, targets, texels)
+            arguments = (*self._inputs, frame, targets, texels)
             self._launch(emit_depth_targets.emit_depth_targets, *arguments)
         if base:
             with self.clock.of("base_pass"):
-                self._launch(base_pass.base_pass, self.resident, self.now, frame, targets, light, texels)
+                self._launch(base_pass.base_pass, *self._inputs[:2], frame, targets, light, texels)
 
-    def _cull_levels(self, history: int, second: int) -> None:
+    @property
+    def _inputs(self) -> tuple[Any, Any, Any]:
+        return self.resident.values, self.now.values, self.then.values
+
+    def _cull(self, history: int, second: int) -> None:
         """The second pass descends from what it has found again, and asks what the first has drawn only of that."""
-        with self.clock.of("level_cull"):
-            arguments = (self.resident, self.now, self.then, self.memory.frame, history, second)
+        with self.clock.of("cull"):
+            if self.persistent:
+                persistent_cull.cull(self.resident, self.now, self.then, self.memory, history, second)
+                return
+            arguments = (*self._inputs, self.memory.frame, history, second)
             for level in range(self.depth):
                 self._launch(level_cull.cull_nodes, *arguments, level)
             self._launch(level_cull.cull_clusters, *arguments)
@@ -129,20 +144,20 @@ class Stages:
             if self.clock.device.type == "cpu":
                 visible = visible[: int(memory.tensors["counters"][second * buffers.PASS + buffers.VISIBLE])]
             visible.copy_(visible.sort().values)
-            self._launch(rasterize.rank_clusters, self.resident, frame, second)
+            self._launch(rasterize.rank_clusters, self.resident.values, frame, second)
             if second:
-                self._launch(rasterize.rank_pixels, self.now, frame, memory.texels)
+                self._launch(rasterize.rank_pixels, self.now.values, frame, memory.texels)
         with self.clock.of("rasterize"):
             sides = int(self.one_sided)
-            self._launch(rasterize.rasterize, self.resident, self.now, frame, second, sides)
-            self._launch(rasterize.clip_large, self.resident, self.now, frame, second, sides)
-            self._launch(rasterize.find_tiles, self.now, frame, second)
-            self._launch(rasterize.draw_tiles, self.now, frame, second)
+            self._launch(rasterize.rasterize, *self._inputs[:2], frame, second, sides)
+            self._launch(rasterize.clip_large, *self._inputs[:2], frame, second, sides)
+            self._launch(rasterize.find_tiles, self.now.values, frame, second)
+            self._launch(rasterize.draw_tiles, self.now.values, frame, second)
 
     def _build_hzb(self) -> None:
         with self.clock.of("hzb"):
             for level, texels in self.memory.levels:
-                self._launch(hzb.reduce_depths, self.now, self.memory.frame, level, texels)
+                self._launch(hzb.reduce_depths, self.now.values, self.memory.frame, level, texels)
 
     def _launch(self, kernel: Any, *arguments: Any) -> None:
         launch_warp(kernel, (self.threads,), *arguments, self.threads, device=self.clock.device)

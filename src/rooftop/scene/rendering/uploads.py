@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,13 +50,23 @@ class Meshes:
         self.page_at = _on(device, np.concatenate([[0], ends[:-1]]).astype(np.int64))
         self.nodes = _on(device, np.concatenate(nodes))
         self.mesh = _on(device, np.array(tables, dtype=np.int32))
-        self.mesh_steps = _on(
-            device,
-            np.array(
-                [[2.0 ** m.meta["grid_exponent"], 2.0 ** m.meta["uv_exponent"]] for m in meshes], dtype=np.float32
-            ),
-        )
+        steps = [[2.0 ** mesh.meta[name] for name in ("grid_exponent", "uv_exponent")] for mesh in meshes]
+        self.mesh_steps = _on(device, np.array(steps, dtype=np.float32))
         self.mesh_box = _on(device, box.astype(np.float32))
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """Tensors by the names of their fields in `buffers`, and the same as Warp's kernels take them."""
+
+    tensors: dict[str, Tensor]
+    values: Any
+
+    @classmethod
+    def into(cls, values: Any, tensors: dict[str, Tensor]) -> Uploaded:
+        for name, tensor in tensors.items():
+            setattr(values, name, wp.from_torch(tensor))
+        return cls(tensors, values)
 
 
 def resident(
@@ -64,8 +75,8 @@ def resident(
     now: NDArray[np.float64],
     before: NDArray[np.float64],
     device: torch.device,
-) -> tuple[Any, list[Tensor]]:
-    """(what the stages take, the tensors that must live as long).
+) -> Uploaded:
+    """`buffers.Resident`.
 
     Args:
         mesh_of: (instances,).
@@ -74,7 +85,6 @@ def resident(
     linear = now[:, :3, :3]
     stretch = np.linalg.svd(linear, compute_uv=False)[:, 0] * (1 + 1e-6)
     mirrored = np.linalg.det(linear) < 0
-    values = buffers.Resident()
     tensors = {name: getattr(meshes, name) for name in ("words", "page_at", "nodes", "mesh", "mesh_steps", "mesh_box")}
     tensors["instance_mesh"] = _on(device, mesh_of)
     tensors["instance_scale"] = _on(device, np.where(mirrored, -stretch, stretch).astype(np.float32))
@@ -82,21 +92,17 @@ def resident(
     tensors["instance_before"] = _on(device, _from_origin(before, meshes.origins[mesh_of]))
     normals = np.linalg.inv(linear).transpose(0, 2, 1) * stretch[:, None, None]
     tensors["instance_normals"] = _on(device, normals.reshape(-1, 9).astype(np.float32))
-    for name, tensor in tensors.items():
-        setattr(values, name, wp.from_torch(tensor))
-    return values, list(tensors.values())
+    return Uploaded.into(buffers.Resident(), tensors)
 
 
-def views(cameras: Sequence[Camera], device: torch.device) -> tuple[Any, list[Tensor]]:
-    """(what the stages take, the tensors that must live as long)."""
-    width, height = same_size(cameras)
+def views(cameras: Sequence[Camera], device: torch.device) -> Uploaded:
+    """`buffers.Views`."""
     matrices = np.stack([camera.world_to_camera[:3].reshape(12) for camera in cameras])
     lenses = [[c.fx, c.fy, c.cx, c.cy, c.near, c.orthographic, c.corner_tangent, 0.0] for c in cameras]
-    from_world, lens = _on(device, matrices), _on(device, np.array(lenses, dtype=np.float32))
     values = buffers.Views()
-    values.from_world, values.lens = wp.from_torch(from_world), wp.from_torch(lens)
-    values.width, values.height = width, height
-    return values, [from_world, lens]
+    values.width, values.height = same_size(cameras)
+    lens = np.array(lenses, dtype=np.float32)
+    return Uploaded.into(values, {"from_world": _on(device, matrices), "lens": _on(device, lens)})
 
 
 def _from_origin(transforms: NDArray[np.float64], origins: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,0 +1,61 @@
+"""Stage 3 in one launch, in CUDA C++: `persistent_cull.cu`, which finds the same clusters as `level_cull.py`.
+
+A level of a tree is little work for a GPU, and there are as many launches as levels; here warps that have nothing to do
+at one level are at the next, or at the clusters, and nothing waits for a level to end.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from rooftop.launch import cuda, nvrtc
+from rooftop.scene.rendering.memory import FrameMemory
+from rooftop.scene.rendering.uploads import Uploaded
+
+THREADS = 128  # of a block
+BLOCKS_OF_A_MULTIPROCESSOR = 8
+
+
+def require(device: torch.device) -> None:
+    """Raises:
+    ValueError: the device is no GPU.
+    MissingExtraError: what compiles and launches CUDA C++ is not installed.
+    """
+    if not cuda.runs_on(torch.empty(0, device=device)):
+        raise ValueError(
+            f"traversal='persistent' takes a GPU, and this is {device}; traversal='levels' runs everywhere"
+        )
+    if device.type == "cuda":
+        nvrtc.require_cuda_core()
+        nvrtc.version()
+
+
+@cache
+def source() -> str:
+    return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+
+
+def cull(scene: Uploaded, now: Uploaded, then: Uploaded, memory: FrameMemory, history: int, second: int) -> None:
+    """From the roots and groups that are in the lists, to visible clusters and, in the first pass, hidden ones.
+
+    Args:
+        scene, now, then: `buffers.Resident`, `buffers.Views` and those of the frame before.
+        history, second: as of `level_cull.cull_nodes`.
+    """
+    of = memory.tensors
+    kernel = cuda.compile(source(), "persistent_cull", device=memory.device, fused_multiply_add=False)
+    blocks = 1
+    if memory.device.type == "cuda":
+        blocks = BLOCKS_OF_A_MULTIPROCESSOR * torch.cuda.get_device_properties(memory.device).multi_processor_count
+    meshes = ("words", "page_at", "nodes", "mesh", "mesh_steps", "instance_mesh", "instance_scale")
+    pairs = ("to_view", "before", "hzb_before", "hzb_at", "counters")
+    lists = (of["nodes"][0], of["groups"], of["visible"][second], of["hidden_children"], of["hidden_clusters"])
+    instances, _, width, height, _ = memory.sizes
+    kernel.launch(
+        blocks, THREADS, *(scene.tensors[name] for name in meshes), now.tensors["lens"], then.tensors["lens"],
+        *(of[name] for name in pairs), *lists, *map(len, lists), width, height, instances, len(of["hzb_at"]),
+        of["hzb_before"].shape[1], memory.frame.pixel_error, history, second,
+    )  # fmt: skip
