@@ -177,6 +177,43 @@ def test_leaving_out_what_is_hidden_changes_no_bit(ball: Geometry, cube: Geometr
     assert saved > 0
 
 
+def test_random_scenes_seen_from_anywhere(ball: Geometry, cube: Geometry, log: Geometry, device: str) -> None:
+    """Stretched, turned, mirrored, one in another, with the camera among them: culling on and off, two orders of
+    threads, bit for bit."""
+    met = Counter[str]()
+
+    @settings(max_examples=15, deadline=None)
+    @given(seed=st.integers(0, 2**32 - 1))
+    def hold(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        scene = Scene()
+        meshes = [scene.add_mesh(mesh) for mesh in (ball, cube, log)]
+        for _ in range(random.integers(1, 12)):
+            matrix = moved(*random.uniform(-6, 6, 3))
+            matrix[:3, :3] = random.normal(size=(3, 3)) @ np.diag(random.uniform(0.2, 1.5, 3))
+            if np.linalg.cond(matrix[:3, :3]) < 1e3:
+                scene.add_instance(int(random.choice(meshes)), matrix)
+        renderers = [Renderer(scene, device), Renderer(scene, device), Renderer(scene, device, occlusion=False)]
+        renderers[1]._threads = 29
+        eye, target = random.uniform(-9, 9, 3), random.uniform(-3, 3, 3)
+        make = Camera.look_at if random.integers(2) else Camera.parallel
+        for _ in range(3):
+            eye, target = eye + random.normal(0, 0.4, 3), target + random.normal(0, 0.3, 3)
+            size = {"view_height": 9.0} if make == Camera.parallel else {}
+            camera = make(eye, target, (0.1, 0.2, 1), width=73, height=59, **size)
+            frames = [renderer.render(camera, ALL) for renderer in renderers]
+            assert same(frames[0], frames[1], [name for name in ALL if name != "overdraw"])
+            assert same(frames[0], frames[2], [name for name in ALL if name != "overdraw"])
+            met["occluded"] += frames[0].stats.occluded
+            met["second pass"] += frames[0].stats.second_pass_clusters
+            met["large"] += frames[0].stats.large_triangles
+            met["levels"] = max(met["levels"], len(frames[0].stats.levels))
+
+    hold()
+    assert min(met["occluded"], met["second pass"], met["large"]) > 0
+    assert met["levels"] >= 3
+
+
 def test_a_cut_to_another_place_shows_nothing_of_the_frame_before(ball: Geometry, cube: Geometry, device: str) -> None:
     scene = crowd(ball, cube)
     renderer = Renderer(scene, device)

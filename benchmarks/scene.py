@@ -1,0 +1,271 @@
+"""Virtual geometry: builds, and frames at a growing number of triangles beside a brute-force rasterizer.
+
+    python benchmarks/scene.py [--out benchmarks/results/h200/scene.json] [--only frames] [--rocks 1000 100000]
+
+A rough rock of 81,920 triangles, instanced into a field until there are ten billion triangles, seen at 1920 x 1080 (and
+3840 x 2160) by a camera that moves a little with each frame, so that what the last frame hides is nearly what this one
+does. Of each: milliseconds of the frame as a caller waits for it (median), with a depth alone and with the whole
+G-buffer; those of each stage, from the device's events, in frames of their own; what was drawn; and all triangles
+through `scene_brute_force.py`, as long as that takes less than a second. The brute-force picture is compared with ours:
+the share of pixels whose depth is within 2%. Then 64 cameras at once, and the trees walked level by level and by warps
+that stay. Builds are of hills with roughness, timed on the CPU of the machine, all its threads.
+
+`--quick` shows on a CPU that the script runs, with few and small pictures. Rows are written after each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import trimesh
+from scene_brute_force import BruteForce
+
+from rooftop import scene
+from rooftop.hardware import ceilings_of, measure_ceilings
+
+SPACING = 3.0
+G_BUFFER = ("depth", "normal", "instance", "material", "velocity", "color")
+LONGEST_BRUTE_FORCE_MS = 1000.0
+CLOSE = 0.02  # relative, of depths
+
+
+def rock(detail: int) -> tuple[np.ndarray, np.ndarray]:
+    """Closed, 20 * 4^detail triangles, radius about 1."""
+    random = np.random.default_rng(0)
+    ball = trimesh.creation.icosphere(detail)
+    way, radius = ball.vertices, np.ones(len(ball.vertices))
+    for octave in range(9):
+        waves = 3.0 * 1.8**octave * random.normal(size=(3, 6))
+        radius += 0.03 * 0.6**octave * np.sin(way @ waves + random.uniform(0, 6.28, 6)).sum(1)
+    return way * radius[:, None], ball.faces
+
+
+def hills(triangles: int) -> tuple[np.ndarray, np.ndarray]:
+    """A square of about so many triangles, rough at all scales."""
+    side = round((triangles / 2) ** 0.5)
+    random = np.random.default_rng(0)
+    x, y = np.meshgrid(*[np.linspace(0, 1, side + 1)] * 2, indexing="ij")
+    z = np.zeros_like(x)
+    for octave in range(10):
+        for _ in range(3):
+            a, b, shift = 3 * 1.9**octave * random.normal(), 3 * 1.9**octave * random.normal(), random.uniform(0, 6.28)
+            z += 0.03 * 0.55**octave * np.sin(a * x + b * y + shift)
+    corner = (np.arange(side)[:, None] * (side + 1) + np.arange(side)).ravel()
+    faces = np.stack([corner, corner + side + 1, corner + 1, corner + 1, corner + side + 1, corner + side + 2], 1)
+    return np.stack([x, y, z], -1).reshape(-1, 3), faces.reshape(-1, 3)
+
+
+def field(count: int) -> np.ndarray:
+    """(count, 4, 4): a square of rocks, each turned and sized at random."""
+    random = np.random.default_rng(1)
+    side = int(np.ceil(count**0.5))
+    transforms = np.tile(np.eye(4), (count, 1, 1))
+    angle, size = random.uniform(0, 6.28, count), random.uniform(0.6, 1.3, count)
+    for row, column, value in ((0, 0, np.cos), (1, 1, np.cos), (1, 0, np.sin)):
+        transforms[:, row, column] = value(angle)
+    transforms[:, 0, 1] = -np.sin(angle)
+    transforms[:, :3, :3] *= size[:, None, None]
+    at = np.arange(count)
+    transforms[:, 0, 3] = SPACING * (at // side - side / 2) + random.uniform(-0.8, 0.8, count)
+    transforms[:, 1, 3] = SPACING * (at % side - side / 2) + random.uniform(-0.8, 0.8, count)
+    return transforms
+
+
+def path(frame: int, width: int, height: int) -> scene.Camera:
+    """A camera over the middle of the field that looks along it, and moves."""
+    eye = np.array([0.03 * frame, 0.01 * frame, 2.5])
+    return scene.Camera.look_at(
+        eye, eye + np.array((10, 1 + 0.01 * frame, -1.6)), fov_y_degrees=60, width=width, height=height
+    )
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+def frames(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
+    vertices, faces = rock(options.detail)
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = Path(folder) / "rock.rtg"
+        scene.build(vertices, faces, mesh)
+        for rocks in options.rocks:
+            for width, height in options.sizes:
+                for traversal in options.traversals:
+                    row = {"what": "frame", "rocks": rocks, "triangles": rocks * len(faces), "size": [width, height]}
+                    rows(
+                        row | {"traversal": traversal} | of_field(mesh, field(rocks), width, height, traversal, options)
+                    )
+                brute = BruteForce(vertices, faces, field(rocks), options.device)
+                row = {"what": "brute force", "rocks": rocks, "triangles": brute.triangles, "size": [width, height]}
+                rows(row | beside(brute, mesh, field(rocks), width, height, options))
+                del brute
+                gc.collect()
+
+
+def of_field(
+    mesh: Path, transforms: np.ndarray, width: int, height: int, traversal: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    world = scene.Scene()
+    world.add_instances(world.add_mesh(mesh), transforms)
+    renderer = scene.Renderer(world, options.device, traversal=traversal)
+    found: dict[str, Any] = {}
+    for name, outputs in (("depth", ("depth",)), ("g_buffer", G_BUFFER)):
+        took = [
+            waited(lambda k=k, o=outputs: renderer.render(path(k, width, height), o)) for k in range(options.frames)
+        ]
+        found[f"{name}_ms"] = middle(took)
+    staged = [renderer.render(path(k, width, height), G_BUFFER, timings=True) for k in range(options.frames)]
+    half = staged[len(staged) // 2 :]
+    found["stage_ms"] = {
+        stage: round(statistics.median(frame.stats.stage_ms[stage] for frame in half), 4)
+        for stage in half[0].stats.stage_ms
+    }
+    found["drawn"] = {name: value for name, value in asdict(half[-1].stats).items() if name != "stage_ms"}
+    return found
+
+
+def beside(
+    brute: BruteForce, mesh: Path, transforms: np.ndarray, width: int, height: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Brute force, and how far its picture is from ours."""
+    world = scene.Scene()
+    world.add_instances(world.add_mesh(mesh), transforms)
+    camera = path(0, width, height)
+    ours = scene.Renderer(world, options.device).render(camera, ("depth",))["depth"][0]
+    once = waited(lambda: brute.draw(camera))
+    once = min(once, waited(lambda: brute.draw(camera)))
+    if once < LONGEST_BRUTE_FORCE_MS:
+        took = [waited(lambda k=k: brute.draw(path(k, width, height))) for k in range(options.frames)]
+        once = middle(took)
+    theirs = brute.draw(camera)
+    there = torch.isfinite(ours) & torch.isfinite(theirs)
+    close = ((ours - theirs).abs() <= CLOSE * theirs)[there].float().mean().item()
+    return {
+        "ms": once,
+        "same_coverage": (torch.isfinite(ours) == torch.isfinite(theirs)).float().mean().item(),
+        "close": close,
+    }
+
+
+def many_cameras(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
+    vertices, faces = rock(options.detail)
+    count, side = (64, 512) if not options.quick else (4, 32)
+    rocks = options.rocks[-2] if len(options.rocks) > 1 else options.rocks[-1]
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = Path(folder) / "rock.rtg"
+        scene.build(vertices, faces, mesh)
+        world = scene.Scene()
+        world.add_instances(world.add_mesh(mesh), field(rocks))
+        renderer = scene.Renderer(world, options.device)
+
+        def cameras(frame: int) -> list[scene.Camera]:
+            return [around(frame, k, count, side) for k in range(count)]
+
+        took = [waited(lambda k=k: renderer.render(cameras(k), ("depth",))) for k in range(options.frames)]
+    rows({"what": "cameras", "cameras": count, "size": [side, side], "rocks": rocks, "depth_ms": middle(took)})
+
+
+def around(frame: int, number: int, count: int, side: int) -> scene.Camera:
+    angle = 6.2832 * number / count + 0.002 * frame
+    eye = np.array([6 * np.cos(angle), 6 * np.sin(angle), 2.5])
+    return scene.Camera.look_at(eye, eye * np.array((4, 4, -1)), fov_y_degrees=60, width=side, height=side)
+
+
+def builds(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
+    for triangles in options.builds:
+        vertices, faces = hills(triangles)
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.perf_counter()
+            report = scene.build(vertices, faces, Path(folder) / "hills.rtg")
+            took = time.perf_counter() - start
+        row = {"what": "build", "triangles": len(faces), "seconds": round(took, 3), "roots": report.roots}
+        rows(row | {"bytes_per_triangle": round(report.bytes_per_triangle, 3), "fill": round(report.fill, 4)})
+
+
+CASES = {"builds": builds, "frames": frames, "cameras": many_cameras}
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def waited(call: Callable[[], object]) -> float:
+    """Milliseconds until its result is there."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    took = 1e3 * (time.perf_counter() - start)
+    del result
+    return took
+
+
+def middle(took: list[float]) -> float:
+    """The median of the second half: the first has compiled, and grown its lists."""
+    return round(statistics.median(took[len(took) // 2 :]), 4)
+
+
+def sizes(text: str) -> tuple[int, int]:
+    width, height = map(int, text.split("x"))
+    return width, height
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rocks", nargs="+", type=int, default=[122, 1221, 12_208, 122_071])
+    parser.add_argument("--detail", type=int, default=6, help="a rock has 20 * 4^DETAIL triangles")
+    parser.add_argument("--sizes", nargs="+", type=sizes, default=[(1920, 1080), (3840, 2160)])
+    parser.add_argument("--traversals", nargs="+", default=["levels", "persistent"])
+    parser.add_argument("--builds", nargs="+", type=int, default=[1_000_000, 10_000_000], help="triangles")
+    parser.add_argument("--frames", type=int, default=40)
+    parser.add_argument("--quick", action="store_true", help="small, on the CPU: shows that the script runs")
+    options = parser.parse_args()
+    if not options.quick and not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+    options.device = "cuda"
+    if options.quick:
+        options.device, options.frames, options.rocks, options.detail = "cpu", 2, [49, 81], 3
+        options.sizes, options.traversals, options.builds = [(64, 48)], ["levels"], [5000]
+    ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
+    found: dict[str, Any] = {"environment": {"device": ceilings.device, "versions": ceilings.versions}}
+    found |= {"rows": [], "failed": {}}
+
+    def row(values: dict[str, Any]) -> None:
+        found["rows"].append(values)
+        print(json.dumps(values), flush=True)
+        write(found, options.out)
+
+    for name in options.only:
+        try:
+            CASES[name](options, row)
+        except Exception as error:  # the other cases are worth having
+            traceback.print_exc()
+            found["failed"][name] = f"{type(error).__name__}: {error}"
+            write(found, options.out)
+    if found["failed"]:
+        print("failed:", *found["failed"])
+    return 1 if found["failed"] else 0
+
+
+def write(found: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
