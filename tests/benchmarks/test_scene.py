@@ -1,0 +1,34 @@
+"""The benchmark of virtual geometry runs, and its brute-force rasterizer draws what the renderer draws."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scene.py"
+
+
+def test_a_quick_run_measures_all_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "scene.json"
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.setattr(sys, "argv", [SCRIPT.name, "--quick", "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code == 0, capsys.readouterr()
+    found = json.loads(out.read_text())
+    assert not found["failed"]
+    rows = {what: [row for row in found["rows"] if row["what"] == what] for what in ("build", "frame", "brute force")}
+    assert rows["build"][0]["bytes_per_triangle"] < 15
+    for frame, brute in zip(rows["frame"], rows["brute force"], strict=True):
+        assert frame["triangles"] == brute["triangles"] > frame["drawn"]["triangles"] > 0
+        assert {"cull", "rasterize", "base_pass"} <= set(frame["stage_ms"])
+        assert brute["same_coverage"] > 0.99
+        assert brute["close"] > 0.98
+        assert math.isfinite(frame["g_buffer_ms"])
