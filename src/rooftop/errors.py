@@ -45,3 +45,16 @@ class CompilationError(RooftopError, RuntimeError):
 
 class LaunchError(RooftopError, RuntimeError):
     """A CUDA C++ kernel could not be launched, or (with ROOFTOP_SYNC=1) failed while it ran; the message names it."""
+
+
+class GeometryFileError(RooftopError, ValueError):
+    """A geometry file that is damaged, cut off or of another format; the message says what is wrong and where.
+
+    Attributes:
+        path: of the file.
+        offset: in bytes from its beginning, where what is wrong stands.
+    """
+
+    def __init__(self, path: object, what: str, offset: int) -> None:
+        super().__init__(f"{path} cannot be used: {what} (at byte {offset:,}); build it again")
+        self.path, self.offset = path, offset

@@ -266,6 +266,22 @@ def persistent_finds_what_levels_find(device: str, scene: Scene, frames: int = 7
     assert second_pass > 0 or frames < 7
 
 
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (2, 1), (7, 33), (64, 64), (65, 130)])
+def test_farthest_depths_of_ever_larger_squares(ball: Geometry, width: int, height: int, device: str) -> None:
+    renderer = Renderer(row_of(ball, [3.0]), device)
+    camera = Camera.look_at((0, 0, 0), (1, 0.2, 0), fov_y_degrees=90, width=width, height=height)
+    depth = renderer.render([camera, camera], ("depth",))["depth"]
+    assert renderer._memory is not None
+    found, starts = renderer._memory.tensors["hzb_before"].cpu(), renderer._memory.tensors["hzb_at"].tolist()
+    expected = (camera.near / depth).cpu()  # (views, H, W), 0 where nothing is
+    for level in range(1, len(starts)):
+        padded = torch.nn.functional.pad(expected, (0, expected.shape[2] % 2, 0, expected.shape[1] % 2), value=1.0)
+        expected = padded.unfold(1, 2, 2).unfold(2, 2, 2).amin((-1, -2))
+        texels = expected[0].numel()
+        assert torch.allclose(found[:, starts[level] : starts[level] + texels], expected.flatten(1), rtol=1e-6)
+    assert expected.shape[1:] == (1, 1)
+
+
 def test_lists_without_enough_room_grow(
     ball: Geometry, cube: Geometry, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ VERBS = {
     "media": "Look into video files.",
     "predict-video": "Show how a clip goes on, beside how it really does.",
     "report": "Turn a JSON report into HTML again.",
+    "scene": "Build meshes into virtual geometry, which is drawn at the cost of the pixels.",
     "train": "Train a model, on one process or on many, and say how far that is from the roof.",
 }
 

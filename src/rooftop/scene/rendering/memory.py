@@ -53,7 +53,8 @@ class FrameMemory:
     ) -> None:
         pairs, levels = instances * views, max(width - 1, height - 1).bit_length() + 1
         sizes = [0] + [(((width - 1) >> k) + 1) * (((height - 1) >> k) + 1) for k in range(1, levels)]
-        self.levels = [(level, size * views) for level, size in enumerate(sizes)][1:]
+        self.hzb_steps = [(level, min(level + 1, levels - 1)) for level in range(1, levels, 2)]
+        self.hzb_texels = [size * views for size in sizes]
         starts = [0, 0, *(sum(sizes[:k]) for k in range(2, levels))][:levels]
         self.pairs, self.texels, self.room = pairs, views * width * height, dict(room)
         self.sizes, self.device = (instances, views, width, height, fragments), device

@@ -156,8 +156,9 @@ class Stages:
 
     def _build_hzb(self) -> None:
         with self.clock.of("hzb"):
-            for level, texels in self.memory.levels:
-                self._launch(hzb.reduce_depths, self.now.values, self.memory.frame, level, texels)
+            for level, top in self.memory.hzb_steps:
+                texels = self.memory.hzb_texels[top]
+                self._launch(hzb.reduce_depths, self.now.values, self.memory.frame, level, top, texels)
 
     def _launch(self, kernel: Any, *arguments: Any) -> None:
         launch_warp(kernel, (self.threads,), *arguments, self.threads, device=self.clock.device)
