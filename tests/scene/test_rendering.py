@@ -650,3 +650,5 @@ def test_transforms_that_are_none(ball: Geometry, transform: Floats, words: str)
         scene.move(0, transform)
     with pytest.raises(ValueError, match="instance=1: expected 0 to 0"):
         scene.move(1, np.eye(4))
+    with pytest.raises(ValueError, match="expected 1 whole numbers"):
+        scene.move_all([0, 0], np.eye(4)[None])

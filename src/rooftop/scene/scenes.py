@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -72,15 +73,22 @@ class Scene:
         Raises:
             ValueError: there is no such instance, or the transform is no affine one that can be undone.
         """
-        if not 0 <= instance < len(self):
-            raise ValueError(f"instance={instance!r}: expected 0 to {len(self) - 1}")
-        matrix = _checked(np.asarray(affine(transform, "transform"))[None])[0]
-        mesh_of, transforms = self._joined()
+        self.move_all([instance], affine(transform, "transform")[None])
+
+    def move_all(self, instances: Sequence[int], transforms: ArrayLike) -> None:
+        """Put many elsewhere at once: as many numbers, each once, as there are transforms (N, 4, 4)."""
+        matrices, numbers = _checked(transforms), np.asarray(instances)
+        if numbers.shape != (len(matrices),) or (len(numbers) and numbers.dtype.kind not in "iu"):
+            raise ValueError(f"instances={instances!r}: expected {len(matrices)} whole numbers, one for each transform")
+        wrong = numbers[(numbers < 0) | (numbers >= len(self))]
+        if len(wrong):
+            raise ValueError(f"instance={wrong[0]}: expected 0 to {len(self) - 1}")
+        mesh_of, placed = self._joined()
         if self._given_away:  # to a renderer, for which it is the frame before
-            transforms = transforms.copy()
+            placed = placed.copy()
             self._given_away = False
-        transforms[instance] = matrix
-        self._mesh_of, self._transforms = [mesh_of], [transforms]
+        placed[numbers.astype(np.int64)] = matrices
+        self._mesh_of, self._transforms = [mesh_of], [placed]
 
     def instances(self) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
         """The mesh of each, (N,), and its transform, (N, 4, 4). The arrays are new ones after each change."""
