@@ -296,6 +296,12 @@ def test_lists_without_enough_room_grow(
     assert min(tight._memory.room.values()) > 2
 
 
+def test_what_is_too_much_for_a_frame_is_said(ball: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MOST_THREADS", 128 * 20)
+    with pytest.raises(ValueError, match="a frame of more than 20 visible: render fewer views at a time"):
+        Renderer(row_of(ball, [3.0, 4.0]), "cpu").render(AHEAD)
+
+
 def test_a_batch_is_its_cameras_one_by_one(ball: Geometry, cube: Geometry, device: str) -> None:
     scene, cameras = crowd(ball, cube), flight(3)
     batch = Renderer(scene, device)

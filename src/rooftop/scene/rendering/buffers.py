@@ -83,7 +83,6 @@ DEPTH_SHIFT = wp.constant(
 TRIANGLE_BITS, TRIANGLE_SHIFT = wp.constant(7), wp.constant(wp.int64(7))
 TRIANGLES = wp.constant(128)  # threads of a cluster
 RANK_MASK = wp.constant((1 << 26) - 1)
-MOST_VISIBLE = 2**24 - 1  # clusters of a pass: 128 threads for each are counted in int32
 
 # Counters of a pass; those of the second stand PASS after those of the first.
 PASS = wp.constant(64)

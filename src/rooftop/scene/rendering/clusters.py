@@ -17,6 +17,7 @@ CLUSTER_EXTENT, CLUSTER_COUNTS = wp.constant(layouts.CLUSTER_EXTENT), wp.constan
 CLUSTER_STREAMS, CLUSTER_MATERIAL = wp.constant(layouts.CLUSTER_STREAMS), wp.constant(layouts.CLUSTER_MATERIAL)
 CLUSTER_UV_BASE, CLUSTER_UV_EXTENT = wp.constant(layouts.CLUSTER_UV_BASE), wp.constant(layouts.CLUSTER_UV_EXTENT)
 NEW_WORDS, NORMAL_BITS = wp.constant(layouts.NEW_WORDS), wp.constant(layouts.NORMAL_BITS)
+NORMAL_MIDDLE = wp.constant(layouts.NORMAL_MIDDLE)
 MATERIAL_BITS, MIXED = wp.constant(layouts.MATERIAL_BITS), wp.constant(layouts.MIXED)
 
 
@@ -170,9 +171,13 @@ def attribute_bit(cluster: Cluster, vertex: wp.int32, normals: wp.bool):
 def normal_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
     """Of a mesh that has normals: of length 1, from two numbers on an octahedron."""
     bit = attribute_bit(cluster, vertex, True)
-    scale = 2.0 / wp.float32((1 << NORMAL_BITS) - 1)
-    x = wp.float32(bits(resident.words, cluster.attributes, bit, NORMAL_BITS)) * scale - 1.0
-    y = wp.float32(bits(resident.words, cluster.attributes, bit + NORMAL_BITS, NORMAL_BITS)) * scale - 1.0
+    x = wp.float32(bits(resident.words, cluster.attributes, bit, NORMAL_BITS) - NORMAL_MIDDLE) / wp.float32(
+        NORMAL_MIDDLE
+    )
+    bit += NORMAL_BITS
+    y = wp.float32(bits(resident.words, cluster.attributes, bit, NORMAL_BITS) - NORMAL_MIDDLE) / wp.float32(
+        NORMAL_MIDDLE
+    )
     z = 1.0 - wp.abs(x) - wp.abs(y)
     if z < 0.0:
         folded = (1.0 - wp.abs(y)) * wp.where(x < 0.0, -1.0, 1.0)

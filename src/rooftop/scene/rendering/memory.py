@@ -24,6 +24,8 @@ ROOM = {
     "pieces": 1 << 12,
     "tiles": 1 << 14,
 }
+THREADS_OF_AN_ENTRY = {"nodes": 8, "groups": 32, "visible": 128, "pieces": 64, "tiles": 32}
+MOST_THREADS = 2**30  # so that the number of one and a stride more are an int32
 COUNTERS_OF = {
     "groups": (buffers.GROUPS, buffers.PASS + buffers.GROUPS),
     "visible": (buffers.VISIBLE, buffers.PASS + buffers.VISIBLE),
@@ -123,18 +125,16 @@ class FrameMemory:
         """The room with which the frame is to be drawn again; as it is, if all had enough.
 
         Raises:
-            ValueError: more clusters are visible than a frame can have.
+            ValueError: a list would be longer than a frame can have it.
         """
         room = dict(self.room)
         for name, places in COUNTERS_OF.items():
-            needed = max(counters[place] for place in places)
-            if needed > room[name]:
-                room[name] = 1 << (2 * needed - 1).bit_length()
-        if room["visible"] > buffers.MOST_VISIBLE:
-            room["visible"] = buffers.MOST_VISIBLE
-            if self.room["visible"] == buffers.MOST_VISIBLE:
+            needed, most = max(counters[place] for place in places), MOST_THREADS // THREADS_OF_AN_ENTRY.get(name, 1)
+            if needed > most:
                 raise ValueError(
-                    f"more than {buffers.MOST_VISIBLE:,} clusters are visible at once: render fewer views at a time, "
-                    "or allow a larger pixel_error"
+                    f"a frame of more than {most:,} {name.replace('_', ' ')}: render fewer views at a time, or allow a "
+                    "larger pixel_error"
                 )
+            if needed > room[name]:
+                room[name] = min(1 << (2 * needed - 1).bit_length(), most)
         return room

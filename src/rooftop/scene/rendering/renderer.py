@@ -14,7 +14,7 @@ from torch import Tensor
 from rooftop.scene.cameras import Camera, same_size
 from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer
 from rooftop.scene.rendering import buffers, persistent_cull
-from rooftop.scene.rendering.memory import ROOM, FrameMemory
+from rooftop.scene.rendering.memory import MOST_THREADS, ROOM, FrameMemory
 from rooftop.scene.rendering.stages import THREADS_OF_A_MULTIPROCESSOR, Clock, Stages
 from rooftop.scene.rendering.uploads import Meshes, Uploaded, resident, views
 from rooftop.scene.scenes import Scene
@@ -171,10 +171,10 @@ def _check_outputs(outputs: Sequence[str]) -> None:
 
 
 def _check_sizes(views: int, width: int, height: int, instances: int) -> None:
-    if views * width * height >= 2**31 or views * instances >= 2**28:
+    if max(views * width * height, views * instances) > MOST_THREADS:
         raise ValueError(
-            f"{views} views of {width} x {height} pixels and {instances:,} instances: a frame has less than 2^31 "
-            "pixels, and less than 2^28 instances over all views; render fewer views at once"
+            f"{views} views of {width} x {height} pixels and {instances:,} instances: a frame has at most 2^30 pixels, "
+            "and 2^30 instances over all views; render fewer views at once"
         )
 
 

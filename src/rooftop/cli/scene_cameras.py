@@ -1,0 +1,273 @@
+"""Cameras of `rooftop scene render`: from points and angles, from a calibration, or from a file of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.errors import InputError
+from rooftop.scene.cameras import Camera
+from rooftop.scene.layouts import PAGE_CLUSTERS
+from rooftop.scene.scenes import Scene
+
+Floats = NDArray[np.float64]
+Numbers = tuple[float, ...]
+
+THREE_QUARTERS = (-50.0, 25.0)  # degrees: azimuth and elevation of the view that nobody chose
+MARGIN = 0.94  # of the picture, that the scene may fill
+FEW = 256  # instances, of which the outline is found by their vertices
+NEAR = 1e-5  # of the scene's size: depths are equally exact wherever the near plane is
+LOOKING = {"eye", "target", "up", "fov_y_degrees", "view_height"}
+CALIBRATED = {"K", "world_to_camera"}
+EITHER = {"width", "height", "near"}
+
+
+def numbers(*counts: int) -> Callable[[click.Context, click.Parameter, str | None], Numbers | None]:
+    """The callback of an option: as many finite numbers as one of `counts`, with commas between them."""
+
+    def read(context: click.Context, option: click.Parameter, text: str | None) -> Numbers | None:
+        return None if text is None else _numbers(text, counts, option)
+
+    return read
+
+
+def pixels(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, int] | None:
+    """The callback of an option: WIDTHxHEIGHT."""
+    if text is None:
+        return None
+    words = text.lower().split("x")
+    if len(words) != 2 or not all(word.isdecimal() for word in words):
+        raise click.BadParameter(f"{text!r}: expected WIDTHxHEIGHT in pixels, such as 1920x1080", param=option)
+    return int(words[0]), int(words[1])
+
+
+def _numbers(text: str, counts: Sequence[int], option: click.Parameter | None = None) -> Numbers:
+    try:
+        found = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if len(found) not in counts or not all(map(math.isfinite, found)):
+        expected = " or ".join(map(str, counts))
+        raise click.BadParameter(
+            f"{text!r}: expected {expected} numbers with commas between them, and no spaces", param=option
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the command line says of the camera; None where it says nothing."""
+
+    eye: Numbers | None = None
+    target: Numbers | None = None
+    up: Numbers | None = None
+    fov_y_degrees: float | None = None
+    orbit: Numbers | None = None
+    parallel: float | None = None
+    intrinsics: str | None = None
+    pose: Path | None = None
+    camera: Path | None = None
+    size: tuple[int, int] | None = None
+    near: float | None = None
+
+
+def outline(world: Scene) -> Floats:
+    """Points (N, 3) in the world that are seen where the scene is: vertices of its coarsest levels, or its boxes."""
+    mesh_of, transforms = world.instances()
+    found = []
+    for number, mesh in enumerate(world.meshes):
+        placed = transforms[mesh_of == number]
+        low, high = np.add(mesh.meta["bounds"], mesh.meta["origin"])
+        points = np.array([np.where([k & 1, k & 2, k & 4], high, low) for k in range(8)])
+        if mesh.meta.get("roots") == 1 and len(placed) <= FEW:  # then all of the mesh is in its first page
+            clusters = range(int(mesh.page(0)[PAGE_CLUSTERS]))
+            points = np.concatenate([mesh.decode(cluster).positions for cluster in clusters])
+        found.append((points @ placed[:, :3, :3].transpose(0, 2, 1) + placed[:, None, :3, 3]).reshape(-1, 3))
+    return np.concatenate(found)
+
+
+def chosen_cameras(choice: Choice, points: Floats) -> list[Camera]:
+    """The cameras to render with: one, or those of a file.
+
+    Args:
+        points: (N, 3), of the scene's outline.
+
+    Raises:
+        click.UsageError: options that exclude each other, or one without the other that it needs.
+        InputError: a file that cannot be read, or numbers that are no camera.
+    """
+    _check_together(choice)
+    width, height = choice.size or (1920, 1080)
+    bounds = np.stack([points.min(0), points.max(0)])
+    near = NEAR * float(np.linalg.norm(bounds[1] - bounds[0])) if choice.near is None else choice.near
+    try:
+        if choice.camera is not None:
+            return _of_file(choice.camera, choice.size, near)
+        if choice.intrinsics is not None:
+            assert choice.pose is not None
+            matrix = _intrinsics(choice.intrinsics)
+            return [Camera.from_intrinsics(matrix, _matrix(choice.pose, "world_to_camera"), width, height, near)]
+        return [_looking(choice, points, bounds, width, height, near)]
+    except ValueError as error:
+        raise error if isinstance(error, InputError) else InputError(str(error)) from None
+
+
+def turned(camera: Camera, degrees: float, center: Floats, up: Numbers) -> Camera:
+    """A camera that has gone around an axis through `center`, counterclockwise as seen from above."""
+    axis = np.asarray(up) / np.linalg.norm(up)
+    angle = math.radians(-degrees)  # the world goes the other way
+    cross = np.array([[0, -axis[2], axis[1]], [axis[2], 0, -axis[0]], [-axis[1], axis[0], 0]])
+    turn = np.eye(3) + math.sin(angle) * cross + (1 - math.cos(angle)) * cross @ cross
+    world = np.eye(4)
+    world[:3, :3], world[:3, 3] = turn, center - turn @ center
+    return replace(camera, world_to_camera=camera.world_to_camera @ world)
+
+
+def around(up: Numbers) -> Floats:
+    """(3, 3): two directions that are level, azimuth 0 and 90 degrees, and up."""
+    if len(up) != 3 or not np.isfinite(up).all() or not np.any(up):
+        raise InputError(f"up={list(up)}: expected a direction, three numbers that are not all 0")
+    axis = np.asarray(up) / np.linalg.norm(up)
+    first = np.eye(3)[0] if abs(axis[0]) < 0.9 else np.eye(3)[1]
+    first = first - (first @ axis) * axis
+    first /= np.linalg.norm(first)
+    return np.stack([first, np.cross(axis, first), axis])
+
+
+def _check_together(choice: Choice) -> None:
+    ways = {"--camera": choice.camera, "--intrinsics": choice.intrinsics, "--eye": choice.eye, "--orbit": choice.orbit}
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise click.UsageError(f"{' and '.join(given)} each say where the camera is: expected one of them")
+    if (choice.intrinsics is None) != (choice.pose is None):
+        raise click.UsageError("expected --intrinsics and --pose together: what the lens is, and where the camera is")
+    lens = {"--fov": choice.fov_y_degrees, "--parallel": choice.parallel}
+    if None not in lens.values():
+        raise click.UsageError("--fov is of a perspective view, and --parallel is none: expected one of them")
+    if given and given[0] in ("--camera", "--intrinsics"):
+        rest = {**lens, "--target": choice.target, "--up": choice.up}
+        if given[0] == "--intrinsics":
+            del rest["--up"]  # around which --frames turns
+        extra = [name for name, value in rest.items() if value is not None]
+        if extra:
+            raise click.UsageError(f"{extra[0]} does not go with {given[0]}, which says it")
+
+
+def _looking(choice: Choice, points: Floats, bounds: Floats, width: int, height: int, near: float) -> Camera:
+    """From --eye, or from around the scene, by default far enough away to see all of it."""
+    target = np.asarray(bounds.mean(0) if choice.target is None else choice.target)
+    up = choice.up or (0.0, 0.0, 1.0)
+    fov = 60.0 if choice.fov_y_degrees is None else choice.fov_y_degrees
+    if choice.eye is not None:
+        return _view(choice.eye, target, up, fov, choice.parallel, width, height, near)
+    azimuth, elevation, *distances = choice.orbit or THREE_QUARTERS
+    if not -90 <= elevation <= 90:
+        raise click.BadParameter(f"the elevation is -90 to 90 degrees, not {elevation:g}", param_hint="--orbit")
+    if distances and distances[0] <= 0:
+        raise click.BadParameter(f"the distance is more than 0, not {distances[0]:g}", param_hint="--orbit")
+    first, second, axis = around(up)
+    level = math.cos(math.radians(azimuth)) * first + math.sin(math.radians(azimuth)) * second
+    outward = math.cos(math.radians(elevation)) * level + math.sin(math.radians(elevation)) * axis
+    if abs(elevation) > 89.9:  # straight from above, the upper edge is what lies ahead
+        axis = -level if elevation > 0 else level
+    size = float(np.linalg.norm(bounds[1] - bounds[0]))
+    camera = _view(target + size * outward, target, axis, fov, choice.parallel, width, height, near)
+    distance = distances[0] if distances else size if choice.parallel is not None else _framing(camera, points - target)
+    matrix = camera.world_to_camera.copy()
+    matrix[:3, 3] += (0, 0, distance - size)
+    return replace(camera, world_to_camera=matrix)
+
+
+def _view(
+    eye: Any, target: Any, up: Any, fov: float, parallel: float | None, width: int, height: int, near: float
+) -> Camera:
+    if parallel is not None:
+        return Camera.parallel(eye, target, up, parallel, width, height, near)
+    return Camera.look_at(eye, target, up, fov, width, height, near)
+
+
+def _framing(camera: Camera, points: Floats) -> float:
+    """How far from the target a perspective view has all points in the picture; points are given from the target."""
+    x, y, z = camera.world_to_camera[:3, :3] @ points.T
+    wide, high = (MARGIN * side / 2 / focal for side, focal in ((camera.width, camera.fx), (camera.height, camera.fy)))
+    return float(max((np.abs(x) / wide - z).max(), (np.abs(y) / high - z).max(), (camera.near - z).max()))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def _of_file(path: Path, size: tuple[int, int] | None, near: float) -> list[Camera]:
+    """Those of a JSON file: an object, or a list of them."""
+    content = _json(path)
+    views = content if isinstance(content, list) else [content]
+    if not views:
+        raise InputError(f"{path} has an empty list: expected at least one camera")
+    return [
+        _of_object(view, f"{path}, camera {number}" if len(views) > 1 else str(path), size, near)
+        for number, view in enumerate(views)
+    ]
+
+
+def _of_object(view: Any, where: str, size: tuple[int, int] | None, near: float) -> Camera:
+    if not isinstance(view, Mapping):
+        raise InputError(f"{where}: expected an object with eye and target, or K and world_to_camera")
+    calibrated = "K" in view
+    known, needed = (CALIBRATED, sorted(CALIBRATED)) if calibrated else (LOOKING, ["eye", "target"])
+    missing, wrong = [name for name in needed if name not in view], sorted(set(view) - known - EITHER)
+    if missing or wrong:
+        raise InputError(
+            f"{where}: {f'{missing[0]} is missing' if missing else f'{wrong[0]} is not known'}; expected eye and "
+            "target (and up, fov_y_degrees or view_height), or K and world_to_camera; of either, width, height, near"
+        )
+    shape = size or (view.get("width", 1920), view.get("height", 1080))
+    make: Callable[..., Camera] = Camera.from_intrinsics
+    arguments = {name: view[name] for name in known if name in view}
+    if not calibrated:
+        make = Camera.parallel if "view_height" in view else Camera.look_at
+        if "view_height" in view and "fov_y_degrees" in view:
+            raise InputError(f"{where}: fov_y_degrees is of a perspective view, view_height of a parallel one")
+    try:
+        return make(**arguments, width=shape[0], height=shape[1], near=view.get("near", near))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _intrinsics(text: str) -> Any:
+    """K from fx,fy,cx,cy or from a JSON file."""
+    if "," not in text:
+        return _matrix(Path(text), "K")
+    fx, fy, cx, cy = _numbers(text, [4])
+    return [[fx, 0, cx], [0, fy, cy], [0, 0, 1]]
+
+
+def _matrix(path: Path, name: str) -> Any:
+    """A matrix as rows; alone, or in an object under its name."""
+    content = _json(path)
+    if isinstance(content, Mapping):
+        if name not in content:
+            raise InputError(f"{path}: expected {name} as a list of rows, alone or in an object under that name")
+        content = content[name]
+    try:
+        rows = np.asarray(content, dtype=np.float64)
+    except (TypeError, ValueError):
+        rows = np.zeros(0)
+    if not isinstance(content, Sequence) or rows.ndim != 2:
+        raise InputError(f"{path}: {name} is no list of rows of numbers")
+    return rows
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON: {error}") from None

@@ -1,0 +1,352 @@
+"""`rooftop scene render`: pictures of virtual geometry, and what each stage of a frame took."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+from rich.console import Console
+from rich.table import Table
+
+from rooftop import scene
+from rooftop.analysis.report import write_text
+from rooftop.analysis.text import WIDTH
+from rooftop.cli.progress import progress_bar
+from rooftop.cli.scene_cameras import Choice, Numbers, around, chosen_cameras, numbers, outline, pixels, turned
+from rooftop.errors import InputError, RooftopError
+from rooftop.scene.gbuffers import OUTPUTS, FrameStats
+
+Bytes = NDArray[np.uint8]
+
+NIGHT, INK = (16, 19, 26), (226, 230, 238)  # of captions
+SPACING = 1.2  # between instances, in the size of the largest mesh
+EXAMPLES = """\b
+Examples:
+  rooftop scene render scan.rtg -o scan.png
+  rooftop scene render scan.rtg -o scan.png --orbit 30,20 --show color --show normal --show level
+  rooftop scene render hall.rtg chairs.rtg -o hall.png --eye 4,1,1.7 --target 0,0,1 --fov 70
+  rooftop scene render scan.rtg -o turn-{frame}.png --frames 36 --size 640x480
+  rooftop scene render scan.rtg -o '{show}.png' --show color --show depth --camera photo.json
+
+\b
+The keys of --camera (a list of such objects gives a picture of each):
+  {"eye": [3, 0, 1], "target": [0, 0, 0], "up": [0, 0, 1], "fov_y_degrees": 60}
+  {"eye": [3, 0, 1], "target": [0, 0, 0], "view_height": 2}
+  {"K": [[800, 0, 320], [0, 800, 240], [0, 0, 1]], "world_to_camera": [[1, 0, 0, 0], ...]}
+Either may have width, height and near. K and world_to_camera are OpenCV's: x to the right, y down, z forward, and the
+centre of the first pixel at 0, 0.
+"""
+
+
+@click.command("render", epilog=EXAMPLES)
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), required=True, metavar="PNG",
+    help="Where the picture is written. {show} in the name is what it shows, {frame} the number of the frame.",
+)  # fmt: skip
+@click.option(
+    "--show", "shows", type=click.Choice(OUTPUTS), multiple=True, default=("color",), show_default=True,
+    help="What to show, once or more; several stand beside each other, unless {show} is in the name.",
+)  # fmt: skip
+@click.option(
+    "--orbit", callback=numbers(2, 3), metavar="AZIMUTH,ELEVATION[,DISTANCE]",
+    help="From around the scene, in degrees; from where all of it is seen, if no distance is given.  [default: -50,25]",
+)  # fmt: skip
+@click.option("--eye", callback=numbers(3), metavar="X,Y,Z", help="Where the camera is, in world units.")
+@click.option("--target", callback=numbers(3), metavar="X,Y,Z", help="Where it looks.  [default: the scene's middle]")
+@click.option(
+    "--up", callback=numbers(3), metavar="X,Y,Z", help="Which way is up; 0,1,0 for many .glb.  [default: 0,0,1]"
+)
+@click.option("--fov", type=float, metavar="DEGREES", help="From the lower to the upper edge.  [default: 60]")
+@click.option("--parallel", type=float, metavar="HEIGHT", help="Rays are parallel; the picture is so many units high.")
+@click.option("--intrinsics", metavar="FX,FY,CX,CY|K.json", help="A calibrated lens without distortion, in pixels.")
+@click.option(
+    "--pose", type=click.Path(path_type=Path), metavar="JSON", help="With --intrinsics: world_to_camera, 4 x 4."
+)
+@click.option("--camera", type=click.Path(path_type=Path), metavar="JSON", help="One camera or several; keys below.")
+@click.option("--near", type=float, metavar="LENGTH", help="What is nearer is not shown.  [default: 1e-5 of the scene]")
+@click.option("--size", callback=pixels, metavar="WIDTHxHEIGHT", help="In pixels.  [default: 1920x1080]")
+@click.option(
+    "--frames", type=click.IntRange(min=1), default=1, show_default=True,
+    help="So many pictures in a turn around the target, numbered. Each leaves out what the one before has hidden.",
+)  # fmt: skip
+@click.option(
+    "--instances", type=click.IntRange(min=1), metavar="N", help="N of them in a square on the level, FILEs in turn.",
+)  # fmt: skip
+@click.option(
+    "--pixel-error", type=click.FloatRange(min=0), default=1.0, show_default=True, metavar="PIXELS",
+    help="By how much a surface may be off in the picture; 0 draws all triangles.",
+)  # fmt: skip
+@click.option("--no-occlusion", is_flag=True, help="Draw also what is hidden. The picture is the same.")
+@click.option(
+    "--device", default="auto", metavar="auto|cpu|cuda[:N]",
+    help="Where to render.  [default: auto, the GPU if there is one]",
+)  # fmt: skip
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path, allow_dash=True), metavar="FILE",
+    help="Also write the statistics and timings of each frame as JSON; - prints JSON instead of the table.",
+)  # fmt: skip
+def render_command(
+    files: tuple[Path, ...],
+    out: Path,
+    shows: tuple[str, ...],
+    orbit: Numbers | None,
+    eye: Numbers | None,
+    target: Numbers | None,
+    up: Numbers | None,
+    fov: float | None,
+    parallel: float | None,
+    intrinsics: str | None,
+    pose: Path | None,
+    camera: Path | None,
+    near: float | None,
+    size: tuple[int, int] | None,
+    frames: int,
+    instances: int | None,
+    pixel_error: float,
+    no_occlusion: bool,
+    device: str,
+    json_path: Path | None,
+) -> None:
+    """Render geometry files (FILE.rtg, which `rooftop scene build` makes) into pictures.
+
+    All FILEs are one scene, each where its coordinates put it. The first frame is drawn twice and the second time
+    counts: by then its kernels are loaded, and it knows what is hidden.
+    """
+    from rooftop.cli.analyze import check_writable, pick_device  # takes seconds, which the other verbs need not wait
+
+    where = pick_device(None if device == "auto" else device)
+    shows = tuple(dict.fromkeys(shows))
+    world = _world(files, instances, up or (0.0, 0.0, 1.0))
+    bounds = world.bounds()
+    choice = Choice(eye, target, up, fov, orbit, parallel, intrinsics, pose, camera, size, near)
+    cameras = chosen_cameras(choice, outline(world))
+    if frames > 1:
+        if len(cameras) > 1:
+            raise click.UsageError(f"--frames turns one camera, and {camera} has {len(cameras)}")
+        center = np.asarray(bounds.mean(0) if target is None else target)
+        axis = around(up or (0.0, 0.0, 1.0))[2]
+        cameras = [turned(cameras[0], 360 * step / frames, center, tuple(axis)) for step in range(frames)]
+    names = _names(out, shows, len(cameras))
+    read = [*files, *(path for path in (pose, camera) if path is not None)]
+    read += [Path(intrinsics)] if intrinsics is not None and "," not in intrinsics else []
+    for name in (each for of_frame in names for each in of_frame.values()):
+        check_writable(name, read)
+    to_stdout = json_path == Path("-")
+    if json_path is not None and not to_stdout:
+        check_writable(json_path, read)
+
+    with _wrong_call():
+        renderer = scene.Renderer(world, where, pixel_error=pixel_error, occlusion=not no_occlusion)
+    found: list[FrameStats] = []
+    with progress_bar() as progress, _memory_of(where):
+        progress("loading kernels and pages", 0.0)
+        for number, (each, of_frame) in enumerate(zip(cameras, names, strict=True)):
+            for timed in (False, True) if number == 0 else (True,):
+                with _wrong_call():
+                    frame = renderer.render(each, shows, timings=timed)
+            found.append(frame.stats)
+            progress(f"frame {number + 1} of {len(cameras)}", (number + 0.5) / len(cameras))
+            colored = {show: scene.picture(frame, show) for show in shows}
+            for picture, path in _pictures(colored, of_frame):
+                _save(picture, path)
+            progress(f"frame {number + 1} of {len(cameras)}", (number + 1) / len(cameras))
+
+    if json_path is not None:
+        text = json.dumps(_plain(files, world, where, cameras, names, found), indent=1) + "\n"
+        if to_stdout:
+            click.echo(text, nl=False)
+            return
+        write_text(json_path, text)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(_table(found))
+    for line in _lines(found, world):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    written = [name for of_frame in names for name in dict.fromkeys(of_frame.values())]
+    dots = f", ..., {written[-1]}" if len(written) > 3 else ""
+    click.echo(f"pictures: {', '.join(map(str, written[: 1 if dots else 3]))}{dots}")
+    if json_path is not None:
+        click.echo(f"statistics: {json_path}")
+
+
+def _world(files: Sequence[Path], instances: int | None, up: Numbers) -> scene.Scene:
+    """Each mesh once, or `instances` of them in a square grid on the level."""
+    world = scene.Scene()
+    for path in files:
+        if not path.is_file():
+            raise InputError(f"there is no file {path}")
+        world.add_mesh(path)
+    if instances is None:
+        for mesh in range(len(files)):
+            world.add_instance(mesh)
+        return world
+    directions = around(up)[:2]  # (2, 3)
+    boxes = np.array([np.add(mesh.meta["bounds"], mesh.meta["origin"]) for mesh in world.meshes])  # (meshes, 2, 3)
+    step = SPACING * (abs(directions) @ (boxes[:, 1] - boxes[:, 0]).T).max()
+    side = int(np.ceil(np.sqrt(instances)))
+    number = np.arange(instances)
+    place = np.stack([number % side, number // side], 1) - (side - 1) / 2
+    transforms = np.tile(np.eye(4), (instances, 1, 1))
+    # Meshes that stand beside each other in the world come to the same place of their cells.
+    middles = (boxes.mean(1) @ directions.T)[number % len(files)]
+    transforms[:, :3, 3] = (place * step - middles) @ directions
+    for mesh in range(len(files)):
+        world.add_instances(mesh, transforms[mesh :: len(files)])
+    return world
+
+
+def _names(out: Path, shows: Sequence[str], frames: int) -> list[dict[str, Path]]:
+    """For each frame, the file for each of what it shows."""
+    if out.suffix.lower() != ".png":
+        raise click.BadParameter(f"{out}: expected a name that ends in .png", param_hint="--out")
+    if frames > 1 and "{frame}" not in out.name:
+        out = out.with_name(f"{out.stem}-{{frame}}{out.suffix}")
+    digits = max(4, len(str(frames - 1)))
+    numbered = [out.name.replace("{frame}", str(frame).zfill(digits)) for frame in range(frames)]
+    return [{show: out.with_name(name.replace("{show}", show)) for show in shows} for name in numbered]
+
+
+def _pictures(pictures: Mapping[str, Bytes], names: Mapping[str, Path]) -> Iterator[tuple[Image.Image, Path]]:
+    """What goes into which file: one picture, or all of them as a sheet."""
+    if len(set(names.values())) == len(pictures):
+        yield from ((Image.fromarray(picture), names[show]) for show, picture in pictures.items())
+    else:
+        yield _sheet(pictures), next(iter(names.values()))
+
+
+def _sheet(pictures: Mapping[str, Bytes]) -> Image.Image:
+    """Pictures of one size beside each other, in as many rows as columns or one less, with captions."""
+    height, width = next(iter(pictures.values())).shape[:2]
+    columns = int(np.ceil(np.sqrt(len(pictures))))
+    rows = -(-len(pictures) // columns)
+    line = max(16, height // 24)
+    sheet = Image.new("RGB", (columns * width, rows * (height + line)), NIGHT)
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(0.7 * line)
+    for number, (show, picture) in enumerate(pictures.items()):
+        left, top = number % columns * width, number // columns * (height + line)
+        pen.text((left + width // 2, top + line // 2), show, INK, font, "mm")
+        sheet.paste(Image.fromarray(picture), (left, top + line))
+    return sheet
+
+
+def _save(picture: Image.Image, path: Path) -> None:
+    """Written whole or not at all; a device or a pipe as it is."""
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            picture.save(file, format="PNG")
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        picture.save(partial, format="PNG")
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _table(found: Sequence[FrameStats]) -> Table:
+    """Milliseconds of each stage; of several frames, the mean."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("stage")
+    table.add_column("ms" if len(found) == 1 else f"ms, mean of {len(found)} frames", justify="right")
+    stages = _mean_ms(found)
+    for stage, ms in [*stages.items(), ("together", sum(stages.values()))]:
+        table.add_row(stage, f"{ms:,.3f}")
+    return table
+
+
+def _mean_ms(found: Sequence[FrameStats]) -> dict[str, float]:
+    stages = dict.fromkeys(stage for each in found for stage in each.stage_ms)
+    return {stage: sum(each.stage_ms.get(stage, 0.0) for each in found) / len(found) for stage in stages}
+
+
+def _lines(found: Sequence[FrameStats], world: scene.Scene) -> list[str]:
+    whole = sum(int(world.meshes[mesh].meta["triangles"]) for mesh in world.instances()[0].tolist())
+    levels = sorted({level for each in found for level in each.levels})
+    drawn, clusters, large, hidden = (
+        _span([getattr(each, name) for each in found])
+        for name in ("triangles", "clusters", "large_triangles", "occluded")
+    )
+    return [
+        f"drawn: {drawn} of {whole:,} triangles, in {clusters} clusters; {large} large ones in tiles",
+        f"levels of detail: {_runs(levels) or 'none'}; hidden by what the frame before drew: {hidden} instances, "
+        "nodes, groups and clusters",
+    ]
+
+
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 5 as "0 to 2, 5"."""
+    starts = [0, *(place + 1 for place, (a, b) in enumerate(pairwise(numbers)) if b != a + 1), len(numbers)]
+    runs = [numbers[a:b] for a, b in pairwise(starts)] if numbers else []
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+
+
+def _plain(
+    files: Sequence[Path],
+    world: scene.Scene,
+    where: torch.device,
+    cameras: Sequence[scene.Camera],
+    names: Sequence[Mapping[str, Path]],
+    found: Sequence[FrameStats],
+) -> dict[str, Any]:
+    """For JSON. Cameras are as --camera reads them where they are perspective, as all calibrated ones are."""
+    frames = []
+    for camera, of_frame, stats in zip(cameras, names, found, strict=True):
+        plain: dict[str, Any] = {
+            "K": [[camera.fx, 0, camera.cx], [0, camera.fy, camera.cy], [0, 0, 1]],
+            "world_to_camera": camera.world_to_camera.tolist(),
+            "width": camera.width,
+            "height": camera.height,
+            "near": camera.near,
+        }
+        pictures = {show: str(path) for show, path in of_frame.items()}
+        frames.append(
+            {"camera": plain | ({"orthographic": True} if camera.orthographic else {}), "pictures": pictures}
+            | {"statistics": asdict(stats)}
+        )
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"
+    return {
+        "files": [str(path) for path in files],
+        "instances": len(world),
+        "bounds": world.bounds().tolist(),
+        "device": name,
+        "frames": frames,
+    }
+
+
+@contextmanager
+def _wrong_call() -> Iterator[None]:
+    """What the library refuses was asked for by the options."""
+    try:
+        yield
+    except RooftopError:
+        raise
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+@contextmanager
+def _memory_of(where: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise RooftopError(
+            f"the scene or the picture does not fit into the memory of {where}; try a smaller --size or --device cpu"
+        ) from error

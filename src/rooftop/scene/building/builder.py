@@ -1,0 +1,188 @@
+"""`build` and `build_file`: a mesh in, a geometry file out, and a report of what was done."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.errors import InputError
+from rooftop.scene import layouts
+from rooftop.scene.building.levels import Hierarchy, build_levels
+from rooftop.scene.building.meshes import Mesh, Repairs, checked_mesh, non_manifold_edges
+from rooftop.scene.building.reading import read_mesh
+from rooftop.scene.building.writing import renamed_when_done, write
+
+
+@dataclass(frozen=True)
+class LevelCount:
+    """Clusters and triangles of a level, and the largest error of its clusters, in object units."""
+
+    clusters: int
+    triangles: int
+    error: float
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What was built.
+
+    Attributes:
+        path: of the file.
+        triangles: of the mesh, after repairs.
+        levels: from the finest to the coarsest.
+        fill: triangles of all clusters, as a fraction of what they could hold.
+        size_bytes: of the file; bytes_per_triangle: the same for each triangle of the mesh.
+        precision: the step of the grid, in object units.
+        roots: clusters that nothing replaces; why_several: why they are more than one, or None.
+        repairs: what was mended.
+        seconds: that it took.
+    """
+
+    path: Path
+    triangles: int
+    levels: tuple[LevelCount, ...]
+    fill: float
+    size_bytes: int
+    bytes_per_triangle: float
+    precision: float
+    roots: int
+    why_several: str | None
+    repairs: Repairs
+    seconds: float
+
+
+def build(
+    vertices: npt.ArrayLike,
+    faces: npt.ArrayLike,
+    path: str | Path,
+    normals: npt.ArrayLike | Literal["smooth"] | None = None,
+    uv: npt.ArrayLike | None = None,
+    materials: npt.ArrayLike | None = None,
+    *,
+    precision: float | None = None,
+    progress: Callable[[str, float], None] | None = None,
+    threads: int | None = None,
+) -> BuildReport:
+    """Write a mesh as a geometry file, with all its levels of detail.
+
+    Args:
+        vertices: (V, 3) positions, in object units.
+        faces: (F, 3) three vertices each.
+        path: where the file is written; by convention it ends in .rtg.
+        normals: (V, 3); or "smooth": computed; or None: none are stored, a renderer uses those of the faces.
+        uv: (V, 2) texture coordinates.
+        materials: (F,) numbers from 0 to 65535.
+        precision: positions are rounded to a grid whose step is a power of two, at most this. By default 1/64 of the
+            mean edge, or 1/16384 of the mesh's extent if that is less.
+        progress: called with what is being done and the fraction done.
+        threads: by default as many as there are CPUs. The file does not depend on it.
+
+    Raises:
+        FileNotFoundError: there is no folder to write into.
+        TypeError, ValueError: a mesh that cannot be built from; the message says what is wrong with it.
+        MissingExtraError: meshoptimizer is not installed.
+    """
+    began = time.perf_counter()
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
+    show = progress or (lambda what, fraction: None)
+    show("checking the mesh", 0.0)
+    mesh = checked_mesh(vertices, faces, normals, uv, materials, precision)
+    with ThreadPoolExecutor(1) as beside:
+        counted = beside.submit(non_manifold_edges, mesh)
+        hierarchy = build_levels(mesh, show, threads)
+        mesh = replace(mesh, repairs=replace(mesh.repairs, non_manifold_edges=counted.result()))
+    show(f"writing {target.name}", 1.0)
+    levels = _levels(hierarchy)
+    fill = sum(level.triangles for level in levels) / (layouts.MAX_TRIANGLES * len(hierarchy.levels))
+    roots = int((hierarchy.errors[hierarchy.groups] == layouts.NEVER).sum())
+    why = None if roots == 1 else f"{hierarchy.unshrunk:,} clusters were in no group that could be simplified further"
+    with renamed_when_done(target) as file:
+        written = write(file, hierarchy, math.ldexp(1.0, mesh.vertices.exponent), _meta(mesh, hierarchy, levels, why))
+    size = written["bytes"]
+    return BuildReport(
+        path=target, triangles=len(mesh.faces), levels=levels, fill=fill, size_bytes=size,
+        bytes_per_triangle=size / len(mesh.faces), precision=math.ldexp(1.0, mesh.vertices.exponent), roots=roots,
+        why_several=why, repairs=mesh.repairs, seconds=time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def build_file(
+    mesh: str | Path,
+    path: str | Path | None = None,
+    *,
+    normals: Literal["file", "smooth", "flat"] = "file",
+    precision: float | None = None,
+    progress: Callable[[str, float], None] | None = None,
+    threads: int | None = None,
+) -> BuildReport:
+    """Write a mesh file as a geometry file.
+
+    Parts of a scene are put together at their places; each has its own material number. Texture coordinates are kept
+    where all parts have them.
+
+    Args:
+        mesh: any file that trimesh reads: .glb, .gltf, .obj, .ply, .stl and more.
+        path: where the file is written; by default beside the mesh, with the suffix .rtg.
+        normals: "file": as all parts of the file have them, or none; "smooth": computed; "flat": none are stored, a
+            renderer uses those of the faces.
+        precision, progress, threads: as for `build`.
+
+    Raises:
+        FileNotFoundError, InputError: the file is missing, cannot be read or has no triangles.
+        ValueError: the output would replace the mesh, or the mesh cannot be built from.
+        MissingExtraError: trimesh or meshoptimizer is not installed.
+    """
+    source = Path(mesh)
+    target = source.with_suffix(".rtg") if path is None else Path(path)
+    if target.resolve() == source.resolve():
+        raise InputError(f"{target} would replace the mesh that it is built from; name another output")
+    if progress is not None:
+        progress(f"reading {source.name}", 0.0)
+    found = read_mesh(source)
+    chosen = {"file": found.normals, "smooth": "smooth", "flat": None}[normals]
+    return build(
+        found.vertices, found.faces, target, chosen, found.uv, found.materials if found.materials.any() else None,
+        precision=precision, progress=progress, threads=threads,
+    )  # fmt: skip
+
+
+def _levels(hierarchy: Hierarchy) -> tuple[LevelCount, ...]:
+    count = int(hierarchy.levels.max()) + 1
+    triangles = (hierarchy.heads[:, layouts.CLUSTER_COUNTS] & 255).astype(np.int64) + 1
+    errors = np.zeros(count, np.float32)
+    np.maximum.at(errors, hierarchy.levels, hierarchy.heads.view(np.float32)[:, layouts.CLUSTER_ERROR])
+    clusters = np.bincount(hierarchy.levels, minlength=count).tolist()
+    totals = np.bincount(hierarchy.levels, triangles, count).astype(np.int64).tolist()
+    return tuple(LevelCount(*each) for each in zip(clusters, totals, errors.tolist(), strict=True))
+
+
+def _meta(mesh: Mesh, hierarchy: Hierarchy, levels: tuple[LevelCount, ...], why: str | None) -> dict[str, Any]:
+    """What the file says of itself. Lengths are in object units; bounds are relative to the origin."""
+    vertices = mesh.vertices
+    step = math.ldexp(1.0, vertices.exponent)
+    return {
+        "origin": mesh.origin.tolist(),
+        "grid_exponent": vertices.exponent,
+        "uv_exponent": vertices.uv_exponent,
+        "has_normals": vertices.normals is not None,
+        "has_uv": vertices.uv is not None,
+        "materials": 1 if vertices.materials is None else int(vertices.materials.max()) + 1,
+        "triangles": len(mesh.faces),
+        "clusters": len(hierarchy.levels),
+        "groups": len(hierarchy.errors),
+        "levels": [asdict(level) for level in levels],
+        "bounds": [(vertices.grid.min(0) * step).tolist(), (vertices.grid.max(0) * step).tolist()],
+        "roots": int((hierarchy.errors[hierarchy.groups] == layouts.NEVER).sum()),
+        "why_several_roots": why,
+        "repairs": asdict(mesh.repairs),
+    }

@@ -1,0 +1,192 @@
+"""Clusters as words: heads and streams, as docs/scene-format.md says, for many clusters at once.
+
+Nothing here loops over triangles or vertices; a stream of all clusters is written by shifting every value to its bit
+and adding up those that fall into the same word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.scene import layouts
+from rooftop.scene.building.meshes import Vertices
+from rooftop.scene.building.ragged import highest, lowest, rows_of, starts_of, within
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint32]
+
+# With which corner a triangle begins so that its new corners are its last, by which corners are new (bits 0, 1, 2).
+_BEGIN = np.array([0, 1, 2, 2, 0, 1, 0, 0], np.int64)
+_NEW = np.array([0, 1, 1, 2, 1, 2, 2, 3], np.int64)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Clusters as they stand in pages, but for what depends on their page.
+
+    Attributes:
+        heads: (C, CLUSTER_WORDS) uint32; spheres, errors, groups and places of streams are not filled in yet.
+        streams: the words of all streams, cluster by cluster.
+        counts: (C,) how many words each has.
+    """
+
+    heads: Words
+    streams: Words
+    counts: Ints
+
+
+def encode(
+    vertices: Vertices, triangles: Ints, members: Ints, corners: npt.NDArray[np.uint8], owned: npt.NDArray[np.uint32],
+    levels: Ints,
+) -> Encoded:  # fmt: skip
+    """Encode clusters.
+
+    Args:
+        vertices: of the mesh.
+        triangles: (C,) how many triangles each cluster has, at least 1.
+        members: (C,) how many vertices.
+        corners: (T, 3) of all triangles, cluster by cluster: which of the cluster's vertices.
+        owned: the clusters' vertices as numbers into `vertices`, cluster by cluster.
+        levels: (C,) of each cluster.
+    """
+    clusters = len(triangles)
+    starts, first = starts_of(triangles), starts_of(members)
+    of_triangle = rows_of(triangles)
+
+    # Number the vertices by first use; turn triangles so that new corners are last.
+    keys = corners + (of_triangle * 256)[:, None]
+    flat = keys.ravel()
+    seen = np.empty(clusters * 256, np.int64)
+    seen[flat[::-1]] = np.arange(len(flat))[::-1]  # of equal keys the last assignment stays: the first use
+    uses_first = (seen[flat] == np.arange(len(flat))).reshape(-1, 3).astype(np.int64)
+    pattern = uses_first[:, 0] | uses_first[:, 1] << 1 | uses_first[:, 2] << 2
+    turn = (_BEGIN[pattern][:, None] + np.arange(3)) % 3
+    keys = flat[turn + 3 * np.arange(len(pattern))[:, None]]
+    new = _NEW[pattern]
+    before = starts_of(new)[:-1]
+    before -= np.repeat(before[starts[:-1]], triangles)  # vertices of the cluster before this triangle
+    is_new = np.arange(3) >= (3 - new)[:, None]
+    numbers = np.empty(clusters * 256, np.int64)
+    numbers[keys[is_new]] = (before[:, None] + np.arange(3) - (3 - new)[:, None])[is_new]
+    local = numbers[keys]  # (T, 3)
+
+    at = rows_of(members)
+    ordered = np.empty(len(owned), np.int64)
+    ordered[first[at] + numbers[at * 256 + within(members)]] = owned
+
+    # What each cluster needs.
+    references = (before[:, None] - 1 - local)[~is_new]
+    of_reference = np.repeat(of_triangle, 3 - new)
+    most = np.zeros(clusters, np.int64)
+    np.maximum.at(most, of_reference, references)
+    reference_bits = bit_lengths(most)
+    reference_counts = 3 * triangles - members
+
+    heads = np.zeros((clusters, layouts.CLUSTER_WORDS), np.uint32)
+    grid = vertices.grid[ordered].astype(np.int64)
+    base, extent = _box(grid, first)
+    heads[:, layouts.CLUSTER_BASE : layouts.CLUSTER_BASE + 3] = base.astype(np.int32).view(np.uint32)
+    heads[:, layouts.CLUSTER_EXTENT : layouts.CLUSTER_EXTENT + 3] = extent
+    heads[:, layouts.CLUSTER_EDGE] = _longest_edges(grid, local + first[of_triangle][:, None], starts, vertices)
+    heads[:, layouts.CLUSTER_COUNTS] = (triangles - 1) | (members - 1) << 8 | reference_bits << 16 | levels << 24
+    columns = [(grid - base[at])[:, axis] for axis in range(3)]
+    position_bits = bit_lengths(extent)
+
+    attribute_columns: list[Ints] = []
+    attribute_bits: list[Ints] = []
+    if vertices.normals is not None:
+        pair = vertices.normals[ordered].astype(np.int64)
+        attribute_columns.append(pair[:, 0] | pair[:, 1] << layouts.NORMAL_BITS)
+        attribute_bits.append(np.full(clusters, 2 * layouts.NORMAL_BITS))
+    if vertices.uv is not None:
+        uv = vertices.uv[ordered].astype(np.int64)
+        uv_base, uv_extent = _box(uv, first)
+        heads[:, layouts.CLUSTER_UV_BASE : layouts.CLUSTER_UV_BASE + 2] = uv_base.astype(np.int32).view(np.uint32)
+        heads[:, layouts.CLUSTER_UV_EXTENT : layouts.CLUSTER_UV_EXTENT + 2] = uv_extent
+        attribute_columns += [(uv - uv_base[at])[:, axis] for axis in range(2)]
+        attribute_bits += list(bit_lengths(uv_extent).T)
+
+    materials, mixed = None, np.zeros(clusters, bool)
+    if vertices.materials is not None:
+        materials = vertices.materials[ordered[first[of_triangle] + local[:, 0]]].astype(np.int64)
+        least, greatest = lowest(materials, starts), highest(materials, starts)
+        mixed = least != greatest
+        heads[:, layouts.CLUSTER_MATERIAL] = np.where(mixed, layouts.MIXED, least).astype(np.int32).view(np.uint32)
+
+    # The streams, one behind the other.
+    widths = np.zeros(clusters, np.int64)
+    for bits in attribute_bits:
+        widths += bits
+    lengths = [
+        np.full(clusters, layouts.NEW_WORDS),
+        words_of(reference_bits * reference_counts),
+        words_of(position_bits.sum(1) * members),
+        words_of(widths * members),
+        np.where(mixed, words_of(layouts.MATERIAL_BITS * triangles), 0),
+    ]
+    counts = np.sum(lengths, axis=0)
+    ends = np.cumsum(np.concatenate([starts_of(counts)[None, :-1], lengths]), axis=0)  # (6, C): where each begins
+    streams = np.zeros(int(counts.sum()) + 2, np.uint32)  # a value's upper half may reach into the next word
+
+    place = within(triangles)
+    for mask in range(2):
+        pack(streams, (new >> mask) & 1, (ends[0] * 32 + 128 * mask)[of_triangle] + place)
+    pack(streams, references, (ends[1] * 32)[of_reference] + reference_bits[of_reference] * within(reference_counts))
+    in_cluster = within(members)
+    _pack_columns(streams, columns, list(position_bits.T), ends[2], at, in_cluster)
+    _pack_columns(streams, attribute_columns, attribute_bits, ends[3], at, in_cluster)
+    if materials is not None and mixed.any():
+        chosen = mixed[of_triangle]
+        pack(streams, materials[chosen], ((ends[4] * 32)[of_triangle] + layouts.MATERIAL_BITS * place)[chosen])
+    return Encoded(heads, streams[:-2], counts)
+
+
+def bit_lengths(values: Ints) -> Ints:
+    """How many bits each number (0 to 2^32 - 1) takes: 0 for 0."""
+    return np.frexp(values.astype(np.float64))[1].astype(np.int64)
+
+
+def words_of(bits: Ints) -> Ints:
+    """How many words hold so many bits."""
+    return (bits + 31) // 32
+
+
+def pack(words: Words, values: Ints, bits: Ints) -> None:
+    """Write `values` (below 2^32) into `words`, each beginning at its bit; bits must not decrease."""
+    if not len(values):
+        return
+    at = bits >> 5
+    shifted = values.astype(np.uint64) << (bits & 31).astype(np.uint64)
+    begin = np.concatenate([[0], np.flatnonzero(at[1:] != at[:-1]) + 1])
+    sums = np.add.reduceat(shifted, begin)
+    words[at[begin]] |= (sums & 0xFFFFFFFF).astype(np.uint32)
+    words[at[begin] + 1] |= (sums >> np.uint64(32)).astype(np.uint32)
+
+
+def _pack_columns(words: Words, columns: list[Ints], bits: list[Ints], begin: Ints, at: Ints, place: Ints) -> None:
+    """Interleaved values of each vertex: column after column, with as many bits as the vertex's cluster says."""
+    if not columns:
+        return
+    width = np.sum(bits, axis=0)
+    offset = begin * 32
+    for column, bit in zip(columns, bits, strict=True):
+        pack(words, column, offset[at] + width[at] * place)
+        offset = offset + bit
+
+
+def _box(values: Ints, starts: Ints) -> tuple[Ints, Ints]:
+    """The lowest corner of each row of points, and its extent from there."""
+    base = lowest(values, starts)
+    return base, highest(values, starts) - base
+
+
+def _longest_edges(grid: Ints, corners: Ints, starts: Ints, vertices: Vertices) -> Words:
+    points = grid.astype(np.float64)[corners.T]  # (3, T, 3)
+    longest = np.zeros(corners.shape[0])
+    for corner in range(3):
+        x, y, z = (points[corner] - points[corner - 1]).T
+        np.maximum(longest, x * x + y * y + z * z, out=longest)
+    return np.ldexp(np.sqrt(highest(longest, starts)), vertices.exponent).astype(np.float32).view(np.uint32)

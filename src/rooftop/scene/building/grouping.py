@@ -1,0 +1,87 @@
+"""Which clusters are simplified together: neighbours that share many vertices, 8 to 32 of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.scene import layouts
+from rooftop.scene.building import meshopt
+from rooftop.scene.building.orders import morton_codes
+
+Ints = npt.NDArray[np.int64]
+
+LEAST, MOST = 8, 32
+USUAL = 20  # meshoptimizer makes at most 11/8 of it: 27
+GROUP_BYTES = layouts.PAGE_BYTES - 4 * (
+    layouts.PAGE_WORDS + layouts.GROUP_WORDS + 1
+)  # of clusters, in a page of its own
+
+
+def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[np.float32], sizes: Ints) -> Ints:
+    """The group of each cluster; groups are numbered along Morton's curve.
+
+    Args:
+        places: (T, 3) of all corners, cluster by cluster.
+        triangles: (C,) how many each cluster has.
+        spheres: (C, 4).
+        sizes: (C,) in bytes, heads and streams.
+    """
+    clusters = len(triangles)
+    if clusters <= USUAL:
+        parts = np.zeros(clusters, np.int64)
+    else:
+        counts = (3 * triangles).astype(np.uint32)
+        numbers = np.ascontiguousarray(places.ravel())
+        parts = meshopt.partition(numbers, counts, int(numbers.max()) + 1, USUAL).astype(np.int64)
+        parts = _small_ones_joined(parts, spheres)
+    return _divided(_along_curve(parts, spheres), sizes)
+
+
+def _small_ones_joined(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
+    """Parts of fewer than LEAST clusters (lonely bodies, leftovers between full parts) joined along Morton's curve."""
+    sizes = np.bincount(parts)
+    small = np.flatnonzero((sizes > 0) & (sizes < LEAST))
+    if len(small) < 2:
+        return parts
+    codes = morton_codes(_middles(parts, spheres))[small]
+    order = small[np.argsort(codes, kind="stable")]
+    joined = np.arange(len(sizes))
+    target, held = -1, MOST
+    for part in order.tolist():
+        size = int(sizes[part])
+        if held + size > USUAL:
+            target, held = part, 0
+        joined[part] = target
+        held += size
+    return joined[parts]
+
+
+def _middles(parts: Ints, spheres: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """The mean centre of the spheres of each part; 0 for those without any."""
+    counts = np.maximum(np.bincount(parts), 1)
+    return np.column_stack([np.bincount(parts, spheres[:, axis]) / counts for axis in range(3)])
+
+
+def _along_curve(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
+    """The parts numbered from 0 in the order of their centres along Morton's curve."""
+    present, parts = np.unique(parts, return_inverse=True)
+    rank = np.empty(len(present), np.int64)
+    rank[np.argsort(morton_codes(_middles(parts, spheres)), kind="stable")] = np.arange(len(present))
+    return rank[parts]
+
+
+def _divided(parts: Ints, sizes: Ints) -> Ints:
+    """Groups that have more than MOST clusters or would not fit into a page, cut into such that do."""
+    counts, totals = np.bincount(parts), np.bincount(parts, sizes)
+    if not ((counts > MOST) | (totals > GROUP_BYTES)).any():
+        return parts
+    order = np.argsort(parts, kind="stable")
+    divided = np.empty_like(parts)
+    number, last, count, total = -1, -1, 0, 0
+    for cluster in order.tolist():
+        count, total = count + 1, total + int(sizes[cluster])
+        if parts[cluster] != last or count > MOST or total > GROUP_BYTES:
+            number, last, count, total = number + 1, int(parts[cluster]), 1, int(sizes[cluster])
+        divided[cluster] = number
+    return divided

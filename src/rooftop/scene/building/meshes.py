@@ -1,0 +1,379 @@
+"""The mesh that is built from: checked, mended, put on its grid, equal vertices made one.
+
+What cannot be meant is refused (a vertex that is no number, an index outside), what does no harm is dropped and counted
+(faces without area on the grid, faces that are there twice, vertices that nothing uses). Edges that are not manifold
+are kept and counted. All levels of the geometry use vertices of this mesh: so they are rounded here, once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.scene import layouts
+from rooftop.scene.building import meshopt
+from rooftop.scene.building.normals import from_octahedral, octahedral, smooth_normals, unit_vectors
+
+Floats = npt.NDArray[np.float64]
+
+STEPS_PER_EDGE = 64  # the grid is at least so much finer than the mean edge is long,
+STEPS = 1 << 14  # and than the mesh is: a quarter of a pixel where it fills a picture 4096 wide
+MOST_STEPS = 1 << 24  # along an axis: whole numbers up to here are exact in float32, in which renderers compute
+UV_STEPS_PER_EDGE = 32
+UV_STEP = 2.0**-13  # half a texel of a texture 4096 wide
+MOST_UV_STEPS = 1 << 30
+LARGEST, SMALLEST = 2.0**60, 2.0**-60  # a mesh, and a step of its grid: squares stay far from float32's limits
+NOT_USED = 0xFFFFFFFF
+MOST_MATERIALS = 1 << layouts.MATERIAL_BITS
+
+
+@dataclass(frozen=True)
+class Vertices:
+    """What clusters are encoded from. A vertex is a place with its attributes; along seams a place has several.
+
+    Attributes:
+        grid: (V, 3) int32, in steps of the grid from the origin.
+        place: (V,) uint32, equal for vertices at the same place.
+        normals: (V, 2) uint16, octahedral, or None.
+        uv: (V, 2) int32, in steps of theirs, or None.
+        materials: (V,) uint16, or None where all are 0.
+        merged: (V,) uint32: the vertex that stands for all at this place with this material.
+        exponent, uv_exponent: a step is two to that.
+    """
+
+    grid: npt.NDArray[np.int32]
+    place: npt.NDArray[np.uint32]
+    normals: npt.NDArray[np.uint16] | None
+    uv: npt.NDArray[np.int32] | None
+    materials: npt.NDArray[np.uint16] | None
+    merged: npt.NDArray[np.uint32]
+    exponent: int
+    uv_exponent: int
+
+
+@dataclass(frozen=True)
+class Repairs:
+    """What was done to the mesh before it was built from.
+
+    Attributes:
+        degenerate_faces: dropped, since two of their corners are at the same place of the grid.
+        duplicate_faces: dropped, since the same face is there already.
+        unused_vertices: dropped.
+        equal_vertices: made one with another.
+        non_manifold_edges: kept, but more than two faces share each.
+        coarser_grid: whether the mesh is too large for the grid that its edges ask for.
+    """
+
+    degenerate_faces: int = 0
+    duplicate_faces: int = 0
+    unused_vertices: int = 0
+    equal_vertices: int = 0
+    non_manifold_edges: int = 0
+    coarser_grid: bool = False
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A mesh on its grid.
+
+    Attributes:
+        vertices: with one more for each place with a seam, which `Vertices.merged` names.
+        faces: (F, 3) uint32.
+        origin: what was subtracted from all positions, in object units; a point of the grid.
+        uv_length: how long a step of uv is on the surface, on average, in steps of the grid.
+    """
+
+    vertices: Vertices
+    faces: npt.NDArray[np.uint32]
+    origin: Floats
+    repairs: Repairs = field(default_factory=Repairs)
+    uv_length: float = 0.0
+
+
+def checked_mesh(
+    positions: npt.ArrayLike,
+    faces: npt.ArrayLike,
+    normals: npt.ArrayLike | Literal["smooth"] | None = None,
+    uv: npt.ArrayLike | None = None,
+    materials: npt.ArrayLike | None = None,
+    precision: float | None = None,
+) -> Mesh:
+    """Check, mend and round a mesh.
+
+    Args:
+        positions: (V, 3) numbers.
+        faces: (F, 3) integers.
+        normals: (V, 3), or "smooth": of the faces around a vertex, weighted by their angles.
+        uv: (V, 2).
+        materials: (F,) integers, 0 to 65535.
+        precision: the greatest step of the grid, in object units; by default about 1/64 of the mean edge.
+
+    Raises:
+        TypeError: an array that does not hold numbers, or not whole ones.
+        ValueError: shapes, indices or numbers that cannot be.
+    """
+    points = _numbers("vertices", positions, 3)
+    triangles = _integers("faces", faces, (None, 3))
+    if not len(triangles):
+        raise ValueError(f"the mesh has no faces (vertices: {len(points):,}); there is nothing to build")
+    if triangles.min() < 0 or triangles.max() >= len(points):
+        face = int(np.flatnonzero(((triangles < 0) | (triangles >= len(points))).any(1))[0])
+        raise ValueError(
+            f"face {face} is {triangles[face].tolist()}, but the mesh has {len(points):,} vertices "
+            f"(0 to {len(points) - 1})"
+        )
+    if len(triangles) >= 1 << 30 or len(points) >= 1 << 31:
+        raise ValueError(f"{len(triangles):,} faces are too many: a mesh has at most 2^30; split it into several")
+    used = np.zeros(len(points), bool)
+    used[triangles] = True
+    _refuse_non_finite("vertex", points, used)
+
+    directions = None
+    if isinstance(normals, str):
+        if normals != "smooth":
+            raise ValueError(f"normals is {normals!r}; it is an array, 'smooth' or None")
+        directions = smooth_normals(points, triangles)
+    elif normals is not None:
+        directions = _numbers("normals", normals, 3, len(points))
+        _refuse_non_finite("normal", directions, used)
+        directions = unit_vectors(directions)
+    texture = None
+    if uv is not None:
+        texture = _numbers("uv", uv, 2, len(points))
+        _refuse_non_finite("uv", texture, used)
+    ids = None
+    if materials is not None:
+        ids = _integers("materials", materials, (len(triangles),))
+        if ids.min() < 0 or ids.max() >= MOST_MATERIALS:
+            raise ValueError(f"materials are 0 to {MOST_MATERIALS - 1}, not {ids.min()} to {ids.max()}")
+
+    meant = points if used.all() else points[used]
+    low, high = meant.min(0), meant.max(0)
+    exponent, coarser = _grid_exponent(points, triangles, high - low, precision)
+    step = math.ldexp(1.0, exponent)
+    origin = np.rint((low + (high - low) / 2) / step) * step
+    grid = np.zeros((len(points), 3), np.int32)
+    np.rint((points - origin) / step, out=grid, casting="unsafe", where=used[:, None])
+
+    attributes, uv_exponent = [], 0
+    if directions is not None:
+        attributes.append(octahedral(directions).astype(np.int32))
+    if texture is not None:
+        uv_exponent = _uv_exponent(texture, triangles, used)
+        rounded = np.zeros((len(points), 2), np.int32)
+        np.rint(texture / math.ldexp(1.0, uv_exponent), out=rounded, casting="unsafe", where=used[:, None])
+        attributes.append(rounded)
+    if ids is not None and ids.any():
+        triangles, source, of_vertex = _split_by_material(triangles, ids, len(points))
+        grid, attributes = grid[source], [*(each[source] for each in attributes), of_vertex[:, None]]
+
+    rows, welded, repairs = _welded(grid, attributes, triangles)
+    columns = iter(np.split(rows, np.cumsum([3, *(each.shape[1] for each in attributes)])[:-1], axis=1))
+    places = np.ascontiguousarray(next(columns))
+    vertices = Vertices(
+        grid=places,
+        place=meshopt.same_rows(places)[1] if attributes else np.arange(len(rows), dtype=np.uint32),
+        normals=next(columns).astype(np.uint16) if directions is not None else None,
+        uv=np.ascontiguousarray(next(columns)) if texture is not None else None,
+        materials=last[:, 0].astype(np.uint16) if (last := next(columns, None)) is not None else None,
+        merged=np.arange(len(rows), dtype=np.uint32),
+        exponent=exponent,
+        uv_exponent=uv_exponent,
+    )
+    uv_length = 0.0
+    if vertices.uv is not None:
+        uv_length = _mean_edge(places, welded) / (_mean_edge(vertices.uv, welded) or 1.0)
+    return Mesh(_with_merged(vertices), welded, origin, replace(repairs, coarser_grid=coarser), uv_length)
+
+
+def repeats(corners: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Whether two of a triangle's corners (T, 3) are equal."""
+    a, b, c = corners.T
+    return (a == b) | (b == c) | (c == a)
+
+
+def without_repetition(faces: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """Each face (F, 3) once: those with the same corners the same way round are one."""
+    a, b, c = faces.T
+    turned = np.where(((b < a) & (b < c))[:, None], faces[:, [1, 2, 0]], faces)  # the lowest corner first
+    turned = np.where(((c < a) & (c < b))[:, None], faces[:, [2, 0, 1]], turned)
+    differing, number = meshopt.same_rows(np.ascontiguousarray(turned))
+    if differing == len(faces):
+        return faces
+    seen = np.maximum.accumulate(np.concatenate([[-1], number.astype(np.int64)]))
+    return faces[number > seen[:-1]]
+
+
+def non_manifold_edges(mesh: Mesh) -> int:
+    """How many edges, by place, more than two faces share."""
+    corners = mesh.vertices.place[mesh.faces].astype(np.int64)
+    following = corners[:, [1, 2, 0]]
+    edges = (np.minimum(corners, following) << 32 | np.maximum(corners, following)).ravel()
+    edges.sort()
+    third = np.flatnonzero(edges[2:] == edges[:-2]) + 2  # the third face of an edge, the fourth, ...
+    return len(np.unique(edges[third]))
+
+
+def _numbers(name: str, values: npt.ArrayLike, width: int, count: int | None = None) -> Floats:
+    array = np.asarray(values)
+    if array.dtype.kind not in "fiu":
+        raise TypeError(f"{name} are numbers, not {array.dtype}")
+    if array.ndim != 2 or array.shape[1] != width or count not in (None, len(array)):
+        expected = f"({'V' if count is None else f'{count:,}'}, {width})"
+        raise ValueError(f"{name} have shape {expected}, one row for each vertex, not {array.shape}")
+    return array.astype(np.float64, copy=False)
+
+
+def _integers(name: str, values: npt.ArrayLike, shape: tuple[int | None, ...]) -> npt.NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.size == 0 and array.ndim == 1 and len(shape) == 2:
+        array = np.empty((0, 3), np.int64)  # an empty list
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} are whole numbers, not {array.dtype}")
+    if array.ndim != len(shape) or any(b not in (None, a) for a, b in zip(array.shape, shape, strict=True)):
+        expected = "(F, 3)" if len(shape) == 2 else f"({shape[0]:,},), one for each face"
+        raise ValueError(f"{name} have shape {expected}, not {array.shape}")
+    return array.astype(np.int64, copy=False)
+
+
+def _refuse_non_finite(name: str, values: Floats, used: npt.NDArray[np.bool_]) -> None:
+    finite = used.copy()
+    for column in values.T:
+        finite &= np.isfinite(column)
+    wrong = np.flatnonzero(used & ~finite)
+    if len(wrong):
+        others = f" and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
+        raise ValueError(f"{name} {wrong[0]}{others} is not finite ({values[wrong[0]].tolist()}), and faces use it")
+
+
+def _mean_edge(points: npt.NDArray[Any], faces: npt.NDArray[Any]) -> float:
+    """The mean length of edges that have one, of at most 2^17 faces."""
+    corners = points[faces[:: (len(faces) >> 17) + 1]].astype(np.float64)
+    edges = corners - np.roll(corners, 1, axis=1)
+    scale = float(np.abs(edges).max())
+    if scale == 0:
+        return 0.0
+    lengths = np.sqrt(((edges / scale) ** 2).sum(2))
+    return float(lengths[lengths > 0].mean()) * scale
+
+
+def _grid_exponent(
+    points: Floats, faces: npt.NDArray[np.int64], extent: Floats, precision: float | None
+) -> tuple[int, bool]:
+    """The exponent of the grid's step, and whether it is larger than it should be."""
+    largest = float(extent.max())
+    if not math.isfinite(largest) or largest > LARGEST:
+        raise ValueError(f"the mesh is {largest:.3g} units long; at most {LARGEST:.3g} can be computed with in float32")
+    if largest == 0:
+        raise ValueError("all vertices that faces use are at the same place; there is nothing to build")
+    if largest < SMALLEST * STEPS:
+        raise ValueError(f"the mesh is only {largest:.3g} units long; float32 needs {SMALLEST * STEPS:.3g}: scale it")
+    least = max(math.ceil(math.log2(largest / MOST_STEPS)), math.ceil(math.log2(SMALLEST)))
+    if precision is None:
+        wanted = math.floor(math.log2(min(_mean_edge(points, faces) / STEPS_PER_EDGE, largest / STEPS)))
+        return max(wanted, least), wanted < least
+    if not (math.isfinite(precision) and precision > 0):
+        raise ValueError(f"precision is the greatest step of the grid in object units, more than 0, not {precision}")
+    wanted = math.floor(math.log2(precision))
+    if wanted < least:
+        raise ValueError(
+            f"precision {precision:g} is too fine for a mesh {largest:g} units long: it can be "
+            f"{math.ldexp(1.0, least):g} or more"
+        )
+    if math.ldexp(1.0, wanted) > largest:
+        raise ValueError(f"precision {precision:g} is more than the whole mesh is long ({largest:g} units)")
+    return wanted, False
+
+
+def _uv_exponent(uv: Floats, faces: npt.NDArray[np.int64], used: npt.NDArray[np.bool_]) -> int:
+    largest = float(np.abs(uv[used]).max())
+    if largest > LARGEST:
+        raise ValueError(f"uv reaches {largest:.3g}; at most {LARGEST:.3g} can be computed with in float32")
+    least = math.ceil(math.log2(max(largest / MOST_UV_STEPS, SMALLEST)))
+    return max(math.floor(math.log2(min(_mean_edge(uv, faces) / UV_STEPS_PER_EDGE or UV_STEP, UV_STEP))), least)
+
+
+def _split_by_material(
+    faces: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], vertices: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Faces whose vertices have one material each; which vertex each was, and its material."""
+    material = np.zeros(vertices, np.int64)
+    material[faces] = ids[:, None]
+    other = material[faces] != ids[:, None]  # corners at a vertex that belongs to another material
+    pairs = faces[other] * MOST_MATERIALS + np.broadcast_to(ids[:, None], faces.shape)[other]
+    added, number = np.unique(pairs, return_inverse=True)
+    faces = faces.copy()
+    faces[other] = vertices + number
+    source = np.concatenate([np.arange(vertices), added // MOST_MATERIALS])
+    return faces, source, np.concatenate([material, added % MOST_MATERIALS]).astype(np.int32)
+
+
+def _welded(
+    grid: npt.NDArray[np.int32],
+    attributes: list[npt.NDArray[np.int32]],
+    faces: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32], Repairs]:
+    """Vertices as rows (V, 3 + attributes), each once, in the order of their use; faces, each once; what was done."""
+    used = np.zeros(len(grid), bool)
+    used[faces] = True
+    _, place = meshopt.same_rows(grid)
+    corners = place[faces]
+    flat = repeats(corners)
+    faces = faces[~flat]
+    if not len(faces):
+        raise ValueError(
+            f"none of the mesh's {len(flat):,} faces has an area on its grid; give a finer precision if they are meant"
+        )
+    rows = np.ascontiguousarray(np.concatenate([grid, *attributes], axis=1))
+    count, numbers = meshopt.same_rows(rows, np.ascontiguousarray(faces, np.uint32))
+    kept = np.empty((count, rows.shape[1]), np.int32)
+    known = numbers != NOT_USED
+    kept[numbers[known]] = rows[known]
+    welded = numbers[faces]
+
+    welded = without_repetition(welded)
+    repairs = Repairs(
+        degenerate_faces=int(flat.sum()),
+        duplicate_faces=len(faces) - len(welded),
+        unused_vertices=len(grid) - int(used.sum()),
+        equal_vertices=int(known.sum()) - count,
+    )
+    return kept, np.ascontiguousarray(welded), repairs
+
+
+def _with_merged(vertices: Vertices) -> Vertices:
+    """With one more vertex for each place that has several of the same material: the mean normal, the first's uv."""
+    if int(vertices.place.max()) + 1 == len(vertices.place):
+        return vertices
+    keys = vertices.place[:, None].astype(np.int32)
+    if vertices.materials is not None:
+        keys = np.column_stack([keys, vertices.materials.astype(np.int32)])
+    count, number = meshopt.same_rows(np.ascontiguousarray(keys))
+    if count == len(keys):
+        return vertices
+    several = np.bincount(number, minlength=count) > 1
+    target = np.cumsum(several) - 1 + len(keys)  # of each key
+    merged = np.where(several[number], target[number], np.arange(len(keys))).astype(np.uint32)
+    first = np.full(count, len(keys))
+    np.minimum.at(first, number, np.arange(len(keys)))
+    source = first[several]
+    normals = vertices.normals
+    if normals is not None:
+        directions = from_octahedral(normals)
+        sums = np.column_stack([np.bincount(number, directions[:, axis], count) for axis in range(3)])[several]
+        normals = np.concatenate([normals, octahedral(unit_vectors(sums))])
+    return replace(
+        vertices,
+        grid=np.concatenate([vertices.grid, vertices.grid[source]]),
+        place=np.concatenate([vertices.place, vertices.place[source]]),
+        normals=normals,
+        uv=None if vertices.uv is None else np.concatenate([vertices.uv, vertices.uv[source]]),
+        materials=None
+        if vertices.materials is None
+        else np.concatenate([vertices.materials, vertices.materials[source]]),
+        merged=np.concatenate([merged, np.arange(len(keys), len(keys) + len(source), dtype=np.uint32)]),
+    )

@@ -1,0 +1,98 @@
+"""meshoptimizer, which cuts, orders and simplifies meshes: the one place that calls it.
+
+The package on the index wraps part of its functions; these are called in its library directly, which lets go of the
+interpreter while it works, so threads run side by side. Pointers are addresses: the caller keeps the arrays alive and
+in C order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.errors import MissingExtraError
+
+Array = npt.NDArray[np.generic]
+
+PRUNE_ABSOLUTE = (1 << 2) | (1 << 3)  # errors in the units of the positions; parts too small to be seen may go
+ABSOLUTE = 1 << 2
+NO_LIMIT = 1e18  # an error that no mesh reaches, whose square is a float32 still
+
+MESHLET = np.dtype([("vertex", "<u4"), ("triangle", "<u4"), ("vertices", "<u4"), ("triangles", "<u4")])  # two starts
+
+_P, _SIZE, _F, _U = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_uint
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "meshopt_generateVertexRemap": (_SIZE, [_P, _P, _SIZE, _P, _SIZE, _SIZE]),
+    "meshopt_buildMeshletsFlex": (
+        _SIZE,
+        [_P, _P, _P, _P, _SIZE, _P, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _F, _F],
+    ),
+    "meshopt_optimizeMeshlet": (None, [_P, _P, _SIZE, _SIZE]),
+    "meshopt_partitionClusters": (_SIZE, [_P, _P, _SIZE, _P, _SIZE, _SIZE, _SIZE]),
+    "meshopt_simplifyWithAttributes": (
+        _SIZE,
+        [_P, _P, _SIZE, _P, _SIZE, _SIZE, _P, _SIZE, _P, _SIZE, _P, _SIZE, _F, _U, _P],
+    ),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Its functions, by the names in its header.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        from meshoptimizer._loader import lib_path
+    except ImportError as error:
+        raise MissingExtraError('building a scene needs meshoptimizer: pip install "rooftop[scene]"') from error
+    loaded = ctypes.CDLL(lib_path)
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def address(array: Array) -> int:
+    """Where an array in C order begins in memory."""
+    assert array.flags.c_contiguous
+    return array.ctypes.data
+
+
+def same_rows(rows: Array, used: npt.NDArray[np.uint32] | None = None) -> tuple[int, npt.NDArray[np.uint32]]:
+    """Numbers rows by their bytes, in the order in which each appears first.
+
+    Args:
+        rows: (N, K), at most 256 bytes each.
+        used: numbers of rows, in the order in which they appear; by default all.
+
+    Returns:
+        how many differ, and the number of each row (N,); 2^32 - 1 for those that are not used.
+    """
+    numbers = np.empty(len(rows), np.uint32)
+    if not len(rows):
+        return 0, numbers
+    indices, count = (None, len(rows)) if used is None else (address(used), used.size)
+    width = rows.itemsize * rows.shape[1]
+    remap = library().meshopt_generateVertexRemap
+    return int(remap(address(numbers), indices, count, address(rows), len(rows), width)), numbers
+
+
+def partition(
+    corners: npt.NDArray[np.uint32], counts: npt.NDArray[np.uint32], vertices: int, size: int
+) -> npt.NDArray[np.uint32]:
+    """The part that each cluster belongs to: about `size` clusters (at most 11/8 of it) that share many vertices.
+
+    Args:
+        corners: the vertices of all clusters' corners, cluster by cluster.
+        counts: (C,) how many corners each cluster has.
+    """
+    parts = np.empty(len(counts), np.uint32)
+    library().meshopt_partitionClusters(
+        address(parts), address(corners), len(corners), address(counts), len(counts), vertices, size
+    )
+    return parts

@@ -1,0 +1,62 @@
+"""Normals: of a mesh that has none, and as two whole numbers on an octahedron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.scene.building import meshopt
+from rooftop.scene.layouts import NORMAL_MIDDLE
+
+Floats = npt.NDArray[np.float64]
+
+
+def unit_vectors(vectors: npt.NDArray[Any]) -> Floats:
+    """The vectors (N, 3) at length 1; those without a length become (0, 0, 1)."""
+    x, y, z = vectors.T.astype(np.float64)
+    largest = np.maximum(np.maximum(np.abs(x), np.abs(y)), np.abs(z))
+    none = largest == 0
+    largest[none] = 1
+    x, y, z = x / largest, y / largest, np.where(none, 1.0, z / largest)  # so that squares neither vanish nor overflow
+    lengths = np.sqrt(x * x + y * y + z * z)
+    return np.column_stack([x / lengths, y / lengths, z / lengths])
+
+
+def smooth_normals(points: Floats, faces: npt.NDArray[np.int64]) -> Floats:
+    """A normal (V, 3) for each vertex: the mean of its faces', weighted by their angles there.
+
+    Vertices at the same place share one, also along seams. (Thuermer and Wuethrich, Computing Vertex Normals from
+    Polygonal Facets, 1998.)
+    """
+    _, place = meshopt.same_rows(np.ascontiguousarray(points + 0.0))  # -0.0 is 0.0
+    corners = points[faces]  # (F, 3, 3)
+    edges = unit_vectors((np.roll(corners, -1, 1) - corners).reshape(-1, 3)).reshape(-1, 3, 3)
+    across = np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
+    has_area = (across[:, 0] != 0) | (across[:, 1] != 0) | (across[:, 2] != 0)
+    across = unit_vectors(across) * has_area[:, None]  # a face without area has no say
+    sums = np.zeros((len(points), 3))
+    for corner in range(3):
+        cosines = -np.einsum("ij,ij->i", edges[:, corner], edges[:, corner - 1])
+        angles = np.arccos(np.clip(cosines, -1, 1))
+        at = place[faces[:, corner]]
+        for axis in range(3):
+            sums[:, axis] += np.bincount(at, angles * across[:, axis], len(points))
+    return unit_vectors(sums)[place]
+
+
+def octahedral(directions: Floats) -> npt.NDArray[np.uint16]:
+    """Unit vectors (N, 3) as two numbers (N, 2) from 0 to 2 NORMAL_MIDDLE. (Cigolle et al., JCGT 3(2), 2014.)"""
+    flat = directions[:, :2] / np.abs(directions).sum(1, keepdims=True)
+    folded = (1 - np.abs(flat[:, ::-1])) * np.where(flat < 0, -1.0, 1.0)
+    flat = np.where(directions[:, 2:] < 0, folded, flat)
+    return (np.rint(flat * NORMAL_MIDDLE) + NORMAL_MIDDLE).astype(np.uint16)
+
+
+def from_octahedral(numbers: npt.NDArray[Any]) -> Floats:
+    """The unit vectors (N, 3) of two numbers each."""
+    flat = (numbers.astype(np.float64) - NORMAL_MIDDLE) / NORMAL_MIDDLE
+    z = 1 - np.abs(flat).sum(1)
+    folded = (1 - np.abs(flat[:, ::-1])) * np.where(flat < 0, -1.0, 1.0)
+    return unit_vectors(np.column_stack([np.where(z[:, None] < 0, folded, flat), z]))

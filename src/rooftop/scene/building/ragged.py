@@ -1,0 +1,48 @@
+"""Rows of different lengths, one behind the other in one array: where they start, and sums and extremes of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[Any]
+Counts = npt.NDArray[np.int64]
+
+
+def starts_of(counts: npt.ArrayLike) -> Counts:
+    """Where each row starts, and the end of the last: (N + 1,)."""
+    counts = np.asarray(counts, np.int64)
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def within(counts: npt.ArrayLike) -> Counts:
+    """The place of each element in its row."""
+    counts = np.asarray(counts, np.int64)
+    starts = starts_of(counts)
+    return np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+
+
+def taken(starts: npt.ArrayLike, counts: npt.ArrayLike) -> Counts:
+    """Where the elements of rows are that start at `starts`, row by row."""
+    counts = np.asarray(counts, np.int64)
+    return np.repeat(np.asarray(starts, np.int64), counts) + within(counts)
+
+
+def rows_of(counts: npt.ArrayLike) -> Counts:
+    """The row of each element."""
+    counts = np.asarray(counts, np.int64)
+    return np.repeat(np.arange(len(counts)), counts)
+
+
+def lowest(values: Numbers, starts: Counts) -> Numbers:
+    """The lowest value of each row, none of which is empty."""
+    return np.minimum.reduceat(values, starts[:-1], axis=0)
+
+
+def highest(values: Numbers, starts: Counts) -> Numbers:
+    """The highest value of each row, none of which is empty."""
+    return np.maximum.reduceat(values, starts[:-1], axis=0)

@@ -1,0 +1,112 @@
+"""Meshes from files, through trimesh: all parts of a scene put together at their places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.errors import InputError, MissingExtraError
+from rooftop.scene.building.meshes import MOST_MATERIALS
+from rooftop.scene.building.normals import unit_vectors
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class MeshFile:
+    """What is in a mesh file.
+
+    Attributes:
+        vertices: (V, 3); faces: (F, 3).
+        normals: (V, 3) where all parts have them, or None; uv: (V, 2), the same.
+        materials: (F,) the part that a face is of: parts that are placed several times count once.
+        parts: how many placed parts.
+    """
+
+    vertices: Floats
+    faces: npt.NDArray[np.int64]
+    normals: Floats | None
+    uv: Floats | None
+    materials: npt.NDArray[np.int64]
+    parts: int
+
+
+def read_mesh(path: Path) -> MeshFile:
+    """Read any file that trimesh reads: .glb, .gltf, .obj, .ply, .stl, .off, .3mf and more.
+
+    Raises:
+        FileNotFoundError: there is none.
+        InputError: it is of a format that trimesh does not read, damaged, or without triangles.
+        MissingExtraError: trimesh is not installed, or a package that it needs for this format.
+    """
+    trimesh = _load_trimesh()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        scene = trimesh.load_scene(str(path), process=False)
+    except ImportError as error:
+        raise MissingExtraError(f"reading {path} needs another package: {error}") from error
+    except NotImplementedError as error:
+        raise InputError(
+            f"{path} is in no format that can be read here ({error}); try .glb, .obj, .ply or .stl"
+        ) from error
+    except Exception as error:  # whatever a reader meets in a damaged file
+        raise InputError(f"{path} cannot be read ({type(error).__name__}: {error}); it may be damaged") from error
+    placed = []
+    for node in scene.graph.nodes_geometry:
+        transform, name = scene.graph[node]
+        if isinstance(scene.geometry[name], trimesh.Trimesh) and len(scene.geometry[name].faces):
+            placed.append((name, np.asarray(transform, np.float64), scene.geometry[name]))
+    if not placed:
+        raise InputError(f"{path} has no triangles; a mesh is needed, not points or curves")
+    number = {name: index for index, name in enumerate(dict.fromkeys(name for name, _, _ in placed))}
+    if len(number) > MOST_MATERIALS:
+        raise InputError(
+            f"{path} has {len(number):,} parts, and a mesh has at most {MOST_MATERIALS:,} materials: join some"
+        )
+
+    counts = [len(part.vertices) for _, _, part in placed]
+    first = np.cumsum([0, *counts])[:-1]
+    has_normals = all("vertex_normals" in part._cache for _, _, part in placed)
+    has_uv = all(_uv(part) is not None for _, _, part in placed)
+    return MeshFile(
+        vertices=np.concatenate([part.vertices @ at[:3, :3].T + at[:3, 3] for _, at, part in placed]),
+        faces=np.concatenate([_faces(at, part) + start for start, (_, at, part) in zip(first, placed, strict=True)]),
+        normals=np.concatenate([_normals(at, part) for _, at, part in placed]) if has_normals else None,
+        uv=np.concatenate([_uv(part) for _, _, part in placed]) if has_uv else None,
+        materials=np.repeat([number[name] for name, _, _ in placed], [len(part.faces) for _, _, part in placed]),
+        parts=len(placed),
+    )
+
+
+def _load_trimesh() -> ModuleType:
+    try:
+        import trimesh
+    except ImportError as error:
+        raise MissingExtraError('reading mesh files needs trimesh: pip install "rooftop[scene]"') from error
+    return trimesh
+
+
+def _faces(at: Floats, part: Any) -> npt.NDArray[np.int64]:
+    """A mirrored part shows its back: its faces are turned round."""
+    faces: npt.NDArray[np.int64] = np.asarray(part.faces, np.int64)
+    return faces[:, ::-1] if np.linalg.det(at[:3, :3]) < 0 else faces
+
+
+def _normals(at: Floats, part: Any) -> Floats:
+    """Normals turn with the transposed inverse; a part that is squashed flat keeps its own."""
+    normals = np.asarray(part.vertex_normals, np.float64)
+    linear = at[:3, :3]
+    if abs(np.linalg.det(linear)) < np.finfo(np.float64).tiny:
+        return normals
+    return unit_vectors(normals @ np.linalg.inv(linear))
+
+
+def _uv(part: Any) -> Floats | None:
+    uv = getattr(part.visual, "uv", None)
+    return None if uv is None or len(uv) != len(part.vertices) else np.asarray(uv, np.float64)[:, :2]

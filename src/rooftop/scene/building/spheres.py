@@ -1,0 +1,44 @@
+"""Spheres around points and around spheres: what is stored, in float32, encloses what it should.
+
+A centre is rounded first, the radius measured from the rounded centre in float64 and enlarged by SPARE. The rounding of
+the radius (6e-8 of it) disappears in that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.scene.building.ragged import highest, lowest, starts_of
+
+Spheres = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+SPARE = 1 + 1e-5
+
+
+def around_points(points: npt.NDArray[Any], starts: Ints) -> Spheres:
+    """A sphere (N, 4: centre and radius) around each row of points (P, 3), around the middle of its box."""
+    if len(starts) == 1:
+        return np.empty((0, 4), np.float32)
+    centres = ((lowest(points, starts) + highest(points, starts)) / 2).astype(np.float32)
+    away = points - np.repeat(centres.astype(np.float64), np.diff(starts), axis=0)
+    radii = np.sqrt(highest(np.einsum("ij,ij->i", away, away), starts))
+    return _stored(centres, radii)
+
+
+def around_spheres(spheres: Spheres, counts: Ints) -> Spheres:
+    """A sphere around each row of spheres, with room to spare also around what these spare."""
+    starts = starts_of(counts)
+    wide = spheres.astype(np.float64)
+    centres, radii = wide[:, :3], wide[:, 3:]
+    middle = ((lowest(centres - radii, starts) + highest(centres + radii, starts)) / 2).astype(np.float32)
+    away = centres - np.repeat(middle.astype(np.float64), counts, axis=0)
+    reach = highest(np.sqrt(np.einsum("ij,ij->i", away, away)) + radii[:, 0], starts)
+    return _stored(middle, reach)
+
+
+def _stored(centres: npt.NDArray[np.float32], radii: npt.NDArray[np.float64]) -> Spheres:
+    return np.column_stack([centres, (radii * SPARE).astype(np.float32)])

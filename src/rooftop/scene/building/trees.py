@@ -1,0 +1,100 @@
+"""The tree over the groups: eight children a node, the root first.
+
+The groups of a level are packed along Morton's curve, eight to a node, those again, and so on: one tree for each level,
+as Nanite has it. A node's error is that of its worst group, so a tree over all levels at once would have to be opened
+everywhere. The levels' roots are packed last.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.scene import layouts
+from rooftop.scene.building.orders import morton_codes
+from rooftop.scene.building.ragged import starts_of
+from rooftop.scene.building.spheres import around_spheres
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint32]
+
+_AT = layouts.CHILD_AT
+
+
+def tree(leaves: Words, levels: Ints) -> tuple[Words, int]:
+    """The nodes (N, NODE_CHILDREN, CHILD_WORDS), and how many are on the longest way from the root to a leaf.
+
+    Args:
+        leaves: (G, CHILD_WORDS), a child for each group.
+        levels: (G,) of each.
+    """
+    nodes: list[Words] = []  # numbered as made: children before their parents
+    roots = []
+    for level in np.unique(levels)[::-1]:
+        items = leaves[levels == level]
+        items = items[np.argsort(morton_codes(_centers(items)), kind="stable")]
+        while len(items) > 1:
+            items = _packed(items, nodes)
+        roots.append(items)
+    items = np.concatenate(roots)  # from the coarsest level to the finest
+    while len(items) > 1:
+        items = _packed(items, nodes)
+    if items.view(np.int32)[0, layouts.CHILD_KIND] != layouts.INNER:
+        _packed(items, nodes)  # a single group
+    return _from_root(np.concatenate(nodes))
+
+
+def _centers(items: Words) -> npt.NDArray[np.float32]:
+    return items.view(np.float32)[:, layouts.CHILD_CENTER : layouts.CHILD_CENTER + 3]
+
+
+def _packed(items: Words, nodes: list[Words]) -> Words:
+    """Nodes over consecutive items: appended to `nodes`, and as items themselves."""
+    many = -(-len(items) // layouts.NODE_CHILDREN)
+    made = np.zeros((many * layouts.NODE_CHILDREN, layouts.CHILD_WORDS), np.uint32)
+    made[: len(items)] = items
+    number = sum(len(each) for each in nodes)
+    nodes.append(made.reshape(many, layouts.NODE_CHILDREN, layouts.CHILD_WORDS))
+
+    counts = np.full(many, layouts.NODE_CHILDREN)
+    counts[-1] = len(items) - layouts.NODE_CHILDREN * (many - 1)
+    starts = starts_of(counts)[:-1]
+    reals = items.view(np.float32)
+    center, half = _centers(items).astype(np.float64), reals[:, layouts.CHILD_HALF : layouts.CHILD_HALF + 3]
+    low = np.minimum.reduceat(center - half, starts)
+    high = np.maximum.reduceat(center + half, starts)
+    above = np.zeros((many, layouts.CHILD_WORDS), np.uint32)
+    above_reals = above.view(np.float32)
+    set_box(above, low, high)
+    sphere = slice(layouts.CHILD_SPHERE, layouts.CHILD_SPHERE + 4)
+    above_reals[:, sphere] = around_spheres(reals[:, sphere], counts)
+    above_reals[:, layouts.CHILD_ERROR] = np.maximum.reduceat(reals[:, layouts.CHILD_ERROR], starts)
+    above.view(np.int32)[:, layouts.CHILD_KIND] = layouts.INNER
+    above[:, _AT] = np.arange(many) + number
+    return above
+
+
+def set_box(children: Words, low: npt.NDArray[np.float64], high: npt.NDArray[np.float64]) -> None:
+    """Write boxes, rounded to float32 outwards."""
+    reals = children.view(np.float32)
+    center = ((low + high) / 2).astype(np.float32)
+    half = np.maximum(high - center, center - low).astype(np.float32)
+    reals[:, layouts.CHILD_CENTER : layouts.CHILD_CENTER + 3] = center
+    reals[:, layouts.CHILD_HALF : layouts.CHILD_HALF + 3] = np.nextafter(half, np.float32(np.inf))
+
+
+def _from_root(nodes: Words) -> tuple[Words, int]:
+    """The nodes numbered breadth first from the root, which was made last; and the depth."""
+    order: list[Ints] = []
+    level = np.array([len(nodes) - 1])
+    while len(level):
+        order.append(level)
+        children = nodes[level].reshape(-1, layouts.CHILD_WORDS)
+        level = children[children.view(np.int32)[:, layouts.CHILD_KIND] == layouts.INNER, _AT].astype(np.int64)
+    chosen = np.concatenate(order)
+    renumbered = np.empty(len(nodes), np.uint32)
+    renumbered[chosen] = np.arange(len(chosen))
+    nodes = nodes[chosen]
+    inner = nodes.view(np.int32)[:, :, layouts.CHILD_KIND] == layouts.INNER
+    nodes[inner, _AT] = renumbered[nodes[inner, _AT]]
+    return nodes, len(order)

@@ -1,0 +1,167 @@
+"""Clusters and groups into pages, pages into a file, as docs/scene-format.md says."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.scene import layouts
+from rooftop.scene.building.levels import Hierarchy
+from rooftop.scene.building.orders import morton_codes
+from rooftop.scene.building.ragged import starts_of, taken
+from rooftop.scene.building.trees import set_box, tree
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint32]
+
+ALIGNMENT = 16
+
+
+def write(file: BinaryIO, hierarchy: Hierarchy, step: float, meta: dict[str, Any]) -> dict[str, Any]:
+    """Write a geometry file; `meta` is completed by what is known only now, and returned."""
+    order, group_counts, pages = _page_plan(hierarchy)
+    group_starts = starts_of(group_counts)
+    rank = np.empty(len(order.groups), np.int64)
+    rank[order.groups] = np.arange(len(order.groups))
+
+    sources = hierarchy.heads.view(np.int32)[:, layouts.CLUSTER_SOURCE]
+    replaces = sources >= 0
+    sources[replaces] = rank[sources[replaces]]
+    streams = np.concatenate(hierarchy.streams)
+    stream_starts = starts_of(hierarchy.lengths)
+
+    file.write(bytes(layouts.HEADER_BYTES + 4 * layouts.SECTION_BYTES))
+    first_page = file.tell()
+    table = np.zeros(len(pages), layouts.PAGE_ENTRY)
+    page_of_group = np.zeros(len(rank), np.int64)
+    for page, (a, b) in enumerate(pages):
+        page_of_group[a:b] = page
+        clusters = order.clusters[group_starts[a] : group_starts[b]]
+        words = _page(hierarchy, order.groups[a:b], group_counts[a:b], a, clusters, int(group_starts[a]))
+        words[-1 - int(hierarchy.lengths[clusters].sum()) : -1] = streams[
+            taken(stream_starts[clusters], hierarchy.lengths[clusters])
+        ]
+        data = words.astype("<u4").tobytes()
+        table[page] = (file.tell(), len(data), zlib.crc32(data))
+        file.write(data + bytes(-len(data) % ALIGNMENT))
+    pages_end = file.tell()
+
+    nodes, depth = _nodes(hierarchy, order, group_counts, page_of_group, pages, step)
+    meta |= {"depth": depth, "pages": len(pages), "nodes": len(nodes)}
+    sections = [(b"pages", first_page, pages_end - first_page, 0)]
+    for name, data in (
+        (b"nodes", nodes.astype("<u4").tobytes()),
+        (b"pagetab", table.tobytes()),
+        (b"meta", json.dumps(meta).encode()),
+    ):
+        sections.append((name, file.tell(), len(data), zlib.crc32(data)))
+        file.write(data + bytes(-len(data) % ALIGNMENT))
+    length = file.tell()
+    listed = b"".join(struct.pack(layouts.SECTION, *section, 0) for section in sections)
+    file.seek(0)
+    file.write(
+        struct.pack(layouts.HEADER, layouts.MAGIC, layouts.VERSION, len(sections), length, zlib.crc32(listed), 0)
+        + listed
+    )
+    return meta | {"bytes": length}
+
+
+class _Order:
+    """Groups from the coarsest level to the finest, along Morton's curve in each; clusters group by group."""
+
+    def __init__(self, hierarchy: Hierarchy) -> None:
+        count = len(hierarchy.errors)
+        self.levels = np.zeros(count, np.int64)
+        np.maximum.at(self.levels, hierarchy.groups, hierarchy.levels)
+        codes = morton_codes(hierarchy.spheres[:, :3])
+        self.groups = np.lexsort([codes, -self.levels])
+        rank = np.empty(count, np.int64)
+        rank[self.groups] = np.arange(count)
+        self.clusters = np.argsort(rank[hierarchy.groups], kind="stable")
+
+
+def _page_plan(hierarchy: Hierarchy) -> tuple[_Order, Ints, list[tuple[int, int]]]:
+    """The order, how many clusters each group has in it, and the groups (first, end) of each page."""
+    order = _Order(hierarchy)
+    counts = np.bincount(hierarchy.groups, minlength=len(order.groups))[order.groups]
+    starts = starts_of(counts)[:-1]
+    words = np.add.reduceat((hierarchy.lengths + layouts.CLUSTER_WORDS)[order.clusters], starts) + layouts.GROUP_WORDS
+    empty = layouts.PAGE_WORDS + 1  # with the word of zeros
+    pages, first, held = [], 0, empty
+    for group, size in enumerate(words.tolist()):
+        if group > first and 4 * (held + size) > layouts.PAGE_BYTES:
+            pages.append((first, group))
+            first, held = group, empty
+        held += size
+    pages.append((first, len(words)))
+    return order, counts, pages
+
+
+def _page(
+    hierarchy: Hierarchy, groups: Ints, counts: Ints, first_group: int, clusters: Ints, first_cluster: int
+) -> Words:
+    """The words of a page; the streams are left out."""
+    lengths = hierarchy.lengths[clusters]
+    before = layouts.PAGE_WORDS + layouts.GROUP_WORDS * len(groups) + layouts.CLUSTER_WORDS * len(clusters)
+    words = np.zeros(before + int(lengths.sum()) + 1, np.uint32)
+    words[: layouts.PAGE_WORDS] = len(clusters), len(groups), first_cluster, len(words)
+    heads_at = layouts.PAGE_WORDS + layouts.GROUP_WORDS * len(groups)
+    records = words[layouts.PAGE_WORDS : heads_at].reshape(-1, layouts.GROUP_WORDS)
+    reals = records.view(np.float32)
+    reals[:, layouts.GROUP_SPHERE : layouts.GROUP_SPHERE + 4] = hierarchy.spheres[groups]
+    reals[:, layouts.GROUP_ERROR] = hierarchy.errors[groups]
+    records[:, layouts.GROUP_FIRST] = starts_of(counts)[:-1]
+    records[:, layouts.GROUP_COUNT] = counts
+    records[:, layouts.GROUP_NUMBER] = np.arange(len(groups)) + first_group
+    heads = words[heads_at:before].reshape(-1, layouts.CLUSTER_WORDS)
+    heads[:] = hierarchy.heads[clusters]
+    heads[:, layouts.CLUSTER_STREAMS] = starts_of(lengths)[:-1] + before
+    heads[:, layouts.CLUSTER_GROUP] = np.repeat(np.arange(len(groups)), counts)
+    return words
+
+
+def _nodes(
+    hierarchy: Hierarchy, order: _Order, counts: Ints, page_of_group: Ints, pages: list[tuple[int, int]], step: float
+) -> tuple[Words, int]:
+    starts = starts_of(counts)[:-1]
+    heads = hierarchy.heads[order.clusters]
+    base = heads.view(np.int32)[:, layouts.CLUSTER_BASE : layouts.CLUSTER_BASE + 3].astype(np.float64)
+    extent = heads[:, layouts.CLUSTER_EXTENT : layouts.CLUSTER_EXTENT + 3]
+    leaves = np.zeros((len(counts), layouts.CHILD_WORDS), np.uint32)
+    set_box(leaves, np.minimum.reduceat(base, starts) * step, np.maximum.reduceat(base + extent, starts) * step)
+    reals = leaves.view(np.float32)
+    reals[:, layouts.CHILD_SPHERE : layouts.CHILD_SPHERE + 4] = hierarchy.spheres[order.groups]
+    reals[:, layouts.CHILD_ERROR] = hierarchy.errors[order.groups]
+    leaves[:, layouts.CHILD_KIND] = counts
+    leaves[:, layouts.CHILD_AT] = page_of_group
+    leaves[:, layouts.CHILD_FIRST] = starts - starts[np.array([first for first, _ in pages])[page_of_group]]
+    leaves[:, layouts.CHILD_GROUP] = np.arange(len(counts))
+    return tree(leaves, order.levels[order.groups])
+
+
+@contextmanager
+def renamed_when_done(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears under its name when it is whole; if anything is raised, nothing is left behind."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,326 @@
+"""A geometry file opened: all but its pages read and checked at once, a page when it is asked for.
+
+`Geometry.decode` is the reference for what a renderer's kernels read: the same words, in plain NumPy and float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import mmap
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.errors import GeometryFileError
+from rooftop.scene import layouts
+
+Words = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float64]
+
+_NEEDED: dict[str, type | tuple[type, ...]] = {
+    "origin": list,
+    "bounds": list,
+    "levels": list,
+    "grid_exponent": int,
+    "uv_exponent": int,
+    "has_normals": bool,
+    "has_uv": bool,
+    "depth": int,
+    "clusters": int,
+    "groups": int,
+    "triangles": int,
+}
+
+
+@dataclass(frozen=True)
+class DecodedCluster:
+    """A cluster as numbers.
+
+    Attributes:
+        grid: (V, 3) int64, positions in steps of the grid.
+        positions: (V, 3) float64, in object units, from the object's own origin.
+        triangles: (T, 3) int64, vertices of the cluster.
+        normals: (V, 3) float64 of length 1, or None.
+        uv: (V, 2) float64, or None.
+        materials: (T,) int64.
+    """
+
+    grid: npt.NDArray[np.int64]
+    positions: Floats
+    triangles: npt.NDArray[np.int64]
+    normals: Floats | None
+    uv: Floats | None
+    materials: npt.NDArray[np.int64]
+
+
+class Geometry:
+    """A geometry file.
+
+    Attributes:
+        path: of the file.
+        meta: what the file says of itself (docs/scene-format.md).
+        nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree.
+        pages: how many there are.
+        page_offsets, page_lengths: (pages,) int64, in bytes.
+        size_bytes: of the file.
+    """
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.size_bytes = len(data)
+        self._data = data
+        sections = _sections(path, data)
+        self.meta: dict[str, Any] = _meta(path, data, *sections["meta"])
+        table = np.frombuffer(data, layouts.PAGE_ENTRY, sections["pagetab"][1] // 16, sections["pagetab"][0])
+        self.page_offsets = table["offset"].astype(np.int64)
+        self.page_lengths = table["length"].astype(np.int64)
+        self._checksums = table["crc"].copy()
+        self.pages = len(table)
+        self._check_table(*sections["pages"], sections["pagetab"][0])
+        start, length = sections["nodes"]
+        shape = (-1, layouts.NODE_CHILDREN, layouts.CHILD_WORDS)
+        self.nodes: Words = np.frombuffer(data, "<i4", length // 4, start).reshape(shape)
+        self._check_nodes(start)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Geometry:
+        """Open a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            GeometryFileError: it is damaged or no geometry file.
+        """
+        path = Path(path)
+        with path.open("rb") as file:
+            if path.stat().st_size < layouts.HEADER_BYTES:
+                raise GeometryFileError(path, "it is shorter than the header of a geometry file", path.stat().st_size)
+            return cls(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+    def page(self, page: int) -> Words:
+        """The words (N,) int32 of a page, mapped.
+
+        Raises:
+            IndexError: there is no such page.
+            GeometryFileError: its checksum or its structure is wrong.
+        """
+        if not 0 <= page < self.pages:
+            raise IndexError(f"page {page} of {self.path}, which has {self.pages} (0 to {self.pages - 1})")
+        start, length = int(self.page_offsets[page]), int(self.page_lengths[page])
+        if zlib.crc32(memoryview(self._data)[start : start + length]) != self._checksums[page]:
+            raise GeometryFileError(self.path, f"the checksum of page {page} does not match", start)
+        words: Words = np.frombuffer(self._data, "<i4", length // 4, start)
+        wrong = _wrong_in_page(words, self.meta["has_normals"])
+        if not wrong and words[layouts.PAGE_CLUSTERS] < self._reach[page]:
+            wrong = "the tree names clusters that it does not have"
+        if wrong:
+            raise GeometryFileError(self.path, f"page {page}: {wrong}", start)
+        return words
+
+    def groups(self) -> npt.NDArray[np.uint32]:
+        """The records (G, GROUP_WORDS) of all groups, in order."""
+        return np.concatenate([_groups_of(self.page(page)).view(np.uint32) for page in range(self.pages)])
+
+    def clusters(self) -> npt.NDArray[np.uint32]:
+        """The heads (C, CLUSTER_WORDS) of all clusters, in order."""
+        return np.concatenate([_heads_of(self.page(page)).view(np.uint32) for page in range(self.pages)])
+
+    def place(self, cluster: int) -> tuple[int, int]:
+        """The page of a cluster, and which of the page's clusters it is."""
+        if not 0 <= cluster < self.meta["clusters"]:
+            raise IndexError(f"cluster {cluster} of {self.path}, which has {self.meta['clusters']}")
+        first = [self._first_cluster(page) for page in range(self.pages)]
+        page = int(np.searchsorted(first, cluster, side="right")) - 1
+        return page, cluster - first[page]
+
+    def decode(self, cluster: int) -> DecodedCluster:
+        """The triangles and vertices of a cluster, by its number over all pages."""
+        page, index = self.place(cluster)
+        words = self.page(page)
+        head = _heads_of(words)[index]
+        counts = int(head[layouts.CLUSTER_COUNTS])
+        triangles, vertices, reference_bits = (counts & 255) + 1, (counts >> 8 & 255) + 1, counts >> 16 & 255
+        at = int(head[layouts.CLUSTER_STREAMS])
+        bits = np.unpackbits(words[at:].view(np.uint8), bitorder="little")
+
+        masks = bits[: 32 * layouts.NEW_WORDS].reshape(2, -1)[:, :triangles].astype(np.int64)
+        new = masks[0] + 2 * masks[1]
+        before = np.cumsum(new) - new
+        corner = np.arange(3)
+        old = corner < (3 - new)[:, None]
+        corners = before[:, None] + corner - (3 - new)[:, None]
+        start = 32 * layouts.NEW_WORDS
+        references, start = _values(bits, start, 3 * triangles - vertices, [reference_bits])
+        corners[old] = (np.repeat(before, 3 - new) - 1) - references[:, 0]
+
+        extent = head[layouts.CLUSTER_EXTENT : layouts.CLUSTER_EXTENT + 3].view(np.uint32).tolist()
+        above, start = _values(bits, start, vertices, [each.bit_length() for each in extent])
+        grid = above + head[layouts.CLUSTER_BASE : layouts.CLUSTER_BASE + 3]
+        widths = [layouts.NORMAL_BITS] * 2 if self.meta["has_normals"] else []
+        if self.meta["has_uv"]:
+            uv_extent = head[layouts.CLUSTER_UV_EXTENT : layouts.CLUSTER_UV_EXTENT + 2].view(np.uint32).tolist()
+            widths += [each.bit_length() for each in uv_extent]
+        attributes, start = _values(bits, start, vertices, widths)
+        uv = None
+        if self.meta["has_uv"]:
+            steps = attributes[:, -2:] + head[layouts.CLUSTER_UV_BASE : layouts.CLUSTER_UV_BASE + 2]
+            uv = steps * math.ldexp(1.0, self.meta["uv_exponent"])
+        material = int(head[layouts.CLUSTER_MATERIAL])
+        materials = np.full(triangles, material, np.int64)
+        if material == layouts.MIXED:
+            materials = _values(bits, start, triangles, [layouts.MATERIAL_BITS])[0][:, 0]
+        return DecodedCluster(
+            grid=grid,
+            positions=grid * math.ldexp(1.0, self.meta["grid_exponent"]) + np.array(self.meta["origin"]),
+            triangles=corners,
+            normals=_normals(attributes[:, :2]) if self.meta["has_normals"] else None,
+            uv=uv,
+            materials=materials,
+        )
+
+    def _first_cluster(self, page: int) -> int:
+        at = int(self.page_offsets[page]) + 4 * layouts.PAGE_FIRST_CLUSTER
+        return int(struct.unpack_from("<i", self._data, at)[0])
+
+    def _check_table(self, start: int, length: int, table: int) -> None:
+        """Pages lie within their section, one after another, at the places where they should begin."""
+        ends = np.append(start, self.page_offsets + self.page_lengths)
+        least = 4 * (layouts.PAGE_WORDS + layouts.GROUP_WORDS + layouts.CLUSTER_WORDS + layouts.NEW_WORDS + 1)
+        fits = (self.page_offsets % 16 == 0) & (self.page_offsets >= ends[:-1]) & (ends[1:] <= start + length)
+        fits &= (self.page_lengths % 4 == 0) & (self.page_lengths >= least)
+        fits &= self.page_lengths <= layouts.PAGE_BYTES
+        if not self.pages or not fits.all():
+            wrong = int(np.argmin(fits)) if self.pages else 0
+            raise GeometryFileError(self.path, f"the table says of page {wrong} what cannot be", table + 16 * wrong)
+
+    def _check_nodes(self, start: int) -> None:
+        """Children stand after their parents, leaves name pages that are there: a walk comes to an end."""
+        kind, at = self.nodes[:, :, layouts.CHILD_KIND], self.nodes[:, :, layouts.CHILD_AT]
+        inner = kind == layouts.INNER
+        own = np.arange(len(self.nodes))[:, None]
+        group = self.nodes[:, :, layouts.CHILD_GROUP]
+        fits = np.where(inner, (at > own) & (at < len(self.nodes)), (kind == 0) | ((at >= 0) & (at < self.pages)))
+        fits &= inner | (kind == 0) | ((kind > 0) & (group >= 0) & (group < self.meta["groups"]))
+        fits &= inner | (kind == 0) | (self.nodes[:, :, layouts.CHILD_FIRST] >= 0)
+        if not len(self.nodes) or not fits.all():
+            node = int(np.argmin(fits.all(1))) if len(self.nodes) else 0
+            size = 4 * layouts.NODE_CHILDREN * layouts.CHILD_WORDS
+            raise GeometryFileError(self.path, f"node {node} of the tree names what is not there", start + size * node)
+        leaf = kind > 0
+        self._reach = np.zeros(self.pages, np.int64)  # how many clusters each page must have
+        ends = self.nodes[:, :, layouts.CHILD_FIRST].astype(np.int64) + kind
+        np.maximum.at(self._reach, at[leaf], ends[leaf])
+
+
+def _sections(path: Path, data: mmap.mmap) -> dict[str, tuple[int, int]]:
+    """Offset and length of each section, all checked but the pages."""
+    magic, version, count, length, checksum, zero = struct.unpack_from(layouts.HEADER, data, 0)
+    if magic != layouts.MAGIC:
+        raise GeometryFileError(path, "it does not begin as a geometry file does", 0)
+    if version != layouts.VERSION:
+        raise GeometryFileError(path, f"it has version {version}, and this program reads {layouts.VERSION}", 8)
+    if length != len(data):
+        raise GeometryFileError(path, f"it should have {length:,} bytes and has {len(data):,}", min(length, len(data)))
+    table_end = layouts.HEADER_BYTES + count * layouts.SECTION_BYTES
+    if not 4 <= count <= 64 or table_end > length or zero:
+        raise GeometryFileError(path, f"its header is damaged ({count} sections)", 12)
+    table = data[layouts.HEADER_BYTES : table_end]
+    if zlib.crc32(table) != checksum:
+        raise GeometryFileError(path, "the checksum of the section table does not match", layouts.HEADER_BYTES)
+    sections = {}
+    for number in range(count):
+        at = layouts.HEADER_BYTES + number * layouts.SECTION_BYTES
+        name, start, size, crc, _ = struct.unpack_from(layouts.SECTION, data, at)
+        text = name.rstrip(b"\0").decode("ascii", "replace")
+        if start < table_end or start % 16 or start + size > length:
+            raise GeometryFileError(path, f"section {text} would lie outside of the file", at)
+        if text != "pages" and zlib.crc32(memoryview(data)[start : start + size]) != crc:
+            raise GeometryFileError(path, f"the checksum of section {text} does not match", start)
+        sections[text] = (start, size)
+    for text, unit in (
+        ("meta", 1),
+        ("nodes", 4 * layouts.NODE_CHILDREN * layouts.CHILD_WORDS),
+        ("pagetab", 16),
+        ("pages", 1),
+    ):
+        if text not in sections or not sections[text][1] or sections[text][1] % unit:
+            raise GeometryFileError(path, f"section {text} is missing or has a wrong length", layouts.HEADER_BYTES)
+    return sections
+
+
+def _meta(path: Path, data: mmap.mmap, start: int, length: int) -> dict[str, Any]:
+    try:
+        meta = json.loads(data[start : start + length])
+    except ValueError as error:
+        raise GeometryFileError(path, f"its description is no JSON ({error})", start) from None
+    for name, kind in _NEEDED.items():
+        if not isinstance(meta, dict) or not isinstance(meta.get(name), kind):
+            raise GeometryFileError(path, f"its description lacks {name}", start)
+    return meta
+
+
+def _groups_of(page: Words) -> Words:
+    groups = int(page[layouts.PAGE_GROUPS])
+    return page[layouts.PAGE_WORDS :][: groups * layouts.GROUP_WORDS].reshape(-1, layouts.GROUP_WORDS)
+
+
+def _heads_of(page: Words) -> Words:
+    begin = layouts.PAGE_WORDS + int(page[layouts.PAGE_GROUPS]) * layouts.GROUP_WORDS
+    size = int(page[layouts.PAGE_CLUSTERS]) * layouts.CLUSTER_WORDS
+    return page[begin : begin + size].reshape(-1, layouts.CLUSTER_WORDS)
+
+
+def _wrong_in_page(page: Words, normals: bool) -> str | None:
+    """What is wrong with a page, so that whoever reads its clusters stays inside of it."""
+    clusters, groups, first, length = (int(word) for word in page[: layouts.PAGE_WORDS])
+    before = layouts.PAGE_WORDS + groups * layouts.GROUP_WORDS + clusters * layouts.CLUSTER_WORDS
+    if length != len(page) or clusters < 1 or groups < 1 or first < 0 or before >= length:
+        return "its head is wrong"
+    heads = _heads_of(page).astype(np.int64)
+    counts = heads[:, layouts.CLUSTER_COUNTS] & 0xFFFFFFFF
+    triangles, vertices, reference_bits = (counts & 255) + 1, (counts >> 8 & 255) + 1, counts >> 16 & 255
+    extent = heads[:, layouts.CLUSTER_EXTENT : layouts.CLUSTER_EXTENT + 3] & 0xFFFFFFFF
+    uv_extent = heads[:, layouts.CLUSTER_UV_EXTENT : layouts.CLUSTER_UV_EXTENT + 2] & 0xFFFFFFFF
+    position = np.frexp(extent.astype(np.float64))[1].sum(1)
+    attributes = np.frexp(uv_extent.astype(np.float64))[1].sum(1) + (2 * layouts.NORMAL_BITS if normals else 0)
+    mixed = heads[:, layouts.CLUSTER_MATERIAL] == layouts.MIXED
+    bits = [(3 * triangles - vertices) * reference_bits, vertices * position, vertices * attributes]
+    needed = layouts.NEW_WORDS + sum((each + 31) // 32 for each in bits)
+    needed = needed + np.where(mixed, (layouts.MATERIAL_BITS * triangles + 31) // 32, 0)
+    start = heads[:, layouts.CLUSTER_STREAMS]
+    if (triangles > layouts.MAX_TRIANGLES).any() or (start < before).any() or (start + needed >= length).any():
+        return "the streams of a cluster would lie outside of it"
+    owner = heads[:, layouts.CLUSTER_GROUP]
+    if (owner < 0).any() or (owner >= groups).any():
+        return "a cluster is of a group that is not in it"
+    records = _groups_of(page).astype(np.int64)
+    group_first, group_count = records[:, layouts.GROUP_FIRST], records[:, layouts.GROUP_COUNT]
+    if (group_first < 0).any() or (group_count < 1).any() or (group_first + group_count > clusters).any():
+        return "a group has clusters that are not in it"
+    return None
+
+
+def _values(
+    bits: npt.NDArray[np.uint8], start: int, count: int, widths: list[int]
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Rows of values of these widths, and where the next stream begins (in bits)."""
+    end = start + count * sum(widths)
+    rows = bits[start:end].reshape(count, sum(widths)).astype(np.int64)
+    ends = np.cumsum([0, *widths])
+    columns = [rows[:, a:b] @ (1 << np.arange(b - a)) for a, b in itertools.pairwise(ends)]
+    return np.stack(columns, 1) if columns else np.zeros((count, 0), np.int64), end + -end % 32
+
+
+def _normals(numbers: npt.NDArray[np.int64]) -> Floats:
+    """Unit vectors from two numbers on an octahedron."""
+    flat = (numbers - layouts.NORMAL_MIDDLE) / layouts.NORMAL_MIDDLE
+    z = 1 - np.abs(flat).sum(1)
+    folded = (1 - np.abs(flat[:, ::-1])) * np.where(flat < 0, -1.0, 1.0)
+    directions = np.column_stack([np.where(z[:, None] < 0, folded, flat), z])
+    return directions / np.sqrt((directions**2).sum(1, keepdims=True))

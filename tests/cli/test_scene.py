@@ -1,0 +1,77 @@
+"""`rooftop scene build` and `info`: what is said, what is written, and how wrong calls end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import trimesh
+
+from rooftop.cli.main import main
+from rooftop.scene import Geometry
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Path:
+    trimesh.creation.icosphere(4).export(tmp_path / "ball.ply")
+    return tmp_path / "ball.ply"
+
+
+def test_a_mesh_is_built_and_looked_into(mesh: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scene", "build", str(mesh), "--normals", "smooth", "--precision", "0.001"]) == 0
+    said = capsys.readouterr().out
+    assert "ball.rtg: 5,120 triangles" in said
+    assert "% full" in said
+    assert Geometry.open(mesh.with_suffix(".rtg")).meta["grid_exponent"] == -10
+
+    assert main(["scene", "info", str(mesh.with_suffix(".rtg"))]) == 0
+    said = capsys.readouterr().out
+    assert "5,120 triangles in" in said
+    assert "normals; materials: 1" in said
+    assert main(["scene", "info", str(mesh.with_suffix(".rtg")), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["levels"][0]["triangles"] == 5120
+    assert found["bytes"] == mesh.with_suffix(".rtg").stat().st_size
+    assert 0.85 < found["fill"] <= 1
+    assert found["roots"] == 1
+
+
+def test_repairs_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "two.obj").write_text("v 0 0 0\nv 1 0 0\nv 0 1 0\nv 0 0 1\nf 1 2 3\nf 2 3 1\nf 1 1 2\nf 1 2 4\n")
+    assert main(["scene", "build", str(tmp_path / "two.obj"), "-o", str(tmp_path / "out.rtg")]) == 0
+    said = capsys.readouterr().out
+    assert "2 triangles" in said
+    assert "1 faces dropped that were there twice" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["build", "none.ply"], 2, "no file"),
+        (["build", "ball.ply", "-o", "ball.ply"], 2, "would replace"),
+        (["build", "ball.ply", "-o", "none/ball.rtg"], 2, "no folder"),
+        (["build", "ball.ply", "--precision", "0"], 2, "precision"),
+        (["build", "ball.ply", "--precision", "1e-20"], 2, "too fine"),
+        (["build", "ball.ply", "--normals", "odd"], 2, "normals"),
+        (["info", "none.rtg"], 2, "no file"),
+        (["info", "ball.ply"], 1, "does not begin as a geometry file"),
+    ],
+)
+def test_wrong_calls_end_in_one_line(
+    mesh: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: list[str], status: int, said: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(mesh.parent)
+    assert main(["scene", *words]) == status
+    captured = capsys.readouterr().err
+    assert said in captured
+    assert captured.count("\n") == 1
+    assert [path.name for path in mesh.parent.iterdir()] == ["ball.ply"]
+
+
+def test_help_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scene", "build", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "Example: rooftop scene build" in said
+    assert "1/64 of the mean edge" in " ".join(said.split())
