@@ -30,7 +30,7 @@ FOLDER = ROOT / "examples"
 TESTED_ELSEWHERE = {"classify", "data_parallel"}  # tests/models/test_classification.py, tests/parallel
 SNIPPETS = [
     pytest.param(match[1], id=f"{page}-line-{text[: match.start()].count(chr(10)) + 1}")
-    for page in ("cost", "cuda", "generation", "hardware", "inference", "parallel")
+    for page in ("cost", "cuda", "generation", "hardware", "inference", "parallel", "scene")
     for text in [(ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")]
     for match in re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
 ]
@@ -399,6 +399,67 @@ def test_labels_that_cannot_be_learned(words: tuple[object, ...], run: Run, tmp_
     with pytest.raises(SystemExit, match="2"):
         run("lidar_segmentation", "--out", tmp_path / "lidar", *words)
     assert not (tmp_path / "lidar").exists()
+
+
+def test_a_flight_over_mountains_has_no_holes(run: Run, tmp_path: Path) -> None:
+    words = ("--size", "160x90", "--frames", 3, "--out", tmp_path, "--device", "cpu")
+    out = run("terrain", "--triangles", 100_000, *words)
+    assert re.search(r"^100,352 triangles in \d+ levels", out)
+    frames = re.findall(r"^frame \d: ([\d,]+) triangles of levels (\d+) to (\d+), .* (\d+) holes", out, re.MULTILINE)
+    assert len(frames) == 3
+    for triangles, finest, coarsest, holes in frames:
+        assert 1000 < int(triangles.replace(",", "")) < 50_000
+        assert int(finest) < int(coarsest)
+        assert holes == "0"
+    changes = [float(change) for change in re.findall(r"([\d.]+) of 255 unlike", out)]
+    assert max(changes) < 2 * min(changes)  # no frame is unlike its neighbours
+    for show in ("color", "level"):
+        with Image.open(tmp_path / f"{show}-002.png") as picture:
+            assert picture.size == (160, 90)
+            colours = picture.getcolors(1 << 16)
+        assert len(colours) > (100 if show == "color" else 2)  # type: ignore[arg-type]
+    for wrong in (("--size", "160"), ("--triangles", 1), ("--frames", 0)):
+        with pytest.raises(SystemExit, match="2"):
+            run("terrain", *wrong, "--out", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_holes_are_found() -> None:
+    depth = torch.ones(6, 8)
+    depth[0] = torch.inf  # the sky
+    holes = runpy.run_path(str(FOLDER / "terrain.py"))["holes"]
+    assert holes(depth) == 0
+    depth[1, 3] = torch.inf  # a part of the sky
+    depth[3, 3] = depth[4, 6] = torch.inf
+    assert holes(depth) == 2
+    depth[4, 5] = torch.inf  # what is larger is no crack
+    assert holes(depth) == 1
+
+
+def test_a_field_of_rocks_draws_few_of_its_triangles(run: Run, tmp_path: Path) -> None:
+    out = run("field", "--rocks", 400, "--detail", 5, "--size", "160x90", "--out", tmp_path, "--device", "cpu")
+    drawn = re.findall(r"^drawn: ([\d,]+) of 8,322,050 triangles .* hidden: ([\d,]+)", out, re.MULTILINE)
+    triangles, hidden = ([int(each.replace(",", "")) for each in column] for column in zip(*drawn, strict=True))
+    assert len(drawn) == 2
+    assert max(triangles) < 8_322_050 / 20
+    assert hidden[0] == 0 < hidden[1]
+    assert triangles[1] < triangles[0]
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"color", "instance", "cluster", "level", "overdraw"}
+    with Image.open(tmp_path / "instance.png") as picture:
+        assert len(picture.getcolors(1 << 16)) > 100  # type: ignore[arg-type]
+
+
+def test_a_network_learns_from_rendered_points(run: Run, tmp_path: Path) -> None:
+    words = ("--views", 3, "--size", 64, "--steps", 24, "--device", "cpu", "--out", tmp_path / "points.npy")
+    out = run("mesh_to_points", *words)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+    assert losses[-1] < losses[0] / 3
+    assert float(re.search(r"^floor +([\d.]+)%", out, re.MULTILINE)[1]) > 80  # type: ignore[index]
+    points = numpy.load(tmp_path / "points.npy")
+    assert points.shape[0] > 3000
+    floor = numpy.abs(points[:, 2]) < 1e-3
+    assert (points[floor, 3] == 0).mean() > 0.9
+    assert (points[points[:, 2] > 0.6, 3] != 0).mean() > 0.9
 
 
 def test_a_text_that_was_learned_by_heart_goes_on(run: Run, tmp_path: Path) -> None:

@@ -133,6 +133,34 @@ def test_a_camera_within_a_cube_sees_large_triangles_on_all_sides(cube: Geometry
         assert torch.allclose(frame["depth"][0].cpu().double(), depth_in_cube(camera), rtol=1e-4)
 
 
+@pytest.mark.parametrize(("reach", "near"), [(1e3, 1e-6), (1e4, 1e-4), (1e5, 0.01), (1e6, 0.01)])
+def test_a_vast_floor_passes_under_the_camera(
+    built: Callable[..., Geometry], reach: float, near: float, device: str
+) -> None:
+    """Two triangles whose corners are far away, and behind: what is clipped stays where it is, and as deep."""
+    corners = reach * np.array([[-1, -1, 0], [1, -1, 0], [1, 1, 0], [-1, 1, 0]])
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(built(f"floor{reach}", corners, np.array([[0, 1, 2], [0, 2, 3]]))))
+    random, right = np.random.default_rng(0), []
+    for _ in range(8):
+        eye = random.uniform(-0.9, 0.9, 3) + np.array((0, 0, 1))
+        camera = Camera.look_at(eye, eye + random.normal(size=3), (0.1, 0.2, 1), 70, 64, 48, near=near)
+        frame = Renderer(scene, device).render(camera, ("depth",))
+        x, y = np.meshgrid(np.arange(64), np.arange(48))
+        rays = np.stack([(x - camera.cx) / camera.fx, (y - camera.cy) / camera.fy, np.ones_like(x, float)], -1)
+        directions = rays @ camera.world_to_camera[:3, :3]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            depth = -eye[2] / directions[..., 2]
+            on = (depth > near) & (abs(eye[:2] + depth[..., None] * directions[..., :2]) < reach).all(-1)
+        ours = frame["depth"][0].cpu().numpy()
+        assert (np.isfinite(ours) == on).mean() > 0.99
+        both = on & np.isfinite(ours)
+        # Corners are float32 in the view; and where the floor is seen at a flat angle, 1/256 of a pixel is much depth.
+        right += [np.isclose(ours, depth, rtol=0.03 + 4e-7 * reach)[both]]
+    assert np.concatenate(right).sum() > 3000
+    assert np.concatenate(right).mean() > 0.97
+
+
 def depth_in_cube(camera: Camera) -> Tensor:
     """Of the cube from -1 to 1 around a camera: along each ray, the first face."""
     x, y = np.meshgrid(np.arange(camera.width), np.arange(camera.height))
@@ -500,6 +528,26 @@ def test_a_square_says_what_it_is(built: Callable[..., Geometry], device: str) -
     assert torch.allclose(frame["depth"][behind], torch.tensor(104.0, device=frame["depth"].device), rtol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [1e-11, 1.0, 1e10])
+def test_attributes_at_any_size(built: Callable[..., Geometry], scale: float, device: str) -> None:
+    """uv of a square is where a pixel meets it, whatever its units."""
+    x, y = np.meshgrid(np.linspace(0, 1, 9), np.linspace(0, 1, 9), indexing="ij")
+    corner = (np.arange(8)[:, None] * 9 + np.arange(8)).ravel()
+    faces = np.concatenate(
+        [np.stack([corner, corner + 9, corner + 1], 1), np.stack([corner + 1, corner + 9, corner + 10], 1)]
+    )
+    places = np.stack([x, y, 0 * x], -1).reshape(-1, 3)
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(built("grid", places, faces, uv=places[:, :2])), moved(0, 0, 0, scale=scale))
+    eye = scale * np.array((0.5, 0.5, 1))
+    camera = Camera.look_at(eye, eye * (1, 1, 0), (0, 1, 0), 45, 40, 40, near=0.01 * scale)
+    frame = Renderer(scene, device).render(camera, ("uv", "normal"))
+    row, column = np.mgrid[:40, :40]
+    expected = np.stack([0.5 + (column - 19.5) / camera.fx, 0.5 - (row - 19.5) / camera.fy], -1)
+    assert np.abs(frame["uv"][0].cpu().numpy() - expected).max() < 2e-3
+    assert (frame["normal"][..., 2] > 0.999).all()
+
+
 def test_velocity_is_how_far_the_point_has_come(cube: Geometry, device: str) -> None:
     scene = Scene()
     number = scene.add_mesh(cube)
@@ -526,6 +574,28 @@ def test_velocity_is_how_far_the_point_has_come(cube: Geometry, device: str) -> 
         )
         expected = np.stack([x[shown], y[shown]], 1) - before
         assert np.abs(frame["velocity"][0].cpu().numpy()[shown] - expected).max() < 0.02
+
+
+def test_what_was_behind_the_camera_has_come_from_nowhere(cube: Geometry, device: str) -> None:
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(cube))
+    renderer = Renderer(scene, device)
+    renderer.render(Camera.look_at((0, 0, 0.2), (5, 0, 0.2), **SIZE), ("velocity",))
+    frame = renderer.render(Camera.look_at((0, 0, 0.2), (-5, 0, 0.2), **SIZE), ("velocity",))
+    assert frame["velocity"].isnan().all()
+
+
+def test_a_camera_stays_as_it_was_made(cube: Geometry) -> None:
+    pose = Camera.look_at((9, 0, 0), (0, 0, 0)).world_to_camera.copy()
+    camera = Camera.from_intrinsics([[100, 0, 80], [0, 100, 60], [0, 0, 1]], pose, **SIZE)
+    pose[0, 3] += 1
+    assert camera.world_to_camera[0, 3] == pose[0, 3] - 1
+    with pytest.raises(ValueError, match="read-only"):
+        camera.world_to_camera[0, 3] = 5
+    assert camera in [camera]
+    assert len({camera, camera}) == 1
+    wide = Camera.look_at((9, 0, 0), (0, 0, 0), width=np.int64(160), height=np.int32(120))
+    assert isinstance(wide.width, int)
 
 
 def test_normals_follow_their_instances(ball: Geometry, cube: Geometry, device: str) -> None:
@@ -600,6 +670,7 @@ def test_a_picture_of_one_pixel(ball: Geometry, device: str) -> None:
 def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
     frame = Renderer(row_of(ball, [4.0]), "cpu").render(AHEAD, ("depth", "uv"))
     assert frame.normal is None
+    assert Renderer(row_of(ball, [4.0]), "cpu").render(AHEAD, iter(["depth"])).depth is not None  # type: ignore[arg-type]
     assert frame["uv"].isnan().all()  # the mesh has none
     with pytest.raises(KeyError, match=r"'normal' was not rendered.*there are: depth, uv"):
         frame["normal"]
@@ -613,7 +684,7 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
         (lambda: Camera.look_at((0, 0, np.nan), (0, 0, 2)), "eye=.*three finite numbers"),
         (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), fov_y_degrees=180), "fov_y_degrees=180"),
         (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), width=0), "width=0: expected a whole number of pixels from 1"),
-        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), near=0), "near=0: expected a number above 0"),
+        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), near=0), "near=0: expected a number from 1e-30"),
         (lambda: Camera.from_intrinsics(np.eye(4), np.eye(4), 3, 3), "K must be"),
         (lambda: Camera.from_intrinsics([[9, 1, 0], [0, 9, 0], [0, 0, 1]], np.eye(4), 3, 3), "without skew"),
         (lambda: Camera.from_intrinsics(np.eye(3), 2 * np.eye(3), 3, 3), "shape \\(3, 3\\)"),
@@ -627,6 +698,19 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
         (lambda: Renderer(Scene(), "cpu").render(AHEAD, ["deep"]), "expected a list of depth, normal"),
         (lambda: Renderer(Scene(), "mps"), "expected 'cuda' or 'cpu'"),
         (lambda: Renderer(Scene(), "cpu", pixel_error=-1), "pixel_error=-1"),
+        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), near=1e-44), "near=1e-44: expected a number from 1e-30"),
+        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), near="1"), "near='1': expected a number"),
+        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), width=True), "width=True"),
+        (lambda: Camera.look_at((1e-200, 0, 0), (0, 0, 0)), "the same point"),
+        (lambda: Camera.look_at("eye", (0, 0, 0)), "eye='eye': expected three"),
+        (lambda: Camera.from_intrinsics([[9, 0, 1e6], [0, 9, 0], [0, 0, 1]], np.eye(4), 3, 3), "cx=1000000.0"),
+        (lambda: Scene().add_instances(False, np.eye(4)[None]), "mesh=False"),
+        (lambda: Renderer("x.rtg", "cpu"), "scene='x.rtg': expected a scene.Scene"),  # type: ignore[arg-type]
+        (lambda: Renderer(Scene(), "tpu"), "device='tpu': expected 'cuda' or 'cpu'"),
+        (lambda: Renderer(Scene(), "cpu", pixel_error=1e39), "pixel_error=1e\\+39"),
+        (lambda: Renderer(Scene(), "cpu").render(None), "cameras=None: expected a scene.Camera"),  # type: ignore[arg-type]
+        (lambda: Renderer(Scene(), "cpu").render(["cam"]), "cameras has 'cam'"),  # type: ignore[list-item]
+        (lambda: Renderer(Scene(), "cpu").render(AHEAD, None), "outputs=None: expected a list"),  # type: ignore[arg-type]
         (lambda: Renderer(Scene(), "cpu", traversal="bfs"), "expected 'levels' or 'persistent'"),
         (lambda: Renderer(Scene(), "cpu", traversal="persistent"), "takes a GPU, and this is cpu"),
     ],
@@ -642,6 +726,8 @@ def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> No
         (np.full((4, 4), np.nan), "not finite"),
         (np.eye(4)[:2], "expected \\(4, 4\\)"),
         (np.diag([1, 1, 0, 1]), "makes the mesh flat"),
+        (np.diag([1e200, 1e200, 1e200, 1]), "beyond 1e\\+15"),
+        (np.diag([1e-200, 1e-200, 1e-200, 1]), "makes the mesh flat"),
         (np.eye(4) + np.eye(4)[[3, 0, 1, 2]], "the last row"),
     ],
 )

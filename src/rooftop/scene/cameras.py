@@ -7,6 +7,7 @@ OpenCV's conventions throughout.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,9 +15,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 MAX_SIDE = 16384  # pixels
+LEAST, MOST = 1e-30, 1e30  # of lengths: float32 has them, and products of two with what a mesh has
+MOST_ASIDE = 2.0**19  # pixels from the picture's corner to where the axis passes: half of what the rasterizer can reach
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Camera:
     """A view of the world.
 
@@ -41,15 +44,11 @@ class Camera:
 
     def __post_init__(self) -> None:
         for name in ("width", "height"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or not 1 <= size <= MAX_SIDE:
-                raise ValueError(f"{name}={size!r}: expected a whole number of pixels from 1 to {MAX_SIDE}")
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
         for name in ("fx", "fy", "near"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number above 0")
+            object.__setattr__(self, name, _number(name, getattr(self, name), LEAST, MOST))
         for name in ("cx", "cy"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number")
+            object.__setattr__(self, name, _number(name, getattr(self, name), -MOST_ASIDE, MOST_ASIDE))
         matrix = affine(self.world_to_camera, "world_to_camera")
         turn = matrix[:3, :3]
         if not np.allclose(turn @ turn.T, np.eye(3), atol=1e-4) or np.linalg.det(turn) < 0:
@@ -57,6 +56,7 @@ class Camera:
                 "world_to_camera must be a rotation and a shift: its upper left 3 x 3 scales, shears or mirrors; put a "
                 "scale into the instances' transforms"
             )
+        matrix.setflags(write=False)  # the frame after this one asks where this camera was
         object.__setattr__(self, "world_to_camera", matrix)
 
     @classmethod
@@ -75,11 +75,11 @@ class Camera:
         Raises:
             ValueError: eye and target are the same, `up` points along the view, or an angle or size is impossible.
         """
-        if not 0 < fov_y_degrees < 180:
-            raise ValueError(f"fov_y_degrees={fov_y_degrees!r}: expected an angle between 0 and 180")
+        fov_y_degrees = _number("fov_y_degrees", fov_y_degrees, 1e-3, 179.999)
+        height = _whole("height", height)
         matrix = _looking(eye, target, up)
         focal = height / 2 / math.tan(math.radians(fov_y_degrees) / 2)
-        return cls(matrix, width, height, focal, focal, (width - 1) / 2, (height - 1) / 2, near)
+        return cls(matrix, width, height, focal, focal, (_whole("width", width) - 1) / 2, (height - 1) / 2, near)
 
     @classmethod
     def parallel(
@@ -93,11 +93,19 @@ class Camera:
         near: float = 0.01,
     ) -> Camera:
         """An orthographic view: `view_height` world units from the lower to the upper edge."""
-        if not (math.isfinite(view_height) and view_height > 0):
-            raise ValueError(f"view_height={view_height!r}: expected a number of world units above 0")
-        scale = height / view_height
+        scale = _whole("height", height) / _number("view_height", view_height, LEAST, MOST)
         matrix = _looking(eye, target, up)
-        return cls(matrix, width, height, scale, scale, (width - 1) / 2, (height - 1) / 2, near, orthographic=True)
+        return cls(
+            matrix,
+            width,
+            height,
+            scale,
+            scale,
+            (_whole("width", width) - 1) / 2,
+            (height - 1) / 2,
+            near,
+            orthographic=True,
+        )
 
     @classmethod
     def from_intrinsics(
@@ -148,7 +156,10 @@ def affine(matrix: ArrayLike, name: str) -> NDArray[np.float64]:
     Raises:
         ValueError: it has another shape, is not finite, or its last row is not 0 0 0 1.
     """
-    values = np.asarray(matrix, dtype=np.float64)
+    try:
+        values = np.array(matrix, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={matrix!r}: expected (4, 4) numbers") from error
     if values.shape == (3, 4):
         values = np.vstack([values, (0.0, 0.0, 0.0, 1.0)])
     if values.shape != (4, 4):
@@ -166,6 +177,9 @@ def same_size(cameras: Sequence[Camera]) -> tuple[int, int]:
     Raises:
         ValueError: there are none, or they differ.
     """
+    wrong = [camera for camera in cameras if not isinstance(camera, Camera)]
+    if wrong:
+        raise ValueError(f"cameras has {wrong[0]!r}: expected scene.Camera, such as Camera.look_at makes")
     sizes = {(camera.width, camera.height) for camera in cameras}
     if not sizes:
         raise ValueError("no cameras: expected at least one")
@@ -177,11 +191,14 @@ def same_size(cameras: Sequence[Camera]) -> tuple[int, int]:
 def _looking(eye: ArrayLike, target: ArrayLike, up: ArrayLike) -> NDArray[np.float64]:
     points = {}
     for name, point in (("eye", eye), ("target", target), ("up", up)):
-        points[name] = np.asarray(point, dtype=np.float64)
-        if points[name].shape != (3,) or not np.isfinite(points[name]).all():
+        try:
+            points[name] = np.asarray(point, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}={point!r}: expected three finite numbers") from error
+        if points[name].shape != (3,) or not (abs(points[name]) <= MOST).all():
             raise ValueError(f"{name}={point!r}: expected three finite numbers")
     forward = points["target"] - points["eye"]
-    if not forward.any():
+    if abs(forward).max() < LEAST:
         raise ValueError(f"eye and target are the same point, {points['eye'].tolist()}: there is nowhere to look")
     forward = forward / np.linalg.norm(forward)
     right = np.cross(forward, points["up"])
@@ -193,3 +210,16 @@ def _looking(eye: ArrayLike, target: ArrayLike, up: ArrayLike) -> NDArray[np.flo
     matrix[:3, :3] = turn
     matrix[:3, 3] = -turn @ points["eye"]
     return matrix
+
+
+def _whole(name: str, value: object) -> int:
+    """A number of pixels."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not 1 <= operator.index(value) <= MAX_SIDE:
+        raise ValueError(f"{name}={value!r}: expected a whole number of pixels from 1 to {MAX_SIDE}")
+    return operator.index(value)
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__") or not low <= float(value) <= high:
+        raise ValueError(f"{name}={value!r}: expected a number from {low:g} to {high:g}")
+    return float(value)

@@ -55,7 +55,8 @@ class GBuffer:
         triangle: int32, its number in the cluster, 0 to 127.
         level: int32, of detail; 0 is the finest.
         uv: float32 (..., 2); nan is background, and where the mesh has none.
-        velocity: float32 (..., 2), pixels to the right and down since the renderer's frame before; 0 is background.
+        velocity: float32 (..., 2), pixels to the right and down since the renderer's frame before; 0 is background, nan
+            what was behind the camera then.
         material: int32.
         color: float32 (..., 3), 0 to 1, shaded; 0 is background.
         overdraw: int32, how many triangles covered the pixel in what was drawn; 0 is background.

@@ -114,7 +114,7 @@ def _in_world(depth: Tensor, camera: Camera) -> Tensor:
     scale = torch.ones_like(z) if camera.orthographic else z
     x = (across.double() - camera.cx) / camera.fx * scale
     y = (rows.double() - camera.cy) / camera.fy * scale
-    matrix = torch.from_numpy(camera.world_to_camera).to(depth.device)
+    matrix = torch.tensor(camera.world_to_camera, device=depth.device)
     return (torch.stack((x, y, z), 1) - matrix[:3, 3]) @ matrix[:3, :3]  # the inverse of a rotation, by the right
 
 

@@ -13,6 +13,7 @@ from rooftop.scene.cameras import affine
 from rooftop.scene.geometry import Geometry
 
 MAX_INSTANCES = 2**27
+MOST_SCALE = 1e15
 
 
 class Scene:
@@ -57,7 +58,7 @@ class Scene:
 
     def add_instances(self, mesh: int, transforms: ArrayLike) -> range:
         """As many instances as there are transforms, (N, 4, 4); their numbers."""
-        if not isinstance(mesh, int) or not 0 <= mesh < len(self.meshes):
+        if isinstance(mesh, bool) or not hasattr(mesh, "__index__") or not 0 <= mesh < len(self.meshes):
             raise ValueError(f"mesh={mesh!r}: expected what add_mesh returned, 0 to {len(self.meshes) - 1}")
         matrices = _checked(transforms)
         first = len(self)
@@ -121,7 +122,11 @@ class Scene:
 
 
 def _checked(transforms: ArrayLike) -> NDArray[np.float64]:
-    matrices = np.array(transforms, dtype=np.float64)
+    """A copy of transforms (N, 4, 4) that can be rendered."""
+    try:
+        matrices = np.array(transforms, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"transforms={transforms!r}: expected (N, 4, 4) numbers") from error
     if matrices.ndim != 3 or matrices.shape[1:] != (4, 4):
         raise ValueError(f"transforms have shape {matrices.shape}: expected (N, 4, 4)")
     if not np.isfinite(matrices).all():
@@ -132,7 +137,11 @@ def _checked(transforms: ArrayLike) -> NDArray[np.float64]:
             f"transform {wrong[0]} has the last row {matrices[wrong[0], 3].tolist()}: expected 0 0 0 1 (points are "
             "columns)"
         )
-    flat = np.linalg.cond(matrices[:, :3, :3]) > 1e7
+    if abs(matrices).max(initial=0) > MOST_SCALE:
+        at = int(np.argwhere(abs(matrices) > MOST_SCALE)[0, 0])
+        raise ValueError(f"transform {at} has entries beyond {MOST_SCALE:g}, which no float32 can be multiplied with")
+    stretch = np.linalg.svd(matrices[:, :3, :3], compute_uv=False)  # (N, 3), the largest first
+    flat = (stretch[:, 2] < stretch[:, 0] / 1e7) | (stretch[:, 0] < 1 / MOST_SCALE)
     if flat.any():
         raise ValueError(f"transform {flat.argmax()} makes the mesh flat: its 3 x 3 part cannot be inverted")
     return matrices

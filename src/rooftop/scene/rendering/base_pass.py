@@ -73,7 +73,10 @@ def base_pass(
         if frame.pixels[view, y, x] != wp.int64(0):
             hit = hit_of(resident, views, frame, view, y, x)
             flat = to_world(resident, hit.instance, wp.cross(hit.b - hit.a, hit.c - hit.a))
+            toward = toward_camera(views, view, y, x)
             normal = surface_normal(resident, hit, flat)
+            if wp.dot(normal, normal) == 0.0:  # a sliver that has an area on the screen alone
+                normal = toward
             if targets.normal.shape[0] > 0:
                 for axis in range(3):
                     targets.normal[view, y, x, axis] = normal[axis]
@@ -87,7 +90,6 @@ def base_pass(
                 targets.uv[view, y, x, 0] = uv[0]
                 targets.uv[view, y, x, 1] = uv[1]
             if targets.color.shape[0] > 0:
-                toward = toward_camera(views, view, y, x)
                 if wp.dot(flat, toward) < 0.0:  # the back of a surface is lit as its front
                     normal = -normal
                 ambient = 0.5 + 0.5 * wp.max(wp.dot(normal, toward), 0.0)

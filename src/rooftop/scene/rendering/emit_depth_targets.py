@@ -61,8 +61,11 @@ def parts_of(views: Views, view: wp.int32, y: wp.int32, x: wp.int32, a: wp.vec3,
     From the first corner on: so far away, where all three are nearly the same, nothing cancels but that distance.
     """
     direction = ray(views, view, y, x)
-    u = b - a
-    v = c - a
+    longest = wp.max(wp.max(wp.abs(b - a)), wp.max(wp.abs(c - a)))
+    if longest == 0.0:
+        return wp.vec3(1.0, 0.0, 0.0)
+    u = (b - a) / longest  # what follows has its fourth power
+    v = (c - a) / longest
     normal = wp.cross(u, v)
     from_a = wp.vec3()
     if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
@@ -76,6 +79,7 @@ def parts_of(views: Views, view: wp.int32, y: wp.int32, x: wp.int32, a: wp.vec3,
         if along != 0.0:
             depth = wp.dot(normal, a) / along
         from_a = depth * direction - a
+    from_a = from_a / longest
     square = wp.dot(normal, normal)
     of_b = wp.float32(0.0)
     of_c = wp.float32(0.0)
@@ -149,6 +153,9 @@ def emit_depth_targets(
             if targets.velocity.shape[0] > 0:
                 point = hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c
                 now = on_screen(views, view, transformed(frame.to_view, hit.pair, point))
-                then = on_screen(views_before, view, transformed(frame.before, hit.pair, point))
+                was = transformed(frame.before, hit.pair, point)
+                then = on_screen(views_before, view, was)
+                if was[2] < views_before.lens[view, LENS_NEAR]:  # it was nowhere in the picture's plane
+                    then = wp.vec2(wp.nan, wp.nan)
                 targets.velocity[view, y, x, 0] = now[0] - then[0]
                 targets.velocity[view, y, x, 1] = now[1] - then[1]

@@ -162,8 +162,9 @@ def draw_small(
             of_b = (a[0] - c[0]) * (py - c[1]) - (a[1] - c[1]) * (px - c[0])
             of_c = (b[0] - a[0]) * (py - a[1]) - (b[1] - a[1]) * (px - a[0])
             if of_a + tie_a >= 0 and of_b + tie_b >= 0 and of_c + tie_c >= 0:
-                parts = wp.float32(of_b) * (depth_b - depth_a) + wp.float32(of_c) * (depth_c - depth_a)
-                depth = wp.clamp(depth_a + parts / wp.float32(area), farthest, nearest)
+                # All terms have one sign: however far apart the corners are, nothing cancels.
+                sum = wp.float32(of_a) * depth_a + wp.float32(of_b) * depth_b + wp.float32(of_c) * depth_c
+                depth = wp.clamp(sum / wp.float32(area), farthest, nearest)
                 put(frame, view, y, x, nearness(views, view, depth), low)
 
 
@@ -236,30 +237,46 @@ def rasterize(resident: Resident, views: Views, frame: Frame, second: wp.int32, 
 
 @wp.func
 def clip(
-    polygon: wp.array(dtype=wp.vec3), kept: wp.array(dtype=wp.vec3), count: wp.int32, plane: wp.vec3, offset: wp.float32
+    polygon: wp.array(dtype=wp.vec3d),
+    kept: wp.array(dtype=wp.vec3d),
+    count: wp.int32,
+    plane: wp.vec3d,
+    offset: wp.float64,
 ):
     """The part of a polygon where plane . p + offset >= 0; how many corners it has.
 
-    A new corner is computed from inside to outside: so two triangles that share an edge get the same one.
+    A new corner is computed from inside to outside: so two triangles that share an edge get the same one. In float64: a
+    corner far away must not move one at the near plane to behind it.
     """
     found = wp.int32(0)
+    zero = wp.float64(0.0)
     for i in range(count):
         p = polygon[i]
         q = polygon[(i + 1) % count]
         at_p = wp.dot(plane, p) + offset
         at_q = wp.dot(plane, q) + offset
-        if at_p >= 0.0:
+        if at_p >= zero:
             kept[found] = p
             found += 1
-            if at_q < 0.0:
+            if at_q < zero:
                 kept[found] = p + at_p / (at_p - at_q) * (q - p)
                 found += 1
-        elif at_q >= 0.0:
+        elif at_q >= zero:
             kept[found] = q + at_q / (at_q - at_p) * (p - q)
             found += 1
     for i in range(found):
         polygon[i] = kept[i]
     return found
+
+
+@wp.func
+def wide(point: wp.vec3):
+    return wp.vec3d(wp.float64(point[0]), wp.float64(point[1]), wp.float64(point[2]))
+
+
+@wp.func
+def narrow(point: wp.vec3d):
+    return wp.vec3(wp.float32(point[0]), wp.float32(point[1]), wp.float32(point[2]))
 
 
 @wp.kernel
@@ -271,37 +288,31 @@ def clip_large(resident: Resident, views: Views, frame: Frame, second: wp.int32,
         number = wp.int32(frame.large[i]) & (TRIANGLES - 1)
         triangle = read_triangle(resident, frame, frame.visible[second, at], number)
         view = triangle.view
-        polygon = wp.zeros(shape=9, dtype=wp.vec3)
-        kept = wp.zeros(shape=9, dtype=wp.vec3)
-        polygon[0] = triangle.a
-        polygon[1] = triangle.b
-        polygon[2] = triangle.c
-        corners = clip(polygon, kept, 3, wp.vec3(0.0, 0.0, 1.0), -views.lens[view, LENS_NEAR])
-        over = wp.float32(1.0)  # how a picture widens with depth, and how wide it is at depth 0
-        constant = wp.float32(0.0)
+        polygon = wp.zeros(shape=9, dtype=wp.vec3d)
+        kept = wp.zeros(shape=9, dtype=wp.vec3d)
+        polygon[0] = wide(triangle.a)
+        polygon[1] = wide(triangle.b)
+        polygon[2] = wide(triangle.c)
+        none = wp.float64(0.0)
+        near = wp.float64(views.lens[view, LENS_NEAR])
+        corners = clip(polygon, kept, 3, wp.vec3d(none, none, wp.float64(1.0)), -near)
+        over = wp.float64(1.0)  # how a picture widens with depth, and how wide it is at depth 0
+        constant = wp.float64(0.0)
         if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
-            over = 0.0
-            constant = 1.0
-        fx = views.lens[view, LENS_FX] / GUARD
-        fy = views.lens[view, LENS_FY] / GUARD
-        corners = clip(polygon, kept, corners, wp.vec3(fx, 0.0, over), constant)
-        corners = clip(polygon, kept, corners, wp.vec3(-fx, 0.0, over), constant)
-        corners = clip(polygon, kept, corners, wp.vec3(0.0, fy, over), constant)
-        corners = clip(polygon, kept, corners, wp.vec3(0.0, -fy, over), constant)
+            over = wp.float64(0.0)
+            constant = wp.float64(1.0)
+        fx = wp.float64(views.lens[view, LENS_FX] / GUARD)
+        fy = wp.float64(views.lens[view, LENS_FY] / GUARD)
+        corners = clip(polygon, kept, corners, wp.vec3d(fx, none, over), constant)
+        corners = clip(polygon, kept, corners, wp.vec3d(-fx, none, over), constant)
+        corners = clip(polygon, kept, corners, wp.vec3d(none, fy, over), constant)
+        corners = clip(polygon, kept, corners, wp.vec3d(none, -fy, over), constant)
         payload = (wp.int64(frame.ranks[second, at]) << TRIANGLE_SHIFT) | wp.int64(number)
         for k in range(1, corners - 1):
-            add_piece(
-                views,
-                frame,
-                second,
-                view,
-                polygon[0],
-                polygon[k],
-                polygon[k + 1],
-                payload,
-                triangle.mirrored,
-                one_sided,
-            )
+            a = narrow(polygon[0])
+            b = narrow(polygon[k])
+            c = narrow(polygon[k + 1])
+            add_piece(views, frame, second, view, a, b, c, payload, triangle.mirrored, one_sided)
 
 
 @wp.func
@@ -439,8 +450,8 @@ def draw_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
             by_c = (frame.pieces[piece, 3] - frame.pieces[piece, 1]) << SUBPIXEL_SHIFT
             for x in range(x0, wp.min(x0 + TILE, views.width)):
                 if of_a + tie_a >= zero and of_b + tie_b >= zero and of_c + tie_c >= zero:
-                    parts = wp.float32(of_b) * (depth_b - depth_a) + wp.float32(of_c) * (depth_c - depth_a)
-                    depth = wp.clamp(depth_a + parts / area, farthest, nearest)
+                    sum = wp.float32(of_a) * depth_a + wp.float32(of_b) * depth_b + wp.float32(of_c) * depth_c
+                    depth = wp.clamp(sum / area, farthest, nearest)
                     put(frame, view, y, x, nearness(views, view, depth), payload)
                 of_a -= by_a
                 of_b -= by_b

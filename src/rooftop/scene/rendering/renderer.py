@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import warp as wp
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rooftop.scene.cameras import Camera, same_size
+from rooftop.scene.cameras import MOST, Camera, same_size
 from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer
 from rooftop.scene.rendering import buffers, persistent_cull
 from rooftop.scene.rendering.memory import MOST_THREADS, ROOM, FrameMemory
@@ -56,7 +56,9 @@ class Renderer:
     ) -> None:
         if traversal not in TRAVERSALS:
             raise ValueError(f"traversal={traversal!r}: expected 'levels' or 'persistent'")
-        if not 0 <= pixel_error < float("inf"):
+        if not isinstance(scene, Scene):
+            raise ValueError(f"scene={scene!r}: expected a scene.Scene with instances of meshes")
+        if isinstance(pixel_error, bool | str) or not hasattr(pixel_error, "__float__") or not 0 <= pixel_error <= MOST:
             raise ValueError(f"pixel_error={pixel_error!r}: expected a number of pixels, 0 or more")
         self.scene, self.device = scene, _device(device)
         self.pixel_error, self.occlusion, self.one_sided = float(pixel_error), occlusion, one_sided
@@ -92,9 +94,11 @@ class Renderer:
         Raises:
             ValueError: an output or the cameras are wrong, or pictures or lists would be too large.
         """
+        if not isinstance(cameras, Camera | Iterable):
+            raise ValueError(f"cameras={cameras!r}: expected a scene.Camera, or a list of them")
         cameras = (cameras,) if isinstance(cameras, Camera) else tuple(cameras)
         width, height = same_size(cameras)
-        _check_outputs(outputs)
+        outputs = _checked_outputs(outputs)
         mesh_of, transforms = self.scene.instances()
         _check_sizes(len(cameras), width, height, len(mesh_of))
         if not len(mesh_of):
@@ -165,9 +169,11 @@ class Renderer:
         self._transforms, self._cameras, self._has_depths = np.zeros((0, 4, 4)), (), False
 
 
-def _check_outputs(outputs: Sequence[str]) -> None:
-    if isinstance(outputs, str) or any(name not in OUTPUTS for name in outputs):
+def _checked_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(outputs) if isinstance(outputs, Iterable) and not isinstance(outputs, str) else (None,)
+    if any(name not in OUTPUTS for name in names):
         raise ValueError(f"outputs={outputs!r}: expected a list of {', '.join(OUTPUTS)}")
+    return tuple(str(name) for name in names)
 
 
 def _check_sizes(views: int, width: int, height: int, instances: int) -> None:
@@ -209,7 +215,10 @@ def _stats(counters: list[int], stage_ms: dict[str, float]) -> FrameStats:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r}: expected 'cuda' or 'cpu'") from error
     if chosen.type not in ("cuda", "cpu"):
         raise ValueError(f"device={device!r}: expected 'cuda' or 'cpu'")
     if chosen.type == "cuda" and not torch.cuda.is_available():
