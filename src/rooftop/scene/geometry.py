@@ -66,7 +66,7 @@ class Geometry:
     Attributes:
         path: of the file.
         meta: what the file says of itself (docs/scene-format.md).
-        nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree.
+        nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: where it begins, in bytes.
         pages: how many there are.
         page_offsets, page_lengths: (pages,) int64, in bytes.
         size_bytes: of the file.
@@ -86,6 +86,7 @@ class Geometry:
         self._check_table(*sections["pages"], sections["pagetab"][0])
         start, length = sections["nodes"]
         shape = (-1, layouts.NODE_CHILDREN, layouts.CHILD_WORDS)
+        self.nodes_offset = start
         self.nodes: Words = np.frombuffer(data, "<i4", length // 4, start).reshape(shape)
         self._check_nodes(start)
 

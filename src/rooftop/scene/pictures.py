@@ -53,7 +53,8 @@ def picture(frame: GBuffer, name: str, view: int = 0) -> Bytes:
             "instance", "cluster", "triangle", "material": a colour for each number, the same in every picture.
             "level": red is the finest level of detail, then yellow, green, blue and violet.
             "uv": u is red, v green, both repeated from whole number to whole number.
-            "velocity": a hue for each direction, the lighter the faster; the fastest pixel of this picture is lightest.
+            "velocity": a hue for each direction, the lighter the faster; the fastest pixel of this picture is lightest,
+                what stands still is background.
             "overdraw": dark where one triangle covered the pixel, light where 32 or more did.
         view: which of the frame's views.
 
@@ -134,7 +135,7 @@ _COVERED: dict[str, Callable[..., NDArray[np.bool_]]] = {  # of the others, whet
     "depth": np.isfinite,
     "normal": _any,
     "uv": lambda uv: np.isfinite(uv).all(-1),
-    "velocity": _any,
+    "velocity": lambda velocity: np.isfinite(velocity).all(-1) & _any(velocity),
     "color": _any,
     "overdraw": lambda times: times > 0,
 }

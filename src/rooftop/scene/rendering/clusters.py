@@ -38,7 +38,9 @@ def bits(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32, count: wp
 
 @wp.func
 def bit_length(number: wp.int32):
-    """Of a number below 2^31: how many bits it has."""
+    """How many bits an unsigned number has."""
+    if number < 0:
+        return 32
     left = number
     length = wp.int32(0)
     for step in range(5):
@@ -142,6 +144,7 @@ def corners_of(resident: Resident, cluster: Cluster, triangle: wp.int32):
             corners[corner] = before - 1 - back
         else:
             corners[corner] = before + corner - old
+        corners[corner] = wp.clamp(corners[corner], 0, cluster.vertices - 1)  # whatever a damaged page says
     return corners
 
 
