@@ -325,13 +325,25 @@ def test_a_tree_that_names_clusters_outside_of_a_page_is_found_with_the_page(pat
         opened.page(int(nodes[node, child, layouts.CHILD_AT]))
 
 
-@pytest.mark.parametrize("change", [{"origin": None}, {"has_uv": 1.5}, {"clusters": "many"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"origin": None},
+        {"has_uv": 1.5},
+        {"clusters": "many"},
+        {"origin": [1, 2]},
+        {"bounds": []},
+        {"grid_exponent": 500},
+        {"depth": 100_000},
+        {"depth": 0},
+    ],
+)
 def test_a_description_that_lacks_something_is_refused(path: Path, tmp_path: Path, change: dict[str, object]) -> None:
     data = bytearray(path.read_bytes())
     start, length = sections(bytes(data))["meta"]
     meta = json.dumps(json.loads(data[start : start + length]) | change).encode()
     data[start : start + length] = meta.ljust(length)[:length]
-    with pytest.raises(GeometryFileError, match=r"lacks|JSON"):
+    with pytest.raises(GeometryFileError, match=r"its description"):
         Geometry.open(damaged(tmp_path, resealed(data, "meta")))
 
 

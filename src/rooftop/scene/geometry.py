@@ -24,6 +24,7 @@ from rooftop.scene import layouts
 Words = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 
+MOST_REFERENCE_BITS = 8  # a cluster has at most 255 vertices
 _NEEDED: dict[str, type | tuple[type, ...]] = {
     "origin": list,
     "bounds": list,
@@ -209,6 +210,7 @@ class Geometry:
         fits = np.where(inner, (at > own) & (at < len(self.nodes)), (kind == 0) | ((at >= 0) & (at < self.pages)))
         fits &= inner | (kind == 0) | ((kind > 0) & (group >= 0) & (group < self.meta["groups"]))
         fits &= inner | (kind == 0) | (self.nodes[:, :, layouts.CHILD_FIRST] >= 0)
+        fits &= (kind == 0) | np.isfinite(self.nodes[:, :, : layouts.CHILD_KIND].view(np.float32)).all(2)
         if not len(self.nodes) or not fits.all():
             node = int(np.argmin(fits.all(1))) if len(self.nodes) else 0
             size = 4 * layouts.NODE_CHILDREN * layouts.CHILD_WORDS
@@ -263,7 +265,20 @@ def _meta(path: Path, data: mmap.mmap, start: int, length: int) -> dict[str, Any
     for name, kind in _NEEDED.items():
         if not isinstance(meta, dict) or not isinstance(meta.get(name), kind):
             raise GeometryFileError(path, f"its description lacks {name}", start)
+    for name, shape in (("origin", (3,)), ("bounds", (2, 3))):
+        if not _are_numbers(meta[name], shape):
+            raise GeometryFileError(path, f"its description has no {name} of shape {shape}", start)
+    for name, low, high in (("grid_exponent", -126, 100), ("uv_exponent", -126, 100), ("depth", 1, layouts.MAX_DEPTH)):
+        if not low <= meta[name] <= high:
+            raise GeometryFileError(path, f"its description says {name} {meta[name]}, not {low} to {high}", start)
     return meta
+
+
+def _are_numbers(values: object, shape: tuple[int, ...]) -> bool:
+    """Whether these are nested lists of finite numbers."""
+    if not shape:
+        return isinstance(values, int | float) and math.isfinite(values)
+    return isinstance(values, list) and len(values) == shape[0] and all(_are_numbers(v, shape[1:]) for v in values)
 
 
 def _groups_of(page: Words) -> Words:
@@ -297,6 +312,8 @@ def _wrong_in_page(page: Words, normals: bool) -> str | None:
     start = heads[:, layouts.CLUSTER_STREAMS]
     if (triangles > layouts.MAX_TRIANGLES).any() or (start < before).any() or (start + needed >= length).any():
         return "the streams of a cluster would lie outside of it"
+    if (vertices > 3 * triangles).any() or (reference_bits > MOST_REFERENCE_BITS).any():
+        return "a cluster has more vertices than corners, or longer references than it has vertices"
     owner = heads[:, layouts.CLUSTER_GROUP]
     if (owner < 0).any() or (owner >= groups).any():
         return "a cluster is of a group that is not in it"

@@ -61,6 +61,7 @@ MATERIAL_BITS = 16
 # ---- a node of the tree over the groups: eight children --------------------------------------------------------------
 
 NODE_CHILDREN = 8
+MAX_DEPTH = 48  # nodes from the root to a group
 CHILD_WORDS = 16
 CHILD_CENTER, CHILD_HALF = 0, 3  # float32: the box around all that is drawn below
 CHILD_SPHERE, CHILD_ERROR = 6, 10  # float32: at least as large as those of all groups below

@@ -91,8 +91,7 @@ HIDDEN_INSTANCES, HIDDEN_CHILDREN, HIDDEN_CLUSTERS = wp.constant(2), wp.constant
 LARGE, PIECES, TILES = wp.constant(5), wp.constant(6), wp.constant(7)
 DRAWN_TRIANGLES, DRAWN_LEVELS = wp.constant(8), wp.constant(9)  # the latter a bit for each level of detail
 # And of persistent_cull alone: nodes claimed and finished, groups claimed (10 to 12). Its queue counts as level 0.
-LEVEL = wp.constant(16)  # and on: nodes of each level of the tree
-MAX_DEPTH = 64 - 16
+LEVEL = wp.constant(16)  # and on, to the end: nodes of each level of a tree, which has at most layouts.MAX_DEPTH
 
 # ---- what comes out --------------------------------------------------------------------------------------------------
 

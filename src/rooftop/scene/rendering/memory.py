@@ -9,6 +9,7 @@ import torch
 import warp as wp
 from torch import Tensor
 
+from rooftop.scene import layouts
 from rooftop.scene.rendering import buffers
 
 LAST = torch.iinfo(torch.int64).max  # sorts behind every entry
@@ -35,7 +36,7 @@ COUNTERS_OF = {
     "pieces": (buffers.PIECES, buffers.PASS + buffers.PIECES),
     "tiles": (buffers.TILES, buffers.PASS + buffers.TILES),
     "nodes": tuple(
-        which * buffers.PASS + buffers.LEVEL + level for which in range(2) for level in range(buffers.MAX_DEPTH)
+        which * buffers.PASS + buffers.LEVEL + level for which in range(2) for level in range(layouts.MAX_DEPTH)
     ),
 }
 

@@ -35,7 +35,7 @@ class Meshes:
             first_page.append(len(pages))
             first_node.append(sum(map(len, nodes)))
             pages += [mesh.page(number) for number in range(mesh.pages)]
-            _check_tree(mesh, [int(page[layouts.PAGE_CLUSTERS]) for page in pages[first_page[-1] :]])
+            _check_depth(mesh)
             nodes.append(mesh.nodes)
         ends = np.cumsum([len(page) for page in pages], dtype=np.int64)
         words = np.concatenate([*pages, np.zeros(2, np.int32)])  # a read of two words may begin at the last
@@ -57,23 +57,18 @@ class Meshes:
         self.mesh_box = _on(device, box.astype(np.float32))
 
 
-def _check_tree(mesh: Geometry, clusters: Sequence[int]) -> None:
-    """Of pages with so many clusters: leaves name what is there, and the tree is no deeper than the file says.
+def _check_depth(mesh: Geometry) -> None:
+    """The tree is walked in as many steps as the file says it is deep.
 
     Raises:
-        GeometryFileError: they do not, or it is.
+        GeometryFileError: it is deeper.
     """
     kind = mesh.nodes[:, :, layouts.CHILD_KIND]
-    page, first = (mesh.nodes[:, :, at][kind > 0] for at in (layouts.CHILD_AT, layouts.CHILD_FIRST))
-    wrong = first.astype(np.int64) + kind[kind > 0] > np.array(clusters)[page]
-    if wrong.any():
-        at = int(page[wrong.argmax()])
-        raise GeometryFileError(mesh.path, f"the tree names clusters that page {at} does not have", mesh.nodes_offset)
     level, depth = np.zeros(1, dtype=np.int64), 0
     while len(level):  # children stand after their parents: this ends
         depth += 1
         level = mesh.nodes[level, :, layouts.CHILD_AT][kind[level] == layouts.INNER]
-    if depth > min(mesh.meta["depth"], buffers.MAX_DEPTH):
+    if depth > mesh.meta["depth"]:
         what = f"its tree has {depth} levels, and not {mesh.meta['depth']} as it says"
         raise GeometryFileError(mesh.path, what, mesh.nodes_offset)
 
