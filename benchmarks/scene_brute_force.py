@@ -83,7 +83,7 @@ class BruteForce:
     def draw(self, camera: Camera) -> Tensor:
         """(H, W) depths, inf where nothing is."""
         device = self.points.device
-        to_view = torch.from_numpy(camera.world_to_camera).to(device) @ self.transforms
+        to_view = torch.tensor(camera.world_to_camera).to(device) @ self.transforms
         matrices = to_view[:, :3].reshape(-1, 12).float().contiguous()
         pixels = torch.zeros(camera.height, camera.width, dtype=torch.int64, device=device)
         points = wp.from_torch(self.points, dtype=wp.vec3)
