@@ -1,6 +1,6 @@
 """From meshes to a sparse network: rendered depth becomes points, these become voxels that a network labels.
 
-    python examples/mesh_to_points.py [--views 6] [--size 128] [--steps 24] [--out points.npy]
+    python examples/mesh_to_points.py [--views 6] [--size 128] [--steps 40] [--out points.npy]
 
 Rocks and rings lie on a floor, and cameras stand around them. The renderer says how far each pixel's surface is and of
 which instance: points with labels that nobody had to draw. A small network of sparse convolutions learns from four
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--views", type=int, default=6)
     parser.add_argument("--size", type=int, default=128, help="pixels of a view's side")
-    parser.add_argument("--steps", type=int, default=24, help="of training")
+    parser.add_argument("--steps", type=int, default=40, help="of training")
     parser.add_argument("--device", help="a GPU if there is one")
     parser.add_argument("--out", type=Path, metavar="FILE.npy", help="the points of the second scene and their labels")
     options = parser.parse_args()

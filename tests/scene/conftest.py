@@ -28,13 +28,14 @@ def bumpy_ball(subdivisions: int) -> Arrays:
     return ball.vertices * (1 + 0.25 * np.sin(9 * x) * np.cos(7 * y) * np.sin(5 * z))[:, None], ball.faces
 
 
-def hills(side: int) -> Arrays:
-    """(side + 1)^2 vertices over -1 to 1 along x and y."""
-    x, y = np.meshgrid(*[np.linspace(-1, 1, side + 1)] * 2, indexing="ij")
-    z = 0.2 * np.sin(5 * x) * np.cos(4 * y) + 0.02 * np.sin(40 * x + 30 * y)
-    corner = (np.arange(side)[:, None] * (side + 1) + np.arange(side)).ravel()
-    faces = np.stack([corner, corner + side + 1, corner + 1, corner + 1, corner + side + 1, corner + side + 2], 1)
-    return np.stack([x, y, z], -1).reshape(-1, 3), faces.reshape(-1, 3)
+def relief(picture: NDArray[np.float64]) -> Arrays:
+    """A surface over -1 to 1 along x and y, as high as a picture (H, W) is bright."""
+    rows, columns = picture.shape
+    x, y = np.meshgrid(np.linspace(-1, 1, rows), np.linspace(-1, 1, columns), indexing="ij")
+    corner = (np.arange(rows - 1)[:, None] * columns + np.arange(columns - 1)).ravel()
+    right, below = corner + 1, corner + columns
+    faces = np.concatenate([np.stack([corner, below, right], 1), np.stack([right, below, below + 1], 1)])
+    return np.stack([x, y, 0.3 * picture], -1).reshape(-1, 3), faces
 
 
 @pytest.fixture(scope="session")
@@ -69,3 +70,17 @@ def log(built: Callable[..., Geometry]) -> Geometry:
     """81,920 triangles, closed, 20 times as long as wide."""
     vertices, faces = bumpy_ball(6)
     return built("log", vertices * (20, 1, 1), faces)
+
+
+@pytest.fixture(scope="session")
+def small_ball() -> Arrays:
+    """1,280 triangles, closed."""
+    return bumpy_ball(3)
+
+
+@pytest.fixture(scope="session")
+def photograph(built: Callable[..., Geometry]) -> Geometry:
+    """The relief of a photograph, as noisy as photographs are; 33,000 triangles, open."""
+    from skimage import color, data
+
+    return built("photograph", *relief(color.rgb2gray(data.chelsea())[::2, ::4]), normals="smooth")

@@ -206,7 +206,9 @@ def test_leaving_out_what_is_hidden_changes_no_bit(ball: Geometry, cube: Geometr
     assert saved > 0
 
 
-def test_random_scenes_seen_from_anywhere(ball: Geometry, cube: Geometry, log: Geometry, device: str) -> None:
+def test_random_scenes_seen_from_anywhere(
+    ball: Geometry, cube: Geometry, log: Geometry, photograph: Geometry, device: str
+) -> None:
     """Stretched, turned, mirrored, one in another, with the camera among them: culling on and off, two orders of
     threads, bit for bit."""
     met = Counter[str]()
@@ -216,7 +218,7 @@ def test_random_scenes_seen_from_anywhere(ball: Geometry, cube: Geometry, log: G
     def hold(seed: int) -> None:
         random = np.random.default_rng(seed)
         scene = Scene()
-        meshes = [scene.add_mesh(mesh) for mesh in (ball, cube, log)]
+        meshes = [scene.add_mesh(mesh) for mesh in (ball, cube, log, photograph)]
         for _ in range(random.integers(1, 12)):
             matrix = moved(*random.uniform(-6, 6, 3))
             matrix[:3, :3] = random.normal(size=(3, 3)) @ np.diag(random.uniform(0.2, 1.5, 3))
@@ -549,6 +551,20 @@ def test_attributes_at_any_size(built: Callable[..., Geometry], scale: float, de
     assert (frame["normal"][..., 2] > 0.999).all()
 
 
+@pytest.mark.parametrize("size", [1e-12, 1e12])
+def test_face_normals_of_meshes_of_any_units(
+    built: Callable[..., Geometry], small_ball: tuple[Floats, NDArray[np.int64]], size: float, device: str
+) -> None:
+    vertices, faces = small_ball
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(built(f"ball{size}", size * vertices, faces)))
+    camera = Camera.look_at(size * np.array((3, 1, 1)), (0, 0, 0), width=40, height=30, near=0.01 * size)
+    frame = Renderer(scene, device).render(camera, ("depth", "normal"))
+    shown = frame["depth"].isfinite()
+    assert shown.sum() > 100
+    assert torch.allclose(frame["normal"][shown].norm(dim=1), torch.ones(1, device=shown.device), atol=1e-5)
+
+
 def test_velocity_is_how_far_the_point_has_come(cube: Geometry, device: str) -> None:
     scene = Scene()
     number = scene.add_mesh(cube)
@@ -705,6 +721,7 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
         (lambda: Camera.look_at((1e-200, 0, 0), (0, 0, 0)), "the same point"),
         (lambda: Camera.look_at("eye", (0, 0, 0)), "eye='eye': expected three"),
         (lambda: Camera.from_intrinsics([[9, 0, 1e6], [0, 9, 0], [0, 0, 1]], np.eye(4), 3, 3), "cx=1000000.0"),
+        (lambda: Camera.look_at((1, 0, 0), (0, 0, 1j)), "target=.*expected three"),
         (lambda: Scene().add_instances(False, np.eye(4)[None]), "mesh=False"),
         (lambda: Renderer("x.rtg", "cpu"), "scene='x.rtg': expected a scene.Scene"),  # type: ignore[arg-type]
         (lambda: Renderer(Scene(), "tpu"), "device='tpu': expected 'cuda' or 'cpu'"),
@@ -731,6 +748,7 @@ def test_a_tree_that_is_deeper_than_it_says_is_refused(ball: Geometry, monkeypat
     ("transform", "words"),
     [
         (np.full((4, 4), np.nan), "not finite"),
+        (np.eye(4) * 1j, "expected \\(4, 4\\) numbers|expected \\(N, 4, 4\\)"),
         (np.eye(4)[:2], "expected \\(4, 4\\)"),
         (np.diag([1, 1, 0, 1]), "makes the mesh flat"),
         (np.diag([1e200, 1e200, 1e200, 1]), "beyond 1e\\+15"),

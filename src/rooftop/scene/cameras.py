@@ -156,10 +156,7 @@ def affine(matrix: ArrayLike, name: str) -> NDArray[np.float64]:
     Raises:
         ValueError: it has another shape, is not finite, or its last row is not 0 0 0 1.
     """
-    try:
-        values = np.array(matrix, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}={matrix!r}: expected (4, 4) numbers") from error
+    values = real_numbers(matrix, name, "(4, 4) numbers")
     if values.shape == (3, 4):
         values = np.vstack([values, (0.0, 0.0, 0.0, 1.0)])
     if values.shape != (4, 4):
@@ -169,6 +166,20 @@ def affine(matrix: ArrayLike, name: str) -> NDArray[np.float64]:
     if np.any(values[3] != (0, 0, 0, 1)):
         raise ValueError(f"{name} has the last row {values[3].tolist()}: expected 0 0 0 1 (points are columns)")
     return values
+
+
+def real_numbers(values: ArrayLike, name: str, expected: str) -> NDArray[np.float64]:
+    """A copy, in float64.
+
+    Raises:
+        ValueError: they are not all numbers, or complex.
+    """
+    try:
+        if np.iscomplexobj(values):
+            raise TypeError("complex")
+        return np.array(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={values!r}: expected {expected}") from error
 
 
 def same_size(cameras: Sequence[Camera]) -> tuple[int, int]:
@@ -191,10 +202,7 @@ def same_size(cameras: Sequence[Camera]) -> tuple[int, int]:
 def _looking(eye: ArrayLike, target: ArrayLike, up: ArrayLike) -> NDArray[np.float64]:
     points = {}
     for name, point in (("eye", eye), ("target", target), ("up", up)):
-        try:
-            points[name] = np.asarray(point, dtype=np.float64)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}={point!r}: expected three finite numbers") from error
+        points[name] = real_numbers(point, name, "three finite numbers")
         if points[name].shape != (3,) or not (abs(points[name]) <= MOST).all():
             raise ValueError(f"{name}={point!r}: expected three finite numbers")
     forward = points["target"] - points["eye"]

@@ -62,7 +62,8 @@ class DecodedCluster:
 
 
 class Geometry:
-    """A geometry file.
+    """A geometry file. It is mapped: replace it by renaming another one over it; whoever reads what was cut off from it
+    in place is ended by the system.
 
     Attributes:
         path: of the file.
@@ -312,6 +313,8 @@ def _wrong_in_page(page: Words, normals: bool) -> str | None:
     start = heads[:, layouts.CLUSTER_STREAMS]
     if (triangles > layouts.MAX_TRIANGLES).any() or (start < before).any() or (start + needed >= length).any():
         return "the streams of a cluster would lie outside of it"
+    if (extent >= 1 << 31).any() or (uv_extent >= 1 << 31).any():
+        return "a cluster is wider than 31 bits can say"
     if (vertices > 3 * triangles).any() or (reference_bits > MOST_REFERENCE_BITS).any():
         return "a cluster has more vertices than corners, or longer references than it has vertices"
     owner = heads[:, layouts.CLUSTER_GROUP]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rooftop.scene.cameras import affine
+from rooftop.scene.cameras import affine, real_numbers
 from rooftop.scene.geometry import Geometry
 
 MAX_INSTANCES = 2**27
@@ -26,7 +26,7 @@ class Scene:
     """
 
     def __init__(self) -> None:
-        self.meshes: list[Geometry] = []
+        self._meshes: list[Geometry] = []
         self._mesh_of: list[NDArray[np.int32]] = []
         self._transforms: list[NDArray[np.float64]] = []
         self._given_away = False
@@ -35,14 +35,19 @@ class Scene:
         """How many instances there are."""
         return sum(map(len, self._mesh_of))
 
+    @property
+    def meshes(self) -> tuple[Geometry, ...]:
+        """In the order in which they were added."""
+        return tuple(self._meshes)
+
     def add_mesh(self, mesh: str | PathLike[str] | Geometry) -> int:
         """A geometry file (`scene.build` makes them), or one that is open; the number by which instances name it.
 
         Raises:
             GeometryFileError: the file is no such file, or not whole.
         """
-        self.meshes.append(mesh if isinstance(mesh, Geometry) else Geometry.open(Path(mesh)))
-        return len(self.meshes) - 1
+        self._meshes.append(mesh if isinstance(mesh, Geometry) else Geometry.open(Path(mesh)))
+        return len(self._meshes) - 1
 
     def add_instance(self, mesh: int, transform: ArrayLike | None = None) -> int:
         """An instance of a mesh; the number that pictures show for it.
@@ -123,10 +128,7 @@ class Scene:
 
 def _checked(transforms: ArrayLike) -> NDArray[np.float64]:
     """A copy of transforms (N, 4, 4) that can be rendered."""
-    try:
-        matrices = np.array(transforms, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"transforms={transforms!r}: expected (N, 4, 4) numbers") from error
+    matrices = real_numbers(transforms, "transforms", "(N, 4, 4) numbers")
     if matrices.ndim != 3 or matrices.shape[1:] != (4, 4):
         raise ValueError(f"transforms have shape {matrices.shape}: expected (N, 4, 4)")
     if not np.isfinite(matrices).all():

@@ -4,7 +4,7 @@ import warp as wp
 
 from rooftop.scene.rendering.buffers import LENS_ORTHOGRAPHIC, Frame, Resident, Targets, Views
 from rooftop.scene.rendering.clusters import material_of, normal_of, uv_of
-from rooftop.scene.rendering.emit_depth_targets import Hit, hit_of, ray
+from rooftop.scene.rendering.emit_depth_targets import Hit, hit_of, longest_side, ray
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -19,6 +19,15 @@ def to_world(resident: Resident, instance: wp.int32, normal: wp.vec3):
         for inner in range(3):
             turned[axis] += resident.instance_normals[instance, 3 * axis + inner] * normal[inner]
     return wp.normalize(turned)
+
+
+@wp.func
+def upright(a: wp.vec3, b: wp.vec3, c: wp.vec3):
+    """On a triangle; 0 if that has no area."""
+    longest = longest_side(a, b, c)
+    if longest == 0.0:
+        return wp.vec3()
+    return wp.cross((b - a) / longest, (c - a) / longest)
 
 
 @wp.func
@@ -72,7 +81,7 @@ def base_pass(
         view = i // (views.width * views.height)
         if frame.pixels[view, y, x] != wp.int64(0):
             hit = hit_of(resident, views, frame, view, y, x)
-            flat = to_world(resident, hit.instance, wp.cross(hit.b - hit.a, hit.c - hit.a))
+            flat = to_world(resident, hit.instance, upright(hit.a, hit.b, hit.c))
             toward = toward_camera(views, view, y, x)
             normal = surface_normal(resident, hit, flat)
             if wp.dot(normal, normal) == 0.0:  # a sliver that has an area on the screen alone

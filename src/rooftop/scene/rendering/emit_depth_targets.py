@@ -55,16 +55,22 @@ def ray(views: Views, view: wp.int32, y: wp.int32, x: wp.int32):
 
 
 @wp.func
+def longest_side(a: wp.vec3, b: wp.vec3, c: wp.vec3):
+    """About the length of two sides of a triangle: divided by it, products of four lengths stay within float32."""
+    return wp.max(wp.max(wp.abs(b - a)), wp.max(wp.abs(c - a)))
+
+
+@wp.func
 def parts_of(views: Views, view: wp.int32, y: wp.int32, x: wp.int32, a: wp.vec3, b: wp.vec3, c: wp.vec3):
     """Barycentric coordinates of where a pixel's ray meets the plane of a triangle of the view, moved into it.
 
     From the first corner on: so far away, where all three are nearly the same, nothing cancels but that distance.
     """
     direction = ray(views, view, y, x)
-    longest = wp.max(wp.max(wp.abs(b - a)), wp.max(wp.abs(c - a)))
+    longest = longest_side(a, b, c)
     if longest == 0.0:
         return wp.vec3(1.0, 0.0, 0.0)
-    u = (b - a) / longest  # what follows has its fourth power
+    u = (b - a) / longest
     v = (c - a) / longest
     normal = wp.cross(u, v)
     from_a = wp.vec3()

@@ -216,7 +216,7 @@ def _stats(counters: list[int], stage_ms: dict[str, float]) -> FrameStats:
 
 def _device(device: str | torch.device | None) -> torch.device:
     try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device={device!r}: expected 'cuda' or 'cpu'") from error
     if chosen.type not in ("cuda", "cpu"):
@@ -225,4 +225,4 @@ def _device(device: str | torch.device | None) -> torch.device:
         raise ValueError(f"device={device!r}: PyTorch sees no GPU here; device='cpu' draws the same, more slowly")
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return chosen
+    return chosen if chosen.type == "cuda" else torch.device("cpu")

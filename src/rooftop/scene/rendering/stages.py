@@ -48,7 +48,7 @@ class Clock:
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def stage_ms(self) -> dict[str, float]:
