@@ -70,17 +70,15 @@ def scanned(world: scene.Scene, kinds: Tensor, views: int, size: int, device: st
     return seen.xyz, kinds.to(seen.xyz.device)[seen.columns["instance"].long()]
 
 
-def voxels(xyz: Tensor, kinds: Tensor | None = None) -> tuple[spconv.SparseConvTensor, Tensor | None]:
+def voxels(xyz: Tensor, kinds: Tensor) -> tuple[spconv.SparseConvTensor, Tensor]:
     """The cells that have points, with 1, the height and how many points as features; and the kind of each."""
-    columns = [xyz, xyz[:, 2:], torch.ones_like(xyz[:, :1])]
-    if kinds is not None:
-        columns.append(torch.nn.functional.one_hot(kinds, len(KINDS)).float())
-    sums, indices = spconv.voxelize(torch.cat(columns, 1), [VOXEL] * 3, EXTENT, "sum")  # (V, 5 [+ 3]), (V, 4)
+    columns = [xyz, xyz[:, 2:], torch.ones_like(xyz[:, :1]), torch.nn.functional.one_hot(kinds, len(KINDS)).float()]
+    sums, indices = spconv.voxelize(torch.cat(columns, 1), [VOXEL] * 3, EXTENT, "sum")  # (V, 5 + 3), (V, 4)
     count = sums[:, 4:5]
     features = torch.cat([torch.ones_like(count), sums[:, 3:4] / count, count.log()], 1)
     grid = spconv.voxel_grid([VOXEL] * 3, EXTENT)
     sites = spconv.SparseConvTensor(features, indices, grid, batch_size=1)
-    return sites, None if kinds is None else sums[:, 5:].argmax(1)
+    return sites, sums[:, 5:].argmax(1)
 
 
 def network() -> spconv.SparseSequential:
@@ -140,7 +138,7 @@ def main() -> None:
     with torch.no_grad():
         said = model(sites).features.argmax(1)
     for kind, name in enumerate(KINDS):
-        among = target == kind
+        among = torch.eq(target, kind)
         right, wrong = (said[among] == kind).sum(), (said[~among] == kind).sum()
         print(f"{name:6} {float(right / (among.sum() + wrong)):.1%} of what is or is called so is both")
     if options.out is not None:

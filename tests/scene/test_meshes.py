@@ -46,6 +46,7 @@ def with_one(values: NDArray[Any], at: Any, value: Any) -> NDArray[Any]:
         ((POINTS, FACES.astype(float)), TypeError, "whole numbers, not float64"),
         ((POINTS.astype(str), FACES), TypeError, "numbers"),
         ((POINTS * 0 + 3, FACES), ValueError, "same place"),
+        ((np.repeat(np.eye(3), 3, axis=0), np.arange(9).reshape(3, 3)), ValueError, "3 faces has an area"),
         ((POINTS, np.array([[1, 1, 2], [3, 4, 3]])), ValueError, "2 faces has an area"),
         ((POINTS * 1e30, FACES), ValueError, "float32"),
         ((POINTS * 1e-30, FACES), ValueError, "scale it"),

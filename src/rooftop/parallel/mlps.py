@@ -58,6 +58,9 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, W)."""
-        hidden = self.up(x)  # (B, S, hidden features here, twice if gated)
-        out: Tensor = self.down(swiglu(hidden) if self.gated else hidden)
+        # No position meets another here. Split along the sequence, they go through as rows in the order in which the
+        # ranks' parts arrive: nothing is copied to its place in the sequence and back.
+        rows = x.flatten(0, -2) if self.up.sequence_parallel else x
+        hidden = self.up(rows)  # (..., hidden features here, twice if gated)
+        out: Tensor = self.down(swiglu(hidden) if self.gated else hidden).view(x.shape)
         return out if self.dropout is None else self.dropout(out)

@@ -274,7 +274,8 @@ def _grid_exponent(
         raise ValueError(f"the mesh is only {largest:.3g} units long; float32 needs {SMALLEST * STEPS:.3g}: scale it")
     least = max(math.ceil(math.log2(largest / MOST_STEPS)), math.ceil(math.log2(SMALLEST)))
     if precision is None:
-        wanted = math.floor(math.log2(min(_mean_edge(points, faces) / STEPS_PER_EDGE, largest / STEPS)))
+        edge = _mean_edge(points, faces) or largest  # where no face has one, that is found when faces are welded
+        wanted = math.floor(math.log2(min(edge / STEPS_PER_EDGE, largest / STEPS)))
         return max(wanted, least), wanted < least
     if not (math.isfinite(precision) and precision > 0):
         raise ValueError(f"precision is the greatest step of the grid in object units, more than 0, not {precision}")
