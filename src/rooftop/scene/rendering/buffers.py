@@ -11,6 +11,8 @@ import warp as wp
 
 @wp.struct
 class Resident:
+    """The scene on the device: meshes and instances."""
+
     words: wp.array(dtype=wp.int32)  # the pages of all meshes, one after another
     page_at: wp.array(dtype=wp.int64)  # (pages,) where each begins
     nodes: wp.array3d(dtype=wp.int32)  # (nodes, 8, 16) of all meshes; their numbers are those of one mesh
@@ -31,6 +33,8 @@ MESH_FIRST_NODE, MESH_FIRST_PAGE, MESH_NORMALS, MESH_UV = wp.constant(0), wp.con
 
 @wp.struct
 class Views:
+    """The cameras of a frame, or of the frame before."""
+
     from_world: wp.array2d(dtype=wp.float64)  # (views, 12): 3 x 4, to x right, y down, z forward
     lens: wp.array2d(dtype=wp.float32)  # (views, 8), as named below
     width: wp.int32  # pixels
@@ -47,6 +51,8 @@ LENS_TANGENT = wp.constant(6)  # of the angle between the axis and the farthest 
 
 @wp.struct
 class Frame:
+    """What a frame works with: by pair, lists, pictures."""
+
     instances: wp.int32
     pixel_error: wp.float32  # what a surface may be off, in pixels
     # By pair, from the mesh's grid origin to the view: written by init_context, read by all stages.

@@ -73,6 +73,7 @@ class Cluster:
 
 @wp.func
 def whole_words(bit_count: wp.int32):
+    """Words that so many bits take."""
     return wp.int64((bit_count + 31) >> 5)
 
 
@@ -202,6 +203,7 @@ def uv_of(resident: Resident, cluster: Cluster, vertex: wp.int32, normals: wp.bo
 
 @wp.func
 def material_of(resident: Resident, cluster: Cluster, triangle: wp.int32):
+    """The material of a triangle: its cluster's, or its own."""
     material = cluster.material
     if material == MIXED:
         material = bits(resident.words, cluster.materials, triangle * MATERIAL_BITS, MATERIAL_BITS)

@@ -136,6 +136,7 @@ def emit_depth_targets(
     texels: wp.int32,
     stride: wp.int32,
 ):
+    """A thread for each pixel in strides; only targets that are not empty are written, and no background."""
     for i in range(wp.tid(), texels, stride):
         x = i % views.width
         y = (i // views.width) % views.height

@@ -33,6 +33,7 @@ def composed(
 def place_instances(
     resident: Resident, views: Views, views_before: Views, frame: Frame, pairs: wp.int32, stride: wp.int32
 ):
+    """`frame.to_view` and `frame.before` of each pair."""
     for pair in range(wp.tid(), pairs, stride):
         view = pair // frame.instances
         instance = pair - view * frame.instances

@@ -21,6 +21,7 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 @wp.func
 def append(items: wp.array(dtype=wp.int64), counters: wp.array(dtype=wp.int32), counter: wp.int32, item: wp.int64):
+    """At the end of a list; what finds no room is only counted."""
     at = wp.atomic_add(counters, counter, 1)
     if at < items.shape[0]:
         items[at] = item
@@ -28,6 +29,7 @@ def append(items: wp.array(dtype=wp.int64), counters: wp.array(dtype=wp.int32), 
 
 @wp.func
 def append_node(frame: Frame, second: wp.int32, level: wp.int32, item: wp.int64):
+    """To a level's nodes, (2, room): even and odd levels take turns."""
     at = wp.atomic_add(frame.counters, second * PASS + LEVEL + level, 1)
     if at < frame.nodes.shape[1]:
         frame.nodes[level & 1, at] = item
@@ -35,16 +37,19 @@ def append_node(frame: Frame, second: wp.int32, level: wp.int32, item: wp.int64)
 
 @wp.func
 def entry(pair: wp.int32, what: wp.int32):
+    """pair << 32 | what, as lists have it."""
     return (wp.int64(pair) << wp.int64(32)) | wp.int64(what)
 
 
 @wp.func
 def pair_of(item: wp.int64):
+    """The pair of an entry."""
     return wp.int32(item >> wp.int64(32))
 
 
 @wp.func
 def what_of(item: wp.int64):
+    """What an entry names: a node, a child, or a page and a cluster."""
     return wp.int32(item & wp.int64(0xFFFFFFFF))
 
 
@@ -66,11 +71,13 @@ def hidden_now(views: Views, frame: Frame, pair: wp.int32, center: wp.vec3, half
 
 @wp.func
 def mesh_center(resident: Resident, mesh: wp.int32):
+    """The middle of a mesh's box, in its units from its origin."""
     return wp.vec3(resident.mesh_box[mesh, 0], resident.mesh_box[mesh, 1], resident.mesh_box[mesh, 2])
 
 
 @wp.func
 def mesh_half(resident: Resident, mesh: wp.int32):
+    """Half the size of a mesh's box."""
     return wp.vec3(resident.mesh_box[mesh, 3], resident.mesh_box[mesh, 4], resident.mesh_box[mesh, 5])
 
 

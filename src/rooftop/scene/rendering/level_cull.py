@@ -47,6 +47,7 @@ SHOWN, HIDDEN, UNSEEN = wp.constant(0), wp.constant(1), wp.constant(2)
 
 @wp.func
 def three(nodes: wp.array3d(dtype=wp.int32), node: wp.int32, slot: wp.int32, first: wp.int32):
+    """Three float32 of a child, from a word on."""
     return wp.vec3(
         real(nodes[node, slot, first]), real(nodes[node, slot, first + 1]), real(nodes[node, slot, first + 2])
     )
@@ -72,6 +73,7 @@ def too_coarse(
 def box_state(
     views: Views, views_before: Views, frame: Frame, history: wp.int32, pair: wp.int32, center: wp.vec3, half: wp.vec3
 ):
+    """SHOWN, UNSEEN (beside the picture), or, with history, HIDDEN (behind what the frame before drew)."""
     at = transformed(frame.to_view, pair, center)
     if is_outside(views, pair // frame.instances, at, half_sizes(frame.to_view, pair, center, half)):
         return UNSEEN
@@ -145,6 +147,7 @@ def ask_children_again(resident: Resident, views: Views, frame: Frame, stride: w
 
 @wp.func
 def low_corner(resident: Resident, head: wp.int64, step: wp.float32):
+    """The lowest corner of a cluster's box, in the mesh's units from its origin."""
     words = resident.words
     base = head + wp.int64(CLUSTER_BASE)
     return step * wp.vec3(
@@ -154,6 +157,7 @@ def low_corner(resident: Resident, head: wp.int64, step: wp.float32):
 
 @wp.func
 def half_extent(resident: Resident, head: wp.int64, step: wp.float32):
+    """Half the size of a cluster's box."""
     words = resident.words
     extent = head + wp.int64(CLUSTER_EXTENT)
     return (

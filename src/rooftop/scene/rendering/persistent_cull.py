@@ -35,6 +35,7 @@ def require(device: torch.device) -> None:
 
 @cache
 def source() -> str:
+    """The CUDA C++."""
     return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
 
 

@@ -24,6 +24,7 @@ ROUNDING = wp.constant(1e-6)
 
 @wp.func
 def transformed(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, point: wp.vec3):
+    """A point by row `row` of matrices (N, 12), each 3 x 4."""
     moved = wp.vec3()
     for axis in range(3):
         first = 4 * axis

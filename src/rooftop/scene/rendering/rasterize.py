@@ -96,6 +96,7 @@ def on_screen(views: Views, view: wp.int32, point: wp.vec3):
 
 @wp.func
 def fixed(pixels: wp.float32):
+    """Pixels in steps of 1/256, to the nearest."""
     return wp.int32(wp.rint(pixels * SUBPIXELS))
 
 
@@ -271,11 +272,13 @@ def clip(
 
 @wp.func
 def wide(point: wp.vec3):
+    """In float64."""
     return wp.vec3d(wp.float64(point[0]), wp.float64(point[1]), wp.float64(point[2]))
 
 
 @wp.func
 def narrow(point: wp.vec3d):
+    """In float32."""
     return wp.vec3(wp.float32(point[0]), wp.float32(point[1]), wp.float32(point[2]))
 
 
@@ -328,6 +331,8 @@ def add_piece(
     mirrored: wp.bool,
     one_sided: wp.int32,
 ):
+    """A clipped triangle of the view to the pieces, turned so that its area is positive; of no area, or seen from
+    behind where one side is drawn, nothing."""
     p = on_screen(views, view, a)
     q = on_screen(views, view, b)
     r = on_screen(views, view, c)
@@ -372,6 +377,7 @@ def edge(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32, px: wp.i
 
 @wp.func
 def edge_tie(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32):
+    """`tie` of an edge of a piece."""
     dx = frame.pieces[piece, 2 * end] - frame.pieces[piece, 2 * start]
     dy = frame.pieces[piece, 2 * end + 1] - frame.pieces[piece, 2 * start + 1]
     return wp.int64(tie(wp.int32(dx), wp.int32(dy)))
@@ -493,6 +499,7 @@ def rank_clusters(resident: Resident, frame: Frame, second: wp.int32, stride: wp
 
 @wp.func
 def count_cluster(resident: Resident, frame: Frame, second: wp.int32, item: wp.int64):
+    """For the statistics: its triangles, and its level of detail."""
     mesh = resident.instance_mesh[pair_of(item) % frame.instances]
     page = what_of(item) >> CLUSTER_INDEX_BITS
     head = head_of(resident, mesh, page, what_of(item) & CLUSTER_INDEX_MASK)
