@@ -110,6 +110,10 @@ inline int atomicAdd(int* address, int value) { return std::exchange(*address, *
 inline int atomicCAS(int* address, int expected, int value) {
     return *address == expected ? std::exchange(*address, value) : *address;
 }
+inline long long atomicMax(long long* address, long long value) { return std::exchange(*address, std::max(*address, value)); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) { return (uint64_t(high) << 32 | low) >> (shift & 31); }
 using std::max;
 using std::min;
 inline float __expf(float value) { return std::exp(value); }
@@ -127,6 +131,16 @@ template <typename T> T shuffled(unsigned mask, T value, int from) {
 template <typename T> T __shfl_sync(unsigned mask, T value, int lane) { return shuffled(mask, value, lane); }
 template <typename T> T __shfl_xor_sync(unsigned mask, T value, int lanes) {
     return shuffled(mask, value, (linear_thread() % 32) ^ lanes);
+}
+inline unsigned __ballot_sync(unsigned mask, bool vote) {
+    Warp& warp = *this_block().warps[linear_thread() / 32];
+    if (mask != 0xffffffffu) std::abort();
+    warp.values[linear_thread() % 32] = vote;
+    warp.arrived.arrive_and_wait();
+    unsigned votes = 0;
+    for (int lane = 0; lane < 32; ++lane) votes |= unsigned(warp.values[lane] != 0) << lane;
+    warp.arrived.arrive_and_wait();
+    return votes;
 }
 struct __half {
     _Float16 bits;

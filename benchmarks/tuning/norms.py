@@ -137,6 +137,17 @@ def forward(*values: tuple[int, ...]) -> dict[str, Settings]:
     return TABLE | tables("FORWARD", partial(ForwardConfig, 1 << 30), *values)
 
 
+def tiles(*values: tuple[int, ...]) -> dict[str, Settings]:
+    """As `forward`, where a table would give the rows to the kernels of clusters."""
+    none: Settings = {(clusters, "FORWARD"): ()}
+    return {name: none | of for name, of in forward(*values).items() if name != "table"}
+
+
+STAGED_OF_FOURS = {  # rows that begin at multiples of 8 bytes
+    12004: ((1, 12, 2, 3), (2, 6, 2, 3), (2, 6, 4, 2)),
+    21036: ((1, 21, 1, 3), (2, 11, 2, 2), (2, 11, 1, 5), (4, 6, 2, 3)),
+    30004: ((2, 15, 1, 3), (4, 8, 2, 2), (4, 8, 1, 5)),
+}
 NOT_HELD: dict[str, Settings] = {"not held": {(launches, "FORWARD_HELD"): ForwardConfig(1, 1, 16, 4)}}
 TASKS = (
     task(
@@ -200,8 +211,11 @@ TASKS = (
         task(
             direction,
             columns,
-            forward((1, 4096, 16), (1, 8192, 32), (1, 16384, 16), (1, 2048, 16), (1, 4096, 32))
-            | staged("FORWARD", (2, 8, 2, 2), (1, 16, 2, 2), (2, 4, 4, 2)),
+            TABLE
+            | tiles(
+                (1, 4096, 8), (1, 8192, 8), (1, 8192, 16), (1, 4096, 16), (1, 2048, 8), (1, 16384, 16), (1, 8192, 32)
+            )
+            | staged("FORWARD", *STAGED_OF_FOURS[columns]),
         )
         for direction in ("forward", "rms forward")
         for columns in (12004, 21036, 30004)

@@ -23,6 +23,8 @@ from rooftop.scene.rendering import memory
 Floats = NDArray[np.float64]
 SIZE = {"width": 160, "height": 120}
 ALL = tuple(OUTPUTS)
+WARP = {"traversal": "levels", "rasterizer": "threads"}
+CUDA_CPP = {"persistent_cull": {"traversal": "persistent"}, "rasterize_clusters": {"rasterizer": "blocks"}}
 
 
 def moved(*shift: float, scale: float = 1.0) -> Floats:
@@ -271,30 +273,50 @@ def test_the_order_of_threads_does_not_show(ball: Geometry, cube: Geometry, devi
         assert not (first["instance"] == seen).any()  # of equals the last stays
 
 
-def test_warps_that_stay_find_what_levels_find(
-    ball: Geometry, cube: Geometry, cuda_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kernel", "choice"), CUDA_CPP.items())
+def test_cuda_cpp_draws_what_warp_draws(
+    ball: Geometry,
+    cube: Geometry,
+    cuda_on_cpu: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: str,
+    choice: dict[str, str],
 ) -> None:
-    """The CUDA C++ kernel, its threads in an order drawn at random, bit for bit; also where lists have to grow."""
-    persistent_finds_what_levels_find("cpu", crowd(ball, cube))
-    assert cuda_on_cpu["persistent_cull"] >= 7 + 6
+    """The CUDA C++ kernels, their threads in an order drawn at random, bit for bit; also where lists have to grow."""
+    draws_what_warp_draws("cpu", crowd(ball, cube), choice)
+    assert cuda_on_cpu[kernel] >= 7 + 6
+    assert set(cuda_on_cpu) == {kernel}
     monkeypatch.setattr("rooftop.scene.rendering.renderer.ROOM", dict.fromkeys(memory.ROOM, 2))
-    persistent_finds_what_levels_find("cpu", crowd(ball, cube), frames=2)
+    draws_what_warp_draws("cpu", crowd(ball, cube), choice, frames=2)
 
 
 @pytest.mark.gpu
-def test_warps_that_stay_find_what_levels_find_on_a_gpu(ball: Geometry, cube: Geometry) -> None:
-    persistent_finds_what_levels_find("cuda", crowd(ball, cube))
+@pytest.mark.parametrize("choice", CUDA_CPP.values())
+def test_cuda_cpp_draws_what_warp_draws_on_a_gpu(ball: Geometry, cube: Geometry, choice: dict[str, str]) -> None:
+    draws_what_warp_draws("cuda", crowd(ball, cube), choice)
 
 
-def persistent_finds_what_levels_find(device: str, scene: Scene, frames: int = 7) -> None:
-    persistent, by_level = Renderer(scene, device, traversal="persistent"), Renderer(scene, device)
-    second_pass = 0
-    for camera in flight(frames):
-        ours, theirs = persistent.render(camera, ALL), by_level.render(camera, ALL)
-        assert same(ours, theirs, ALL)
-        assert ours.stats == theirs.stats
-        second_pass += ours.stats.second_pass_clusters
-    assert second_pass > 0 or frames < 7
+def draws_what_warp_draws(device: str, scene: Scene, choice: dict[str, str], frames: int = 7) -> None:
+    for one_sided in (False, True):
+        options = {"one_sided": one_sided, "pixel_error": 0.5 + one_sided}
+        cuda, warp = (Renderer(scene, device, **kind, **options) for kind in (WARP | choice, WARP))
+        second_pass = large = 0
+        for camera in [*flight(frames), *odd_views()][: frames + 3]:
+            ours, theirs = cuda.render(camera, ALL), warp.render(camera, ALL)
+            assert same(ours, theirs, ALL)
+            assert ours.stats == theirs.stats
+            second_pass += ours.stats.second_pass_clusters
+            large += ours.stats.large_triangles
+        assert (second_pass > 0 and large > 0) or frames < 7
+
+
+def odd_views() -> list[Camera]:
+    """Within a mesh, so that triangles reach behind the camera; parallel; of a single pixel."""
+    return [
+        Camera.look_at((5, 0, 0), (9, 1, 0), **SIZE),
+        Camera.parallel((-4, 0, 2), (5, 0, 0), view_height=8.0, **SIZE),
+        Camera.look_at((0, 0, 0), (9, 1, 0), width=1, height=1),
+    ]
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (2, 1), (7, 33), (64, 64), (65, 130)])
@@ -730,6 +752,8 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
         (lambda: Renderer(Scene(), "cpu").render(["cam"]), "cameras has 'cam'"),  # type: ignore[list-item]
         (lambda: Renderer(Scene(), "cpu").render(AHEAD, None), "outputs=None: expected a list"),  # type: ignore[arg-type]
         (lambda: Renderer(Scene(), "cpu", traversal="bfs"), "expected 'levels' or 'persistent'"),
+        (lambda: Renderer(Scene(), "cpu", rasterizer="blocks"), "rasterizer='blocks' takes a GPU, and this is cpu"),
+        (lambda: Renderer(Scene(), "cpu", rasterizer="tiles"), "expected 'threads' or 'blocks', or None"),
         (lambda: Renderer(Scene(), "cpu", traversal="persistent"), "takes a GPU, and this is cpu"),
     ],
 )

@@ -2,9 +2,9 @@
 
 import warp as wp
 
-from rooftop.scene.rendering.buffers import LENS_ORTHOGRAPHIC, Frame, Resident, Targets, Views
+from rooftop.scene.rendering.buffers import LENS_ORTHOGRAPHIC, MESH_UV, Frame, Resident, Targets, Views
 from rooftop.scene.rendering.clusters import material_of, normal_of, uv_of
-from rooftop.scene.rendering.emit_depth_targets import Hit, hit_of, longest_side, ray
+from rooftop.scene.rendering.emit_depth_targets import Hit, emit_velocity, hit_of, longest_side, ray
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -72,15 +72,24 @@ def toward_camera(views: Views, view: wp.int32, y: wp.int32, x: wp.int32):
 
 @wp.kernel
 def base_pass(
-    resident: Resident, views: Views, frame: Frame, targets: Targets, light: wp.vec3, texels: wp.int32, stride: wp.int32
+    resident: Resident,
+    views: Views,
+    views_before: Views,
+    frame: Frame,
+    targets: Targets,
+    light: wp.vec3,
+    texels: wp.int32,
+    stride: wp.int32,
 ):
-    """`light`: from where it comes, in the world, of length 1."""
+    """`light`: from where it comes, in the world, of length 1. The velocity, if it is asked for, comes along."""
     for i in range(wp.tid(), texels, stride):
         x = i % views.width
         y = (i // views.width) % views.height
         view = i // (views.width * views.height)
         if frame.pixels[view, y, x] != wp.int64(0):
             hit = hit_of(resident, views, frame, view, y, x)
+            if targets.velocity.shape[0] > 0:
+                emit_velocity(views, views_before, frame, targets, view, y, x, hit)
             flat = to_world(resident, hit.instance, upright(hit.a, hit.b, hit.c))
             toward = toward_camera(views, view, y, x)
             normal = surface_normal(resident, hit, flat)
@@ -89,7 +98,7 @@ def base_pass(
             if targets.normal.shape[0] > 0:
                 for axis in range(3):
                     targets.normal[view, y, x, axis] = normal[axis]
-            if targets.uv.shape[0] > 0 and resident.mesh[hit.mesh, 3] != 0:
+            if targets.uv.shape[0] > 0 and resident.mesh[hit.mesh, MESH_UV] != 0:
                 step = resident.mesh_steps[hit.mesh, 1]
                 uv = (
                     hit.parts[0] * uv_of(resident, hit.cluster, hit.corners[0], hit.has_normals, step)

@@ -10,6 +10,8 @@ from rooftop.scene.rendering.buffers import (
     LENS_FY,
     LENS_NEAR,
     LENS_ORTHOGRAPHIC,
+    MESH_NORMALS,
+    MESH_UV,
     RANK_MASK,
     TRIANGLE_SHIFT,
     TRIANGLES,
@@ -99,21 +101,25 @@ def parts_of(views: Views, view: wp.int32, y: wp.int32, x: wp.int32, a: wp.vec3,
 
 
 @wp.func
-def hit_of(resident: Resident, views: Views, frame: Frame, view: wp.int32, y: wp.int32, x: wp.int32):
-    """What a pixel shows that is not background."""
-    pixel = frame.pixels[view, y, x]
-    rank = wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK
-    item = frame.drawn[rank]
+def covering(resident: Resident, frame: Frame, pixel: wp.int64):
+    """Whose triangle a pixel shows that is not background; not yet where."""
+    item = frame.drawn[wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK]
     hit = Hit()
     hit.triangle = wp.int32(pixel) & (TRIANGLES - 1)
     hit.pair = pair_of(item)
     hit.instance = hit.pair % frame.instances
     hit.mesh = resident.instance_mesh[hit.instance]
-    hit.has_normals = resident.mesh[hit.mesh, 2] != 0
+    hit.has_normals = resident.mesh[hit.mesh, MESH_NORMALS] != 0
     page = what_of(item) >> CLUSTER_INDEX_BITS
     index = what_of(item) & CLUSTER_INDEX_MASK
-    has_uv = resident.mesh[hit.mesh, 3] != 0
-    hit.cluster = read_cluster(resident, hit.mesh, page, index, hit.has_normals, has_uv)
+    hit.cluster = read_cluster(resident, hit.mesh, page, index, hit.has_normals, resident.mesh[hit.mesh, MESH_UV] != 0)
+    return hit
+
+
+@wp.func
+def hit_of(resident: Resident, views: Views, frame: Frame, view: wp.int32, y: wp.int32, x: wp.int32):
+    """What a pixel shows that is not background, and where on it."""
+    hit = covering(resident, frame, frame.pixels[view, y, x])
     hit.corners = corners_of(resident, hit.cluster, hit.triangle)
     step = resident.mesh_steps[hit.mesh, 0]
     hit.a = position_of(resident, hit.cluster, hit.corners[0], step)
@@ -126,6 +132,28 @@ def hit_of(resident: Resident, views: Views, frame: Frame, view: wp.int32, y: wp
     return hit
 
 
+@wp.func
+def emit_velocity(
+    views: Views,
+    views_before: Views,
+    frame: Frame,
+    targets: Targets,
+    view: wp.int32,
+    y: wp.int32,
+    x: wp.int32,
+    hit: Hit,
+):
+    """From where the hit point was in the picture of the frame before to where it is in this one."""
+    point = hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c
+    now = on_screen(views, view, transformed(frame.to_view, hit.pair, point))
+    was = transformed(frame.before, hit.pair, point)
+    then = on_screen(views_before, view, was)
+    if was[2] < views_before.lens[view, LENS_NEAR]:  # it was nowhere in the picture's plane
+        then = wp.vec2(wp.nan, wp.nan)
+    targets.velocity[view, y, x, 0] = now[0] - then[0]
+    targets.velocity[view, y, x, 1] = now[1] - then[1]
+
+
 @wp.kernel
 def emit_depth_targets(
     resident: Resident,
@@ -133,36 +161,35 @@ def emit_depth_targets(
     views_before: Views,
     frame: Frame,
     targets: Targets,
+    velocity: wp.int32,
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """A thread for each pixel in strides; only targets that are not empty are written, and no background."""
+    """A thread for each pixel in strides; only targets that are not empty are written, and no background. `velocity`:
+    whether that, too, is written here; where there is a base pass, that one knows the point on the surface anyway."""
     for i in range(wp.tid(), texels, stride):
         x = i % views.width
         y = (i // views.width) % views.height
         view = i // (views.width * views.height)
         pixel = frame.pixels[view, y, x]
         if pixel != wp.int64(0):
-            near = wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)
             if targets.depth.shape[0] > 0:
+                near = wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)
                 targets.depth[view, y, x] = views.lens[view, LENS_NEAR] / near
-            hit = hit_of(resident, views, frame, view, y, x)
-            if targets.instance.shape[0] > 0:
-                targets.instance[view, y, x] = hit.instance
-            if targets.cluster.shape[0] > 0:
-                targets.cluster[view, y, x] = hit.cluster.number
             if targets.triangle.shape[0] > 0:
-                targets.triangle[view, y, x] = hit.triangle
-            if targets.level.shape[0] > 0:
-                targets.level[view, y, x] = hit.cluster.level
-            if targets.material.shape[0] > 0:
-                targets.material[view, y, x] = material_of(resident, hit.cluster, hit.triangle)
-            if targets.velocity.shape[0] > 0:
-                point = hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c
-                now = on_screen(views, view, transformed(frame.to_view, hit.pair, point))
-                was = transformed(frame.before, hit.pair, point)
-                then = on_screen(views_before, view, was)
-                if was[2] < views_before.lens[view, LENS_NEAR]:  # it was nowhere in the picture's plane
-                    then = wp.vec2(wp.nan, wp.nan)
-                targets.velocity[view, y, x, 0] = now[0] - then[0]
-                targets.velocity[view, y, x, 1] = now[1] - then[1]
+                targets.triangle[view, y, x] = wp.int32(pixel) & (TRIANGLES - 1)
+            if targets.instance.shape[0] > 0:
+                item = frame.drawn[wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK]
+                targets.instance[view, y, x] = pair_of(item) % frame.instances
+            of_cluster = targets.cluster.shape[0] + targets.level.shape[0] + targets.material.shape[0]
+            if of_cluster > 0:
+                hit = covering(resident, frame, pixel)
+                if targets.cluster.shape[0] > 0:
+                    targets.cluster[view, y, x] = hit.cluster.number
+                if targets.level.shape[0] > 0:
+                    targets.level[view, y, x] = hit.cluster.level
+                if targets.material.shape[0] > 0:
+                    targets.material[view, y, x] = material_of(resident, hit.cluster, hit.triangle)
+            if velocity != 0:
+                hit = hit_of(resident, views, frame, view, y, x)
+                emit_velocity(views, views_before, frame, targets, view, y, x, hit)

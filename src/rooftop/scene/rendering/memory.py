@@ -56,7 +56,7 @@ class FrameMemory:
     ) -> None:
         pairs, levels = instances * views, max(width - 1, height - 1).bit_length() + 1
         sizes = [0] + [(((width - 1) >> k) + 1) * (((height - 1) >> k) + 1) for k in range(1, levels)]
-        self.hzb_steps = [(level, min(level + 1, levels - 1)) for level in range(1, levels, 2)]
+        self.hzb_steps = [(level, min(level + 2, levels - 1)) for level in range(1, levels, 3)]
         self.hzb_texels = [size * views for size in sizes]
         starts = [0, 0, *(sum(sizes[:k]) for k in range(2, levels))][:levels]
         self.pairs, self.texels, self.room = pairs, views * width * height, dict(room)
@@ -88,6 +88,7 @@ class FrameMemory:
             "hzb_before": of(torch.float32, views, sum(sizes)),
             "hzb_at": torch.tensor(starts, dtype=torch.int32, device=device),
         }
+        self.graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}  # by what a frame is drawn with
         self.frame: Any = buffers.Frame()
         self.frame.instances = instances
         for name, tensor in self.tensors.items():
@@ -106,9 +107,7 @@ class FrameMemory:
 
     def turn_over(self) -> None:
         """The depths of this frame become those of the frame before."""
-        tensors, frame = self.tensors, self.frame
-        tensors["hzb"], tensors["hzb_before"] = tensors["hzb_before"], tensors["hzb"]
-        frame.hzb, frame.hzb_before = frame.hzb_before, frame.hzb
+        self.tensors["hzb_before"].copy_(self.tensors["hzb"])
 
     def take_depths(self, before: FrameMemory) -> None:
         """The depths of the frame before, from other memory for pictures of the same size."""

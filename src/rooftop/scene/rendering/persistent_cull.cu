@@ -4,34 +4,27 @@
 //
 // Counters, each with who changes it:
 //   nodes_written    how many nodes were put into the queue; whoever appends
-//   nodes_claimed    how many of them some warp has taken; the warp, four at most at a time
-//   nodes_finished   how many of them have appended all that they lead to; the warp that took them
-//   groups_written, groups_claimed   likewise of groups, which append nothing to either list
-// An entry is written after its place was counted: EMPTY says that it is on its way. Nothing is left when as many nodes
-// are finished as were written, and as many groups claimed; read in that order, since each number only grows.
-
-typedef long long Entry;  // pair << 32 | what
+//   nodes_claimed    how many places of the queue have an owner; a warp, four at a time, whether or not they are written
+//   nodes_finished   how many nodes have appended all that they lead to; the warp that owns them
+//   groups_written, groups_claimed   likewise of groups, one at a time; they append nothing to either list
+// A warp owns places before anything stands there, and looks at no others: nobody tries twice to get the same one. An
+// entry is written after its place was counted: EMPTY says that it is on its way. When as many nodes are finished as were
+// written (read in that order: both only grow), nothing is appended any more, and whoever owns places behind the ends of
+// both lists leaves.
 
 #ifdef __CUDACC__
-__device__ __forceinline__ void wait_a_little() { __nanosleep(64); }
+__device__ __forceinline__ void wait_a_little(int nanoseconds) { __nanosleep(nanoseconds); }
 #else
-inline void wait_a_little() { let_others_run(); }
+inline void wait_a_little(int) { let_others_run(); }
 #endif
 
 constexpr Entry EMPTY = -1;
 constexpr float ROUNDING = 1e-6f;
 constexpr int NODE_BATCH = 4;  // nodes of a warp at a time: 32 children
-constexpr int PASS = 64;
-constexpr int GROUPS = 0, VISIBLE = 1, HIDDEN_CHILDREN = 3, HIDDEN_CLUSTERS = 4, NODES_WRITTEN = 16;
-constexpr int NODES_CLAIMED = 10, NODES_FINISHED = 11, GROUPS_CLAIMED = 12;
-constexpr int FX = 0, FY = 1, CX = 2, CY = 3, NEAR = 4, ORTHOGRAPHIC = 5, TANGENT = 6, LENS = 8;
+constexpr int NODES_WRITTEN = 16, NODES_CLAIMED = 10, NODES_FINISHED = 11, GROUPS_CLAIMED = 12;  // counters of its own
 constexpr int CHILDREN = 8, CHILD_WORDS = 16, CHILD_SPHERE = 6, CHILD_ERROR = 10, CHILD_KIND = 11, CHILD_AT = 12, CHILD_FIRST = 13;
-constexpr int PAGE_WORDS = 4, PAGE_GROUPS = 1, GROUP_WORDS = 8, CLUSTER_WORDS = 21;
-constexpr int CLUSTER_SPHERE = 0, CLUSTER_ERROR = 4, CLUSTER_BASE = 5, CLUSTER_EXTENT = 8, CLUSTER_INDEX_BITS = 11;
 constexpr int INNER = -1;
-
-struct Vector { float x, y, z; };
-struct List { Entry* items; int room; int* count; };
+constexpr int SHORTEST_NAP = 64, LONGEST_NAP = 1024;  // nanoseconds
 
 struct Scene {
     const int *words, *nodes, *mesh, *instance_mesh;
@@ -48,30 +41,22 @@ struct Frame {
     bool history;
 };
 
-__device__ __forceinline__ float real(int word) {
-    union { int word; float value; } bits = {word};
-    return bits.value;
-}
-__device__ __forceinline__ Vector three(const int* words) { return {real(words[0]), real(words[1]), real(words[2])}; }
-__device__ __forceinline__ float larger_of(float a, float b) { return a < b ? b : a; }
-__device__ __forceinline__ float smaller_of(float a, float b) { return a < b ? a : b; }
-__device__ __forceinline__ int pair_of(Entry entry) { return int(entry >> 32); }
-__device__ __forceinline__ int what_of(Entry entry) { return int(entry & 0xffffffffll); }
-__device__ __forceinline__ Entry entry_of(int pair, int what) { return (Entry(pair) << 32) | Entry(what); }
-
 __device__ __forceinline__ int now_at(const int* count) { return *(volatile const int*)count; }
 
-__device__ __forceinline__ void append(const List& list, Entry entry) {
-    const int at = atomicAdd(list.count, 1);
-    if (at < list.room) *(volatile Entry*)&list.items[at] = entry;
+constexpr unsigned ALL_LANES = 0xffffffffu;
+// For the whole warp: the entries of those lanes that have one, counted once for all of them.
+__device__ void append(const List& list, bool has_one, Entry entry) {
+    const unsigned lanes = __ballot_sync(ALL_LANES, has_one);
+    if (lanes == 0) return;
+    const int lane = threadIdx.x % 32;
+    int first = 0;
+    if (lane == 0) first = atomicAdd(list.count, __popc(lanes));
+    const int at = __shfl_sync(ALL_LANES, first, 0) + __popc(lanes & ((1u << lane) - 1));
+    if (has_one && at < list.room) *(volatile Entry*)&list.items[at] = entry;
 }
 
 // ---- projections, as in projections.py ----
 
-__device__ __forceinline__ Vector transformed(const float* m, Vector p) {
-    return {m[0] * p.x + m[1] * p.y + m[2] * p.z + m[3], m[4] * p.x + m[5] * p.y + m[6] * p.z + m[7],
-            m[8] * p.x + m[9] * p.y + m[10] * p.z + m[11]};
-}
 __device__ __forceinline__ float half_size(const float* row, Vector center, Vector half) {
     float size = 0.0f, terms = fabsf(row[3]);
     size += fabsf(row[0]) * half.x;
@@ -148,26 +133,16 @@ __device__ State box_state(const Frame& frame, const View& now, const View& befo
     return is_hidden(frame, before.lens, before.hzb, at, sizes) ? HIDDEN : SHOWN;
 }
 
-// ---- what a warp does with what it has taken ----
+// ---- what a warp does with what it owns ----
 
-// Up to `most` of what is written of a list and not yet claimed; for the whole warp: the first, or -1. `taken`: how many.
-__device__ int claim(int* claimed, const int* written, int room, int most, int& taken) {
-    int first = -1;
-    taken = 0;
-    if (threadIdx.x % 32 == 0) {
-        const int there = min(now_at(written), room), next = now_at(claimed);
-        if (next < there && atomicCAS(claimed, next, next + min(most, there - next)) == next) {
-            first = next;
-            taken = min(most, there - next);
-        }
-    }
-    taken = __shfl_sync(0xffffffffu, taken, 0);
-    return __shfl_sync(0xffffffffu, first, 0);
+// The first of so many places of a list that belong to this warp from now on.
+__device__ __forceinline__ int claim(int* claimed, int places) {
+    int first = 0;
+    if (threadIdx.x % 32 == 0) first = atomicAdd(claimed, places);
+    return __shfl_sync(ALL_LANES, first, 0);
 }
-__device__ __forceinline__ Entry arrived(const Entry* place) {
-    Entry entry;
-    while ((entry = *(volatile const Entry*)place) == EMPTY) wait_a_little();
-    return entry;
+__device__ __forceinline__ Entry what_is_at(const Entry* items, int place, int room) {
+    return place < room ? *(volatile const Entry*)&items[place] : EMPTY;
 }
 
 struct Views { const float *lens, *lens_before, *to_view, *before, *hzb_before; };
@@ -176,39 +151,36 @@ __device__ __forceinline__ View view_of(const Frame& frame, const float* lens, c
     return {lens + LENS * view, matrices + 12ll * pair, hzb + (long long)frame.hzb_stride * view};
 }
 
-__device__ void ask_child(const Scene& scene, const Frame& frame, const Views& views, Entry node_entry, int slot,
-                          const List& queue, const List& groups, const List& hidden_children) {
+enum Lead { NOWHERE, TO_NODE, TO_GROUP, TO_HIDDEN };
+__device__ Lead ask_child(const Scene& scene, const Frame& frame, const Views& views, Entry node_entry, int slot, Entry& found) {
     const int pair = pair_of(node_entry), node = what_of(node_entry), instance = pair % frame.instances;
     const long long row = scene.mesh[4 * scene.instance_mesh[instance]] + node;
     const int* child = scene.nodes + (row * CHILDREN + slot) * CHILD_WORDS;
-    if (child[CHILD_KIND] == 0) return;
+    if (child[CHILD_KIND] == 0) return NOWHERE;
     const View now = view_of(frame, views.lens, views.to_view, views.hzb_before, pair);
-    if (!too_coarse(scene, frame, now, instance, three(child + CHILD_SPHERE), real(child[CHILD_SPHERE + 3]), real(child[CHILD_ERROR]))) return;
+    if (!too_coarse(scene, frame, now, instance, three(child + CHILD_SPHERE), real(child[CHILD_SPHERE + 3]), real(child[CHILD_ERROR])))
+        return NOWHERE;
     const View before = view_of(frame, views.lens_before, views.before, views.hzb_before, pair);
     const State state = box_state(frame, now, before, three(child), three(child + 3));
-    if (state == UNSEEN) return;
-    const Entry as_child = entry_of(pair, node * CHILDREN + slot);
-    if (state == HIDDEN) append(hidden_children, as_child);
-    else if (child[CHILD_KIND] == INNER) append(queue, entry_of(pair, child[CHILD_AT]));
-    else append(groups, as_child);
+    if (state == UNSEEN) return NOWHERE;
+    const bool inner = state == SHOWN && child[CHILD_KIND] == INNER;
+    found = inner ? entry_of(pair, child[CHILD_AT]) : entry_of(pair, node * CHILDREN + slot);
+    return state == HIDDEN ? TO_HIDDEN : inner ? TO_NODE : TO_GROUP;
 }
 
-__device__ void ask_cluster(const Scene& scene, const Frame& frame, const Views& views, int pair, int page, int index,
-                            const List& visible, const List& hidden_clusters) {
+__device__ State ask_cluster(const Scene& scene, const Frame& frame, const Views& views, int pair, int page, int index, Entry& found) {
     const int instance = pair % frame.instances, mesh = scene.instance_mesh[instance];
-    const long long at = scene.page_at[scene.mesh[4 * mesh + 1] + page];
-    const int* head = scene.words + at + PAGE_WORDS + scene.words[at + PAGE_GROUPS] * GROUP_WORDS + index * CLUSTER_WORDS;
+    const int* head = head_of(scene.words + scene.page_at[scene.mesh[4 * mesh + 1] + page], index);
     const View now = view_of(frame, views.lens, views.to_view, views.hzb_before, pair);
-    if (too_coarse(scene, frame, now, instance, three(head + CLUSTER_SPHERE), real(head[CLUSTER_SPHERE + 3]), real(head[CLUSTER_ERROR]))) return;
+    if (too_coarse(scene, frame, now, instance, three(head + CLUSTER_SPHERE), real(head[CLUSTER_SPHERE + 3]), real(head[CLUSTER_ERROR])))
+        return UNSEEN;
     const float step = scene.steps[2 * mesh], half_step = 0.5f * step;
     const int *base = head + CLUSTER_BASE, *extent = head + CLUSTER_EXTENT;
     const Vector half = {half_step * float(extent[0]), half_step * float(extent[1]), half_step * float(extent[2])};
     const Vector center = {step * float(base[0]) + half.x, step * float(base[1]) + half.y, step * float(base[2]) + half.z};
     const View before = view_of(frame, views.lens_before, views.before, views.hzb_before, pair);
-    const State state = box_state(frame, now, before, center, half);
-    const Entry entry = entry_of(pair, (page << CLUSTER_INDEX_BITS) | index);
-    if (state == SHOWN) append(visible, entry);
-    if (state == HIDDEN) append(hidden_clusters, entry);
+    found = entry_of(pair, (page << CLUSTER_INDEX_BITS) | index);
+    return box_state(frame, now, before, center, half);
 }
 
 __global__ void persistent_cull(const int* words, const long long* page_at, const int* nodes, const int* mesh, const float* mesh_steps,
@@ -227,39 +199,57 @@ __global__ void persistent_cull(const int* words, const long long* page_at, cons
     const List hidden_children = {hidden_child_items, hidden_child_room, counters + HIDDEN_CHILDREN};
     const List hidden_clusters = {hidden_cluster_items, hidden_cluster_room, counters + HIDDEN_CLUSTERS};
     const int lane = threadIdx.x % 32;
+    int nodes_at = claim(mine + NODES_CLAIMED, NODE_BATCH), groups_at = claim(mine + GROUPS_CLAIMED, 1), nap = SHORTEST_NAP;
+    bool taken = false;  // whether this lane has asked its child
     for (;;) {
-        int taken;
-        int first = claim(mine + NODES_CLAIMED, mine + NODES_WRITTEN, queue_room, NODE_BATCH, taken);
-        if (taken) {
-            if (lane / CHILDREN < taken) {
-                const Entry node = arrived(queue_items + first + lane / CHILDREN);
-                ask_child(scene, frame, views, node, lane % CHILDREN, queue, groups, hidden_children);
+        const Entry node = taken ? EMPTY : what_is_at(queue.items, nodes_at + lane / CHILDREN, queue.room);
+        const unsigned seen = __ballot_sync(ALL_LANES, node != EMPTY);
+        const bool ask = (seen >> lane / CHILDREN * CHILDREN & 0xffu) == 0xffu;  // all lanes of this node have seen it
+        const int asked = __popc(__ballot_sync(ALL_LANES, ask)) / CHILDREN;
+        if (asked) {
+            Entry found = EMPTY;
+            Lead lead = NOWHERE;
+            if (ask) lead = ask_child(scene, frame, views, node, lane % CHILDREN, found);
+            append(queue, lead == TO_NODE, found);
+            append(groups, lead == TO_GROUP, found);
+            append(hidden_children, lead == TO_HIDDEN, found);
+            __threadfence();  // what these lanes led to is counted before they are
+            taken |= ask;
+            if (__ballot_sync(ALL_LANES, taken) == ALL_LANES) {
+                nodes_at = claim(mine + NODES_CLAIMED, NODE_BATCH);
+                taken = false;
             }
-            __syncwarp();  // all that these nodes lead to has been counted
-            __threadfence();
-            if (lane == 0) atomicAdd(mine + NODES_FINISHED, taken);
+            if (lane == 0) atomicAdd(mine + NODES_FINISHED, asked);
+            nap = SHORTEST_NAP;
             continue;
         }
-        first = claim(mine + GROUPS_CLAIMED, mine + GROUPS, group_room, 1, taken);
-        if (taken) {
-            const Entry group = arrived(group_items + first);
+        const Entry group = what_is_at(groups.items, groups_at, groups.room);
+        if (__ballot_sync(ALL_LANES, group != EMPTY) == ALL_LANES) {
             const int pair = pair_of(group), child_number = what_of(group);
             const long long row = mesh[4 * instance_mesh[pair % instances]] + child_number / CHILDREN;
             const int* child = nodes + (row * CHILDREN + child_number % CHILDREN) * CHILD_WORDS;
-            for (int k = lane; k < child[CHILD_KIND]; k += 32)
-                ask_cluster(scene, frame, views, pair, child[CHILD_AT], child[CHILD_FIRST] + k, visible, hidden_clusters);
+            for (int first = 0; first < child[CHILD_KIND]; first += 32) {
+                Entry found = EMPTY;
+                State state = UNSEEN;
+                if (first + lane < child[CHILD_KIND])
+                    state = ask_cluster(scene, frame, views, pair, child[CHILD_AT], child[CHILD_FIRST] + first + lane, found);
+                append(visible, state == SHOWN, found);
+                append(hidden_clusters, state == HIDDEN, found);
+            }
+            groups_at = claim(mine + GROUPS_CLAIMED, 1);
+            nap = SHORTEST_NAP;
             continue;
         }
         int done = 0;
         if (lane == 0) {
             const int finished = now_at(mine + NODES_FINISHED);
             __threadfence();
-            const int written = min(now_at(mine + NODES_WRITTEN), queue_room);
+            done = finished >= min(now_at(mine + NODES_WRITTEN), queue_room);
             __threadfence();
-            const int claimed = now_at(mine + GROUPS_CLAIMED);
-            done = finished >= written && claimed >= min(now_at(mine + GROUPS), group_room);
+            done = done && groups_at >= min(now_at(mine + GROUPS), group_room);
         }
-        if (__shfl_sync(0xffffffffu, done, 0)) return;
-        wait_a_little();
+        if (__shfl_sync(ALL_LANES, done, 0)) return;
+        wait_a_little(nap);
+        nap = min(2 * nap, LONGEST_NAP);
     }
 }

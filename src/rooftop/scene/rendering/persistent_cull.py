@@ -7,11 +7,11 @@ at one level are at the next, or at the clusters, and nothing waits for a level 
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import torch
 
-from rooftop.launch import cuda, nvrtc
+from rooftop.launch import cuda
+from rooftop.scene.rendering.cuda_sources import with_pieces
 from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 
@@ -19,24 +19,10 @@ THREADS = 128  # of a block
 BLOCKS_OF_A_MULTIPROCESSOR = 8
 
 
-def require(device: torch.device) -> None:
-    """Raises:
-    ValueError: the device is no GPU.
-    MissingExtraError: what compiles and launches CUDA C++ is not installed.
-    """
-    if not cuda.runs_on(torch.empty(0, device=device)):
-        raise ValueError(
-            f"traversal='persistent' takes a GPU, and this is {device}; traversal='levels' runs everywhere"
-        )
-    if device.type == "cuda":
-        nvrtc.require_cuda_core()
-        nvrtc.version()
-
-
 @cache
 def source() -> str:
     """The CUDA C++."""
-    return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    return with_pieces(__file__)
 
 
 def cull(scene: Uploaded, now: Uploaded, then: Uploaded, memory: FrameMemory, history: int, second: int) -> None:

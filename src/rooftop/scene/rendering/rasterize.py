@@ -155,6 +155,7 @@ def draw_small(
     tie_c = tie(b[0] - a[0], b[1] - a[1])
     nearest = wp.max(depth_a, wp.max(depth_b, depth_c))
     farthest = wp.min(depth_a, wp.min(depth_b, depth_c))
+    over_area = 1.0 / wp.float32(area)
     for y in range(box[2], box[3] + 1):
         py = y << SUBPIXEL_BITS
         for x in range(box[0], box[1] + 1):
@@ -165,7 +166,7 @@ def draw_small(
             if of_a + tie_a >= 0 and of_b + tie_b >= 0 and of_c + tie_c >= 0:
                 # All terms have one sign: however far apart the corners are, nothing cancels.
                 sum = wp.float32(of_a) * depth_a + wp.float32(of_b) * depth_b + wp.float32(of_c) * depth_c
-                depth = wp.clamp(sum / wp.float32(area), farthest, nearest)
+                depth = wp.clamp(sum * over_area, farthest, nearest)
                 put(frame, view, y, x, nearness(views, view, depth), low)
 
 

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from rooftop.scene.cameras import MOST, Camera, same_size
 from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer
-from rooftop.scene.rendering import buffers, persistent_cull
+from rooftop.scene.rendering import buffers, cuda_sources
 from rooftop.scene.rendering.memory import MOST_THREADS, ROOM, FrameMemory
 from rooftop.scene.rendering.stages import THREADS_OF_A_MULTIPROCESSOR, Clock, Stages
-from rooftop.scene.rendering.uploads import Meshes, Uploaded, resident, views
+from rooftop.scene.rendering.uploads import Inputs, Meshes
 from rooftop.scene.scenes import Scene
 
 LIGHT = wp.vec3(*(np.array((0.4, 0.3, 0.85)) / np.linalg.norm((0.4, 0.3, 0.85))).tolist())
 BACKGROUND = {"depth": torch.inf, "uv": torch.nan, "normal": 0.0, "velocity": 0.0, "color": 0.0}  # else -1
 CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3}
 TRAVERSALS = ("levels", "persistent")
-OF_BASE_PASS = {"normal", "uv", "color"}
+RASTERIZERS = ("threads", "blocks")
 
 
 class Renderer:
@@ -36,7 +36,11 @@ class Renderer:
         occlusion: whether what is hidden is left out. It changes no pixel.
         one_sided: whether triangles that are seen from behind (clockwise) are left out.
         traversal: "levels" walks the trees level by level, in as many launches; "persistent" in a single one, which
-            takes a GPU and `rooftop[cuda]`. They draw the same.
+            takes a GPU and `rooftop[cuda]`.
+        rasterizer: of small triangles. "threads" gives each triangle a thread; "blocks" gives each cluster a block,
+            whose threads share its vertices: faster, and takes a GPU and `rooftop[cuda]`. None: "blocks" if it can.
+
+    Whichever traversal and rasterizer draw, each pixel is the same, bit for bit.
 
     Example:
         >>> frame = Renderer(scene).render(Camera.look_at((3, 0, 1), (0, 0, 0)), outputs=("depth", "normal"))
@@ -53,9 +57,12 @@ class Renderer:
         occlusion: bool = True,
         one_sided: bool = False,
         traversal: str = "levels",
+        rasterizer: str | None = None,
     ) -> None:
         if traversal not in TRAVERSALS:
             raise ValueError(f"traversal={traversal!r}: expected 'levels' or 'persistent'")
+        if rasterizer not in (None, *RASTERIZERS):
+            raise ValueError(f"rasterizer={rasterizer!r}: expected 'threads' or 'blocks', or None for what there is")
         if not isinstance(scene, Scene):
             raise ValueError(f"scene={scene!r}: expected a scene.Scene with instances of meshes")
         if isinstance(pixel_error, bool | str) or not hasattr(pixel_error, "__float__") or not 0 <= pixel_error <= MOST:
@@ -64,14 +71,17 @@ class Renderer:
         self.pixel_error, self.occlusion, self.one_sided = float(pixel_error), occlusion, one_sided
         self._persistent = traversal == "persistent"
         if self._persistent:
-            persistent_cull.require(self.device)
+            cuda_sources.require(self.device, "traversal='persistent'", "traversal='levels'")
+        if rasterizer == "blocks":
+            cuda_sources.require(self.device, "rasterizer='blocks'", "rasterizer='threads'")
+        self._blocks = rasterizer == "blocks" or (rasterizer is None and cuda_sources.is_there(self.device))
         self._threads = 1
         if self.device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
             self._threads = THREADS_OF_A_MULTIPROCESSOR * multiprocessors
         self._meshes: Meshes | None = None
         self._memory: FrameMemory | None = None
-        self._placed: tuple[NDArray[np.int32], NDArray[np.float64], Uploaded] | None = None
+        self._inputs: Inputs | None = None
         # Of the frame before:
         self._transforms = np.zeros((0, 4, 4))
         self._cameras: tuple[Camera, ...] = ()
@@ -108,28 +118,36 @@ class Renderer:
                 pictures["overdraw"] = torch.zeros(len(cameras), height, width, dtype=torch.int32, device=self.device)
             return GBuffer(FrameStats(0, 0, (), 0, 0, 0), **pictures)
         if self._meshes is None or self._meshes.count != len(self.scene.meshes):
-            self._meshes, self._placed = Meshes(self.scene.meshes, self.device), None
+            self._meshes, self._inputs = Meshes(self.scene.meshes, self.device), None
         same_views = len(self._cameras) == len(cameras) and same_size(self._cameras) == (width, height)
         history = self.occlusion and same_views and self._has_depths
-        placed = self._place(mesh_of, transforms)
-        now = views(cameras, self.device)
-        then = views(self._cameras, self.device) if same_views else now
+        sizes = (len(mesh_of), len(cameras), (width, height))
+        if self._inputs is None or self._inputs.sizes != sizes:
+            self._inputs = Inputs(self._meshes, *sizes, self.device)
+            if self._memory is not None:
+                self._memory.graphs.clear()  # they know where the inputs were
+        inputs = self._inputs
+        inputs.place(mesh_of, transforms, self._transforms_before(transforms))
+        inputs.look(cameras, self._cameras if same_views else cameras)
         memory = self._memory_of(len(mesh_of), len(cameras), width, height, "overdraw" in outputs)
         memory.frame.pixel_error = self.pixel_error
         while True:
             clock = Clock(self.device, timings)
             stages = Stages(
-                *(placed, now, then, memory, self._meshes.depth, self._threads, clock),
-                *(self.occlusion, self.one_sided, self._persistent),
+                *(inputs.resident, inputs.now, inputs.then, memory, self._meshes.depth, self._threads, clock),
+                *(self.occlusion, self.one_sided, self._persistent, self._blocks),
             )
-            stages.draw(history)
-            counters = memory.tensors["counters"].tolist()
+            if self.device.type == "cuda" and not timings:
+                stages.draw_captured(history)
+            else:
+                stages.draw(history)
+            pictures, targets = _pictures(outputs, (len(cameras), height, width), self.device)
+            stages.emit(targets, LIGHT, outputs)
+            counters = memory.tensors["counters"].tolist()  # waits for the frame
             room = memory.wanted_room(counters)
             if room == memory.room:
                 break
             memory = memory.with_room(room)
-        pictures, targets = _pictures(outputs, (len(cameras), height, width), self.device)
-        stages.emit(targets, LIGHT, bool(OF_BASE_PASS.intersection(outputs)))
         if "overdraw" in outputs:
             pictures["overdraw"] = memory.tensors["fragments"].clone()
         stats = _stats(counters, clock.stage_ms())
@@ -137,22 +155,14 @@ class Renderer:
         self._memory, self._transforms, self._cameras, self._has_depths = memory, transforms, cameras, self.occlusion
         return GBuffer(stats, **pictures)
 
-    def _place(self, mesh_of: NDArray[np.int32], transforms: NDArray[np.float64]) -> Uploaded:
-        """The instances on the device; where none has moved since the frame before, they are there already."""
-        assert self._meshes is not None
-        before = transforms
-        if self._transforms is not transforms and len(self._transforms):
-            before = transforms.copy()
-            shared = min(len(before), len(self._transforms))
-            before[:shared] = self._transforms[:shared]
-        kept = self._placed
-        if kept is None or kept[0] is not mesh_of or kept[1] is not transforms or before is not transforms:
-            uploaded = resident(self._meshes, mesh_of, transforms, before, self.device)
-            if before is not transforms:
-                self._placed = None  # the next frame has another one before it
-                return uploaded
-            self._placed = kept = (mesh_of, transforms, uploaded)
-        return kept[2]
+    def _transforms_before(self, transforms: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of the frame before; new instances were where they are. The same array if none has moved."""
+        if self._transforms is transforms or not len(self._transforms):
+            return transforms
+        before = transforms.copy()
+        shared = min(len(before), len(self._transforms))
+        before[:shared] = self._transforms[:shared]
+        return before
 
     def _memory_of(self, instances: int, views: int, width: int, height: int, fragments: bool) -> FrameMemory:
         """That of the frame before, if it fits."""
@@ -189,15 +199,14 @@ def _pictures(
 ) -> tuple[dict[str, Tensor], Any]:
     """Tensors of background, by name, and the same as the stages take them."""
     pictures, targets = {}, buffers.Targets()
-    for name in OUTPUTS:
+    for name in outputs:
         if name == "overdraw":
             continue
-        sizes = (*(shape if name in outputs else (0, 0, 0)), *([CHANNELS[name]] if name in CHANNELS else []))
+        sizes = (*shape, *([CHANNELS[name]] if name in CHANNELS else []))
         dtype = torch.float32 if name in BACKGROUND else torch.int32
-        picture = torch.full(sizes, BACKGROUND.get(name, -1), dtype=dtype, device=device)
-        setattr(targets, name, wp.from_torch(picture))
-        pictures[name] = picture
-    return {name: picture for name, picture in pictures.items() if name in outputs}, targets
+        pictures[name] = torch.full(sizes, BACKGROUND.get(name, -1), dtype=dtype, device=device)
+        setattr(targets, name, wp.from_torch(pictures[name]))
+    return pictures, targets
 
 
 def _stats(counters: list[int], stage_ms: dict[str, float]) -> FrameStats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +21,13 @@ from rooftop.scene.rendering import (
     level_cull,
     persistent_cull,
     rasterize,
+    rasterize_clusters,
 )
 from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
+OF_BASE_PASS = {"normal", "uv", "color"}
 
 
 class Clock:
@@ -70,6 +72,8 @@ class Stages:
         depth: of the deepest tree.
         threads: of a launch; each goes through a list in strides of as many.
         persistent: whether the trees are walked in one launch (`persistent_cull`), or level by level.
+        blocks: whether small triangles are drawn by a block for each cluster (`rasterize_clusters`), or by a thread
+            for each triangle.
     """
 
     resident: Uploaded
@@ -82,6 +86,7 @@ class Stages:
     occlusion: bool
     one_sided: bool
     persistent: bool
+    blocks: bool
 
     def draw(self, history: bool) -> None:
         """The visibility buffer. `history`: whether the frame before may say what is hidden."""
@@ -112,15 +117,28 @@ class Stages:
             self._rasterize(1)
         self._build_hzb()
 
-    def emit(self, targets: Any, light: Any, base: bool) -> None:
-        """Pictures from the visibility buffer; `base`: whether any is for the base pass."""
-        frame, texels = self.memory.frame, self.memory.texels
+    def draw_captured(self, history: bool) -> None:
+        """As `draw`, replayed from a CUDA graph: some fifty launches take longer than what they do."""
+        graphs = self.memory.graphs
+        key = (history, self.occlusion, self.one_sided, float(self.memory.frame.pixel_error))
+        if key not in graphs:
+            self.draw(history)  # compiles and loads what no capture may
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.draw(history)
+            graphs[key] = graph
+        graphs[key].replay()
+
+    def emit(self, targets: Any, light: Any, outputs: Collection[str]) -> None:
+        """Pictures from the visibility buffer, of these names."""
+        shared = (*self._inputs, self.memory.frame, targets)
+        base = not OF_BASE_PASS.isdisjoint(outputs)
         with self.clock.of("emit_depth_targets"):
-            arguments = (*self._inputs, frame, targets, texels)
-            self._launch(emit_depth_targets.emit_depth_targets, *arguments)
+            velocity = int("velocity" in outputs and not base)
+            self._launch(emit_depth_targets.emit_depth_targets, *shared, velocity, self.memory.texels)
         if base:
             with self.clock.of("base_pass"):
-                self._launch(base_pass.base_pass, *self._inputs[:2], frame, targets, light, texels)
+                self._launch(base_pass.base_pass, *shared, light, self.memory.texels)
 
     @property
     def _inputs(self) -> tuple[Any, Any, Any]:
@@ -149,8 +167,12 @@ class Stages:
                 self._launch(rasterize.rank_pixels, self.now.values, frame, memory.texels)
         with self.clock.of("rasterize"):
             sides = int(self.one_sided)
-            self._launch(rasterize.rasterize, *self._inputs[:2], frame, second, sides)
-            self._launch(rasterize.clip_large, *self._inputs[:2], frame, second, sides)
+            if self.blocks:
+                rasterize_clusters.draw(self.resident, self.now, memory, second, sides)
+            else:
+                self._launch(rasterize.rasterize, *self._inputs[:2], frame, second, sides)
+            few = max(1, self.threads // 16)  # its polygons take memory of each thread's own
+            self._launch(rasterize.clip_large, *self._inputs[:2], frame, second, sides, threads=few)
             self._launch(rasterize.find_tiles, self.now.values, frame, second)
             self._launch(rasterize.draw_tiles, self.now.values, frame, second)
 
@@ -160,5 +182,6 @@ class Stages:
                 texels = self.memory.hzb_texels[top]
                 self._launch(hzb.reduce_depths, self.now.values, self.memory.frame, level, top, texels)
 
-    def _launch(self, kernel: Any, *arguments: Any) -> None:
-        launch_warp(kernel, (self.threads,), *arguments, self.threads, device=self.clock.device)
+    def _launch(self, kernel: Any, *arguments: Any, threads: int | None = None) -> None:
+        threads = threads or self.threads
+        launch_warp(kernel, (threads,), *arguments, threads, device=self.clock.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from rooftop.errors import GeometryFileError, InputError
 from rooftop.scene import layouts
-from rooftop.scene.cameras import Camera, same_size
+from rooftop.scene.cameras import Camera
 from rooftop.scene.geometry import Geometry
 from rooftop.scene.rendering import buffers
 
+LENS = 8  # numbers of a view
 MOST_PAGES = 2**20  # of a mesh: a page and a cluster of it are 31 bits of an entry
 
 
@@ -86,41 +87,73 @@ class Uploaded:
             setattr(values, name, wp.from_torch(tensor))
         return cls(tensors, values)
 
+    def set(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Other numbers into the same memory."""
+        for name, array in arrays.items():
+            self.tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
 
-def resident(
-    meshes: Meshes,
-    mesh_of: NDArray[np.int32],
-    now: NDArray[np.float64],
-    before: NDArray[np.float64],
-    device: torch.device,
-) -> Uploaded:
-    """`buffers.Resident`.
 
-    Args:
-        mesh_of: (instances,).
-        now, before: (instances, 4, 4), object to world.
+class Inputs:
+    """What a frame is drawn from, each in one place as long as there are as many instances and views: launches that are
+    captured in a graph find it there.
+
+    Attributes:
+        resident, now, then: `buffers.Resident`, `buffers.Views`, and those of the frame before.
     """
-    linear = now[:, :3, :3]
-    stretch = np.linalg.svd(linear, compute_uv=False)[:, 0] * (1 + 1e-6)
-    mirrored = np.linalg.det(linear) < 0
-    tensors = {name: getattr(meshes, name) for name in ("words", "page_at", "nodes", "mesh", "mesh_steps", "mesh_box")}
-    tensors["instance_mesh"] = _on(device, mesh_of)
-    tensors["instance_scale"] = _on(device, np.where(mirrored, -stretch, stretch).astype(np.float32))
-    tensors["instance_to_world"] = _on(device, _from_origin(now, meshes.origins[mesh_of]))
-    tensors["instance_before"] = _on(device, _from_origin(before, meshes.origins[mesh_of]))
-    normals = np.linalg.inv(linear).transpose(0, 2, 1) * stretch[:, None, None]
-    tensors["instance_normals"] = _on(device, normals.reshape(-1, 9).astype(np.float32))
-    return Uploaded.into(buffers.Resident(), tensors)
+
+    def __init__(self, meshes: Meshes, instances: int, views: int, size: tuple[int, int], device: torch.device) -> None:
+        self.sizes, self.meshes = (instances, views, size), meshes
+        kept = {name: getattr(meshes, name) for name in ("words", "page_at", "nodes", "mesh", "mesh_steps", "mesh_box")}
+
+        def of(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        kept["instance_mesh"] = of(torch.int32, instances)
+        kept["instance_scale"] = of(torch.float32, instances)
+        kept["instance_to_world"] = of(torch.float64, instances, 12)
+        kept["instance_before"] = of(torch.float64, instances, 12)
+        kept["instance_normals"] = of(torch.float32, instances, 9)
+        self.resident = Uploaded.into(buffers.Resident(), kept)
+        self.now, self.then = (_views(views, size, device) for _ in range(2))
+        self._placed: tuple[NDArray[np.int32] | None, NDArray[np.float64] | None, bool] = (None, None, False)
+
+    def place(self, mesh_of: NDArray[np.int32], now: NDArray[np.float64], before: NDArray[np.float64]) -> None:
+        """The instances; where none has moved since the frame before, they are there already.
+
+        Args:
+            mesh_of: (instances,).
+            now, before: (instances, 4, 4), object to world; the same array if none has moved.
+        """
+        still = before is now
+        if self._placed[0] is mesh_of and self._placed[1] is now and self._placed[2] and still:
+            return
+        linear, origins = now[:, :3, :3], self.meshes.origins[mesh_of]
+        stretch = np.linalg.svd(linear, compute_uv=False)[:, 0] * (1 + 1e-6)
+        normals = np.linalg.inv(linear).transpose(0, 2, 1) * stretch[:, None, None]
+        self.resident.set(
+            {
+                "instance_mesh": mesh_of,
+                "instance_scale": np.where(np.linalg.det(linear) < 0, -stretch, stretch),
+                "instance_to_world": _from_origin(now, origins),
+                "instance_before": _from_origin(before, origins),
+                "instance_normals": normals.reshape(-1, 9),
+            }
+        )
+        self._placed = (mesh_of, now, still)
+
+    def look(self, cameras: Sequence[Camera], before: Sequence[Camera]) -> None:
+        """The views, and where each was in the frame before."""
+        for views, at in ((self.now, cameras), (self.then, before)):
+            lenses = [[c.fx, c.fy, c.cx, c.cy, c.near, c.orthographic, c.corner_tangent, 0.0] for c in at]
+            matrices = np.stack([camera.world_to_camera[:3].reshape(12) for camera in at])
+            views.set({"from_world": matrices, "lens": np.array(lenses)})
 
 
-def views(cameras: Sequence[Camera], device: torch.device) -> Uploaded:
-    """`buffers.Views`."""
-    matrices = np.stack([camera.world_to_camera[:3].reshape(12) for camera in cameras])
-    lenses = [[c.fx, c.fy, c.cx, c.cy, c.near, c.orthographic, c.corner_tangent, 0.0] for c in cameras]
+def _views(count: int, size: tuple[int, int], device: torch.device) -> Uploaded:
     values = buffers.Views()
-    values.width, values.height = same_size(cameras)
-    lens = np.array(lenses, dtype=np.float32)
-    return Uploaded.into(values, {"from_world": _on(device, matrices), "lens": _on(device, lens)})
+    values.width, values.height = size
+    from_world = torch.empty(count, 12, dtype=torch.float64, device=device)
+    return Uploaded.into(values, {"from_world": from_world, "lens": torch.empty(count, LENS, device=device)})
 
 
 def _from_origin(transforms: NDArray[np.float64], origins: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,0 +1,44 @@
+"""What the stages in CUDA C++ share: their sources, and whether they can run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rooftop.errors import MissingExtraError
+from rooftop.launch import cuda, nvrtc
+
+
+def with_pieces(module_file: str) -> str:
+    """The CUDA C++ beside a module, after the pieces that all of them use."""
+    path = Path(module_file)
+    return "\n".join(
+        file.read_text(encoding="utf-8") for file in (path.with_name("pieces.cu"), path.with_suffix(".cu"))
+    )
+
+
+def require(device: torch.device, what: str, otherwise: str) -> None:
+    """Raises, before anything is launched, where CUDA C++ cannot run.
+
+    Args:
+        what, otherwise: the argument that asks for it, and the one that does not, for the message.
+
+    Raises:
+        ValueError: the device is no GPU.
+        MissingExtraError: what compiles and launches CUDA C++ is not installed.
+    """
+    if not cuda.runs_on(torch.empty(0, device=device)):
+        raise ValueError(f"{what} takes a GPU, and this is {device}; {otherwise} runs everywhere")
+    if device.type == "cuda":
+        nvrtc.require_cuda_core()
+        nvrtc.version()
+
+
+def is_there(device: torch.device) -> bool:
+    """Whether CUDA C++ can run on the device."""
+    try:
+        require(device, "", "")
+    except (ValueError, MissingExtraError):
+        return False
+    return True

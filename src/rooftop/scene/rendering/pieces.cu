@@ -1,0 +1,33 @@
+// What the CUDA C++ kernels of a frame share: how the scene is laid out (as layouts.py, buffers.py and clusters.py have it)
+// and the arithmetic of projections.py, operation by operation: compiled without fused multiply-adds, the same bits.
+
+typedef long long Entry;  // pair << 32 | what
+
+constexpr int PASS = 64;  // counters of a pass
+constexpr int GROUPS = 0, VISIBLE = 1, HIDDEN_CHILDREN = 3, HIDDEN_CLUSTERS = 4, LARGE = 5;
+constexpr int FX = 0, FY = 1, CX = 2, CY = 3, NEAR = 4, ORTHOGRAPHIC = 5, TANGENT = 6, LENS = 8;
+constexpr int PAGE_WORDS = 4, PAGE_GROUPS = 1, GROUP_WORDS = 8, CLUSTER_WORDS = 21;
+constexpr int CLUSTER_SPHERE = 0, CLUSTER_ERROR = 4, CLUSTER_BASE = 5, CLUSTER_EXTENT = 8, CLUSTER_COUNTS = 12;
+constexpr int CLUSTER_STREAMS = 13, CLUSTER_INDEX_BITS = 11, NEW_WORDS = 8;
+
+struct Vector { float x, y, z; };
+struct List { Entry* items; int room; int* count; };
+
+__device__ __forceinline__ float real(int word) {
+    union { int word; float value; } bits = {word};
+    return bits.value;
+}
+__device__ __forceinline__ Vector three(const int* words) { return {real(words[0]), real(words[1]), real(words[2])}; }
+__device__ __forceinline__ float larger_of(float a, float b) { return a < b ? b : a; }
+__device__ __forceinline__ float smaller_of(float a, float b) { return a < b ? a : b; }
+__device__ __forceinline__ int pair_of(Entry entry) { return int(entry >> 32); }
+__device__ __forceinline__ int what_of(Entry entry) { return int(entry & 0xffffffffll); }
+__device__ __forceinline__ Entry entry_of(int pair, int what) { return (Entry(pair) << 32) | Entry(what); }
+
+__device__ __forceinline__ Vector transformed(const float* m, Vector p) {
+    return {m[0] * p.x + m[1] * p.y + m[2] * p.z + m[3], m[4] * p.x + m[5] * p.y + m[6] * p.z + m[7],
+            m[8] * p.x + m[9] * p.y + m[10] * p.z + m[11]};
+}
+__device__ __forceinline__ const int* head_of(const int* page, int index) {
+    return page + PAGE_WORDS + page[PAGE_GROUPS] * GROUP_WORDS + index * CLUSTER_WORDS;
+}

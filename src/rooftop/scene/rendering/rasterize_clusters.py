@@ -1,0 +1,47 @@
+"""Small triangles in CUDA C++: `rasterize_clusters.cu`, which draws the same pixels as `rasterize.rasterize`.
+
+A thread for each triangle decodes and places every vertex about six times; a block for each cluster does so once, and
+keeps them in shared memory.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from rooftop.launch import cuda
+from rooftop.scene.rendering.cuda_sources import with_pieces
+from rooftop.scene.rendering.memory import FrameMemory
+from rooftop.scene.rendering.uploads import Uploaded
+
+THREADS = 128  # of a block: a cluster has at most as many triangles
+BLOCKS_OF_A_MULTIPROCESSOR = 16
+
+
+@cache
+def source() -> str:
+    """The CUDA C++."""
+    return with_pieces(__file__)
+
+
+def draw(scene: Uploaded, now: Uploaded, memory: FrameMemory, second: int, one_sided: int) -> None:
+    """The visible clusters of a pass into `pixels`; what is no small triangle, to the list of large ones.
+
+    Args:
+        scene, now: `buffers.Resident`, `buffers.Views`.
+        second, one_sided: as of `rasterize.rasterize`.
+    """
+    of = memory.tensors
+    kernel = cuda.compile(source(), "rasterize_clusters", device=memory.device, fused_multiply_add=False)
+    blocks = 1
+    if memory.device.type == "cuda":
+        blocks = BLOCKS_OF_A_MULTIPROCESSOR * torch.cuda.get_device_properties(memory.device).multi_processor_count
+    meshes = ("words", "page_at", "mesh", "mesh_steps", "instance_mesh", "instance_scale")
+    visible, fragments = of["visible"][second], of["fragments"] if of["fragments"].numel() else None
+    instances, _, width, height, _ = memory.sizes
+    kernel.launch(
+        blocks, THREADS, *(scene.tensors[name] for name in meshes), now.tensors["lens"], of["to_view"], visible,
+        of["ranks"][second], of["counters"], of["pixels"], fragments, of["large"], len(visible), len(of["large"]),
+        width, height, instances, second, one_sided,
+    )  # fmt: skip
