@@ -7,8 +7,8 @@ A rough rock of 81,920 triangles, instanced into a field until there are ten bil
 does. Of each: milliseconds of the frame as a caller waits for it (median), with a depth alone and with the whole
 G-buffer; those of each stage, from the device's events, in frames of their own; what was drawn; and all triangles
 through `scene_brute_force.py`, as long as that takes less than a second. The brute-force picture is compared with ours:
-the share of pixels whose depth is within 2%. Then 64 cameras at once, and the trees walked level by level and by warps
-that stay. Builds are of hills with roughness, timed on the CPU of the machine, all its threads.
+the share of pixels whose depth is within 2%. Then 64 cameras at once. Frames are drawn by the kernels in Warp and by
+those in CUDA C++. Builds are of hills with roughness, timed on the CPU of the machine, all its threads.
 
 `--quick` shows on a CPU that the script runs, with few and small pictures. Rows are written after each case.
 """
@@ -101,11 +101,9 @@ def frames(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) 
         scene.build(vertices, faces, mesh)
         for rocks in options.rocks:
             for width, height in options.sizes:
-                for traversal in options.traversals:
+                for kernels in options.kernels:
                     row = {"what": "frame", "rocks": rocks, "triangles": rocks * len(faces), "size": [width, height]}
-                    rows(
-                        row | {"traversal": traversal} | of_field(mesh, field(rocks), width, height, traversal, options)
-                    )
+                    rows(row | {"kernels": kernels} | of_field(mesh, field(rocks), width, height, kernels, options))
                 brute = BruteForce(vertices, faces, field(rocks), options.device)
                 row = {"what": "brute force", "rocks": rocks, "triangles": brute.triangles, "size": [width, height]}
                 rows(row | beside(brute, mesh, field(rocks), width, height, options))
@@ -114,11 +112,11 @@ def frames(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) 
 
 
 def of_field(
-    mesh: Path, transforms: np.ndarray, width: int, height: int, traversal: str, options: argparse.Namespace
+    mesh: Path, transforms: np.ndarray, width: int, height: int, kernels: str, options: argparse.Namespace
 ) -> dict[str, Any]:
     world = scene.Scene()
     world.add_instances(world.add_mesh(mesh), transforms)
-    renderer = scene.Renderer(world, options.device, traversal=traversal)
+    renderer = scene.Renderer(world, options.device, kernels=kernels)
     found: dict[str, Any] = {}
     for name, outputs in (("depth", ("depth",)), ("g_buffer", G_BUFFER)):
         took = [
@@ -229,7 +227,7 @@ def main() -> int:
     parser.add_argument("--rocks", nargs="+", type=int, default=[122, 1221, 12_208, 122_071])
     parser.add_argument("--detail", type=int, default=6, help="a rock has 20 * 4^DETAIL triangles")
     parser.add_argument("--sizes", nargs="+", type=sizes, default=[(1920, 1080), (3840, 2160)])
-    parser.add_argument("--traversals", nargs="+", default=["levels", "persistent"])
+    parser.add_argument("--kernels", nargs="+", default=["warp", "cuda"])
     parser.add_argument("--builds", nargs="+", type=int, default=[1_000_000, 10_000_000], help="triangles")
     parser.add_argument("--frames", type=int, default=40)
     parser.add_argument("--quick", action="store_true", help="small, on the CPU: shows that the script runs")
@@ -239,7 +237,7 @@ def main() -> int:
     options.device = "cuda"
     if options.quick:
         options.device, options.frames, options.rocks, options.detail = "cpu", 2, [49, 81], 3
-        options.sizes, options.traversals, options.builds = [(64, 48)], ["levels"], [5000]
+        options.sizes, options.kernels, options.builds = [(64, 48)], ["warp"], [5000]
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
     found: dict[str, Any] = {"environment": {"device": ceilings.device, "versions": ceilings.versions}}
     found |= {"rows": [], "failed": {}}

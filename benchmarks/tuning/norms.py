@@ -144,9 +144,15 @@ def tiles(*values: tuple[int, ...]) -> dict[str, Settings]:
 
 
 STAGED_OF_FOURS = {  # rows that begin at multiples of 8 bytes
+    6004: ((1, 6, 4, 2), (1, 6, 3, 3)),
     12004: ((1, 12, 2, 3), (2, 6, 2, 3), (2, 6, 4, 2)),
+    16204: ((1, 16, 1, 3), (2, 8, 2, 2), (2, 8, 2, 3)),
     21036: ((1, 21, 1, 3), (2, 11, 2, 2), (2, 11, 1, 5), (4, 6, 2, 3)),
+    24404: ((1, 24, 1, 2), (2, 12, 2, 2), (4, 6, 2, 3)),
     30004: ((2, 15, 1, 3), (4, 8, 2, 2), (4, 8, 1, 5)),
+    30005: ((2, 15, 1, 3), (4, 8, 2, 2), (4, 8, 1, 5)),
+    40004: ((4, 10, 2, 2), (4, 10, 1, 3), (8, 5, 2, 3)),
+    50252: ((4, 13, 2, 2), (4, 13, 1, 2), (8, 7, 2, 3)),
 }
 NOT_HELD: dict[str, Settings] = {"not held": {(launches, "FORWARD_HELD"): ForwardConfig(1, 1, 16, 4)}}
 TASKS = (
@@ -218,7 +224,7 @@ TASKS = (
             | staged("FORWARD", *STAGED_OF_FOURS[columns]),
         )
         for direction in ("forward", "rms forward")
-        for columns in (12004, 21036, 30004)
+        for columns in STAGED_OF_FOURS
     ),
     task("forward", 768, forward((2, 256, 2), (4, 256, 4), (2, 256, 4), (2, 1024, 4), (4, 1024, 4), (1, 256, 1))),
     task("forward", 928, forward((2, 256, 2), (4, 256, 4), (2, 256, 4), (2, 1024, 4), (4, 1024, 4), (1, 512, 2))),

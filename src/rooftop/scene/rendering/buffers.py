@@ -64,7 +64,8 @@ class Frame:
         dtype=wp.int64
     )  # (2, room): of one level and of the next; instance_cull, level_cull -> level_cull
     groups: wp.array(dtype=wp.int64)  # level_cull -> level_cull: children that are groups, node * 8 + slot
-    visible: wp.array2d(dtype=wp.int64)  # (2, room): of both passes; level_cull -> rasterize: page << 11 | cluster
+    found: wp.array(dtype=wp.int64)  # of a pass, in any order: page << 11 | cluster; level_cull -> sort_clusters
+    visible: wp.array2d(dtype=wp.int64)  # (2, room): the same of both passes, in order; sort_clusters -> rasterize
     hidden_instances: wp.array(dtype=wp.int64)  # of the first pass -> the second: what it took to be hidden,
     hidden_children: wp.array(dtype=wp.int64)  # as in groups,
     hidden_clusters: wp.array(dtype=wp.int64)  # as in visible
@@ -96,7 +97,8 @@ GROUPS, VISIBLE = wp.constant(0), wp.constant(1)
 HIDDEN_INSTANCES, HIDDEN_CHILDREN, HIDDEN_CLUSTERS = wp.constant(2), wp.constant(3), wp.constant(4)
 LARGE, PIECES, TILES = wp.constant(5), wp.constant(6), wp.constant(7)
 DRAWN_TRIANGLES, DRAWN_LEVELS = wp.constant(8), wp.constant(9)  # the latter a bit for each level of detail
-# And of persistent_cull alone: nodes claimed and finished, groups claimed (10 to 12). Its queue counts as level 0.
+# And of persistent_cull alone (10 to 12): places claimed in the queue, nodes finished, places claimed among the
+# groups. Its queue counts as level 0.
 LEVEL = wp.constant(16)  # and on, to the end: nodes of each level of a tree, which has at most layouts.MAX_DEPTH
 
 # ---- what comes out --------------------------------------------------------------------------------------------------

@@ -18,18 +18,15 @@ def with_pieces(module_file: str) -> str:
     )
 
 
-def require(device: torch.device, what: str, otherwise: str) -> None:
+def require(device: torch.device) -> None:
     """Raises, before anything is launched, where CUDA C++ cannot run.
-
-    Args:
-        what, otherwise: the argument that asks for it, and the one that does not, for the message.
 
     Raises:
         ValueError: the device is no GPU.
         MissingExtraError: what compiles and launches CUDA C++ is not installed.
     """
     if not cuda.runs_on(torch.empty(0, device=device)):
-        raise ValueError(f"{what} takes a GPU, and this is {device}; {otherwise} runs everywhere")
+        raise ValueError(f"kernels='cuda' takes a GPU, and this is {device}; kernels='warp' runs everywhere")
     if device.type == "cuda":
         nvrtc.require_cuda_core()
         nvrtc.version()
@@ -38,7 +35,7 @@ def require(device: torch.device, what: str, otherwise: str) -> None:
 def is_there(device: torch.device) -> bool:
     """Whether CUDA C++ can run on the device."""
     try:
-        require(device, "", "")
+        require(device)
     except (ValueError, MissingExtraError):
         return False
     return True

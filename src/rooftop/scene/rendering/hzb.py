@@ -23,42 +23,24 @@ def farthest_below(views: Views, frame: Frame, view: wp.int32, level: wp.int32, 
     return farthest
 
 
-@wp.func
-def reduced(views: Views, frame: Frame, view: wp.int32, level: wp.int32, y: wp.int32, x: wp.int32):
-    """`farthest_below`, written to its place; of a texel outside the picture, nothing, and nearer than all."""
-    columns = ((views.width - 1) >> level) + 1
-    rows = ((views.height - 1) >> level) + 1
-    farthest = wp.float32(1.0)
-    if x < columns and y < rows:
-        farthest = farthest_below(views, frame, view, level, y, x)
-        frame.hzb[view, frame.hzb_at[level] + y * columns + x] = farthest
-    return farthest
-
-
 @wp.kernel
 def reduce_depths(views: Views, frame: Frame, level: wp.int32, top: wp.int32, texels: wp.int32, stride: wp.int32):
-    """The levels from `level` to `top`, at most two above it, in one launch; a thread has a texel of `top` and all
-    that it covers."""
+    """A level from the one below it, and with it the next one, if that is `top`: half as many launches. A thread has a
+    texel of `top`."""
+    columns = ((views.width - 1) >> level) + 1
+    rows = ((views.height - 1) >> level) + 1
     top_columns = ((views.width - 1) >> top) + 1
     top_rows = ((views.height - 1) >> top) + 1
-    middle_columns = ((views.width - 1) >> (level + 1)) + 1
-    middle_rows = ((views.height - 1) >> (level + 1)) + 1
+    side = 1 << (top - level)
     for i in range(wp.tid(), texels, stride):
         x = i % top_columns
         y = (i // top_columns) % top_rows
         view = i // (top_columns * top_rows)
-        if top == level:
-            farthest = reduced(views, frame, view, level, y, x)
-        else:
-            farthest = wp.float32(1.0)
-            side = 1 << (top - level - 1)
-            for v in range(side * y, wp.min(side * y + side, middle_rows)):
-                for u in range(side * x, wp.min(side * x + side, middle_columns)):
-                    of_middle = wp.float32(1.0)
-                    for k in range(4):
-                        below = reduced(views, frame, view, level, 2 * v + (k >> 1), 2 * u + (k & 1))
-                        of_middle = wp.min(of_middle, below)
-                    frame.hzb[view, frame.hzb_at[level + 1] + v * middle_columns + u] = of_middle
-                    farthest = wp.min(farthest, of_middle)
-            if top > level + 1:
-                frame.hzb[view, frame.hzb_at[top] + y * top_columns + x] = farthest
+        farthest = wp.float32(1.0)
+        for v in range(side * y, wp.min(side * y + side, rows)):
+            for u in range(side * x, wp.min(side * x + side, columns)):
+                depth = farthest_below(views, frame, view, level, v, u)
+                frame.hzb[view, frame.hzb_at[level] + v * columns + u] = depth
+                farthest = wp.min(farthest, depth)
+        if top > level:
+            frame.hzb[view, frame.hzb_at[top] + y * top_columns + x] = farthest

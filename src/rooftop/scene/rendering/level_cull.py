@@ -202,7 +202,7 @@ def cull_clusters(
                 state = box_state(views, views_before, frame, history, pair, center, half)
                 item = entry(pair, (page << CLUSTER_INDEX_BITS) | (first + k))
                 if state == SHOWN:
-                    append(frame.visible[second], frame.counters, second * PASS + VISIBLE, item)
+                    append(frame.found, frame.counters, second * PASS + VISIBLE, item)
                 if state == HIDDEN:
                     append(frame.hidden_clusters, frame.counters, HIDDEN_CLUSTERS, item)
 
@@ -220,4 +220,4 @@ def ask_clusters_again(resident: Resident, views: Views, frame: Frame, stride: w
         step = resident.mesh_steps[mesh, 0]
         half = half_extent(resident, head, step)
         if not hidden_now(views, frame, pair, low_corner(resident, head, step) + half, half):
-            append(frame.visible[1], frame.counters, PASS + VISIBLE, item)
+            append(frame.found, frame.counters, PASS + VISIBLE, item)

@@ -56,7 +56,7 @@ class FrameMemory:
     ) -> None:
         pairs, levels = instances * views, max(width - 1, height - 1).bit_length() + 1
         sizes = [0] + [(((width - 1) >> k) + 1) * (((height - 1) >> k) + 1) for k in range(1, levels)]
-        self.hzb_steps = [(level, min(level + 2, levels - 1)) for level in range(1, levels, 3)]
+        self.hzb_steps = [(level, min(level + 1, levels - 1)) for level in range(1, levels, 2)]
         self.hzb_texels = [size * views for size in sizes]
         starts = [0, 0, *(sum(sizes[:k]) for k in range(2, levels))][:levels]
         self.pairs, self.texels, self.room = pairs, views * width * height, dict(room)
@@ -72,6 +72,7 @@ class FrameMemory:
             "counters": of(torch.int32, 2 * buffers.PASS),
             "nodes": of(torch.int64, 2, room["nodes"]),
             "groups": of(torch.int64, room["groups"]),
+            "found": of(torch.int64, room["visible"]),
             "visible": of(torch.int64, 2, room["visible"]),
             "hidden_instances": of(torch.int64, pairs),
             "hidden_children": of(torch.int64, room["hidden_children"]),
@@ -88,6 +89,7 @@ class FrameMemory:
             "hzb_before": of(torch.float32, views, sum(sizes)),
             "hzb_at": torch.tensor(starts, dtype=torch.int32, device=device),
         }
+        self.tensors["found"].fill_(LAST)
         self.graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}  # by what a frame is drawn with
         self.frame: Any = buffers.Frame()
         self.frame.instances = instances
@@ -98,12 +100,21 @@ class FrameMemory:
         """For a frame."""
         for name in ("counters", "pixels", "fragments"):
             self.tensors[name].zero_()
-        self.tensors["visible"].fill_(LAST)
 
     def clear_queues(self) -> None:
         """For a pass of warps that see by this what has arrived."""
         self.tensors["nodes"][0].fill_(EMPTY)
         self.tensors["groups"].fill_(EMPTY)
+
+    def sort_found(self, second: int) -> None:
+        """What a pass has found to be visible, in order, by torch's sort: of all that there is room for, since a GPU
+        does not say how many there are."""
+        found, visible = self.tensors["found"], self.tensors["visible"][second]
+        if self.device.type == "cpu":
+            count = min(int(self.tensors["counters"][second * buffers.PASS + buffers.VISIBLE]), len(found))
+            found, visible = found[:count], visible[:count]
+        visible.copy_(found.sort().values)
+        found.fill_(LAST)  # for the next pass
 
     def turn_over(self) -> None:
         """The depths of this frame become those of the frame before."""

@@ -16,7 +16,7 @@ from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 
 THREADS = 128  # of a block
-BLOCKS_OF_A_MULTIPROCESSOR = 8
+BLOCKS_OF_A_MULTIPROCESSOR = 4  # more of them wait for each other's nodes longer
 
 
 @cache
@@ -39,7 +39,7 @@ def cull(scene: Uploaded, now: Uploaded, then: Uploaded, memory: FrameMemory, hi
         blocks = BLOCKS_OF_A_MULTIPROCESSOR * torch.cuda.get_device_properties(memory.device).multi_processor_count
     meshes = ("words", "page_at", "nodes", "mesh", "mesh_steps", "instance_mesh", "instance_scale")
     pairs = ("to_view", "before", "hzb_before", "hzb_at", "counters")
-    lists = (of["nodes"][0], of["groups"], of["visible"][second], of["hidden_children"], of["hidden_clusters"])
+    lists = (of["nodes"][0], of["groups"], of["found"], of["hidden_children"], of["hidden_clusters"])
     instances, _, width, height, _ = memory.sizes
     kernel.launch(
         blocks, THREADS, *(scene.tensors[name] for name in meshes), now.tensors["lens"], then.tensors["lens"],

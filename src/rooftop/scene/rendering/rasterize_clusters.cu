@@ -2,7 +2,6 @@
 // vertices on the screen, each once, and then take a triangle each. The portable twin is `rasterize` in rasterize.py, in
 // Warp: the same operations on the same numbers, so the same pixels. What is no small triangle goes to the same list.
 
-constexpr int TRIANGLES = 128;  // of a cluster; threads of a block
 constexpr int MOST_VERTICES = 256;
 constexpr int SUBPIXEL_BITS = 8, SMALL_EXTENT = 64 << SUBPIXEL_BITS, SMALL_PIXELS = 256;
 constexpr float SUBPIXELS = 256.0f, GUARD = 1 << 20;
@@ -70,7 +69,7 @@ __device__ void draw_small(const Picture& picture, Vertex a, Vertex b, Vertex c,
             union { float value; int word; } of_near = {near};
             const long long at = (long long)y * picture.width + x;
             const long long value = ((long long)of_near.word << DEPTH_SHIFT) | low;
-            if (value > picture.pixels[at]) atomicMax(picture.pixels + at, value);
+            atomicMax(picture.pixels + at, value);
             if (picture.fragments) atomicAdd(picture.fragments + at, 1);
         }
         of_a -= ay << SUBPIXEL_BITS, of_b -= by << SUBPIXEL_BITS, of_c -= cy << SUBPIXEL_BITS;
@@ -81,7 +80,7 @@ __device__ void draw_small(const Picture& picture, Vertex a, Vertex b, Vertex c,
     }
 }
 
-__global__ void __launch_bounds__(TRIANGLES) rasterize_clusters(
+__global__ void __launch_bounds__(128) rasterize_clusters(
     const int* words, const long long* page_at, const int* mesh, const float* mesh_steps, const int* instance_mesh,
     const float* instance_scale, const float* lens, const float* to_view, const Entry* visible, const int* ranks, int* counters,
     long long* pixels, int* fragments, Entry* large_items, int visible_room, int large_room, int width, int height, int instances,
@@ -95,7 +94,7 @@ __global__ void __launch_bounds__(TRIANGLES) rasterize_clusters(
         const int* page = words + page_at[mesh[4 * its_mesh + 1] + (what_of(item) >> CLUSTER_INDEX_BITS)];
         const int* head = head_of(page, what_of(item) & ((1 << CLUSTER_INDEX_BITS) - 1));
         const int counts = head[CLUSTER_COUNTS], triangles = (counts & 255) + 1, vertices = (counts >> 8 & 255) + 1;
-        const int reference_bits = counts >> 16 & 255, number = threadIdx.x;
+        const int reference_bits = counts >> 16 & 255;
         const int* masks = page + head[CLUSTER_STREAMS];
         const long long offset = (long long)view * width * height;
         const Picture picture = {lens + LENS * view, pixels + offset, fragments ? fragments + offset : nullptr, width, height};
@@ -105,7 +104,7 @@ __global__ void __launch_bounds__(TRIANGLES) rasterize_clusters(
         const float step = mesh_steps[2 * its_mesh];
         int widths[3], together = 0;
         for (int axis = 0; axis < 3; ++axis) together += widths[axis] = bit_length(head[CLUSTER_EXTENT + axis]);
-        for (int vertex = number; vertex < vertices; vertex += TRIANGLES) {
+        for (int vertex = threadIdx.x; vertex < vertices; vertex += blockDim.x) {
             float position[3];
             for (int axis = 0, bit = vertex * together; axis < 3; bit += widths[axis++])
                 position[axis] = step * float(int(unsigned(head[CLUSTER_BASE + axis]) + unsigned(bits(positions, bit, widths[axis]))));
@@ -113,7 +112,7 @@ __global__ void __launch_bounds__(TRIANGLES) rasterize_clusters(
         }
         __syncthreads();
 
-        if (number < triangles) {
+        for (int number = threadIdx.x; number < triangles; number += blockDim.x) {
             int corners[3];
             corners_of(masks, number, reference_bits, vertices, corners);
             const Vertex a = placed_vertices[corners[0]], b = placed_vertices[corners[1]], c = placed_vertices[corners[2]];

@@ -22,8 +22,6 @@ from rooftop.scene.scenes import Scene
 LIGHT = wp.vec3(*(np.array((0.4, 0.3, 0.85)) / np.linalg.norm((0.4, 0.3, 0.85))).tolist())
 BACKGROUND = {"depth": torch.inf, "uv": torch.nan, "normal": 0.0, "velocity": 0.0, "color": 0.0}  # else -1
 CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3}
-TRAVERSALS = ("levels", "persistent")
-RASTERIZERS = ("threads", "blocks")
 
 
 class Renderer:
@@ -35,12 +33,8 @@ class Renderer:
         pixel_error: by how many pixels the surface may be off; 0 draws it as fine as it is.
         occlusion: whether what is hidden is left out. It changes no pixel.
         one_sided: whether triangles that are seen from behind (clockwise) are left out.
-        traversal: "levels" walks the trees level by level, in as many launches; "persistent" in a single one, which
-            takes a GPU and `rooftop[cuda]`.
-        rasterizer: of small triangles. "threads" gives each triangle a thread; "blocks" gives each cluster a block,
-            whose threads share its vertices: faster, and takes a GPU and `rooftop[cuda]`. None: "blocks" if it can.
-
-    Whichever traversal and rasterizer draw, each pixel is the same, bit for bit.
+        kernels: "warp" runs everywhere; "cuda", in CUDA C++, is faster and takes a GPU and `rooftop[cuda]`; None is
+            "cuda" where it can. Each pixel is the same, bit for bit.
 
     Example:
         >>> frame = Renderer(scene).render(Camera.look_at((3, 0, 1), (0, 0, 0)), outputs=("depth", "normal"))
@@ -56,25 +50,19 @@ class Renderer:
         pixel_error: float = 1.0,
         occlusion: bool = True,
         one_sided: bool = False,
-        traversal: str = "levels",
-        rasterizer: str | None = None,
+        kernels: str | None = None,
     ) -> None:
-        if traversal not in TRAVERSALS:
-            raise ValueError(f"traversal={traversal!r}: expected 'levels' or 'persistent'")
-        if rasterizer not in (None, *RASTERIZERS):
-            raise ValueError(f"rasterizer={rasterizer!r}: expected 'threads' or 'blocks', or None for what there is")
+        if kernels not in (None, "warp", "cuda"):
+            raise ValueError(f"kernels={kernels!r}: expected 'warp' or 'cuda', or None for the faster that there are")
         if not isinstance(scene, Scene):
             raise ValueError(f"scene={scene!r}: expected a scene.Scene with instances of meshes")
         if isinstance(pixel_error, bool | str) or not hasattr(pixel_error, "__float__") or not 0 <= pixel_error <= MOST:
             raise ValueError(f"pixel_error={pixel_error!r}: expected a number of pixels, 0 or more")
         self.scene, self.device = scene, _device(device)
         self.pixel_error, self.occlusion, self.one_sided = float(pixel_error), occlusion, one_sided
-        self._persistent = traversal == "persistent"
-        if self._persistent:
-            cuda_sources.require(self.device, "traversal='persistent'", "traversal='levels'")
-        if rasterizer == "blocks":
-            cuda_sources.require(self.device, "rasterizer='blocks'", "rasterizer='threads'")
-        self._blocks = rasterizer == "blocks" or (rasterizer is None and cuda_sources.is_there(self.device))
+        if kernels == "cuda":
+            cuda_sources.require(self.device)
+        self._cuda_cpp = kernels == "cuda" or (kernels is None and cuda_sources.is_there(self.device))
         self._threads = 1
         if self.device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -135,7 +123,7 @@ class Renderer:
             clock = Clock(self.device, timings)
             stages = Stages(
                 *(inputs.resident, inputs.now, inputs.then, memory, self._meshes.depth, self._threads, clock),
-                *(self.occlusion, self.one_sided, self._persistent, self._blocks),
+                *(self.occlusion, self.one_sided, self._cuda_cpp),
             )
             if self.device.type == "cuda" and not timings:
                 stages.draw_captured(history)

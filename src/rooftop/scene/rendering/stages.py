@@ -22,6 +22,8 @@ from rooftop.scene.rendering import (
     persistent_cull,
     rasterize,
     rasterize_clusters,
+    reduce_tiles,
+    sort_clusters,
 )
 from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
@@ -71,9 +73,9 @@ class Stages:
         resident, now, then: the scene, the views, and the views of the frame before.
         depth: of the deepest tree.
         threads: of a launch; each goes through a list in strides of as many.
-        persistent: whether the trees are walked in one launch (`persistent_cull`), or level by level.
-        blocks: whether small triangles are drawn by a block for each cluster (`rasterize_clusters`), or by a thread
-            for each triangle.
+        cuda_cpp: whether what has a faster kernel in CUDA C++ is left to that: the walk through the trees in one launch
+            (`persistent_cull`), the order of clusters (`sort_clusters`), small triangles (`rasterize_clusters`) and
+            hierarchical z (`reduce_tiles`).
     """
 
     resident: Uploaded
@@ -85,8 +87,7 @@ class Stages:
     clock: Clock
     occlusion: bool
     one_sided: bool
-    persistent: bool
-    blocks: bool
+    cuda_cpp: bool
 
     def draw(self, history: bool) -> None:
         """The visibility buffer. `history`: whether the frame before may say what is hidden."""
@@ -97,7 +98,7 @@ class Stages:
             self._launch(init_context.place_instances, *shared, memory.pairs)
         asked = int(history)
         with self.clock.of("instance_cull"):
-            if self.persistent:
+            if self.cuda_cpp:
                 memory.clear_queues()
             self._launch(instance_cull.cull_instances, *shared, asked, memory.pairs)
         self._cull(asked, 0)
@@ -107,7 +108,7 @@ class Stages:
         if history:
             self._build_hzb()
             with self.clock.of("instance_cull"):
-                if self.persistent:
+                if self.cuda_cpp:
                     memory.clear_queues()
                 self._launch(instance_cull.ask_instances_again, *self._inputs[:2], frame)
             with self.clock.of("cull"):
@@ -147,7 +148,7 @@ class Stages:
     def _cull(self, history: int, second: int) -> None:
         """The second pass descends from what it has found again, and asks what the first has drawn only of that."""
         with self.clock.of("cull"):
-            if self.persistent:
+            if self.cuda_cpp:
                 persistent_cull.cull(self.resident, self.now, self.then, self.memory, history, second)
                 return
             arguments = (*self._inputs, self.memory.frame, history, second)
@@ -158,16 +159,18 @@ class Stages:
     def _rasterize(self, second: int) -> None:
         memory, frame = self.memory, self.memory.frame
         with self.clock.of("sort"):
-            visible = memory.tensors["visible"][second]
-            if self.clock.device.type == "cpu":
-                visible = visible[: int(memory.tensors["counters"][second * buffers.PASS + buffers.VISIBLE])]
-            visible.copy_(visible.sort().values)
+            found = memory.tensors["found"]
+            if self.cuda_cpp and len(found) <= sort_clusters.MOST:
+                counter = second * buffers.PASS + buffers.VISIBLE
+                sort_clusters.sort(found, memory.tensors["counters"], counter, memory.tensors["visible"][second])
+            else:
+                memory.sort_found(second)
             self._launch(rasterize.rank_clusters, self.resident.values, frame, second)
             if second:
                 self._launch(rasterize.rank_pixels, self.now.values, frame, memory.texels)
         with self.clock.of("rasterize"):
             sides = int(self.one_sided)
-            if self.blocks:
+            if self.cuda_cpp:
                 rasterize_clusters.draw(self.resident, self.now, memory, second, sides)
             else:
                 self._launch(rasterize.rasterize, *self._inputs[:2], frame, second, sides)
@@ -178,6 +181,9 @@ class Stages:
 
     def _build_hzb(self) -> None:
         with self.clock.of("hzb"):
+            if self.cuda_cpp:
+                reduce_tiles.reduce_depths(self.memory)
+                return
             for level, top in self.memory.hzb_steps:
                 texels = self.memory.hzb_texels[top]
                 self._launch(hzb.reduce_depths, self.now.values, self.memory.frame, level, top, texels)

@@ -90,7 +90,8 @@ class Uploaded:
     def set(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Other numbers into the same memory."""
         for name, array in arrays.items():
-            self.tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
+            tensor = self.tensors[name]
+            tensor.copy_(torch.from_numpy(np.ascontiguousarray(array)).to(tensor.dtype))
 
 
 class Inputs:
@@ -114,8 +115,25 @@ class Inputs:
         kept["instance_before"] = of(torch.float64, instances, 12)
         kept["instance_normals"] = of(torch.float32, instances, 9)
         self.resident = Uploaded.into(buffers.Resident(), kept)
-        self.now, self.then = (_views(views, size, device) for _ in range(2))
+        # The matrices and lenses of both frames are next to each other: they go to the device in one copy.
+        sizes = (2 * views * 12 * 8, 2 * views * LENS * 4)  # bytes
+        staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        there = torch.empty_like(staged, device=device)
+        self._staged, self._there = staged, there
+        (matrices, lenses), of_device = (
+            (
+                memory[: sizes[0]].view(torch.float64).view(2, views, 12),
+                memory[sizes[0] :].view(torch.float32).view(2, views, LENS),
+            )
+            for memory in (staged, there)
+        )
+        self._matrices, self._lenses = matrices.numpy(), lenses.numpy()
+        self.now, self.then = (_views(size, *both) for both in zip(*of_device, strict=True))
+        self._looked: Sequence[Camera] | None = None
         self._placed: tuple[NDArray[np.int32] | None, NDArray[np.float64] | None, bool] = (None, None, False)
+        # Of each instance, and of which 3 x 3: what follows from that is computed anew only where it changes.
+        self._linear = np.zeros((instances, 3, 3))
+        self._scale, self._normals = np.zeros(instances), np.zeros((instances, 9))
 
     def place(self, mesh_of: NDArray[np.int32], now: NDArray[np.float64], before: NDArray[np.float64]) -> None:
         """The instances; where none has moved since the frame before, they are there already.
@@ -128,32 +146,43 @@ class Inputs:
         if self._placed[0] is mesh_of and self._placed[1] is now and self._placed[2] and still:
             return
         linear, origins = now[:, :3, :3], self.meshes.origins[mesh_of]
-        stretch = np.linalg.svd(linear, compute_uv=False)[:, 0] * (1 + 1e-6)
-        normals = np.linalg.inv(linear).transpose(0, 2, 1) * stretch[:, None, None]
+        new = np.flatnonzero((linear != self._linear).any((1, 2)))
+        if len(new):
+            stretch = np.linalg.svd(linear[new], compute_uv=False)[:, 0] * (1 + 1e-6)
+            normals = np.linalg.inv(linear[new]).transpose(0, 2, 1) * stretch[:, None, None]
+            self._scale[new] = np.where(np.linalg.det(linear[new]) < 0, -stretch, stretch)
+            self._normals[new], self._linear[new] = normals.reshape(-1, 9), linear[new]
         self.resident.set(
             {
                 "instance_mesh": mesh_of,
-                "instance_scale": np.where(np.linalg.det(linear) < 0, -stretch, stretch),
+                "instance_scale": self._scale,
                 "instance_to_world": _from_origin(now, origins),
                 "instance_before": _from_origin(before, origins),
-                "instance_normals": normals.reshape(-1, 9),
+                "instance_normals": self._normals,
             }
         )
         self._placed = (mesh_of, now, still)
 
     def look(self, cameras: Sequence[Camera], before: Sequence[Camera]) -> None:
         """The views, and where each was in the frame before."""
-        for views, at in ((self.now, cameras), (self.then, before)):
-            lenses = [[c.fx, c.fy, c.cx, c.cy, c.near, c.orthographic, c.corner_tangent, 0.0] for c in at]
-            matrices = np.stack([camera.world_to_camera[:3].reshape(12) for camera in at])
-            views.set({"from_world": matrices, "lens": np.array(lenses)})
+        if before is self._looked:
+            self._matrices[1], self._lenses[1] = self._matrices[0], self._lenses[0]
+        else:
+            self._stage(1, before)
+        self._stage(0, cameras)
+        self._looked = cameras
+        self._there.copy_(self._staged, non_blocking=True)  # the frame has been waited for before another is staged
+
+    def _stage(self, which: int, cameras: Sequence[Camera]) -> None:
+        for view, c in enumerate(cameras):
+            self._matrices[which, view] = c.world_to_camera[:3].reshape(12)
+            self._lenses[which, view] = (c.fx, c.fy, c.cx, c.cy, c.near, c.orthographic, c.corner_tangent, 0.0)
 
 
-def _views(count: int, size: tuple[int, int], device: torch.device) -> Uploaded:
+def _views(size: tuple[int, int], from_world: Tensor, lens: Tensor) -> Uploaded:
     values = buffers.Views()
     values.width, values.height = size
-    from_world = torch.empty(count, 12, dtype=torch.float64, device=device)
-    return Uploaded.into(values, {"from_world": from_world, "lens": torch.empty(count, LENS, device=device)})
+    return Uploaded.into(values, {"from_world": from_world, "lens": lens})
 
 
 def _from_origin(transforms: NDArray[np.float64], origins: NDArray[np.float64]) -> NDArray[np.float64]:

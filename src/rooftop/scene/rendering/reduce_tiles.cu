@@ -1,0 +1,72 @@
+// The farthest depths of ever larger squares of pixels, in two launches: a block reduces a tile of 64 x 64 pixels to its
+// levels 1 to 6, and one block for each view does the few texels above. The portable twin is hzb.py, in Warp, with a
+// launch for every second level. A texel outside the picture counts as nearer than all.
+
+constexpr int DEPTH_SHIFT = 33;
+constexpr int SIDE = 16, THREADS = SIDE * SIDE;  // of a tile's texels of level 2: a thread each
+constexpr int TILE_LEVEL = 6;
+constexpr float NEAREST = 1.0f;
+
+struct Levels {
+    float* texels;  // of one view
+    const int* at;  // where each level begins
+    int count, width, height;
+    __device__ int columns(int level) const { return ((width - 1) >> level) + 1; }
+    __device__ int rows(int level) const { return ((height - 1) >> level) + 1; }
+    __device__ bool has(int level, int y, int x) const { return level < count && x < columns(level) && y < rows(level); }
+    __device__ float* place(int level, int y, int x) const { return texels + at[level] + (long long)y * columns(level) + x; }
+};
+
+__global__ void __launch_bounds__(THREADS) reduce_tiles(const long long* pixels, float* hzb, const int* hzb_at, int levels, int stride,
+                                                        int width, int height) {
+    __shared__ float texels[SIDE][SIDE + 1];
+    const int view = blockIdx.z, x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
+    const Levels all = {hzb + (long long)view * stride, hzb_at, levels, width, height};
+    const int tile_x = blockIdx.x * SIDE, tile_y = blockIdx.y * SIDE;  // in texels of level 2
+    const long long* picture = pixels + (long long)view * width * height;
+    float farthest = NEAREST;
+    for (int part = 0; part < 4; ++part) {
+        const int u = 2 * (tile_x + x) + part % 2, v = 2 * (tile_y + y) + part / 2;
+        if (!all.has(1, v, u)) continue;
+        float of_part = NEAREST;
+        for (int pixel = 0; pixel < 4; ++pixel) {
+            const int column = 2 * u + pixel % 2, row = 2 * v + pixel / 2;
+            if (column < width && row < height)
+                of_part = smaller_of(of_part, real(int(picture[(long long)row * width + column] >> DEPTH_SHIFT)));
+        }
+        *all.place(1, v, u) = of_part;
+        farthest = smaller_of(farthest, of_part);
+    }
+    if (all.has(2, tile_y + y, tile_x + x)) *all.place(2, tile_y + y, tile_x + x) = farthest;
+    texels[y][x] = farthest;
+    for (int level = 3, side = SIDE / 2; level <= TILE_LEVEL; ++level, side /= 2) {
+        __syncthreads();
+        const bool works = x < side && y < side;
+        if (works)
+            farthest = smaller_of(smaller_of(texels[2 * y][2 * x], texels[2 * y][2 * x + 1]),
+                                  smaller_of(texels[2 * y + 1][2 * x], texels[2 * y + 1][2 * x + 1]));
+        __syncthreads();
+        if (works) {
+            texels[y][x] = farthest;
+            const int u = (tile_x >> (level - 2)) + x, v = (tile_y >> (level - 2)) + y;
+            if (all.has(level, v, u)) *all.place(level, v, u) = farthest;
+        }
+    }
+}
+
+__global__ void __launch_bounds__(THREADS) reduce_rest(float* hzb, const int* hzb_at, int levels, int stride, int width, int height) {
+    const Levels all = {hzb + (long long)blockIdx.x * stride, hzb_at, levels, width, height};
+    for (int level = TILE_LEVEL + 1; level < levels; ++level) {
+        const int columns = all.columns(level), texels = columns * all.rows(level);
+        for (int texel = threadIdx.x; texel < texels; texel += THREADS) {
+            const int x = texel % columns, y = texel / columns;
+            float farthest = NEAREST;
+            for (int part = 0; part < 4; ++part) {
+                const int u = 2 * x + part % 2, v = 2 * y + part / 2;
+                if (all.has(level - 1, v, u)) farthest = smaller_of(farthest, *all.place(level - 1, v, u));
+            }
+            *all.place(level, y, x) = farthest;
+        }
+        __syncthreads();
+    }
+}

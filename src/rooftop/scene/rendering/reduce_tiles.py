@@ -1,0 +1,32 @@
+"""Hierarchical z in CUDA C++: `reduce_tiles.cu`, in two launches where `hzb.py` takes one for every second level."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from rooftop.launch import cuda
+from rooftop.scene.rendering.cuda_sources import with_pieces
+from rooftop.scene.rendering.memory import FrameMemory
+
+TILE = 64  # pixels, on each side
+TILE_LEVELS = 7  # level 0 is the pixels
+THREADS = 256
+
+
+@cache
+def source() -> str:
+    """The CUDA C++."""
+    return with_pieces(__file__)
+
+
+def reduce_depths(memory: FrameMemory) -> None:
+    """All levels of `hzb`, from `pixels`."""
+    of = memory.tensors
+    _, views, width, height, _ = memory.sizes
+    sizes = (of["hzb"], of["hzb_at"], len(of["hzb_at"]), of["hzb"].shape[1], width, height)
+    if len(of["hzb_at"]) > 1:
+        tiles = cuda.compile(source(), "reduce_tiles", device=memory.device, fused_multiply_add=False)
+        tiles.launch((-(-width // TILE), -(-height // TILE), views), THREADS, of["pixels"], *sizes)
+    if len(of["hzb_at"]) > TILE_LEVELS:
+        rest = cuda.compile(source(), "reduce_rest", device=memory.device, fused_multiply_add=False)
+        rest.launch(views, THREADS, *sizes)

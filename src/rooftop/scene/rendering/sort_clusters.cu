@@ -1,0 +1,54 @@
+// Visible clusters in order, where there are not very many: a block sorts a tile of them, and the place of each among all
+// is where it stands in its own tile and, by bisection, in the others. Torch's sort takes ten launches for this, and goes
+// through all that there is room for; how many there are, only the device knows.
+
+constexpr int TILE = 4096, THREADS = 1024;
+constexpr Entry LAST = 0x7fffffffffffffffll;  // behind every entry
+
+// Batcher's bitonic sort (1968), in shared memory.
+__global__ void __launch_bounds__(THREADS) sort_tiles(Entry* items, const int* counters, int counter, int room) {
+    __shared__ Entry tile[TILE];
+    const int count = min(counters[counter], room), first = blockIdx.x * TILE;
+    if (first >= count) return;
+    int size = 2;  // a power of two that has room for all of the tile
+    while (size < min(count - first, TILE)) size *= 2;
+    for (int i = threadIdx.x; i < size; i += THREADS) tile[i] = first + i < count ? items[first + i] : LAST;
+    __syncthreads();
+    for (int run = 2; run <= size; run *= 2) {
+        for (int apart = run / 2; apart > 0; apart /= 2) {
+            for (int i = threadIdx.x; i < size / 2; i += THREADS) {
+                const int low = 2 * i - (i & (apart - 1)), high = low + apart;
+                const Entry a = tile[low], b = tile[high];
+                if ((a > b) == ((low & run) == 0)) tile[low] = b, tile[high] = a;
+            }
+            __syncthreads();
+        }
+    }
+    for (int i = threadIdx.x; i < size; i += THREADS)
+        if (first + i < count) items[first + i] = tile[i];
+}
+
+// A warp for each entry, whose lanes look into a tile each.
+__global__ void merge_tiles(const Entry* items, Entry* sorted, const int* counters, int counter, int room) {
+    const int count = min(counters[counter], room), lane = threadIdx.x % 32;
+    const int warps = gridDim.x * blockDim.x / 32;
+    for (int at = (blockIdx.x * blockDim.x + threadIdx.x) / 32; at < count; at += warps) {
+        const Entry item = items[at];
+        int rank = 0;
+        for (int first = lane * TILE; first < count; first += 32 * TILE) {
+            int low = first, high = min(first + TILE, count);
+            if (first <= at && at < high) {
+                low = at;
+            } else {
+                while (low < high) {
+                    const int middle = (low + high) >> 1;
+                    if (items[middle] < item) low = middle + 1;
+                    else high = middle;
+                }
+            }
+            rank += low - first;
+        }
+        for (int lanes = 16; lanes > 0; lanes /= 2) rank += __shfl_xor_sync(0xffffffffu, rank, lanes);
+        if (lane == 0) sorted[rank] = item;
+    }
+}

@@ -1,0 +1,39 @@
+"""Visible clusters in order, in CUDA C++: `sort_clusters.cu`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from rooftop.launch import cuda
+from rooftop.scene.rendering.cuda_sources import with_pieces
+
+TILE, THREADS = 4096, 1024  # of a block that sorts
+MERGING_THREADS, BLOCKS_OF_A_MULTIPROCESSOR = 256, 8
+MOST = 1 << 19  # clusters: an entry is looked for in every tile, so of more of them torch's sort is faster
+
+
+@cache
+def source() -> str:
+    """The CUDA C++."""
+    return with_pieces(__file__)
+
+
+def sort(items: Tensor, counters: Tensor, counter: int, out: Tensor) -> None:
+    """The first items in order into `out`; `items` is left in another order.
+
+    Args:
+        items, out: (room,) int64, all different.
+        counters: int32; `counters[counter]` says how many there are, or would be if there were more room.
+    """
+    sort_tiles, merge_tiles = (
+        cuda.compile(source(), name, device=items.device, fused_multiply_add=False)
+        for name in ("sort_tiles", "merge_tiles")
+    )
+    blocks = 1
+    if items.device.type == "cuda":
+        blocks = BLOCKS_OF_A_MULTIPROCESSOR * torch.cuda.get_device_properties(items.device).multi_processor_count
+    sort_tiles.launch(-(-len(items) // TILE), THREADS, items, counters, counter, len(items))
+    merge_tiles.launch(blocks, MERGING_THREADS, items, out, counters, counter, len(items))
