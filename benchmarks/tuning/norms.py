@@ -137,10 +137,17 @@ def forward(*values: tuple[int, ...]) -> dict[str, Settings]:
     return TABLE | tables("FORWARD", partial(ForwardConfig, 1 << 30), *values)
 
 
-def tiles(*values: tuple[int, ...]) -> dict[str, Settings]:
-    """As `forward`, where a table would give the rows to the kernels of clusters."""
-    none: Settings = {(clusters, "FORWARD"): ()}
-    return {name: none | of for name, of in forward(*values).items() if name != "table"}
+def of_fours(columns: int) -> dict[str, Settings]:
+    """Triton's kernels, and those of clusters, of rows that begin at multiples of 8 bytes (30005: of 2)."""
+    none: Settings = {(launches, name): () for name in ("FORWARD_FOURS", "FORWARD_FOURS_RMS")}
+    tiles = ((4096, 8), (8192, 8), (8192, 16), (4096, 16), (2048, 8), (16384, 16), (8192, 32))
+    by_triton: dict[str, Settings] = {}
+    for block, warps in tiles:
+        table = (ForwardConfig(1 << 30, 1, block, warps),)
+        names = (*none, (launches, "FORWARD"))
+        by_triton[f"(1, {block}, {warps})"] = {(clusters, "FORWARD"): (), **dict.fromkeys(names, table)}
+    by_clusters = {name: none | of for name, of in staged("FORWARD", *STAGED_OF_FOURS[columns]).items()}
+    return TABLE | by_triton | by_clusters
 
 
 STAGED_OF_FOURS = {  # rows that begin at multiples of 8 bytes
@@ -214,15 +221,7 @@ TASKS = (
     ),
     *(task(name, columns, TABLE | PLAIN) for name in ("rms forward", "add forward") for columns in (601, 839)),
     *(
-        task(
-            direction,
-            columns,
-            TABLE
-            | tiles(
-                (1, 4096, 8), (1, 8192, 8), (1, 8192, 16), (1, 4096, 16), (1, 2048, 8), (1, 16384, 16), (1, 8192, 32)
-            )
-            | staged("FORWARD", *STAGED_OF_FOURS[columns]),
-        )
+        task(direction, columns, of_fours(columns))
         for direction in ("forward", "rms forward")
         for columns in STAGED_OF_FOURS
     ),

@@ -47,7 +47,9 @@ FORWARD: tuple[ClusterConfig, ...] = (
     ClusterConfig(4097, 8184, 1, 8, 3, 2, odd=True),
     ClusterConfig(8185, 13_304, 1, 13, 2, 2, odd=True),
     ClusterConfig(13_305, 24_568, 1, 24, 1, 3, odd=True),
-    ClusterConfig(24_569, 51_192, 2, 25, 1, 2, odd=True),
+    ClusterConfig(24_569, 32_760, 4, 8, 2, 2, odd=True),
+    ClusterConfig(32_761, 40_952, 4, 10, 2, 2, odd=True),
+    ClusterConfig(40_953, 51_192, 2, 25, 1, 2, odd=True),
     ClusterConfig(32_769, 65_536, 4, 16, 1, 2, odd=False),
     ClusterConfig(65_537, 131_072, 8, 16, 1, 2, odd=False),
 )

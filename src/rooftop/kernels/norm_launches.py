@@ -67,6 +67,10 @@ FORWARD = (
 )
 # Rows of pairs or fours of elements, which begin at multiples of 4 or 8 bytes: one warp a row, more of them on an SM.
 FORWARD_NARROW = (ForwardConfig(512, 4, 128, 2), ForwardConfig(1024, 1, 256, 1))
+# Longer rows of fours of half precision, which begin at multiples of 8 bytes, faster than those on their way to shared
+# memory (`norm_clusters`) up to these many elements.
+FORWARD_FOURS, FORWARD_FOURS_RMS = (ForwardConfig(16_384, 1, 2048, 8),), (ForwardConfig(24_568, 1, 2048, 8),)
+FOURS_FROM = 4097  # columns
 BACKWARD = (
     *(BackwardConfig(128, 8, 128, 2, 6, 3), BackwardConfig(256, 4, 256, 2, 6, 3), BackwardConfig(512, 4, 512, 4, 3, 3)),
     *(BackwardConfig(768, 2, 256, 4, 3, 4, hold=True), BackwardConfig(1023, 1, 256, 2, 6, 3, hold=True)),
@@ -226,17 +230,22 @@ def _forward(
     rows, columns = x.shape
     rms = outputs[2] is None
     _, weight, bias = parameters
-    plan = norm_clusters.forward_plan(x, (weight, bias), rms) if outputs[1] is None else None
+    residual_stride = residual.stride(0) if residual is not None else 0
+    group = unit(columns, x.stride(0), residual_stride)
+    config, plan = None, None
+    if outputs[1] is None:
+        if group == 4 and x.element_size() == 2 and columns >= FOURS_FROM:
+            config = config_for(FORWARD_FOURS_RMS if rms else FORWARD_FOURS, columns)
+        if config is None:
+            plan = norm_clusters.forward_plan(x, (weight, bias), rms)
     if plan is not None:
         y, _, *statistics = outputs
         plan.launch(x, weight, bias, y, *statistics, rows, columns, x.stride(0), plan.stages, eps)
         return
-    residual_stride = residual.stride(0) if residual is not None else 0
-    group = unit(columns, x.stride(0), residual_stride)
     tensors = (x, residual, *parameters, *outputs)
     sizes = (rows, columns // group, x.stride(0) // group, residual_stride // group, eps)
     narrow = group * x.element_size() < 16 and columns > 256
-    config = (config_for(FORWARD_NARROW, columns) if narrow else None) or config_for(FORWARD, columns)
+    config = config or (config_for(FORWARD_NARROW, columns) if narrow else None) or config_for(FORWARD, columns)
     if config is None and group == 8 and x.element_size() == 2 and outputs[1] is None:
         config = config_for((FORWARD_HELD,), columns)
     if shifted and (of_shifted := config_for(FORWARD_SHIFTED, columns)) is not None:
