@@ -7,8 +7,10 @@ A rough rock of 81,920 triangles, instanced into a field until there are ten bil
 does. Of each: milliseconds of the frame as a caller waits for it (median), with a depth alone and with the whole
 G-buffer; those of each stage, from the device's events, in frames of their own; what was drawn; and all triangles
 through `scene_brute_force.py`, as long as that takes less than a second. The brute-force picture is compared with ours:
-the share of pixels whose depth is within 2%. Then 64 cameras at once. Frames are drawn by the kernels in Warp and by
-those in CUDA C++. Builds are of hills with roughness, timed on the CPU of the machine, all its threads.
+the share of pixels whose depth is within 2%. Frames are drawn by the kernels in Warp and by those in CUDA C++. Then the
+same view of ever finer rocks, as many; 64 cameras at once; and hills of ten million triangles as a single mesh, beside
+brute force and a ray for each pixel through Warp's tree of boxes. Builds are of such hills, too, on the CPU of the
+machine, all its threads.
 
 `--quick` shows on a CPU that the script runs, with few and small pictures. Rows are written after each case.
 """
@@ -22,7 +24,7 @@ import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ import numpy as np
 import torch
 import trimesh
 from scene_brute_force import BruteForce
+from scene_rays import Rays
 
 from rooftop import scene
 from rooftop.hardware import ceilings_of, measure_ceilings
@@ -116,14 +119,18 @@ def of_field(
 ) -> dict[str, Any]:
     world = scene.Scene()
     world.add_instances(world.add_mesh(mesh), transforms)
+    return of_scene(world, [path(k, width, height) for k in range(options.frames)], kernels, options)
+
+
+def of_scene(
+    world: scene.Scene, cameras: Sequence[scene.Camera | list[scene.Camera]], kernels: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Frames one after another, as a caller waits for them and by stages."""
     renderer = scene.Renderer(world, options.device, kernels=kernels)
     found: dict[str, Any] = {}
     for name, outputs in (("depth", ("depth",)), ("g_buffer", G_BUFFER)):
-        took = [
-            waited(lambda k=k, o=outputs: renderer.render(path(k, width, height), o)) for k in range(options.frames)
-        ]
-        found[f"{name}_ms"] = middle(took)
-    staged = [renderer.render(path(k, width, height), G_BUFFER, timings=True) for k in range(options.frames)]
+        found[f"{name}_ms"] = middle([waited(lambda c=c, o=outputs: renderer.render(c, o)) for c in cameras])
+    staged = [renderer.render(c, G_BUFFER, timings=True) for c in cameras]
     half = staged[len(staged) // 2 :]
     found["stage_ms"] = {
         stage: round(statistics.median(frame.stats.stage_ms[stage] for frame in half), 4)
@@ -144,16 +151,62 @@ def beside(
     once = waited(lambda: brute.draw(camera))
     once = min(once, waited(lambda: brute.draw(camera)))
     if once < LONGEST_BRUTE_FORCE_MS:
-        took = [waited(lambda k=k: brute.draw(path(k, width, height))) for k in range(options.frames)]
-        once = middle(took)
-    theirs = brute.draw(camera)
+        cameras = [path(k, width, height) for k in range(options.frames)]
+        once = middle([waited(lambda c=c: brute.draw(c)) for c in cameras])
+    return {"ms": once} | agreement(ours, brute.draw(camera))
+
+
+def agreement(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
+    """Of two pictures of depths: pixels where both or none show something, and those where both are close."""
     there = torch.isfinite(ours) & torch.isfinite(theirs)
     close = ((ours - theirs).abs() <= CLOSE * theirs)[there].float().mean().item()
     return {
-        "ms": once,
         "same_coverage": (torch.isfinite(ours) == torch.isfinite(theirs)).float().mean().item(),
         "close": close,
     }
+
+
+def finer(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
+    """The same rocks, each of more triangles: what is seen stays the same."""
+    width, height = options.sizes[0]
+    for detail in options.details:
+        vertices, faces = rock(detail)
+        with tempfile.TemporaryDirectory() as folder:
+            mesh = Path(folder) / "rock.rtg"
+            scene.build(vertices, faces, mesh)
+            rocks = options.rocks[-2]
+            row = {"what": "finer", "rocks": rocks, "triangles": rocks * len(faces), "size": [width, height]}
+            rows(row | of_field(mesh, field(rocks), width, height, options.kernels[-1], options))
+
+
+def one_mesh(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
+    vertices, faces = hills(options.hills)
+    width, height = options.sizes[0]
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = Path(folder) / "hills.rtg"
+        scene.build(vertices, faces, mesh)
+        world = scene.Scene()
+        world.add_instance(world.add_mesh(mesh), np.eye(4))
+        cameras = [over_hills(k, width, height) for k in range(options.frames)]
+        row = {"what": "hills", "triangles": len(faces), "size": [width, height]}
+        for kernels in options.kernels:
+            rows(row | {"by": kernels} | of_scene(world, cameras, kernels, options))
+        ours = scene.Renderer(world, options.device).render(cameras[0], ("depth",))["depth"][0]
+        for name, peer in (
+            ("brute force", lambda: BruteForce(vertices, faces, np.eye(4)[None], options.device)),
+            ("rays", lambda: Rays(vertices, faces, options.device)),
+        ):
+            start = time.perf_counter()
+            made = peer()
+            prepared = round(time.perf_counter() - start, 3)
+            took = middle([waited(lambda c=c, m=made: m.draw(c)) for c in cameras])
+            rows(row | {"by": name, "prepared_s": prepared, "depth_ms": took} | agreement(ours, made.draw(cameras[0])))
+            del made
+
+
+def over_hills(frame: int, width: int, height: int) -> scene.Camera:
+    eye = np.array([0.5 + 0.0005 * frame, 0.05, 0.35])
+    return scene.Camera.look_at(eye, (0.5, 0.6, 0), fov_y_degrees=60, width=width, height=height)
 
 
 def many_cameras(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
@@ -165,13 +218,9 @@ def many_cameras(options: argparse.Namespace, rows: Callable[[dict[str, Any]], N
         scene.build(vertices, faces, mesh)
         world = scene.Scene()
         world.add_instances(world.add_mesh(mesh), field(rocks))
-        renderer = scene.Renderer(world, options.device)
-
-        def cameras(frame: int) -> list[scene.Camera]:
-            return [around(frame, k, count, side) for k in range(count)]
-
-        took = [waited(lambda k=k: renderer.render(cameras(k), ("depth",))) for k in range(options.frames)]
-    rows({"what": "cameras", "cameras": count, "size": [side, side], "rocks": rocks, "depth_ms": middle(took)})
+        cameras = [[around(frame, k, count, side) for k in range(count)] for frame in range(options.frames)]
+        row = {"what": "cameras", "cameras": count, "size": [side, side], "rocks": rocks}
+        rows(row | of_scene(world, cameras, options.kernels[-1], options))
 
 
 def around(frame: int, number: int, count: int, side: int) -> scene.Camera:
@@ -191,7 +240,7 @@ def builds(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) 
         rows(row | {"bytes_per_triangle": round(report.bytes_per_triangle, 3), "fill": round(report.fill, 4)})
 
 
-CASES = {"builds": builds, "frames": frames, "cameras": many_cameras}
+CASES = {"builds": builds, "frames": frames, "finer": finer, "cameras": many_cameras, "hills": one_mesh}
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -228,6 +277,8 @@ def main() -> int:
     parser.add_argument("--detail", type=int, default=6, help="a rock has 20 * 4^DETAIL triangles")
     parser.add_argument("--sizes", nargs="+", type=sizes, default=[(1920, 1080), (3840, 2160)])
     parser.add_argument("--kernels", nargs="+", default=["warp", "cuda"])
+    parser.add_argument("--details", nargs="+", type=int, default=[5, 7, 9], help="of finer rocks")
+    parser.add_argument("--hills", type=int, default=10_000_000, help="triangles of the single mesh")
     parser.add_argument("--builds", nargs="+", type=int, default=[1_000_000, 10_000_000], help="triangles")
     parser.add_argument("--frames", type=int, default=40)
     parser.add_argument("--quick", action="store_true", help="small, on the CPU: shows that the script runs")
@@ -238,6 +289,7 @@ def main() -> int:
     if options.quick:
         options.device, options.frames, options.rocks, options.detail = "cpu", 2, [49, 81], 3
         options.sizes, options.kernels, options.builds = [(64, 48)], ["warp"], [5000]
+        options.details, options.hills = [2, 3], 3000
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
     found: dict[str, Any] = {"environment": {"device": ceilings.device, "versions": ceilings.versions}}
     found |= {"rows": [], "failed": {}}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+NAMES = ("build", "frame", "brute force", "finer", "cameras", "hills")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scene.py"
 
 
@@ -24,7 +25,7 @@ def test_a_quick_run_measures_all_cases(
     assert ended.value.code == 0, capsys.readouterr()
     found = json.loads(out.read_text())
     assert not found["failed"]
-    rows = {what: [row for row in found["rows"] if row["what"] == what] for what in ("build", "frame", "brute force")}
+    rows = {what: [row for row in found["rows"] if row["what"] == what] for what in NAMES}
     assert rows["build"][0]["bytes_per_triangle"] < 15
     for frame, brute in zip(rows["frame"], rows["brute force"], strict=True):
         assert frame["triangles"] == brute["triangles"] > frame["drawn"]["triangles"] > 0
@@ -32,3 +33,12 @@ def test_a_quick_run_measures_all_cases(
         assert brute["same_coverage"] > 0.99
         assert brute["close"] > 0.98
         assert math.isfinite(frame["g_buffer_ms"])
+    assert rows["finer"][1]["triangles"] == 4 * rows["finer"][0]["triangles"]
+    assert rows["cameras"][0]["drawn"]["triangles"] > 0
+    ours, *peers = rows["hills"]
+    assert ours["by"] == "warp"
+    assert ours["drawn"]["clusters"] > 1
+    for peer, name in zip(peers, ("brute force", "rays"), strict=True):
+        assert peer["by"] == name
+        assert peer["same_coverage"] > 0.99
+        assert peer["close"] > 0.98

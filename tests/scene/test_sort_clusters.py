@@ -9,7 +9,7 @@ import torch
 
 from rooftop.scene.rendering import sort_clusters
 
-COUNTS = (0, 1, 2, 1000, 4095, 4096, 4097, 9000)
+COUNTS = (0, 1, 2, 63, 65, 1000, 2047, 2048, 2049, 9000)
 ROOM = 9000
 
 

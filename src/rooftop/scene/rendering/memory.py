@@ -90,7 +90,8 @@ class FrameMemory:
             "hzb_at": torch.tensor(starts, dtype=torch.int32, device=device),
         }
         self.tensors["found"].fill_(LAST)
-        self.graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}  # by what a frame is drawn with
+        # By what a frame is drawn with: its graph, and the events of its stages.
+        self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, tuple[tuple[str, Any, Any], ...]]] = {}
         self.frame: Any = buffers.Frame()
         self.frame.instances = instances
         for name, tensor in self.tensors.items():

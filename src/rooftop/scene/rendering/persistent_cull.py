@@ -16,7 +16,7 @@ from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 
 THREADS = 128  # of a block
-BLOCKS_OF_A_MULTIPROCESSOR = 4  # more of them wait for each other's nodes longer
+BLOCKS_OF_A_MULTIPROCESSOR = 3  # more of them wait for each other's nodes longer
 
 
 @cache

@@ -16,7 +16,7 @@ from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 
 THREADS = 128  # of a block: a cluster has at most as many triangles
-BLOCKS_OF_A_MULTIPROCESSOR = 16
+BLOCKS_OF_A_MULTIPROCESSOR = 64  # more than run at once: those that are done early make room
 
 
 @cache

@@ -125,7 +125,7 @@ class Renderer:
                 *(inputs.resident, inputs.now, inputs.then, memory, self._meshes.depth, self._threads, clock),
                 *(self.occlusion, self.one_sided, self._cuda_cpp),
             )
-            if self.device.type == "cuda" and not timings:
+            if self.device.type == "cuda":
                 stages.draw_captured(history)
             else:
                 stages.draw(history)

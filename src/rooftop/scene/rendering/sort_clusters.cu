@@ -2,26 +2,29 @@
 // is where it stands in its own tile and, by bisection, in the others. Torch's sort takes ten launches for this, and goes
 // through all that there is room for; how many there are, only the device knows.
 
-constexpr int TILE = 4096, THREADS = 1024;
+constexpr int TILE = 2048, THREADS = TILE / 2;
+constexpr int OF_A_WARP = 64;  // entries that a warp has to itself while those that it compares are nearer
 constexpr Entry LAST = 0x7fffffffffffffffll;  // behind every entry
 
-// Batcher's bitonic sort (1968), in shared memory.
+// Batcher's bitonic sort (1968), in shared memory: a thread compares two entries in each step.
 __global__ void __launch_bounds__(THREADS) sort_tiles(Entry* items, const int* counters, int counter, int room) {
     __shared__ Entry tile[TILE];
     const int count = min(counters[counter], room), first = blockIdx.x * TILE;
     if (first >= count) return;
-    int size = 2;  // a power of two that has room for all of the tile
+    int size = OF_A_WARP;  // a power of two that has room for all of the tile
     while (size < min(count - first, TILE)) size *= 2;
     for (int i = threadIdx.x; i < size; i += THREADS) tile[i] = first + i < count ? items[first + i] : LAST;
     __syncthreads();
     for (int run = 2; run <= size; run *= 2) {
         for (int apart = run / 2; apart > 0; apart /= 2) {
-            for (int i = threadIdx.x; i < size / 2; i += THREADS) {
-                const int low = 2 * i - (i & (apart - 1)), high = low + apart;
+            const int low = 2 * threadIdx.x - (threadIdx.x & (apart - 1)), high = low + apart;
+            if (high < size) {
                 const Entry a = tile[low], b = tile[high];
                 if ((a > b) == ((low & run) == 0)) tile[low] = b, tile[high] = a;
             }
-            __syncthreads();
+            const int next = apart > 1 ? apart / 2 : run;
+            if (max(apart, next) < OF_A_WARP) __syncwarp();
+            else __syncthreads();
         }
     }
     for (int i = threadIdx.x; i < size; i += THREADS)

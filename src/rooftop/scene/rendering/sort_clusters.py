@@ -10,7 +10,7 @@ from torch import Tensor
 from rooftop.launch import cuda
 from rooftop.scene.rendering.cuda_sources import with_pieces
 
-TILE, THREADS = 4096, 1024  # of a block that sorts
+TILE, THREADS = 2048, 1024  # of a block that sorts
 MERGING_THREADS, BLOCKS_OF_A_MULTIPROCESSOR = 256, 8
 MOST = 1 << 19  # clusters: an entry is looked for in every tile, so of more of them torch's sort is faster
 
