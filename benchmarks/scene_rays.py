@@ -42,7 +42,7 @@ class Rays:
     """
 
     def __init__(self, vertices: np.ndarray, faces: np.ndarray, device: str) -> None:
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # with its number
         points = wp.array(vertices.astype(np.float32), dtype=wp.vec3, device=device)
         self.mesh = wp.Mesh(points, wp.array(faces.astype(np.int32).ravel(), dtype=wp.int32, device=device))
         self.longest = 4.0 * float(np.linalg.norm(vertices.max(0) - vertices.min(0)))

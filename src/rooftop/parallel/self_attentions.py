@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.kernels import attention, rope_pair
-from rooftop.parallel.exchanges import Group
+from rooftop.parallel.exchanges import Group, place_in
 from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
 
 Rotation = tuple[Tensor, Tensor]
@@ -81,14 +81,38 @@ class ParallelSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, cache: Remembered | None = None) -> Tensor:
         """x (B, S, W); rotation: of queries and keys, if their positions turn them, of all positions."""
-        parts = self.qkv(x).split(list(self.qkv.parts.values()), -1)
+        parts = self._projected(x).split(list(self.qkv.parts.values()), -1)
         # (B, H, S, D) of the heads here, and of fewer if they are in groups
         query, key, value = (part.unflatten(-1, (-1, self.head_features)).transpose(1, 2) for part in parts)
         if rotation is not None:
             query, key = rope_pair(query, key, *rotation)
         seen = self.attend(query, key, value) if cache is None else cache.attended(self, query, key, value)
-        out: Tensor = self.out(seen.transpose(1, 2).flatten(2))  # (B, S, W)
+        out = self._summed(seen.transpose(1, 2).flatten(2), x.shape)  # (B, S, W)
         return out if self.dropout is None else self.dropout(out)
+
+    # Split along the sequence, positions go through the linear layers as rows in the order in which the ranks' parts
+    # arrive, (rank, B, S of a rank): only what attention reads and writes is copied to and from its place.
+
+    def _projected(self, x: Tensor) -> Tensor:
+        """x (B, S, W), of this rank; (B, S, features of queries, keys and values here), of all positions."""
+        ranks = self._ranks
+        if ranks == 1:
+            return self.qkv(x)
+        rows: Tensor = self.qkv(x.flatten(0, 1))
+        return rows.view(ranks, *x.shape[:2], rows.shape[-1]).transpose(0, 1).flatten(1, 2)
+
+    def _summed(self, seen: Tensor, shape: torch.Size) -> Tensor:
+        """seen (B, S, features here), of all positions; of that shape, of this rank."""
+        ranks = self._ranks
+        if ranks == 1:
+            return self.out(seen)
+        rows = seen.unflatten(1, (ranks, shape[1])).transpose(0, 1).flatten(0, 2)
+        return self.out(rows).view(shape)
+
+    @property
+    def _ranks(self) -> int:
+        """Among whom the sequence is split."""
+        return place_in(self.qkv.group)[1] if self.qkv.sequence_parallel else 1
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Queries (B, H, S, D), the last of the positions of keys and values (B, H_k, T, D); (B, H, S, D)."""
