@@ -1,4 +1,4 @@
-"""Writes the tables of docs/kernels.md and docs/sparse.md from the figures under benchmarks/results/.
+"""Writes the tables of docs/kernels.md, sparse.md, models.md and scene.md from the figures under benchmarks/results/.
 
     python benchmarks/kernels/tables.py [--check]
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("kernels", "sparse", "models"))
+PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("kernels", "sparse", "models", "scene"))
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 MARKED = re.compile(r"(<!-- figures: (\w+\.json) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 COMMANDS = {  # that make a file, where it is not the script of its name under kernels/
@@ -27,6 +27,8 @@ COMMANDS = {  # that make a file, where it is not the script of its name under k
     "add_rms_norms.json": "kernels/norms.py --norm add_rms_norm",
     "sparse.json": "sparse.py",
     "models.json": "models.py",
+    "scene.json": "scene.py",
+    "scene_hills.json": "scene.py --only hills",
 }
 OURS = (
     *("rooftop", "cuda", "twin", "rooftop, compiled", "rooftop, replayed"),
@@ -72,6 +74,9 @@ def section(path: Path) -> str:
     device = found.get("environment", {}).get("device", "NVIDIA H200")
     if path.name == "models.json":
         return f"{models(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
+    if path.name.startswith("scene"):
+        whole = [row for row in found["rows"] if row["what"] not in found["failed"]]
+        return f"{scenes(whole)}\n\n`benchmarks/results/h200/{path.name}`, {device}."
     tables = []
     for rows in found.values():
         if isinstance(rows, list) and rows and isinstance(rows[0], dict) and set(rows[0]) & set(FIGURES):
@@ -117,6 +122,60 @@ def models(rows: list[Row]) -> str:
         roof = number(next(iter(measured.values()))["roof_ms"])
         lines.append([case, roof, *figures_[:3], peer, *figures_[3:]])
     return "\n".join(["In ms:", "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+DRAWING = ("instance_cull", "cull", "sort", "rasterize", "hzb")  # stages that fill the visibility buffer
+
+
+def scenes(rows: list[Row]) -> str:
+    """Frames beside all triangles drawn one by one; the same view of finer meshes; views at once; a single mesh."""
+    named = {what: [row for row in rows if row["what"] == what] for what in dict.fromkeys(row["what"] for row in rows)}
+    tables = []
+    for frame in named.get("frame", []):
+        frame["drawing"] = sum(frame["stage_ms"][stage] for stage in DRAWING)
+    if "frame" in named:
+        heads = ["triangles", "picture", "drawn", "culled and rasterized", "depth", "G-buffer"]
+        lines = [[*heads, "in Warp: depth", "G-buffer", "every triangle", "to depth"]]
+        for brute in named["brute force"]:
+            warp, ours = (
+                next(row for row in named["frame"] if row["kernels"] == kernels and same_case(row, brute))
+                for kernels in ("warp", "cuda")
+            )
+            times = [f"**{number(ours[key])}**" for key in ("drawing", "depth_ms", "g_buffer_ms")]
+            times += [number(warp[key]) for key in ("depth_ms", "g_buffer_ms")]
+            lines.append([*case_of(ours), *times, number(brute["ms"]), f"{brute['ms'] / ours['depth_ms']:.1f} x"])
+        tables.append(lines)
+    for what, first in (("finer", "triangles"), ("cameras", "cameras"), ("hills", "by")):
+        if what in named:
+            lines = [[first, "picture", "drawn", "depth", "G-buffer"]]
+            for row in named[what]:
+                times = [number(row[key]) if key in row else UNKNOWN for key in ("depth_ms", "g_buffer_ms")]
+                lines.append([*case_of(row, first), *times])
+            tables.append(lines)
+    return "\n\n".join("\n".join(f"| {' | '.join(line)} |" for line in ruled(lines)) for lines in tables)
+
+
+def same_case(a: Row, b: Row) -> bool:
+    return a["triangles"] == b["triangles"] and a["size"] == b["size"]
+
+
+def case_of(row: Row, key: str = "triangles") -> list[str]:
+    """Its first columns: what is counted, the size of its picture, and triangles that are drawn."""
+    counted = row[key] if isinstance(row[key], str) else amount(row[key])
+    return [counted, " x ".join(map(str, row["size"])), amount(row["drawn"]["triangles"]) if "drawn" in row else "all"]
+
+
+def amount(count: int) -> str:
+    """10.0 G, 250 M, 64."""
+    for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if count >= unit:
+            return f"{count / unit:.{1 if count < 100 * unit else 0}f}{name}"
+    return str(count)
+
+
+def ruled(lines: list[list[str]]) -> list[list[str]]:
+    """With the line below the heads."""
+    return [lines[0], ["---:"] * len(lines[0]), *lines[1:]]
 
 
 def groups(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
