@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rooftop.hardware.timing import collection_paused
 from rooftop.launch.warp_launch import launch_warp
 from rooftop.scene.rendering import (
     base_pass,
@@ -122,15 +123,16 @@ class Stages:
         """As `draw`, replayed from a CUDA graph: some fifty launches take longer than what they do."""
         graphs, events = self.memory.graphs, self.clock.events
         key = (history, self.occlusion, self.one_sided, float(self.memory.frame.pixel_error), self.clock.runs)
-        if key not in graphs:
-            self.draw(history)  # compiles and loads what no capture may
-            events.clear()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.draw(history)
-            graphs[key] = graph, tuple(events)
-        graph, events[:] = graphs[key]
-        graph.replay()
+        with torch.cuda.device(self.clock.device):
+            if key not in graphs:
+                self.draw(history)  # compiles and loads what no capture may
+                events.clear()
+                graph = torch.cuda.CUDAGraph()
+                with collection_paused(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self.draw(history)
+                graphs[key] = graph, tuple(events)
+            graph, events[:] = graphs[key]
+            graph.replay()
 
     def emit(self, targets: Any, light: Any, outputs: Collection[str]) -> None:
         """Pictures from the visibility buffer, of these names."""
