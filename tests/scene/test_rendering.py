@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rooftop.errors import GeometryFileError
+from rooftop.errors import GeometryFileError, InputError
 from rooftop.scene import Camera, GBuffer, Geometry, Renderer, Scene, layouts
 from rooftop.scene.gbuffers import OUTPUTS
 from rooftop.scene.rendering import memory, sort_clusters
+from rooftop.scene.rendering.stages import MOST_GRAPHS, Stages
 
 Floats = NDArray[np.float64]
 SIZE = {"width": 160, "height": 120}
@@ -42,6 +44,7 @@ def row_of(mesh: Geometry, distances: Sequence[float]) -> Scene:
     return scene
 
 
+WIDE = Camera.look_at((1, 0, 0), (0, 0, 0), width=16384, height=10923)
 AHEAD = Camera.look_at((0, 0, 0), (1, 0, 0), fov_y_degrees=70, **SIZE)
 
 
@@ -748,6 +751,9 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
         (lambda: Renderer("x.rtg", "cpu"), "scene='x.rtg': expected a scene.Scene"),  # type: ignore[arg-type]
         (lambda: Renderer(Scene(), "tpu"), "device='tpu': expected 'cuda' or 'cpu'"),
         (lambda: Renderer(Scene(), "cpu", pixel_error=1e39), "pixel_error=1e\\+39"),
+        (lambda: Renderer(Scene(), "cpu", pixel_error=np.ones(2)), "pixel_error=array"),  # type: ignore[arg-type]
+        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), fov_y_degrees=np.ones(2)), "fov_y_degrees=array"),  # type: ignore[arg-type]
+        (lambda: Renderer(Scene(), "cpu").render([WIDE, WIDE]), "rendered one at a time"),
         (lambda: Renderer(Scene(), "cpu").render(None), "cameras=None: expected a scene.Camera"),  # type: ignore[arg-type]
         (lambda: Renderer(Scene(), "cpu").render(["cam"]), "cameras has 'cam'"),  # type: ignore[list-item]
         (lambda: Renderer(Scene(), "cpu").render(AHEAD, None), "outputs=None: expected a list"),  # type: ignore[arg-type]
@@ -758,6 +764,97 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
 def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_a_pixel_error_that_is_set_later_is_checked(ball: Geometry) -> None:
+    renderer = Renderer(row_of(ball, [3.0]), "cpu")
+    renderer.pixel_error = np.nan
+    with pytest.raises(ValueError, match="pixel_error=nan"):
+        renderer.render(AHEAD)
+
+
+def test_more_pages_than_an_array_holds_are_refused(ball: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rooftop.scene.rendering.uploads.MOST_WORDS", 1000)
+    with pytest.raises(InputError, match="GiB of pages"):
+        Renderer(row_of(ball, [3.0]), "cpu").render(AHEAD)
+
+
+def test_up_of_any_length(ball: Geometry) -> None:
+    views = [Camera.look_at((1, 2, 3), (0, 0, 0), up=(0, 0, length)) for length in (1.0, 1e-200, 1e29)]
+    assert all((view.world_to_camera == views[0].world_to_camera).all() for view in views)
+
+
+def test_frames_within_inference_mode_and_without(ball: Geometry, device: str) -> None:
+    """Memory that is made within it serves outside, and the other way round; what comes out can be written to."""
+    scene = row_of(ball, [3.0, 9.0])
+    renderer, plain = Renderer(scene, device), Renderer(scene, device)
+    for k, camera in enumerate(flight(4)):
+        with torch.inference_mode(k % 2 == 0):
+            frame = renderer.render(camera, ALL)
+        assert same(frame, plain.render(camera, ALL), ALL)
+        frame["depth"].add_(1.0)
+
+
+def test_another_default_device_changes_nothing(ball: Geometry, device: str) -> None:
+    scene = row_of(ball, [3.0, 9.0])
+    expected = Renderer(scene, device).render(AHEAD, ALL)
+    with torch.device("meta"):
+        frame = Renderer(scene, device).render(AHEAD, ALL)
+    assert same(frame, expected, ALL)
+
+
+def test_a_frame_that_failed_leaves_no_trace(
+    ball: Geometry, cube: Geometry, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another size, so that its memory was another one: the next frame has the depths of the one before it."""
+    scene = crowd(ball, cube)
+    renderer, undisturbed = Renderer(scene, device), Renderer(scene, device)
+    first, second = flight(2)
+    for each in (renderer, undisturbed):
+        each.render(first, ALL)
+    with monkeypatch.context() as less:
+        less.setattr(memory, "MOST_THREADS", 128)
+        with pytest.raises(ValueError, match="a frame of more than"):
+            renderer.render(Camera.look_at((0, 0, 0), (9, 1, 0), width=90, height=70), ALL)
+    ours, theirs = renderer.render(second, ALL), undisturbed.render(second, ALL)
+    assert same(ours, theirs, ALL)
+    assert ours.stats == theirs.stats
+    assert theirs.stats.occluded > 0
+
+
+@pytest.mark.gpu
+def test_replayed_frames_are_those_that_are_launched(
+    ball: Geometry, cube: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From graphs: with and without timings, and with one error after another, more of them than graphs are kept."""
+    scene = crowd(ball, cube)
+    replayed, launched = Renderer(scene, "cuda"), Renderer(scene, "cuda")
+    for k, camera in enumerate(flight(24)):
+        renderers = [replayed, launched]
+        for renderer in renderers:
+            renderer.pixel_error = 1.0 + k // 8
+        ours = replayed.render(camera, ALL, timings=k % 2 == 0)
+        with monkeypatch.context() as without:
+            without.setattr(Stages, "draw_captured", Stages.draw)
+            theirs = launched.render(camera, ALL)
+        assert same(ours, theirs, ALL)
+        assert replace(ours.stats, stage_ms={}) == theirs.stats
+        assert (sum(ours.stats.stage_ms.values()) > 0) == (k % 2 == 0)
+        assert replayed._memory is not None
+        assert len(replayed._memory.graphs) <= MOST_GRAPHS
+        assert any(replayed._memory.graphs.values()) or k < 4
+
+
+@pytest.mark.gpu
+def test_a_renderer_on_a_gpu_that_is_not_the_current_one(ball: Geometry, cube: Geometry) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    scene = crowd(ball, cube)
+    here, there = Renderer(scene, "cuda:0"), Renderer(scene, "cuda:1")
+    for camera in flight(5):
+        ours, theirs = there.render(camera, ALL), here.render(camera, ALL)
+        assert all(torch.equal(ours[name].cpu().nan_to_num(-7.0), theirs[name].cpu().nan_to_num(-7.0)) for name in ALL)
+        assert ours["depth"].device.index == 1
 
 
 def test_a_tree_that_is_deeper_than_it_says_is_refused(ball: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:

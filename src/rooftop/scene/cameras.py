@@ -209,8 +209,8 @@ def _looking(eye: ArrayLike, target: ArrayLike, up: ArrayLike) -> NDArray[np.flo
     if abs(forward).max() < LEAST:
         raise ValueError(f"eye and target are the same point, {points['eye'].tolist()}: there is nowhere to look")
     forward = forward / np.linalg.norm(forward)
-    right = _cross(forward, points["up"])
-    if np.linalg.norm(right) <= 1e-9 * np.linalg.norm(points["up"]):
+    right = _cross(forward, points["up"] / (abs(points["up"]).max() or 1.0))
+    if np.linalg.norm(right) <= 1e-9:
         raise ValueError(f"up={points['up'].tolist()} points along the view: give another direction")
     right = right / np.linalg.norm(right)
     turn = np.stack([right, _cross(forward, right), forward])
@@ -234,6 +234,10 @@ def _whole(name: str, value: object) -> int:
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:
-    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__") or not low <= float(value) <= high:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if isinstance(value, bool | str | bytes) or not low <= number <= high:
         raise ValueError(f"{name}={value!r}: expected a number from {low:g} to {high:g}")
-    return float(value)
+    return number

@@ -40,6 +40,9 @@ COUNTERS_OF = {
     ),
 }
 
+Captured = tuple[torch.cuda.CUDAGraph, tuple[tuple[str, Any, Any], ...]]
+"""The graph of a frame, and for each stage its name and the events where it begins and ends."""
+
 
 class FrameMemory:
     """Tensors of a frame, by the names of `buffers.Frame`."""
@@ -90,8 +93,8 @@ class FrameMemory:
             "hzb_at": torch.tensor(starts, dtype=torch.int32, device=device),
         }
         self.tensors["found"].fill_(LAST)
-        # By what a frame is drawn with: its graph, and the events of its stages.
-        self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, tuple[tuple[str, Any, Any], ...]]] = {}
+        # By what a frame is drawn with; None if it was drawn so once.
+        self.graphs: dict[tuple[object, ...], Captured | None] = {}
         self.frame: Any = buffers.Frame()
         self.frame.instances = instances
         for name, tensor in self.tensors.items():
@@ -109,13 +112,16 @@ class FrameMemory:
 
     def sort_found(self, second: int) -> None:
         """What a pass has found to be visible, in order, by torch's sort: of all that there is room for, since a GPU
-        does not say how many there are."""
+        does not say how many there are. `clear_found` has been before the pass."""
         found, visible = self.tensors["found"], self.tensors["visible"][second]
         if self.device.type == "cpu":
             count = min(int(self.tensors["counters"][second * buffers.PASS + buffers.VISIBLE]), len(found))
             found, visible = found[:count], visible[:count]
         visible.copy_(found.sort().values)
-        found.fill_(LAST)  # for the next pass
+
+    def clear_found(self) -> None:
+        """For a pass whose finds torch sorts."""
+        self.tensors["found"].fill_(LAST)
 
     def turn_over(self) -> None:
         """The depths of this frame become those of the frame before."""

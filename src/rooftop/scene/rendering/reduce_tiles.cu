@@ -18,11 +18,11 @@ struct Levels {
 };
 
 __global__ void __launch_bounds__(THREADS) reduce_tiles(const long long* pixels, float* hzb, const int* hzb_at, int levels, int stride,
-                                                        int width, int height) {
+                                                        int width, int height, int tiles_across) {
     __shared__ float texels[SIDE][SIDE + 1];
-    const int view = blockIdx.z, x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
+    const int view = blockIdx.x / tiles_across, x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
     const Levels all = {hzb + (long long)view * stride, hzb_at, levels, width, height};
-    const int tile_x = blockIdx.x * SIDE, tile_y = blockIdx.y * SIDE;  // in texels of level 2
+    const int tile_x = blockIdx.x % tiles_across * SIDE, tile_y = blockIdx.y * SIDE;  // in texels of level 2
     const long long* picture = pixels + (long long)view * width * height;
     float farthest = NEAREST;
     for (int part = 0; part < 4; ++part) {

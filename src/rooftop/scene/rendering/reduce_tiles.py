@@ -26,7 +26,8 @@ def reduce_depths(memory: FrameMemory) -> None:
     sizes = (of["hzb"], of["hzb_at"], len(of["hzb_at"]), of["hzb"].shape[1], width, height)
     if len(of["hzb_at"]) > 1:
         tiles = cuda.compile(source(), "reduce_tiles", device=memory.device, fused_multiply_add=False)
-        tiles.launch((-(-width // TILE), -(-height // TILE), views), THREADS, of["pixels"], *sizes)
+        across = -(-width // TILE)
+        tiles.launch((across * views, -(-height // TILE)), THREADS, of["pixels"], *sizes, across)
     if len(of["hzb_at"]) > TILE_LEVELS:
         rest = cuda.compile(source(), "reduce_rest", device=memory.device, fused_multiply_add=False)
         rest.launch(views, THREADS, *sizes)

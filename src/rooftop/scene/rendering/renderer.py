@@ -20,6 +20,9 @@ from rooftop.scene.rendering.uploads import Inputs, Meshes
 from rooftop.scene.scenes import Scene
 
 LIGHT = wp.vec3(*(np.array((0.4, 0.3, 0.85)) / np.linalg.norm((0.4, 0.3, 0.85))).tolist())
+MOST_PIXELS_OF_SEVERAL = -(
+    -(2**31) // 12
+)  # a picture of three float32 and more: Warp counts bytes to the next in int32
 BACKGROUND = {"depth": torch.inf, "uv": torch.nan, "normal": 0.0, "velocity": 0.0, "color": 0.0}  # else -1
 CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3}
 
@@ -56,10 +59,8 @@ class Renderer:
             raise ValueError(f"kernels={kernels!r}: expected 'warp' or 'cuda', or None for the faster that there are")
         if not isinstance(scene, Scene):
             raise ValueError(f"scene={scene!r}: expected a scene.Scene with instances of meshes")
-        if isinstance(pixel_error, bool | str) or not hasattr(pixel_error, "__float__") or not 0 <= pixel_error <= MOST:
-            raise ValueError(f"pixel_error={pixel_error!r}: expected a number of pixels, 0 or more")
         self.scene, self.device = scene, _device(device)
-        self.pixel_error, self.occlusion, self.one_sided = float(pixel_error), occlusion, one_sided
+        self.pixel_error, self.occlusion, self.one_sided = _checked_error(pixel_error), occlusion, one_sided
         if kernels == "cuda":
             cuda_sources.require(self.device)
         self._cuda_cpp = kernels == "cuda" or (kernels is None and cuda_sources.is_there(self.device))
@@ -75,6 +76,7 @@ class Renderer:
         self._cameras: tuple[Camera, ...] = ()
         self._has_depths = False
 
+    @torch.inference_mode(False)  # what is kept for the next frame must serve that, too, wherever it is drawn
     def render(
         self,
         cameras: Camera | Sequence[Camera],
@@ -88,6 +90,8 @@ class Renderer:
             cameras: of the same size. The one in the same place in the frame before is where it was then.
             outputs: which fields of `GBuffer` to fill.
             timings: whether to time each stage, into `stats.stage_ms`.
+
+        Frames of one renderer are drawn on one stream: what a frame leaves for the next is ordered by it.
 
         Raises:
             ValueError: an output or the cameras are wrong, or pictures or lists would be too large.
@@ -118,7 +122,7 @@ class Renderer:
         inputs.place(mesh_of, transforms, self._transforms_before(transforms))
         inputs.look(cameras, self._cameras if same_views else cameras)
         memory = self._memory_of(len(mesh_of), len(cameras), width, height, "overdraw" in outputs)
-        memory.frame.pixel_error = self.pixel_error
+        memory.frame.pixel_error = _checked_error(self.pixel_error)
         while True:
             clock = Clock(self.device, timings)
             stages = Stages(
@@ -156,12 +160,12 @@ class Renderer:
         """That of the frame before, if it fits."""
         sizes = (instances, views, width, height, fragments)
         before = self._memory
-        if before is None or before.sizes != sizes:
-            self._memory = FrameMemory(*sizes, before.room if before else ROOM, self.device)
-            if before and before.sizes[1:4] == sizes[1:4]:
-                self._memory.take_depths(before)
-        assert self._memory is not None
-        return self._memory
+        if before is not None and before.sizes == sizes:
+            return before
+        memory = FrameMemory(*sizes, before.room if before else ROOM, self.device)
+        if before and before.sizes[1:4] == sizes[1:4]:
+            memory.take_depths(before)
+        return memory
 
     def _forget(self) -> None:
         self._transforms, self._cameras, self._has_depths = np.zeros((0, 4, 4)), (), False
@@ -180,6 +184,24 @@ def _check_sizes(views: int, width: int, height: int, instances: int) -> None:
             f"{views} views of {width} x {height} pixels and {instances:,} instances: a frame has at most 2^30 pixels, "
             "and 2^30 instances over all views; render fewer views at once"
         )
+    if views > 1 and width * height > MOST_PIXELS_OF_SEVERAL:
+        raise ValueError(
+            f"{views} views of {width} x {height} pixels: views of more than {MOST_PIXELS_OF_SEVERAL:,} pixels are "
+            "rendered one at a time"
+        )
+
+
+def _checked_error(pixel_error: Any) -> float:
+    """Raises:
+    ValueError: it is no number of pixels.
+    """
+    try:
+        number = float(pixel_error)
+    except (TypeError, ValueError):
+        number = -1.0
+    if isinstance(pixel_error, bool | str) or not 0 <= number <= MOST:
+        raise ValueError(f"pixel_error={pixel_error!r}: expected a number of pixels, 0 or more")
+    return number
 
 
 def _pictures(

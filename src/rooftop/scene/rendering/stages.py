@@ -26,10 +26,11 @@ from rooftop.scene.rendering import (
     reduce_tiles,
     sort_clusters,
 )
-from rooftop.scene.rendering.memory import FrameMemory
+from rooftop.scene.rendering.memory import Captured, FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
+MOST_GRAPHS = 4  # of one memory: a first frame and those after it, each with and without timings
 OF_BASE_PASS = {"normal", "uv", "color"}
 
 
@@ -99,8 +100,7 @@ class Stages:
             self._launch(init_context.place_instances, *shared, memory.pairs)
         asked = int(history)
         with self.clock.of("instance_cull"):
-            if self.cuda_cpp:
-                memory.clear_queues()
+            self._clear_lists()
             self._launch(instance_cull.cull_instances, *shared, asked, memory.pairs)
         self._cull(asked, 0)
         self._rasterize(0)
@@ -109,8 +109,7 @@ class Stages:
         if history:
             self._build_hzb()
             with self.clock.of("instance_cull"):
-                if self.cuda_cpp:
-                    memory.clear_queues()
+                self._clear_lists()
                 self._launch(instance_cull.ask_instances_again, *self._inputs[:2], frame)
             with self.clock.of("cull"):
                 self._launch(level_cull.ask_children_again, *self._inputs[:2], frame)
@@ -120,19 +119,28 @@ class Stages:
         self._build_hzb()
 
     def draw_captured(self, history: bool) -> None:
-        """As `draw`, replayed from a CUDA graph: some fifty launches take longer than what they do."""
+        """As `draw`, replayed from a CUDA graph from the second time on: some fifty launches take longer than what
+        they do."""
         graphs, events = self.memory.graphs, self.clock.events
         key = (history, self.occlusion, self.one_sided, float(self.memory.frame.pixel_error), self.clock.runs)
+        seen, captured = key in graphs, graphs.pop(key, None)
         with torch.cuda.device(self.clock.device):
-            if key not in graphs:
-                self.draw(history)  # compiles and loads what no capture may
-                events.clear()
-                graph = torch.cuda.CUDAGraph()
-                with collection_paused(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    self.draw(history)
-                graphs[key] = graph, tuple(events)
-            graph, events[:] = graphs[key]
-            graph.replay()
+            if not seen:  # what is drawn so but once is not worth a graph; what is not compiled yet, is now
+                self.draw(history)
+            else:
+                captured = captured or self._capture(history)
+                graph, events[:] = captured
+                graph.replay()
+        graphs[key] = captured
+        while len(graphs) > MOST_GRAPHS:
+            del graphs[next(iter(graphs))]  # the one that was not drawn for longest
+
+    def _capture(self, history: bool) -> Captured:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.clock.device)
+        mode = "thread_local"  # what other threads do meanwhile is allowed
+        with torch.cuda.stream(stream), collection_paused(), torch.cuda.graph(graph, None, stream, mode):
+            self.draw(history)
+        return graph, tuple(self.clock.events)
 
     def emit(self, targets: Any, light: Any, outputs: Collection[str]) -> None:
         """Pictures from the visibility buffer, of these names."""
@@ -146,8 +154,19 @@ class Stages:
                 self._launch(base_pass.base_pass, *shared, light, self.memory.texels)
 
     @property
+    def _sorts(self) -> bool:
+        """Whether clusters are put in order by `sort_clusters`."""
+        return self.cuda_cpp and self.memory.room["visible"] <= sort_clusters.MOST
+
+    @property
     def _inputs(self) -> tuple[Any, Any, Any]:
         return self.resident.values, self.now.values, self.then.values
+
+    def _clear_lists(self) -> None:
+        if self.cuda_cpp:
+            self.memory.clear_queues()
+        if not self._sorts:
+            self.memory.clear_found()
 
     def _cull(self, history: int, second: int) -> None:
         """The second pass descends from what it has found again, and asks what the first has drawn only of that."""
@@ -164,7 +183,7 @@ class Stages:
         memory, frame = self.memory, self.memory.frame
         with self.clock.of("sort"):
             found = memory.tensors["found"]
-            if self.cuda_cpp and len(found) <= sort_clusters.MOST:
+            if self._sorts:
                 counter = second * buffers.PASS + buffers.VISIBLE
                 sort_clusters.sort(found, memory.tensors["counters"], counter, memory.tensors["visible"][second])
             else:

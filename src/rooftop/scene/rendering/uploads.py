@@ -19,6 +19,7 @@ from rooftop.scene.geometry import Geometry
 from rooftop.scene.rendering import buffers
 
 LENS = 8  # numbers of a view
+MOST_WORDS = 2**31 - 1  # of all pages: an array of Warp has no more elements
 MOST_PAGES = 2**20  # of a mesh: a page and a cluster of it are 31 bits of an entry
 
 
@@ -39,6 +40,11 @@ class Meshes:
             _check_depth(mesh)
             nodes.append(mesh.nodes)
         ends = np.cumsum([len(page) for page in pages], dtype=np.int64)
+        if ends[-1] + 2 > MOST_WORDS:
+            raise InputError(
+                f"the scene's meshes have {4 * ends[-1] / 2**30:.1f} GiB of pages; a scene takes less than "
+                f"{4 * MOST_WORDS / 2**30:.0f}: build them with fewer attributes, or render them in several scenes"
+            )
         words = np.concatenate([*pages, np.zeros(2, np.int32)])  # a read of two words may begin at the last
         tables = [
             [node, page, m.meta["has_normals"], m.meta["has_uv"]]
@@ -117,7 +123,7 @@ class Inputs:
         self.resident = Uploaded.into(buffers.Resident(), kept)
         # The matrices and lenses of both frames are next to each other: they go to the device in one copy.
         sizes = (2 * views * 12 * 8, 2 * views * LENS * 4)  # bytes
-        staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        staged = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
         there = torch.empty_like(staged, device=device)
         self._staged, self._there = staged, there
         (matrices, lenses), of_device = (
