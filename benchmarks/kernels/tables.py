@@ -28,7 +28,6 @@ COMMANDS = {  # that make a file, where it is not the script of its name under k
     "sparse.json": "sparse.py",
     "models.json": "models.py",
     "scene.json": "scene.py",
-    "scene_hills.json": "scene.py --only hills",
 }
 OURS = (
     *("rooftop", "cuda", "twin", "rooftop, compiled", "rooftop, replayed"),
@@ -74,9 +73,8 @@ def section(path: Path) -> str:
     device = found.get("environment", {}).get("device", "NVIDIA H200")
     if path.name == "models.json":
         return f"{models(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
-    if path.name.startswith("scene"):
-        whole = [row for row in found["rows"] if row["what"] not in found["failed"]]
-        return f"{scenes(whole)}\n\n`benchmarks/results/h200/{path.name}`, {device}."
+    if path.name == "scene.json":
+        return f"{scenes(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
     tables = []
     for rows in found.values():
         if isinstance(rows, list) and rows and isinstance(rows[0], dict) and set(rows[0]) & set(FIGURES):
