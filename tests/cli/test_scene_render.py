@@ -84,6 +84,13 @@ def test_a_picture_frames_the_scene_and_a_table_says_what_it_took(run: Run, ball
     assert "pictures: ball.png" in out
 
 
+def test_a_picture_of_nothing_says_so(run: Run, ball: Path) -> None:
+    assert "nothing in view" not in run(ball, "-o", "ball.png", *SMALL)[1]
+    status, out, err = run(ball, "-o", "ball.png", "--eye", "100,0,0", "--target", "200,0,0", *SMALL)
+    assert status == 0, err
+    assert "a picture has nothing in view: look elsewhere" in out
+
+
 def test_several_outputs_stand_beside_each_other_with_captions(run: Run, ball: Path) -> None:
     status, _, err = run(ball, "-o", "sheet.png", *SMALL, "--show", "color", "--show", "level", "--show", "normal")
     assert status == 0, err
@@ -324,6 +331,7 @@ def test_the_outline_of_a_scene_is_where_its_instances_are(ball: Path, box: Path
         (("--pixel-error", "-1"), "-1.0 is not in the range"),
         (("--pixel-error", "inf"), "pixel_error=inf"),
         (("--show", "shadow"), "'shadow' is not one of"),
+        (("--show", "uv"), "no FILE has texture coordinates"),
         (("--device", "tpu"), "expected cpu, cuda or cuda:N"),
         (("-o", "out.jpg"), "expected a name that ends in .png"),
         (("-o", "no/out.png"), "there is no folder no"),

@@ -122,14 +122,16 @@ def render_command(
 ) -> None:
     """Render geometry files (FILE.rtg, which `rooftop scene build` makes) into pictures.
 
-    All FILEs are one scene, each where its coordinates put it. The first frame is drawn twice and the second time
-    counts: by then its kernels are loaded, and it knows what is hidden.
+    All FILEs are one scene, each where its coordinates put it. The first frame is drawn twice, on a GPU three times,
+    and the last time counts: by then its kernels are loaded, it knows what is hidden, and its launches are in a graph.
     """
     from rooftop.cli.analyze import check_writable, pick_device  # takes seconds, which the other verbs need not wait
 
     where = pick_device(None if device == "auto" else device)
     shows = tuple(dict.fromkeys(shows))
     world = _world(files, instances, up or (0.0, 0.0, 1.0))
+    if "uv" in shows and not any(mesh.meta["has_uv"] for mesh in world.meshes):
+        raise click.UsageError("--show uv: no FILE has texture coordinates")
     bounds = world.bounds()
     choice = Choice(eye, target, up, fov, orbit, parallel, intrinsics, pose, camera, size, near)
     cameras = chosen_cameras(choice, outline(world))
@@ -154,7 +156,8 @@ def render_command(
     with progress_bar() as progress, _memory_of(where):
         progress("loading kernels and pages", 0.0)
         for number, (each, of_frame) in enumerate(zip(cameras, names, strict=True)):
-            for timed in (False, True) if number == 0 else (True,):
+            again = 0 if number else 2 if where.type == "cuda" else 1
+            for timed in (False, True, True)[2 - again :]:
                 with _wrong_call():
                     frame = renderer.render(each, shows, timings=timed)
             found.append(frame.stats)
@@ -279,11 +282,14 @@ def _lines(found: Sequence[FrameStats], world: scene.Scene) -> list[str]:
         _span([getattr(each, name) for each in found])
         for name in ("triangles", "clusters", "large_triangles", "occluded")
     )
-    return [
+    lines = [
         f"drawn: {drawn} of {whole:,} triangles, in {clusters} clusters; {large} large ones in tiles",
         f"levels of detail: {_runs(levels) or 'none'}; hidden by what the frame before drew: {hidden} instances, "
         "nodes, groups and clusters",
     ]
+    if not all(each.triangles for each in found):
+        lines.append("a picture has nothing in view: look elsewhere (--eye, --target), or show what is nearer (--near)")
+    return lines
 
 
 def _span(numbers: Sequence[int]) -> str:

@@ -292,6 +292,10 @@ PARTS: tuple[Part, ...] = (
     Part("Charts", partial(_package, module="plotly", package="plotly", extra="report"), needed=False),
     Part("Jupyter kernel", _jupyter, needed=False),
     Part("Warp", partial(_package, module="warp", package="warp-lang"), needed=False),
+    *(
+        Part(name, partial(_package, module=name, package=name, extra="scene"), needed=False)
+        for name in ("trimesh", "meshoptimizer")
+    ),
     Part("NVDEC", partial(library_part, name="libnvcuvid.so.1"), needed=False),
     Part("NVENC", partial(library_part, name="libnvidia-encode.so.1"), needed=False),
     Part(
