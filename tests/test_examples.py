@@ -353,7 +353,7 @@ def test_scans_are_written_and_drawn(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_network_learns_to_label_scans(run: Run, tmp_path: Path) -> None:
-    out = run("lidar_segmentation", "--quick", "--setting", "room", "--steps", 30, "--out", tmp_path)
+    out = run("lidar_segmentation", "--quick", "--setting", "room", "--steps", 18, "--out", tmp_path)
     means = re.findall(r"^(network|by height|most frequent) .* ([\d.]+)$", out, re.MULTILINE)
     network, by_height, most_frequent = (float(mean) for _, mean in means)
     assert network > 1.15 * by_height > 2 * most_frequent
@@ -465,7 +465,7 @@ def test_a_network_learns_from_rendered_points(run: Run, tmp_path: Path) -> None
 def test_a_text_that_was_learned_by_heart_goes_on(run: Run, tmp_path: Path) -> None:
     line = "Under the roof a house is dry. "
     (tmp_path / "text").write_text(line * 20)
-    out = run("generate_text", "--text", tmp_path / "text", "--steps", 80, "--prompt", "Under the", "--new", 40)
+    out = run("generate_text", "--text", tmp_path / "text", "--steps", 60, "--prompt", "Under the", "--new", 40)
     assert float(re.search(r"loss ([\d.]+) nats a byte", out)[1]) < 0.5  # type: ignore[index]
     assert f"--- most probable\n{(line * 2)[:49]}\n---" in out
     assert "--- drawn\nUnder the roof" in out
