@@ -44,7 +44,7 @@ def row_of(mesh: Geometry, distances: Sequence[float]) -> Scene:
     return scene
 
 
-WIDE = Camera.look_at((1, 0, 0), (0, 0, 0), width=16384, height=10923)
+WIDE = Camera.look_at((1, 0, 0), (0, 0, 0), width=16384, height=10923)  # 10922 rows are fewer than 2^31 / 12 pixels
 AHEAD = Camera.look_at((0, 0, 0), (1, 0, 0), fov_y_degrees=70, **SIZE)
 
 
@@ -764,6 +764,11 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
 def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_a_renderer_says_which_kernels_draw(device: str) -> None:
+    assert Renderer(Scene(), device).kernels == ("cuda" if device == "cuda" else "warp")
+    assert Renderer(Scene(), device, kernels="warp").kernels == "warp"
 
 
 def test_a_pixel_error_that_is_set_later_is_checked(ball: Geometry) -> None:

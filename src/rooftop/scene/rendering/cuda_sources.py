@@ -1,4 +1,4 @@
-"""What the stages in CUDA C++ share: their sources, and whether they can run."""
+"""What the stages in CUDA C++ share: whether they can run, their sources, how they are compiled and spread."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ def with_pieces(module_file: str) -> str:
     return "\n".join(
         file.read_text(encoding="utf-8") for file in (path.with_name("pieces.cu"), path.with_suffix(".cu"))
     )
+
+
+def compiled(source: str, name: str, device: torch.device) -> cuda.Kernel:
+    """A kernel of such a source; no product is fused with a sum, or pixels would not be Warp's, bit for bit."""
+    return cuda.compile(source, name, device=device, fused_multiply_add=False)
+
+
+def blocks_on(device: torch.device, of_a_multiprocessor: int) -> int:
+    """Of a launch whose blocks go through a list together; the CPU, where tests run kernels, has one."""
+    if device.type != "cuda":
+        return 1
+    return of_a_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def require(device: torch.device) -> None:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
-
-from rooftop.launch import cuda
-from rooftop.scene.rendering.cuda_sources import with_pieces
+from rooftop.scene.rendering.cuda_sources import blocks_on, compiled, with_pieces
 from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 
@@ -33,10 +30,8 @@ def cull(scene: Uploaded, now: Uploaded, then: Uploaded, memory: FrameMemory, hi
         history, second: as of `level_cull.cull_nodes`.
     """
     of = memory.tensors
-    kernel = cuda.compile(source(), "persistent_cull", device=memory.device, fused_multiply_add=False)
-    blocks = 1
-    if memory.device.type == "cuda":
-        blocks = BLOCKS_OF_A_MULTIPROCESSOR * torch.cuda.get_device_properties(memory.device).multi_processor_count
+    kernel = compiled(source(), "persistent_cull", memory.device)
+    blocks = blocks_on(memory.device, BLOCKS_OF_A_MULTIPROCESSOR)
     meshes = ("words", "page_at", "nodes", "mesh", "mesh_steps", "instance_mesh", "instance_scale")
     pairs = ("to_view", "before", "hzb_before", "hzb_at", "counters")
     lists = (of["nodes"][0], of["groups"], of["found"], of["hidden_children"], of["hidden_clusters"])

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
-
-from rooftop.launch import cuda
-from rooftop.scene.rendering.cuda_sources import with_pieces
+from rooftop.scene.rendering.cuda_sources import blocks_on, compiled, with_pieces
 from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 
@@ -33,10 +30,8 @@ def draw(scene: Uploaded, now: Uploaded, memory: FrameMemory, second: int, one_s
         second, one_sided: as of `rasterize.rasterize`.
     """
     of = memory.tensors
-    kernel = cuda.compile(source(), "rasterize_clusters", device=memory.device, fused_multiply_add=False)
-    blocks = 1
-    if memory.device.type == "cuda":
-        blocks = BLOCKS_OF_A_MULTIPROCESSOR * torch.cuda.get_device_properties(memory.device).multi_processor_count
+    kernel = compiled(source(), "rasterize_clusters", memory.device)
+    blocks = blocks_on(memory.device, BLOCKS_OF_A_MULTIPROCESSOR)
     meshes = ("words", "page_at", "mesh", "mesh_steps", "instance_mesh", "instance_scale")
     visible, fragments = of["visible"][second], of["fragments"] if of["fragments"].numel() else None
     instances, _, width, height, _ = memory.sizes

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from rooftop.launch import cuda
-from rooftop.scene.rendering.cuda_sources import with_pieces
+from rooftop.scene.rendering.cuda_sources import compiled, with_pieces
 from rooftop.scene.rendering.memory import FrameMemory
 
 TILE = 64  # pixels, on each side
@@ -25,9 +24,9 @@ def reduce_depths(memory: FrameMemory) -> None:
     _, views, width, height, _ = memory.sizes
     sizes = (of["hzb"], of["hzb_at"], len(of["hzb_at"]), of["hzb"].shape[1], width, height)
     if len(of["hzb_at"]) > 1:
-        tiles = cuda.compile(source(), "reduce_tiles", device=memory.device, fused_multiply_add=False)
+        tiles = compiled(source(), "reduce_tiles", memory.device)
         across = -(-width // TILE)
         tiles.launch((across * views, -(-height // TILE)), THREADS, of["pixels"], *sizes, across)
     if len(of["hzb_at"]) > TILE_LEVELS:
-        rest = cuda.compile(source(), "reduce_rest", device=memory.device, fused_multiply_add=False)
+        rest = compiled(source(), "reduce_rest", memory.device)
         rest.launch(views, THREADS, *sizes)

@@ -20,9 +20,8 @@ from rooftop.scene.rendering.uploads import Inputs, Meshes
 from rooftop.scene.scenes import Scene
 
 LIGHT = wp.vec3(*(np.array((0.4, 0.3, 0.85)) / np.linalg.norm((0.4, 0.3, 0.85))).tolist())
-MOST_PIXELS_OF_SEVERAL = -(
-    -(2**31) // 12
-)  # a picture of three float32 and more: Warp counts bytes to the next in int32
+# In each of several views: where one begins is to Warp an int32 of bytes, and a pixel has up to three float32.
+MOST_PIXELS_OF_SEVERAL = (2**31 - 1) // 12
 BACKGROUND = {"depth": torch.inf, "uv": torch.nan, "normal": 0.0, "velocity": 0.0, "color": 0.0}  # else -1
 CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3}
 
@@ -38,6 +37,9 @@ class Renderer:
         one_sided: whether triangles that are seen from behind (clockwise) are left out.
         kernels: "warp" runs everywhere; "cuda", in CUDA C++, is faster and takes a GPU and `rooftop[cuda]`; None is
             "cuda" where it can. Each pixel is the same, bit for bit.
+
+    Attributes:
+        kernels: which of them draw, "warp" or "cuda".
 
     Example:
         >>> frame = Renderer(scene).render(Camera.look_at((3, 0, 1), (0, 0, 0)), outputs=("depth", "normal"))
@@ -63,7 +65,7 @@ class Renderer:
         self.pixel_error, self.occlusion, self.one_sided = _checked_error(pixel_error), occlusion, one_sided
         if kernels == "cuda":
             cuda_sources.require(self.device)
-        self._cuda_cpp = kernels == "cuda" or (kernels is None and cuda_sources.is_there(self.device))
+        self.kernels = kernels or ("cuda" if cuda_sources.is_there(self.device) else "warp")
         self._threads = 1
         if self.device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -127,7 +129,7 @@ class Renderer:
             clock = Clock(self.device, timings)
             stages = Stages(
                 *(inputs.resident, inputs.now, inputs.then, memory, self._meshes.depth, self._threads, clock),
-                *(self.occlusion, self.one_sided, self._cuda_cpp),
+                *(self.occlusion, self.one_sided, self.kernels == "cuda"),
             )
             if self.device.type == "cuda":
                 stages.draw_captured(history)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 from torch import Tensor
 
-from rooftop.launch import cuda
-from rooftop.scene.rendering.cuda_sources import with_pieces
+from rooftop.scene.rendering.cuda_sources import blocks_on, compiled, with_pieces
 
 TILE, THREADS = 2048, 1024  # of a block that sorts
 MERGING_THREADS, BLOCKS_OF_A_MULTIPROCESSOR = 256, 8
@@ -28,12 +26,7 @@ def sort(items: Tensor, counters: Tensor, counter: int, out: Tensor) -> None:
         items, out: (room,) int64, all different.
         counters: int32; `counters[counter]` says how many there are, or would be if there were more room.
     """
-    sort_tiles, merge_tiles = (
-        cuda.compile(source(), name, device=items.device, fused_multiply_add=False)
-        for name in ("sort_tiles", "merge_tiles")
-    )
-    blocks = 1
-    if items.device.type == "cuda":
-        blocks = BLOCKS_OF_A_MULTIPROCESSOR * torch.cuda.get_device_properties(items.device).multi_processor_count
+    sort_tiles, merge_tiles = (compiled(source(), name, items.device) for name in ("sort_tiles", "merge_tiles"))
+    blocks = blocks_on(items.device, BLOCKS_OF_A_MULTIPROCESSOR)
     sort_tiles.launch(-(-len(items) // TILE), THREADS, items, counters, counter, len(items))
     merge_tiles.launch(blocks, MERGING_THREADS, items, out, counters, counter, len(items))
