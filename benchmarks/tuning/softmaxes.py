@@ -35,6 +35,22 @@ def forward(columns: int) -> Call:
     return lambda: softmaxes._forward(x, None, 1.0, False, HALF)
 
 
+def log_forward(columns: int) -> Call:
+    x = randn(rows_of(columns), columns)
+    return lambda: softmaxes._forward(x, None, 1.0, True, HALF)
+
+
+def check_log_forward(columns: int) -> None:
+    x = randn(SMALL, columns)
+    y = softmaxes._forward(x, None, 1.0, True, HALF)
+    torch.testing.assert_close(y.float(), torch.log_softmax(x.float(), -1), rtol=1e-2, atol=1e-2)
+
+
+def torch_log_forward(columns: int) -> Call:
+    x = randn(rows_of(columns), columns)
+    return lambda: torch.log_softmax(x, -1)
+
+
 def backward(columns: int) -> Call:
     dy, y = gradients(rows_of(columns), columns)
     return lambda: softmaxes._backward(dy, y, None, 1.0, False, HALF)
@@ -89,13 +105,14 @@ def task(direction: str, columns: int, candidates: dict[str, Settings], goal: st
     of: dict[str, tuple[Callable[[int], Call], Callable[[int], None], Callable[[int], Call]]] = {
         "FORWARD": (forward, check_forward, torch_forward),
         "BACKWARD": (backward, check_backward, torch_backward),
+        "LOG_FORWARD": (log_forward, check_log_forward, torch_log_forward),
     }
     call, check, peer = (partial(each, columns) for each in of[direction])
-    moved = 2 * columns * rows_of(columns) * (2 if direction == "FORWARD" else 3)
+    moved = 2 * columns * rows_of(columns) * (3 if direction == "BACKWARD" else 2)
     return Task(f"{direction} {columns}", moved, candidates, call, check, {"torch": peer}, goal)
 
 
-F, B = "FORWARD", "BACKWARD"
+F, B, LOG = "FORWARD", "BACKWARD", "LOG_FORWARD"
 TASKS = (
     *(
         task(direction, columns, tiles(direction, *found), "copy")
@@ -103,6 +120,14 @@ TASKS = (
         for direction, found in (
             (F, ((4, 1024, 2, True), (4, 2048, 4, True), (1, 2048, 1, True), (1, 2048, 2, True), (2, 2048, 2, True))),
             (B, ((4, 1024, 2), (2, 2048, 2), (1, 2048, 1), (1, 2048, 2), (4, 2048, 4), (1, 4096, 1), (1, 1024, 1))),
+        )
+    ),
+    *(
+        task(LOG, columns, {"table": {}} | tiles(F, *pairs), "copy")
+        for columns, pairs in (
+            *((odd, ((1, 512, 2, True), (1, 512, 2), (1, 1024, 2, True), (1, 512, 1, True))) for odd in (621, 1003)),
+            *((each, ((1, 8192, 8, True), (1, 8192, 8))) for each in (3114, 4096)),
+            *((each, ((1, 8192, 16, True), (1, 8192, 16))) for each in (12001, 16384)),
         )
     ),
     task(F, 4096, tiles(F, (1, 8192, 8, True), (1, 2048, 4, True), (1, 4096, 4, True), (2, 4096, 8, True)), "copy"),

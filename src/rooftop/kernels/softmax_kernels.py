@@ -53,20 +53,20 @@ def softmax_forward(
         largest = tl.maximum(largest, scores)
     maximum = tl.max(largest, axis=1)[:, None]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    held = ()  # exponentials of all blocks
+    held = ()  # of all blocks: exponentials, or what they are of
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + lane
-        scores = _scores(values[block], scale, column, columns, MASK, EVEN or block < BLOCKS - 1)
-        powers = tl.exp(scores - maximum)
+        apart = _scores(values[block], scale, column, columns, MASK, EVEN or block < BLOCKS - 1) - maximum
+        powers = tl.exp(apart)
         total += powers
         if HOLD:
-            held = held + (powers,)
+            held = held + ((apart if LOG else powers),)
     sums = tl.sum(total, axis=1)[:, None]
     inverse, logarithm = tl.div_rn(tl.full((ROWS, 1), 1.0, tl.float32), sums), tl.log(sums)
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + lane
         if HOLD:
-            result = held[block] * inverse
+            result = held[block] - logarithm if LOG else held[block] * inverse
         else:
             apart = _scores(values[block], scale, column, columns, MASK, True) - maximum
             if LOG:

@@ -53,7 +53,8 @@ def softmax_backward_reference(
 @dataclass(frozen=True)
 class TileConfig:
     """How rows of up to `row_bytes` (of all tensors that are held) are worked on: rows a program, bytes of a block of
-    one row, and warps. `hold`: exponentials stay in float32 registers, or else they are computed twice."""
+    one row, and warps. `hold`: exponentials, or of logarithms what they are of, stay in float32 registers, or else
+    both are computed twice."""
 
     row_bytes: int
     rows: int
@@ -178,7 +179,7 @@ def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: tor
         grid = (min(rows, per_sm * processors(x)),)
         launch(kernels.softmax_forward_long, grid, x.device, *arguments, **constants, **block)
     else:
-        constants |= tile(config, columns, x.element_size()) | {"HOLD": config.hold and not log}
+        constants |= tile(config, columns, x.element_size()) | {"HOLD": config.hold}
         launch(kernels.softmax_forward, (-(-rows // config.rows),), x.device, *arguments, **constants)
     return y
 
