@@ -51,13 +51,14 @@ from torch import Tensor
 
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, ceilings_of, measure_ceilings
+from rooftop.hardware.timing import collection_paused
 from rooftop.models import Gpt, gpt_config, parallel_gpt
 from rooftop.models.gpt_configs import GptConfig
 from rooftop.models.gpt_layouts import fully_sharded_gpt
 from rooftop.parallel import Layout, ModelGradients
 from rooftop.train import MainWeights
 
-OURS, COMPILED = "rooftop", "rooftop, blocks compiled"
+OURS, COMPILED, REPLAYED = "rooftop", "rooftop, blocks compiled", "rooftop, replayed"
 NATIVE, ASYNC = "PyTorch, blocks compiled", "PyTorch, asynchronous tensor parallel"
 INIT = "rooftop, initial values only"
 SEED, LEARNING_RATE = 1, 1e-4
@@ -108,10 +109,10 @@ def tensor_parallel(size: int) -> Layout:
 # each of two, beside 0.6 GiB of activations for a layer and sequence. Tensor parallel ranks have 2 bytes more for each.
 CASES = (
     Case("llama-1b", Layout(2), 4, 70, (OURS, NATIVE, COMPILED), "fsdp2"),
-    Case("llama-1b", tensor_parallel(2), 4, 70, (OURS, NATIVE, ASYNC, COMPILED), "tp2"),
+    Case("llama-1b", tensor_parallel(2), 4, 70, (OURS, REPLAYED, NATIVE, ASYNC, COMPILED), "tp2"),
     Case("llama-7b", Layout(2), 2, 125, (COMPILED, NATIVE), "fsdp2"),
     Case("llama-7b", Layout(2), 2, 40, (INIT,), "fsdp2-init"),
-    Case("llama-7b", tensor_parallel(2), 2, 125, (OURS, NATIVE), "tp2"),
+    Case("llama-7b", tensor_parallel(2), 2, 125, (OURS, REPLAYED, NATIVE), "tp2"),
     Case("llama-1b", Layout(), 4, 75, (OURS, NATIVE, COMPILED), "alone"),
     Case("llama-7b", Layout(4), 2, 90, (COMPILED, NATIVE), "fsdp4"),
     Case("llama-7b", tensor_parallel(4), 2, 70, (OURS, NATIVE, ASYNC), "tp4"),
@@ -328,9 +329,9 @@ def measured(job: Job, device: torch.device) -> dict[str, Any]:
         del model
         return {"init_s": slowest(init_s, device), "peak_gib": slowest(peak, device), "losses": [0.0] * FIRST}
     began = time.perf_counter()
-    if job.variant in (OURS, COMPILED):
+    if job.variant in (OURS, COMPILED, REPLAYED):
         init_s, model = initialized(case, config, dtype, device)
-        step: Step = Ours(model, case.layout, groups, dtype, device, job.variant == COMPILED, job.small).step
+        step: Step = Ours(model, case.layout, groups, dtype, device, job.variant, job.small).step
     else:
         init_s, step = 0.0, native(job, config, dtype, device)
     tokens, targets = own_text(case, config, device)
@@ -350,7 +351,7 @@ def measured(job: Job, device: torch.device) -> dict[str, Any]:
         "ready_s": slowest(ready_s, device),
         "losses": losses,
     }
-    if job.variant in (OURS, COMPILED):
+    if job.variant in (OURS, COMPILED, REPLAYED):
         row["init_s"] = slowest(init_s, device)
     return {**row, **on_timeline(lambda: step(tokens, targets), job, device)}
 
@@ -379,7 +380,7 @@ class Ours:
         groups: Any,
         dtype: torch.dtype,
         device: torch.device,
-        compiled: bool,
+        variant: str,
         small: bool,
     ) -> None:
         assert model.head is not None
@@ -388,17 +389,45 @@ class Ours:
         self.gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel)
         self.gradients.parameters = self.weights.named
         self.optimizer = torch.optim.AdamW(
-            self.weights.named.values(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+            self.weights.named.values(),
+            lr=LEARNING_RATE,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            fused=True,
+            capturable=variant == REPLAYED and not small,
         )
         self.ranks = layout.dp
+        self.stream = torch.cuda.Stream(device) if variant == REPLAYED and not small else None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.steps = 0
         if dtype == torch.bfloat16:  # the loss is float32
             model.head.forward = torch.autocast(device.type, dtype)(model.head.forward)  # type: ignore[method-assign]
-        if compiled:
+        if variant == COMPILED:
             for block in model.layers.values():
                 block.forward = torch.compile(block.forward, backend=backend(small))  # type: ignore[method-assign]
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """As of `Native`."""
+        """As of `Native`; of the replayed variant the first ones as they are, and then from a CUDA graph."""
+        if self.stream is None:
+            return self._step(tokens, targets)
+        self.steps += 1
+        if self.steps <= FIRST:  # where it will be captured: a backward runs on the stream of its forward
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                loss = self._step(tokens, targets)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return loss
+        if self.graph is None:
+            self.tokens, self.targets, self.graph = tokens.clone(), targets.clone(), torch.cuda.CUDAGraph()
+            mode = "thread_local"  # NCCL's watchdog asks for events meanwhile
+            with collection_paused(), torch.cuda.graph(self.graph, None, self.stream, mode):
+                self.loss = self._step(self.tokens, self.targets)
+        self.tokens.copy_(tokens)
+        self.targets.copy_(targets)
+        self.graph.replay()
+        return self.loss
+
+    def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.model(tokens, targets)
         (loss / self.ranks).backward()  # every rank has as many targets
         self.gradients.sum_()

@@ -203,7 +203,8 @@ def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tup
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """activation(x @ weight.T + bias) of a part of the features; of x only this rank's part is kept."""
+    """activation(x @ weight.T + bias) of a part of the features. x is kept as it was multiplied, of all positions: to
+    gather it again in backward would take less memory, and keep the GPUs busy for longer."""
 
     @staticmethod
     def forward(
@@ -214,16 +215,15 @@ class _ColumnProduct(torch.autograd.Function):
         y, before = torch.ops.rooftop.linear_act(
             whole.reshape(-1, whole.shape[-1]), weight, bias, activation, None, keep
         )
-        ctx.save_for_backward(x, weight, before)
+        ctx.save_for_backward(whole, weight, before)
         ctx.activation, ctx.group, ctx.split, ctx.has_bias = activation, group, split, bias is not None
         return y.view(*whole.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, before = ctx.saved_tensors
+        whole, weight, before = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        gathering = start_gather(x, SEQUENCE, ctx.group) if ctx.split and for_weight else lambda: x
         shape = (*dy.shape[:-1], weight.shape[1])
         dz, dbias = dy.reshape(-1, dy.shape[-1]), None
         activated, sums = ctx.activation != "none", ctx.has_bias and for_bias
@@ -235,6 +235,5 @@ class _ColumnProduct(torch.autograd.Function):
         if for_x:
             dx = (dz @ weight).view(shape)
             summing = start_scattered_sum(dx, SEQUENCE, ctx.group) if ctx.split else start_sum(dx, ctx.group)
-        whole = gathering()
         dweight = dz.t() @ whole.reshape(-1, whole.shape[-1]) if for_weight else None
         return summing() if summing else None, dweight, dbias if sums else None, None, None, None
