@@ -1,0 +1,253 @@
+"""The memory below a Mat: blocks that headers share, and where blocks come from.
+
+A block (`MatData`) lives as long as a header, a tensor or an array that looks at it: Python's reference counting is the
+count, `data.headers` says how many of these are Mats. An allocator (`MatAllocator`) makes blocks of one device:
+pageable or pinned host memory, a GPU's through torch's caching allocator, or any function that gives bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import Flag, auto
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+DeviceLike = str | torch.device
+_ALIGNMENT_BYTES = 8  # of the widest depths
+
+
+class MatDataFlag(Flag):
+    """What is particular about a block."""
+
+    NONE = 0
+    USER_GIVEN = auto()  # memory of somebody else, such as an array: never grown in place
+    READ_ONLY = auto()  # an array that may not be written to
+    PINNED = auto()  # host memory that a GPU copies from without waiting
+
+
+class _Share:
+    """What each Mat of a block holds beside the block, and nobody else: so its references can be counted."""
+
+    __slots__ = ()
+
+
+class MatData:
+    """One block of memory, shared by the headers that look at it.
+
+    Attributes:
+        allocator: what made it; None for memory that was given.
+        start_bytes: where in its storage it begins: an allocator may give pieces of a larger tensor.
+        size_bytes: from there on.
+        device: where it is.
+        flags: `MatDataFlag`s.
+        mapping: which side may touch it now. "host" for host memory; "device" for a GPU's, except within
+            `Mat.mapped()`, where it is "host" too: then the block on the device is out of date.
+        used_bytes: how far into the storage some header has rows. A header grows in place only from there, so that two
+            headers of one block never push different rows to the same place (OpenCV's do).
+    """
+
+    __slots__ = ("__weakref__", "_bases", "allocator", "device", "flags", "mapping", "share", "size_bytes",
+                 "start_bytes", "storage", "used_bytes")  # fmt: skip
+
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        size_bytes: int,
+        allocator: MatAllocator | None = None,
+        flags: MatDataFlag = MatDataFlag.NONE,
+        start_bytes: int = 0,
+    ) -> None:
+        self.start_bytes = start_bytes
+        self.storage, self.size_bytes, self.allocator, self.flags = storage, size_bytes, allocator, flags
+        self.device = storage.device
+        self.mapping: Literal["host", "device"] = "host" if self.device.type == "cpu" else "device"
+        self.used_bytes = start_bytes + size_bytes
+        self.share = _Share()
+        self._bases: dict[torch.dtype, Tensor] = {}
+
+    @property
+    def headers(self) -> int:
+        """How many Mats share the block."""
+        return sys.getrefcount(self.share) - _REFERENCES_OF_ITS_OWN
+
+    @property
+    def read_only(self) -> bool:
+        return MatDataFlag.READ_ONLY in self.flags
+
+    @property
+    def user_given(self) -> bool:
+        return MatDataFlag.USER_GIVEN in self.flags
+
+    def data_ptr(self) -> int:
+        """The address of the block."""
+        return self.storage.data_ptr() + self.start_bytes
+
+    def strided(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
+        """A tensor on the block; strides and offset count elements of the dtype."""
+        if self.mapping == "host" and self.device.type != "cpu":
+            raise RuntimeError(
+                "this block is mapped to the host, and the copy on the device is out of date: leave the `with "
+                "mat.mapped()` block first"
+            )
+        base = self._bases.get(dtype)
+        if base is None:
+            with torch.inference_mode(False):  # a tensor made in inference mode could never be written to outside
+                base = torch.empty(0, dtype=dtype, device=self.device)
+                base.set_(self.storage, 0, (0,), (1,))
+            self._bases[dtype] = base
+        return base.as_strided(shape, strides, offset)
+
+    def __repr__(self) -> str:
+        flags = "" if self.flags is MatDataFlag.NONE else f", {self.flags.name}"
+        return f"MatData({self.size_bytes:,} bytes on {self.device}, headers: {self.headers}{flags})"
+
+
+@dataclass(frozen=True, eq=False)
+class MatAllocator:
+    """Makes the blocks of Mats.
+
+    Attributes:
+        name: for people.
+        device: of its blocks.
+        get_bytes: gives a contiguous 1-D uint8 tensor of at least so many bytes on the device. What it does with the
+            memory once the tensor is gone is its own affair.
+        flags: of its blocks.
+    """
+
+    name: str
+    device: torch.device
+    get_bytes: Callable[[int], Tensor] = field(repr=False)
+    flags: MatDataFlag = MatDataFlag.NONE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", torch.device(self.device))
+
+    def allocate(self, size_bytes: int) -> MatData:
+        """A block whose content is not defined.
+
+        Raises:
+            ValueError: `get_bytes` gave something else than it must.
+        """
+        given = self.get_bytes(size_bytes)
+        fits = (
+            isinstance(given, Tensor)
+            and given.dtype == torch.uint8
+            and given.dim() == 1
+            and given.is_contiguous()
+            and given.numel() >= size_bytes
+            and given.device.type == self.device.type
+        )
+        if not fits:
+            raise ValueError(
+                f"allocator {self.name!r} must give a contiguous 1-D uint8 tensor of {size_bytes} bytes or more on "
+                f"{self.device}, got {_described(given)}"
+            )
+        if given.data_ptr() % _ALIGNMENT_BYTES:
+            raise ValueError(
+                f"allocator {self.name!r} gave memory that begins at byte {given.data_ptr() % _ALIGNMENT_BYTES} of "
+                f"{_ALIGNMENT_BYTES}: numbers of up to {_ALIGNMENT_BYTES} bytes must be aligned to themselves"
+            )
+        return MatData(given.untyped_storage(), size_bytes, self, self.flags, start_bytes=int(given.storage_offset()))
+
+
+def getStdAllocator(device: DeviceLike = "cpu", *, pinned: bool = False) -> MatAllocator:
+    """The allocator of a device: pageable or pinned host memory, or a GPU's through torch's caching allocator.
+
+    Raises:
+        ValueError: pinned memory of a GPU.
+    """
+    where = torch.device(device)
+    if pinned and where.type != "cpu":
+        raise ValueError(f"pinned memory is the host's, got device {where}: leave out pinned=True")
+    if where.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"there is no CUDA device here (torch {torch.__version__}): take device='cpu'")
+        where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
+    if (where, pinned) not in _STANDARD:
+        _STANDARD[where, pinned] = _pinned_host() if pinned else _standard(where)
+    return _STANDARD[where, pinned]
+
+
+def getDefaultAllocator() -> MatAllocator:
+    """What Mats that name neither an allocator nor a device are made by."""
+    return _WITHIN.get() or _DEFAULT[0]
+
+
+def setDefaultAllocator(allocator: MatAllocator | None) -> None:
+    """Sets it for the whole program; None for pageable host memory again."""
+    _DEFAULT[0] = _checked(allocator) if allocator is not None else getStdAllocator()
+
+
+@contextmanager
+def using_allocator(allocator: MatAllocator) -> Iterator[MatAllocator]:
+    """The default within a `with` block, of this thread or task alone."""
+    token = _WITHIN.set(_checked(allocator))
+    try:
+        yield allocator
+    finally:
+        _WITHIN.reset(token)
+
+
+def allocator_for(device: DeviceLike | None, allocator: MatAllocator | None) -> MatAllocator:
+    """The allocator of a new Mat: the one named, the default one where it is of that device, the device's own."""
+    if allocator is not None:
+        _checked(allocator)
+        if device is not None and not same_device(torch.device(device), allocator.device):
+            raise ValueError(f"device {device} was asked for, and an allocator of {allocator.device}: leave out one")
+        return allocator
+    default = getDefaultAllocator()
+    if device is None or same_device(torch.device(device), default.device):
+        return default
+    return getStdAllocator(device)
+
+
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether two names mean one device; "cuda" is the current GPU."""
+    if one.type != other.type or one.type == "cpu":
+        return one.type == other.type
+    current = torch.cuda.current_device() if one.type == "cuda" and None in (one.index, other.index) else None
+    return (current if one.index is None else one.index) == (current if other.index is None else other.index)
+
+
+def _standard(device: torch.device) -> MatAllocator:
+    return MatAllocator(
+        "host" if device.type == "cpu" else str(device),
+        device,
+        lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8, device=device),
+    )
+
+
+def _pinned_host() -> MatAllocator:
+    return MatAllocator(
+        "pinned host",
+        torch.device("cpu"),
+        lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True),
+        MatDataFlag.PINNED,
+    )
+
+
+def _checked(allocator: MatAllocator) -> MatAllocator:
+    if not isinstance(allocator, MatAllocator):
+        raise TypeError(
+            f"an allocator is a MatAllocator, got {type(allocator).__name__}: getStdAllocator(device) gives a device's"
+        )
+    return allocator
+
+
+def _described(given: object) -> str:
+    if not isinstance(given, Tensor):
+        return type(given).__name__
+    return f"{given.dtype} {tuple(given.shape)} on {given.device}"
+
+
+_REFERENCES_OF_ITS_OWN = 0
+_REFERENCES_OF_ITS_OWN = MatData(torch.UntypedStorage(0), 0).headers  # this Python's count for a block without Mats
+_STANDARD: dict[tuple[torch.device, bool], MatAllocator] = {}
+_DEFAULT = [getStdAllocator()]
+_WITHIN: ContextVar[MatAllocator | None] = ContextVar("rooftop_mat_allocator", default=None)

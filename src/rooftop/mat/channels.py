@@ -1,0 +1,138 @@
+"""Channels put together and taken apart: merge, split, extractChannel, insertChannel, mixChannels.
+
+Results go to `dst` where one is given, also into regions of larger Mats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rooftop.mat.allocation import same_device
+from rooftop.mat.copies import apart, overlap
+from rooftop.mat.matrix import Mat
+from rooftop.mat.type_codes import CV_CN_MAX, CV_MAKETYPE, typeToString
+
+
+def merge(mv: Sequence[Mat], dst: Mat | None = None) -> Mat:
+    """One Mat with the channels of all, in order. They may have several each.
+
+    Raises:
+        ValueError: none, or of different sizes, depths or devices; more than 512 channels together.
+    """
+    if not mv:
+        raise ValueError("merge needs at least one Mat")
+    _check_alike("merge", mv)
+    channels = sum(m.channels() for m in mv)
+    if channels > CV_CN_MAX:
+        raise ValueError(f"{channels} channels are too many: a Mat has up to {CV_CN_MAX}")
+    sources = [m._bits() for m in mv]
+    dst = _destination(mv[0], channels, dst)
+    if dst.empty():
+        return dst
+    target = dst._writable_bits()
+    if any(overlap(source, target) or source.data_ptr() == target.data_ptr() for source in sources):
+        target.copy_(torch.cat(sources, -1))
+        return dst
+    first = 0
+    for source in sources:
+        target[..., first : first + source.shape[-1]].copy_(source)
+        first += source.shape[-1]
+    return dst
+
+
+def split(m: Mat, mv: Sequence[Mat] | None = None) -> list[Mat]:
+    """One Mat for each channel; written into those of `mv`, one for each channel, where given."""
+    if mv is not None and len(mv) != m.channels():
+        raise ValueError(f"split of {m} writes {m.channels()} Mats, got {len(mv)}")
+    return [extractChannel(m, coi, None if mv is None else mv[coi]) for coi in range(m.channels())]
+
+
+def extractChannel(src: Mat, coi: int, dst: Mat | None = None) -> Mat:
+    """Channel `coi` as a Mat of one channel."""
+    _check_channel("extractChannel", coi, src)
+    given = src._bits()
+    dst = _destination(src, 1, dst)
+    if not dst.empty():
+        target = dst._writable_bits()
+        target.copy_(apart(given[..., coi : coi + 1], target))
+    return dst
+
+
+def insertChannel(src: Mat, dst: Mat, coi: int) -> Mat:
+    """Writes a Mat of one channel into channel `coi` of `dst`, and gives `dst`."""
+    _check_channel("insertChannel", coi, dst)
+    _check_alike("insertChannel", (src, dst))
+    if src.channels() != 1:
+        raise ValueError(f"insertChannel takes a Mat of one channel, got {src}")
+    if not dst.empty():
+        target = dst._writable_bits()[..., coi : coi + 1]
+        target.copy_(apart(src._bits(), target))
+    return dst
+
+
+def mixChannels(
+    src: Mat | Sequence[Mat], dst: Mat | Sequence[Mat], fromTo: Sequence[int] | Sequence[tuple[int, int]]
+) -> list[Mat]:
+    """Copies single channels from some Mats to channels of others.
+
+    Args:
+        src, dst: their channels are numbered through: those of the first, then those of the second, and so on. All are
+            of one size, depth and device; those of dst are written to.
+        fromTo: pairs, or all numbers in a row: channel of src, channel of dst. A negative number of src writes 0.
+
+    Returns:
+        dst.
+    """
+    sources = [src] if isinstance(src, Mat) else list(src)
+    targets = [dst] if isinstance(dst, Mat) else list(dst)
+    if not sources or not targets:
+        raise ValueError("mixChannels needs at least one Mat on each side")
+    _check_alike("mixChannels", [*sources, *targets])
+    givens = [m._bits()[..., c : c + 1] for m in sources for c in range(m.channels())]
+    into = [m._writable_bits()[..., c : c + 1] for m in targets for c in range(m.channels())]
+    pairs = _pairs(fromTo, len(givens), len(into))
+    # All are read before any is written where the same memory is on both sides: then channels can be swapped.
+    shared = any(overlap(given, target) or given.data_ptr() == target.data_ptr() for given in givens for target in into)
+    values = [None if a < 0 else givens[a].clone() if shared else givens[a] for a, _ in pairs]
+    for value, (_, b) in zip(values, pairs, strict=True):
+        if value is None:
+            into[b].zero_()
+        else:
+            into[b].copy_(value)
+    return targets
+
+
+def _pairs(numbers: Sequence[int] | Sequence[tuple[int, int]], sources: int, targets: int) -> list[tuple[int, int]]:
+    flat: list[int] = []
+    for each in numbers:
+        flat.extend(each if isinstance(each, (tuple, list)) else (int(each),))  # type: ignore[arg-type]
+    if len(flat) % 2:
+        raise ValueError(f"fromTo is pairs of a channel of src and one of dst, got {len(flat)} numbers")
+    pairs = list(zip(flat[::2], flat[1::2], strict=True))
+    for a, b in pairs:
+        if a >= sources or not 0 <= b < targets:
+            raise IndexError(f"fromTo {a} -> {b}: src has channels 0 to {sources - 1}, dst 0 to {targets - 1}")
+    return pairs
+
+
+def _destination(like: Mat, channels: int, dst: Mat | None) -> Mat:
+    dst = Mat(device=like.device) if dst is None else dst
+    dst.prepare_for(like, CV_MAKETYPE(like.depth(), channels))
+    return dst
+
+
+def _check_channel(of: str, coi: int, m: Mat) -> None:
+    if not 0 <= coi < m.channels():
+        raise IndexError(f"{of}: there is no channel {coi} in {m}")
+
+
+def _check_alike(of: str, mats: Sequence[Mat]) -> None:
+    first = mats[0]
+    for m in mats[1:]:
+        if m.size != first.size or m.depth() != first.depth() or not same_device(m.device, first.device):
+            raise ValueError(
+                f"{of} takes Mats of one size, depth and device, got {first} and {m} "
+                f"({typeToString(first.depth())} and {typeToString(m.depth())} of one channel)"
+            )

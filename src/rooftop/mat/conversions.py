@@ -1,0 +1,145 @@
+"""Numbers of one depth as numbers of another, with a scale and a shift, as `cv::Mat::convertTo` computes them.
+
+    stored = saturate(round(alpha * x + beta))          rounding half to even; no rounding into floating depths
+
+alpha, beta and x are float32 and `alpha * x + beta` is rounded to float32 once (a fused multiply-add), or all of it is
+float64 where either side cannot be told in float32: into 64F, 64S and 64U, and between 32- or 64-bit integers, 64F and
+32F. Saturation: what lies beyond an integer depth becomes its nearest limit; NaN becomes its least value; Bool is
+`x != 0`, so NaN is true.
+
+OpenCV on x86 differs where its own documentation of saturate_cast promises what is done here: floating values of 2^31
+and more become the *least* value there (1e10 as CV_8U is 0), and CV_32U from 2^31 on wraps into CV_8S and CV_16S. In
+float64 it fuses product and sum where the processor can; here they are rounded one after the other, on every device.
+
+Blocks of rows that stay in the CPU's cache pass through these steps one after another; on a GPU the whole does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftop.mat.type_codes import (
+    CV_16U,
+    CV_32F,
+    CV_32S,
+    CV_32U,
+    CV_64F,
+    CV_64S,
+    CV_64U,
+    DEPTHS,
+    CV_Bool,
+)
+
+_EPSILON = 2.0**-52  # within it of 1 and 0, a scale and a shift are none
+_BLOCK_ELEMENTS = 1 << 17  # within an L2 of 2 MB; smaller ones cost more in calls than they save
+_WIDE = (CV_32S, CV_32U, CV_64S, CV_64U, CV_64F)
+_TOP = 1 << 63
+
+
+def convert(source: Tensor, target: Tensor, depth: int, new_depth: int, alpha: float, beta: float) -> None:
+    """Writes a tensor of one depth into a tensor of another, of the same shape and on the same device.
+
+    They are of the depths' own dtypes and do not overlap, or are the same elements of the same depth.
+    """
+    if abs(alpha - 1) < _EPSILON and abs(beta) < _EPSILON:
+        for some, into in row_blocks(source, target):
+            _convert_plain(some, into, depth, new_depth)
+        return
+    scaled = _scaling(depth, new_depth, alpha, beta)
+    for some, into in row_blocks(source, target):
+        _store(scaled(some), into, new_depth)
+
+
+def row_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of several tensors of one first dimension: some at a time on the CPU, all on other devices."""
+    rows = tensors[0].shape[0]
+    per_row = max(tensor.numel() for tensor in tensors) // max(rows, 1)
+    if not per_row:
+        return
+    count = max(_BLOCK_ELEMENTS // per_row, 1) if tensors[0].device.type == "cpu" else rows
+    for first in range(0, rows, count):
+        yield tuple(tensor[first : first + count] for tensor in tensors)
+
+
+def _convert_plain(x: Tensor, into: Tensor, depth: int, new_depth: int) -> None:
+    if depth == new_depth:
+        into.copy_(x)
+    elif new_depth == CV_Bool:
+        torch.ne(x if DEPTHS[depth].limits is None else x.view(DEPTHS[depth].carrier), 0, out=into)
+    elif DEPTHS[new_depth].limits is None:  # 16-bit floats are rounded from float32
+        into.copy_(x.float() if into.dtype.itemsize == 2 else x)
+    elif DEPTHS[depth].limits is None and depth != CV_Bool:
+        _store(x if x.dtype.itemsize > 2 else x.float(), into, new_depth)
+    elif depth == CV_Bool:
+        into.copy_(x)
+    else:
+        _store_integers(x, into, depth, new_depth)
+
+
+def _scaling(depth: int, new_depth: int, alpha: float, beta: float) -> Callable[[Tensor], Tensor]:
+    """`alpha * x + beta` in the precision of the pair, as a new tensor."""
+    if new_depth in (CV_64F, CV_64S, CV_64U) or (depth in _WIDE and new_depth in (*_WIDE, CV_32F)):
+        return lambda x: _unscaled(x, torch.float64).mul_(alpha).add_(beta)
+    with np.errstate(over="ignore"):
+        a, b = float(np.float32(alpha)), float(np.float32(beta))
+    if b == 0:
+        return lambda x: _unscaled(x, torch.float32).mul_(a)
+    if a == 1:
+        return lambda x: _unscaled(x, torch.float32).add_(b)
+    # Products of two float32 are exact in float64. Rounding their sum to float64 first shows in one of 2^29 results.
+    return lambda x: _unscaled(x if x.dtype.itemsize <= 2 else x.float(), torch.float64).mul_(a).add_(b).float()
+
+
+def _unscaled(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.clone() if x.dtype == dtype else x.to(dtype)
+
+
+def _store(y: Tensor, into: Tensor, depth: int) -> None:
+    """Writes floating numbers, float32 or float64: rounded and kept within the limits where the depth has any."""
+    limits = DEPTHS[depth].limits
+    if depth == CV_Bool:
+        torch.ne(y, 0, out=into)
+    elif limits is None:
+        into.copy_(y.float() if into.dtype.itemsize == 2 else y)
+    elif into.dtype.itemsize == 8:
+        _store_64(y.double().round(), into, depth)
+    else:
+        # float64 holds the limits of 32 bits, float32 those of 16.
+        rounded = (y.double() if into.dtype.itemsize == 4 else y).round()
+        low, high = limits
+        clamped = rounded.clamp_(low, high).nan_to_num_(nan=float(low))
+        # Into unsigned dtypes by way of a signed one: not every device converts to them directly.
+        into.copy_(clamped.long() if depth == CV_32U else clamped.int() if depth == CV_16U else clamped)
+
+
+def _store_64(rounded: Tensor, into: Tensor, depth: int) -> None:
+    """float64 has no 2^63 - 1 and no 2^64 - 1: what is beyond is set apart from what can be converted."""
+    top, greatest = float(_TOP), float(_TOP - 1024)  # the greatest is the float64 before 2^63
+    least = -top if depth == CV_64S else 0.0
+    bits = rounded.clamp(least, greatest).nan_to_num_(nan=least).long()
+    if depth == CV_64S:
+        into.copy_(bits.masked_fill_(rounded >= top, _TOP - 1))
+        return
+    upper = (rounded - top).clamp_(0.0, greatest).nan_to_num_(nan=0.0).long() - _TOP  # of 2^63 and more
+    bits = torch.where(rounded >= top, upper, bits).masked_fill_(rounded >= 2 * top, -1)
+    into.view(torch.int64).copy_(bits)
+
+
+def _store_integers(x: Tensor, into: Tensor, depth: int, new_depth: int) -> None:
+    limits, new_limits = DEPTHS[depth].limits, DEPTHS[new_depth].limits
+    assert limits is not None
+    assert new_limits is not None
+    if depth == CV_64U:  # as signed: what is 2^63 or more is the greatest
+        signed = x.view(torch.int64)
+        x, limits = signed.masked_fill(signed < 0, _TOP - 1), (0, _TOP - 1)
+    elif depth in (CV_16U, CV_32U):
+        x = x.to(torch.int32 if depth == CV_16U else torch.int64)
+    if new_depth == CV_64U:
+        into.view(torch.int64).copy_(x.clamp_min(0) if limits[0] < 0 else x)
+        return
+    low, high = max(limits[0], new_limits[0]), min(limits[1], new_limits[1])
+    into.copy_(x if (low, high) == limits else x.clamp(low, high))

@@ -1,0 +1,83 @@
+"""A Mat's memory as others see it: tensors, arrays, DLPack, the CUDA array interface. No copies."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftop.mat.type_codes import depth_of, numpy_dtype
+from rooftop.mat.views import Header
+
+
+class ExportedHeader(Header):
+    """A header that other libraries can look through."""
+
+    __slots__ = ()
+
+    def tensor(self, layout: Literal["hwc", "chw"] = "hwc") -> Tensor:
+        """The elements as a tensor on the same memory: (H, W, C), or every size before C; also of one channel.
+
+        Args:
+            layout: "chw" gives the same memory as (C, H, W).
+
+        Raises:
+            ValueError: a Mat on an array that may not be written to, which a tensor could not refuse.
+        """
+        if layout not in ("hwc", "chw"):
+            raise ValueError(f"layout must be 'hwc' or 'chw', got {layout!r}")
+        self._refuse_read_only("tensor() of")
+        elements = self._strided(depth_of(self._type).dtype)
+        return elements if layout == "hwc" else elements.movedim(-1, 0)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The elements as an array on the same memory, in OpenCV-Python's shape: (H, W) of one channel, else (H, W, C).
+
+        Raises:
+            ValueError: on a GPU; `cpu().numpy()` copies.
+            TypeError: CV_16BF, which NumPy does not have.
+        """
+        if self._device.type != "cpu":
+            raise ValueError(f"an array cannot lie on {self._device}: cpu().numpy() copies it, mapped() maps it")
+        numpy_dtype(self._type)
+        array = self._array_shaped(self._tensor()).numpy()
+        if self._data is not None and self._data.read_only:
+            array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        array = self.numpy()
+        if copy is False and dtype is not None and np.dtype(dtype) != array.dtype:
+            raise ValueError(f"an array of {dtype} cannot be had of {self} without a copy")
+        return np.array(array, dtype=dtype, copy=True if copy else None)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """A DLPack capsule of `numpy()`'s shape, on any device."""
+        if self._data is not None and self._data.read_only:
+            raise BufferError(f"{self} may not be written to, which DLPack cannot say: clone() first")
+        return self._array_shaped(self._tensor()).__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        return self._tensor().__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self._device.type != "cuda":
+            raise AttributeError(f"{self} is not on a CUDA device and has no __cuda_array_interface__")
+        shape = self._sizes if self.channels() == 1 else (*self._sizes, self.channels())
+        steps = self._steps if self.channels() == 1 else (*self._steps, self.elemSize1())
+        # 1 is the default stream in this protocol, whose handle is 0.
+        stream = torch.cuda.current_stream(self._device).cuda_stream or 1
+        return {
+            "shape": shape,
+            "typestr": numpy_dtype(self._type).str,
+            "data": (self.data_ptr(), self._data is not None and self._data.read_only),
+            "strides": None if self.isContinuous() else steps,
+            "version": 3,
+            "stream": stream,
+        }
+
+    def _array_shaped(self, elements: Tensor) -> Tensor:
+        return elements.squeeze(-1) if self.channels() == 1 else elements

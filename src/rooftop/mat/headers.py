@@ -1,0 +1,123 @@
+"""The arithmetic of headers: sizes and steps, whether the elements follow one another, and where a header lies in the
+whole that it was cut from. Plain numbers, no tensors: making a view costs less than slicing one.
+
+Steps are bytes from one index to the next, for each dimension; the last is the size of an element. An element with all
+its channels is always contiguous.
+
+Source of the rules: modules/core/src/matrix.cpp of OpenCV (updateContinuousFlag, locateROI, adjustROI, reshape).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+Sizes = tuple[int, ...]
+
+
+def natural_steps(sizes: Sizes, elem_bytes: int) -> Sizes:
+    """Steps without gaps."""
+    steps = [elem_bytes] * len(sizes)
+    for axis in range(len(sizes) - 2, -1, -1):
+        steps[axis] = steps[axis + 1] * sizes[axis + 1]
+    return tuple(steps)
+
+
+def is_continuous(sizes: Sizes, steps: Sizes) -> bool:
+    """Whether the elements lie one after another. Leading dimensions of one index have a step that does not matter.
+
+    As OpenCV, but for Mats of 2^31 numbers or more: it calls none of them continuous, since it counts them in an int.
+    """
+    last = len(sizes) - 1
+    first = 0  # the first dimension of more than one index
+    while first < last and sizes[first] <= 1:
+        first += 1
+    return all(steps[axis] * sizes[axis] >= steps[axis - 1] for axis in range(last, first, -1))
+
+
+def span_bytes(sizes: Sizes, steps: Sizes) -> int:
+    """Bytes from the first element to the end of the last; 0 of none."""
+    if 0 in sizes or not sizes:
+        return 0
+    return steps[-1] + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+
+
+class Place(NamedTuple):
+    """Where a header lies: the size of the whole, and the first row and column in it."""
+
+    whole_rows: int
+    whole_cols: int
+    row: int
+    col: int
+
+
+def locate(rows: int, cols: int, step: int, elem_bytes: int, offset: int, start: int, end: int) -> Place:
+    """Finds a 2-D header at byte `offset` in the whole that lies from `start` to `end`."""
+    row, rest = divmod(offset - start, step)
+    col = rest // elem_bytes
+    whole_rows = max((end - start - (col + cols) * elem_bytes) // step + 1, row + rows)
+    whole_cols = max((end - start - step * (whole_rows - 1)) // elem_bytes, col + cols)
+    return Place(whole_rows, whole_cols, row, col)
+
+
+def adjusted(place: Place, rows: int, cols: int, top: int, bottom: int, left: int, right: int) -> tuple[int, ...]:
+    """First row, end of rows, first column, end of columns when the edges move outward, at most to the whole's."""
+    row1, row2 = _moved(place.row, rows, top, bottom, place.whole_rows)
+    col1, col2 = _moved(place.col, cols, left, right, place.whole_cols)
+    return row1, row2, col1, col2
+
+
+def _moved(first: int, count: int, before: int, after: int, whole: int) -> tuple[int, int]:
+    begin = min(max(first - before, 0), whole)
+    end = max(0, min(first + count + after, whole))
+    return min(begin, end), max(begin, end)
+
+
+def reshaped_2d(rows: int, cols: int, cn: int, new_cn: int, new_rows: int, continuous: bool) -> tuple[int, int, int]:
+    """(rows, cols, channels) of a 2-D header seen otherwise; 0 keeps. Changing rows needs elements without gaps.
+
+    Raises:
+        ValueError: the numbers do not divide, or gaps are in the way.
+    """
+    new_cn = new_cn or cn
+    width = cols * cn  # numbers in a row
+    if new_rows == 0 and (new_cn > width or width % new_cn):
+        new_rows = rows * width // new_cn
+    if new_rows not in (0, rows):
+        if not continuous:
+            raise ValueError(
+                f"{rows} rows cannot become {new_rows}: there are gaps between the rows (isContinuous() is False); "
+                "clone() first"
+            )
+        total = width * rows
+        if total % new_rows:
+            raise ValueError(
+                f"{total} numbers ({rows} x {cols}, {cn} channels) cannot be {new_rows} rows of one length"
+            )
+        width, rows = total // new_rows, new_rows
+    if width % new_cn:
+        raise ValueError(f"rows of {width} numbers cannot be elements of {new_cn} channels")
+    return rows, width // new_cn, new_cn
+
+
+def reshaped_nd(sizes: Sizes, cn: int, new_cn: int, wanted: Sizes) -> tuple[Sizes, int]:
+    """Sizes and channels of elements without gaps seen otherwise; in `wanted` 0 keeps a dimension, one -1 is found.
+
+    Raises:
+        ValueError: as many numbers cannot be had so.
+    """
+    new_cn = new_cn or cn
+    if any(size < -1 for size in wanted) or wanted.count(-1) > 1:
+        raise ValueError(f"sizes are numbers of at least 0, with at most one -1, got {wanted}")
+    kept = []
+    for axis, size in enumerate(wanted):
+        if size == 0 and axis >= len(sizes):
+            raise ValueError(f"0 keeps a dimension, and there is no dimension {axis} in {sizes}")
+        kept.append(sizes[axis] if size == 0 else size)
+    numbers = math.prod(sizes) * cn
+    known = math.prod(size for size in kept if size != -1) * new_cn
+    if -1 in kept and known and numbers % known == 0:
+        kept[kept.index(-1)] = numbers // known
+    elif -1 in kept or known != numbers:
+        raise ValueError(f"{numbers} numbers ({sizes}, {cn} channels) cannot be {wanted} with {new_cn} channels")
+    return tuple(kept), new_cn

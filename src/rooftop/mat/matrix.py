@@ -1,0 +1,444 @@
+"""`Mat`: an array of the CPU or a GPU with the semantics of cv::Mat.
+
+Names, arguments and results are OpenCV's where it has them; what differs is in docs/mat.md. What a header is and its
+views are in views.py, what other libraries see in exports.py, rows that come and go in growth.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from rooftop.mat import growth, headers
+from rooftop.mat.allocation import DeviceLike, MatAllocator, allocator_for, same_device
+from rooftop.mat.conversions import convert
+from rooftop.mat.copies import apart, copy_masked, fill
+from rooftop.mat.exports import ExportedHeader
+from rooftop.mat.headers import Sizes
+from rooftop.mat.interchange import is_foreign, parts_of
+from rooftop.mat.scalars import Scalar, ScalarLike, element
+from rooftop.mat.type_codes import (
+    CV_8S,
+    CV_8U,
+    CV_MAKETYPE,
+    CV_MAT_CN,
+    CV_MAT_DEPTH,
+    CV_Bool,
+    depth_of,
+    type_code,
+    typeToString,
+)
+from rooftop.mat.views import Header, Range, is_integer
+
+
+class Mat(ExportedHeader):
+    """An n-dimensional array of elements with 1 to 512 channels, that other Mats may share."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        *given: Any,
+        type: int | None = None,
+        value: ScalarLike | None = None,
+        device: DeviceLike | None = None,
+        allocator: MatAllocator | None = None,
+        layout: Literal["hwc", "chw"] = "hwc",
+    ) -> None:
+        """Makes an empty Mat, one of new memory, or a header on memory that is there.
+
+            Mat()
+            Mat(rows, cols, type), Mat(rows, cols, type, value)
+            Mat(sizes, type), Mat(sizes, type, value)      sizes: a tuple, rows first
+            Mat(array), Mat(array, type)                   NumPy, OpenCV-Python, torch, DLPack, CUDA arrays: no copy
+            Mat(other)                                     shares the memory of another Mat
+
+        Args:
+            type: as CV_8UC3. Of an array, None takes (H, W, C) of up to 512 channels as an image, other shapes as one
+                channel.
+            value: written to every element of new memory, which is otherwise not initialized.
+            device: of new memory.
+            allocator: of new memory, otherwise the default one or the device's.
+            layout: "chw" for an array (C, H, W) whose channels are interleaved in memory (channels_last).
+
+        Raises:
+            TypeError: arguments that are none of these; a dtype that no depth holds.
+            ValueError: negative sizes; memory that cannot be seen as a Mat without a copy (the message names the copy).
+        """
+        if given and (isinstance(given[0], Mat) or is_foreign(given[0])):
+            self._init_from(given, type, value, device, allocator, layout)
+            return
+        if not given and type is None and value is None:
+            self._set_empty(CV_8U, (), allocator_for(device, allocator).device)
+            return
+        sizes, type, value = _shape_arguments(given, type, value)
+        self._allocate(sizes, type, allocator_for(device, allocator))
+        if value is not None:
+            self.setTo(value)
+
+    def _init_from(
+        self,
+        given: tuple[Any, ...],
+        type: int | None,
+        value: ScalarLike | None,
+        device: DeviceLike | None,
+        allocator: MatAllocator | None,
+        layout: str,
+    ) -> None:
+        if len(given) == 2 and type is None:
+            type = given[1]
+        elif len(given) > 1:
+            raise TypeError(f"Mat(array) takes an array and a type, got {len(given)} arguments: cut with m[rows, cols]")
+        if value is not None or device is not None or allocator is not None:
+            raise TypeError(
+                "value, device and allocator are of new memory, and this Mat shares that of its argument: take "
+                "setTo(value), to(device) or clone() afterwards"
+            )
+        source = given[0]
+        if isinstance(source, Mat):
+            if type is not None and type != source._type:
+                raise TypeError(f"{source} cannot be seen as {typeToString(type)}: convertTo, or reshape its channels")
+            self._become(source)
+            return
+        parts = parts_of(source, type, layout)
+        self._type, self._sizes, self._steps, self._device = parts.type, parts.sizes, parts.steps, parts.device
+        self._data, self._share = parts.data, parts.data and parts.data.share
+        self._offset = self._start = parts.offset
+        self._submatrix, self._cached = False, None
+        self._finish()
+
+    @classmethod
+    def from_dlpack(cls, thing: Any, type: int | None = None) -> Mat:
+        """A header on what another library exports by DLPack, on its device."""
+        return cls(from_dlpack(thing), type)
+
+    @classmethod
+    def zeros(cls, *shape: Any, device: DeviceLike | None = None, allocator: MatAllocator | None = None) -> Mat:
+        """`zeros(rows, cols, type)` or `zeros(sizes, type)`."""
+        return cls(*shape, value=0, device=device, allocator=allocator)
+
+    @classmethod
+    def ones(cls, *shape: Any, device: DeviceLike | None = None, allocator: MatAllocator | None = None) -> Mat:
+        """As `zeros`, with ones: in the first channel alone, as OpenCV does. `Mat(..., value=1)` sets all."""
+        m = cls(*shape, device=device, allocator=allocator)
+        return m.setTo(m._first_channel(1))
+
+    @classmethod
+    def eye(cls, *shape: Any, device: DeviceLike | None = None, allocator: MatAllocator | None = None) -> Mat:
+        """A matrix with ones on its diagonal, in the first channel."""
+        m = cls(*shape, value=0, device=device, allocator=allocator)
+        if m.dims != 2:
+            raise ValueError(f"eye takes two sizes, got {m._sizes}")
+        if m.total():
+            m.diag().setTo(m._first_channel(1))
+        return m
+
+    # Copies.
+
+    def __setitem__(self, index: Range | tuple[Range, ...], value: Any) -> None:
+        """Writes an element, or a region: from a Scalar, or a Mat or array of the region's sizes and type."""
+        place = self._indices(index)
+        if isinstance(place, int):
+            sizes, steps = (1,) * self.dims, self._steps
+            self._header(sizes, steps, place, True).setTo(value)
+            return
+        region = self._cut("[]", place)
+        if not isinstance(value, Mat) and not (isinstance(value, np.ndarray | Tensor) and value.ndim > 1):
+            region.setTo(value)
+            return
+        source = value if isinstance(value, Mat) else Mat(value)
+        if source._sizes != region._sizes or source._type != region._type:
+            raise ValueError(
+                f"{source} cannot be assigned to a region {region}: sizes and types must be equal; convertTo"
+            )
+        source.copyTo(region)
+
+    def copyTo(self, dst: Mat | None = None, mask: MatLike | None = None) -> Mat:
+        """Copies all elements, or those whose mask is not 0.
+
+        Args:
+            dst: gets this one's sizes and type by `create`; its device stays. A new Mat if None.
+            mask: 8 bits or Bool, of the same sizes; one channel, or one for each. Elements of new memory that it leaves
+                out are 0.
+
+        Returns:
+            dst.
+        """
+        dst = Mat(device=self._device) if dst is None else dst
+        chosen = None if mask is None else self._mask(mask, dst._device)
+        before = dst._data
+        source = self._header_of_itself()
+        dst.create(self._sizes, self._type)
+        if dst.empty():
+            return dst
+        target = dst._writable_bits()
+        given = apart(source._bits(), target)
+        if chosen is None:
+            target.copy_(given)
+            return dst
+        if dst._data is not before:
+            target.zero_()
+        copy_masked(given.to(target.device), target, apart(chosen, target))
+        return dst
+
+    def clone(self) -> Mat:
+        """A copy without gaps, by the same allocator."""
+        if self.empty():
+            return self._header_of_itself()
+        return self.copyTo(Mat(self._sizes, self._type, allocator=self._own_allocator()))
+
+    def convertTo(
+        self,
+        rtype: int | torch.dtype | np.dtype[Any] | None = None,
+        alpha: float = 1,
+        beta: float = 0,
+        dst: Mat | None = None,
+    ) -> Mat:
+        """saturate(alpha * x + beta) as numbers of another depth: rounded half to even, NaN as the least integer.
+
+        Args:
+            rtype: the depth, or a type, whose channels are not looked at, or a dtype; None keeps it.
+            dst: gets sizes and type by `create`; a new Mat if None. It may be this one.
+
+        Returns:
+            dst.
+        """
+        depth = self.depth() if rtype is None or rtype == -1 else CV_MAT_DEPTH(type_code(rtype))
+        type = CV_MAKETYPE(depth, self.channels())
+        source = self._header_of_itself()
+        dst = Mat(device=self._device) if dst is None else dst
+        dst.prepare_for(source, type)
+        if not dst.empty():
+            target = dst._writable()
+            convert(apart(source._tensor(), target), target, source.depth(), depth, alpha, beta)
+        return dst
+
+    def setTo(self, value: ScalarLike, mask: MatLike | None = None) -> Mat:
+        """Sets all elements, or those whose mask is not 0.
+
+        Args:
+            value: one number for all channels, as many as channels, or a Scalar of up to 4.
+        """
+        bits = element(value, self._type).view(depth_of(self._type).carrier)
+        if self.empty():
+            return self
+        target = self._writable_bits()
+        if mask is None:
+            fill(target, bits)
+        else:
+            copy_masked(bits.to(target.device), target, apart(self._mask(mask, self._device), target))
+        return self
+
+    def create(
+        self, *shape: Any, type: int | None = None, device: DeviceLike | None = None,
+        allocator: MatAllocator | None = None,
+    ) -> Mat:  # fmt: skip
+        """Makes this a Mat of some sizes and type: `create(rows, cols, type)` or `create(sizes, type)`.
+
+        Nothing is allocated when sizes, type and device are those that it has: so results are written into regions.
+        Else it leaves its memory to other headers and gets new one, by its allocator; not initialized.
+        """
+        sizes, type, _ = _shape_arguments(shape, type, None)
+        where = self._device if device is None and allocator is None else allocator_for(device, allocator).device
+        if sizes == self._sizes and type == self._type and same_device(where, self._device):
+            return self
+        if allocator is None and same_device(where, self._device):
+            allocator = self._own_allocator()
+        self._allocate(sizes, type, allocator or allocator_for(where, None))
+        return self
+
+    def prepare_for(self, source: Mat, type: int) -> None:
+        """`create` for a result of `source`: of its sizes, on its device.
+
+        Raises:
+            ValueError: this has elements on another device, where they would be left behind.
+        """
+        if not self.empty() and not same_device(self._device, source._device):
+            raise ValueError(f"a result on {source._device} cannot go to {self}: move one with to(device)")
+        self.create(source._sizes, type, device=source._device)
+
+    def release(self) -> None:
+        """Makes this an empty Mat; the memory is free when no other header looks at it."""
+        self._set_empty(self._type, (), self._device)
+
+    # Rows that come and go.
+
+    def push_back(self, value: Mat | MatLike | ScalarLike) -> None:
+        """Appends rows of the same type and length (a Mat, an array), or one element to a single column.
+
+        Memory is taken for half as many rows again when there is no more room, as by `reserve`. Rows of a region of a
+        larger Mat are copied out first: what lies below them in the whole is not touched.
+        """
+        growth.push_back(self, value)
+
+    def pop_back(self, nelems: int = 1) -> None:
+        """Takes rows off the end."""
+        growth.pop_back(self, nelems)
+
+    def reserve(self, nelems: int) -> None:
+        """Takes memory for so many rows, if there is less. The rows themselves stay as they are."""
+        growth.reserve(self, nelems)
+
+    def resize(self, nelems: int, value: ScalarLike | None = None) -> None:
+        """Changes the number of rows. New ones are set to `value`, or else not initialized."""
+        growth.resize(self, nelems, value)
+
+    # Devices.
+
+    def to(self, device: DeviceLike, *, non_blocking: bool = False, allocator: MatAllocator | None = None) -> Mat:
+        """A copy on another device; a header on the same memory if it is there already.
+
+        Args:
+            non_blocking: from pinned memory to a GPU, does not wait for the copy. To the host it waits, except into
+                memory of a pinned allocator, which may be read once the GPU's stream is synchronized.
+        """
+        where = torch.device(device)
+        if same_device(where, self._device) and allocator is None:
+            return self._header_of_itself()
+        if not self._sizes:
+            return Mat(device=where)
+        there = Mat(self._sizes, self._type, device=where, allocator=allocator)
+        if not there.empty():
+            there._bits().copy_(self._bits(), non_blocking=non_blocking)
+        return there
+
+    def cuda(self, device: DeviceLike | int | None = None, *, non_blocking: bool = False) -> Mat:
+        """A copy on a GPU, the current one if none is named."""
+        where = "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
+        return self.to(where, non_blocking=non_blocking)
+
+    def cpu(self) -> Mat:
+        """A copy in host memory."""
+        return self.to("cpu")
+
+    @contextmanager
+    def mapped(self, *, write: bool = True) -> Iterator[np.ndarray[Any, Any]]:
+        """The elements as an array on the host for the length of a `with` block, from any device.
+
+        Of host memory it is `numpy()`. Of a GPU it is a copy, which is copied back at the end if `write`; meanwhile the
+        block is `mapping == "host"`, and what would touch it on the GPU raises.
+        """
+        if self._data is None or self._device.type == "cpu":
+            array = self.cpu().numpy()
+            if not write:
+                array.flags.writeable = False
+            yield array
+            return
+        if self._data.mapping == "host":
+            raise RuntimeError(f"{self} is mapped to the host already: leave that `with` block first")
+        copy = self.cpu()
+        array = copy.numpy()
+        array.flags.writeable = write
+        self._cached, self._data.mapping = None, "host"
+        try:
+            yield array
+        finally:
+            self._data.mapping = "device"
+        if write:
+            self._writable_bits().copy_(copy._bits())
+
+    def __copy__(self) -> Mat:
+        return self._header_of_itself()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mat:
+        return self.clone()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        elements = self._tensor().contiguous().clone() if self._sizes else None
+        return _rebuilt, (elements, self._sizes, self._type)
+
+    # From within.
+
+    def _allocate(self, sizes: Sizes, type: int, allocator: MatAllocator) -> None:
+        elem_bytes = depth_of(type).size_bytes * CV_MAT_CN(type)
+        self._set_empty(type, sizes, allocator.device)
+        size_bytes = math.prod(sizes) * elem_bytes
+        if size_bytes:
+            self._data = allocator.allocate(size_bytes)
+            self._share, self._device = self._data.share, self._data.device
+            self._offset = self._start = self._data.start_bytes
+            self._finish()
+
+    def _set_empty(self, type: int, sizes: Sizes, device: torch.device) -> None:
+        self._type, self._sizes, self._device = type, sizes, device
+        self._steps = headers.natural_steps(sizes, depth_of(type).size_bytes * CV_MAT_CN(type))
+        self._data = self._share = self._cached = None
+        self._offset = self._start = self._end = self._limit = 0
+        self._submatrix = False
+
+    def _finish(self) -> None:
+        """The end of the whole, of a header that is its own whole."""
+        self._end = self._offset + headers.span_bytes(self._sizes, self._steps)
+        self._limit = self._offset + self._sizes[0] * self._steps[0] if self._data is not None else self._offset
+
+    def _become(self, other: Mat) -> None:
+        for name in Header.__slots__:
+            if name != "__weakref__":
+                setattr(self, name, getattr(other, name))
+
+    def _mask(self, mask: MatLike, device: torch.device) -> Tensor:
+        """The bits of a mask of these elements, for a target on a device."""
+        mask = mask if isinstance(mask, Mat) else Mat(mask)
+        if mask.depth() not in (CV_8U, CV_8S, CV_Bool) or mask.channels() not in (1, self.channels()):
+            raise TypeError(
+                f"a mask has 8 bits or Bool, and one channel or {self.channels()}, got {typeToString(mask._type)}: "
+                "compare to make one"
+            )
+        if mask._sizes != self._sizes:
+            raise ValueError(f"a mask of {mask._sizes} for elements of {self._sizes}: the sizes must be equal")
+        if not same_device(mask._device, device):
+            raise ValueError(f"a mask on {mask._device} for elements on {device}: take mask.to({str(device)!r})")
+        return mask._bits()
+
+    def _own_allocator(self) -> MatAllocator:
+        if self._data is not None and self._data.allocator is not None:
+            return self._data.allocator
+        return allocator_for(self._device, None)
+
+    def _first_channel(self, value: float) -> Sequence[float]:
+        return Scalar(value) if self.channels() <= 4 else [value] + [0] * (self.channels() - 1)
+
+
+MatLike = Mat | np.ndarray[Any, Any] | Tensor
+
+
+def _rebuilt(elements: Tensor | None, sizes: Sizes, type: int) -> Mat:
+    if elements is None:
+        return Mat()
+    if 0 in sizes:
+        return Mat(sizes, type, device=elements.device)
+    return Mat(elements, CV_MAKETYPE(CV_MAT_DEPTH(type), 1)).reshape(CV_MAT_CN(type), sizes)
+
+
+def _shape_arguments(given: tuple[Any, ...], type: int | None, value: Any) -> tuple[Sizes, int, Any]:
+    """Sizes, type and value out of (rows, cols, type, value) or (sizes, type, value)."""
+    sizes: Sizes
+    rest: tuple[Any, ...]
+    if len(given) >= 2 and all(is_integer(each) for each in given[:2]):
+        sizes, rest = (int(given[0]), int(given[1])), given[2:]
+    elif given and isinstance(given[0], (tuple, list, torch.Size)) and all(is_integer(each) for each in given[0]):
+        sizes, rest = tuple(int(each) for each in given[0]), given[1:]
+    else:
+        raise TypeError(
+            "(rows, cols, type), (sizes, type) or an array was expected, got "
+            f"{', '.join(map(repr, given)) or 'no sizes'}; np.array(...) makes an array of numbers"
+        )
+    if rest and type is None:
+        type, rest = rest[0], rest[1:]
+    if rest and value is None:
+        value, rest = rest[0], rest[1:]
+    if rest:
+        raise TypeError(f"{len(rest)} arguments too many: (rows, cols, type, value) or (sizes, type, value)")
+    if type is None:
+        raise TypeError(f"a type is needed beside the sizes {sizes}, such as CV_8UC3")
+    depth_of(type)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"sizes must be at least 0, got {sizes}")
+    return sizes, type, value

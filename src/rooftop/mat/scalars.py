@@ -1,0 +1,93 @@
+"""Values written to every element: one number for all channels, a number for each, or OpenCV's Scalar of four.
+
+Numbers become those of a depth as everywhere here: rounded half to even, kept within the limits of the depth, NaN as
+the least integer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftop.mat.type_codes import CV_MAT_CN, Depth, depth_of, typeToString
+
+ScalarLike: TypeAlias = "float | bool | Sequence[float] | np.ndarray[Any, Any] | Tensor"
+
+
+class Scalar(tuple[float, float, float, float]):
+    """cv::Scalar: four numbers, those left out 0. So `Scalar(5)` is 5 in the first channel and 0 in the others;
+    `Scalar.all(5)`, or the plain number 5, is 5 in all."""
+
+    __slots__ = ()
+
+    def __new__(cls, v0: float = 0, v1: float = 0, v2: float = 0, v3: float = 0) -> Scalar:
+        return super().__new__(cls, (v0, v1, v2, v3))
+
+    @classmethod
+    def all(cls, value: float) -> Scalar:
+        """The same number four times."""
+        return cls(value, value, value, value)
+
+    def __repr__(self) -> str:
+        return f"Scalar{tuple(self)}"
+
+
+def element(value: ScalarLike, type: int) -> Tensor:
+    """What one element of a type becomes: (channels,) of its dtype, on the CPU.
+
+    Args:
+        value: one number, for every channel; as many numbers as channels; or, up to four channels, 2 to 4 numbers as a
+            Scalar, whose missing ones are 0 and whose surplus is not used.
+
+    Raises:
+        TypeError: not numbers.
+        ValueError: another count of numbers.
+    """
+    channels = CV_MAT_CN(type)
+    numbers = _numbers(value)
+    if len(numbers) == 1:
+        numbers *= channels
+    elif len(numbers) != channels:
+        if channels > 4 or len(numbers) > 4 or not numbers:
+            raise ValueError(
+                f"{len(numbers)} numbers for an element of {typeToString(type)}: give 1 for all channels, {channels}, "
+                "or for up to 4 channels a Scalar of up to 4"
+            )
+        numbers = (numbers + [0] * 4)[:channels]
+    depth = depth_of(type)
+    return torch.tensor([_stored(number, depth) for number in numbers], dtype=depth.dtype)
+
+
+def _numbers(value: ScalarLike) -> list[int | float]:
+    if isinstance(value, (bool, int, float)):
+        return [value]
+    if isinstance(value, (np.ndarray, np.generic, Tensor)):
+        flat = value.reshape(-1).tolist()
+    else:
+        try:
+            flat = [each.item() if isinstance(each, (np.generic, Tensor)) else each for each in value]
+        except TypeError:
+            flat = [value]
+    if not all(isinstance(each, (bool, int, float)) for each in flat):
+        raise TypeError(f"a number or a tuple of numbers was expected, got {value!r}")
+    return list(flat)
+
+
+def _stored(number: int | float, depth: Depth) -> int | float | bool:
+    if depth.dtype == torch.bool:
+        return number != 0
+    if depth.limits is None:
+        return float(number)
+    low, high = depth.limits
+    if isinstance(number, float):
+        if math.isnan(number):
+            return low
+        if math.isinf(number):
+            return high if number > 0 else low
+        number = round(number)  # half to even
+    return min(max(number, low), high)

@@ -1,0 +1,398 @@
+"""A header: type, sizes and steps on a block of memory, what they say, and views of the same memory.
+
+Making a view takes a few numbers and no tensor operation; the tensor on it is made when something is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftop.mat import headers
+from rooftop.mat.allocation import MatData
+from rooftop.mat.headers import Sizes
+from rooftop.mat.type_codes import CV_CN_SHIFT, CV_DEPTH_MAX, CV_MAKETYPE, DEPTHS, depth_of, typeToString
+
+_DEPTH_MASK = CV_DEPTH_MAX - 1
+Range = slice | int
+
+
+class MatSize(tuple[int, ...]):
+    """The sizes of a Mat, rows first, as cv::MatSize: `m.size[0]` is rows. Called, `m.size()`, it is cv::Size: (width,
+    height), columns first."""
+
+    __slots__ = ()
+
+    def __call__(self) -> tuple[int, int]:
+        if len(self) > 2:
+            raise ValueError(f"width and height are of at most two dimensions, got {tuple(self)}: take m.size[i]")
+        rows, cols = (1, *self)[-2:] if self else (0, 0)
+        return cols, rows
+
+
+class Header:
+    """What `Mat` is without its copies: everything here leaves the elements where they are."""
+
+    __slots__ = (
+        "__weakref__", "_cached", "_data", "_device", "_end", "_limit", "_offset", "_share", "_sizes", "_start",
+        "_steps", "_submatrix", "_type",
+    )  # fmt: skip
+
+    _type: int
+    _sizes: Sizes
+    _steps: Sizes  # bytes
+    _data: MatData | None  # None without elements
+    _share: object  # counts the headers of the block
+    _offset: int  # bytes in the storage: of the first element,
+    _start: int  # of the whole that this was cut from,
+    _end: int  # of the end of its last row,
+    _limit: int  # of the end of the room that rows may grow into
+    _submatrix: bool
+    _device: torch.device
+    _cached: Tensor | None  # the elements, (..., channels)
+
+    # What it is.
+
+    def type(self) -> int:
+        """The code of depth and channels, such as CV_8UC3."""
+        return self._type
+
+    def depth(self) -> int:
+        """The code of what one channel is, such as CV_8U."""
+        return self._type & _DEPTH_MASK
+
+    def channels(self) -> int:
+        return (self._type >> CV_CN_SHIFT) + 1
+
+    def elemSize(self) -> int:
+        """Bytes of an element with all its channels."""
+        return DEPTHS[self._type & _DEPTH_MASK].size_bytes * ((self._type >> CV_CN_SHIFT) + 1)
+
+    def elemSize1(self) -> int:
+        """Bytes of one channel."""
+        return DEPTHS[self._type & _DEPTH_MASK].size_bytes
+
+    @property
+    def dims(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def rows(self) -> int:
+        """-1 of more than two dimensions; 1 of one."""
+        return (0, 1, self._sizes[0] if self._sizes else 0)[self.dims] if self.dims <= 2 else -1
+
+    @property
+    def cols(self) -> int:
+        """-1 of more than two dimensions."""
+        return (self._sizes[-1] if self._sizes else 0) if self.dims <= 2 else -1
+
+    @property
+    def size(self) -> MatSize:
+        """(rows, columns), or all sizes. `m.size()` is (width, height)."""
+        return MatSize(self._sizes)
+
+    @property
+    def step(self) -> Sizes:
+        """Bytes from one index to the next, of each dimension."""
+        return self._steps
+
+    def step1(self, i: int = 0) -> int:
+        """As `step`, in numbers (channels) instead of bytes."""
+        if not 0 <= i < self.dims:
+            raise IndexError(f"step1({i}) of {self.dims} dimensions: 0 to {self.dims - 1}")
+        return self._steps[i] // self.elemSize1()
+
+    def total(self) -> int:
+        """Elements."""
+        return math.prod(self._sizes) if self._sizes else 0
+
+    def empty(self) -> bool:
+        """Whether there are no elements."""
+        return not self._sizes or 0 in self._sizes
+
+    def isContinuous(self) -> bool:
+        """Whether the elements lie one after another, without gaps between rows."""
+        return not self._sizes or headers.is_continuous(self._sizes, self._steps)
+
+    def isSubmatrix(self) -> bool:
+        """Whether this was cut from a larger one."""
+        return self._submatrix
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def data(self) -> MatData | None:
+        """The block of memory, shared with other headers; None without elements."""
+        return self._data
+
+    def data_ptr(self) -> int:
+        """The address of the first element; 0 without elements."""
+        return self._data.storage.data_ptr() + self._offset if self._data is not None and not self.empty() else 0
+
+    def __len__(self) -> int:
+        return self._sizes[0] if self._sizes else 0
+
+    def __repr__(self) -> str:
+        if not self._sizes:
+            return f"Mat(empty, {self._device})"
+        marks = "continuous" if self.isContinuous() else "not continuous"
+        if self._submatrix:
+            marks += ", submatrix"
+        if self._data is not None and self._data.read_only:
+            marks += ", read-only"
+        sizes = " x ".join(map(str, self._sizes))
+        return f"Mat({sizes} {typeToString(self._type)}, {self._device}, {marks})"
+
+    # Views: headers on the same memory.
+
+    def row(self, y: int) -> Self:
+        """Row y, as a Mat of one row."""
+        return self._cut("row", {self._axis("rows"): _index(y, self._whole("rows"), "row")})
+
+    def col(self, x: int) -> Self:
+        """Column x, as a Mat of one column."""
+        return self._cut("col", {self._axis("cols"): _index(x, self._whole("cols"), "column")})
+
+    def rowRange(self, start: int, end: int) -> Self:
+        """Rows from start to before end."""
+        return self._cut("rowRange", {self._axis("rows"): _range(slice(start, end), self._whole("rows"), "rows")})
+
+    def colRange(self, start: int, end: int) -> Self:
+        """Columns from start to before end."""
+        return self._cut("colRange", {self._axis("cols"): _range(slice(start, end), self._whole("cols"), "columns")})
+
+    def roi(self, x: int, y: int, width: int, height: int) -> Self:
+        """The rectangle whose upper left corner is column x, row y, as cv::Rect: `m.roi(*cv2.boundingRect(p))`."""
+        self._two_dimensions("roi")
+        if width < 0 or height < 0:
+            raise ValueError(f"a rectangle has a width and a height of at least 0, got {width} x {height}")
+        columns = _range(slice(x, x + width), self.cols, "columns")
+        return self._cut("roi", {0: _range(slice(y, y + height), self.rows, "rows"), 1: columns})
+
+    def diag(self, d: int = 0) -> Self:
+        """The diagonal that begins at column d, or at row -d, as a Mat of one column."""
+        self._two_dimensions("diag")
+        rows, cols = self._sizes
+        length = min(cols - d, rows) if d >= 0 else min(rows + d, cols)
+        if length <= 0:
+            raise IndexError(f"there is no diagonal {d} in {rows} x {cols}: they are {1 - rows} to {cols - 1}")
+        offset = self._offset + (d * self._steps[1] if d >= 0 else -d * self._steps[0])
+        steps = (self._steps[0] + (self._steps[1] if length > 1 else 0), self._steps[1])
+        return self._header((length, 1), steps, offset, self._submatrix or (rows, cols) != (1, 1))
+
+    def reshape(self, cn: int, rows: int | Sequence[int] = 0) -> Self:
+        """The same numbers as elements of another count of channels, in other rows or sizes.
+
+        Args:
+            cn: channels; 0 keeps them.
+            rows: their number, 0 keeps it; or all sizes, where 0 keeps one and one -1 is found.
+
+        Raises:
+            ValueError: the numbers do not divide so; other rows or sizes of a Mat with gaps (`clone()` first).
+        """
+        if cn:
+            CV_MAKETYPE(self.depth(), cn)
+        if not isinstance(rows, int):
+            return self._reshape_nd(cn, tuple(rows))
+        if rows < 0:
+            raise ValueError(f"reshape needs a number of rows of at least 0, got {rows}; sizes with -1 are a tuple")
+        if self.dims > 2:
+            if rows:
+                return self._reshape_nd(cn, (rows, -1))
+            numbers = self._sizes[-1] * self.channels()
+            if cn and numbers % cn:
+                raise ValueError(f"the last dimension of {numbers} numbers cannot be elements of {cn} channels")
+            return self._seen(cn or self.channels(), self._sizes[:-1], numbers, self._steps[:-1])
+        new_rows, cols, cn = headers.reshaped_2d(self.rows, self.cols, self.channels(), cn, rows, self.isContinuous())
+        step = self._steps[0] if self.dims == 2 and new_rows == self.rows else cols * cn * self.elemSize1()
+        return self._seen(cn, (new_rows,), cols * cn, (step,))
+
+    def _reshape_nd(self, cn: int, sizes: Sizes) -> Self:
+        if not self.isContinuous():
+            raise ValueError(f"{self} has gaps between its rows and cannot get other sizes: clone() first")
+        kept, cn = headers.reshaped_nd(self._sizes, self.channels(), cn, sizes)
+        return self._seen(cn, kept[:-1], kept[-1] * cn, headers.natural_steps(kept, cn * self.elemSize1())[:-1])
+
+    def _seen(self, cn: int, leading: Sizes, numbers: int, leading_steps: Sizes) -> Self:
+        """With so many numbers in the last dimension, as elements of `cn` channels."""
+        steps = (*leading_steps, cn * self.elemSize1())
+        new = self._header((*leading, numbers // cn), steps, self._offset, self._submatrix)
+        new._type = CV_MAKETYPE(self.depth(), cn)
+        return new
+
+    def locateROI(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Where this lies in what it was cut from: (width, height) of the whole, (x, y) of the first element."""
+        place = self._place("locateROI")
+        return (place.whole_cols, place.whole_rows), (place.col, place.row)
+
+    def adjustROI(self, dtop: int, dbottom: int, dleft: int, dright: int) -> Self:
+        """Moves the edges of this header outward (inward where negative), within the whole. Gives itself."""
+        place = self._place("adjustROI")
+        row1, row2, col1, col2 = headers.adjusted(place, self.rows, self.cols, dtop, dbottom, dleft, dright)
+        self._offset += (row1 - place.row) * self._steps[0] + (col1 - place.col) * self._steps[1]
+        self._sizes, self._cached = (row2 - row1, col2 - col1), None
+        return self
+
+    def _place(self, of: str) -> headers.Place:
+        self._two_dimensions(of)
+        if self.empty():
+            raise ValueError(f"{of} of a Mat without elements: {self}")
+        return headers.locate(
+            *(self.rows, self.cols, self._steps[0], self._steps[1]), self._offset, self._start, self._end
+        )
+
+    def __getitem__(self, index: Range | tuple[Range, ...]) -> Any:
+        """Elements or views, without copies.
+
+        `m[y, x]`, an index for each dimension, is the element: a number, or a tuple of one for each channel.
+        `m[y0:y1, x0:x1]` with a range for some dimension is a Mat of as many dimensions, where an index counts as a
+        range of one; `m[y]` is row y.
+
+        Raises:
+            IndexError: out of range, negative indices included.
+            ValueError: ranges with a step.
+        """
+        place = self._indices(index)
+        if isinstance(place, int):
+            return self._element_at(place)
+        return self._cut("[]", place)
+
+    def at(self, *index: int) -> Any:
+        """The element at an index for each dimension; one index counts along a single row or column."""
+        if len(index) == 1 and self.dims == 2 and 1 in self._sizes:
+            index = (0, index[0]) if self._sizes[0] == 1 else (index[0], 0)
+        if len(index) != self.dims:
+            raise IndexError(f"at takes {self.dims} indices of {self}, got {len(index)}")
+        return self[index]
+
+    # The same, from within.
+
+    def _header(self, sizes: Sizes, steps: Sizes, offset: int, submatrix: bool) -> Self:
+        new = self.__class__.__new__(self.__class__)
+        new._type, new._sizes, new._steps, new._offset, new._submatrix = self._type, sizes, steps, offset, submatrix
+        new._data, new._share, new._device = self._data, self._share, self._device
+        new._start, new._end, new._limit, new._cached = self._start, self._end, self._limit, None
+        return new
+
+    def _header_of_itself(self) -> Self:
+        return self._header(self._sizes, self._steps, self._offset, self._submatrix)
+
+    def _cut(self, of: str, ranges: dict[int, tuple[int, int]]) -> Self:
+        """A view of these ranges (start, end) of dimensions."""
+        sizes, offset, submatrix = list(self._sizes), self._offset, self._submatrix
+        for axis, (start, end) in ranges.items():
+            if end - start != sizes[axis]:
+                sizes[axis] = end - start
+                offset += start * self._steps[axis]
+                submatrix = True
+        return self._header(tuple(sizes), self._steps, offset, submatrix)
+
+    def _indices(self, index: Any) -> int | dict[int, tuple[int, int]]:
+        """The offset of an element, or ranges of dimensions."""
+        given = index if isinstance(index, tuple) else (index,)
+        sizes = self._sizes
+        if len(given) > len(sizes):
+            raise IndexError(f"{len(given)} indices of {len(sizes)} dimensions: {self}; channels are not indexed")
+        ranges: dict[int, tuple[int, int]] = {}
+        single = len(given) == len(sizes)
+        for axis, each in enumerate(given):
+            if isinstance(each, slice):
+                single = False
+                if each.start is None and each.stop is None and each.step is None:
+                    continue
+                ranges[axis] = _range(each, sizes[axis], f"dimension {axis}")
+            else:
+                ranges[axis] = _index(each, sizes[axis], f"dimension {axis}")
+        if not single:
+            return ranges
+        return self._offset + sum(ranges[axis][0] * step for axis, step in enumerate(self._steps))
+
+    def _element_at(self, offset: int) -> Any:
+        assert self._data is not None
+        depth = depth_of(self._type)
+        numbers = self._data.strided(depth.dtype, (self.channels(),), (1,), offset // depth.size_bytes).tolist()
+        return numbers[0] if len(numbers) == 1 else tuple(numbers)
+
+    def _strided(self, dtype: torch.dtype) -> Tensor:
+        channels = self.channels()
+        if self._data is None:
+            return torch.empty((*self._sizes, channels), dtype=dtype, device=self._device)
+        item = dtype.itemsize
+        strides = (*(step // item for step in self._steps), 1)
+        return self._data.strided(dtype, (*self._sizes, channels), strides, self._offset // item)
+
+    def _tensor(self) -> Tensor:
+        """The elements (..., channels) in their dtype, to be read."""
+        if self._cached is None:
+            self._cached = self._strided(depth_of(self._type).dtype)
+        elif self._data is not None and self._data.mapping == "host" and self._device.type != "cpu":
+            self._strided(self._cached.dtype)  # raises
+        return self._cached
+
+    def _bits(self) -> Tensor:
+        """The elements (..., channels) in the carrier of their depth, to be read."""
+        depth = depth_of(self._type)
+        elements = self._tensor()
+        return elements if depth.dtype == depth.carrier else elements.view(depth.carrier)
+
+    def _writable(self) -> Tensor:
+        self._refuse_read_only("writing to")
+        return self._tensor()
+
+    def _writable_bits(self) -> Tensor:
+        self._refuse_read_only("writing to")
+        return self._bits()
+
+    def _refuse_read_only(self, what: str) -> None:
+        if self._data is not None and self._data.read_only:
+            raise ValueError(f"{what} {self}, which lies on an array that may not be written to: clone() first")
+
+    def _axis(self, which: Literal["rows", "cols"]) -> int:
+        if self.dims == 1:
+            if which == "rows":
+                raise ValueError("a Mat of one dimension has no rows to cut: reshape(0, 1) makes one row of it")
+            return 0
+        self._two_dimensions(which)
+        return 0 if which == "rows" else 1
+
+    def _whole(self, which: Literal["rows", "cols"]) -> int:
+        return self._sizes[self._axis(which)]
+
+    def _two_dimensions(self, of: str) -> None:
+        if self.dims != 2:
+            raise ValueError(f"{of} is of two dimensions, got {self}: take m[ranges], or reshape")
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _index(value: Any, size: int, what: str) -> tuple[int, int]:
+    if not is_integer(value):
+        raise TypeError(f"an index of {what} is an integer or a range a:b, got {value!r}")
+    if not 0 <= value < size:
+        hint = f"; from the end, take {size + value}" if -size <= value < 0 else ""
+        raise IndexError(f"index {value} of {what} is out of range 0 to {size - 1}{hint}")
+    return int(value), int(value) + 1
+
+
+def _range(given: slice, size: int, what: str) -> tuple[int, int]:
+    start = 0 if given.start is None else given.start
+    end = size if given.stop is None else given.stop
+    if given.step not in (None, 1):
+        raise ValueError(f"a range of {what} has no step, got {given.step}: a Mat has every row and column in between")
+    if not (is_integer(start) and is_integer(end)):
+        raise TypeError(f"a range of {what} is of integers, got {start!r}:{end!r}")
+    if not 0 <= start <= end <= size:
+        raise IndexError(
+            f"range {start}:{end} of {what} is not within 0:{size}"
+            + ("; nothing counts from the end here" if start < 0 or end < 0 else "")
+        )
+    return int(start), int(end)
