@@ -17,7 +17,7 @@ KERNELS ?= $(filter-out tables,$(basename $(notdir $(wildcard benchmarks/kernels
 
 TESTS ?= tests
 
-.PHONY: setup demo test test-gpu lint format browser gpu bench-kernels clean
+.PHONY: setup demo test test-gpu lint format browser ffmpeg gpu bench-kernels clean
 
 setup: $(STAMP)
 
@@ -38,9 +38,13 @@ demo: setup
 browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || echo "no chromium: the browser tests will be skipped (apt-get install chromium)"
 
+# What is said of FFmpeg is tested with a real one, in the same way.
+ffmpeg:
+	@command -v ffmpeg >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq --no-install-recommends ffmpeg >/dev/null; } || echo "no ffmpeg: the tests that run it will be skipped (apt-get install ffmpeg)"
+
 # Whatever the shell says, byte code is kept: else each process that a test starts compiles this library again, and each
 # worker all tests.
-test: setup browser lint
+test: setup browser ffmpeg lint
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
 
 # Kernels are compiled in many processes at once: each has one thread for what runs on the CPU.

@@ -13,12 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from rooftop.analysis.text import WIDTH
+from rooftop.cli.media_ffmpeg import build_command, check_command
 from rooftop.media import VideoInfo, probe
 
 
 @click.group()
 def command() -> None:
     """Look into video files."""
+
+
+command.add_command(check_command)
+command.add_command(build_command)
 
 
 @command.command("probe", epilog="Example: rooftop media probe walk.mp4 --json")

@@ -10,7 +10,10 @@ Needs PyAV: `pip install "rooftop[media]"`. It is imported when a file is opened
 """
 
 from rooftop.media.colours import Colours
-from rooftop.media.errors import DamagedVideoError, NoVideoDecoderError, VideoWriteError
+from rooftop.media.errors import DamagedVideoError, FFmpegBuildError, NoVideoDecoderError, VideoWriteError
+from rooftop.media.ffmpeg_builds import FFmpegBuild, build_ffmpeg
+from rooftop.media.ffmpeg_checks import FFmpegReport, ffmpeg_abilities
+from rooftop.media.ffmpeg_trials import FFmpegAbility
 from rooftop.media.probing import AudioInfo, VideoInfo, probe
 from rooftop.media.reading import TimedFrame, VideoReader
 from rooftop.media.writing import VideoWriter
@@ -19,11 +22,17 @@ __all__ = [
     "AudioInfo",
     "Colours",
     "DamagedVideoError",
+    "FFmpegAbility",
+    "FFmpegBuild",
+    "FFmpegBuildError",
+    "FFmpegReport",
     "NoVideoDecoderError",
     "TimedFrame",
     "VideoInfo",
     "VideoReader",
     "VideoWriteError",
     "VideoWriter",
+    "build_ffmpeg",
+    "ffmpeg_abilities",
     "probe",
 ]

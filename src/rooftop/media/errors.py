@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rooftop.errors import RooftopError
 
 
@@ -23,3 +25,17 @@ class NoVideoDecoderError(RooftopError, NotImplementedError):
 
 class VideoWriteError(RooftopError, RuntimeError):
     """The encoder refuses its settings or the frames, or the file cannot be written. No file is left behind."""
+
+
+class FFmpegBuildError(RooftopError, RuntimeError):
+    """FFmpeg cannot be built here, or not yet; the folder of installed files is as it was.
+
+    Attributes:
+        details: lines to show: all that is missing, each with what installs it, or the end of the log.
+    """
+
+    def __init__(self, message: str, details: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.details = tuple(details)
+        for line in self.details:
+            self.add_note(line)

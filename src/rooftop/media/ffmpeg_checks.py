@@ -1,0 +1,245 @@
+"""What the FFmpeg of this machine can do here: every claim of its lists tried on real frames.
+
+FFmpeg lists what it was built with, whether or not a GPU, a driver or a card's decoder is there to do it, and with
+`-hwaccel` it goes back to software without failing. So each decoder, encoder, device and filter is run, and its frames
+are compared with those of software (`ffmpeg_trials.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from rooftop.errors import InputError, MissingExtraError
+from rooftop.hardware.gpu_findings import ask_driver
+from rooftop.media.ffmpeg_packages import install_command
+from rooftop.media.ffmpeg_trials import CODECS, FILTERS, Codec, FFmpegAbility, Trials
+
+DRIVER_LIBRARIES = ("libcuda.so.1", "libnvcuvid.so.1", "libnvidia-encode.so.1")
+DEVICES = ("cuda", "vaapi", "vdpau", "qsv", "drm", "opencl", "vulkan")
+DECODING_DEVICES = ("vaapi", "vdpau", "qsv", "vulkan")  # beside cuda, which is tried even where it does not open
+NVENC = (("h264_nvenc", 8), ("hevc_nvenc", 8), ("hevc_nvenc", 10), ("av1_nvenc", 8), ("av1_nvenc", 10))
+PARTS = ("library", "device", "decode", "encode", "filter")
+PROC_MAPS = Path("/proc/self/maps")
+
+
+@dataclass(frozen=True)
+class FFmpegReport:
+    """An FFmpeg and what it can do on this machine.
+
+    Attributes:
+        path: of the program.
+        version, configuration: as it names them; configuration is what its `configure` was given.
+        driver: version of NVIDIA's driver, "" if none answers.
+        gpus: their names, as the driver says.
+        abilities: what was tried, in the order of `PARTS`.
+    """
+
+    path: str
+    version: str
+    configuration: tuple[str, ...]
+    driver: str
+    gpus: tuple[str, ...]
+    abilities: tuple[FFmpegAbility, ...]
+
+
+def ffmpeg_abilities(
+    ffmpeg: str | os.PathLike[str] | None = None,
+    *,
+    codecs: Sequence[str] | None = None,
+    timeout_s: float = 30.0,
+    report: Callable[[str, float], None] = lambda what, fraction: None,
+) -> FFmpegReport:
+    """Try what an FFmpeg can do here, with or without a GPU; takes 15 s or, with one, more, and leaves no file behind.
+
+    Args:
+        ffmpeg: the program; None for the one that the shell finds.
+        codecs: names (h264, hevc, vp8, vp9, av1, mpeg1video, mpeg2video, mpeg4, mjpeg, vc1); None for all.
+        timeout_s: for each trial.
+        report: called with (what is tried, fraction done).
+
+    Raises:
+        MissingExtraError: there is no FFmpeg; the message has the command that installs it.
+        InputError: `ffmpeg` is none, or does not run; an unknown codec.
+    """
+    path = find_ffmpeg(ffmpeg)
+    version, configuration = identity(path, timeout_s)
+    names = dict.fromkeys(codec.name for codec in CODECS)
+    if unknown := [name for name in codecs or () if name not in names]:
+        raise InputError(f"codec {unknown[0]!r} is not known: expected some of {', '.join(names)}")
+    driver, gpus = _gpus()
+    chosen = [codec for codec in CODECS if codecs is None or codec.name in codecs]
+    with closing(Trials(path, version, timeout_s)) as trials:
+        found = (*_libraries(configuration), *_tried(trials, chosen, len(gpus), report))
+    ordered = tuple(sorted(found, key=lambda each: PARTS.index(each.part)))
+    return FFmpegReport(str(path), version, configuration, driver, gpus, ordered)
+
+
+def find_ffmpeg(ffmpeg: str | os.PathLike[str] | None) -> Path:
+    """The program that is meant; raises as `ffmpeg_abilities`."""
+    if ffmpeg is not None:
+        given = shutil.which(Path(ffmpeg).expanduser())
+        if given is None:
+            raise InputError(f"{ffmpeg} is no program: expected the path of an ffmpeg")
+        return Path(given).absolute()
+    there = shutil.which("ffmpeg")
+    if there is None:
+        command = install_command("ffmpeg")
+        how = f": {command}," if command else " with the package manager of this system,"
+        raise MissingExtraError(f"there is no ffmpeg here; install it{how} or build it with rooftop media ffmpeg-build")
+    return Path(there)
+
+
+def identity(path: Path, timeout_s: float = 30.0) -> tuple[str, tuple[str, ...]]:
+    """Version and configuration of a program that is FFmpeg; InputError if it is not or does not run."""
+    try:
+        done = subprocess.run(
+            (str(path), "-version"), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InputError(f"{path} does not run: {error}") from error
+    said, complaint = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace").strip()
+    version = re.match(r"ffmpeg version (\S+)", said)
+    if version is None:
+        raise InputError(f"{path} is no ffmpeg" + (f": it says {complaint.splitlines()[-1]!r}" if complaint else ""))
+    configuration = re.search(r"^ *configuration: *(.*)$", said, re.MULTILINE)
+    return version[1], tuple(configuration[1].split()) if configuration else ()
+
+
+def _tried(
+    trials: Trials, codecs: Sequence[Codec], gpus: int, report: Callable[[str, float], None]
+) -> list[FFmpegAbility]:
+    cuda = [("cuda", number) for number in range(gpus)] if gpus > 1 else [("cuda", None)]
+    devices = [*cuda, *((device, None) for device in DEVICES if device != "cuda")]
+    asked = {codec.name for codec in codecs}
+    encoders = [each for each in NVENC if each[0].removesuffix("_nvenc") in asked]
+    names = [*(device for device, _ in devices), *(codec.title for codec in codecs), *(name for name, _ in encoders)]
+    names += [trial.name for trial in FILTERS]
+    numbers = iter(range(len(names)))
+
+    def begin() -> None:
+        number = next(numbers)
+        report(names[number], number / len(names))
+
+    found = []
+    for device, index in devices:
+        begin()
+        found.append(trials.open_device(device, index))
+    opened = {each.what.split()[0] for each in found if each.status == "works"}
+    closed = {each.what.split()[0]: each.note for each in found if each.status == "fails"}
+    for codec in codecs:
+        begin()
+        found += _codec(trials, codec, [device for device in DECODING_DEVICES if device in opened])
+    for name, bits in encoders:
+        begin()
+        found.append(trials.encode_by_nvenc(name, bits))
+    for trial in FILTERS:
+        begin()
+        if trial.name in trials.filters and trial.device in closed.keys() - opened:
+            found.append(FFmpegAbility("filter", trial.name, "", "fails", closed[trial.device]))
+        else:
+            found.append(trials.filter_on_device(trial))
+    return [*found, *_untried(trials)]
+
+
+def _codec(trials: Trials, codec: Codec, others: Sequence[str]) -> Iterator[FFmpegAbility]:
+    """A clip of the codec, then its decoders by software, CUDA and other devices."""
+    clip, made = trials.make_clip(codec)
+    if codec.encoders:
+        yield made
+    if clip is None:
+        why = "no software encodes it" if not codec.encoders else f"there is no clip of it: {made.note}"
+        yield FFmpegAbility("decode", codec.title, codec.cuvid, "not tried", why)
+        return
+    right, software = trials.decode_by_software(codec, clip)
+    yield software
+    if right is None:
+        note = "there are no right frames to compare with"
+        yield FFmpegAbility("decode", codec.title, codec.cuvid, "not tried", note)
+        return
+    yield trials.decode_by_device(codec, clip, "cuda", right)
+    yield trials.decode_by_cuvid(codec, clip, right)
+    for device in others:
+        yield trials.decode_by_device(codec, clip, device, right)
+
+
+def _untried(trials: Trials) -> list[FFmpegAbility]:
+    """What there is for NVIDIA's GPUs and nothing here says what it should give."""
+    known = {*(trial.name for trial in FILTERS), *(name for name, _ in NVENC), *(codec.cuvid for codec in CODECS)}
+    lists: tuple[tuple[Literal["decode", "encode", "filter"], tuple[str, ...]], ...] = (
+        ("decode", tuple(name for name in trials.decoders if name.endswith("_cuvid"))),
+        ("encode", tuple(name for name in trials.encoders if name.endswith("_nvenc"))),
+        ("filter", tuple(name for name in trials.filters if name.endswith(("_cuda", "_npp")))),
+    )
+    return [
+        FFmpegAbility(part, name, "", "not tried", "what it should give is not known here")
+        for part, names in lists
+        for name in names
+        if name not in known
+    ]
+
+
+# ---- the driver ------------------------------------------------------------------------------------------------------
+
+
+def _gpus() -> tuple[str, tuple[str, ...]]:
+    """Version of the driver and names of the GPUs; nothing where none answers."""
+    driver = ask_driver()
+    if driver.error:
+        return "", ()
+    nvml: Any = import_module("pynvml")
+    nvml.nvmlInit()
+    try:
+        names = [nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(driver.gpus)]
+    finally:
+        nvml.nvmlShutdown()
+    return driver.version, tuple(name.decode() if isinstance(name, bytes) else str(name) for name in names)
+
+
+def _libraries(configuration: Sequence[str]) -> list[FFmpegAbility]:
+    rows = [_driver_library(name) for name in DRIVER_LIBRARIES]
+    npp = "works" if "--enable-libnpp" in configuration else "not built in"
+    return [*rows, FFmpegAbility("library", "libnpp", "", npp, "linked" if npp == "works" else "")]  # type: ignore[arg-type]
+
+
+def _driver_library(name: str) -> FFmpegAbility:
+    """Whether the loader finds a library that FFmpeg opens when it runs, and its version where it says one."""
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        return FFmpegAbility("library", name, "", "fails", str(error).splitlines()[0].removeprefix(f"{name}: "))
+    said = [text for text in (_file_version(name), _interface_version(name, library)) if text]
+    return FFmpegAbility("library", name, "", "works", ", ".join(said))
+
+
+def _file_version(name: str) -> str:
+    """The driver's version at the end of the name of the file behind a loaded library."""
+    stem = name.removesuffix("1")
+    try:
+        paths = [line.split()[-1] for line in PROC_MAPS.read_text().splitlines() if f"/{stem}" in line]
+    except OSError:
+        return ""
+    versions = [Path(path).resolve().name.removeprefix(stem) for path in paths]
+    return next((version for version in versions if version != "1"), "")
+
+
+def _interface_version(name: str, library: ctypes.CDLL) -> str:
+    """The newest CUDA, or interface of NVENC, that the driver has; other libraries cannot be asked."""
+    functions = {"libcuda.so.1": "cuDriverGetVersion", "libnvidia-encode.so.1": "NvEncodeAPIGetMaxSupportedVersion"}
+    if name not in functions:
+        return ""
+    number = ctypes.c_uint32()
+    if getattr(library, functions[name])(ctypes.byref(number)) != 0:
+        return ""
+    if name == "libcuda.so.1":
+        return f"CUDA up to {number.value // 1000}.{number.value % 1000 // 10}"
+    return f"NVENC interface up to {number.value >> 4}.{number.value & 15}"

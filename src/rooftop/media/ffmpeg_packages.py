@@ -1,0 +1,52 @@
+"""What package managers call FFmpeg and the things it is built with, and the commands that install them."""
+
+from __future__ import annotations
+
+import shutil
+
+from rooftop.hardware import mending
+
+PACKAGES = {
+    "apt-get": {
+        "ffmpeg": "ffmpeg",
+        "c compiler": "gcc libc6-dev",
+        "make": "make",
+        "pkg-config": "pkg-config",
+        "nasm": "nasm",
+        "clang": "clang",
+        "ffnvcodec": "libffmpeg-nvenc-dev",
+        "libx264": "libx264-dev",
+        "libx265": "libx265-dev",
+        "libvpx": "libvpx-dev",
+        "libdav1d": "libdav1d-dev",
+        "libaom": "libaom-dev",
+        "libsvtav1": "libsvtav1enc-dev",
+        "libopus": "libopus-dev",
+    },
+    "dnf": {
+        "ffmpeg": "ffmpeg-free",
+        "c compiler": "gcc glibc-devel",
+        "make": "make",
+        "pkg-config": "pkgconf-pkg-config",
+        "nasm": "nasm",
+        "clang": "clang",
+        "ffnvcodec": "nv-codec-headers",  # this one, x264 and x265: of the repository RPM Fusion
+        "libx264": "x264-devel",
+        "libx265": "x265-devel",
+        "libvpx": "libvpx-devel",
+        "libdav1d": "libdav1d-devel",
+        "libaom": "libaom-devel",
+        "libsvtav1": "svt-av1-devel",
+        "libopus": "opus-devel",
+    },
+}
+"""Package manager -> what it calls each thing."""
+
+
+def install_command(*things: str) -> str:
+    """Installs all of them at once; "" where the package manager is not known."""
+    for manager, names in PACKAGES.items():
+        if shutil.which(manager):
+            update = ("apt-get update",) if manager == "apt-get" else ()
+            return mending.as_root(*update, f"{manager} install -y {' '.join(names[thing] for thing in things)}")
+    return ""

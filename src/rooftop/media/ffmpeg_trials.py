@@ -1,0 +1,467 @@
+"""One trial of FFmpeg at a time: a small picture goes through it, and the frames that come out are looked at.
+
+The picture is smooth and moves, so that a codec at high quality hardly changes it, while a frame that is missing,
+stale, shifted or in another order is far off. Hardware is judged against the software of the same FFmpeg. From H.264 on
+a codec's frames are exact by its standard, so 2 levels of 255 leave room for a rounding; the older ones leave the
+cosine transform open within bounds, which adds up from frame to frame, and there the average is looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from rooftop.errors import InputError, MissingExtraError
+from rooftop.media.pyav import load_av
+
+WIDTH, HEIGHT, FRAMES = 320, 240, 10  # above the smallest sizes of NVDEC (144 x 144) and NVENC (192 x 128)
+SAME_LEVELS = 2.0  # of 255, between decoders
+LIKE_LEVELS = 4.0  # of 255, on average, of what was encoded, or scaled another way
+RAW = ("-f", "rawvideo")
+NO_DEVICE_FRAMES = "Impossible to convert between the formats"  # frames in memory meet a filter that takes none
+
+Status = Literal["works", "fails", "not built in", "not tried"]
+
+
+@dataclass(frozen=True)
+class FFmpegAbility:
+    """What a trial of FFmpeg has shown.
+
+    Attributes:
+        part: "library" of the driver, "device", "decode", "encode" or "filter".
+        what: the codec, filter, library or kind of device.
+        way: the decoder, encoder or option that was tried; "" where there is but one.
+        status: "works" is said only of what gave the right frames; libraries are loaded, not tried.
+        note: why it fails, in FFmpeg's words; or what was found.
+    """
+
+    part: Literal["library", "device", "decode", "encode", "filter"]
+    what: str
+    way: str
+    status: Status
+    note: str = ""
+
+
+class Codec(NamedTuple):
+    """A codec to be tried: with which encoders (the first that is there) a clip of it is made, with their options, and
+    which software decoders it has."""
+
+    name: str
+    bits: int
+    encoders: tuple[tuple[str, Mapping[str, str]], ...]
+    decoders: tuple[str, ...]
+    cuvid: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether all decoders give the same frames."""
+        return self.name not in ("mpeg1video", "mpeg2video", "mpeg4", "mjpeg")
+
+    @property
+    def title(self) -> str:
+        return self.name if self.bits == 8 else f"{self.name}, {self.bits} bits"
+
+
+_X264 = {"preset": "veryfast"}  # with B-frames, so that frames are to be put in order
+_X265 = {"preset": "ultrafast", "x265-params": "log-level=none"}
+_VPX = {"deadline": "realtime", "cpu-used": "8"}
+_AV1 = (("libsvtav1", {"preset": "12"}), ("libaom-av1", {"cpu-used": "8"}), ("librav1e", {"speed": "10"}))
+_BEST = {"qmin": "2", "qmax": "2"}
+CODECS = (
+    Codec("h264", 8, (("libx264", _X264), ("libopenh264", {"b:v": "2M"})), ("h264",), "h264_cuvid"),
+    Codec("h264", 10, (("libx264", _X264),), ("h264",), "h264_cuvid"),
+    Codec("hevc", 8, (("libx265", _X265), ("libkvazaar", {})), ("hevc",), "hevc_cuvid"),
+    Codec("hevc", 10, (("libx265", _X265),), ("hevc",), "hevc_cuvid"),
+    Codec("vp8", 8, (("libvpx", _VPX),), ("vp8", "libvpx"), "vp8_cuvid"),
+    Codec("vp9", 8, (("libvpx-vp9", _VPX),), ("vp9", "libvpx-vp9"), "vp9_cuvid"),
+    Codec("vp9", 10, (("libvpx-vp9", _VPX),), ("vp9", "libvpx-vp9"), "vp9_cuvid"),
+    Codec("av1", 8, _AV1, ("libdav1d", "libaom-av1"), "av1_cuvid"),
+    Codec("av1", 10, _AV1, ("libdav1d", "libaom-av1"), "av1_cuvid"),
+    Codec("mpeg1video", 8, (("mpeg1video", _BEST),), ("mpeg1video",), "mpeg1_cuvid"),
+    Codec("mpeg2video", 8, (("mpeg2video", _BEST),), ("mpeg2video",), "mpeg2_cuvid"),
+    Codec("mpeg4", 8, (("mpeg4", _BEST), ("libxvid", _BEST)), ("mpeg4",), "mpeg4_cuvid"),
+    Codec("mjpeg", 8, (("mjpeg", _BEST),), ("mjpeg",), "mjpeg_cuvid"),
+    Codec("vc1", 8, (), ("vc1",), "vc1_cuvid"),
+)
+
+
+class FilterTrial(NamedTuple):
+    """A filter of frames on a device, and filters in software that do the same to the picture."""
+
+    name: str
+    device: str
+    graph: str  # from an uploaded frame to one to be downloaded
+    twin: str
+    inputs: str = "hwupload"
+    size: tuple[int, int] = (WIDTH, HEIGHT)
+    download: str = "yuv420p"  # the pixel format of what the filter gives
+
+
+_TWO = "split[a][b];[b]crop=64:64:0:0,hwupload[y];[a]hwupload[x];[x][y]"
+_ONTO = "split[a][b];[b]crop=64:64:0:0[y];[a][y]overlay=32:16"
+_FULL = "setparams=range=tv,scale=in_range=tv:out_range=pc"
+_HALF = (WIDTH // 2, HEIGHT // 2)
+_TURNED = (HEIGHT, WIDTH)
+FILTERS = (
+    FilterTrial("hwupload_cuda", "cuda", "", "null", inputs="hwupload_cuda"),
+    FilterTrial("scale_cuda", "cuda", "scale_cuda=160:120", "scale=160:120", size=_HALF),
+    FilterTrial("yadif_cuda", "cuda", "yadif_cuda", "yadif"),
+    FilterTrial("bwdif_cuda", "cuda", "bwdif_cuda", "bwdif"),
+    FilterTrial("overlay_cuda", "cuda", "overlay_cuda=32:16", _ONTO, _TWO),
+    FilterTrial("thumbnail_cuda", "cuda", "thumbnail_cuda=9", "trim=end_frame=1", "trim=end_frame=1,hwupload"),
+    FilterTrial("chromakey_cuda", "cuda", "chromakey_cuda=0x00FF00", "null", download="yuva420p"),  # nothing is green
+    FilterTrial("colorspace_cuda", "cuda", "colorspace_cuda=range=pc", _FULL, "setparams=range=tv,hwupload"),
+    FilterTrial("scale_npp", "cuda", "scale_npp=160:120", "scale=160:120", size=_HALF),
+    FilterTrial("transpose_npp", "cuda", "transpose_npp=clock", "transpose=clock", size=_TURNED),
+    FilterTrial("sharpen_npp", "cuda", "sharpen_npp", "null"),  # what is smooth stays as it is
+    FilterTrial("scale_vaapi", "vaapi", "scale_vaapi=160:120", "scale=160:120", size=_HALF, download="nv12"),
+    FilterTrial("scale_qsv", "qsv", "scale_qsv=160:120", "scale=160:120", size=_HALF, download="nv12"),
+    FilterTrial("scale_vulkan", "vulkan", "scale_vulkan=160:120", "scale=160:120", size=_HALF),
+    FilterTrial("transpose_opencl", "opencl", "transpose_opencl=clock", "transpose=clock", size=_TURNED),
+)
+
+
+class Ran(NamedTuple):
+    """What a run of FFmpeg has written to its output; why it failed, "" if it did not."""
+
+    output: bytes
+    failure: str
+
+
+class Trials:
+    """Runs one FFmpeg over the picture, each time for at most `timeout_s` seconds. Close it: it has a folder.
+
+    Attributes:
+        decoders, encoders, filters, devices: what this FFmpeg lists; devices are those of `-hwaccels`.
+    """
+
+    def __init__(self, ffmpeg: Path, version: str, timeout_s: float) -> None:
+        self.ffmpeg, self.timeout_s = ffmpeg, timeout_s
+        release = re.match(r"n?(\d+)\.(\d+)", version)
+        old = release is not None and (int(release[1]), int(release[2])) < (5, 1)
+        self._every_frame = ("-vsync" if old else "-fps_mode", "passthrough")  # as they come, none made up
+        self._folder = tempfile.TemporaryDirectory(prefix="rooftop-ffmpeg-")
+        self.folder = Path(self._folder.name)
+        for bits in (8, 10):
+            (self.folder / f"picture-{bits}").write_bytes(picture(bits).tobytes())
+
+    @cached_property
+    def decoders(self) -> tuple[str, ...]:
+        return self._listed("-decoders", r" [A-Z.]{6} (\w\S*)")
+
+    @cached_property
+    def encoders(self) -> tuple[str, ...]:
+        return self._listed("-encoders", r" [A-Z.]{6} (\w\S*)")
+
+    @cached_property
+    def filters(self) -> tuple[str, ...]:
+        return self._listed("-filters", r" [A-Z.|]{2,3} (\w\S*) +\S*->")
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        return self._listed("-hwaccels", r"(\w+)$")
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+    def run(self, *words: str) -> Ran:
+        """FFmpeg with these words."""
+        command = (str(self.ffmpeg), "-hide_banner", "-nostdin", "-y", "-loglevel", "level+verbose", *words)
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=self.timeout_s)
+        except subprocess.TimeoutExpired:
+            return Ran(b"", f"it was not done after {self.timeout_s:g} s")
+        log = done.stderr.decode(errors="replace")
+        return Ran(done.stdout, reason_in(log, done.returncode) if done.returncode else "")
+
+    def _listed(self, option: str, line: str) -> tuple[str, ...]:
+        """Names in one of FFmpeg's lists. The legend above a list has "=" where names stand."""
+        ran = self.run(option)
+        if ran.failure:
+            raise InputError(f"{self.ffmpeg} does not answer to {option}: {ran.failure}")
+        lines = ran.output.decode(errors="replace").splitlines()
+        return tuple(dict.fromkeys(found[1] for each in lines if (found := re.match(line, each))))
+
+    # ---- clips and their decoders -----------------------------------------------------------------------------------
+
+    def make_clip(self, codec: Codec) -> tuple[Path | None, FFmpegAbility]:
+        """A clip by the first of the codec's software encoders that this FFmpeg has, and how that went; if it has
+        none, by that of PyAV's own FFmpeg, so that decoders can be tried all the same."""
+        there = [each for each in codec.encoders if each[0] in self.encoders]
+        if there:
+            name, options = there[0]
+            clip, failure = self.encode(name, options, codec.bits, full_range=codec.name == "mjpeg")
+            return clip, FFmpegAbility("encode", codec.title, name, "fails" if failure else "works", failure)
+        clip, note = self._clip_by_pyav(codec)
+        names = ", ".join(name for name, _ in codec.encoders)
+        return clip, FFmpegAbility("encode", codec.title, "software", "not built in", f"{names}; {note}")
+
+    def _clip_by_pyav(self, codec: Codec) -> tuple[Path | None, str]:
+        """A clip by PyAV, or none; how that went."""
+        try:
+            av = load_av()
+        except MissingExtraError:
+            return None, "PyAV, which may have it, is not installed"
+        there = [each for each in codec.encoders if each[0] in av.codecs_available]
+        if not there:
+            return None, "PyAV has none either"
+        (name, options), clip = there[0], self.folder / f"{codec.name}-{codec.bits}-by-pyav.mkv"
+        try:
+            with _quiet_svt(), av.open(str(clip), "w") as container:
+                stream = container.add_stream(name, rate=25, options=dict(options))
+                stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, software_pixels(codec)
+                for planes in picture(codec.bits):
+                    frame = av.VideoFrame.from_ndarray(planes.reshape(-1, WIDTH), format=software_pixels(codec))
+                    container.mux(stream.encode(frame))
+                container.mux(stream.encode(None))
+        except av.FFmpegError as error:
+            return None, f"PyAV's {name} fails: {error.strerror}"
+        return clip, f"the clip is made by PyAV's {name}"
+
+    def encode(
+        self, encoder: str, options: Mapping[str, str], bits: int, pixels: str = "", full_range: bool = False
+    ) -> tuple[Path | None, str]:
+        """The picture by an encoder, converted to another pixel format before if one is named; or why not."""
+        clip = self.folder / f"{encoder}-{bits}.mkv"
+        convert = ("-pix_fmt", pixels) if pixels else ()
+        settings = [word for name, value in options.items() for word in (f"-{name}", value)]
+        words = (*self._picture(bits, full_range), "-c:v", encoder, *settings, *convert, str(clip))
+        failure = self.run(*words).failure
+        return (None, failure) if failure else (clip, "")
+
+    def decode(self, clip: Path, words: Sequence[str], pixels: str, graph: str = "") -> tuple[np.ndarray | None, str]:
+        """Frames (T, N) of a clip in levels of 255, by a decoder with these words before it; or why not.
+
+        `pixels` is the format in which the decoder or the graph gives them: nothing may be converted on the way.
+        """
+        graph_words = ("-vf", graph) if graph else ()
+        every = self._every_frame
+        ran = self.run(*words, "-i", str(clip), *graph_words, *every, "-pix_fmt", pixels, *RAW, "pipe:1")
+        return (None, ran.failure) if ran.failure else (levels(ran.output, pixels), "")
+
+    def decode_by_software(self, codec: Codec, clip: Path) -> tuple[np.ndarray | None, FFmpegAbility]:
+        """Frames by the first software decoder that is there: right if they are like the picture that was encoded."""
+        there = [name for name in codec.decoders if name in self.decoders]
+        if not there:
+            frames = _decoded_by_pyav(clip)
+            note = ", ".join(codec.decoders) + ("" if frames is None else "; the right frames are PyAV's")
+            return frames, FFmpegAbility("decode", codec.title, "software", "not built in", note)
+        frames, failure = self.decode(clip, ("-c:v", there[0]), software_pixels(codec))
+        failure = failure or unlike(frames, levels_of_picture(codec.bits), LIKE_LEVELS, on_average=True)
+        if failure:
+            return None, FFmpegAbility("decode", codec.title, there[0], "fails", failure)
+        return frames, FFmpegAbility("decode", codec.title, there[0], "works")
+
+    def decode_by_device(self, codec: Codec, clip: Path, device: str, right: np.ndarray) -> FFmpegAbility:
+        """`-hwaccel DEVICE`: frames stay on the device and are downloaded by a filter that takes no others, so that
+        FFmpeg's own silent way back to software is a failure here."""
+        decoder = f"{codec.name}_qsv" if device == "qsv" else codec.name
+        words = ("-hwaccel", device, "-hwaccel_output_format", device, "-c:v", decoder)
+        if decoder not in self.decoders:
+            note = f"it has no decoder {decoder}"
+            return FFmpegAbility("decode", codec.title, f"-hwaccel {device}", "not built in", note)
+        pixels = "nv12" if codec.bits == 8 else "p010le"
+        frames, failure = self.decode(clip, words, pixels, f"hwdownload,format={pixels}")
+        if failure.startswith(NO_DEVICE_FRAMES):
+            failure = f"{device} does not decode this here: FFmpeg goes back to software"
+        failure = failure or unlike(frames, right, SAME_LEVELS, on_average=not codec.exact)
+        return FFmpegAbility("decode", codec.title, f"-hwaccel {device}", "fails" if failure else "works", failure)
+
+    def decode_by_cuvid(self, codec: Codec, clip: Path, right: np.ndarray) -> FFmpegAbility:
+        """`-c:v X_cuvid`."""
+        if codec.cuvid not in self.decoders:
+            return FFmpegAbility("decode", codec.title, codec.cuvid, "not built in")
+        frames, failure = self.decode(clip, ("-c:v", codec.cuvid), "nv12" if codec.bits == 8 else "p010le")
+        failure = failure or unlike(frames, right, SAME_LEVELS, on_average=not codec.exact)
+        return FFmpegAbility("decode", codec.title, codec.cuvid, "fails" if failure else "works", failure)
+
+    # ---- encoders, devices, filters ---------------------------------------------------------------------------------
+
+    def encode_by_nvenc(self, encoder: str, bits: int) -> FFmpegAbility:
+        """The picture encoded by NVENC, and decoded again by software: right if it is still like it."""
+        name = encoder.removesuffix("_nvenc")
+        codec = next((each for each in CODECS if (each.name, each.bits) == (name, bits)), None)
+        title = name if bits == 8 else f"{name}, {bits} bits"
+        if encoder not in self.encoders:
+            return FFmpegAbility("encode", title, encoder, "not built in")
+        clip, failure = self.encode(encoder, {}, bits, "yuv420p" if bits == 8 else "p010le")
+        if clip is None or codec is None:
+            note = failure or "nothing here knows how to look at it"
+            return FFmpegAbility("encode", title, encoder, "fails" if failure else "not tried", note)
+        frames, decoded = self.decode_by_software(codec, clip)
+        if decoded.status == "not built in":
+            if frames is None:
+                return FFmpegAbility("encode", title, encoder, "not tried", "there is no decoder to look at it")
+            failure = unlike(frames, levels_of_picture(bits), LIKE_LEVELS, on_average=True)
+            return FFmpegAbility("encode", title, encoder, "fails" if failure else "works", failure)
+        return FFmpegAbility("encode", title, encoder, decoded.status, decoded.note)
+
+    def open_device(self, device: str, number: int | None = None) -> FFmpegAbility:
+        """A device opened, frames uploaded to it and downloaded: the very same."""
+        title = device if number is None else f"{device} {number}"
+        if device not in self.devices:
+            return FFmpegAbility("device", title, "", "not built in")
+        opened = ("-init_hw_device", f"{device}=d" + ("" if number is None else f":{number}"))
+        if device == "drm":  # it hands on frames of other devices and takes none
+            node = next(iter(sorted(Path("/dev/dri").glob("renderD*"))), None)
+            if node is None:
+                return FFmpegAbility("device", title, "", "fails", "there is no /dev/dri/renderD*")
+            failure = self.run("-init_hw_device", f"drm=d:{node}", *self._picture(8), "-f", "null", "-").failure
+            return FFmpegAbility("device", title, "", "fails" if failure else "works", failure or f"{node} opens")
+        pixels = "yuv420p" if device == "opencl" else "nv12"  # what all of its frames can be
+        graph = f"format={pixels},hwupload,hwdownload,format={pixels}"
+        words = (*opened, "-filter_hw_device", "d", *self._picture(8), "-vf", graph, "-pix_fmt", pixels)
+        ran = self.run(*words, *RAW, "pipe:1")
+        failure = ran.failure or unlike(levels(ran.output, pixels), levels_of_picture(8), 0)
+        return FFmpegAbility("device", title, "", "fails" if failure else "works", failure)
+
+    def filter_on_device(self, trial: FilterTrial) -> FFmpegAbility:
+        """A filter beside its twin in software."""
+        if trial.name not in self.filters:
+            return FFmpegAbility("filter", trial.name, "", "not built in")
+        upload = "nv12" if trial.download == "nv12" else "yuv420p"
+        before = f"format={upload},{trial.inputs}" + ("," if trial.graph and not trial.inputs.endswith("]") else "")
+        graph = f"{before}{trial.graph},hwdownload,format={trial.download}"
+        output = ("-pix_fmt", "yuv420p", *self._every_frame, *RAW, "pipe:1")
+        device = ("-init_hw_device", f"{trial.device}=d", "-filter_hw_device", "d")
+        ran = self.run(*device, *self._picture(8), "-filter_complex", graph, *output)
+        if ran.failure:
+            return FFmpegAbility("filter", trial.name, "", "fails", ran.failure)
+        twin = self.run(*self._picture(8), "-filter_complex", trial.twin, *output)
+        if twin.failure:
+            note = f"its twin in software fails: {twin.failure}"
+            return FFmpegAbility("filter", trial.name, "", "not tried", note)
+        failure = unlike(
+            levels(ran.output, "yuv420p", trial.size), levels(twin.output, "yuv420p", trial.size), SAME_LEVELS, True
+        )
+        return FFmpegAbility("filter", trial.name, "", "fails" if failure else "works", failure)
+
+    def _picture(self, bits: int, full_range: bool = False) -> tuple[str, ...]:
+        """The words by which FFmpeg reads the picture."""
+        pixels = "yuv420p10le" if bits == 10 else "yuvj420p" if full_range else "yuv420p"
+        size = ("-video_size", f"{WIDTH}x{HEIGHT}", "-framerate", "25")
+        return (*RAW, "-pixel_format", pixels, *size, "-i", str(self.folder / f"picture-{bits}"))
+
+
+@contextmanager
+def _quiet_svt() -> Iterator[None]:
+    """SVT-AV1 talks on stderr, whatever FFmpeg is told, unless this variable is set."""
+    before = os.environ.get("SVT_LOG")
+    os.environ["SVT_LOG"] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["SVT_LOG"]
+        else:
+            os.environ["SVT_LOG"] = before
+
+
+def _decoded_by_pyav(clip: Path) -> np.ndarray | None:
+    """Frames (T, N) of a clip in levels of 255; None if PyAV is not installed or does not decode it."""
+    try:
+        av = load_av()
+    except MissingExtraError:
+        return None
+    try:
+        with av.open(str(clip)) as container:
+            frames = [(frame.format.name, frame.to_ndarray().tobytes()) for frame in container.decode(video=0)]
+    except av.FFmpegError:
+        return None
+    return np.concatenate([levels(data, pixels) for pixels, data in frames]) if frames else None
+
+
+# ---- frames ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def picture(bits: int) -> np.ndarray:
+    """(T, N) uint8, or uint16 of 10 bits: luma and the two planes of chroma at half the size, one after another."""
+    y, x = np.ogrid[0:HEIGHT, 0:WIDTH]
+    y, x = y / 2, x / 2  # in pixels of chroma
+    number = np.arange(FRAMES)[:, None, None]
+    wave = 2 * np.pi / 96  # smooth; 7 of its pixels further each frame
+    luma = 125 + 90 * np.cos(wave * (x - 7 * number)) * np.cos(wave * y / 2)
+    half = (slice(None), slice(0, HEIGHT, 2), slice(0, WIDTH, 2))
+    blue, red = 128 + 60 * np.cos(wave * (x + 5 * number)), 128 + 60 * np.cos(wave * (y + 5 * number))
+    planes = (luma, *(np.broadcast_to(each, luma.shape)[half] for each in (blue, red)))
+    frames = np.concatenate([plane.reshape(FRAMES, -1) for plane in planes], axis=1)  # (T, N)
+    scale = 1 << (bits - 8)
+    frames = np.rint(frames * scale).astype(np.uint8 if bits == 8 else np.uint16)
+    frames.flags.writeable = False  # it is the same for all who ask
+    return frames
+
+
+def levels_of_picture(bits: int) -> np.ndarray:
+    """(T, N) float32 of the picture, in levels of 255."""
+    return picture(bits).astype(np.float32) / (1 << (bits - 8))
+
+
+def software_pixels(codec: Codec) -> str:
+    """The pixel format in which a software decoder gives a clip of this codec."""
+    return "yuv420p10le" if codec.bits == 10 else "yuvj420p" if codec.name == "mjpeg" else "yuv420p"
+
+
+def levels(data: bytes, pixels: str, size: tuple[int, int] = (WIDTH, HEIGHT)) -> np.ndarray:
+    """Raw frames as (T, N) float32 in levels of 255, planes one after another; a frame cut off is left out."""
+    wide = pixels in ("p010le", "yuv420p10le")
+    samples = size[0] * size[1] * 3 // 2
+    values = np.frombuffer(data, np.dtype("<u2") if wide else np.uint8, count=len(data) // (2 if wide else 1))
+    frames = values[: len(values) // samples * samples].reshape(-1, samples).astype(np.float32)  # (T, N)
+    if wide:
+        frames /= 256 if pixels == "p010le" else 4  # p010le has its ten bits above
+    if pixels in ("nv12", "p010le"):  # the two of chroma alternate
+        luma = size[0] * size[1]
+        frames = np.concatenate([frames[:, :luma], frames[:, luma::2], frames[:, luma + 1 :: 2]], axis=1)
+    return frames
+
+
+def unlike(got: np.ndarray | None, right: np.ndarray, limit: float, on_average: bool = False) -> str:
+    """How frames differ from the right ones, "" if by no more than `limit` levels (of any sample, or on average)."""
+    if got is None or got.shape != right.shape:
+        count = 0 if got is None else len(got)
+        return f"{count} frames come out, not {len(right)}"
+    differences = np.abs(got - right)
+    each = differences.mean(axis=1) if on_average else differences.max(axis=1)  # (T,)
+    wrong = np.flatnonzero(each > limit)
+    if len(wrong) == 0:
+        return ""
+    how = "on average" if on_average else "at most"
+    return f"{len(wrong)} of {len(right)} frames are wrong, by {each.max():.0f} of 255 levels {how}"
+
+
+LOG_LINE = re.compile(r"(?:\[[^\]]* @ [^\]]*\] )*\[(\w+)\] (.*)")  # [h264 @ 0x55d0] [error] what it says
+ONLY_A_NUMBER = re.compile(r"Device creation failed: -?\d+$")
+
+
+def reason_in(log: str, status: int) -> str:
+    """Why FFmpeg failed, from its log with levels: the first error, for it is the cause of those that follow; but first
+    of all that a device does not open, since a decoder may have complained before that it has none."""
+    errors: list[str] = []
+    of_devices: list[str] = []
+    before = last = ""
+    for line in log.splitlines():
+        found = LOG_LINE.match(line)
+        if found is None:
+            last = line.strip() or last
+            continue
+        of_device, level, said = line.startswith("[AVHWDeviceContext"), found[1], found[2].strip(" .")
+        if ONLY_A_NUMBER.match(said):  # the library said why just before, as no error
+            of_device, said = of_device or bool(before), before or said
+        if level in ("error", "fatal", "panic"):
+            (of_devices if of_device else errors).append(said)
+        elif of_device:
+            before = said
+    if status < 0:
+        return f"it was ended by signal {-status}"
+    return next(iter(of_devices + errors), last.rstrip(".")) or f"exit status {status}"
