@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rooftop.errors import InputError
 from rooftop.media import VideoReader
 from rooftop.media.colours import CODES, WEIGHTS, Colours, rgb_to_yuv, usual_matrix, yuv_to_rgb
-from rooftop.media.decoding import to_tensor
+from rooftop.media.forms import form_of
+from rooftop.media.frame_tensors import to_tensor
 
 av = pytest.importorskip("av")
 
@@ -112,7 +113,7 @@ def test_frames_are_what_swscale_says_where_it_is_exact(pixel_format: str, matri
     if pixel_format == "nv12":
         frame = frame.reformat(format="nv12")  # type: ignore[attr-defined]
     frame.colorspace, frame.color_range = CODES[matrix], 2 if full else 1  # type: ignore[attr-defined]
-    ours = to_tensor(frame, torch.uint8, None).permute(1, 2, 0).numpy()  # type: ignore[arg-type]
+    ours = to_tensor(frame, form_of("rgb", torch.uint8, None, None)).permute(1, 2, 0).numpy()  # type: ignore[arg-type]
     assert np.abs(ours.astype(int) - swscale).max() <= 2
 
 
@@ -160,7 +161,7 @@ def test_a_matrix_that_is_none_is_refused() -> None:
     frame = frame_of([np.zeros((4, 4), np.uint8)] * 3, "yuv444p")
     frame.colorspace = 8  # type: ignore[attr-defined]  # YCgCo
     with pytest.raises(InputError, match=r"colour matrix 8 of ITU-T H\.273 is not supported"):
-        to_tensor(frame, torch.uint8, None)  # type: ignore[arg-type]
+        to_tensor(frame, form_of("rgb", torch.uint8, None, None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pixel_format", ["rgb24", "bgr24", "gbrp", "rgba", "gray", "gbrp10le"])
@@ -172,7 +173,7 @@ def test_pixels_that_are_red_green_and_blue_already(pixel_format: str, width: in
     frame = av.VideoFrame.from_ndarray(image, "rgb24").reformat(format=pixel_format, dst_color_range=2)
     frame.color_range = 2
     for dtype, slack in ((torch.uint8, 1), (torch.float32, 1)):
-        tensor = to_tensor(frame, dtype, None).double() * (1 if dtype == torch.uint8 else 255)
+        tensor = to_tensor(frame, form_of("rgb", dtype, None, None)).double() * (1 if dtype == torch.uint8 else 255)
         assert float((tensor - torch.from_numpy(image).permute(2, 0, 1)).abs().max()) <= slack
 
 

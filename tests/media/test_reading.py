@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -191,11 +192,36 @@ def test_the_device_is_told_and_cuda_refused(make_video: MakeVideo) -> None:
     assert (cpu.device.type, cpu.fallback_reason) == ("cpu", None)
     assert auto.device.type == "cpu"
     assert "NVDEC" in (auto.fallback_reason or "")
-    with pytest.raises(NoVideoDecoderError, match='Use device="cpu"'):
+    with pytest.raises(NoVideoDecoderError, match=r'no NVDEC.* Use device="cpu"'):
         VideoReader(path, device="cuda")
-    with pytest.raises(InputError, match='expected "cpu", "auto" or "cuda"'):
+    with pytest.raises(InputError, match='expected "cpu", "auto", "cuda" or "cuda:1"'):
         VideoReader(path, device="abacus")
     with pytest.raises(InputError, match=r"expected one of torch\.uint8"):
         VideoReader(path, dtype=torch.int32)
     with pytest.raises(InputError, match='expected "rgb"'):
-        VideoReader(path, output="nv12")
+        VideoReader(path, output="bgr")
+
+
+def test_nv12_is_what_the_video_has(make_video: MakeVideo) -> None:
+    path = make_video("clips.mp4")
+    reader = VideoReader(path, output="nv12")
+    with pytest.importorskip("av").open(str(path)) as container:
+        frames = [frame.reformat(format="nv12").to_ndarray() for frame in container.decode(video=0)]
+    assert torch.equal(reader[:], torch.from_numpy(np.stack(frames)))
+    assert torch.equal(torch.stack(list(reader)), reader[:])
+    odd = make_video("odd-nv12.webm", "libvpx-vp9", height=33, width=49)
+    deep = make_video("deep-nv12.mp4", pixel_format="yuv420p10le")
+    for path in (odd, deep):
+        with pytest.raises(InputError, match=r'8 bits of 4:2:0 in even sizes.* use output="rgb"'):
+            VideoReader(path, output="nv12")[0]
+
+
+def test_normalized_frames(make_video: MakeVideo) -> None:
+    path = make_video("clips.mp4")
+    mean, std = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.225))
+    plain = VideoReader(path, dtype=torch.float32, resize=(20, 30))
+    normal = VideoReader(path, dtype=torch.float32, resize=(20, 30), normalize=(mean.tolist(), std.tolist()))
+    expected = (plain[3:9] - mean[:, None, None]) / std[:, None, None]
+    torch.testing.assert_close(normal[3:9], expected, rtol=0, atol=1e-5)
+    half = VideoReader(path, dtype=torch.float16, resize=(20, 30), normalize=(mean.tolist(), std.tolist()))
+    torch.testing.assert_close(half[3:9].float(), expected, rtol=0, atol=5e-3)

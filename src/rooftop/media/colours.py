@@ -63,11 +63,11 @@ def yuv_to_rgb(y: Tensor, u: Tensor, v: Tensor, colours: Colours, bits: int, dty
     Returns: (3, H, W).
     """
     height, width = y.shape
-    down, across = _samples(height, u.shape[0]), _samples(width, u.shape[1])
+    down, across = pixels_a_sample(height, u.shape[0]), pixels_a_sample(width, u.shape[1])
     kr, kb = WEIGHTS[colours.matrix]
     kg = 1 - kr - kb
     white = 255.0 if dtype == torch.uint8 else 1.0
-    black, luma_scale, chroma_scale = _range(colours.full_range, bits)
+    black, luma_scale, chroma_scale = extents(colours.full_range, bits)
     if height % down:
         u, v, down = u.repeat_interleave(down, 0)[:height], v.repeat_interleave(down, 0)[:height], 1
     if across > 1:  # while they are small; rows are repeated by the addition below
@@ -108,14 +108,14 @@ def rgb_to_yuv(
     luma = kr * red + (1 - kr - kb) * green + kb * blue
     chroma = torch.stack([(blue - luma) / (2 * (1 - kb)), (red - luma) / (2 * (1 - kr))])
     chroma = F.avg_pool2d(chroma, (down, across))
-    black, luma_scale, chroma_scale = _range(colours.full_range, bits)
+    black, luma_scale, chroma_scale = extents(colours.full_range, bits)
     highest = (1 << bits) - 1
     y = (luma * luma_scale + black).round_().clamp_(0, highest).to(dtype)
     u, v = (chroma * chroma_scale + (1 << (bits - 1))).round_().clamp_(0, highest).to(dtype)
     return y, u, v
 
 
-def _range(full: bool, bits: int) -> tuple[float, float, float]:
+def extents(full: bool, bits: int) -> tuple[float, float, float]:
     """Of `bits` bits: the luma of black, luma from black to white, chroma from end to end."""
     if full:
         return 0.0, float((1 << bits) - 1), float((1 << bits) - 1)
@@ -123,6 +123,6 @@ def _range(full: bool, bits: int) -> tuple[float, float, float]:
     return 16 * unit, 219 * unit, 224 * unit
 
 
-def _samples(pixels: int, samples: int) -> int:
+def pixels_a_sample(pixels: int, samples: int) -> int:
     """Pixels for one sample of chroma."""
     return next(each for each in (1, 2, 4) if -(-pixels // each) == samples)

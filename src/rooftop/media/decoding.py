@@ -1,4 +1,4 @@
-"""A video file, decoded by FFmpeg on the CPU: packets, frames, and the index of both.
+"""A video file, decoded by FFmpeg on the CPU or by a GPU's NVDEC: packets, frames, and the index of both.
 
 A file is read as it is decoded, never whole. Files that point at others (playlists, SDP) get none of them opened: only
 the bytes that were given are ever read.
@@ -6,25 +6,24 @@ the bytes that were given are ever read.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import io
 import os
+import weakref
 from array import array
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from fractions import Fraction
 from itertools import pairwise
-from math import atan2, pi
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from rooftop.errors import InputError
-from rooftop.media.colours import MATRICES, Colours, usual_matrix, yuv_to_rgb
 from rooftop.media.frame_index import FrameIndex
+from rooftop.media.nvdec import NoNvdecError, acceleration
 from rooftop.media.pyav import load_av
 
 if TYPE_CHECKING:
@@ -53,22 +52,6 @@ one packet) are indexed by decoding them once."""
 
 WHOLE_PICTURES = (0, 1, 5)  # AVPictureType: not told, I, SI
 NO_TIMESTAMPS = 0x80  # AVFMT_NOTIMESTAMPS, of formats that are nothing but the codec's packets
-
-REPACKED = {  # the same numbers, in planes
-    "nv12": "yuv420p",
-    "nv21": "yuv420p",
-    "nv16": "yuv422p",
-    "nv24": "yuv444p",
-    "nv42": "yuv444p",
-    "yuyv422": "yuv422p",
-    "uyvy422": "yuv422p",
-    "yvyu422": "yuv422p",
-    "p010le": "yuv420p10le",
-    "p012le": "yuv420p12le",
-    "p016le": "yuv420p16le",
-    "p210le": "yuv422p10le",
-    "p410le": "yuv444p10le",
-}
 
 
 class Broken(Exception):
@@ -124,23 +107,32 @@ class Source:
 class Decoder:
     """One pass over the first video of a source. Its frames are FFmpeg's; `to_tensor` makes tensors of them.
 
+    Args:
+        source: what is read.
+        device: the GPU whose NVDEC decodes; None: the CPU.
+
     Raises:
         InputError: FFmpeg cannot read the source, or there is no video in it.
+        NoNvdecError: NVDEC has no such codec, or FFmpeg cannot reach the GPU.
         MissingExtraError: PyAV is not installed.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    uncollected = 0  # decoders since all that nobody has any more were freed
+
+    def __init__(self, source: Source, device: torch.device | None = None) -> None:
+        self.source, self.device = source, device
         self.av = load_av()
         self._file = source.open()
         try:
-            self._open()
+            with nullcontext() if device is None else torch.cuda.device(device):
+                self._open()
         except BaseException:
             self._file.close()
             raise
 
     def _open(self) -> None:
         try:
+            hwaccel = None if self.device is None else acceleration(self.device)
             self.container: av.container.InputContainer = self.av.open(
                 self._file,
                 "r",
@@ -148,8 +140,11 @@ class Decoder:
                 buffer_size=BUFFER_BYTES,
                 io_open=_refuse,
                 metadata_errors="replace",
+                hwaccel=hwaccel,
             )
-        except (self.av.FFmpegError, OSError, ValueError, UnicodeError) as error:
+        except (self.av.FFmpegError, OSError, ValueError, RuntimeError) as error:  # UnicodeError is a ValueError
+            if self.device is not None:
+                raise NoNvdecError(_said(error)) from error
             said = "not the format of a video file" if isinstance(error, self.av.ArgumentError) else _said(error)
             raise InputError(
                 f"{self.source.name} is no video that FFmpeg can read ({said}): expected a whole file of MP4, "
@@ -166,7 +161,10 @@ class Decoder:
         if context is None:
             self.container.close()
             raise InputError(f"{self.source.name} holds video of a codec that this FFmpeg cannot decode: convert it")
-        context.thread_type = "AUTO"
+        if self.device is None:
+            context.thread_type = "AUTO"
+        else:
+            context.thread_count = 1  # the engines decode; the CPU only reads what is before the pictures' data
         context.options = {"max_pixels": str(MAX_PIXELS)}
         self.time_base: Fraction = self.stream.time_base or Fraction(1, 90000)
         start = self.container.start_time
@@ -179,6 +177,8 @@ class Decoder:
         self._entries = len(self.stream.index_entries) if "mp4" in form.name else 0
         self._entries = self.stream.frames if "avi" in form.name else self._entries
         self._whole = True  # no seek yet: packets can be counted
+        Decoder.uncollected += 1
+        _alive.add(self)
 
     def close(self) -> None:
         self.container.close()
@@ -327,6 +327,27 @@ class Decoder:
             yield frame
 
 
+_alive: weakref.WeakSet[Decoder] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    """FFmpeg's decoders run threads, which a forked process has not: to free one there would wait for them for ever.
+    PyAV's objects are cycles: those that nobody has any more are freed now, here."""
+    if Decoder.uncollected:
+        Decoder.uncollected = 0
+        gc.collect()
+
+
+def _in_forked_process() -> None:
+    """The others are never freed there."""
+    for decoder in _alive:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(decoder.container))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(decoder.stream))
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_forked_process)
+
+
 def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
     """Without those shown before the first key frame that lack the frames from which they are made."""
     for frame in frames:
@@ -440,102 +461,3 @@ def _index(
 def usual_duration(decoder: Decoder) -> int:
     """Ticks of one frame by the frame rate, at least 1."""
     return max(1, round(1 / (decoder.rate() or Fraction(25)) / decoder.time_base))
-
-
-def colours_of(frame: av.VideoFrame) -> Colours:
-    """What the numbers of a frame mean; what it does not say is assumed and named.
-
-    Raises:
-        InputError: a matrix that is none (YCgCo, ICtCp, constant luminance).
-    """
-    assumed = []
-    code, extent = int(frame.colorspace), int(frame.color_range)
-    if code in MATRICES or code in (0, 2, 3):
-        matrix = MATRICES.get(code)
-    else:
-        raise InputError(f"colour matrix {code} of ITU-T H.273 is not supported: convert the video to BT.709")
-    if matrix is None:
-        assumed.append("matrix")
-        matrix = usual_matrix(frame.height, frame.width)
-    full = extent == 2 or frame.format.name.startswith("yuvj")
-    if extent not in (1, 2) and not full:
-        assumed.append("range")
-    return Colours(matrix, full, tuple(assumed))
-
-
-def to_tensor(frame: av.VideoFrame, dtype: torch.dtype, resize: tuple[int, int] | None) -> Tensor:
-    """A frame as (3, H, W) RGB, upright; uint8, or floating in 0..1.
-
-    Resized with bilinear weights that shrink without aliasing (`torch.nn.functional.interpolate`, `antialias=True`).
-
-    Raises:
-        InputError: a colour matrix or a format of pixels that is not supported.
-    """
-    turns, mirrored = orientation(frame)
-    rgb = _rgb(frame, dtype)
-    if resize is not None:
-        size = resize[::-1] if turns % 2 else resize
-        if tuple(rgb.shape[1:]) != size:
-            rgb = F.interpolate(rgb[None], size, mode="bilinear", antialias=True)[0]
-    if turns:
-        rgb = torch.rot90(rgb, turns, (1, 2))
-    if mirrored:
-        rgb = rgb.flip(2)
-    return rgb.contiguous()
-
-
-def displayed_size(frame: av.VideoFrame) -> tuple[int, int]:
-    """(height, width) in pixels, upright."""
-    turned = orientation(frame)[0] % 2
-    return (frame.width, frame.height) if turned else (frame.height, frame.width)
-
-
-def orientation(frame: av.VideoFrame) -> tuple[int, bool]:
-    """Quarter turns counterclockwise, and whether the result is then mirrored left to right.
-
-    FFmpeg's display matrix maps (x, y) to (a x + c y, b x + d y), y down; angles between quarters go to the nearest.
-    """
-    data = frame.side_data.get("DISPLAYMATRIX")
-    if data is None:
-        return 0, False
-    numbers = np.frombuffer(memoryview(data), dtype=np.int32)  # type: ignore[arg-type]
-    if len(numbers) < 9:
-        return 0, False
-    a, b, c, d = (float(numbers[each]) for each in (0, 1, 3, 4))
-    mirrored = a * d - b * c < 0
-    if mirrored:
-        a = -a
-    return round(-atan2(b, a) / (pi / 2)) % 4, mirrored
-
-
-def _rgb(frame: av.VideoFrame, dtype: torch.dtype) -> Tensor:
-    name = frame.format.name
-    if name in REPACKED or (name.startswith(("yuv", "gray")) and name.endswith("be")):
-        frame = frame.reformat(format=REPACKED.get(name) or name[:-2] + "le")
-        name = frame.format.name
-    planar = name.startswith("yuv") and len(frame.planes) >= 3 and not name.endswith("be")
-    if (planar or name.startswith("gray")) and all(plane.line_size > 0 for plane in frame.planes) and "f" not in name:
-        bits = frame.format.components[0].bits
-        y = _plane(frame, 0, bits)
-        if planar:
-            u, v = _plane(frame, 1, bits), _plane(frame, 2, bits)
-        else:
-            u = v = torch.full(tuple(-(-each // 2) for each in y.shape), 1 << (bits - 1), dtype=torch.int32)
-        return yuv_to_rgb(y, u, v, colours_of(frame), bits, dtype)
-    deep = max((each.bits for each in frame.format.components), default=8) > 8
-    # Red, green and blue already, or a palette: only their order and depth change.
-    pixels = frame.reformat(format="rgb48le" if deep else "rgb24").to_ndarray()  # (H, W, 3), perhaps FFmpeg's own
-    values = torch.from_numpy(pixels.astype(np.int32 if deep else np.uint8)).permute(2, 0, 1)
-    if dtype == torch.uint8:
-        return values.contiguous() if not deep else (values.float() / 257).round_().to(torch.uint8)
-    return (values.to(torch.float64 if dtype == torch.float64 else torch.float32) / (65535 if deep else 255)).to(dtype)
-
-
-def _plane(frame: av.VideoFrame, number: int, bits: int) -> Tensor:
-    """(H, W) of one plane, uint8 or int32; shares no memory with the frame if of more than 8 bits."""
-    plane = frame.planes[number]
-    width, height = plane.width, plane.height
-    rows = np.frombuffer(memoryview(plane), dtype=np.uint8)[: plane.line_size * height].reshape(height, plane.line_size)
-    if bits > 8:
-        return torch.from_numpy(rows.view("<u2")[:, :width].astype(np.int32))
-    return torch.from_numpy(rows[:, :width])

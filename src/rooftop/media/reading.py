@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import chain
 from operator import index as as_integer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -22,25 +23,16 @@ from torch import Tensor
 
 from rooftop.errors import InputError
 from rooftop.media.colours import Colours
-from rooftop.media.decoding import (
-    Broken,
-    Decoder,
-    Misled,
-    Source,
-    Unclean,
-    build_index,
-    colours_of,
-    displayed_size,
-    to_tensor,
-    usual_duration,
-)
+from rooftop.media.decoding import Broken, Decoder, Misled, Source, Unclean, build_index, usual_duration
 from rooftop.media.errors import DamagedVideoError, NoVideoDecoderError
+from rooftop.media.forms import Normalization, form_of
 from rooftop.media.frame_index import FrameIndex
+from rooftop.media.frame_tensors import colours_of, displayed_size, to_tensor
+from rooftop.media.nvdec import NoNvdecError, gpu_of, missing, too_small
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
-DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SEEKS = 3  # that may lead too far, before a file is read from its beginning
 CLOCK_SLACK_S = Fraction(1, 2000)
 
@@ -68,10 +60,12 @@ class VideoReader:
 
     Args:
         path_or_bytes: a file, or the content of one.
-        device: "cpu", or "auto". Decoding on a GPU is not there yet: "auto" takes the CPU and says so.
-        output: "rgb".
+        device: "cpu"; "cuda" or "cuda:1", a GPU's NVDEC, whose frames never are in the host's memory; or "auto", NVDEC
+            where it can be had and is faster than the CPU.
+        output: "rgb"; or "nv12", (3 H / 2, W) uint8, what the video itself has.
         dtype: torch.uint8, or float16, bfloat16, float32, float64; the floating ones keep the depth of 10-bit videos.
         resize: (height, width) of the frames, upright; bilinear, and shrunk without aliasing.
+        normalize: (mean, std) of red, green and blue in 0..1, for floating dtypes: (value - mean) / std.
 
     Attributes:
         device: on which frames are decoded and lie.
@@ -83,7 +77,7 @@ class VideoReader:
     Raises:
         InputError: no such file, no video in it, or an argument that is not understood.
         DamagedVideoError: not one frame can be decoded.
-        NoVideoDecoderError: of device "cuda".
+        NoVideoDecoderError: of device "cuda", where NVDEC cannot be had or does not decode this video.
         MissingExtraError: PyAV is not installed.
     """
 
@@ -94,22 +88,22 @@ class VideoReader:
         output: str = "rgb",
         dtype: torch.dtype = torch.uint8,
         resize: tuple[int, int] | None = None,
+        normalize: Normalization | None = None,
     ) -> None:
-        self.device, self.fallback_reason = _pick_device(device)
-        if output != "rgb":
-            raise InputError(f'output {output!r} is not known: expected "rgb"')
-        if dtype not in DTYPES:
-            raise InputError(f"frames cannot be {dtype}: expected one of {', '.join(map(str, DTYPES))}")
-        self.dtype, self.resize = dtype, _size(resize)
+        self.form = form_of(output, dtype, resize, normalize)
+        self.dtype, self.resize = self.form.dtype, self.form.resize
+        wanted, may_be_cpu = gpu_of(device)
         self.source = Source(path_or_bytes)
         self._lock = threading.RLock()
         self._index: FrameIndex | None = None
         self._cursor: _Cursor | None = None
         self._unclean: set[int] = set()  # numbers of starts from which frames do not come out whole
+        self._gpu: torch.device | None = None
+        self._begun: _Cursor | None = None  # from the beginning, where none has been given out yet
         decoder = Decoder(self.source)
         try:
             _, frame = next(decoder.frames())
-            self._size = displayed_size(frame)
+            self._size, self._stored = displayed_size(frame), (frame.height, frame.width)
             self.height, self.width = self.resize or self._size
             self.colours: Colours = colours_of(frame)
         except (Broken, StopIteration) as broken:
@@ -121,6 +115,35 @@ class VideoReader:
             decoder.close()
         self._time_base, self._start = decoder.time_base, decoder.start_ticks
         self.fps = float(decoder.rate() or 1 / (usual_duration(decoder) * decoder.time_base))
+        self.fallback_reason: str | None = None
+        if wanted is not None:
+            reason = missing(wanted) or (may_be_cpu and too_small(*self._size)) or self._refused_by(wanted)
+            if reason and not may_be_cpu:
+                raise NoVideoDecoderError(
+                    f'{self.source.name} cannot be decoded on {wanted}: {reason}. Use device="cpu" (or "auto") and '
+                    'move what you need: frame.to("cuda")'
+                )
+            self._gpu, self.fallback_reason = (None, reason) if reason else (wanted, None)
+        self.device = self._gpu or torch.device("cpu")
+
+    def _refused_by(self, device: torch.device) -> str | None:
+        """Why NVDEC cannot decode this, found by decoding a frame; None if it can. The first pass goes on from it."""
+        try:
+            cursor = _Cursor(self.source, None, device)
+        except NoNvdecError as error:
+            return f"NVDEC cannot be had for it ({error})"
+        try:
+            tick, frame = next(cursor.frames)
+            to_tensor(frame, self.form, device, self._stored)
+        except (NoNvdecError, Broken, StopIteration) as error:
+            cursor.close()
+            return f"NVDEC does not decode this {cursor.decoder.stream.codec_context.name} ({str(error) or 'no frame'})"
+        except BaseException:
+            cursor.close()
+            raise
+        cursor.frames = chain([(tick, frame)], cursor.frames)
+        self._begun = cursor
+        return None
 
     @property
     def index(self) -> FrameIndex:
@@ -211,7 +234,8 @@ class VideoReader:
     def take(self, positions: Sequence[int]) -> Tensor:
         """(T, 3, H, W): frames at these positions, in this order, repeated if they are. Errors as of `reader[i]`."""
         wanted = [self._position(each) for each in positions]
-        taken = torch.empty(len(wanted), 3, self.height, self.width, dtype=self.dtype)
+        shape = self.form.shape(self.height, self.width)
+        taken = torch.empty(len(wanted), *shape, dtype=self.dtype, device=self.device)
         places: dict[int, list[int]] = {}
         for place, position in enumerate(wanted):
             places.setdefault(position, []).append(place)
@@ -247,9 +271,10 @@ class VideoReader:
     def close(self) -> None:
         """Let go of the file; it is opened again if more is asked for."""
         with self._lock:
-            if self._cursor is not None:
-                self._cursor.close()
-                self._cursor = None
+            for cursor in (self._cursor, self._begun):
+                if cursor is not None:
+                    cursor.close()
+            self._cursor = self._begun = None
 
     def __enter__(self) -> Self:
         return self
@@ -261,10 +286,10 @@ class VideoReader:
 
     def __getstate__(self) -> dict[str, Any]:
         """For worker processes: all but what is open."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_cursor")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_cursor", "_begun")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock(), _cursor=None)
+        self.__dict__.update(state, _lock=threading.RLock(), _cursor=None, _begun=None)
 
     def __repr__(self) -> str:
         return f"VideoReader({self.source.name}: {self.width} x {self.height}, {self.fps:.5g} frames/s, {self.device})"
@@ -280,17 +305,17 @@ class VideoReader:
         return given % count
 
     def _tensor(self, frame: av.VideoFrame) -> Tensor:
-        if self.resize is None and displayed_size(frame) != self._size:
+        if self.resize is None and displayed_size(frame, self._stored) != self._size:
             height, width = displayed_size(frame)
             raise InputError(
                 f"frames of {self.source.name} change from {self._size[1]} x {self._size[0]} to {width} x {height} "
                 "pixels: give VideoReader(..., resize=(height, width)) to have all in one size"
             )
-        return to_tensor(frame, self.dtype, self.resize)
+        return to_tensor(frame, self.form, self._gpu, self._stored)
 
     def _stream(self, start: int) -> Iterator[tuple[int, av.VideoFrame, int]]:
         """Ticks, frames and their durations in ticks; a frame is given when the next one is known."""
-        cursor = _Cursor(self.source, None) if start == 0 else self._cursor_at(start)
+        cursor = self._from_the_beginning() if start == 0 else self._cursor_at(start)
         held: tuple[int, av.VideoFrame] | None = None
         try:
             if start:
@@ -308,6 +333,13 @@ class VideoReader:
         if held is not None:
             yield (*held, held[1].duration or usual_duration(cursor.decoder))
 
+    def _from_the_beginning(self) -> _Cursor:
+        with self._lock:
+            begun, self._begun = self._begun, None
+        if begun is not None and begun.process == os.getpid():
+            return begun
+        return _Cursor(self.source, None, self._gpu)
+
     def _frame_at(self, position: int) -> av.VideoFrame:
         index, cursor = self.index, self._cursor
         if cursor is not None and cursor.process == os.getpid():
@@ -319,13 +351,16 @@ class VideoReader:
                     return cursor.go_to(position, index)
                 except Broken:  # once more, from a key frame
                     pass
-        self.close()
-        self._cursor = self._cursor_at(position)
+        if cursor is None:
+            cursor, self._begun = self._begun, None
+        spare = None if cursor is None or cursor.process != os.getpid() else cursor.release()
+        self._cursor = None
+        self._cursor = self._cursor_at(position, spare)
         assert self._cursor.last is not None
         return self._cursor.last[1]
 
-    def _cursor_at(self, position: int) -> _Cursor:
-        """A pass over the video that has just come to this frame."""
+    def _cursor_at(self, position: int, spare: Decoder | None = None) -> _Cursor:
+        """A pass over the video that has just come to this frame; by a decoder of before, if there is one."""
         index, last_good = self.index, None
         start = index.start_before(position) if index.seekable else -1
         misled = 0
@@ -334,7 +369,7 @@ class VideoReader:
             while start in self._unclean:
                 start -= 1
             # The first key frame is the beginning of the file: no seek leads there more surely than opening it.
-            cursor = _Cursor(self.source, index.starts[start] if start > 0 else None)
+            cursor = _Cursor(self.source, index.starts[start] if start > 0 else None, self._gpu, spare)
             try:
                 cursor.go_to(position, index)
                 return cursor
@@ -349,7 +384,7 @@ class VideoReader:
                     cursor.close()
                     raise self._damaged(failure or broken, last_good, position) from broken
                 failure, start = broken, start - 1  # once more: the frame may need some before its key frame
-            cursor.close()
+            spare = cursor.release()
 
     def _damaged(self, broken: Broken, last: int | None, position: int | None = None) -> DamagedVideoError:
         time = None if last is None else self._seconds(last)
@@ -368,22 +403,18 @@ class _Cursor:
     `last` is the frame at which it is, with its tick, and `position` that frame's (-1 before the first).
     """
 
-    def __init__(self, source: Source, start: int | None) -> None:
+    def __init__(
+        self, source: Source, start: int | None, device: torch.device | None, spare: Decoder | None = None
+    ) -> None:
         self.process = os.getpid()  # the decoder's threads do not survive a fork
-        self.decoder = Decoder(source)
+        if spare is not None and start is None:
+            spare.close()
+        self.decoder = spare if spare is not None and start is not None else Decoder(source, device)
         self.position, self.last = -1, None
-        self._start = start
-        self.frames = self._frames()
+        self.frames = _frames(self.decoder, start)  # which knows nothing of this object: no cycle keeps a decoder
 
     last: tuple[int, av.VideoFrame] | None
-
-    def _frames(self) -> Iterator[tuple[int, av.VideoFrame]]:
-        if self._start is not None:
-            try:
-                self.decoder.seek(self._start)
-            except Broken as broken:
-                raise Misled(str(broken)) from broken
-        yield from self.decoder.frames(self._start)
+    frames: Iterator[tuple[int, av.VideoFrame]]
 
     def go_to(self, position: int, index: FrameIndex) -> av.VideoFrame:
         """Decode on to this frame.
@@ -403,33 +434,22 @@ class _Cursor:
                 return frame
         raise Broken("the decoder ends before it")
 
+    def release(self) -> Decoder | None:
+        """The decoder, to be used again from a key frame on, if it is NVDEC's: to make another takes long."""
+        if self.decoder.device is not None:
+            return self.decoder
+        self.close()
+        return None
+
     def close(self) -> None:
         self.decoder.close()
 
 
-def _pick_device(device: str | torch.device) -> tuple[torch.device, str | None]:
-    """The CPU, and why if more was hoped for."""
-    name = str(device)
-    if name == "cpu":
-        return torch.device("cpu"), None
-    found = "" if torch.cuda.is_available() else "; torch finds no CUDA GPU here either"
-    reason = f"decoding on a GPU (NVDEC) is not part of this version of Rooftop{found}"
-    if name == "auto":
-        return torch.device("cpu"), reason
-    if name.split(":")[0] == "cuda":
-        raise NoVideoDecoderError(
-            f'device {name!r}: {reason}. Use device="cpu" (or "auto") and move what you need: frame.to("cuda")'
-        )
-    raise InputError(f'device {name!r} is not known: expected "cpu", "auto" or "cuda"')
-
-
-def _size(resize: tuple[int, int] | None) -> tuple[int, int] | None:
-    if resize is None:
-        return None
-    try:
-        height, width = (as_integer(each) for each in resize)
-    except (TypeError, ValueError):
-        height = width = 0
-    if height < 1 or width < 1:
-        raise InputError(f"resize={resize!r}: expected (height, width) in pixels, both from 1 on")
-    return height, width
+def _frames(decoder: Decoder, start: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
+    """From the beginning, or from the key frame at this tick on."""
+    if start is not None:
+        try:
+            decoder.seek(start)
+        except Broken as broken:
+            raise Misled(str(broken)) from broken
+    yield from decoder.frames(start)

@@ -1,0 +1,257 @@
+"""Clips of many videos for training, decoded ahead of the step that needs them.
+
+    ClipDataset    all clips of some files, by number
+    ClipLoader     batches of them, in an order drawn from a seed; threads decode, each on a stream of its own
+
+A thread of the loader has a decoder and a CUDA stream of its own. What it made is handed over by an event: the stream
+that takes a batch waits for it on the GPU, and the host waits for nothing but the decoding itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from rooftop.errors import InputError
+from rooftop.media.forms import Normalization
+from rooftop.media.reading import VideoReader
+
+OPEN_FILES = 2  # of each thread; NVDEC has a session for each
+
+
+class Clip(NamedTuple):
+    """A clip: pixels (T, 3, H, W), the number of its file, and the position of its first frame there."""
+
+    pixels: Tensor
+    file: int
+    first: int
+
+
+class ClipBatch(NamedTuple):
+    """Clips: pixels (N, T, 3, H, W); (N,) int64 on the CPU, the numbers of their files and their first frames."""
+
+    pixels: Tensor
+    files: Tensor
+    firsts: Tensor
+
+
+class ClipDataset(Dataset[Clip]):
+    """All clips of some videos: `dataset[i]` is a `Clip`, also for `torch.utils.data.DataLoader`.
+
+        clips = ClipDataset(paths, frames=16, step=2, resize=(224, 224), dtype=torch.float16)
+        for pixels, files, firsts in ClipLoader(clips, batch=8, shuffle=True): ...
+
+    Args:
+        paths: video files; each is looked through once, without decoding, to know how many frames it has.
+        frames: of a clip.
+        step: from one frame of a clip to its next.
+        stride: from the start of a clip to the start of the next; if not given, clips share no frames.
+        resize: (height, width), upright; needed where the videos differ in size.
+        dtype, normalize, device: as of `VideoReader`.
+
+    Attributes:
+        readers: of each file.
+        counts: clips of each file; 0 of one that is too short.
+
+    Raises:
+        InputError: as of `VideoReader`; no clip in any file; videos of several sizes without `resize`.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        frames: int,
+        *,
+        step: int = 1,
+        stride: int | None = None,
+        resize: tuple[int, int] | None = None,
+        dtype: torch.dtype = torch.uint8,
+        normalize: Normalization | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.frames, self.step = frames, step
+        self.stride = frames * step if stride is None else stride
+        if min(frames, step, self.stride) < 1:
+            raise InputError(
+                f"clips of {frames} frames with step {step} every {self.stride} frames: expected numbers from 1 on"
+            )
+        if isinstance(paths, (str, bytes, os.PathLike)) or not len(paths):
+            raise InputError(f"paths: expected a list of video files, got {paths!r}")
+        self.readers: list[VideoReader] = []
+        for path in paths:
+            with VideoReader(path, device, dtype=dtype, resize=resize, normalize=normalize) as reader:
+                self.readers.append(reader)
+        sizes = {(reader.height, reader.width) for reader in self.readers}
+        if len(sizes) > 1:
+            said = ", ".join(f"{width} x {height}" for height, width in sorted(sizes))
+            raise InputError(f"videos of several sizes ({said}): give ClipDataset(resize=(height, width))")
+        span = (frames - 1) * step + 1
+        self.counts = [max(0, (len(reader) - span) // self.stride + 1) for reader in self.readers]
+        self._ends: list[int] = []
+        for count in self.counts:
+            self._ends.append(count + (self._ends[-1] if self._ends else 0))
+        if not len(self):
+            longest = max(len(reader) for reader in self.readers)
+            raise InputError(f"no video has a clip of {span} frames: the longest has {longest}")
+        self._of_thread = threading.local()
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """(file, first frame) of a clip.
+
+        Raises:
+            IndexError: there is no such clip.
+        """
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"clip {number}: there are {len(self)}, 0 to {len(self) - 1}")
+        number %= len(self)
+        file = bisect_right(self._ends, number)
+        return file, (number - (self._ends[file] - self.counts[file])) * self.stride
+
+    def __getitem__(self, number: int) -> Clip:
+        file, first = self.place(number)
+        positions = range(first, first + self.frames * self.step, self.step)
+        return Clip(self._reader(file).take(positions), file, first)
+
+    def _reader(self, file: int) -> VideoReader:
+        """This thread's, with a decoder of its own; those not used for longest are closed."""
+        readers: OrderedDict[int, VideoReader] | None = getattr(self._of_thread, "readers", None)
+        if readers is None or self._of_thread.process != os.getpid():
+            readers = self._of_thread.readers = OrderedDict()
+            self._of_thread.process = os.getpid()
+        if file not in readers:
+            readers[file] = copy.copy(self.readers[file])  # the index is shared, what is open is not
+        readers.move_to_end(file)
+        while len(readers) > OPEN_FILES:
+            readers.popitem(last=False)[1].close()
+        return readers[file]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_of_thread"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _of_thread=threading.local())
+
+
+class ClipLoader:
+    """Batches of a `ClipDataset`, decoded ahead by threads. A loop over it is one pass over the clips.
+
+    The order is drawn from the seed and the pass; how many threads there are changes nothing.
+
+    Args:
+        dataset: the clips.
+        batch: clips of a batch; the last one has what is left.
+        shuffle: whether clips come in a drawn order, or in that of the files.
+        seed: of the order; pass number n draws from (seed, n).
+        threads: that decode. On the CPU each decodes with several of its own already; on a GPU as many as it has NVDEC
+            engines.
+        ahead: batches that are decoded before they are asked for.
+        drop_last: whether clips that fill no batch are left out.
+        to: a GPU to which clips decoded on the CPU are copied, from pinned memory; None: where they were decoded.
+
+    Attributes:
+        epoch: the number of the next pass; may be set.
+
+    Raises:
+        InputError: numbers below 1.
+    """
+
+    def __init__(
+        self,
+        dataset: ClipDataset,
+        batch: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        threads: int = 2,
+        ahead: int = 2,
+        drop_last: bool = False,
+        to: str | torch.device | None = None,
+    ) -> None:
+        if min(batch, threads, ahead) < 1:
+            raise InputError(f"batch={batch}, threads={threads}, ahead={ahead}: expected numbers from 1 on")
+        self.dataset, self.batch, self.shuffle, self.seed = dataset, batch, shuffle, seed
+        self.threads, self.ahead, self.drop_last = threads, ahead, drop_last
+        self.to = None if to is None else torch.device(to)
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        """Batches of a pass."""
+        count = len(self.dataset)
+        return count // self.batch if self.drop_last else -(-count // self.batch)
+
+    def order(self, epoch: int) -> list[int]:
+        """Numbers of the clips of a pass."""
+        if not self.shuffle:
+            return list(range(len(self.dataset)))
+        generator = torch.Generator().manual_seed((self.seed << 20 ^ epoch) & (1 << 63) - 1)
+        return torch.randperm(len(self.dataset), generator=generator).tolist()
+
+    def __iter__(self) -> Iterator[ClipBatch]:
+        """
+        Raises:
+            DamagedVideoError: at the batch of a clip that cannot be decoded.
+        """
+        order, self.epoch = self.order(self.epoch), self.epoch + 1
+        groups = [order[start : start + self.batch] for start in range(0, len(order), self.batch)][: len(self)]
+        return self._batches(groups)
+
+    def _batches(self, groups: list[list[int]]) -> Iterator[ClipBatch]:
+        waiting: deque[list[Future[_Made]]] = deque()
+        streams = threading.local()
+        with ThreadPoolExecutor(self.threads, "rooftop-clips") as pool:
+            try:
+                for number in range(len(groups) + self.ahead):
+                    if number < len(groups):
+                        waiting.append([pool.submit(self._make, clip, streams) for clip in groups[number]])
+                    if number >= self.ahead:
+                        yield _together([each.result() for each in waiting.popleft()])
+            finally:
+                for futures in waiting:
+                    for each in futures:
+                        each.cancel()
+
+    def _make(self, number: int, streams: threading.local) -> _Made:
+        device = self.to or self.dataset.readers[0].device
+        if device.type != "cuda":
+            return _Made(self.dataset[number], None)
+        with torch.cuda.device(device):
+            if not hasattr(streams, "own"):
+                streams.own = torch.cuda.Stream(device)
+            with torch.cuda.stream(streams.own):
+                clip = self.dataset[number]
+                if not clip.pixels.is_cuda:
+                    clip = clip._replace(pixels=clip.pixels.pin_memory().to(device, non_blocking=True))
+                return _Made(clip, streams.own.record_event())
+
+
+class _Made(NamedTuple):
+    clip: Clip
+    ready: torch.cuda.Event | None  # recorded where the clip was made
+
+
+def _together(made: list[_Made]) -> ClipBatch:
+    """One batch, on the current stream."""
+    clips = [each.clip for each in made]
+    device = clips[0].pixels.device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for clip, ready in made:
+            if ready is not None:
+                torch.cuda.current_stream().wait_event(ready)
+                clip.pixels.record_stream(torch.cuda.current_stream())
+        pixels = torch.stack([clip.pixels for clip in clips])
+    files, firsts = (torch.tensor([clip[part] for clip in clips]) for part in (1, 2))
+    return ClipBatch(pixels, files, firsts)

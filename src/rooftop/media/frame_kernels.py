@@ -1,0 +1,125 @@
+"""Triton kernels that make red, green and blue of luma and chroma; `surfaces.py` launches them.
+
+One read of the planes, one write of the tensor: the matrix, resizing, rounding or normalization, and the turn that puts
+a picture upright happen between. The turn is in the strides of the result. A sample of chroma lies at
+`(row // DOWN) * chroma_row + (column // ACROSS) * chroma_step`, so planes of their own and pairs (NV12) are the same.
+
+What colours are is as in `colours.py`; bilinear weights without aliasing are those of PyTorch's `interpolate`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rooftop.kernels.elementwise_kernels import round_half_even
+
+
+@triton.jit
+def colours_at(
+    y, u, v, row, column, there, y_row, chroma_row, chroma_step,
+    black, middle, luma, red_cr, green_cb, green_cr, blue_cb, white,
+    DOWN: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """(red, green, blue) of pixels, in 0..white."""
+    at = row // DOWN * chroma_row + column // ACROSS * chroma_step
+    light = (tl.load(y + row * y_row + column, mask=there, other=0).to(tl.float32) - black) * luma
+    cb = tl.load(u + at, mask=there, other=0).to(tl.float32) - middle
+    cr = tl.load(v + at, mask=there, other=0).to(tl.float32) - middle
+    red = tl.minimum(tl.maximum(light + cr * red_cr, 0.0), white)
+    green = tl.minimum(tl.maximum(light + (cr * green_cr + cb * green_cb), 0.0), white)
+    blue = tl.minimum(tl.maximum(light + cb * blue_cb, 0.0), white)
+    return red, green, blue
+
+
+@triton.jit
+def store_colours(
+    out, red, green, blue, there, plane, red_gain, green_gain, blue_gain, red_shift, green_shift, blue_shift,
+    ROUND: tl.constexpr,
+):  # fmt: skip
+    """Three planes: whole numbers, or gain * value + shift."""
+    if ROUND:
+        red, green, blue = round_half_even(red), round_half_even(green), round_half_even(blue)
+    else:
+        red = red * red_gain + red_shift
+        green = green * green_gain + green_shift
+        blue = blue * blue_gain + blue_shift
+    kind = out.dtype.element_ty
+    tl.store(out, red.to(kind), mask=there)
+    tl.store(out + plane, green.to(kind), mask=there)
+    tl.store(out + 2 * plane, blue.to(kind), mask=there)
+
+
+@triton.jit
+def frame_to_rgb(
+    y, u, v, out,  # (H, W), two of (H', W'), (3, H, W) or turned
+    height, width, y_row, chroma_row, chroma_step, origin, plane, out_row, out_column,
+    black, middle, luma, red_cr, green_cb, green_cr, blue_cb, white,
+    red_gain, green_gain, blue_gain, red_shift, green_shift, blue_shift,
+    DOWN: tl.constexpr, ACROSS: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """ROWS x COLUMNS pixels, in the size of the video."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    there = (row < height) & (column < width)
+    red, green, blue = colours_at(
+        y, u, v, row, column, there, y_row, chroma_row, chroma_step,
+        black, middle, luma, red_cr, green_cb, green_cr, blue_cb, white, DOWN, ACROSS,
+    )  # fmt: skip
+    store_colours(
+        out + origin + row * out_row + column * out_column, red, green, blue, there, plane,
+        red_gain, green_gain, blue_gain, red_shift, green_shift, blue_shift, ROUND,
+    )  # fmt: skip
+
+
+@triton.jit
+def weight_of(position, centre, narrowing):
+    """The bilinear weight of the pixel at `position` for a result whose middle is at `centre`."""
+    return tl.maximum(1.0 - tl.abs((position.to(tl.float32) - centre + 0.5) * narrowing), 0.0)
+
+
+@triton.jit
+def frame_to_resized_rgb(
+    y, u, v, out,  # (H, W), two of (H', W'), (3, h, w) or turned
+    height, width, out_height, out_width, down_by, across_by, rows, columns,
+    y_row, chroma_row, chroma_step, origin, plane, out_row, out_column,
+    black, middle, luma, red_cr, green_cb, green_cr, blue_cb, white,
+    red_gain, green_gain, blue_gain, red_shift, green_shift, blue_shift,
+    DOWN: tl.constexpr, ACROSS: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """ROWS x COLUMNS pixels of the result, each a weighted mean of `rows` x `columns` pixels of the video at most.
+
+    down_by, across_by: pixels of the video for one of the result.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    there = (row < out_height) & (column < out_width)
+    tall, wide = tl.maximum(down_by, 1.0), tl.maximum(across_by, 1.0)
+    middle_row = (row.to(tl.float32) + 0.5) * down_by
+    middle_column = (column.to(tl.float32) + 0.5) * across_by
+    top = tl.maximum((middle_row - tall + 0.5).to(tl.int32), 0)
+    left = tl.maximum((middle_column - wide + 0.5).to(tl.int32), 0)
+    bottom = tl.minimum((middle_row + tall + 0.5).to(tl.int32), height)
+    right = tl.minimum((middle_column + wide + 0.5).to(tl.int32), width)
+    red = tl.zeros((ROWS, COLUMNS), tl.float32)
+    green = tl.zeros((ROWS, COLUMNS), tl.float32)
+    blue = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for i in range(rows):
+        here = top + i
+        row_weight = tl.where(here < bottom, weight_of(here, middle_row, 1.0 / tall), 0.0)
+        for j in range(columns):
+            across = left + j
+            weight = tl.where(across < right, weight_of(across, middle_column, 1.0 / wide), 0.0) * row_weight
+            r, g, b = colours_at(
+                y, u, v, here, across, there & (across < right) & (here < bottom), y_row, chroma_row, chroma_step,
+                black, middle, luma, red_cr, green_cb, green_cr, blue_cb, white, DOWN, ACROSS,
+            )  # fmt: skip
+            red += weight * r
+            green += weight * g
+            blue += weight * b
+            total += weight
+    store_colours(
+        out + origin + row * out_row + column * out_column, red / total, green / total, blue / total, there, plane,
+        red_gain, green_gain, blue_gain, red_shift, green_shift, blue_shift, ROUND,
+    )  # fmt: skip

@@ -1,0 +1,206 @@
+"""A decoded frame as a tensor: which way up, in which colours, of which size and dtype.
+
+Frames in the host's memory are converted in plain PyTorch, those of NVDEC by one kernel (`frame_kernels.py`).
+"""
+
+from __future__ import annotations
+
+from math import atan2, pi
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rooftop.errors import InputError
+from rooftop.media.colours import MATRICES, Colours, usual_matrix, yuv_to_rgb
+from rooftop.media.forms import Form
+from rooftop.media.nvdec import surface_of
+from rooftop.media.surfaces import to_rgb
+
+if TYPE_CHECKING:
+    from rooftop.media.pyav import av
+
+REPACKED = {  # the same numbers, in planes
+    "nv12": "yuv420p",
+    "nv21": "yuv420p",
+    "nv16": "yuv422p",
+    "nv24": "yuv444p",
+    "nv42": "yuv444p",
+    "yuyv422": "yuv422p",
+    "uyvy422": "yuv422p",
+    "yvyu422": "yuv422p",
+    "p010le": "yuv420p10le",
+    "p012le": "yuv420p12le",
+    "p016le": "yuv420p16le",
+    "p210le": "yuv422p10le",
+    "p410le": "yuv444p10le",
+}
+
+
+def colours_of(frame: av.VideoFrame) -> Colours:
+    """What the numbers of a frame mean; what it does not say is assumed and named.
+
+    Raises:
+        InputError: a matrix that is none (YCgCo, ICtCp, constant luminance).
+    """
+    assumed = []
+    code, extent = int(frame.colorspace), int(frame.color_range)
+    if code in MATRICES or code in (0, 2, 3):
+        matrix = MATRICES.get(code)
+    else:
+        raise InputError(f"colour matrix {code} of ITU-T H.273 is not supported: convert the video to BT.709")
+    if matrix is None:
+        assumed.append("matrix")
+        matrix = usual_matrix(frame.height, frame.width)
+    full = extent == 2 or frame.format.name.startswith("yuvj")
+    if extent not in (1, 2) and not full:
+        assumed.append("range")
+    return Colours(matrix, full, tuple(assumed))
+
+
+def to_tensor(
+    frame: av.VideoFrame, form: Form, device: torch.device | None = None, stored: tuple[int, int] | None = None
+) -> Tensor:
+    """A frame as `form` says: RGB (3, H, W), upright, or NV12 as it is.
+
+    Resized with bilinear weights that shrink without aliasing (`torch.nn.functional.interpolate`, `antialias=True`).
+
+    Args:
+        frame: in the host's memory, or NVDEC's.
+        form: of the tensor.
+        device: the GPU whose NVDEC decoded it; None: the host's memory.
+        stored: (height, width) of the video, which NVDEC rounds up to even numbers.
+
+    Raises:
+        InputError: a colour matrix or a format of pixels that is not supported, or none that NV12 could hold.
+    """
+    if device is not None:
+        return _on_gpu(frame, form, device, size_of(frame, stored))
+    if form.output == "nv12":
+        return _nv12(frame)
+    turns, mirrored = orientation(frame)
+    narrow = form.dtype in (torch.float16, torch.bfloat16)  # PyTorch does not resize these on the CPU
+    rgb = _rgb(frame, torch.float32 if narrow else form.dtype)
+    if form.resize is not None:
+        size = form.resize[::-1] if turns % 2 else form.resize
+        if tuple(rgb.shape[1:]) != size:
+            rgb = F.interpolate(rgb[None], size, mode="bilinear", antialias=True)[0]
+    if turns:
+        rgb = torch.rot90(rgb, turns, (1, 2))
+    if mirrored:
+        rgb = rgb.flip(2)
+    if form.mean is not None and form.std is not None:
+        mean, std = (torch.tensor(each, dtype=rgb.dtype)[:, None, None] for each in (form.mean, form.std))
+        rgb = (rgb - mean) / std
+    return rgb.to(form.dtype).contiguous()
+
+
+def _on_gpu(frame: av.VideoFrame, form: Form, device: torch.device, size: tuple[int, int]) -> Tensor:
+    """The decoder works on the device's default stream, the tensor is made on the current one: each waits for the
+    other, so that a frame is not read before it is there, nor its memory used again before it was read."""
+    with torch.cuda.device(device):
+        current, decoding = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+        surface = surface_of(frame, size, colours_of(frame), device)
+        if current != decoding:
+            current.wait_stream(decoding)
+        if form.output == "nv12":
+            if surface.bits != 8 or surface.u.shape == surface.y.shape:
+                raise InputError(
+                    NO_NV12.format(surface.bits, "4:4:4" if surface.u.shape == surface.y.shape else "4:2:0")
+                )
+            found = _interleaved(surface.y, surface.u, surface.v)
+        else:
+            found = to_rgb(surface, form, *orientation(frame))
+        if current != decoding:
+            decoding.wait_stream(current)
+    return found
+
+
+NO_NV12 = 'output="nv12" holds 8 bits of 4:2:0 in even sizes, and this video has {} bits of {}: use output="rgb"'
+
+
+def _nv12(frame: av.VideoFrame) -> Tensor:
+    name = frame.format.name
+    if name == "nv12":
+        frame, name = frame.reformat(format="yuv420p"), "yuv420p"
+    if name not in ("yuv420p", "yuvj420p"):
+        raise InputError(NO_NV12.format(frame.format.components[0].bits, name))
+    return _interleaved(*(_plane(frame, number, 8) for number in range(3)))
+
+
+def _interleaved(y: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """(3 H / 2, W): luma, and below it pairs of chroma."""
+    height, width = y.shape
+    if height % 2 or width % 2:
+        raise InputError(NO_NV12.format(8, f"{width} x {height}"))
+    found = torch.empty(height * 3 // 2, width, dtype=torch.uint8, device=y.device)
+    found[:height] = y
+    found[height:, 0::2] = u
+    found[height:, 1::2] = v
+    return found
+
+
+def displayed_size(frame: av.VideoFrame, stored: tuple[int, int] | None = None) -> tuple[int, int]:
+    """(height, width) in pixels, upright."""
+    height, width = size_of(frame, stored)
+    return (width, height) if orientation(frame)[0] % 2 else (height, width)
+
+
+def size_of(frame: av.VideoFrame, stored: tuple[int, int] | None) -> tuple[int, int]:
+    """(height, width) as it lies; that of the video, if the frame's is this rounded up to even numbers."""
+    size = (frame.height, frame.width)
+    rounded = stored and tuple(each + each % 2 for each in stored)
+    return stored if stored and size == rounded else size
+
+
+def orientation(frame: av.VideoFrame) -> tuple[int, bool]:
+    """Quarter turns counterclockwise, and whether the result is then mirrored left to right.
+
+    FFmpeg's display matrix maps (x, y) to (a x + c y, b x + d y), y down; angles between quarters go to the nearest.
+    """
+    data = frame.side_data.get("DISPLAYMATRIX")
+    if data is None:
+        return 0, False
+    numbers = np.frombuffer(memoryview(data), dtype=np.int32)  # type: ignore[arg-type]
+    if len(numbers) < 9:
+        return 0, False
+    a, b, c, d = (float(numbers[each]) for each in (0, 1, 3, 4))
+    mirrored = a * d - b * c < 0
+    if mirrored:
+        a = -a
+    return round(-atan2(b, a) / (pi / 2)) % 4, mirrored
+
+
+def _rgb(frame: av.VideoFrame, dtype: torch.dtype) -> Tensor:
+    name = frame.format.name
+    if name in REPACKED or (name.startswith(("yuv", "gray")) and name.endswith("be")):
+        frame = frame.reformat(format=REPACKED.get(name) or name[:-2] + "le")
+        name = frame.format.name
+    planar = name.startswith("yuv") and len(frame.planes) >= 3 and not name.endswith("be")
+    if (planar or name.startswith("gray")) and all(plane.line_size > 0 for plane in frame.planes) and "f" not in name:
+        bits = frame.format.components[0].bits
+        y = _plane(frame, 0, bits)
+        if planar:
+            u, v = _plane(frame, 1, bits), _plane(frame, 2, bits)
+        else:
+            u = v = torch.full(tuple(-(-each // 2) for each in y.shape), 1 << (bits - 1), dtype=torch.int32)
+        return yuv_to_rgb(y, u, v, colours_of(frame), bits, dtype)
+    deep = max((each.bits for each in frame.format.components), default=8) > 8
+    # Red, green and blue already, or a palette: only their order and depth change.
+    pixels = frame.reformat(format="rgb48le" if deep else "rgb24").to_ndarray()  # (H, W, 3), perhaps FFmpeg's own
+    values = torch.from_numpy(pixels.astype(np.int32 if deep else np.uint8)).permute(2, 0, 1)
+    if dtype == torch.uint8:
+        return values.contiguous() if not deep else (values.float() / 257).round_().to(torch.uint8)
+    return (values.to(torch.float64 if dtype == torch.float64 else torch.float32) / (65535 if deep else 255)).to(dtype)
+
+
+def _plane(frame: av.VideoFrame, number: int, bits: int) -> Tensor:
+    """(H, W) of one plane, uint8 or int32; shares no memory with the frame if of more than 8 bits."""
+    plane = frame.planes[number]
+    width, height = plane.width, plane.height
+    rows = np.frombuffer(memoryview(plane), dtype=np.uint8)[: plane.line_size * height].reshape(height, plane.line_size)
+    if bits > 8:
+        return torch.from_numpy(rows.view("<u2")[:, :width].astype(np.int32))
+    return torch.from_numpy(rows[:, :width])

@@ -1,0 +1,137 @@
+"""Decoding by a GPU's own engines (NVDEC): where it can be had, and the memory of a frame that it decoded.
+
+FFmpeg, which PyAV brings, reads the file and drives the engines: so which frame is which, what is damaged and what the
+colours are is found by the same code as on the CPU. It works in torch's context and on its default stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rooftop.errors import InputError
+from rooftop.media.colours import Colours
+from rooftop.media.pyav import load_av
+from rooftop.media.surfaces import Surface
+
+if TYPE_CHECKING:
+    from rooftop.media.pyav import av
+
+DRIVER = ("libcuda.so.1", "libnvcuvid.so.1")
+IN_TORCHS_CONTEXT = {"primary_ctx": "0", "current_ctx": "1"}
+"""FFmpeg would set flags of the primary context that torch has not."""
+
+WORTH_PIXELS = 1280 * 720
+
+BITS = {"nv12": 8, "p010le": 10, "p016le": 12, "yuv444p": 8, "yuv444p16le": 12}
+"""Of a number, by FFmpeg's names of what NVDEC writes. In 16 they are the upper ones."""
+
+
+class NoNvdecError(Exception):
+    """Inside this package: NVDEC cannot be had, or cannot decode this."""
+
+
+def gpu_of(device: str | torch.device) -> tuple[torch.device | None, bool]:
+    """The GPU that a reader is asked to decode on, None for the CPU; and whether it may be the CPU as well.
+
+    Raises:
+        InputError: no such device.
+    """
+    name = str(device)
+    if name == "cpu":
+        return None, True
+    if name == "auto":
+        return _numbered(torch.device("cuda")), True
+    try:
+        asked = torch.device(device)
+    except RuntimeError:
+        asked = torch.device("meta")
+    if asked.type != "cuda":
+        raise InputError(f'device {name!r} is not known: expected "cpu", "auto", "cuda" or "cuda:1"')
+    return _numbered(asked), False
+
+
+def _numbered(device: torch.device) -> torch.device:
+    if device.index is not None or not torch.cuda.is_available():
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def missing(device: torch.device) -> str | None:
+    """What NVDEC lacks on this machine; None if nothing is seen to be missing."""
+    if not torch.cuda.is_available():
+        return "there is no NVDEC, for torch finds no CUDA GPU here"
+    if (device.index or 0) >= torch.cuda.device_count():
+        return f"there is no {device}, only {torch.cuda.device_count()} GPUs"
+    for name in DRIVER:
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            return f"the driver's {name} cannot be loaded (in a container, it needs the capability `video`)"
+    if "cuda" not in load_av().codec.hwaccel.hwdevices_available():
+        return "this FFmpeg was built without CUDA: install PyAV from its wheel"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return 'frames are converted by a Triton kernel: pip install "rooftop[triton]"'
+    return None
+
+
+def too_small(height: int, width: int) -> str | None:
+    """Why a video of this size is decoded faster by the CPU; None if it is not."""
+    if height * width >= WORTH_PIXELS:
+        return None
+    return f"the CPU decodes {width} x {height} pixels faster than NVDEC (which pays from {WORTH_PIXELS:,} pixels on)"
+
+
+def acceleration(device: torch.device) -> Any:
+    """What `av.open` takes as `hwaccel`. The device has to be torch's current one meanwhile."""
+    torch.cuda.current_stream(device).query()  # so that there is a context
+    hwaccel: Any = load_av().codec.hwaccel.HWAccel(
+        "cuda", str(device.index), allow_software_fallback=False, options=IN_TORCHS_CONTEXT, is_hw_owned=True
+    )
+    return hwaccel
+
+
+def surface_of(frame: av.VideoFrame, size: tuple[int, int], colours: Colours, device: torch.device) -> Surface:
+    """The memory of a frame of (height, width) that NVDEC decoded; it stays the frame's, which lives as long as the
+    tensors do.
+
+    Raises:
+        NoNvdecError: a format that is not known here.
+    """
+    form = frame.sw_format.name if frame.sw_format is not None else frame.format.name
+    if form not in BITS:
+        raise NoNvdecError(f"NVDEC gives frames as {form}, which is not supported")
+    height, width = size
+    planes = frame.planes
+    y = _tensor(frame, planes[0], (height, width), BITS[form], device)
+    if form.startswith("yuv444"):
+        u, v = (_tensor(frame, plane, (height, width), BITS[form], device) for plane in planes[1:3])
+    else:
+        pairs = _tensor(frame, planes[1], (-(-height // 2), 2 * -(-width // 2)), BITS[form], device)
+        u, v = pairs[:, 0::2], pairs[:, 1::2]
+    return Surface(y, u, v, BITS[form], colours)
+
+
+class _Memory:
+    """Of a plane, for torch; it keeps the frame."""
+
+    def __init__(self, frame: av.VideoFrame, interface: dict[str, Any]) -> None:
+        self.frame = frame
+        self.__cuda_array_interface__ = interface
+
+
+def _tensor(frame: av.VideoFrame, plane: Any, shape: tuple[int, int], bits: int, device: torch.device) -> Tensor:
+    size = 1 if bits == 8 else 2
+    interface = {
+        "shape": shape,
+        "typestr": "|u1" if size == 1 else "<u2",
+        "data": (plane.buffer_ptr, False),
+        "strides": (plane.line_size, size),
+        "version": 3,
+    }
+    return torch.as_tensor(_Memory(frame, interface), device=device)
