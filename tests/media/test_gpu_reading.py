@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "large-hevc.mp4": ("libx265", {"options": HEVC}),
     "large-hevc-10.mp4": ("libx265", {"options": HEVC, "pixel_format": "yuv420p10le"}),
     "large-hevc-444.mp4": ("libx265", {"options": HEVC, "pixel_format": "yuv444p"}),
-    "large-odd.webm": ("libvpx-vp9", {"options": VP9, "height": 241, "width": 323}),
+    "large-vp9.webm": ("libvpx-vp9", {"options": VP9}),
 }
 
 
@@ -154,6 +154,16 @@ def test_what_nvdec_does_not_decode(make_video: MakeVideo) -> None:
         assert auto.device.type == "cpu"
         assert "NVDEC does not decode" in (auto.fallback_reason or "")
         assert torch.equal(auto[3], VideoReader(path)[3])
+
+
+def test_odd_sizes_are_left_to_the_cpu(make_video: MakeVideo) -> None:
+    path = make_video("large-odd.webm", "libvpx-vp9", options=VP9, height=721, width=1281, frames=3)
+    with pytest.raises(NoVideoDecoderError, match="odd sizes"):
+        VideoReader(path, device="cuda")
+    auto = VideoReader(path, device="auto")
+    assert auto.device.type == "cpu"
+    assert "odd sizes" in (auto.fallback_reason or "")
+    assert torch.equal(auto[2], VideoReader(path)[2])
 
 
 def test_auto_takes_the_faster_one(make_video: MakeVideo) -> None:

@@ -60,9 +60,7 @@ def colours_of(frame: av.VideoFrame) -> Colours:
     return Colours(matrix, full, tuple(assumed))
 
 
-def to_tensor(
-    frame: av.VideoFrame, form: Form, device: torch.device | None = None, stored: tuple[int, int] | None = None
-) -> Tensor:
+def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = None) -> Tensor:
     """A frame as `form` says: RGB (3, H, W), upright, or NV12 as it is.
 
     Resized with bilinear weights that shrink without aliasing (`torch.nn.functional.interpolate`, `antialias=True`).
@@ -71,13 +69,12 @@ def to_tensor(
         frame: in the host's memory, or NVDEC's.
         form: of the tensor.
         device: the GPU whose NVDEC decoded it; None: the host's memory.
-        stored: (height, width) of the video, which NVDEC rounds up to even numbers.
 
     Raises:
         InputError: a colour matrix or a format of pixels that is not supported, or none that NV12 could hold.
     """
     if device is not None:
-        return _on_gpu(frame, form, device, size_of(frame, stored))
+        return _on_gpu(frame, form, device)
     if form.output == "nv12":
         return _nv12(frame)
     turns, mirrored = orientation(frame)
@@ -97,12 +94,12 @@ def to_tensor(
     return rgb.to(form.dtype).contiguous()
 
 
-def _on_gpu(frame: av.VideoFrame, form: Form, device: torch.device, size: tuple[int, int]) -> Tensor:
+def _on_gpu(frame: av.VideoFrame, form: Form, device: torch.device) -> Tensor:
     """The decoder works on the device's default stream, the tensor is made on the current one: each waits for the
     other, so that a frame is not read before it is there, nor its memory used again before it was read."""
     with torch.cuda.device(device):
         current, decoding = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-        surface = surface_of(frame, size, colours_of(frame), device)
+        surface = surface_of(frame, colours_of(frame), device)
         if current != decoding:
             current.wait_stream(decoding)
         if form.output == "nv12":
@@ -142,17 +139,10 @@ def _interleaved(y: Tensor, u: Tensor, v: Tensor) -> Tensor:
     return found
 
 
-def displayed_size(frame: av.VideoFrame, stored: tuple[int, int] | None = None) -> tuple[int, int]:
+def displayed_size(frame: av.VideoFrame) -> tuple[int, int]:
     """(height, width) in pixels, upright."""
-    height, width = size_of(frame, stored)
-    return (width, height) if orientation(frame)[0] % 2 else (height, width)
-
-
-def size_of(frame: av.VideoFrame, stored: tuple[int, int] | None) -> tuple[int, int]:
-    """(height, width) as it lies; that of the video, if the frame's is this rounded up to even numbers."""
-    size = (frame.height, frame.width)
-    rounded = stored and tuple(each + each % 2 for each in stored)
-    return stored if stored and size == rounded else size
+    turned = orientation(frame)[0] % 2
+    return (frame.width, frame.height) if turned else (frame.height, frame.width)
 
 
 def orientation(frame: av.VideoFrame) -> tuple[int, bool]:

@@ -87,6 +87,13 @@ def too_small(height: int, width: int) -> str | None:
     return f"the CPU decodes {width} x {height} pixels faster than NVDEC (which pays from {WORTH_PIXELS:,} pixels on)"
 
 
+def odd(height: int, width: int) -> str | None:
+    """Why a video of an odd size is left to the CPU; None if it is even."""
+    if height % 2 == width % 2 == 0:
+        return None
+    return f"NVDEC stretches pictures of odd sizes to even ones, and this has {width} x {height} pixels"
+
+
 def acceleration(device: torch.device) -> Any:
     """What `av.open` takes as `hwaccel`. The device has to be torch's current one meanwhile."""
     torch.cuda.current_stream(device).query()  # so that there is a context
@@ -96,9 +103,8 @@ def acceleration(device: torch.device) -> Any:
     return hwaccel
 
 
-def surface_of(frame: av.VideoFrame, size: tuple[int, int], colours: Colours, device: torch.device) -> Surface:
-    """The memory of a frame of (height, width) that NVDEC decoded; it stays the frame's, which lives as long as the
-    tensors do.
+def surface_of(frame: av.VideoFrame, colours: Colours, device: torch.device) -> Surface:
+    """The memory of a frame that NVDEC decoded; it stays the frame's, which lives as long as the tensors do.
 
     Raises:
         NoNvdecError: a format that is not known here.
@@ -106,13 +112,13 @@ def surface_of(frame: av.VideoFrame, size: tuple[int, int], colours: Colours, de
     form = frame.sw_format.name if frame.sw_format is not None else frame.format.name
     if form not in BITS:
         raise NoNvdecError(f"NVDEC gives frames as {form}, which is not supported")
-    height, width = size
+    height, width = frame.height, frame.width
     planes = frame.planes
     y = _tensor(frame, planes[0], (height, width), BITS[form], device)
     if form.startswith("yuv444"):
         u, v = (_tensor(frame, plane, (height, width), BITS[form], device) for plane in planes[1:3])
     else:
-        pairs = _tensor(frame, planes[1], (-(-height // 2), 2 * -(-width // 2)), BITS[form], device)
+        pairs = _tensor(frame, planes[1], (height // 2, width), BITS[form], device)
         u, v = pairs[:, 0::2], pairs[:, 1::2]
     return Surface(y, u, v, BITS[form], colours)
 

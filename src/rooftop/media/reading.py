@@ -28,7 +28,7 @@ from rooftop.media.errors import DamagedVideoError, NoVideoDecoderError
 from rooftop.media.forms import Normalization, form_of
 from rooftop.media.frame_index import FrameIndex
 from rooftop.media.frame_tensors import colours_of, displayed_size, to_tensor
-from rooftop.media.nvdec import NoNvdecError, gpu_of, missing, too_small
+from rooftop.media.nvdec import NoNvdecError, gpu_of, missing, odd, too_small
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
@@ -103,7 +103,7 @@ class VideoReader:
         decoder = Decoder(self.source)
         try:
             _, frame = next(decoder.frames())
-            self._size, self._stored = displayed_size(frame), (frame.height, frame.width)
+            self._size, stored = displayed_size(frame), (frame.height, frame.width)
             self.height, self.width = self.resize or self._size
             self.colours: Colours = colours_of(frame)
         except (Broken, StopIteration) as broken:
@@ -117,7 +117,7 @@ class VideoReader:
         self.fps = float(decoder.rate() or 1 / (usual_duration(decoder) * decoder.time_base))
         self.fallback_reason: str | None = None
         if wanted is not None:
-            reason = missing(wanted) or (may_be_cpu and too_small(*self._size)) or self._refused_by(wanted)
+            reason = missing(wanted) or (may_be_cpu and too_small(*stored)) or odd(*stored) or self._refused_by(wanted)
             if reason and not may_be_cpu:
                 raise NoVideoDecoderError(
                     f'{self.source.name} cannot be decoded on {wanted}: {reason}. Use device="cpu" (or "auto") and '
@@ -134,7 +134,7 @@ class VideoReader:
             return f"NVDEC cannot be had for it ({error})"
         try:
             tick, frame = next(cursor.frames)
-            to_tensor(frame, self.form, device, self._stored)
+            to_tensor(frame, self.form, device)
         except (NoNvdecError, Broken, StopIteration) as error:
             cursor.close()
             return f"NVDEC does not decode this {cursor.decoder.stream.codec_context.name} ({str(error) or 'no frame'})"
@@ -305,13 +305,13 @@ class VideoReader:
         return given % count
 
     def _tensor(self, frame: av.VideoFrame) -> Tensor:
-        if self.resize is None and displayed_size(frame, self._stored) != self._size:
+        if self.resize is None and displayed_size(frame) != self._size:
             height, width = displayed_size(frame)
             raise InputError(
                 f"frames of {self.source.name} change from {self._size[1]} x {self._size[0]} to {width} x {height} "
                 "pixels: give VideoReader(..., resize=(height, width)) to have all in one size"
             )
-        return to_tensor(frame, self.form, self._gpu, self._stored)
+        return to_tensor(frame, self.form, self._gpu)
 
     def _stream(self, start: int) -> Iterator[tuple[int, av.VideoFrame, int]]:
         """Ticks, frames and their durations in ticks; a frame is given when the next one is known."""
