@@ -30,6 +30,7 @@ from rooftop.kernels import log_softmax, softmax
 SIZES = (128256, 32768, 1024, 8192, 4096, 50257, 512, 16384, 65536, 128, 262144)
 SPANS = ((64, 4096), (4096, 65536), (65536, 262144))
 ELEMENTS = 1 << 28
+OPERATORS = ("softmax", "log_softmax")
 Function = Callable[[Tensor], Tensor]
 
 
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other sizes N")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
+    parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=OPERATORS, help="softmax, log_softmax")
     parser.add_argument("--seconds", type=float, default=45, help="after which no size is begun")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -49,7 +51,7 @@ def main() -> None:
     found: dict[str, Any] = {"environment": environment, "dtype": "bfloat16", "elements": ELEMENTS}
     found |= {"seed": options.seed, "drawn": drawn, "rows": []}
     sizes = tuple(dict.fromkeys((*options.sizes[:3], *drawn, *options.sizes[3:])))
-    for name, columns in [(name, n) for name in ("softmax", "log_softmax") for n in sizes]:
+    for name, columns in [(name, n) for name in options.operators for n in sizes]:
         if time.perf_counter() - began > options.seconds:
             print(f"{options.seconds:.0f} s are over: {name} N={columns} and what follows is left out")
             break

@@ -22,6 +22,7 @@ PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("kernels", "sparse", "mo
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 MARKED = re.compile(r"(<!-- figures: (\w+\.json) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 COMMANDS = {  # that make a file, where it is not the script of its name under kernels/
+    "log_softmaxes.json": "kernels/softmaxes.py --operators log_softmax",
     "rms_norms.json": "kernels/norms.py --norm rms_norm",
     "add_layer_norms.json": "kernels/norms.py --norm add_layer_norm",
     "add_rms_norms.json": "kernels/norms.py --norm add_rms_norm",
