@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("kernels", "sparse", "models", "scene"))
+PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("kernels", "sparse", "media", "models", "scene"))
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 MARKED = re.compile(r"(<!-- figures: (\w+\.json) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 COMMANDS = {  # that make a file, where it is not the script of its name under kernels/
@@ -29,6 +29,7 @@ COMMANDS = {  # that make a file, where it is not the script of its name under k
     "sparse.json": "sparse.py",
     "models.json": "models.py",
     "scene.json": "scene.py",
+    "media.json": "media.py",
 }
 OURS = (
     *("rooftop", "cuda", "twin", "rooftop, compiled", "rooftop, replayed"),
@@ -76,6 +77,8 @@ def section(path: Path) -> str:
         return f"{models(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
     if path.name == "scene.json":
         return f"{scenes(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
+    if path.name == "media.json":
+        return f"{videos(found['results'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
     tables = []
     for rows in found.values():
         if isinstance(rows, list) and rows and isinstance(rows[0], dict) and set(rows[0]) & set(FIGURES):
@@ -151,6 +154,35 @@ def scenes(rows: list[Row]) -> str:
                 times = [number(row[key]) if key in row else UNKNOWN for key in ("depth_ms", "g_buffer_ms")]
                 lines.append([*case_of(row, first), *times])
             tables.append(lines)
+    return "\n\n".join("\n".join(f"| {' | '.join(line)} |" for line in ruled(lines)) for lines in tables)
+
+
+READERS = (  # a column each: its head, and the variant
+    ("NVDEC: rgb", "rooftop, NVDEC, rgb"),
+    ("input", "rooftop, NVDEC, input"),
+    ("CPU: rgb", "rooftop, CPU, rgb"),
+    ("PyNvVideoCodec: rgb", "PyNvVideoCodec threaded, rgb"),
+    ("input", "PyNvVideoCodec threaded, input"),
+    ("PyAV, not converted", "PyAV, frames in the host's memory"),
+    ("OpenCV, on the host", "OpenCV, bgr in the host's memory"),
+)
+
+
+def videos(rows: list[Row]) -> str:
+    """Frames a second: one reader of each video; several of one at once."""
+    tables = []
+    if alone := [row for row in rows if row["what"] == "sizes"]:
+        lines = [["video", *(head for head, _ in READERS)]]
+        for row in alone:
+            rates = [number(row["frames_per_s"].get(variant)) for _, variant in READERS]
+            lines.append([row["name"], *(f"**{each}**" for each in rates[:3]), *rates[3:]])
+        tables.append(lines)
+    if together := [row for row in rows if row["what"] == "streams"]:
+        variants = list(together[0]["frames_per_s"])
+        lines = [["streams", *variants]]
+        for row in together:
+            lines.append([str(row["streams"]), *(number(row["frames_per_s"][variant]) for variant in variants)])
+        tables.append(lines)
     return "\n\n".join("\n".join(f"| {' | '.join(line)} |" for line in ruled(lines)) for lines in tables)
 
 

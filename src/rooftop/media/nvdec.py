@@ -24,7 +24,8 @@ DRIVER = ("libcuda.so.1", "libnvcuvid.so.1")
 IN_TORCHS_CONTEXT = {"primary_ctx": "0", "current_ctx": "1"}
 """FFmpeg would set flags of the primary context that torch has not."""
 
-WORTH_PIXELS = 1280 * 720
+WORTH_PIXELS = 320 * 240
+"""From here on an H200's NVDEC is faster than 16 cores (`benchmarks/media.py`); of fewer nothing is known."""
 
 BITS = {"nv12": 8, "p010le": 10, "p016le": 12, "yuv444p": 8, "yuv444p16le": 12}
 """Of a number, by FFmpeg's names of what NVDEC writes. In 16 they are the upper ones."""
@@ -81,10 +82,10 @@ def missing(device: torch.device) -> str | None:
 
 
 def too_small(height: int, width: int) -> str | None:
-    """Why a video of this size is decoded faster by the CPU; None if it is not."""
+    """Why a video of this size is left to the CPU where both can be had; None if it is not."""
     if height * width >= WORTH_PIXELS:
         return None
-    return f"the CPU decodes {width} x {height} pixels faster than NVDEC (which pays from {WORTH_PIXELS:,} pixels on)"
+    return f"{width} x {height} pixels are few: NVDEC is known to be faster from {WORTH_PIXELS:,} on"
 
 
 def odd(height: int, width: int) -> str | None:

@@ -1,0 +1,374 @@
+"""Videos read to tensors: frames a second of our reader, on NVDEC and on the CPU, beside those of other libraries.
+
+    python benchmarks/media.py [--out benchmarks/results/h200/media.json] [--only sizes streams access training]
+    python benchmarks/media.py --quick --out quick.json        tiny, on the CPU: shows that the script runs
+
+Clips are made first, with noise in them, so that there are bits to decode. A pass is timed from the first frame asked
+for to the last one there, decoders opened before; the better of two passes, variants interleaved. What is asked for:
+
+    nv12        what the decoder writes, on the GPU
+    rgb         (3, H, W) uint8 on the GPU
+    input       (3, 224, 224) float16 on the GPU, normalized: what a network takes
+
+`sizes` has one reader a video, and says where NVDEC becomes faster than the CPU; `streams` several at once; `access`
+frames in any order; `training` a step of matrix products while clips are decoded for the next ones.
+What is not installed is left out and said to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rooftop.hardware import measure_ceilings
+from rooftop.media import ClipDataset, ClipLoader, VideoReader
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+INPUT: dict[str, Any] = {"resize": (224, 224), "dtype": torch.float16, "normalize": (MEAN, STD)}
+FORMS: dict[str, dict[str, Any]] = {"nv12": {"output": "nv12"}, "rgb": {}, "input": INPUT}
+PASSES = 2
+CASES = ("sizes", "streams", "access", "training")
+
+
+class Video(NamedTuple):
+    """A clip to be made."""
+
+    name: str
+    height: int
+    width: int
+    frames: int
+    codec: str = "libx264"
+    pixel_format: str = "yuv420p"
+
+
+VIDEOS = (
+    Video("h264-320x240", 240, 320, 300),
+    Video("h264-640x360", 360, 640, 300),
+    Video("h264-1280x720", 720, 1280, 300),
+    Video("h264-1920x1080", 1080, 1920, 300),
+    Video("h264-3840x2160", 2160, 3840, 60),
+    Video("hevc-10-1920x1080", 1080, 1920, 120, "libx265", "yuv420p10le"),
+)
+QUICK = (Video("h264-96x64", 64, 96, 12), Video("h264-64x48", 48, 64, 12))
+
+
+def make(video: Video, folder: Path) -> Path:
+    """A pattern that moves under noise, two B-frames between others, a key frame every 60."""
+    import av
+
+    path = folder / f"{video.name}.mp4"
+    generator = np.random.default_rng(0)
+    down, across = np.mgrid[: video.height, : video.width].astype(np.float32)
+    pattern = 128 + 60 * np.sin(across / video.width * 9 + down / video.height * 5)
+    pictures = [pattern + generator.normal(0, 6, pattern.shape) for _ in range(8)]
+    pictures = [each.clip(0, 255).astype(np.uint8) for each in pictures]
+    options = {"preset": "ultrafast", "crf": "28", "g": "60", "bf": "2"}
+    if video.codec == "libx265":
+        options = {"preset": "ultrafast", "x265-params": "log-level=none:crf=28:keyint=60"}
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream(video.codec, rate=30, options=options)
+        stream.height, stream.width, stream.pix_fmt = video.height, video.width, video.pixel_format
+        planes = np.full((video.height * 3 // 2, video.width), 120, np.uint8)
+        for number in range(video.frames):
+            planes[: video.height] = np.roll(pictures[number % len(pictures)], number * 2, 1)
+            frame = av.VideoFrame.from_ndarray(planes, format="yuv420p")
+            container.mux(stream.encode(frame.reformat(format=video.pixel_format)))
+        container.mux(stream.encode(None))
+    return path
+
+
+# ---- variants: each gives a call that goes through a whole video and says how many frames it had ---------------------
+
+Pass = Callable[[], int]
+Opened = Callable[[], Pass]  # opens decoders
+
+
+def ours(path: Path, form: str, device: str) -> Opened:
+    """Frames decoded on the CPU go to the GPU, if there is one."""
+
+    def opened() -> Pass:
+        reader = VideoReader(path, device, **FORMS[form])
+        target = DEVICE if reader.device.type == "cpu" else None
+        return lambda: sum(1 for frame in reader if target is None or frame.to(target) is not None)
+
+    return opened
+
+
+def bare_pyav(path: Path) -> Opened:
+    """Frames as FFmpeg has them, in the host's memory: nothing is converted."""
+
+    def opened() -> Pass:
+        import av
+
+        container = av.open(str(path))
+        container.streams.video[0].thread_type = "AUTO"
+        return lambda: sum(1 for _ in container.decode(video=0))
+
+    return opened
+
+
+def pynvvideocodec(path: Path, form: str, threaded: bool) -> Opened:
+    """Its decoder alone or with its own thread; for a network's input, eight frames at a time through torch."""
+    import PyNvVideoCodec as nvc
+
+    colours = {} if form == "nv12" else {"output_color_type": nvc.OutputColorType.RGBP}
+
+    def opened() -> Pass:
+        options: dict[str, Any] = {"gpu_id": 0, "use_device_memory": True, **colours}
+        kind = nvc.ThreadedDecoder if threaded else nvc.SimpleDecoder
+        decoder = kind(str(path), **({"buffer_size": 24} if threaded else {}), **options)
+
+        def groups() -> Iterator[list[Tensor]]:
+            if threaded:
+                while found := decoder.get_batch_frames(8):
+                    yield [torch.from_dlpack(each) for each in found]
+                decoder.end()
+                return
+            for start in range(0, len(decoder), 8):
+                yield [torch.from_dlpack(decoder[each]) for each in range(start, min(start + 8, len(decoder)))]
+
+        def through() -> int:
+            count = 0
+            for frames in groups():
+                count += len(frames)
+                if form == "input":
+                    as_input(torch.stack(frames))
+            return count
+
+        return through
+
+    return opened
+
+
+def as_input(frames: Tensor) -> Tensor:
+    """(T, 3, H, W) uint8 to (T, 3, 224, 224) float16, normalized, by torch."""
+    small = F.interpolate(frames.half(), (224, 224), mode="bilinear", antialias=True).div_(255)
+    mean, std = (torch.tensor(each, device=frames.device).half()[:, None, None] for each in (MEAN, STD))
+    return small.sub_(mean).div_(std)
+
+
+def torchcodec(path: Path) -> Opened:
+    def opened() -> Pass:
+        from torchcodec.decoders import VideoDecoder  # type: ignore[import-not-found]
+
+        decoder = VideoDecoder(str(path), device=DEVICE)
+        return lambda: sum(1 for _ in decoder)
+
+    return opened
+
+
+def opencv(path: Path) -> Opened:
+    def opened() -> Pass:
+        import cv2
+
+        capture = cv2.VideoCapture(str(path))
+
+        def through() -> int:
+            count = 0
+            while capture.read()[0]:
+                count += 1
+            return count
+
+        return through
+
+    return opened
+
+
+def variants_of(path: Path) -> dict[str, Opened]:
+    """By "library, what is asked for"."""
+    found: dict[str, Opened] = {}
+    for form in FORMS:
+        if GPU:
+            found[f"rooftop, NVDEC, {form}"] = ours(path, form, "cuda")
+        if form != "nv12":
+            found[f"rooftop, CPU, {form}"] = ours(path, form, "cpu")
+    if GPU and installed("PyNvVideoCodec"):
+        found["PyNvVideoCodec, rgb"] = pynvvideocodec(path, "rgb", threaded=False)
+        for form in FORMS:
+            found[f"PyNvVideoCodec threaded, {form}"] = pynvvideocodec(path, form, threaded=True)
+    found["PyAV, frames in the host's memory"] = bare_pyav(path)
+    if installed("torchcodec"):
+        found["torchcodec, rgb"] = torchcodec(path)
+    if installed("cv2"):
+        found["OpenCV, bgr in the host's memory"] = opencv(path)
+    return found
+
+
+def installed(name: str) -> bool:
+    """Whether a peer can be imported; said once, if not."""
+    if name not in PEERS:
+        try:
+            __import__(name)
+            PEERS[name] = True
+        except Exception as error:
+            print(f"{name} is left out: {type(error).__name__}: {str(error)[:120]}", file=sys.stderr)
+            PEERS[name] = False
+    return PEERS[name]
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+def rate_of(opened: Opened, frames: int) -> float:
+    """Frames a second of one pass."""
+    through = opened()
+    settle()
+    began = time.perf_counter()
+    count = through()
+    settle()
+    seconds = time.perf_counter() - began
+    if count != frames:
+        raise RuntimeError(f"{count} of {frames} frames")
+    return frames / seconds
+
+
+def settle() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def sizes(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
+    for place, (video, path) in enumerate(paths.items()):
+        variants = variants_of(path)
+        rates: dict[str, list[float]] = {name: [] for name in variants}
+        for number in range(0 if place == 0 else 1, PASSES + 1):  # 0, of the smallest, compiles kernels
+            for name, opened in list(variants.items()):
+                try:
+                    rate = rate_of(opened, video.frames)
+                except Exception as error:
+                    print(f"{name} cannot read {video.name}: {error}", file=sys.stderr)
+                    del variants[name], rates[name]
+                    continue
+                if number:
+                    rates[name].append(rate)
+        best = {name: max(each) for name, each in rates.items()}
+        yield {"what": "sizes", **described(video, path), "frames_per_s": best}
+
+
+def streams(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
+    """Each stream in a thread of its own."""
+    video = next((each for each in paths if each.height == 1080), next(iter(paths)))
+    path = paths[video]
+    kinds = {f"rooftop, {form}": ours(path, form, "cuda" if GPU else "cpu") for form in ("rgb", "input")}
+    if GPU and installed("PyNvVideoCodec"):
+        kinds["PyNvVideoCodec threaded, rgb"] = pynvvideocodec(path, "rgb", threaded=True)
+    for count in (1, 2) if not GPU else (1, 4, 8, 16):
+        rates = {}
+        for name, opened in kinds.items():
+            rates[name] = max(at_once(opened, count, video.frames) for _ in range(2))
+        yield {"what": "streams", **described(video, path), "streams": count, "frames_per_s": rates}
+
+
+def at_once(opened: Opened, count: int, frames: int) -> float:
+    passes = [opened() for _ in range(count)]
+    settle()
+    with ThreadPoolExecutor(count) as pool:
+        began = time.perf_counter()
+        found = list(pool.map(on_own_stream, passes))
+        settle()
+        seconds = time.perf_counter() - began
+    if found != [frames] * count:
+        raise RuntimeError(f"{found}: expected {frames} frames of each")
+    return count * frames / seconds
+
+
+def on_own_stream(through: Pass) -> int:
+    if not GPU:
+        return through()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return through()
+
+
+def access(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
+    for video, path in paths.items():
+        places = np.random.default_rng(1).integers(0, video.frames, 12).tolist()
+        took: dict[str, float] = {}
+        for device in ("cuda", "cpu") if GPU else ("cpu",):
+            reader = VideoReader(path, device, **INPUT)
+            reader[0], len(reader)
+            settle()
+            began = time.perf_counter()
+            for place in places:
+                reader[place]
+            settle()
+            took[device] = 1e3 * (time.perf_counter() - began) / len(places)
+        yield {"what": "access", **described(video, path), "ms_per_frame": took}
+
+
+def training(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
+    """Steps of 30 ms or so, each with a batch of clips: alone, the clips alone, and both."""
+    video = next((each for each in paths if each.height == 1080), next(iter(paths)))
+    clips = ClipDataset([paths[video]] * 4, frames=4, device="cuda" if GPU else "cpu", **INPUT)
+    loader = ClipLoader(clips, batch=4, threads=7 if GPU else 2, ahead=4)
+    size, products = (8192, 18) if GPU else (64, 2)
+    x = torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16 if GPU else torch.float32)
+    wanted = min(len(loader), 40 if GPU else 2)
+
+    def step() -> None:
+        y = x
+        for _ in range(products):
+            y = F.normalize(y @ x)
+
+    def timed(batches: bool, steps: bool) -> float:
+        source = iter(loader) if batches else iter(range(wanted))
+        settle()
+        began = time.perf_counter()
+        for _ in range(wanted):
+            next(source)
+            if steps:
+                step()
+        settle()
+        return 1e3 * (time.perf_counter() - began) / wanted
+
+    timed(True, True)
+    found = {"step_ms": timed(False, True), "clips_ms": timed(True, False), "both_ms": timed(True, True)}
+    yield {"what": "training", **described(video, paths[video]), "frames_of_a_batch": 16, **found}
+
+
+def described(video: Video, path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    return {**video._asdict(), "mbit_per_s": 8 * size * 30 / video.frames / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/media.json"))
+    parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU: shows that the script runs")
+    options = parser.parse_args()
+    if not options.quick and not GPU:
+        parser.error("needs an NVIDIA GPU, or --quick")
+    ceilings = measure_ceilings(DEVICE)
+    found: dict[str, Any] = {
+        "environment": {"device": ceilings.device, "versions": dict(ceilings.versions)},
+        "results": [],
+    }
+    with tempfile.TemporaryDirectory(prefix="rooftop-media-") as folder:
+        paths = {video: make(video, Path(folder)) for video in (QUICK if options.quick else VIDEOS)}
+        cases = {"sizes": sizes, "streams": streams, "access": access, "training": training}
+        for name in options.only:
+            for row in cases[name](paths):
+                print(json.dumps(row), flush=True)
+                found["results"].append(row)
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+PEERS: dict[str, bool] = {}
+
+if __name__ == "__main__":
+    main()
