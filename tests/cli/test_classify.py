@@ -282,6 +282,96 @@ def test_a_gpu_finds_what_the_cpu_finds(
             assert guess["probability"] == pytest.approx(expected[guess["index"]], abs=0.02)
 
 
+@pytest.fixture
+def walk(tmp_path: Path) -> Path:
+    """A video of 2.4 s, the cat and then coffee."""
+    pytest.importorskip("av")
+    from rooftop.media import VideoWriter
+
+    with VideoWriter(tmp_path / "walk.mp4", 10, options={"g": "4", "bf": "0"}) as writer:
+        for number in range(24):
+            pixels = (data.chelsea() if number < 12 else data.coffee())[:240, :320]
+            writer.write(torch.from_numpy(pixels.copy()).permute(2, 0, 1).contiguous())
+    return tmp_path / "walk.mp4"
+
+
+def test_a_video_is_a_table_of_times(run: Run, files: dict[int, Path], walk: Path) -> None:
+    status, out, err = run("walk.mp4", "--model", "resnet18", "--weights", str(files[3]), "--top", "2")
+    assert (status, err) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["video", "time", "class", "probability"]
+    model, preprocessing = models.load_classifier("resnet18", files[3])
+    expected = list(models.classify_video(model, models.SampledVideo(walk, preprocessing), top=2))
+    assert [frame.time for frame in expected] == pytest.approx([0, 1, 2])
+    for number, frame in enumerate(expected):
+        first, second = lines[1 + 2 * number : 3 + 2 * number]
+        assert first[:-3] == (["walk.mp4"] if number == 0 else []) + [f"{frame.time:.3f}", "s"]
+        for found, guess in zip((first, second), frame.guesses, strict=True):
+            assert found[-3:-1] == ["class", str(guess.index)]
+            assert float(found[-1].rstrip("%")) == pytest.approx(100 * guess.probability, abs=0.11)
+
+
+def test_videos_and_photographs_together_as_json(run: Run, files: dict[int, Path], walk: Path) -> None:
+    walk.rename("walk.film")  # a name that does not tell
+    words = ["walk.film", "photos", "--model", "resnet18", "--weights", str(files[3]), "--batch-size", "2"]
+    status, out, err = run(*words, "--every", "0.5", "--json", "-")
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert [photo["path"] for photo in found["photographs"]] == ["photos/cat.png", "photos/coffee.png"]
+    (video,) = found["videos"]
+    assert (video["path"], video["device"], video["damage"]) == ("walk.film", "cpu", None)
+    assert video["fallback_reason"] is None  # none was asked of the CPU
+    assert [frame["time"] for frame in video["frames"]] == pytest.approx([0, 0.5, 1, 1.5, 2])
+    assert [frame["position"] for frame in video["frames"]] == [0, 5, 10, 15, 20]
+    for frame in video["frames"]:
+        assert sum(guess["probability"] for guess in frame["classes"]) == pytest.approx(1)
+    status, out, _ = run(*words, "--json", "r.json")
+    assert status == 0
+    assert out.index("photograph") < out.index("video")
+    assert json.loads(Path("r.json").read_text())["videos"][0]["path"] == "walk.film"
+
+
+def test_what_is_before_the_damage_is_shown_and_the_status_is_one(run: Run, files: dict[int, Path], walk: Path) -> None:
+    content = bytearray(walk.read_bytes())
+    start = content.index(b"mdat") + (len(content) // 2)
+    content[start : start + 6000] = b"\xff" * 6000
+    walk.write_bytes(content)
+    words = ["walk.mp4", "photos", "--model", "resnet18", "--weights", str(files[3]), "--every", "0.1"]
+    status, out, err = run(*words, "--json", "r.json")
+    assert status == 1
+    assert "walk.mp4 cannot be decoded" in err
+    assert err.count("\n") == 1
+    (video,) = json.loads(Path("r.json").read_text())["videos"]
+    assert " ".join(video["damage"].split()) in err
+    assert 0 < len(video["frames"]) < 24
+    assert out.count(" s ") == len(video["frames"])
+    assert "coffee.png" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["missing.mp4"], 2, "missing.mp4 does not exist"),
+        (["text.mp4"], 2, "text.mp4 is no video"),
+        (["text.film"], 2, "text.film is no image"),
+        (["walk.mp4", "--every", "0"], 2, "--every"),
+        (["walk.mp4", "--json", "walk.mp4"], 2, "walk.mp4"),
+        (["walk.mp4", "--model", "resnet18"], 1, "was not downloaded"),
+    ],
+)
+def test_what_goes_wrong_with_videos(
+    run: Run, walk: Path, words: list[str], status: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("text.mp4", "text.film"):
+        Path(name).write_text("no video")
+    before = walk.read_bytes()
+    got, out, err = run(*words)
+    assert (got, out) == (status, ""), err
+    assert message in err
+    assert err.count("\n") == 1
+    assert walk.read_bytes() == before
+
+
 def test_help_lists_the_verb_without_torch() -> None:
     code = "import sys; from rooftop.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

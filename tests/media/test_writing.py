@@ -30,7 +30,7 @@ LOSSLESS = {
 @pytest.mark.parametrize("codec", LOSSLESS)
 @pytest.mark.parametrize("matrix", [None, "bt709", "bt2020"])
 def test_colours_come_back(tmp_path: Path, codec: str, matrix: str | None) -> None:
-    frames = smooth(height=32, width=48)
+    frames = smooth(height=32, width=96)
     path = tmp_path / "out.mkv"
     with VideoWriter(path, 25, codec, options=LOSSLESS[codec], matrix=matrix, pixel_format="yuv420p") as writer:
         writer.write(frames[0])
@@ -84,6 +84,15 @@ def test_an_odd_size_is_refused_with_the_remedies_or_padded(tmp_path: Path) -> N
     with VideoWriter(tmp_path / "odd.mkv", 25, pixel_format="yuv444p", options={"qp": "0"}) as writer:
         writer.write(frames)
     assert VideoReader(tmp_path / "odd.mkv")[0].shape == (3, 15, 21)
+
+
+def test_pictures_too_narrow_for_x265_are_refused(tmp_path: Path) -> None:
+    """It writes beyond its memory there, and the process dies some time later."""
+    with (
+        pytest.raises(InputError, match="libx265 needs a width of 64 or more"),
+        VideoWriter(tmp_path / "narrow.mp4", 25, "libx265") as writer,
+    ):
+        writer.write(smooth(height=64, width=60))
 
 
 def test_an_error_leaves_no_file_and_an_older_one_as_it_was(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from rooftop import models
 from rooftop.errors import InputError, ModelRunError, TargetError, WeightsError
-from rooftop.models import classify, load_classifier, load_images
+from rooftop.models import classify, images, load_classifier, load_images
 from rooftop.models.classification import imagenet_classes
 from rooftop.models.images import Preprocessing
 
@@ -112,6 +113,27 @@ def test_batches_make_no_difference(batch_size: int, photographs: Path) -> None:
         assert [guess.index for guess in one.guesses] == [guess.index for guess in same.guesses]
         probabilities = [guess.probability for guess in same.guesses]
         assert [guess.probability for guess in one.guesses] == pytest.approx(probabilities, rel=1e-5)
+
+
+def test_photographs_are_decoded_while_the_model_works(photographs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch is not done before the second is decoded, so one after the other would never end."""
+    decoded, read = [], images.read_image
+    fourth = threading.Event()
+
+    def noted(path: Path) -> Image.Image:
+        decoded.append(path)
+        if len(decoded) == 4:
+            fourth.set()
+        return read(path)
+
+    class Waits(Colours):
+        def forward(self, x: Tensor) -> Tensor:
+            assert fourth.wait(20), f"only {len(decoded)} decoded"
+            return super().forward(x)
+
+    monkeypatch.setattr(images, "read_image", noted)
+    found = classify(Waits(), [photographs], preprocessing=SMALL, batch_size=2)
+    assert [photo.path for photo in found] == sorted(photographs.iterdir())
 
 
 def test_the_model_is_left_as_it_was(photographs: Path) -> None:

@@ -19,6 +19,7 @@ from rooftop.models.images import (
     check_images,
     find_images,
     load_images,
+    normalized,
     preprocess,
     read_image,
 )
@@ -49,6 +50,22 @@ def test_preprocessing_is_torchvisions_bit_for_bit(resize: int, torchvision_mode
     for pixels in (data.chelsea(), data.astronaut()[:77, :301], data.coffee()[:301, :78]):
         photo = Image.fromarray(pixels)
         assert torch.equal(preprocess(photo, Preprocessing(resize=resize)), theirs(photo))
+
+
+@pytest.mark.parametrize("form", ["png", "jpg", "webp", "tif"])
+def test_tensors_are_to_the_bit_those_of_pillow_and_torch(form: str, cat: Image.Image, tmp_path: Path) -> None:
+    """Decoded and prepared by threads and NumPy, in the order of the files."""
+    for number in range(5):
+        cat.rotate(20 * number).save(tmp_path / f"{number}.{form}")
+    batch = load_images([tmp_path])
+    for number, found in enumerate(batch):
+        with Image.open(tmp_path / f"{number}.{form}") as image:
+            resized = image.resize((256 * 451 // 300, 256), Image.Resampling.BILINEAR)
+        cropped = resized.crop((80, 16, 304, 240))
+        pixels = torch.from_numpy(np.array(cropped, dtype=np.float32)) / 255
+        expected = ((pixels - torch.tensor(MEAN)) / torch.tensor(STD)).permute(2, 0, 1)
+        assert torch.equal(found, expected)
+        assert torch.equal(normalized(cropped), expected)
 
 
 def test_a_batch_from_files_and_folders(cat: Image.Image, tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""`rooftop classify`: what is on photographs."""
+"""`rooftop classify`: what is on photographs and in videos."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,22 @@ from rooftop.cli.trained_models import (
     seed_option,
     seeded,
 )
+from rooftop.errors import InputError, MissingExtraError
 from rooftop.inference import Engine
-from rooftop.models import Classified, builtin_models, classify, find_images, load_classifier, model_entry
-from rooftop.models.images import IMAGENET, check_images
+from rooftop.media import DamagedVideoError, VideoReader
+from rooftop.media.images import SUFFIXES, check_images, find_images
+from rooftop.models import (
+    Classified,
+    ClassifiedFrame,
+    Guess,
+    SampledVideo,
+    builtin_models,
+    classify,
+    classify_video,
+    load_classifier,
+    model_entry,
+)
+from rooftop.models.images import IMAGENET
 
 EXAMPLES = """\b
 Examples:
@@ -41,9 +54,15 @@ Examples:
   rooftop classify holiday/ --model resnet18 --weights my_resnet18.pth --json classes.json
   rooftop classify holiday/ --batch-size 64 --json -
   rooftop classify cat.jpg --random-weights 0
+  rooftop classify walk.mp4 --every 0.5
 
 Weights are downloaded once, to where torchvision keeps its own; ROOFTOP_WEIGHTS_URL names a mirror.
 """
+
+VIDEO_SUFFIXES = {
+    ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".m2ts", ".mts", ".wmv", ".flv", ".ogv",
+    ".3gp", ".mxf", ".y4m", ".ivf", ".h264", ".hevc",
+}  # fmt: skip
 
 
 @click.command(epilog=EXAMPLES)
@@ -64,6 +83,14 @@ Weights are downloaded once, to where torchvision keeps its own; ROOFTOP_WEIGHTS
 )
 @seed_option
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Classes for each photograph.")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="From one frame of a video to the next.",
+)
 @device_option
 @dtype_option
 @batch_size_option(16)
@@ -74,22 +101,27 @@ def command(
     weights: str | None,
     seed: int | None,
     top: int,
+    every: float,
     where: torch.device,
     dtype: torch.dtype | None,
     batch_size: int,
     json_path: Path | None,
 ) -> None:
-    """Show what is on photographs: the most probable classes of each, by an image model.
+    """Show what is on photographs and in videos: the most probable classes of each, by an image model.
 
-    PATH is a photograph or a folder of photographs. The classes are the 1000 of ImageNet, or those of your own
-    weights, which are shown by number.
+    PATH is a photograph, a folder of photographs, or a video, of which there is a frame every second (--every). The
+    classes are the 1000 of ImageNet, or those of your own weights, which are shown by number.
     """
     if weights is not None and seed is not None:
         raise click.UsageError("expected one of --weights and --random-weights SEED, an untrained model")
     to_stdout = json_path == Path("-")
+    pictures, videos = _told_apart(paths)
+    found = find_images(pictures)
     if json_path is not None and not to_stdout:
-        check_writable(json_path, [*find_images(paths), *([] if weights is None else [Path(weights)])])
-    check_images(find_images(paths))  # before anything is downloaded
+        check_writable(json_path, [*found, *videos, *([] if weights is None else [Path(weights)])])
+    check_images(found)  # before anything is downloaded
+    for video in videos:
+        VideoReader(video).close()
     if seed is None:
         weights = weights or "DEFAULT"
         classifier, preprocessing = load_classifier(model, weights)
@@ -99,20 +131,83 @@ def command(
     by_engine = _ByEngine(engine_of(classifier, model, where, dtype))
     with progress_bar() as progress:
         photographs = classify(
-            by_engine, paths, preprocessing=preprocessing, top=top, batch_size=batch_size, progress=progress
+            by_engine, found, preprocessing=preprocessing, top=top, batch_size=batch_size, progress=progress
         )
+        clips = []
+        for video in videos:
+            frames = SampledVideo.for_model(by_engine, video, preprocessing, every=every)
+            clips.append(_Clip(video, frames.device, frames.fallback_reason, [], None))
+            try:
+                for frame in classify_video(by_engine, frames, top=top, batch_size=batch_size, progress=progress):
+                    clips[-1].frames.append(frame)
+            except DamagedVideoError as error:  # told once what was found is
+                clips[-1].damage = error
     if json_path is not None:
-        plain = [_plain(photo) for photo in photographs]
-        text = json.dumps({"model": model, "weights": weights, "seed": seed, "photographs": plain}, indent=1) + "\n"
+        plain = {"photographs": [_plain(photo) for photo in photographs], "videos": [clip.plain() for clip in clips]}
+        text = json.dumps({"model": model, "weights": weights, "seed": seed, **plain}, indent=1) + "\n"
         if to_stdout:
             click.echo(text, nl=False)
-            return
-        write_text(json_path, text)
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(_table(photographs))
-    if seed is not None:
-        click.echo("random weights: what is found means nothing")
-    if json_path is not None:
-        click.echo(f"classes: {json_path}")
+        else:
+            write_text(json_path, text)
+    if not to_stdout:
+        _show(photographs, clips)
+        if seed is not None:
+            click.echo("random weights: what is found means nothing")
+        if json_path is not None:
+            click.echo(f"classes: {json_path}")
+    for clip in clips:
+        if clip.damage is not None:
+            raise clip.damage
+
+
+def _told_apart(paths: Sequence[str]) -> tuple[list[Path], list[Path]]:
+    """Photographs and folders of them, and videos, each in their order: by the suffix; another file is tried as both.
+
+    Raises:
+        InputError: it is neither.
+    """
+    pictures: list[Path] = []
+    videos: list[Path] = []
+    for path in map(Path, paths):
+        known = path.suffix.lower() in SUFFIXES or not path.is_file()
+        a_video = path.suffix.lower() in VIDEO_SUFFIXES and not path.is_dir()
+        (videos if a_video or (not known and _is_video(path)) else pictures).append(path)
+    return pictures, videos
+
+
+def _is_video(path: Path) -> bool:
+    try:
+        check_images([path])
+    except InputError:
+        try:
+            VideoReader(path).close()
+        except (InputError, MissingExtraError):
+            return False  # what is wrong is told of it as of a photograph
+        return True
+    return False
+
+
+@dataclass
+class _Clip:
+    """What was found in a video, and what ended it too early."""
+
+    path: Path
+    device: torch.device
+    fallback_reason: str | None
+    frames: list[ClassifiedFrame]
+    damage: DamagedVideoError | None
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "device": str(self.device),
+            "fallback_reason": self.fallback_reason,
+            "damage": None if self.damage is None else str(self.damage),
+            "frames": [
+                {"position": each.position, "time": each.time, "classes": [asdict(guess) for guess in each.guesses]}
+                for each in self.frames
+            ],
+        }
 
 
 class _ByEngine(nn.Module):
@@ -128,17 +223,35 @@ class _ByEngine(nn.Module):
         return logits
 
 
-def _table(photographs: Sequence[Classified]) -> Table:
-    """One line for each class, the photograph's path at its first."""
+def _show(photographs: Sequence[Classified], clips: Sequence[_Clip]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    if photographs:
+        of_photographs = (([click.format_filename(photo.path)], photo.guesses) for photo in photographs)
+        console.print(_table(["photograph"], of_photographs))
+    if any(clip.frames for clip in clips):
+        of_frames = (
+            ([click.format_filename(clip.path) if number == 0 else "", f"{frame.time:.3f} s"], frame.guesses)
+            for clip in clips
+            for number, frame in enumerate(clip.frames)
+        )
+        console.print(_table(["video", "time"], of_frames))
+    for clip in clips:
+        if clip.fallback_reason is not None:
+            click.echo(f"{click.format_filename(clip.path)}: decoded on the CPU: {clip.fallback_reason}")
+
+
+def _table(what: Sequence[str], rows: Iterable[tuple[list[str], tuple[Guess, ...]]]) -> Table:
+    """One line for each class, what it is of at the first."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("photograph", overflow="fold")
+    table.add_column(what[0], overflow="fold")
+    for name in what[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("class", overflow="fold")
     table.add_column("probability", justify="right", no_wrap=True)
-    for photo in photographs:
-        for rank, guess in enumerate(photo.guesses):
-            path = click.format_filename(photo.path) if rank == 0 else ""
-            name = guess.name or f"class {guess.index}"
-            table.add_row(Text(path), Text(name), f"{guess.probability:.1%}")  # Text: a name may hold [brackets]
+    for called, guesses in rows:
+        for rank, guess in enumerate(guesses):
+            first = [Text(each) for each in (called if rank == 0 else [""] * len(what))]  # may hold [brackets]
+            table.add_row(*first, Text(guess.name or f"class {guess.index}"), f"{guess.probability:.1%}")
     return table
 
 

@@ -29,7 +29,7 @@ VERBS = {
     "doctor": "Say what works here, what does not, and what mends it.",
     "generate": "Continue a text with a language model, and say how far that is from the roof.",
     "ladder": "Climb from a first kernel to the roof: the same work, rung by rung, measured.",
-    "media": "Look into video files.",
+    "media": "Look into video files, decode and transcode them; what FFmpeg can do here.",
     "predict-video": "Show how a clip goes on, beside how it really does.",
     "report": "Turn a JSON report into HTML again.",
     "scene": "Build meshes into virtual geometry, which is drawn at the cost of the pixels.",

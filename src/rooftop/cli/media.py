@@ -13,17 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from rooftop.analysis.text import WIDTH
+from rooftop.cli.media_bench import bench_command
+from rooftop.cli.media_decode import decode_command
 from rooftop.cli.media_ffmpeg import build_command, check_command
+from rooftop.cli.media_transcode import transcode_command
 from rooftop.media import VideoInfo, probe
 
 
 @click.group()
 def command() -> None:
-    """Look into video files."""
+    """Look into video files, take them apart, encode them anew, and measure how fast that is here."""
 
 
-command.add_command(check_command)
-command.add_command(build_command)
+for each in (decode_command, transcode_command, bench_command, check_command, build_command):
+    command.add_command(each)
 
 
 @command.command("probe", epilog="Example: rooftop media probe walk.mp4 --json")

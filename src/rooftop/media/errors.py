@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rooftop.errors import RooftopError
+
+if TYPE_CHECKING:
+    from rooftop.media.sounds import Sound
 
 
 class DamagedVideoError(RooftopError, RuntimeError):
@@ -17,6 +21,19 @@ class DamagedVideoError(RooftopError, RuntimeError):
     def __init__(self, message: str, last_good_time: float | None = None) -> None:
         super().__init__(message)
         self.last_good_time = last_good_time
+
+
+class DamagedSoundError(DamagedVideoError):
+    """Sound that ends early or cannot be decoded at some place.
+
+    Attributes:
+        last_good_time: seconds, where what could be decoded ends; None if nothing could.
+        sound: what was asked for and is before that.
+    """
+
+    def __init__(self, message: str, last_good_time: float | None, sound: Sound) -> None:
+        super().__init__(message, last_good_time)
+        self.sound = sound
 
 
 class NoVideoDecoderError(RooftopError, NotImplementedError):

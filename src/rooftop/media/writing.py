@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
+from operator import index as as_integer
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -17,13 +18,17 @@ from torch import Tensor
 
 from rooftop.errors import InputError
 from rooftop.media.colours import CODES, WEIGHTS, Colours, rgb_to_yuv, usual_matrix
+from rooftop.media.containers import said
 from rooftop.media.errors import VideoWriteError
+from rooftop.media.nvenc import ENCODER, OTHERWISE, why_no_nvenc
 from rooftop.media.pyav import load_av
+from rooftop.media.soundtracks import CopiedSound, EncodedSound, usual_codec
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
-TICKS = 60_000  # a second, where frames have times: whole for 24, 25, 30 and 60 frames/s, and for NTSC's of 1001
+TICKS = 120_000  # a second, where frames have times: whole for 24, 25, 30 and 60 frames/s, and for NTSC's of 1001
+NARROWEST_X265 = 64  # of fewer pixels, x265 (in PyAV 18) writes beyond its memory in `Lookahead::cuTree`
 
 
 class VideoWriter:
@@ -32,12 +37,15 @@ class VideoWriter:
         with VideoWriter("out.mp4", fps=30) as writer:
             writer.write(frames)            # (3, H, W) or (T, 3, H, W), any number of times
 
+        with VideoWriter("out.mp4", fps=30, sound_from="in.mp4") as writer: ...  # its sound, bit by bit
+
     Leaving the block by an error, or `discard()`, leaves no file and an older one as it was.
 
     Args:
         path: of the file; its suffix names the format (.mp4, .mkv, .webm, .avi, .mov, ...).
         fps: frames a second. Frames that are given times are shown at these instead.
-        codec: the name of an FFmpeg encoder: libx264, libx265, libvpx-vp9, libsvtav1, mpeg4, ffv1, ...
+        codec: the name of an FFmpeg encoder: libx264, libx265, libvpx-vp9, libsvtav1, mpeg4, ffv1, h264_nvenc, ...; or
+            "auto", h264_nvenc where a GPU here has encoded a trial, and else libx264. It takes no `options`.
         pixel_format: as FFmpeg names it; of more than 8 bits (yuv420p10le) it keeps more of floating frames. By default
             yuv420p, or what the encoder has.
         bit_rate_bps: bits a second, if the encoder is to aim at a size; else its own idea of quality.
@@ -46,9 +54,18 @@ class VideoWriter:
         full_range: whether black is 0 and white 255, instead of 16 and 235.
         pad: whether a size that does not fit the pixel format (odd, with yuv420p) is filled up by repeating the last
             row and column. If not, it is refused.
+        sound_from: a file whose sound is copied, all streams of it, packet for packet.
+        sound_start_s: what becomes 0, on the clock of that file. Packets that begin before are left out.
+        cut_sound: whether sound that goes on after the last frame is left out, to a packet. If not, all of it is there.
+
+    Attributes:
+        encoder: of the video, also where "auto" was asked for.
+        fallback_reason: why that is not h264_nvenc, if "auto" was asked for; else None. The size of the first frame may
+            still change both.
 
     Raises:
-        InputError: an unknown suffix, encoder, pixel format or argument, or no such folder.
+        InputError: an unknown suffix, encoder, pixel format or argument, no such folder, or sound that is not there or
+            that the format cannot hold.
         MissingExtraError: PyAV is not installed.
     """
 
@@ -64,6 +81,9 @@ class VideoWriter:
         matrix: str | None = None,
         full_range: bool = False,
         pad: bool = False,
+        sound_from: str | os.PathLike[str] | None = None,
+        sound_start_s: float = 0.0,
+        cut_sound: bool = False,
     ) -> None:
         self.av = load_av()
         self.path = Path(path).expanduser()
@@ -71,13 +91,19 @@ class VideoWriter:
         self._partial = self.path.with_name(f".{self.path.stem}.{os.getpid()}-{id(self):x}.partial{self.path.suffix}")
         self._closed = False
         self._container: av.container.OutputContainer | None = None
+        self._stream: av.VideoStream | None = None
+        self._sound: CopiedSound | EncodedSound | None = None
         if not 0 < fps < float("inf"):
             raise InputError(f"fps={fps}: expected a number above 0")
         if matrix is not None and matrix not in WEIGHTS:
             raise InputError(f"matrix {matrix!r} is not known: expected one of {', '.join(WEIGHTS)}")
         self.fps = Fraction(fps).limit_denominator(1001)
         self.codec, self.matrix, self.full_range, self.pad = codec, matrix, full_range, pad
-        self.bit_rate_bps, self.options = bit_rate_bps, dict(options or {})
+        self.bit_rate_bps, self.options, self.cut_sound = bit_rate_bps, dict(options or {}), cut_sound
+        if codec == "auto" and options:
+            raise InputError(f'options {self.options} are of one encoder: name it instead of codec="auto"')
+        self.fallback_reason = why_no_nvenc(pixel_format or "yuv420p") if codec == "auto" else None
+        self.encoder = codec if codec != "auto" else OTHERWISE if self.fallback_reason else ENCODER
         self.pixel_format = self._pick_format(pixel_format)
         if not self.path.parent.is_dir():
             raise InputError(f"{self.path.parent} is no folder: create it before {self.path.name} is written there")
@@ -95,22 +121,29 @@ class VideoWriter:
         except OSError:
             self.discard()
             raise
+        if sound_from is not None:
+            self._add_video()
+            try:
+                self._sound = CopiedSound(self._container, sound_from, sound_start_s)
+            except BaseException:
+                self.discard()
+                raise
 
     def _pick_format(self, wanted: str | None) -> str:
         try:
-            codec = self.av.Codec(self.codec, "w")
+            codec = self.av.Codec(self.encoder, "w")
         except self.av.codec.codec.UnknownCodecError as error:
             there = [
                 name for name in ("libx264", "libx265", "libvpx-vp9", "libsvtav1", "mpeg4", "ffv1") if self._has(name)
             ]
-            raise InputError(f"no encoder {self.codec!r} in this FFmpeg: it has {', '.join(there)}") from error
+            raise InputError(f"no encoder {self.encoder!r} in this FFmpeg: it has {', '.join(there)}") from error
         if codec.type != "video":
-            raise InputError(f"{self.codec!r} encodes {codec.type}: expected an encoder of video, such as libx264")
+            raise InputError(f"{self.encoder!r} encodes {codec.type}: expected an encoder of video, such as libx264")
         names = [each.name for each in codec.video_formats or []]
         if wanted is None:
             return "yuv420p" if "yuv420p" in names or not names else names[0]
         if names and wanted not in names:
-            raise InputError(f"{self.codec} does not encode {wanted!r}: expected one of {', '.join(names)}")
+            raise InputError(f"{self.encoder} does not encode {wanted!r}: expected one of {', '.join(names)}")
         try:
             self.av.VideoFormat(wanted, 16, 16)
         except ValueError as error:
@@ -136,6 +169,7 @@ class VideoWriter:
             InputError: another shape, dtype or size than expected, values that are not finite, times that do not
                 increase, or a size that the pixel format cannot have.
             VideoWriteError: the encoder refuses its settings. The writer is then closed, and leaves no file.
+            DamagedVideoError: the sound that is copied cannot be read on; likewise.
         """
         if self._closed:
             raise VideoWriteError(f"{self.path} is closed already: open another VideoWriter")
@@ -165,6 +199,7 @@ class VideoWriter:
             for pixels, tick in zip(batch, ticks, strict=True):
                 self._encode(self._frame(pixels.cpu(), tick))
                 self.frames, self._last_tick = self.frames + 1, tick
+                self._mux_sound(tick * self._time_base)
         except (self.av.FFmpegError, ValueError, OSError) as error:
             self.discard()
             raise self._refused(error) from error
@@ -172,11 +207,52 @@ class VideoWriter:
             self.discard()
             raise
 
+    def write_sound(self, samples: Tensor, rate_hz: int, codec: str | None = None) -> None:
+        """Add sound, which begins with the video; before the first frame, and any number of times.
+
+        Args:
+            samples: (C, N) floating in -1..1, on any device, of 1 to 8 channels.
+            rate_hz: samples a second.
+            codec: an FFmpeg encoder of sound: aac, libopus, libmp3lame, flac, pcm_s16le, ...; by default one that is
+                usual for the suffix of the file.
+
+        Raises:
+            InputError: another shape, dtype, rate or codec than expected or than before, values that are not finite,
+                sound of `sound_from` beside it, or a video whose first frame is written already.
+            VideoWriteError: the encoder refuses. The writer is then closed, and leaves no file.
+        """
+        if self._closed or self._container is None:
+            raise VideoWriteError(f"{self.path} is closed already: open another VideoWriter")
+        if samples.dim() != 2 or not samples.is_floating_point():
+            raise InputError(f"samples {tuple(samples.shape)} of {samples.dtype}: expected (C, N), floating in -1..1")
+        if not bool(torch.isfinite(samples).all()):
+            raise InputError("samples that are not finite (nan or inf): expected -1..1")
+        if isinstance(self._sound, CopiedSound):
+            raise InputError(
+                f"{self.path} gets its sound from {self._sound.name}: leave out sound_from to write another"
+            )
+        if self._sound is None:
+            if self.frames:
+                raise InputError("the first sound has to be written before the first frame: a file names all its parts")
+            self._add_video()
+            wanted = codec or usual_codec(self.path.suffix)
+            self._sound = EncodedSound(self._container, wanted, samples.shape[0], as_integer(rate_hz))
+        before = (self._sound.channels, self._sound.rate_hz, self._sound.codec)
+        given = (samples.shape[0], rate_hz, codec or self._sound.codec)
+        if given != before:
+            raise InputError(f"sound of (channels, Hz, codec) {given} after {before}: a stream has one of each")
+        try:
+            self._sound.write(samples.detach().cpu())
+        except (self.av.FFmpegError, ValueError, OSError) as error:
+            self.discard()
+            raise self._refused(error, f"{self._sound.codec} of {rate_hz} Hz") from error
+
     def close(self) -> None:
         """Write what is left and give the file its name.
 
         Raises:
             VideoWriteError: no frame was written, or the file could not be finished. No file is left then.
+            DamagedVideoError: the sound that is copied cannot be read to its end; likewise.
         """
         if self._closed:
             return
@@ -185,6 +261,10 @@ class VideoWriter:
             raise VideoWriteError(f"no frames were written to {self.path}: a video needs at least one")
         assert self._container is not None
         try:
+            end = self._last_tick * self._time_base + 1 / self.fps if self.cut_sound else None
+            if self._sound is not None:
+                self._sound.finish()
+            self._mux_sound(end)
             self._encode(None)
             self._container.close()
             self._container = None
@@ -197,6 +277,8 @@ class VideoWriter:
     def discard(self) -> None:
         """Leave no file; nothing happens after `close`."""
         self._closed = True
+        if self._sound is not None:
+            self._sound.close()
         if self._container is not None:
             container, self._container = self._container, None
             with suppress(self.av.FFmpegError, ValueError, OSError):
@@ -218,11 +300,13 @@ class VideoWriter:
         if getattr(self, "_closed", True) is False:
             self.discard()
 
-    def _refused(self, error: BaseException) -> VideoWriteError:
-        said = getattr(error, "strerror", None) or error
+    def _refused(self, error: BaseException, who: str | None = None) -> VideoWriteError:
+        if isinstance(error, VideoWriteError):
+            return error
+        who = who or f"{self.encoder} with {self.pixel_format} and options {self.options}"
         return VideoWriteError(
-            f"{self.path} was not written: {self.codec} with {self.pixel_format} and options {self.options} says: "
-            f"{said}. Try other options, another codec or another suffix"
+            f"{self.path} was not written: {who} says: {said(error)}. "
+            "Try other options, another codec or another suffix"
         )
 
     def _ticks(self, seconds: list[float] | None, count: int) -> list[int]:
@@ -249,6 +333,11 @@ class VideoWriter:
         self._down, self._across, self._bits = 64 // chroma.height, 64 // chroma.width, parts[0].bits
         self._given = torch.Size((height, width))
         self._extra = (-height % self._down, -width % self._across)
+        if self.encoder == "libx265" and width < NARROWEST_X265:
+            raise InputError(
+                f"frames of {height}x{width} pixels (height x width): libx265 needs a width of {NARROWEST_X265} or "
+                "more; use libx264"
+            )
         if any(self._extra) and not self.pad:
             raise InputError(
                 f"frames of {height}x{width} pixels (height x width): {self.pixel_format} needs a multiple of "
@@ -260,10 +349,14 @@ class VideoWriter:
         assert self._container is not None
         self._timed = timed
         height, width = (size + extra for size, extra in zip(self._given, self._extra, strict=True))
+        if self.encoder == ENCODER and self.codec == "auto":
+            self.fallback_reason = why_no_nvenc(self.pixel_format, height, width)
+            if self.fallback_reason and self._stream is not None:  # FFmpeg takes back no stream
+                raise VideoWriteError(f'{self.path} was not written: {self.fallback_reason}. Use codec="{OTHERWISE}"')
+            self.encoder = OTHERWISE if self.fallback_reason else ENCODER
         self._colours = Colours(self.matrix or usual_matrix(height, width), self.full_range)
         self._time_base = Fraction(1, TICKS) if timed else 1 / self.fps
-        stream = self._container.add_stream(self.codec, rate=self.fps, options=self.options)
-        assert isinstance(stream, self.av.VideoStream)
+        stream = self._add_video()
         stream.height, stream.width, stream.pix_fmt = height, width, self.pixel_format
         context = stream.codec_context
         context.time_base = self._time_base
@@ -272,12 +365,31 @@ class VideoWriter:
             context.color_range = 2 if self.full_range else 1
         if self.bit_rate_bps is not None:
             context.bit_rate = self.bit_rate_bps
-        self._stream = stream
+
+    def _add_video(self) -> av.VideoStream:
+        """The stream of the video, before those of the sound; its size comes with the first frame."""
+        if self._stream is None:
+            assert self._container is not None
+            try:
+                stream = self._container.add_stream(self.encoder, rate=self.fps, options=self.options)
+            except (self.av.FFmpegError, ValueError) as error:
+                self.discard()
+                raise self._refused(error) from error
+            assert isinstance(stream, self.av.VideoStream)
+            self._stream = stream
+        return self._stream
 
     def _encode(self, frame: av.VideoFrame | None) -> None:
         assert self._container is not None
+        assert self._stream is not None
         for packet in self._stream.encode(frame):
             self._container.mux(packet)
+
+    def _mux_sound(self, until: Fraction | None) -> None:
+        """Sound that is heard before this, so that it stands beside the pictures; all that there is if None."""
+        if self._sound is not None and self._container is not None:
+            for packet in self._sound.until(until):
+                self._container.mux(packet)
 
     def _frame(self, pixels: Tensor, tick: int) -> av.VideoFrame:
         """(3, H, W) as a frame of the pixel format."""

@@ -37,9 +37,11 @@ from rooftop.models.resnet import (
 from rooftop.models.second import SecondBackbone, second_backbone, second_state_dict
 from rooftop.models.sparse_unet import MinkUNet, SparseUNet, minkunet18, minkunet34
 from rooftop.models.swin import SwinTransformer, swin_b, swin_s, swin_t, swin_v2_b, swin_v2_s, swin_v2_t
+from rooftop.models.video_classification import ClassifiedFrame, SampledVideo, classify_video
 
 __all__ = [
     "Classified",
+    "ClassifiedFrame",
     "CocoDataset",
     "ConvLSTM2D",
     "Detected",
@@ -55,6 +57,7 @@ __all__ = [
     "NextFrameNetwork",
     "Preprocessing",
     "ResNet",
+    "SampledVideo",
     "SecondBackbone",
     "SparseUNet",
     "SwinTransformer",
@@ -62,6 +65,7 @@ __all__ = [
     "average_precision",
     "builtin_models",
     "classify",
+    "classify_video",
     "colour_next_frame_network",
     "continue_greedily",
     "detect",

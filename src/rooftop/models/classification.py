@@ -7,6 +7,7 @@ for photo in classify(model, ["cat.jpg", "holiday/"], preprocessing=preprocessin
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.errors import InputError, ModelRunError
-from rooftop.models.images import IMAGENET, Preprocessing, check_images, find_images, load_images
+from rooftop.media.ahead import usual_threads
+from rooftop.models.images import IMAGENET, Preprocessing, check_images, find_images, prepared, preprocess
 from rooftop.models.registry import model_entry
 from rooftop.models.weights import HEADS, load_into, preprocessing_of, read_weights, weights_file
 
@@ -93,26 +95,47 @@ def classify(
     found = find_images(paths)
     check_images(found)
     results: list[Classified] = []
+    ahead = max(batch_size, 2 * usual_threads())  # the next batch is prepared while the model works
+    photographs = prepared(found, lambda image: preprocess(image, preprocessing), ahead)
     for start in range(0, len(found), batch_size):
         batch = found[start : start + batch_size]
-        logits = _logits(model, load_images(batch, preprocessing))  # (b, classes)
-        if not (finite := logits.isfinite().all(1)).all():
-            raise ModelRunError(
-                f"the model's output for {batch[finite.tolist().index(False)]} is not finite: its weights are damaged, "
-                "or its dtype is too narrow (float32 and bfloat16 reach further than float16)"
-            )
-        names = _names(classes, logits.shape[1])
-        best = logits.softmax(1).topk(min(top, logits.shape[1]))
-        for path, probabilities, indices in zip(batch, best.values.tolist(), best.indices.tolist(), strict=True):
-            guesses = (Guess(i, names[i] if names else None, p) for i, p in zip(indices, probabilities, strict=True))
-            results.append(Classified(path, tuple(guesses)))
+        images = torch.stack(list(itertools.islice(photographs, len(batch))))
+        guesses = guessed(model, images, batch, classes, top, "photographs")
+        results += map(Classified, batch, guesses)
         if progress is not None:
             progress(f"classified {len(results)} of {len(found)}", len(results) / len(found))
     return results
 
 
+def guessed(
+    model: nn.Module, images: Tensor, called: Sequence[object], classes: Sequence[str] | None, top: int, what: str
+) -> list[tuple[Guess, ...]]:
+    """Of each of the images (B, 3, H, W), prepared as the model expects them, its most probable classes.
+
+    Args:
+        called: what errors call each of them.
+        classes, top: as of `classify`.
+        what: they are, in the plural.
+
+    Raises:
+        InputError, ModelRunError: as of `classify`.
+    """
+    logits = _logits(model, images, what)  # (B, classes)
+    if not (finite := logits.isfinite().all(1)).all():
+        raise ModelRunError(
+            f"the model's output for {called[finite.tolist().index(False)]} is not finite: its weights are damaged, "
+            "or its dtype is too narrow (float32 and bfloat16 reach further than float16)"
+        )
+    names = _names(classes, logits.shape[1])
+    best = logits.softmax(1).topk(min(top, logits.shape[1]))
+    return [
+        tuple(Guess(i, names[i] if names else None, p) for i, p in zip(indices, probabilities, strict=True))
+        for probabilities, indices in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    ]
+
+
 @torch.inference_mode()
-def _logits(model: nn.Module, images: Tensor) -> Tensor:
+def _logits(model: nn.Module, images: Tensor, what: str) -> Tensor:
     """(B, 3, H, W) -> (B, classes) float32 on the CPU."""
     like = next(model.parameters(), images)
     trained = [module for module in model.modules() if module.training]  # not all: some may be frozen
@@ -120,10 +143,10 @@ def _logits(model: nn.Module, images: Tensor) -> Tensor:
         logits = model.eval()(images.to(like.device, like.dtype))
         if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(images):
             got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-            raise ModelRunError(f"the model gave {got} for {len(images)} photographs, expected logits (B, classes)")
+            raise ModelRunError(f"the model gave {got} for {len(images)} {what}, expected logits (B, classes)")
         return logits.float().cpu()
     except torch.cuda.OutOfMemoryError as error:
-        raise ModelRunError(f"{len(images)} photographs at once do not fit into memory; use a smaller batch") from error
+        raise ModelRunError(f"{len(images)} {what} at once do not fit into memory; use a smaller batch") from error
     finally:
         for module in trained:
             module.training = True

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rooftop.errors import InputError, MissingExtraError
-from rooftop.models.detection import normalized, resized
+from rooftop.models.detection import resized
 from rooftop.models.detr_losses import Detections
-from rooftop.models.images import read_image
+from rooftop.models.images import normalized, read_image
 
 Target = dict[str, Tensor]
 FIGURES = (

@@ -10,6 +10,7 @@ Photographs are resized as in training on COCO: the shorter side to 800 pixels, 
 from __future__ import annotations
 
 import colorsys
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from rooftop.errors import InputError, ModelRunError
 from rooftop.models.detr import Detr
 from rooftop.models.detr_losses import Detections, to_detections
-from rooftop.models.images import MEAN, STD, check_images, find_images, read_image
+from rooftop.models.images import check_images, find_images, normalized, prepared
 from rooftop.models.loading import load, load_report
 
 HEAD = "class_embed.bias"
@@ -114,13 +114,15 @@ def detect(
     check_images(found)
     names = _names(classes, model.class_embed.out_features - 1)
     results: list[Detected] = []
+    photographs = prepared(
+        found, lambda photo: (photo.size, normalized(resized(photo, shorter, longer))), ahead=batch_size
+    )
     for start in range(0, len(found), batch_size):
         batch = found[start : start + batch_size]
-        photographs = [read_image(path) for path in batch]
-        inputs = [normalized(resized(photo, shorter, longer)) for photo in photographs]
-        detections = _run(model, inputs, [(photo.height, photo.width) for photo in photographs], batch)
-        for path, photo, each in zip(batch, photographs, detections, strict=True):
-            results.append(Detected(path, photo.size, _objects(each, photo.size, threshold, names)))
+        sizes, inputs = zip(*itertools.islice(photographs, len(batch)), strict=True)
+        detections = _run(model, inputs, [(height, width) for width, height in sizes], batch)
+        for path, size, each in zip(batch, sizes, detections, strict=True):
+            results.append(Detected(path, size, _objects(each, size, threshold, names)))
         if progress is not None:
             progress(f"searched {len(results)} of {len(found)}", len(results) / len(found))
     return results
@@ -157,14 +159,10 @@ def resized(image: Image.Image, shorter: int, longer: int) -> Image.Image:
     return image.resize((width, height), Image.Resampling.BILINEAR)
 
 
-def normalized(image: Image.Image) -> Tensor:
-    """(3, H, W) float32, by ImageNet's mean and standard deviation."""
-    pixels = torch.from_numpy(np.array(image, dtype=np.float32)) / 255
-    return ((pixels - torch.tensor(MEAN)) / torch.tensor(STD)).permute(2, 0, 1).contiguous()
-
-
 @torch.inference_mode()
-def _run(model: Detr, inputs: list[Tensor], sizes: list[tuple[int, int]], batch: Sequence[Path]) -> list[Detections]:
+def _run(
+    model: Detr, inputs: Sequence[Tensor], sizes: list[tuple[int, int]], batch: Sequence[Path]
+) -> list[Detections]:
     """All queries' boxes, on the CPU."""
     like = next(model.parameters())
     trained = [module for module in model.modules() if module.training]

@@ -8,20 +8,27 @@ The preprocessing of torchvision's ImageNet models: the shorter side to 256 pixe
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
-from rooftop.errors import InputError
+from rooftop.media.ahead import in_order
+from rooftop.media.images import check_images, find_images, pillow_image
+
+__all__ = [
+    "IMAGENET", "MEAN", "STD", "Preprocessing", "check_images", "find_images", "load_images", "normalized", "prepared",
+    "preprocess", "read_image",
+]  # fmt: skip
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, RGB in 0..1
-SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm"}
+
+Prepared = TypeVar("Prepared")
 
 
 @dataclass(frozen=True)
@@ -51,38 +58,23 @@ def load_images(paths: Sequence[str | os.PathLike[str]], preprocessing: Preproce
     Raises:
         InputError: a path that does not exist, a folder without photographs, a file that is none.
     """
-    return torch.stack([preprocess(read_image(path), preprocessing) for path in find_images(paths)])
+    return torch.stack(list(prepared(find_images(paths), lambda image: preprocess(image, preprocessing))))
 
 
-def find_images(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The photographs that the paths name: files as given, those directly in a folder sorted by name.
+def prepared(
+    paths: Sequence[Path], prepare: Callable[[Image.Image], Prepared], ahead: int | None = None
+) -> Iterator[Prepared]:
+    """What `prepare` makes of each photograph, decoded and prepared by threads while the caller does something else.
 
-    Raises:
-        InputError: a path that does not exist, or a folder without photographs.
-    """
-    found: list[Path] = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
-            if not inside:
-                raise InputError(f"{path} holds no photographs ({', '.join(sorted(SUFFIXES))})")
-            found += inside
-        elif path.exists():
-            found.append(path)
-        else:
-            raise InputError(f"{path} does not exist")
-    return found
-
-
-def check_images(paths: Sequence[str | os.PathLike[str]]) -> None:
-    """Look at the beginning of each file, so that what is no image is found before the work and not after it.
+    Args:
+        paths: files.
+        prepare: gets them as of `read_image`.
+        ahead: how many are begun or done and not yet asked for, at most; None: two for each thread.
 
     Raises:
-        InputError: not an image.
+        InputError: at its place, a file that is no image or a damaged one.
     """
-    for path in paths:
-        with _reading(path), Image.open(path):
-            pass
+    return in_order(lambda path: prepare(read_image(path)), paths, ahead=ahead)
 
 
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
@@ -91,26 +83,7 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
     Raises:
         InputError: not an image, or a damaged one.
     """
-    with _reading(path), Image.open(path) as image:
-        image.load()
-        upright = ImageOps.exif_transpose(image)
-        if upright.mode.startswith("I"):  # 16-bit: Pillow would clip, not scale
-            upright = Image.fromarray((np.asarray(upright, dtype=np.float64) / 257).round().astype(np.uint8))
-        if upright.has_transparency_data:  # the colour under transparent pixels means nothing
-            upright = upright.convert("RGBA")
-            upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
-        return upright.convert("RGB")
-
-
-@contextmanager
-def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Pillow's errors for files that are no images, or damaged, or huge, as one that names the file."""
-    try:
-        yield
-    except UnidentifiedImageError as error:
-        raise InputError(f"{os.fspath(path)} is no image that Pillow can read") from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise InputError(f"{os.fspath(path)} cannot be read: {error}") from error
+    return pillow_image(path)
 
 
 def preprocess(image: Image.Image, preprocessing: Preprocessing = IMAGENET) -> Tensor:
@@ -121,6 +94,14 @@ def preprocess(image: Image.Image, preprocessing: Preprocessing = IMAGENET) -> T
     width, height = image.size
     left, top = round((width - crop) / 2), round((height - crop) / 2)
     image = image.crop((left, top, left + crop, top + crop))  # beyond the edges: black
-    pixels = torch.from_numpy(np.array(image, dtype=np.float32)) / 255  # (H, W, 3)
-    normalized = (pixels - torch.tensor(preprocessing.mean)) / torch.tensor(preprocessing.std)
-    return normalized.permute(2, 0, 1).contiguous()  # (3, H, W)
+    return normalized(image, preprocessing.mean, preprocessing.std)
+
+
+def normalized(image: Image.Image, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
+    """(3, H, W) float32 from an RGB image: (value / 255 - mean) / std.
+
+    By NumPy, bit by bit what torch gives: its operators would start a team of threads for each thread that prepares.
+    """
+    pixels = np.array(image, dtype=np.float32) / np.float32(255)  # (H, W, 3)
+    values = (pixels - np.array(mean, dtype=np.float32)) / np.array(std, dtype=np.float32)
+    return torch.from_numpy(np.ascontiguousarray(values.transpose(2, 0, 1)))

@@ -1,0 +1,191 @@
+"""`rooftop media decode`: the frames of a video as pictures, or as one array."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import click
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from rooftop.cli.media_options import (
+    CLOCK_SLACK_S,
+    check_times,
+    device_option,
+    end_option,
+    first_position,
+    resize_option,
+    start_option,
+)
+from rooftop.cli.progress import progress_bar
+from rooftop.errors import InputError
+from rooftop.media import VideoReader
+
+JPEG_QUALITY = 95
+DIGITS = 6
+
+EXAMPLES = """\b
+Examples:
+  rooftop media decode walk.mp4 -o frames/                          # frames/000000.png, ...
+  rooftop media decode walk.mp4 -o frames/ --every 25 --format jpg  # one a second, of 25
+  rooftop media decode walk.mp4 -o walk.npy --start 2 --end 4 --resize 224x224
+"""
+
+
+@click.command("decode", epilog=EXAMPLES)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    *("-o", "--out"),
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="DIR|FILE.npy",
+    help="A folder for a file of each frame, named by its number; or one array (T, 3, H, W) of uint8.",
+)
+@click.option("--every", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Take each Nth.")
+@start_option
+@end_option
+@resize_option
+@device_option
+@click.option(
+    *("--format", "suffix"),
+    type=click.Choice(["png", "jpg", "npy"]),
+    help="Of the files in a folder: png (the default), jpg of quality 95, or npy, (3, H, W) of uint8.",
+)
+def decode_command(
+    file: Path,
+    out: Path,
+    every: int,
+    start: float | None,
+    end: float | None,
+    resize: tuple[int, int] | None,
+    device: str,
+    suffix: str | None,
+) -> None:
+    """Decode FILE into pictures, RGB and upright.
+
+    Frames are numbered from 0 as in the video, also with --start and --every. Each file is there whole or not at all;
+    if the video is damaged, those of the frames before stay in the folder, and an array is not written.
+    """
+    check_times(start, end)
+    one = out.suffix.lower() == ".npy"
+    if one and suffix is not None:
+        raise click.UsageError(f"--format {suffix} is for a folder: {out.name} is one array")
+    with VideoReader(file, device=device, resize=resize) as reader:
+        first = first_position(reader, start)
+        if start and first == len(reader):
+            raise InputError(f"no frame of {file} begins at {start} s or later: it has {len(reader)}")
+        frames: _Folder | _Array = _Array(out) if one else _Folder(out, suffix or "png")
+        with progress_bar() as show, frames:
+            count = _decode(reader, frames, first, every, end, show)
+    if not count:
+        raise InputError(f"no frame of {file} begins from {start or 0} s to {end} s")
+    size = f"{reader.height} x {reader.width} (height x width)"
+    click.echo(f"{count} frames of {size} in {click.format_filename(out)}, decoded on {reader.device}{_why(reader)}")
+
+
+def _decode(
+    reader: VideoReader,
+    frames: _Folder | _Array,
+    first: int,
+    every: int,
+    end: float | None,
+    show: Callable[[str, float], None],
+) -> int:
+    """How many frames were taken."""
+    until = end if end is not None else reader.duration + float(reader.times[0])
+    begin = float(reader.times[first])
+    for number, (pixels, time, _) in enumerate(reader.timed(first), first):
+        if end is not None and time >= end - CLOCK_SLACK_S:
+            break
+        if (number - first) % every == 0:
+            frames.add(number, pixels)
+            show(f"frame {number}", min(1.0, (time - begin) / max(until - begin, 1e-9)))
+    return frames.count
+
+
+def _why(reader: VideoReader) -> str:
+    return f" ({reader.fallback_reason})" if reader.fallback_reason else ""
+
+
+class _Folder:
+    """Frames as files of their own; what is written stays, and an error says so."""
+
+    def __init__(self, path: Path, suffix: str) -> None:
+        if path.exists() and not path.is_dir():
+            raise InputError(f"{path} is a file: expected a folder, or a name that ends in .npy")
+        self.path, self.suffix, self.count = path, suffix, 0
+
+    def add(self, number: int, pixels: Tensor) -> None:
+        """(3, H, W) uint8."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        final = self.path / f"{number:0{DIGITS}}.{self.suffix}"
+        partial = self.path / f".{final.stem}.{os.getpid()}.partial.{self.suffix}"
+        try:
+            if self.suffix == "npy":
+                np.save(partial, pixels.cpu().numpy())
+            else:
+                picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().cpu().numpy())
+                picture.save(partial, quality=JPEG_QUALITY)
+            os.replace(partial, final)
+        finally:
+            partial.unlink(missing_ok=True)
+        self.count += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self.count:
+            click.echo(f"{self.count} frames written to {click.format_filename(self.path)} stay there", err=True)
+
+
+class _Array:
+    """Frames as one file of NumPy's, (T, 3, H, W) uint8, under another name until all are there."""
+
+    def __init__(self, path: Path) -> None:
+        if path.is_dir():
+            raise InputError(f"{path} is a folder: expected the name of a file")
+        if not path.parent.is_dir():
+            raise InputError(f"{path.parent} is no folder: create it before {path.name} is written there")
+        self.path, self.count = path, 0
+        self._partial = path.with_name(f".{path.stem}.{os.getpid()}.partial.npy")
+        self._shape: tuple[int, ...] = ()
+
+    def add(self, number: int, pixels: Tensor) -> None:
+        """(3, H, W) uint8."""
+        if not self.count:
+            self._shape = tuple(pixels.shape)
+            self._write_header(most=True)
+        self._file.write(pixels.to("cpu", torch.uint8).contiguous().numpy().tobytes())
+        self.count += 1
+
+    def _write_header(self, most: bool) -> None:
+        """At the beginning; its length does not depend on the number of frames, which is known in the end."""
+        count = 10**9 if most else self.count
+        header = {"descr": "|u1", "fortran_order": False, "shape": (count, *self._shape)}
+        self._file.seek(0)
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def __enter__(self) -> Self:
+        self._file: BinaryIO = self._partial.open("wb+")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            with self._file:
+                if error is None and self.count:
+                    self._write_header(most=False)
+            if error is None and self.count:
+                os.replace(self._partial, self.path)
+        finally:
+            self._partial.unlink(missing_ok=True)

@@ -1,0 +1,71 @@
+"""Options that the verbs below `rooftop media` share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from rooftop.media import VideoReader
+
+CLOCK_SLACK_S = 0.0005  # as of `VideoReader.frames_at`
+
+
+class Size(click.ParamType[tuple[int, int]]):
+    """HEIGHTxWIDTH in pixels."""
+
+    name = "HxW"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        found = re.fullmatch(r"(\d+)x(\d+)", str(value))
+        if found is None or 0 in (size := (int(found[1]), int(found[2]))):
+            self.fail(f"{value!r} is no size: expected HEIGHTxWIDTH in pixels, such as 720x1280", param, ctx)
+        return size
+
+
+def resize_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--resize", type=Size(), metavar="HxW", help="Height and width of the frames, upright, in pixels."
+    )(function)
+
+
+def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    option = click.option(
+        "--device", default="cpu", show_default=True, metavar="cpu|cuda|auto", help="What decodes; cuda:1 is possible."
+    )
+    return option(function)
+
+
+def start_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    option = click.option("--start", type=click.FloatRange(min=0), metavar="SECONDS", help="The first frame from here.")
+    return option(function)
+
+
+def end_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    option = click.option(
+        "--end", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="The last frame begins before."
+    )
+    return option(function)
+
+
+def check_times(start: float | None, end: float | None) -> None:
+    """
+    Raises:
+        click.UsageError: an end that is not after the start.
+    """
+    if end is not None and end <= (start or 0.0):
+        raise click.UsageError(f"--end {end} is not after --start {start or 0.0}")
+
+
+def first_position(reader: VideoReader, start: float | None) -> int:
+    """Of the first frame that begins at this time or later; their number if there is none.
+
+    A frame that begins less than 0.5 ms before counts as at it: 2 / 30 is also where the file says 0.0666.
+    """
+    if not start:
+        return 0
+    return int((reader.times < start - CLOCK_SLACK_S).sum())

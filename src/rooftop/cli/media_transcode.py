@@ -1,0 +1,158 @@
+"""`rooftop media transcode`: a video in another codec, size or rate, with its sound as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+from rooftop.cli.media_options import (
+    CLOCK_SLACK_S,
+    check_times,
+    device_option,
+    end_option,
+    first_position,
+    resize_option,
+    start_option,
+)
+from rooftop.cli.progress import progress_bar
+from rooftop.errors import InputError
+from rooftop.media import VideoInfo, VideoReader, VideoWriter, probe
+from rooftop.media.pyav import load_av
+
+USUAL = {".webm": "libvpx-vp9", ".avi": "mpeg4"}  # encoders by suffix; of others, libx264
+WITH_CRF = ("libx264", "libx265", "libvpx-vp9", "libsvtav1", "libaom-av1", "libvpx")
+CHROMA = {"yuv420p": "yuv420p", "yuv422p": "yuv422p", "yuv444p": "yuv444p"}
+
+EXAMPLES = """\b
+Examples:
+  rooftop media transcode walk.mov walk.mp4
+  rooftop media transcode walk.mp4 small.mp4 --resize 360x640 --crf 28
+  rooftop media transcode walk.mp4 cut.webm --start 2 --end 7.5 --fps 25 --no-sound
+"""
+
+
+@click.command("transcode", epilog=EXAMPLES)
+@click.argument("source", metavar="IN", type=click.Path(path_type=Path))
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option(
+    "--codec", metavar="NAME", help="FFmpeg's encoder, or auto (NVENC where it can be had); else by the suffix."
+)
+@resize_option
+@click.option("--fps", type=click.FloatRange(min=0, min_open=True), help="A constant rate, of the frames shown then.")
+@start_option
+@end_option
+@click.option("--crf", type=click.IntRange(0, 63), metavar="N", help="Quality, smaller is better; 23 is usual of x264.")
+@click.option("--no-sound", is_flag=True, help="Leave the sound out; else it is copied.")
+@device_option
+def transcode_command(
+    source: Path,
+    out: Path,
+    codec: str | None,
+    resize: tuple[int, int] | None,
+    fps: float | None,
+    start: float | None,
+    end: float | None,
+    crf: int | None,
+    no_sound: bool,
+    device: str,
+) -> None:
+    """Encode IN anew as OUT, whose suffix names the format.
+
+    Every frame keeps its time, also at a variable rate; what the file turns is turned, and 10 bits stay 10 where the
+    encoder has them. Sound is copied packet for packet. OUT appears when it is whole, and not at all on an error.
+    """
+    check_times(start, end)
+    if out.exists() and source.exists() and out.samefile(source):
+        raise click.UsageError(f"{out} is what is read: give OUT another name")
+    codec = codec or USUAL.get(out.suffix.lower(), "libx264")
+    if crf is not None and codec not in WITH_CRF:
+        raise click.UsageError(f"--crf is not for {codec}: it is for {', '.join(WITH_CRF)}")
+    info = probe(source)
+    pixel_format = _pixel_format(info, codec)
+    deep = pixel_format is not None and "10" in pixel_format
+    reader = VideoReader(source, device=device, resize=resize, dtype=torch.float32 if deep else torch.uint8)
+    first = first_position(reader, start)
+    if start and first == len(reader):
+        raise InputError(f"no frame of {source} begins at {start} s or later: it has {len(reader)}")
+    begin = float(reader.times[first]) if start else 0.0  # what becomes 0, of the sound as well
+    writer = VideoWriter(
+        out,
+        fps or reader.fps,
+        codec,
+        pixel_format=pixel_format,
+        options=None if crf is None else {"crf": str(crf)},
+        matrix=reader.colours.matrix,
+        full_range=reader.colours.full_range,
+        pad=True,
+        sound_from=source if info.audio and not no_sound else None,
+        sound_start_s=begin,
+        cut_sound=end is not None,
+    )
+    timed = fps is None and (info.variable_frame_rate or (not start and info.start_s > CLOCK_SLACK_S))
+    with progress_bar() as show, writer, reader:
+        for pixels, time in _frames(reader, first, begin, end, fps, show):
+            writer.write(pixels, times=[time] if timed else None)
+    _tell(info, reader, writer, no_sound)
+
+
+def _frames(
+    reader: VideoReader,
+    first: int,
+    begin: float,
+    end: float | None,
+    fps: float | None,
+    show: Callable[[str, float], None],
+) -> Iterator[tuple[Tensor, float]]:
+    """Frames with their times from `begin` on: their own, or those of a constant rate."""
+    until = end if end is not None else float(reader.times[0]) + reader.duration
+    given = 0
+    for pixels, time, duration in reader.timed(first):
+        if time >= until - CLOCK_SLACK_S:
+            return
+        show(f"{time:.1f} s", min(1.0, (time - begin) / max(until - begin, 1e-9)))
+        if fps is None:
+            yield pixels, max(0.0, time - begin)
+            continue
+        # As often as it is the frame shown: the first also before its time, so that the video begins at 0.
+        while begin + given / fps < min(time + duration, until) - CLOCK_SLACK_S:
+            yield pixels, given / fps
+            given += 1
+
+
+def _pixel_format(info: VideoInfo, codec: str) -> str | None:
+    """The one most like the source's that the encoder has; None for its usual one."""
+    av: Any = load_av()
+    if codec == "auto" or codec not in av.codecs_available:
+        return None  # which the writer names
+    has = [each.name for each in av.Codec(codec, "w").video_formats or []]
+    chroma = info.pixel_format.removesuffix("le").removesuffix("10").removesuffix("12").replace("yuvj", "yuv")
+    chroma = chroma if chroma in CHROMA else "yuv420p"
+    depths = ("10le", "") if info.bits > 8 else ("",)
+    for depth in depths:
+        for each in (chroma, "yuv420p"):
+            if each + depth in has:
+                return each + depth
+    return None
+
+
+def _tell(info: VideoInfo, reader: VideoReader, writer: VideoWriter, no_sound: bool) -> None:
+    name = click.format_filename(writer.path)
+    sound = "no sound" if not info.audio else "sound left out" if no_sound else f"{info.audio[0].codec} sound copied"
+    click.echo(
+        f"{name}: {writer.frames} frames of {reader.height} x {reader.width} (height x width), {writer.encoder} "
+        f"{writer.pixel_format}, {sound}; decoded on {reader.device}"
+    )
+    for reason in (reader.fallback_reason, writer.fallback_reason):
+        if reason:
+            click.echo(f"note: {reason}", err=True)
+    if info.bits > 8 and "10" not in writer.pixel_format:
+        click.echo(f"note: {info.bits} bits became 8, since {writer.encoder} has no more here", err=True)
+    if info.hdr:
+        click.echo(
+            f"note: OUT does not say that its brightness follows {info.hdr}, and players will show it flat", err=True
+        )

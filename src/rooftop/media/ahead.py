@@ -1,0 +1,60 @@
+"""Work done by threads ahead of who asks for it, its results in the order of what was given."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from rooftop.errors import InputError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+MOST_THREADS = 8  # unless told otherwise: each may hold a whole photograph
+
+
+def usual_threads() -> int:
+    """One for each CPU that this process may use, at most `MOST_THREADS`."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cpus, MOST_THREADS)
+
+
+def in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], threads: int | None = None, ahead: int | None = None
+) -> Iterator[Result]:
+    """`function` of each item, computed by a pool of threads; results come in the order of the items.
+
+    An exception comes at its item's place; then, or when the iterator is closed, nothing more is begun. The function
+    should leave torch's operators alone where it can: each thread that uses them starts a team of its own.
+
+    Args:
+        function: releases the GIL for most of its time, or threads are of no use.
+        items: taken one by one, as there is room.
+        threads: None: `usual_threads()`.
+        ahead: how many items are begun or done and not yet asked for, at most; None: two for each thread.
+
+    Raises:
+        InputError: numbers below 1.
+    """
+    threads = usual_threads() if threads is None else threads
+    ahead = 2 * threads if ahead is None else ahead
+    if threads < 1 or ahead < 1:
+        raise InputError(f"got {threads} threads and {ahead} items ahead: expected numbers from 1 on")
+    return _results(function, items, threads, ahead)
+
+
+def _results(function: Callable[[Item], Result], items: Iterable[Item], threads: int, ahead: int) -> Iterator[Result]:
+    pool = ThreadPoolExecutor(threads, "rooftop-ahead")
+    begun: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            if len(begun) == ahead:
+                yield begun.popleft().result()
+            begun.append(pool.submit(function, item))
+        while begun:
+            yield begun.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,85 @@
+"""A source opened by FFmpeg for what is in it besides video; nothing but the given bytes is ever read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rooftop.errors import InputError
+from rooftop.media.decoding import BUFFER_BYTES, FORMATS, Source
+from rooftop.media.pyav import load_av
+
+if TYPE_CHECKING:
+    from rooftop.media.pyav import av
+
+
+class Container:
+    """An open source.
+
+        with Container(source) as container:
+            container.streams.audio
+
+    Attributes:
+        streams: all that FFmpeg finds in it.
+        format: FFmpeg's names of the format.
+        start_us: where the clock of the file begins, whose 0 is where a player starts, in microseconds.
+
+    Raises:
+        InputError: FFmpeg cannot read the source.
+        MissingExtraError: PyAV is not installed.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.av = load_av()
+        self.source = source
+        self._file = source.open()
+        try:
+            self.input: av.container.InputContainer = self.av.open(
+                self._file,
+                "r",
+                container_options={"format_whitelist": FORMATS, "protocol_whitelist": "none"},
+                buffer_size=BUFFER_BYTES,
+                io_open=_refuse,
+                metadata_errors="replace",
+            )
+        except (self.av.FFmpegError, OSError, ValueError, RuntimeError) as error:
+            self._file.close()
+            raise InputError(
+                f"{source.name} is no sound or video that FFmpeg can read ({said(error)}): expected a whole file of "
+                "MP4, Matroska, WAV, MP3 or another of its formats"
+            ) from error
+        except BaseException:
+            self._file.close()
+            raise
+        self.streams, self.format = self.input.streams, self.input.format.name
+        self.start_us = self.input.start_time or 0
+
+    def __enter__(self) -> Container:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.input.close()
+        self._file.close()
+
+    def audio(self) -> tuple[av.AudioStream, ...]:
+        """The streams of sound.
+
+        Raises:
+            InputError: there are none.
+        """
+        found: tuple[av.AudioStream, ...] = tuple(self.streams.audio)
+        if not found:
+            others = ", ".join(each.type for each in self.streams) or "nothing"
+            raise InputError(f"{self.source.name} has no sound, only {others}: expected a file with a stream of sound")
+        return found
+
+
+def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:
+    raise PermissionError(f"a file that points at another ({url}) is not followed")
+
+
+def said(error: BaseException) -> str:
+    """What FFmpeg or the system says of an error."""
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)

@@ -1,0 +1,378 @@
+"""Photographs as tensors: (3, H, W) or (H, W, 3) uint8, red, green and blue, upright.
+
+    from rooftop.media import find_images, read_image, read_images
+
+    read_image("cat.jpg")                                  # (3, H, W)
+    for path, pixels in read_images(["holiday/"]): ...     # decoded ahead by threads
+    for path, pixels in read_images(["holiday/"], device="auto"): ...  # JPEGs by a GPU's NVJPEG, if there is one
+
+On the CPU it is Pillow that decodes, every format that it knows: the first picture of a file, turned as its EXIF
+orientation says, on white where it is transparent, 16 bits scaled to 8, CMYK and palettes as RGB. A GPU decodes JPEGs
+only (`nvjpeg.py`); what else there is Pillow decodes for it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from rooftop.errors import InputError
+from rooftop.media import nvjpeg
+from rooftop.media.ahead import in_order, usual_threads
+from rooftop.media.nvdec import gpu_of
+from rooftop.media.nvjpeg import NoImageDecoderError
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm"}
+MAX_PIXELS = 178_956_970  # 512 MiB of RGB, Pillow's own limit, which other libraries switch off for the whole process
+ORIENTATION = 0x0112  # EXIF
+LAYOUTS = ("chw", "hwc")
+GPU_BATCH = 8  # files that NVJPEG is given at once
+GPU_THREADS = 4  # at most, since each holds a batch
+
+DAMAGE = (
+    OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, ArithmeticError, RuntimeError, struct.error,
+    zlib.error, Image.DecompressionBombError,
+)  # fmt: skip
+"""What Pillow raises for damaged and hostile files."""
+
+ImagePath = str | os.PathLike[str]
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+
+
+class NamedImage(NamedTuple):
+    """A photograph: where it came from, and its pixels, (3, H, W) or (H, W, 3) uint8."""
+
+    path: Path
+    pixels: Tensor
+
+
+def find_images(paths: Sequence[ImagePath]) -> list[Path]:
+    """The photographs that the paths name: files as given, those directly in a folder sorted by name.
+
+    Raises:
+        InputError: a path that does not exist, or a folder without photographs.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
+            if not inside:
+                raise InputError(f"{path} holds no photographs ({', '.join(sorted(SUFFIXES))})")
+            found += inside
+        elif path.exists():
+            found.append(path)
+        else:
+            raise InputError(f"{path} does not exist")
+    return found
+
+
+def check_images(paths: Sequence[ImagePath]) -> None:
+    """Look at the beginning of each file, so that what is no image is found before the work and not after it.
+
+    Raises:
+        InputError: not an image.
+    """
+    for path in paths:
+        with _opened(path):
+            pass
+
+
+def read_image(path_or_bytes: ImagePath | bytes, device: str | torch.device = "cpu", layout: str = "chw") -> Tensor:
+    """One photograph as (3, H, W) or (H, W, 3) uint8.
+
+    Args:
+        path_or_bytes: a file, or the content of one.
+        device, layout: as of `ImageDecoder`.
+
+    Raises:
+        InputError: no image, a damaged or truncated one, or one of more than `MAX_PIXELS`.
+        NoImageDecoderError: as of `ImageDecoder`.
+    """
+    return ImageDecoder(device, layout, threads=1).decode(path_or_bytes)
+
+
+def read_images(
+    paths: Sequence[ImagePath],
+    device: str | torch.device = "cpu",
+    layout: str = "chw",
+    threads: int | None = None,
+    on_error: str = "raise",
+) -> Iterator[NamedImage]:
+    """Photographs and folders of photographs in the order of `find_images`, decoded ahead by threads.
+
+    Arguments and errors are those of `ImageDecoder`; one of those has more to say afterwards.
+    """
+    return ImageDecoder(device, layout, threads, on_error).read(paths)
+
+
+def pillow_image(path_or_bytes: ImagePath | bytes) -> Image.Image:
+    """A photograph as Pillow's RGB, turned as its EXIF orientation says; what is transparent lies on white.
+
+    Raises:
+        InputError: not an image, a damaged or truncated one, or one of more than `MAX_PIXELS`.
+    """
+    with _opened(path_or_bytes) as image:
+        return _upright_rgb(image)
+
+
+class ImageDecoder:
+    """Decodes photographs, one or many.
+
+        decoder = ImageDecoder("auto", on_error="skip")
+        for path, pixels in decoder.read(["holiday/"]): ...
+        print(decoder.device, decoder.fallback_reason, decoder.by_pillow, decoder.skipped)
+
+    Args:
+        device: "cpu"; "cuda" or "cuda:1", a GPU, whose NVJPEG decodes JPEGs and which gets what Pillow decodes;
+            or "auto", a GPU where NVJPEG can be had, else the CPU. NVJPEG's colours are near those of libjpeg, but
+            not the same, least of all at edges of colours where chroma has fewer samples.
+        layout: "chw" for (3, H, W), or "hwc" for (H, W, 3), contiguous: `rooftop.mat.Mat` and OpenCV take the latter
+            as it is (and mind that OpenCV's own order is blue, green, red).
+        threads: that decode; None: one for each CPU, at most 8 (4 of them with a GPU). On the CPU two photographs for
+            each are in memory at most, with a GPU eight.
+        on_error: "raise"; or "skip" what cannot be read, with a warning for each.
+
+    Attributes:
+        device: where the tensors lie.
+        fallback_reason: why that is not a GPU, if "auto" was asked for; else None.
+        by_pillow: how many files Pillow decoded although `device` is a GPU, by what they are.
+        skipped: (path, what is wrong) of each file that was skipped.
+
+    Raises:
+        InputError: an argument that is not understood.
+        NoImageDecoderError: of device "cuda", where NVJPEG cannot be had.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device = "cpu",
+        layout: str = "chw",
+        threads: int | None = None,
+        on_error: str = "raise",
+    ) -> None:
+        if layout not in LAYOUTS:
+            raise InputError(f'layout {layout!r} is not known: expected "chw" or "hwc"')
+        if on_error not in ("raise", "skip"):
+            raise InputError(f'on_error {on_error!r} is not known: expected "raise" or "skip"')
+        if threads is not None and threads < 1:
+            raise InputError(f"threads is {threads}, expected a number from 1 on")
+        self.layout, self.threads, self.on_error = layout, threads or usual_threads(), on_error
+        self.device, self.fallback_reason = _device_of(device)
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._lock = Lock()
+        self.by_pillow: Counter[str] = Counter()
+        self.skipped: list[tuple[Path, str]] = []
+
+    def decode(self, path_or_bytes: ImagePath | bytes) -> Tensor:
+        """One photograph; raises `InputError` as `read_image`, also where `on_error` is "skip"."""
+        (found,) = self._decoded([path_or_bytes])
+        if isinstance(found, InputError):
+            raise found
+        return self._handed_over(found)
+
+    def read(self, paths: Sequence[ImagePath]) -> Iterator[NamedImage]:
+        """Photographs and folders of photographs in the order of `find_images`, decoded ahead.
+
+        Raises:
+            InputError: at once, a path that does not exist or a folder without photographs; at its place, a file that
+                cannot be read, unless it is skipped.
+        """
+        return self._read(find_images(paths))
+
+    def _read(self, paths: Sequence[Path]) -> Iterator[NamedImage]:
+        on_gpu = self._stream is not None
+        threads, size = (min(self.threads, GPU_THREADS), GPU_BATCH) if on_gpu else (self.threads, 1)
+        groups = (paths[start : start + size] for start in range(0, len(paths), size))
+        done = in_order(lambda group: (group, self._decoded(group)), groups, threads, threads * (1 if on_gpu else 2))
+        for path, found in (each for group in done for each in zip(*group, strict=True)):
+            if isinstance(found, Tensor):
+                yield NamedImage(path, self._handed_over(found))
+            elif self.on_error == "raise":
+                raise found
+            else:
+                self.skipped.append((path, str(found)))
+                warnings.warn(f"skipped: {found}", stacklevel=2)
+
+    def _decoded(self, group: Sequence[ImagePath | bytes]) -> list[Tensor | InputError]:
+        """Of each file its tensor or what is wrong with it; on a GPU they are there when this returns."""
+        if self._stream is None:
+            return [_or_error(self._on_cpu, each) for each in group]
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            found = self._by_either(group, lambda contents: nvjpeg.decode(contents, self.device))
+            self._stream.synchronize()
+        return found
+
+    def _on_cpu(self, path_or_bytes: ImagePath | bytes) -> Tensor:
+        return _tensor(pillow_image(path_or_bytes), self.layout)
+
+    def _by_either(
+        self, group: Sequence[ImagePath | bytes], decode: Callable[[Sequence[bytes]], list[Tensor]]
+    ) -> list[Tensor | InputError]:
+        """By `decode`, which gives (3, H, W) of JPEGs or refuses them all; what it must or will not have, by Pillow."""
+        files = [_or_error(_File.of, each) for each in group]
+        jpegs = [file for file in files if isinstance(file, _File) and file.against is None]
+        with self._lock:  # one at a time: nothing of another is to be read when `decode` takes memory
+            decoded = dict(zip(map(id, jpegs), self._by_nvjpeg(jpegs, decode), strict=True))
+        found: list[Tensor | InputError] = []
+        for file in files:
+            pixels = decoded.get(id(file))
+            if isinstance(file, _File) and pixels is None:
+                self.by_pillow[file.against or "JPEG that NVJPEG refuses"] += 1
+                found.append(_or_error(self._moved, file))
+            else:
+                found.append(file if isinstance(file, InputError) else pixels)  # type: ignore[arg-type]
+        return found
+
+    def _by_nvjpeg(self, files: list[_File], decode: Callable[[Sequence[bytes]], list[Tensor]]) -> list[Tensor | None]:
+        """Upright and laid out; None for what it refuses, and where it sees another size than Pillow."""
+        if not files:
+            return []
+        try:
+            decoded = decode([file.content for file in files])
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError:  # without saying which file it was
+            if self._stream is not None:
+                torch.cuda.synchronize(self.device)  # the others may still be written
+            return [None] if len(files) == 1 else [each for file in files for each in self._by_nvjpeg([file], decode)]
+        found = [
+            _laid_out(nvjpeg.turned(pixels, file.orientation), self.layout) if pixels.shape[1:] == file.shape else None
+            for file, pixels in zip(files, decoded, strict=True)
+        ]
+        if self._stream is not None:
+            self._stream.synchronize()  # before the memory of what lay on its side is free
+        return found
+
+    def _moved(self, file: _File) -> Tensor:
+        with _opened(file.content, file.name) as image:
+            upright = _upright_rgb(image)
+        return _tensor(upright, self.layout).to(self.device)
+
+    def _handed_over(self, pixels: Tensor) -> Tensor:
+        """To the stream of who asked, whose work with it must end before its memory is used again."""
+        if pixels.is_cuda:
+            pixels.record_stream(torch.cuda.current_stream(pixels.device))
+        return pixels
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file that has the header of an image.
+
+    Attributes:
+        name: as errors show it.
+        content: all of it.
+        shape: (H, W) as it lies.
+        orientation: EXIF's number for how that is.
+        against: why it is not for NVJPEG, or None.
+    """
+
+    name: str
+    content: bytes
+    shape: tuple[int, int]
+    orientation: int
+    against: str | None
+
+    @classmethod
+    def of(cls, path_or_bytes: ImagePath | bytes) -> _File:
+        name = _name_of(path_or_bytes)
+        with _errors_of(name):
+            content = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes).read_bytes()
+        with _opened(content, name) as image:
+            against = nvjpeg.reason_against(image, content)
+            return cls(name, content, (image.height, image.width), image.getexif().get(ORIENTATION, 1), against)
+
+
+@contextmanager
+def _opened(path_or_bytes: ImagePath | bytes, name: str | None = None) -> Iterator[Image.Image]:
+    """The file's header read, as Pillow's image; what goes wrong in the block is an error that names the file."""
+    name = name or _name_of(path_or_bytes)
+    with (
+        _errors_of(name),
+        Image.open(io.BytesIO(path_or_bytes) if isinstance(path_or_bytes, bytes) else path_or_bytes) as image,
+    ):
+        if image.width * image.height > MAX_PIXELS:
+            raise InputError(
+                f"{name} cannot be read: it has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}"
+            )
+        yield image
+
+
+def _name_of(path_or_bytes: ImagePath | bytes) -> str:
+    if isinstance(path_or_bytes, bytes):
+        return f"image of {len(path_or_bytes):,} bytes"
+    return str(os.fspath(path_or_bytes))
+
+
+@contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Pillow's errors for files that are no images, or damaged, or huge, as one that names the file."""
+    try:
+        yield
+    except UnidentifiedImageError as error:
+        raise InputError(f"{name} is no image that Pillow can read") from error
+    except InputError:
+        raise
+    except DAMAGE as error:
+        raise InputError(f"{name} cannot be read: {error}") from error
+
+
+def _upright_rgb(image: Image.Image) -> Image.Image:
+    image.load()
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I"):  # 16-bit: Pillow would clip, not scale
+        upright = Image.fromarray((np.asarray(upright, dtype=np.float64) / 257).round().astype(np.uint8))
+    if upright.has_transparency_data:  # the colour under transparent pixels means nothing
+        upright = upright.convert("RGBA")
+        upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
+    return upright.convert("RGB")
+
+
+def _tensor(image: Image.Image, layout: str) -> Tensor:
+    """By NumPy: torch's operators would start a team of threads for each thread that decodes."""
+    pixels = np.array(image)  # (H, W, 3)
+    return torch.from_numpy(pixels if layout == "hwc" else np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+
+
+def _laid_out(pixels: Tensor, layout: str) -> Tensor:
+    """(3, H, W) in the layout, contiguous."""
+    return (pixels if layout == "chw" else pixels.permute(1, 2, 0)).contiguous()
+
+
+def _or_error(function: Callable[[Given], Result], given: Given) -> Result | InputError:
+    try:
+        return function(given)
+    except InputError as error:
+        return error
+
+
+def _device_of(device: str | torch.device) -> tuple[torch.device, str | None]:
+    """Where tensors are to lie, and why that is not a GPU where it might have been one."""
+    wanted, may_be_cpu = gpu_of(device)
+    if wanted is None:
+        return torch.device("cpu"), None
+    reason = nvjpeg.missing(wanted)
+    if reason is None:
+        return wanted, None
+    if not may_be_cpu:
+        raise NoImageDecoderError(
+            f'photographs cannot be decoded on {wanted}: {reason}. Use device="cpu" (or "auto") and move what you '
+            'need: pixels.to("cuda")'
+        )
+    return torch.device("cpu"), reason

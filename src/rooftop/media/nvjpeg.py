@@ -1,0 +1,121 @@
+"""JPEGs decoded by a GPU (NVJPEG), through torchvision: where it can be had, and which files it is given.
+
+What NVJPEG would show otherwise than libjpeg, or would not see to be damaged, is not given to it: CMYK, red, green and
+blue as they are, more than 8 bits, a file whose end is missing. `reason_against` says which.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from rooftop.errors import RooftopError
+
+MARKER = re.compile(rb"\xff+[^\x00\xd0-\xd7\xff]")
+"""In coded data, what is neither a stuffed byte nor a place to restart."""
+
+START_OF_SCAN, END_OF_IMAGE = 0xDA, 0xD9
+RGB_IDS = (ord("R"), ord("G"), ord("B"))
+
+
+class NoImageDecoderError(RooftopError, NotImplementedError):
+    """The GPU asked for cannot decode photographs here; the message says why, and what can."""
+
+
+@cache
+def missing(device: torch.device) -> str | None:
+    """Why NVJPEG cannot be had on this GPU, found by decoding a small JPEG; None if it can."""
+    if not torch.cuda.is_available():
+        return "there is no NVJPEG, for torch finds no CUDA GPU here"
+    if (device.index or 0) >= torch.cuda.device_count():
+        return f"there is no {device}, only {torch.cuda.device_count()} GPUs"
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16), (0, 128, 255)).save(file, "JPEG", quality=95)
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # an idle one
+            found = decode([file.getvalue()], device)[0].cpu()
+    except ImportError as error:
+        return f"NVJPEG is reached through torchvision, which is not installed ({error})"
+    except (RuntimeError, OSError, AttributeError) as error:  # its compiled part does not fit torch, or has no NVJPEG
+        return f"torchvision cannot reach NVJPEG ({_first_line(error)})"
+    apart = (found.int() - torch.tensor([0, 128, 255])[:, None, None]).abs().max().item()
+    return None if apart <= 4 else f"NVJPEG gives wrong colours, {apart} of 255 levels away"
+
+
+def decode(contents: Sequence[bytes], device: torch.device) -> list[Tensor]:
+    """(3, H, W) uint8 RGB of each file, not turned, in the order of the current stream.
+
+    torchvision writes from a stream of its own into memory of the current one, without waiting for it: the current
+    stream must be idle when this is called.
+
+    Raises:
+        ImportError: torchvision is not installed.
+        RuntimeError: NVJPEG refuses one of the files, or torchvision was built without it.
+    """
+    torchvision_io: Any = import_module("torchvision.io")
+    inputs = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents]
+    found: list[Tensor] = torchvision_io.decode_jpeg(inputs, mode="RGB", device=device)
+    return found
+
+
+def reason_against(image: Image.Image, content: bytes) -> str | None:
+    """Why a file is not for NVJPEG; None if it is.
+
+    Args:
+        image: the file as Pillow opens it; its header is enough.
+        content: of the file.
+    """
+    if image.format not in ("JPEG", "MPO"):
+        return str(image.format)
+    if image.mode not in ("RGB", "L"):
+        return f"JPEG in {image.mode}"
+    parts = getattr(image, "layer", ())
+    unmarked = "jfif" not in image.info and "adobe" not in image.info
+    if len(parts) == 3 and (
+        image.info.get("adobe_transform") == 0 or (unmarked and tuple(part[0] for part in parts) == RGB_IDS)
+    ):
+        return "JPEG of red, green and blue as they are"
+    if getattr(image, "bits", 8) != 8:
+        return f"JPEG of {getattr(image, 'bits', 8)} bits"
+    return None if is_whole(content) else "JPEG whose end is missing"
+
+
+def is_whole(content: bytes) -> bool:
+    """Whether a JPEG has all its segments and coded data up to the marker of its end."""
+    at = 2  # after the marker of the beginning
+    while True:
+        found = MARKER.match(content, at)
+        if found is None:
+            return False
+        marker, at = content[found.end() - 1], found.end()
+        if marker == END_OF_IMAGE:
+            return True
+        length = int.from_bytes(content[at : at + 2], "big")
+        if length < 2 or at + length > len(content):
+            return False
+        at += length
+        if marker == START_OF_SCAN:
+            after = MARKER.search(content, at)
+            if after is None:
+                return False
+            at = after.start()
+
+
+def turned(pixels: Tensor, orientation: int) -> Tensor:
+    """(3, H, W) upright, by the number that EXIF gives for how it lies; a view."""
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.transpose(1, 2)
+    flips = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ())
+    return pixels.flip(flips) if flips else pixels
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
