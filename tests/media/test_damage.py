@@ -104,6 +104,30 @@ def test_frames_after_the_damage_are_found_by_position(make_video: MakeVideo) ->
         assert torch.equal(reader[position], whole[position])
 
 
+def test_threads_lose_no_frame_before_the_damage(make_video: MakeVideo) -> None:
+    """Several threads have begun frames when a packet is found to be wrong: those before it are given all the same."""
+    path = make_video("threads.mkv", options={"bf": "3", "g": "8", "preset": "fast"})
+    whole, content = list(VideoReader(path)), path.read_bytes()
+    with av.open(str(path)) as container:
+        places = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
+        container.seek(0)
+        ticks = [packet.pts for packet in container.demux(video=0) if packet.size]
+    noticed = 0
+    for wrong in range(3, 30):
+        at, size = places[wrong]
+        damaged = bytearray(content)
+        damaged[at + 12 : at + size] = bytes(size - 12)
+        seen: list[Tensor] = []
+        try:
+            seen.extend(VideoReader(bytes(damaged)))
+        except DamagedVideoError:  # of some small packets nothing is noticed
+            noticed += 1
+        certain = sum(1 for tick in ticks if tick < min(ticks[wrong:]))  # shown before all that comes from there on
+        assert len(seen) >= certain, wrong
+        assert all(torch.equal(a, b) for a, b in zip(seen[:certain], whole, strict=False))
+    assert noticed > 10
+
+
 def test_frames_before_the_first_key_frame_are_left_out(make_video: MakeVideo) -> None:
     """A stream that was joined in the middle, as broadcast is."""
     path = make_video("joined.ts", options={"bf": "2", "g": "8", "sc_threshold": "0"})

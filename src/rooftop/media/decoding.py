@@ -110,6 +110,7 @@ class Decoder:
     Args:
         source: what is read.
         device: the GPU whose NVDEC decodes; None: the CPU.
+        threads: whether the CPU decodes several frames at once.
 
     Raises:
         InputError: FFmpeg cannot read the source, or there is no video in it.
@@ -119,8 +120,8 @@ class Decoder:
 
     uncollected = 0  # decoders since all that nobody has any more were freed
 
-    def __init__(self, source: Source, device: torch.device | None = None) -> None:
-        self.source, self.device = source, device
+    def __init__(self, source: Source, device: torch.device | None = None, threads: bool = True) -> None:
+        self.source, self.device, self.threads = source, device, threads and device is None
         self.av = load_av()
         self._file = source.open()
         try:
@@ -161,10 +162,10 @@ class Decoder:
         if context is None:
             self.container.close()
             raise InputError(f"{self.source.name} holds video of a codec that this FFmpeg cannot decode: convert it")
-        if self.device is None:
+        if self.threads:
             context.thread_type = "AUTO"
-        else:
-            context.thread_count = 1  # the engines decode; the CPU only reads what is before the pictures' data
+        else:  # NVDEC's engines decode; the CPU only reads what is before the pictures' data
+            context.thread_type, context.thread_count = "NONE", 1
         context.options = {"max_pixels": str(MAX_PIXELS)}
         self.time_base: Fraction = self.stream.time_base or Fraction(1, 90000)
         start = self.container.start_time
@@ -177,6 +178,8 @@ class Decoder:
         self._entries = len(self.stream.index_entries) if "mp4" in form.name else 0
         self._entries = self.stream.frames if "avi" in form.name else self._entries
         self._whole = True  # no seek yet: packets can be counted
+        self._keys: list[int] = []  # ticks of key frames that went into the decoder
+        self._missing = False  # whether packets, at the end, have given no frame
         Decoder.uncollected += 1
         _alive.add(self)
 
@@ -256,6 +259,45 @@ class Decoder:
             Unclean: it led to a frame that is not whole by itself.
             Broken: a packet or a frame is damaged, or the file ends early. All frames before it were given.
         """
+        last: int | None = None
+        try:
+            for pts, frame in self._timed(start):
+                last = pts
+                yield pts, frame
+        except (Misled, Unclean):
+            raise
+        except Broken:
+            if self.threads and self.clocked:
+                with suppress(Broken):  # the same once more
+                    yield from self._once_more(start, last)
+            raise
+        if self.threads and self.clocked and self._missing:
+            yield from self._once_more(start, last)
+
+    def _once_more(self, start: int | None, last: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
+        """Before damage: frames after tick `last` that several threads had begun and let go of, at the end of a file
+        without a word. One thread, which goes through them again from a key frame on, loses none.
+
+        Raises:
+            Broken: as of `frames`.
+        """
+        before = [key for key in self._keys[1:] if last is not None and key <= last]
+        for key in dict.fromkeys((max(before, default=start), start)):
+            slow = Decoder(self.source, threads=False)
+            try:
+                if key is not None:
+                    slow.seek(key)
+                for pts, frame in slow._timed(key):
+                    if last is None or pts > last:
+                        yield pts, frame
+                        last = pts
+                return
+            except (Misled, Unclean):  # then from where it was begun before
+                continue
+            finally:
+                slow.close()
+
+    def _timed(self, start: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
         step = usual_duration(self)
         last: int | None = None
         for frame in self._decoded(start):
@@ -282,6 +324,8 @@ class Decoder:
                     started, first = True, packet.pts
                 if packet.pts is not None:
                     pending.add(packet.pts)
+                    if packet.is_keyframe:
+                        self._keys.append(packet.pts)
                 if packet.is_corrupt:
                     raise Broken("a packet is damaged or incomplete", packet.pts)
                 try:
@@ -299,7 +343,10 @@ class Decoder:
                 with suppress(Broken):
                     yield from self._before_damage(pending, first, sought)
             raise
-        yield from self._rest(first, sought)
+        for frame in self._rest(first, sought):
+            pending.discard(frame.pts or 0)
+            yield frame
+        self._missing = any(first is None or tick >= first for tick in pending)
 
     def _rest(self, first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
         """The frames that the decoder still holds."""
