@@ -13,9 +13,11 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "mat.md").read_text(encod
 
 
 def test_the_example_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
-    assert capsys.readouterr().out.splitlines() == re.findall(r"^# (.*)", snippet, re.MULTILINE)
+    snippets = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
+        assert capsys.readouterr().out.splitlines() == re.findall(r"^# (.*)", snippet, re.MULTILINE)
 
 
 def test_names_called_the_same_are_there() -> None:

@@ -25,11 +25,13 @@ class Access:
 
     Attributes:
         outer: whether it moves, for each dimension but the last.
-        column: along the last dimension: 0 not at all, 1 from element to neighbour, 2 in larger steps.
+        column: along the last dimension: 0 not at all, 1 from element to neighbour, 2 in larger steps, 3 around
+            `period` elements again and again.
     """
 
     outer: tuple[bool, ...]
     column: int
+    period: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,13 @@ class Layout:
         wide: whether offsets pass 2^31.
         sums: for each output what a program sums it over, "rows" or "columns"; "" where it is stored as it is. A kernel
             that sums over rows loops over the tiles below each other.
+        stored: how the result lies, where it is the caller's memory (`elementwise_stores.py`).
     """
 
     accesses: tuple[Access | None, ...]
     wide: bool
     sums: tuple[str, ...] = ()
+    stored: Access | None = None
 
     @property
     def outer_dims(self) -> int:
@@ -64,15 +68,20 @@ def source_of(
         kinds: of the arguments.
         layout: which of them lie how.
     """
-    body = _Body(types, layout, precise=not all(dtype in HALF for dtype in results))
+    body = Body(types, layout, precise=not all(dtype in HALF for dtype in results))
     used = arguments_of(outputs)
     names = [f"a{i}" for i in used] + [f"y{i}" for i in range(len(outputs))]
     numbers = [f"a{i}" for i in used if kinds[i].rank == NUMBER]
     write = _flat if layout.outer_dims == 0 else _tiles
     lines = write(body, outputs, results, names, numbers, used)
-    helpers = [name for name in _HELPERS if any(f" {name}(" in line for line in lines)]
+    helpers = helpers_of(lines)
     imported = [f"from rooftop.kernels.elementwise_kernels import {', '.join(helpers)}"] if helpers else []
     return "\n".join(["import triton", "import triton.language as tl", *imported, "", "", *lines]) + "\n"
+
+
+def helpers_of(lines: Sequence[str]) -> list[str]:
+    """Those of `elementwise_kernels.py` that a source calls."""
+    return [name for name in _HELPERS if any(f" {name}(" in line for line in lines)]
 
 
 def kernel_name(outputs: Sequence[Expression]) -> str:
@@ -94,7 +103,7 @@ def compiled(source: str, name: str) -> Any:
 
 
 def _flat(
-    body: _Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
+    body: Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
     used: list[int],
 ) -> list[str]:  # fmt: skip
     """The kernel that walks through all tensors alike, and the function of one of its blocks."""
@@ -128,7 +137,7 @@ def _flat(
 
 
 def _tiles(
-    body: _Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
+    body: Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
     used: list[int],
 ) -> list[str]:  # fmt: skip
     """The kernel in tiles of rows and columns."""
@@ -202,7 +211,7 @@ def stride_names(number: int, access: Access) -> list[str]:
 # ---- one line for each node ----------------------------------------------------------------------------------------
 
 
-class _Body:
+class Body:
     """Lines that load the arguments and compute the nodes."""
 
     def __init__(self, types: Types, layout: Layout, precise: bool) -> None:
@@ -258,6 +267,8 @@ class _Body:
             template = _OF_BOOLS[node.operation]
         elif not common.is_floating_point and node.operation in ("floor", "ceil", "trunc", "round"):
             template = "{0}"
+        elif node.operation == "div" and common == torch.float64:
+            template = "{0} / {1}"  # correctly rounded as it is
         else:
             template = _TEMPLATES[node.operation]
         ones = _literal(255 if common == torch.uint8 else -1, common) if "{ones}" in template else ""

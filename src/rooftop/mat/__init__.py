@@ -25,6 +25,8 @@ from rooftop.mat.channels import (
     mixChannels,
     split,
 )
+from rooftop.mat.evaluation import evaluate
+from rooftop.mat.expressions import MatExpr, absdiff, absolute, maximum, minimum
 from rooftop.mat.matrix import Mat
 from rooftop.mat.scalars import Scalar
 from rooftop.mat.type_codes import (
@@ -123,6 +125,9 @@ from rooftop.mat.type_codes import (
 )
 from rooftop.mat.views import MatSize
 
+# As OpenCV calls them: mat.min(a, b). Not among what `import *` takes, since they are names of Python's too.
+min, max, abs, eval = minimum, maximum, absolute, evaluate
+
 __all__ = [
     "CV_8S",
     "CV_8SC",
@@ -214,15 +219,21 @@ __all__ = [
     "MatAllocator",
     "MatData",
     "MatDataFlag",
+    "MatExpr",
     "MatSize",
     "Scalar",
+    "absdiff",
+    "absolute",
     "depthToString",
+    "evaluate",
     "extractChannel",
     "from_opencv4",
     "getDefaultAllocator",
     "getStdAllocator",
     "insertChannel",
+    "maximum",
     "merge",
+    "minimum",
     "mixChannels",
     "numpy_dtype",
     "setDefaultAllocator",

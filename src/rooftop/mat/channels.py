@@ -11,11 +11,12 @@ import torch
 
 from rooftop.mat.allocation import same_device
 from rooftop.mat.copies import apart, overlap
-from rooftop.mat.matrix import Mat
+from rooftop.mat.expressions import MatExpr
+from rooftop.mat.matrix import Mat, as_mat
 from rooftop.mat.type_codes import CV_CN_MAX, CV_MAKETYPE, typeToString
 
 
-def merge(mv: Sequence[Mat], dst: Mat | None = None) -> Mat:
+def merge(mv: Sequence[Mat | MatExpr], dst: Mat | None = None) -> Mat:
     """One Mat with the channels of all, in order. They may have several each.
 
     Raises:
@@ -23,12 +24,13 @@ def merge(mv: Sequence[Mat], dst: Mat | None = None) -> Mat:
     """
     if not mv:
         raise ValueError("merge needs at least one Mat")
-    _check_alike("merge", mv)
-    channels = sum(m.channels() for m in mv)
+    mats = [as_mat(m) for m in mv]
+    _check_alike("merge", mats)
+    channels = sum(m.channels() for m in mats)
     if channels > CV_CN_MAX:
         raise ValueError(f"{channels} channels are too many: a Mat has up to {CV_CN_MAX}")
-    sources = [m._bits() for m in mv]
-    dst = _destination(mv[0], channels, dst)
+    sources = [m._bits() for m in mats]
+    dst = _destination(mats[0], channels, dst)
     if dst.empty():
         return dst
     target = dst._writable_bits()
@@ -42,15 +44,17 @@ def merge(mv: Sequence[Mat], dst: Mat | None = None) -> Mat:
     return dst
 
 
-def split(m: Mat, mv: Sequence[Mat] | None = None) -> list[Mat]:
+def split(m: Mat | MatExpr, mv: Sequence[Mat] | None = None) -> list[Mat]:
     """One Mat for each channel; written into those of `mv`, one for each channel, where given."""
+    m = as_mat(m)
     if mv is not None and len(mv) != m.channels():
         raise ValueError(f"split of {m} writes {m.channels()} Mats, got {len(mv)}")
     return [extractChannel(m, coi, None if mv is None else mv[coi]) for coi in range(m.channels())]
 
 
-def extractChannel(src: Mat, coi: int, dst: Mat | None = None) -> Mat:
+def extractChannel(src: Mat | MatExpr, coi: int, dst: Mat | None = None) -> Mat:
     """Channel `coi` as a Mat of one channel."""
+    src = as_mat(src)
     _check_channel("extractChannel", coi, src)
     given = src._bits()
     dst = _destination(src, 1, dst)
@@ -60,8 +64,9 @@ def extractChannel(src: Mat, coi: int, dst: Mat | None = None) -> Mat:
     return dst
 
 
-def insertChannel(src: Mat, dst: Mat, coi: int) -> Mat:
+def insertChannel(src: Mat | MatExpr, dst: Mat, coi: int) -> Mat:
     """Writes a Mat of one channel into channel `coi` of `dst`, and gives `dst`."""
+    src = as_mat(src)
     _check_channel("insertChannel", coi, dst)
     _check_alike("insertChannel", (src, dst))
     if src.channels() != 1:

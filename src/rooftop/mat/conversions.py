@@ -106,7 +106,7 @@ def _store(y: Tensor, into: Tensor, depth: int) -> None:
     elif limits is None:
         into.copy_(y.float() if into.dtype.itemsize == 2 else y)
     elif into.dtype.itemsize == 8:
-        _store_64(y.double().round(), into, depth)
+        store_64(y.double().round(), into, depth)
     else:
         # float64 holds the limits of 32 bits, float32 those of 16.
         rounded = (y.double() if into.dtype.itemsize == 4 else y).round()
@@ -116,7 +116,7 @@ def _store(y: Tensor, into: Tensor, depth: int) -> None:
         into.copy_(clamped.long() if depth == CV_32U else clamped.int() if depth == CV_16U else clamped)
 
 
-def _store_64(rounded: Tensor, into: Tensor, depth: int) -> None:
+def store_64(rounded: Tensor, into: Tensor, depth: int) -> None:
     """float64 has no 2^63 - 1 and no 2^64 - 1: what is beyond is set apart from what can be converted."""
     top, greatest = float(_TOP), float(_TOP - 1024)  # the greatest is the float64 before 2^63
     least = -top if depth == CV_64S else 0.0

@@ -79,11 +79,14 @@ def apart(source: Tensor, target: Tensor) -> Tensor:
 
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether writing to one may change the other; the very same elements do not count."""
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or not (one.numel() and other.numel()):
-        return False
-    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.dtype == other.dtype:
+    if one.device != other.device or not (one.numel() and other.numel()) or same_elements(one, other):
         return False
     return one.data_ptr() < _end(other) and other.data_ptr() < _end(one)
+
+
+def same_elements(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same memory, element by element."""
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.dtype == other.dtype
 
 
 def _end(x: Tensor) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from rooftop.mat import headers
+from rooftop.mat.expressions import MatExpr
 from rooftop.mat.scalars import ScalarLike
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def resize(m: Mat, nelems: int, value: ScalarLike | None) -> None:
 def _as_rows(m: Mat, value: Mat | MatLike | ScalarLike) -> Mat:
     if isinstance(value, m.__class__):
         return value._header_of_itself()
-    if isinstance(value, np.ndarray | Tensor) and value.ndim > 1:
+    if isinstance(value, MatExpr) or (isinstance(value, np.ndarray | Tensor) and value.ndim > 1):
         return m.__class__(value)
     if m.dims not in (1, 2) or (m.dims == 2 and m.cols != 1):
         raise ValueError(f"one element can be pushed to a single column, not to {m}: push a Mat of rows")

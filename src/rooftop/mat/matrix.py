@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from rooftop.mat.allocation import DeviceLike, MatAllocator, allocator_for, same
 from rooftop.mat.conversions import convert
 from rooftop.mat.copies import apart, copy_masked, fill
 from rooftop.mat.exports import ExportedHeader
+from rooftop.mat.expressions import Arithmetic, MatExpr
 from rooftop.mat.headers import Sizes
 from rooftop.mat.interchange import is_foreign, parts_of
 from rooftop.mat.scalars import Scalar, ScalarLike, element
@@ -38,7 +39,7 @@ from rooftop.mat.type_codes import (
 from rooftop.mat.views import Header, Range, is_integer
 
 
-class Mat(ExportedHeader):
+class Mat(ExportedHeader, Arithmetic):
     """An n-dimensional array of elements with 1 to 512 channels, that other Mats may share."""
 
     __slots__ = ()
@@ -59,6 +60,7 @@ class Mat(ExportedHeader):
             Mat(sizes, type), Mat(sizes, type, value)      sizes: a tuple, rows first
             Mat(array), Mat(array, type)                   NumPy, OpenCV-Python, torch, DLPack, CUDA arrays: no copy
             Mat(other)                                     shares the memory of another Mat
+            Mat(expression), Mat(expression, type)         its value, in new memory
 
         Args:
             type: as CV_8UC3. Of an array, None takes (H, W, C) of up to 512 channels as an image, other shapes as one
@@ -72,7 +74,7 @@ class Mat(ExportedHeader):
             TypeError: arguments that are none of these; a dtype that no depth holds.
             ValueError: negative sizes; memory that cannot be seen as a Mat without a copy (the message names the copy).
         """
-        if given and (isinstance(given[0], Mat) or is_foreign(given[0])):
+        if given and (isinstance(given[0], Arithmetic) or is_foreign(given[0])):
             self._init_from(given, type, value, device, allocator, layout)
             return
         if not given and type is None and value is None:
@@ -102,6 +104,9 @@ class Mat(ExportedHeader):
                 "setTo(value), to(device) or clone() afterwards"
             )
         source = given[0]
+        if isinstance(source, MatExpr):
+            self._become(source.to_mat(type))
+            return
         if isinstance(source, Mat):
             if type is not None and type != source._type:
                 raise TypeError(f"{source} cannot be seen as {typeToString(type)}: convertTo, or reshape its channels")
@@ -143,13 +148,19 @@ class Mat(ExportedHeader):
     # Copies.
 
     def __setitem__(self, index: Range | tuple[Range, ...], value: Any) -> None:
-        """Writes an element, or a region: from a Scalar, or a Mat or array of the region's sizes and type."""
+        """Writes an element, or a region: from a Scalar, or a Mat or array of the region's sizes and type.
+
+        The value of an expression is stored as numbers of the region's depth.
+        """
         place = self._indices(index)
         if isinstance(place, int):
             sizes, steps = (1,) * self.dims, self._steps
             self._header(sizes, steps, place, True).setTo(value)
             return
         region = self._cut("[]", place)
+        if isinstance(value, MatExpr):
+            region._store(value)
+            return
         if not isinstance(value, Mat) and not (isinstance(value, np.ndarray | Tensor) and value.ndim > 1):
             region.setTo(value)
             return
@@ -159,6 +170,27 @@ class Mat(ExportedHeader):
                 f"{source} cannot be assigned to a region {region}: sizes and types must be equal; convertTo"
             )
         source.copyTo(region)
+
+    def assign(self, expression: Mat | MatExpr) -> Self:
+        """`m = expression` of C++: evaluates it into this Mat's memory where that has its size and type, as `create`.
+
+        A Mat is shared, as by `Mat(other)`.
+        """
+        if isinstance(expression, Mat):
+            self._become(expression)
+            return self
+        from rooftop.mat.evaluation import evaluate  # that needs Mat
+
+        evaluate(expression, self)
+        return self
+
+    def _store(self, expression: MatExpr) -> None:
+        """The value of an expression of this one's size, as numbers of this one's depth."""
+        from rooftop.mat.evaluation import evaluate  # that needs Mat
+
+        if expression._sizes != self._sizes or expression.channels() != self.channels():
+            raise ValueError(f"{expression!r} cannot be assigned to a region {self}: sizes and channels must be equal")
+        evaluate(expression, self, self.depth())
 
     def copyTo(self, dst: Mat | None = None, mask: MatLike | None = None) -> Mat:
         """Copies all elements, or those whose mask is not 0.
@@ -335,7 +367,8 @@ class Mat(ExportedHeader):
             raise RuntimeError(f"{self} is mapped to the host already: leave that `with` block first")
         copy = self.cpu()
         array = copy.numpy()
-        array.flags.writeable = write
+        if not write:
+            array.flags.writeable = False
         self._cached, self._data.mapping = None, "host"
         try:
             yield array
@@ -385,7 +418,7 @@ class Mat(ExportedHeader):
 
     def _mask(self, mask: MatLike, device: torch.device) -> Tensor:
         """The bits of a mask of these elements, for a target on a device."""
-        mask = mask if isinstance(mask, Mat) else Mat(mask)
+        mask = as_mat(mask)
         if mask.depth() not in (CV_8U, CV_8S, CV_Bool) or mask.channels() not in (1, self.channels()):
             raise TypeError(
                 f"a mask has 8 bits or Bool, and one channel or {self.channels()}, got {typeToString(mask._type)}: "
@@ -406,7 +439,12 @@ class Mat(ExportedHeader):
         return Scalar(value) if self.channels() <= 4 else [value] + [0] * (self.channels() - 1)
 
 
-MatLike = Mat | np.ndarray[Any, Any] | Tensor
+MatLike = Mat | MatExpr | np.ndarray[Any, Any] | Tensor
+
+
+def as_mat(given: MatLike) -> Mat:
+    """A Mat as it is, an array as a header on its memory, an expression as its value."""
+    return given if isinstance(given, Mat) else Mat(given)
 
 
 def _rebuilt(elements: Tensor | None, sizes: Sizes, type: int) -> Mat:

@@ -48,19 +48,24 @@ def element(value: ScalarLike, type: int) -> Tensor:
         TypeError: not numbers.
         ValueError: another count of numbers.
     """
+    depth = depth_of(type)
+    return torch.tensor([_stored(number, depth) for number in numbers_of(value, type)], dtype=depth.dtype)
+
+
+def numbers_of(value: ScalarLike, type: int) -> list[int | float]:
+    """The number of each channel of a type, as they are given; arguments and errors as of `element`."""
     channels = CV_MAT_CN(type)
     numbers = _numbers(value)
     if len(numbers) == 1:
-        numbers *= channels
-    elif len(numbers) != channels:
+        return numbers * channels
+    if len(numbers) != channels:
         if channels > 4 or len(numbers) > 4 or not numbers:
             raise ValueError(
                 f"{len(numbers)} numbers for an element of {typeToString(type)}: give 1 for all channels, {channels}, "
                 "or for up to 4 channels a Scalar of up to 4"
             )
         numbers = (numbers + [0] * 4)[:channels]
-    depth = depth_of(type)
-    return torch.tensor([_stored(number, depth) for number in numbers], dtype=depth.dtype)
+    return numbers
 
 
 def _numbers(value: ScalarLike) -> list[int | float]:

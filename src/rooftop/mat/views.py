@@ -210,6 +210,16 @@ class Header:
             if cn and numbers % cn:
                 raise ValueError(f"the last dimension of {numbers} numbers cannot be elements of {cn} channels")
             return self._seen(cn or self.channels(), self._sizes[:-1], numbers, self._steps[:-1])
+        if not rows and self.dims == 2:  # what most ask for: other channels in the same rows
+            numbers = self._sizes[1] * self.channels()
+            count = cn or self.channels()
+            if count <= numbers and numbers % count == 0:
+                elem_bytes = count * DEPTHS[self._type & _DEPTH_MASK].size_bytes
+                new = self._header(
+                    (self._sizes[0], numbers // count), (self._steps[0], elem_bytes), self._offset, self._submatrix
+                )
+                new._type = self._type & _DEPTH_MASK | (count - 1) << CV_CN_SHIFT
+                return new
         new_rows, cols, cn = headers.reshaped_2d(self.rows, self.cols, self.channels(), cn, rows, self.isContinuous())
         step = self._steps[0] if self.dims == 2 and new_rows == self.rows else cols * cn * self.elemSize1()
         return self._seen(cn, (new_rows,), cols * cn, (step,))

@@ -1,0 +1,192 @@
+"""In which dtype an expression can be computed so that nothing but the store rounds: bounds of every value in it.
+
+The law is that of float64: each operation rounded to float64, the last value rounded to the target's depth, once. Where
+every value is known to be a whole number (a multiple of 2^unit) within what a narrower dtype holds exactly, computing
+in that dtype gives the very same numbers. So 8-bit images are added in int16, and `a * 0.5` in float32.
+
+Floating elements have no bounds. In float32 an expression of them has the bits of float64 if no value is rounded twice
+before it is stored as float32: min, max, abs, negation and comparisons round nothing, and one sum, difference, product
+or quotient of float32 numbers that is rounded to float32 is what float64 rounded to float32 is, since 53 >= 2 * 24 + 2
+(Figueroa 1995, "When is double rounding innocuous?"). The same holds for half precision computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, topological
+from rooftop.mat.type_codes import CV_16BF, CV_16F, CV_32F, CV_64U, DEPTHS, CV_Bool
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
+_FLOAT32_BITS = 24
+_SMALL_QUOTIENT = 1 << 11  # quotients of smaller whole numbers are nearer to no half in float32 than they are exactly
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of a value: low <= value <= high, and it is a multiple of 2^unit, unit <= 0."""
+
+    low: Fraction
+    high: Fraction
+    unit: int = 0
+
+    @property
+    def largest(self) -> Fraction:
+        return max(abs(self.low), abs(self.high))
+
+    def contain(self, other: Bounds) -> bool:
+        """Whether every such value of another is a whole number within these."""
+        return other.unit == 0 and self.low <= other.low and other.high <= self.high
+
+    def within(self, dtype: torch.dtype) -> bool:
+        """Whether the dtype holds every such value."""
+        if dtype.is_floating_point:
+            bits = _FLOAT32_BITS if dtype == torch.float32 else 53
+            return self.largest <= Fraction(2) ** (bits + self.unit) and self.unit > -100
+        limits = torch.iinfo(dtype)
+        return self.unit == 0 and limits.min <= self.low and self.high <= limits.max
+
+
+BoundsOf = dict[int, Bounds | None]  # by id of the node; None of what is not known
+TRUTH = Bounds(Fraction(0), Fraction(255))
+
+
+def bounds_of(root: MatExpr) -> BoundsOf:
+    """The bounds of all nodes."""
+    found: BoundsOf = {}
+    for each in topological(root):
+        found[id(each)] = _bounds(each, [found[id(operand)] for operand in each._operands])
+    return found
+
+
+def trusted(bounds: BoundsOf, dtype: torch.dtype) -> BoundsOf:
+    """What is known of values that are computed in a dtype: nothing of those that it may have rounded."""
+    return {n: known if known is not None and known.within(dtype) else None for n, known in bounds.items()}
+
+
+def limits_in(dtype: torch.dtype, depth: int) -> tuple[int, int]:
+    """The limits of an integer depth as far as values in an integer dtype can be beyond them."""
+    low, high = DEPTHS[depth].limits or (0, 1)
+    if dtype.is_floating_point:
+        return low, high
+    own = torch.iinfo(dtype)
+    return max(low, own.min), min(high, own.max)
+
+
+def depth_bounds(depth: int) -> Bounds | None:
+    """Of the numbers that a depth has; None of floating ones."""
+    if depth == CV_Bool:
+        return Bounds(Fraction(0), Fraction(1))
+    limits = DEPTHS[depth].limits
+    return None if limits is None else Bounds(Fraction(limits[0]), Fraction(limits[1]))
+
+
+def computing_dtype(root: MatExpr, bounds: BoundsOf, depth: int) -> torch.dtype:
+    """The narrowest dtype in which the expression has the numbers of float64, to be stored as numbers of a depth.
+
+    Whole numbers beyond float64's 53 bits are exact too, in int64, while they are below 2^63.
+    """
+    nodes = topological(root)
+    known = [each for node in nodes if (each := bounds[id(node)]) is not None]
+    if len(known) == len(nodes):
+        for dtype in _INTEGERS:
+            if all(each.within(dtype) for each in known):
+                return dtype
+    if _float32_is_enough(root, nodes, bounds, depth):
+        return torch.float32
+    if len(known) == len(nodes) and all(each.within(torch.int64) for each in known):
+        return torch.int64
+    return torch.float64
+
+
+def _bounds(each: MatExpr, of: list[Bounds | None]) -> Bounds | None:
+    operation = each._operation
+    if operation == "mat":
+        return depth_bounds(each.depth())
+    if operation == "numbers":
+        return _bounds_of_numbers(each._value)
+    if operation in COMPARISONS:
+        return TRUTH
+    if operation in BITWISE:
+        return depth_bounds(each.depth())
+    if operation in ("product", "inverse", "div") or any(one is None for one in of):
+        return None
+    a = of[0]
+    b = of[-1]
+    assert a is not None
+    assert b is not None
+    unit = min(a.unit, b.unit)
+    if operation == "add":
+        return Bounds(a.low + b.low, a.high + b.high, unit)
+    if operation == "sub":
+        return Bounds(a.low - b.high, a.high - b.low, unit)
+    if operation == "mul":
+        corners = [x * y for x in (a.low, a.high) for y in (b.low, b.high)]
+        return Bounds(min(corners), max(corners), a.unit + b.unit)
+    if operation == "neg":
+        return Bounds(-a.high, -a.low, unit)
+    if operation == "abs":
+        least = Fraction(0) if a.low <= 0 <= a.high else min(abs(a.low), abs(a.high))
+        return Bounds(least, a.largest, unit)
+    choose = min if operation == "min" else max
+    return Bounds(choose(a.low, b.low), choose(a.high, b.high), unit)
+
+
+def _bounds_of_numbers(numbers: tuple[int | float, ...]) -> Bounds | None:
+    if not all(math.isfinite(number) for number in numbers):
+        return None
+    exact = [Fraction(number) for number in numbers]
+    return Bounds(min(exact), max(exact), -max(each.denominator.bit_length() - 1 for each in exact))
+
+
+def _float32_is_enough(root: MatExpr, nodes: list[MatExpr], bounds: BoundsOf, depth: int) -> bool:
+    """Whether no path has more than one rounding in float32, and a rounded value is stored without another one."""
+    narrow = {CV_32F: (CV_32F,), CV_16F: (CV_16F,), CV_16BF: (CV_16BF,)}.get(depth, ())
+    rounded: dict[int, bool] = {}
+    leaves_allow = True  # a rounded value is the same by way of float64 when it is stored
+    for each in nodes:
+        operands = [rounded[id(operand)] for operand in each._operands]
+        known = bounds[id(each)]
+        exact = known is not None and known.within(torch.float32)
+        operation = each._operation
+        if operation == "mat":
+            if not exact and each.depth() not in (CV_32F, CV_16F, CV_16BF):
+                return False
+            leaves_allow &= each.depth() in narrow
+            rounded[id(each)] = False
+        elif operation == "numbers":
+            if not all(_is_held(number, CV_32F) for number in each._value):
+                return False
+            leaves_allow &= all(_is_held(number, depth) for number in each._value) if narrow else True
+            rounded[id(each)] = False
+        elif operation in ("min", "max", "abs", "neg"):
+            rounded[id(each)] = any(operands)
+        elif operation in COMPARISONS or operation in BITWISE:
+            if any(operands) or (operation in BITWISE and not exact):
+                return False
+            rounded[id(each)] = False
+        elif any(operands):
+            return False
+        else:
+            rounded[id(each)] = not exact
+    if not rounded[id(root)]:
+        return True
+    return (leaves_allow and bool(narrow)) or (root._operation == "div" and _is_small_quotient(root, bounds, depth))
+
+
+def _is_small_quotient(root: MatExpr, bounds: BoundsOf, depth: int) -> bool:
+    of = [bounds[id(operand)] for operand in root._operands]
+    whole = all(each is not None and each.unit == 0 and each.largest <= _SMALL_QUOTIENT for each in of)
+    return whole and DEPTHS[depth].limits is not None and depth != CV_64U
+
+
+def _is_held(number: int | float, depth: int) -> bool:
+    """Whether a floating depth has this very number."""
+    if math.isnan(number) or math.isinf(number):
+        return True
+    held = torch.tensor(float(number), dtype=torch.float64).to(DEPTHS[depth].dtype).double().item()
+    return held == number

@@ -1,0 +1,518 @@
+"""Expressions of Mats, evaluated when they are stored: `m.assign(a + b * 2 - c.t())`.
+
+An operator computes nothing. It checks types and sizes and makes a `MatExpr`: a tree over headers of the Mats and over
+numbers, which knows its type and size. Storing it (`Mat(e)`, `m.assign(e)`, `m[...] = e`, `e.to_mat()`, or use where a
+Mat is expected) evaluates all of it at once (`evaluation.py`), as if in float64, rounded and saturated only then.
+
+Source of names and meanings: `cv::MatExpr` of OpenCV, modules/core/src/matrix_expressions.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from torch import Tensor, device
+
+from rooftop.mat.allocation import same_device
+from rooftop.mat.headers import Sizes
+from rooftop.mat.interchange import is_foreign
+from rooftop.mat.scalars import ScalarLike, numbers_of
+from rooftop.mat.type_codes import (
+    CV_8U,
+    CV_16BF,
+    CV_16F,
+    CV_32F,
+    CV_64F,
+    CV_MAKETYPE,
+    CV_MAT_CN,
+    CV_MAT_DEPTH,
+    DEPTHS,
+    typeToString,
+)
+from rooftop.mat.views import Header, MatSize
+
+if TYPE_CHECKING:
+    from rooftop.mat.matrix import Mat
+
+ELEMENTWISE = ("add", "sub", "mul", "div", "min", "max", "abs", "neg")
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+BITWISE = ("and", "or", "xor", "not")
+INVERSES = ("lu", "cholesky", "svd")
+_FLOATING = (CV_32F, CV_64F, CV_16F, CV_16BF)
+Operand = Any  # a Mat, an expression, an array, or numbers: what is none of these gives NotImplemented
+
+
+class Arithmetic:
+    """The operators of Mats and of expressions."""
+
+    __slots__ = ()
+    __array_priority__ = 1000  # array + mat is left to us
+
+    def __add__(self, other: Operand) -> MatExpr:
+        return _binary("add", self, other)
+
+    def __radd__(self, other: Operand) -> MatExpr:
+        return _binary("add", other, self)
+
+    def __sub__(self, other: Operand) -> MatExpr:
+        return _binary("sub", self, other)
+
+    def __rsub__(self, other: Operand) -> MatExpr:
+        return _binary("sub", other, self)
+
+    def __mul__(self, other: Operand) -> MatExpr:
+        """By numbers element by element; of two Mats the matrix product, as in OpenCV. `mul` takes two by element."""
+        return _binary("mul" if _are_numbers(other) else "product", self, other)
+
+    def __rmul__(self, other: Operand) -> MatExpr:
+        return _binary("mul" if _are_numbers(other) else "product", other, self)
+
+    def __matmul__(self, other: Operand) -> MatExpr:
+        """The matrix product."""
+        return NotImplemented if _are_numbers(other) else _binary("product", self, other)
+
+    def __rmatmul__(self, other: Operand) -> MatExpr:
+        return NotImplemented if _are_numbers(other) else _binary("product", other, self)
+
+    def __truediv__(self, other: Operand) -> MatExpr:
+        """Element by element. In integer depths a number divided by 0 is 0; in floating ones it is as in IEEE 754."""
+        return _binary("div", self, other)
+
+    def __rtruediv__(self, other: Operand) -> MatExpr:
+        return _binary("div", other, self)
+
+    def __neg__(self) -> MatExpr:
+        return _unary("neg", self)
+
+    def __abs__(self) -> MatExpr:
+        return _unary("abs", self)
+
+    def __and__(self, other: Operand) -> MatExpr:
+        return _binary("and", self, other)
+
+    def __rand__(self, other: Operand) -> MatExpr:
+        return _binary("and", other, self)
+
+    def __or__(self, other: Operand) -> MatExpr:
+        return _binary("or", self, other)
+
+    def __ror__(self, other: Operand) -> MatExpr:
+        return _binary("or", other, self)
+
+    def __xor__(self, other: Operand) -> MatExpr:
+        return _binary("xor", self, other)
+
+    def __rxor__(self, other: Operand) -> MatExpr:
+        return _binary("xor", other, self)
+
+    def __invert__(self) -> MatExpr:
+        return _unary("not", self)
+
+    def __lt__(self, other: Operand) -> MatExpr:
+        """255 where it is, 0 elsewhere, in CV_8U; so of all comparisons."""
+        return _binary("lt", self, other)
+
+    def __le__(self, other: Operand) -> MatExpr:
+        return _binary("le", self, other)
+
+    def __gt__(self, other: Operand) -> MatExpr:
+        return _binary("gt", self, other)
+
+    def __ge__(self, other: Operand) -> MatExpr:
+        return _binary("ge", self, other)
+
+    def __eq__(self, other: Operand) -> MatExpr:  # type: ignore[override]
+        return _binary("eq", self, other)
+
+    def __ne__(self, other: Operand) -> MatExpr:  # type: ignore[override]
+        return _binary("ne", self, other)
+
+    __hash__ = object.__hash__
+
+    def mul(self, other: Operand, scale: float = 1) -> MatExpr:
+        """scale * self * other, element by element."""
+        found = _binary("mul", self, other)
+        if found is NotImplemented:
+            raise TypeError(f"mul takes a Mat, an expression, an array or numbers, got {type(other).__name__}")
+        return found if scale == 1 else found * scale
+
+    def t(self) -> MatExpr:
+        """Rows and columns exchanged.
+
+        Raises:
+            ValueError: not of two dimensions.
+        """
+        return _transposed(_expression(self), {})
+
+    def inv(self, method: Literal["lu", "cholesky", "svd"] = "lu") -> MatExpr:
+        """The inverse of a square matrix of floating numbers; by "svd" the pseudo-inverse of any.
+
+        Evaluating it raises numpy's LinAlgError where a matrix has none ("lu"), or is not positive definite
+        ("cholesky"); OpenCV gives zeros there.
+        """
+        return _inverse(_expression(self), method)
+
+
+class MatExpr(Arithmetic):
+    """What shall be computed, with its type and size. Made by operators of Mats, not by hand.
+
+    Each use evaluates it anew, from what its Mats hold then. Numbers in it are held by value.
+    """
+
+    __slots__ = ("_device", "_operands", "_operation", "_sizes", "_type", "_value")
+
+    _operation: str  # "mat", "numbers", one of ELEMENTWISE, COMPARISONS and BITWISE, "product", "inverse"
+    _operands: tuple[MatExpr, ...]
+    _value: Any  # of "mat" (header, transposed), of "numbers" one for each channel, of "inverse" the method
+    _type: int
+    _sizes: Sizes
+    _device: device
+
+    def type(self) -> int:
+        """The code of depth and channels."""
+        return self._type
+
+    def depth(self) -> int:
+        """The code of what one channel is."""
+        return CV_MAT_DEPTH(self._type)
+
+    def channels(self) -> int:
+        return CV_MAT_CN(self._type)
+
+    @property
+    def dims(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def rows(self) -> int:
+        """-1 of more than two dimensions."""
+        return (0, 1, self._sizes[0] if self._sizes else 0)[self.dims] if self.dims <= 2 else -1
+
+    @property
+    def cols(self) -> int:
+        """-1 of more than two dimensions."""
+        return (self._sizes[-1] if self._sizes else 0) if self.dims <= 2 else -1
+
+    @property
+    def size(self) -> MatSize:
+        """(rows, columns), or all sizes. `e.size()` is (width, height)."""
+        return MatSize(self._sizes)
+
+    @property
+    def device(self) -> device:
+        return self._device
+
+    def to_mat(self, rtype: int | None = None) -> Mat:
+        """The value, in new memory; as numbers of another depth if one is named."""
+        from rooftop.mat.evaluation import evaluate  # that needs Mat, which needs this file
+
+        return evaluate(self, None, rtype)
+
+    def clone(self) -> Mat:
+        """As `to_mat`."""
+        return self.to_mat()
+
+    def copyTo(self, dst: Mat | None = None, mask: Any = None) -> Mat:
+        """Evaluates it into `dst`, as `Mat.copyTo`; under a mask by way of new memory."""
+        return self.to_mat().copyTo(dst, mask) if dst is None or mask is not None else dst.assign(self)
+
+    def convertTo(self, rtype: Any = None, alpha: float = 1, beta: float = 0, dst: Mat | None = None) -> Mat:
+        """As `Mat.convertTo` of its value."""
+        return self.to_mat().convertTo(rtype, alpha, beta, dst)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The value as an array, as `Mat.numpy`."""
+        return self.to_mat().numpy()
+
+    def tensor(self, layout: Literal["hwc", "chw"] = "hwc") -> Tensor:
+        """The value as a tensor, as `Mat.tensor`."""
+        return self.to_mat().tensor(layout)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError("an expression has no memory of its own: its array is new")
+        return np.asarray(self.to_mat().numpy(), dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        """An element or a view of its value. Evaluates all of it."""
+        return self.to_mat()[index]
+
+    def __bool__(self) -> bool:
+        raise TypeError("an expression of Mats has one value for each element: it has no truth value of its own")
+
+    def __repr__(self) -> str:
+        sizes = " x ".join(map(str, self._sizes)) or "empty"
+        return f"MatExpr({sizes} {typeToString(self._type)}, {self._device}: {_text(self)})"
+
+
+def minimum(a: Operand, b: Operand) -> MatExpr:
+    """The smaller of two, element by element; NaN where either is."""
+    return _of_two("min", a, b)
+
+
+def maximum(a: Operand, b: Operand) -> MatExpr:
+    """The larger of two, element by element; NaN where either is."""
+    return _of_two("max", a, b)
+
+
+def absolute(a: Mat | MatExpr) -> MatExpr:
+    """|a|, element by element; `abs(a)` too."""
+    return _unary("abs", _expression(a))
+
+
+def absdiff(a: Operand, b: Operand) -> MatExpr:
+    """|a - b|, element by element."""
+    return abs(_of_two("sub", a, b))
+
+
+# ---- trees -----------------------------------------------------------------------------------------------------
+
+
+def node(
+    operation: str, operands: tuple[MatExpr, ...], type: int, sizes: Sizes, where: device, value: Any = None
+) -> MatExpr:
+    """One node."""
+    new = MatExpr.__new__(MatExpr)
+    new._operation, new._operands, new._value = operation, operands, value
+    new._type, new._sizes, new._device = type, sizes, where
+    return new
+
+
+def leaf(m: Header) -> MatExpr:
+    """A Mat as it is now: another header, so that what the Mat becomes later does not matter."""
+    return node("mat", (), m._type, m._sizes, m._device, (m._header_of_itself(), False))
+
+
+def topological(root: MatExpr) -> list[MatExpr]:
+    """All nodes, operands before what uses them, each once."""
+    order: list[MatExpr] = []
+    seen: set[int] = set()
+    stack = [(root, False)]
+    while stack:
+        each, done = stack.pop()
+        if done:
+            order.append(each)
+        elif id(each) not in seen:
+            seen.add(id(each))
+            stack.append((each, True))
+            stack.extend((operand, False) for operand in reversed(each._operands))
+    return order
+
+
+def rebuilt(root: MatExpr, change: Callable[[MatExpr, tuple[MatExpr, ...]], MatExpr | None]) -> MatExpr:
+    """The tree with nodes exchanged: `change` gets each with its new operands and gives another node, or None."""
+    new: dict[int, MatExpr] = {}
+    for each in topological(root):
+        operands = tuple(new[id(operand)] for operand in each._operands)
+        found = change(each, operands)
+        if found is None:
+            same = all(a is b for a, b in zip(operands, each._operands, strict=True))
+            found = each if same else with_operands(each, operands)
+        new[id(each)] = found
+    return new[id(root)]
+
+
+def with_operands(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr:
+    """The same operation of other operands."""
+    return node(each._operation, operands, each._type, each._sizes, each._device, each._value)
+
+
+# ---- building --------------------------------------------------------------------------------------------------
+
+
+def _are_numbers(value: Any) -> bool:
+    """Numbers to be held by value: one, a tuple or a Scalar; of arrays those of at most one dimension."""
+    if isinstance(value, (bool, int, float, np.generic, tuple, list)):
+        return True
+    return isinstance(value, (np.ndarray, Tensor)) and value.ndim <= 1
+
+
+def _expression(value: Any) -> MatExpr:
+    """A Mat, an expression or an array as an expression.
+
+    Raises:
+        TypeError: something else.
+    """
+    if isinstance(value, MatExpr):
+        return value
+    if isinstance(value, Header):
+        return leaf(value)
+    if is_foreign(value):
+        from rooftop.mat.matrix import Mat  # that needs this file
+
+        return leaf(Mat(value))
+    raise TypeError(f"a Mat or an expression was expected, got {type(value).__name__}")
+
+
+def _unary(operation: str, value: Any) -> MatExpr:
+    operand = _expression(value)
+    if operation == "not":
+        _check_bits(operand)
+    return node(operation, (operand,), operand._type, operand._sizes, operand._device)
+
+
+def _of_two(operation: str, a: Operand, b: Operand) -> MatExpr:
+    """As an operator, in a function."""
+    if _are_numbers(a) and _are_numbers(b):
+        raise TypeError("one of the two must be a Mat or an expression")
+    found = _binary(operation, a, b)
+    if found is NotImplemented:
+        raise TypeError(f"Mats, expressions or numbers were expected, got {type(a).__name__} and {type(b).__name__}")
+    return found
+
+
+def _binary(operation: str, a: Any, b: Any) -> MatExpr:
+    if not all(isinstance(each, Arithmetic) or _are_numbers(each) or is_foreign(each) for each in (a, b)):
+        return NotImplemented
+    if _are_numbers(a):
+        right = _expression(b)
+        left = _numbers(a, right)
+    else:
+        left = _expression(a)
+        right = _numbers(b, left) if _are_numbers(b) else _expression(b)
+    if not same_device(left._device, right._device):
+        raise ValueError(f"Mats on {left._device} and {right._device} in one expression: move one with to(device)")
+    if operation == "product":
+        return _product(left, right)
+    if left._type != right._type:
+        raise TypeError(
+            f"{_WORDS[operation]} takes two of one type, got {typeToString(left._type)} and "
+            f"{typeToString(right._type)}: convertTo one of them"
+        )
+    if left._sizes != right._sizes:
+        raise ValueError(
+            f"{_WORDS[operation]} takes two of one size, got {_sizes(left)} and {_sizes(right)}: nothing is broadcast"
+        )
+    type = left._type
+    if operation in BITWISE:
+        _check_bits(left)
+        for each in (left, right):
+            if each._operation == "numbers" and any(number != int(number) for number in each._value):
+                raise TypeError(f"bits are of whole numbers, got {each._value}")
+    elif operation in COMPARISONS:
+        type = CV_MAKETYPE(CV_8U, CV_MAT_CN(type))
+    return node(operation, (left, right), type, left._sizes, left._device)
+
+
+def _numbers(value: ScalarLike, beside: MatExpr) -> MatExpr:
+    """A number for each channel, as an operand beside an expression."""
+    numbers = tuple(numbers_of(value, beside._type))
+    return node("numbers", (), beside._type, beside._sizes, beside._device, numbers)
+
+
+def _check_bits(operand: MatExpr) -> None:
+    if DEPTHS[operand.depth()].limits is None and not DEPTHS[operand.depth()].name == "Bool":
+        raise TypeError(f"bits are of integers, got {typeToString(operand._type)}: compare, or convertTo")
+
+
+def _check_matrix(operand: MatExpr, what: str, hint: str) -> None:
+    if operand.depth() not in _FLOATING or operand.channels() != 1:
+        raise TypeError(f"{what} is of one channel of floating numbers, got {typeToString(operand._type)}: {hint}")
+    if operand.dims != 2:
+        raise ValueError(f"{what} is of two dimensions, got {_sizes(operand)}")
+
+
+def _product(left: MatExpr, right: MatExpr) -> MatExpr:
+    for each in (left, right):
+        _check_matrix(each, "a matrix product", "a.mul(b) is element by element, and convertTo(CV_32F) makes one")
+    if left._type != right._type:
+        raise TypeError(
+            f"a matrix product is of two of one type, got {typeToString(left._type)} and {typeToString(right._type)}: "
+            "convertTo one of them"
+        )
+    (rows, inner), (inner_too, cols) = left._sizes, right._sizes
+    if inner != inner_too:
+        raise ValueError(
+            f"a product of {_sizes(left)} and {_sizes(right)}: the columns of the first must be as many as the rows of "
+            "the second; a.mul(b) is element by element"
+        )
+    return node("product", (left, right), left._type, (rows, cols), left._device)
+
+
+def _inverse(operand: MatExpr, method: str) -> MatExpr:
+    if method not in INVERSES:
+        raise ValueError(f"the method of inv is one of {', '.join(INVERSES)}, got {method!r}")
+    _check_matrix(operand, "an inverse", "convertTo(CV_32F)")
+    rows, cols = operand._sizes
+    if rows != cols and method != "svd":
+        raise ValueError(f"an inverse is of a square matrix, got {_sizes(operand)}: 'svd' gives the pseudo-inverse")
+    return node("inverse", (operand,), operand._type, (cols, rows), operand._device, method)
+
+
+def _transposed(root: MatExpr, found: dict[int, MatExpr]) -> MatExpr:
+    """The tree with its leaves transposed, so that no transposed copy is ever made of a part."""
+    if root.dims != 2:
+        raise ValueError(f"t() is of two dimensions, got {_sizes(root)}")
+    turned: dict[int, MatExpr] = found
+    for each in topological(root):
+        sizes = each._sizes[::-1]
+        operands = tuple(turned[id(operand)] for operand in each._operands)
+        value = each._value
+        if each._operation == "mat":
+            value = (value[0], not value[1])
+        elif each._operation == "product":  # (AB)' = B'A'
+            operands = operands[::-1]
+        turned[id(each)] = node(each._operation, operands, each._type, sizes, each._device, value)
+    return turned[id(root)]
+
+
+def _sizes(expression: MatExpr) -> str:
+    return " x ".join(map(str, expression._sizes)) or "an empty Mat"
+
+
+_WORDS = {
+    "add": "a sum",
+    "sub": "a difference",
+    "mul": "mul",
+    "div": "a quotient",
+    "min": "a minimum",
+    "max": "a maximum",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+    **dict.fromkeys(COMPARISONS, "a comparison"),
+}
+_SYMBOLS = {
+    "add": "+",
+    "sub": "-",
+    "div": "/",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+    "product": "@",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "eq": "==",
+    "ne": "!=",
+    "mul": "*",
+}
+_PREFIXES = {"neg": "-", "not": "~"}
+_MOST_TEXT = 100
+
+
+def _text(root: MatExpr) -> str:
+    """As it was written, with Mats named in order: A + B * 2."""
+    names: dict[Any, str] = {}
+    texts: dict[int, str] = {}
+    for each in topological(root):
+        operands = [texts[id(operand)] for operand in each._operands]
+        if each._operation == "mat":
+            header, transposed = each._value
+            name = names.setdefault(header._offset if header._data is None else header.data_ptr(), f"M{len(names)}")
+            text = f"{name}.t()" if transposed else name
+        elif each._operation == "numbers":
+            same = all(number == each._value[0] for number in each._value)
+            text = repr(each._value[0] if same else each._value)
+        elif each._operation in _SYMBOLS:
+            text = f"({operands[0]} {_SYMBOLS[each._operation]} {operands[1]})"
+        elif each._operation in _PREFIXES:
+            text = f"({_PREFIXES[each._operation]}{operands[0]})"
+        else:
+            text = f"{each._operation}({', '.join(operands)})"
+        texts[id(each)] = text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 3]}..."
+    text = texts[id(root)]
+    return text[1:-1] if text[0] == "(" and text[-1] == ")" else text

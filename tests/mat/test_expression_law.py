@@ -1,0 +1,422 @@
+"""The law of expressions: float64, rounded and saturated once, where they are stored; whole numbers below 2^63 exactly.
+
+`grown` draws a tree as nested tuples, `built` makes the expression of it, and `lawful` says which numbers it must have,
+by NumPy's float64 and Python's integers, without any of the package's own arithmetic. Under TRITON_INTERPRET=1 the CPU
+runs the kernels.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rooftop import mat
+from rooftop.launch import INTERPRETED
+from rooftop.mat import Mat, MatExpr
+from rooftop.mat.type_codes import CV_MAKETYPE, DEPTHS, CV_Bool
+
+INTEGERS = [number for number, depth in enumerate(DEPTHS) if depth.limits]
+FLOATS = [mat.CV_32F, mat.CV_64F, mat.CV_16F, mat.CV_16BF]
+ALL = [*INTEGERS, *FLOATS, CV_Bool]
+if INTERPRETED:  # which truncates to bfloat16
+    ALL.remove(mat.CV_16BF)
+# Precision in bits, the least distance of two numbers as a power of two, and the greatest number.
+FORMATS = {
+    mat.CV_16F: (11, -24, 65504.0),
+    mat.CV_16BF: (8, -133, float(torch.finfo(torch.bfloat16).max)),
+    mat.CV_32F: (24, -149, float(np.finfo("f4").max)),
+}
+SAME_TYPE = ["add", "sub", "mul", "div", "min", "max", "neg", "abs"]
+COMPARED = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq}
+COMPARED["ne"] = operator.ne
+BITS = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
+FUNCTIONS: dict[str, Any] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "neg": operator.neg,
+    "abs": abs,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+
+
+@dataclass
+class Grown:
+    """A tree ("leaf", number), ("numbers", value), (operation, *operands), and its leaves as (Mat, transposed)."""
+
+    tree: tuple[Any, ...]
+    leaves: list[tuple[Mat, bool]]
+    depth: int
+    channels: int
+    sizes: tuple[int, ...]
+
+
+def values(rng: np.random.Generator, depth: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Numbers of a depth, many of them small, some at its limits; of floats some infinite or NaN."""
+    one = DEPTHS[depth]
+    small = rng.integers(-9, 10, shape)
+    if depth == CV_Bool:
+        return torch.from_numpy(small > 0)
+    if one.limits is None:
+        x = np.where(rng.random(shape) < 0.5, small / 2, rng.normal(0, 100, shape))
+        x[rng.random(shape) < 0.03] = rng.choice([np.nan, np.inf, -np.inf, 1e30, 1e-40])
+        return torch.from_numpy(x).to(one.dtype)
+    low, high = one.limits
+    numpy: Any = one.numpy
+    x = rng.integers(low, high, shape, dtype=numpy, endpoint=True)
+    x = np.where(rng.random(shape) < 0.4, np.clip(small, low, high).astype(numpy), x)
+    x = np.where(rng.random(shape) < 0.05, numpy.type(high), x)
+    return torch.from_numpy(np.ascontiguousarray(x))
+
+
+@st.composite
+def grown(draw: Any, depths: list[int] = ALL, most: int = 6) -> Grown:
+    """A tree of up to `most` operations over Mats that are whole, regions, transposed, or shifted on one block."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    channels = draw(st.sampled_from([1, 1, 2, 3, 4, 5]))
+    sizes = draw(st.tuples(st.integers(1, 7), st.integers(1, 9)) | st.tuples(*[st.integers(1, 4)] * 3))
+    leaves: list[tuple[Mat, bool]] = []
+    left = draw(st.integers(1, most))
+
+    def leaf(depth: int) -> tuple[Any, ...]:
+        same = [n for n, (m, _) in enumerate(leaves) if m.depth() == depth]
+        kind = draw(st.sampled_from(["whole", "region", "again", "turned", "shifted"]))
+        if kind == "again" and same:
+            return "leaf", draw(st.sampled_from(same))
+        turned = kind == "turned" and len(sizes) == 2
+        own = sizes[::-1] if turned else sizes
+        room = own if kind in ("whole", "again") else tuple(n + draw(st.integers(0, 3)) for n in own)
+        corner = tuple(draw(st.integers(0, a - b)) for a, b in zip(room, own, strict=True))
+        fitting = [leaves[n][0] for n in same if not leaves[n][1]]
+        if kind == "shifted" and fitting and fitting[0].isSubmatrix() and len(sizes) == 2:
+            region = draw(st.sampled_from(fitting))._header_of_itself()
+            region.adjustROI(1, -1, 0, 0)
+            if tuple(region.size) == sizes:
+                leaves.append((region, False))
+                return "leaf", len(leaves) - 1
+        whole = Mat(values(rng, depth, (*room, channels)), CV_MAKETYPE(depth, 1)).reshape(channels, room)
+        leaves.append((whole[tuple(slice(c, c + n) for c, n in zip(corner, own, strict=True))], turned))
+        return "leaf", len(leaves) - 1
+
+    def numbers(depth: int) -> tuple[Any, ...]:
+        one = st.integers(-3, 300) | st.integers(-8, 8).map(lambda n: n / 4) | st.floats(-40, 40)
+        one = one | st.sampled_from([0, 1, -1, 255, 65535, 2**31, 0.1, 1 / 3])
+        return "numbers", draw(one | st.lists(one, min_size=channels, max_size=channels).map(tuple))
+
+    def whole_numbers() -> tuple[Any, ...]:
+        one = st.integers(0, 300) | st.integers(-(2**40), 2**40)
+        return "numbers", draw(one | st.lists(one, min_size=channels, max_size=channels).map(tuple))
+
+    def tree(depth: int) -> tuple[Any, ...]:
+        nonlocal left
+        if left <= 0:
+            return leaf(depth)
+        left -= 1
+        kinds = list(SAME_TYPE)
+        kinds += [*BITS, "not"] if depth in INTEGERS or depth == CV_Bool else []
+        kinds += ["compare"] * 3 if depth == mat.CV_8U else []
+        kind = draw(st.sampled_from(kinds))
+        if kind in ("neg", "abs", "not"):
+            return kind, tree(depth)
+        if kind == "compare":
+            kind, depth = draw(st.sampled_from(list(COMPARED))), draw(st.sampled_from(depths))
+        operands = [tree(depth), tree(depth)]
+        which = draw(st.sampled_from([None, None, 0, 1]))
+        if which is not None:
+            operands[which] = whole_numbers() if kind in BITS else numbers(depth)
+        return kind, *operands
+
+    depth = draw(st.sampled_from(depths))
+    return Grown(tree(depth), leaves, depth, channels, sizes)
+
+
+def built(whose: Grown, leaves: list[Mat] | None = None) -> MatExpr:
+    """The expression, of other Mats in place of its own if any are given."""
+    mats = leaves or [m for m, _ in whose.leaves]
+
+    def of(tree: tuple[Any, ...]) -> Any:
+        kind, *operands = tree
+        if kind == "leaf":
+            m, turned = mats[operands[0]], whose.leaves[operands[0]][1]
+            return m.t() if turned else m
+        if kind == "numbers":
+            return operands[0]
+        a, *rest = map(of, operands)
+        if kind == "mul":
+            return a.mul(*rest) if isinstance(a, (Mat, MatExpr)) else rest[0].mul(a)
+        if kind == "div":
+            return a / rest[0]
+        if kind in ("min", "max"):
+            return {"min": mat.minimum, "max": mat.maximum}[kind](a, *rest)
+        return {**FUNCTIONS, **COMPARED, **BITS, "not": operator.invert}[kind](a, *rest)
+
+    return of(whose.tree)
+
+
+# ---- the law -----------------------------------------------------------------------------------------------------
+
+
+class NotWholeError(Exception):
+    """An expression that may have values that are no whole numbers, or as large as 2^63."""
+
+
+@dataclass
+class Value:
+    """Numbers: Python integers with their bounds where all are whole, otherwise float64."""
+
+    numbers: np.ndarray
+    depth: int
+    low: int = 0
+    high: int = 0
+
+
+def lawful(whose: Grown, tree: tuple[Any, ...] | None = None, depth: int | None = None) -> np.ndarray:
+    """What is stored: Python integers (object), booleans or float64 numbers that the depth has, (..., channels).
+
+    A tree that is a leaf alone is what it holds, and one that begins with bits of 64 has them all.
+    """
+    tree = whose.tree if tree is None else tree
+    with np.errstate(all="ignore"):
+        try:
+            found = _value(whose, tree, exact=True)
+        except NotWholeError:
+            whole = _is_wide_bits(whose, tree) and depth in (None, _depth_of(whose, [tree]))
+            found = _bits_of_operands(whose, tree) if whole else _value(whose, tree, exact=False)
+        return _stored(found.numbers, found.depth if depth is None else depth)
+
+
+def _value(whose: Grown, tree: tuple[Any, ...], exact: bool) -> Value:
+    found = _any_value(whose, tree, exact)
+    if not exact:
+        return Value(found.numbers.astype("f8"), found.depth)
+    if found.low < -(2**63) or found.high >= 2**63:
+        raise NotWholeError
+    return found
+
+
+def _any_value(whose: Grown, tree: tuple[Any, ...], exact: bool) -> Value:
+    kind, *operands = tree
+    if kind == "leaf":
+        return _leaf(*whose.leaves[operands[0]], exact)
+    if _is_wide_bits(whose, tree):
+        return _bits_of_operands(whose, tree)
+    depth = _depth_of(whose, operands)
+    if kind in BITS or kind == "not":
+        return _bits(kind, [_operand(whose, each, depth, exact, bits=True).numbers for each in operands], depth)
+    a, *rest = [_operand(whose, each, depth, exact) for each in operands]
+    if kind in COMPARED:
+        truth = COMPARED[kind](a.numbers, rest[0].numbers)
+        return Value(_objects(np.where(truth, 255, 0)), mat.CV_8U, 0, 255)
+    if kind == "div":
+        if exact:
+            raise NotWholeError
+        quotient = a.numbers.astype("f8") / rest[0].numbers.astype("f8")
+        if depth in INTEGERS or depth == CV_Bool:
+            quotient = np.where(rest[0].numbers == 0, 0.0, quotient)
+        return Value(quotient, depth)
+    numbers = FUNCTIONS[kind](*(each.numbers for each in (a, *rest)))
+    if not exact:
+        return Value(numbers, depth)
+    others = [(y,) for b in rest for y in (b.low, b.high)] or [()]
+    ends = [_end(kind, x, *ys) for x in (a.low, a.high) for ys in others]
+    low = 0 if kind == "abs" and a.low < 0 < a.high else min(ends)
+    return Value(numbers, depth, low, max(ends))
+
+
+def _end(kind: str, *numbers: int) -> int:
+    return int({"min": min, "max": max}.get(kind, FUNCTIONS[kind])(*numbers))
+
+
+def _depth_of(whose: Grown, operands: list[Any]) -> int:
+    """The depth that an operation's operands have."""
+    for kind, *below in operands:
+        if kind == "leaf":
+            return whose.leaves[below[0]][0].depth()
+        if kind in COMPARED:
+            return mat.CV_8U
+        if kind != "numbers":
+            return _depth_of(whose, below)
+    raise AssertionError("an operation of numbers alone")
+
+
+def _operand(whose: Grown, tree: tuple[Any, ...], depth: int, exact: bool, bits: bool = False) -> Value:
+    if tree[0] != "numbers":
+        return _value(whose, tree, exact)
+    numbers = list(tree[1]) if isinstance(tree[1], tuple) else [tree[1]] * whose.channels
+    if bits:
+        exact = True
+    if exact and not all(float(n).is_integer() for n in numbers):
+        raise NotWholeError
+    shape = (*whose.sizes, whose.channels)
+    if not exact:
+        return Value(np.broadcast_to(np.array([float(n) for n in numbers]), shape), depth)
+    whole = [int(n) for n in numbers]
+    return Value(np.broadcast_to(np.array(whole, dtype=object), shape), depth, min(whole), max(whole))
+
+
+def _leaf(m: Mat, turned: bool, exact: bool) -> Value:
+    x = m.tensor().contiguous()
+    depth, limits = m.depth(), DEPTHS[m.depth()].limits
+    array = x.double().numpy() if limits is None else x.numpy()
+    array = array.swapaxes(0, 1) if turned else array
+    if not exact:
+        return Value(array.astype("f8"), depth)
+    if limits is None and depth != CV_Bool:
+        raise NotWholeError
+    low, high = limits or (0, 1)
+    return Value(_objects(array), depth, low, high)
+
+
+def _objects(array: np.ndarray) -> np.ndarray:
+    """As Python integers."""
+    found = np.empty(array.shape, dtype=object)
+    found[...] = np.array([int(n) for n in array.ravel().tolist()], dtype=object).reshape(array.shape)
+    return found
+
+
+def _is_wide_bits(whose: Grown, tree: tuple[Any, ...]) -> bool:
+    """Bitwise operations of 64 bits: their operands are evaluated apart, since float64 has not so many."""
+    kind, *operands = tree
+    return (kind in BITS or kind == "not") and DEPTHS[_depth_of(whose, operands)].size_bytes == 8
+
+
+def _bits_of_operands(whose: Grown, tree: tuple[Any, ...]) -> Value:
+    kind, *operands = tree
+    depth = _depth_of(whose, operands)
+    numbers = [
+        _objects(_leaf(*whose.leaves[each[1]], exact=True).numbers) if each[0] == "leaf"
+        else _operand(whose, each, depth, True, bits=True).numbers if each[0] == "numbers"
+        else lawful(whose, each)
+        for each in operands
+    ]  # fmt: skip
+    return _bits(kind, numbers, depth)
+
+
+def _bits(kind: str, of: list[np.ndarray], depth: int) -> Value:
+    low, high = (0, 1) if depth == CV_Bool else DEPTHS[depth].limits or (0, 0)
+    ints = [_objects(_stored(each, depth)) for each in of]
+    if kind == "not":
+        return Value((-1 if low < 0 else high) - ints[0], depth, low, high)
+    return Value(BITS[kind](*ints), depth, low, high)
+
+
+def _stored(array: np.ndarray, depth: int) -> np.ndarray:
+    if depth == CV_Bool:
+        return array != 0
+    limits = DEPTHS[depth].limits
+    if limits is None:
+        return _rounded(array.astype("f8"), depth)
+    low, high = limits
+    flat = [
+        low if x != x else high if x == np.inf else low if x == -np.inf else min(max(round(x), low), high)
+        for x in array.ravel().tolist()
+    ]
+    return np.array(flat, dtype=object).reshape(array.shape)
+
+
+def _rounded(x: np.ndarray, depth: int) -> np.ndarray:
+    """To the nearest number of a format, half to even, by definition."""
+    if depth not in FORMATS:
+        return x
+    bits, least, greatest = FORMATS[depth]
+    _, exponent = np.frexp(x)
+    quantum = np.ldexp(1.0, np.maximum(exponent - bits, least))
+    rounded = np.where(np.isfinite(x), np.rint(x / quantum) * quantum, x)
+    return np.where(np.abs(rounded) > greatest, np.copysign(np.inf, x), rounded)
+
+
+def numbers_of(m: Mat) -> np.ndarray:
+    """The elements of a Mat as `lawful` gives them."""
+    x = m.tensor().cpu()
+    if DEPTHS[m.depth()].limits is None and m.depth() != CV_Bool:
+        return x.double().numpy()
+    return x.numpy() if m.depth() == CV_Bool else np.array(x.tolist(), dtype=object).reshape(x.shape)
+
+
+def same(ours: np.ndarray, expected: np.ndarray) -> bool:
+    if ours.dtype == object or expected.dtype == object:
+        return bool((ours == expected).all())
+    return np.array_equal(ours, expected, equal_nan=True)
+
+
+def evaluated(expression: MatExpr, into: Mat | None = None) -> Mat:
+    with np.errstate(all="ignore"):  # the interpreter computes with NumPy
+        if into is None:
+            return expression.to_mat()
+        into[tuple(slice(None) for _ in into.size)] = expression
+        return into
+
+
+examples = settings(
+    max_examples=60 if INTERPRETED else 200, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@examples
+@given(grown())
+def test_new_memory_has_the_lawful_numbers(tree: Grown) -> None:
+    expression = built(tree)
+    expected = lawful(tree)
+    found = evaluated(expression)
+    assert found.type() == expression.type()
+    assert tuple(found.size) == tuple(expression.size)
+    assert same(numbers_of(found), expected)
+
+
+@examples
+@given(grown(most=3), st.sampled_from(ALL))
+def test_regions_of_any_depth_get_them_too(tree: Grown, depth: int) -> None:
+    """Rounded once, into the depth of the region; nothing beside it is written, and nothing allocated for it."""
+    whole = Mat(tuple(n + 3 for n in tree.sizes), CV_MAKETYPE(depth, tree.channels), 1)
+    region = whole[tuple(slice(1, n + 1) for n in tree.sizes)]
+    pointer = region.data_ptr()
+    evaluated(built(tree), region)
+    assert region.data_ptr() == pointer
+    expected = lawful(tree, depth=depth)
+    assert same(numbers_of(region), expected)
+    region.setTo(1)
+    assert (numbers_of(whole).astype("f8") == 1).all()
+
+
+@examples
+@given(grown(most=4), st.data())
+def test_targets_may_be_what_is_read(tree: Grown, data: Any) -> None:
+    """A leaf itself, shifted or transposed: as if all had been read first."""
+    expected = lawful(tree)
+    expression = built(tree)
+    targets = [m for m, _ in tree.leaves if m.type() == expression.type()]
+    if not targets:
+        return
+    target = data.draw(st.sampled_from(targets))._header_of_itself()
+    down = data.draw(st.sampled_from([-1, 0, 1]))
+    if target.isSubmatrix() and target.dims == 2:
+        target.adjustROI(-down, down, 0, 0)
+    if tuple(target.size) != tree.sizes:
+        return
+    evaluated(expression, target)
+    assert same(numbers_of(target), expected)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
+def test_kernels_follow_the_law(interpreted: Callable[..., int]) -> None:
+    assert interpreted(__file__) == 3
+
+
+@pytest.mark.gpu
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(grown(most=4))
+def test_a_gpu_follows_the_law(tree: Grown) -> None:
+    """Each example is a kernel of its own, so there are few."""
+    there = [m.cuda() for m, _ in tree.leaves]
+    found = evaluated(built(tree, there))
+    assert found.device.type == "cuda"
+    assert same(numbers_of(found), lawful(tree))
