@@ -496,3 +496,22 @@ def test_the_architecture_names_every_file() -> None:
     there = {path.name for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
     for name in re.findall(r"\w+\.py", page):
         assert name in there, f"docs/architecture.md names {name}, which is not there"
+
+
+def test_what_moves_is_marked(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    from rooftop.media import VideoReader
+
+    out = run("moving_things", "--out", tmp_path / "moving.mp4", "--device", "cpu")
+    share = float(re.search(r"([\d.]+)% of the pixels moved", out)[1])  # type: ignore[index]
+    ball = 100 * 3.1416 * 10**2 / (96 * 128)
+    assert ball < share < 4 * ball  # the ball, and what it has left behind
+    red, green, _ = VideoReader(tmp_path / "moving.mp4")[30].int()
+    assert (red - green)[44:52, 86:94].min() > 100  # where the ball is
+    assert (red - green)[:30, :].abs().max() < 60  # where it never comes
+
+
+def test_a_network_learns_directions_from_clips(run: Run) -> None:
+    pytest.importorskip("av")
+    out = run("train_on_clips", "--steps", 25, "--device", "cpu")
+    assert int(re.search(r"other videos: (\d+)%", out)[1]) > 90  # type: ignore[index]
