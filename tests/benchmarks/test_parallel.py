@@ -24,6 +24,7 @@ VARIANTS = {
     ("llama-1b-fsdp2", "dp=2 tp=1"): ["rooftop", "PyTorch, blocks compiled", "rooftop, blocks compiled"],
     ("llama-1b-tp2", "dp=1 tp=2"): [
         "rooftop",
+        "rooftop, replayed",
         "PyTorch, blocks compiled",
         "PyTorch, asynchronous tensor parallel",
         "rooftop, blocks compiled",

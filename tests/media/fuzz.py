@@ -46,7 +46,8 @@ import rooftop.media
 from conftest import H264, KINDS, picture, write_video
 from rooftop.errors import InputError
 from rooftop.media import DamagedVideoError, VideoReader, VideoWriter, probe, read_sound
-from rooftop.media.decoding import Decoder, Source
+from rooftop.media.decoding import Decoder
+from rooftop.media.opening import Source
 
 WORK_S, WAIT_S = 10, 60  # of a processor; and of a clock, on a machine that others use
 MEMORY_BYTES = 1 << 30

@@ -1,11 +1,11 @@
-"""A source opened by FFmpeg for what is in it besides video; nothing but the given bytes is ever read."""
+"""A source opened by FFmpeg for what is in it besides video."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rooftop.errors import InputError
-from rooftop.media.decoding import BUFFER_BYTES, FORMATS, Source
+from rooftop.media.opening import Source, open_input, said
 from rooftop.media.pyav import load_av
 
 if TYPE_CHECKING:
@@ -33,14 +33,7 @@ class Container:
         self.source = source
         self._file = source.open()
         try:
-            self.input: av.container.InputContainer = self.av.open(
-                self._file,
-                "r",
-                container_options={"format_whitelist": FORMATS, "protocol_whitelist": "none"},
-                buffer_size=BUFFER_BYTES,
-                io_open=_refuse,
-                metadata_errors="replace",
-            )
+            self.input = open_input(self._file)
         except (self.av.FFmpegError, OSError, ValueError, RuntimeError) as error:
             self._file.close()
             raise InputError(
@@ -74,12 +67,3 @@ class Container:
             others = ", ".join(each.type for each in self.streams) or "nothing"
             raise InputError(f"{self.source.name} has no sound, only {others}: expected a file with a stream of sound")
         return found
-
-
-def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:
-    raise PermissionError(f"a file that points at another ({url}) is not followed")
-
-
-def said(error: BaseException) -> str:
-    """What FFmpeg or the system says of an error."""
-    return str(getattr(error, "strerror", None) or error or type(error).__name__)

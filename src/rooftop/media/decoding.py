@@ -1,14 +1,12 @@
 """A video file, decoded by FFmpeg on the CPU or by a GPU's NVDEC: packets, frames, and the index of both.
 
-A file is read as it is decoded, never whole. Files that point at others (playlists, SDP) get none of them opened: only
-the bytes that were given are ever read.
+A file is read as it is decoded, never whole.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import io
 import os
 import weakref
 from array import array
@@ -16,29 +14,20 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from rooftop.errors import InputError
 from rooftop.media.frame_index import FrameIndex
 from rooftop.media.nvdec import NoNvdecError, acceleration
+from rooftop.media.opening import Source, open_input, said
 from rooftop.media.pyav import load_av
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 MAX_PIXELS = 1 << 27  # of one frame: 16K (15360 x 8640) fits. A header of a few bytes may claim any size
-BUFFER_BYTES = 1 << 18
-
-FORMATS = (
-    "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,live_flv,ogg,asf,rm,mxf,nut,ivf,obu,av1,h264,hevc,vvc,h261,h263,m4v,"
-    "mjpeg,cavsvideo,dirac,dnxhd,dv,gif,apng,yuv4mpegpipe,wtv,vc1,swf,bink,smk,roq,nsv,"
-    "aac,ac3,eac3,aiff,amr,au,caf,dts,flac,mp3,w64,wav,wv"  # sound, so that the error can say that there is no video
-)
-"""The formats of FFmpeg that hold what they show. The others are lists of files elsewhere (concat, HLS, DASH),
-descriptions of streams (SDP, which listens on a network), single pictures and devices."""
 
 KEY_FRAMES_ONLY = frozenset(
     ["mjpeg", "png", "ffv1", "prores", "dnxhd", "huffyuv", "ffvhuff", "utvideo", "rawvideo", "v210", "jpeg2000"]
@@ -74,36 +63,6 @@ class Unclean(Broken):
     """Inside this package: a key frame that is not whole by itself, as where a picture is refreshed bit by bit."""
 
 
-class Source:
-    """What is read: a file, or bytes.
-
-    Raises:
-        InputError: it does not exist, is no file, or is empty.
-    """
-
-    def __init__(self, path_or_bytes: str | os.PathLike[str] | bytes | bytearray | memoryview) -> None:
-        self.content: bytes | None = None
-        if isinstance(path_or_bytes, (bytes, bytearray, memoryview)):
-            self.content = bytes(path_or_bytes)
-            self.name, size = f"video of {len(self.content):,} bytes", len(self.content)
-        elif isinstance(path_or_bytes, (str, os.PathLike)):
-            self.path = Path(path_or_bytes).expanduser()
-            self.name = str(self.path)
-            if not self.path.exists():
-                raise InputError(f"{self.name} does not exist: expected a video file, or its bytes")
-            if not self.path.is_file():
-                raise InputError(f"{self.name} is no regular file: expected a video file, or its bytes")
-            size = self.path.stat().st_size
-        else:
-            raise TypeError(f"expected a path or bytes of a video, got {type(path_or_bytes).__name__}")
-        if size == 0:
-            raise InputError(f"{self.name} is empty: expected a video")
-        self.size_bytes = size
-
-    def open(self) -> Any:
-        return io.BytesIO(self.content) if self.content is not None else self.path.open("rb")
-
-
 class Decoder:
     """One pass over the first video of a source. Its frames are FFmpeg's; `to_tensor` makes tensors of them.
 
@@ -134,21 +93,13 @@ class Decoder:
     def _open(self) -> None:
         try:
             hwaccel = None if self.device is None else acceleration(self.device)
-            self.container: av.container.InputContainer = self.av.open(
-                self._file,
-                "r",
-                container_options={"format_whitelist": FORMATS, "protocol_whitelist": "none"},
-                buffer_size=BUFFER_BYTES,
-                io_open=_refuse,
-                metadata_errors="replace",
-                hwaccel=hwaccel,
-            )
+            self.container = open_input(self._file, hwaccel)
         except (self.av.FFmpegError, OSError, ValueError, RuntimeError) as error:  # UnicodeError is a ValueError
             if self.device is not None:
-                raise NoNvdecError(_said(error)) from error
-            said = "not the format of a video file" if isinstance(error, self.av.ArgumentError) else _said(error)
+                raise NoNvdecError(said(error)) from error
+            why = "not the format of a video file" if isinstance(error, self.av.ArgumentError) else said(error)
             raise InputError(
-                f"{self.source.name} is no video that FFmpeg can read ({said}): expected a whole file of MP4, "
+                f"{self.source.name} is no video that FFmpeg can read ({why}): expected a whole file of MP4, "
                 "Matroska, AVI or another of its formats. An MP4 that was cut off has lost its index, which is its end"
             ) from error
         pictures = self.av.stream.Disposition.attached_pic
@@ -209,7 +160,7 @@ class Decoder:
             try:
                 packet = next(demuxed, None)
             except self.av.FFmpegError as error:
-                raise Broken(f"the file cannot be read on: {_said(error)}") from error
+                raise Broken(f"the file cannot be read on: {said(error)}") from error
             if packet is None or (packet.size == 0 and packet.dts is None):  # the last one only drains the decoder
                 break
             count += 1
@@ -242,7 +193,7 @@ class Decoder:
         try:
             self.container.seek(pts, stream=self.stream)
         except self.av.FFmpegError as error:
-            raise Broken(f"no seeking in this file: {_said(error)}") from error
+            raise Broken(f"no seeking in this file: {said(error)}") from error
         self._whole = False
 
     def frames(self, start: int | None = None) -> Iterator[tuple[int, av.VideoFrame]]:
@@ -331,7 +282,7 @@ class Decoder:
                 try:
                     frames = context.decode(packet)
                 except (self.av.FFmpegError, ValueError) as error:
-                    raise Broken(f"a frame cannot be decoded ({_said(error)})", packet.pts) from error
+                    raise Broken(f"a frame cannot be decoded ({said(error)})", packet.pts) from error
                 for frame in _good(frames, first, sought):
                     if frame.pts is not None:
                         pending = {tick for tick in pending if tick > frame.pts}
@@ -353,7 +304,7 @@ class Decoder:
         try:
             rest = self.stream.codec_context.decode(None)
         except (self.av.FFmpegError, ValueError) as error:
-            raise Broken(f"the last frames cannot be decoded ({_said(error)})") from error
+            raise Broken(f"the last frames cannot be decoded ({said(error)})") from error
         yield from _good(rest, first, sought)
 
     def _before_damage(self, pending: set[int], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
@@ -404,14 +355,6 @@ def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Itera
         if frame.is_corrupt:
             raise Broken("a frame is damaged", frame.pts, damaged_frame=True)
         yield frame
-
-
-def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:
-    raise PermissionError(f"a video that points at another file ({url}) is not followed")
-
-
-def _said(error: BaseException) -> str:
-    return str(getattr(error, "strerror", None) or error or type(error).__name__)
 
 
 def build_index(source: Source) -> FrameIndex:

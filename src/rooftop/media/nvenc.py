@@ -9,7 +9,7 @@ import ctypes
 from fractions import Fraction
 from functools import lru_cache
 
-from rooftop.media.containers import said
+from rooftop.media.opening import said
 from rooftop.media.pyav import load_av
 
 ENCODER, OTHERWISE = "h264_nvenc", "libx264"

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from rooftop.errors import InputError
 from rooftop.media.colours import Colours
-from rooftop.media.decoding import Broken, Decoder, Source, build_index
+from rooftop.media.decoding import Broken, Decoder, build_index
 from rooftop.media.errors import DamagedVideoError
 from rooftop.media.frame_tensors import colours_of, displayed_size, orientation
+from rooftop.media.opening import Source
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from rooftop.errors import InputError
 from rooftop.media.colours import Colours
-from rooftop.media.decoding import Broken, Decoder, Misled, Source, Unclean, build_index, usual_duration
+from rooftop.media.decoding import Broken, Decoder, Misled, Unclean, build_index, usual_duration
 from rooftop.media.errors import DamagedVideoError, NoVideoDecoderError
 from rooftop.media.forms import Normalization, form_of
 from rooftop.media.frame_index import FrameIndex
 from rooftop.media.frame_tensors import colours_of, displayed_size, to_tensor
 from rooftop.media.nvdec import NoNvdecError, gpu_of, missing, odd, too_small
+from rooftop.media.opening import Source
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rooftop.errors import InputError
-from rooftop.media.containers import Container, said
-from rooftop.media.decoding import Source
+from rooftop.media.containers import Container
 from rooftop.media.errors import DamagedVideoError
+from rooftop.media.opening import Source, said
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av

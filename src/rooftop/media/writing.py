@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rooftop.errors import InputError
 from rooftop.media.colours import CODES, WEIGHTS, Colours, rgb_to_yuv, usual_matrix
-from rooftop.media.containers import said
 from rooftop.media.errors import VideoWriteError
 from rooftop.media.nvenc import ENCODER, OTHERWISE, why_no_nvenc
+from rooftop.media.opening import said
 from rooftop.media.pyav import load_av
 from rooftop.media.soundtracks import CopiedSound, EncodedSound, usual_codec
 

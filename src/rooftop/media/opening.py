@@ -1,0 +1,80 @@
+"""What is read, opened by FFmpeg.
+
+Files that point at others (playlists, SDP) get none of them opened: only the bytes that were given are ever read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rooftop.errors import InputError
+from rooftop.media.pyav import load_av
+
+if TYPE_CHECKING:
+    from rooftop.media.pyav import av
+
+BUFFER_BYTES = 1 << 18
+
+FORMATS = (
+    "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,live_flv,ogg,asf,rm,mxf,nut,ivf,obu,av1,h264,hevc,vvc,h261,h263,m4v,"
+    "mjpeg,cavsvideo,dirac,dnxhd,dv,gif,apng,yuv4mpegpipe,wtv,vc1,swf,bink,smk,roq,nsv,"
+    "aac,ac3,eac3,aiff,amr,au,caf,dts,flac,mp3,w64,wav,wv"  # sound, so that the error can say that there is no video
+)
+"""The formats of FFmpeg that hold what they show. The others are lists of files elsewhere (concat, HLS, DASH),
+descriptions of streams (SDP, which listens on a network), single pictures and devices."""
+
+
+class Source:
+    """What is read: a file, or bytes.
+
+    Raises:
+        InputError: it does not exist, is no file, or is empty.
+    """
+
+    def __init__(self, path_or_bytes: str | os.PathLike[str] | bytes | bytearray | memoryview) -> None:
+        self.content: bytes | None = None
+        if isinstance(path_or_bytes, (bytes, bytearray, memoryview)):
+            self.content = bytes(path_or_bytes)
+            self.name, size = f"video of {len(self.content):,} bytes", len(self.content)
+        elif isinstance(path_or_bytes, (str, os.PathLike)):
+            self.path = Path(path_or_bytes).expanduser()
+            self.name = str(self.path)
+            if not self.path.exists():
+                raise InputError(f"{self.name} does not exist: expected a video file, or its bytes")
+            if not self.path.is_file():
+                raise InputError(f"{self.name} is no regular file: expected a video file, or its bytes")
+            size = self.path.stat().st_size
+        else:
+            raise TypeError(f"expected a path or bytes of a video, got {type(path_or_bytes).__name__}")
+        if size == 0:
+            raise InputError(f"{self.name} is empty: expected a video")
+        self.size_bytes = size
+
+    def open(self) -> Any:
+        return io.BytesIO(self.content) if self.content is not None else self.path.open("rb")
+
+
+def open_input(file: Any, hwaccel: Any = None) -> av.container.InputContainer:
+    """A file-like object as FFmpeg's container; errors are those of PyAV."""
+    container: av.container.InputContainer = load_av().open(
+        file,
+        "r",
+        container_options={"format_whitelist": FORMATS, "protocol_whitelist": "none"},
+        buffer_size=BUFFER_BYTES,
+        io_open=_refuse,
+        metadata_errors="replace",
+        hwaccel=hwaccel,
+    )
+    return container
+
+
+def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:
+    raise PermissionError(f"a file that points at another ({url}) is not followed")
+
+
+def said(error: BaseException) -> str:
+    """What FFmpeg or the system says of an error."""
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)
