@@ -177,8 +177,9 @@ class _Workshop:
                 done += 1
                 report(line.strip().replace("\t", " "), 0.05 + 0.9 * min(1.0, done / left))
 
+        delete = "--eval=.DELETE_ON_ERROR:"  # what a failing or an ended compiler leaves would be taken as whole later
         try:
-            self._step("make", ("make", f"-j{jobs}"), count)
+            self._step("make", ("make", f"-j{jobs}", delete), count)
         finally:
             self._save(making=0.0)
         return True
