@@ -5,10 +5,8 @@ A file is read as it is decoded, never whole.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import weakref
 from array import array
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -77,8 +75,6 @@ class Decoder:
         MissingExtraError: PyAV is not installed.
     """
 
-    uncollected = 0  # decoders since all that nobody has any more were freed
-
     def __init__(self, source: Source, device: torch.device | None = None, threads: bool = True) -> None:
         self.source, self.device, self.threads = source, device, threads and device is None
         self.av = load_av()
@@ -131,8 +127,6 @@ class Decoder:
         self._whole = True  # no seek yet: packets can be counted
         self._keys: list[int] = []  # ticks of key frames that went into the decoder
         self._missing = False  # whether packets, at the end, have given no frame
-        Decoder.uncollected += 1
-        _alive.add(self)
 
     def close(self) -> None:
         self.container.close()
@@ -325,25 +319,9 @@ class Decoder:
             yield frame
 
 
-_alive: weakref.WeakSet[Decoder] = weakref.WeakSet()
-
-
-def _before_fork() -> None:
-    """FFmpeg's decoders run threads, which a forked process has not: to free one there would wait for them for ever.
-    PyAV's objects are cycles: those that nobody has any more are freed now, here."""
-    if Decoder.uncollected:
-        Decoder.uncollected = 0
-        gc.collect()
-
-
-def _in_forked_process() -> None:
-    """The others are never freed there."""
-    for decoder in _alive:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(decoder.container))
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(decoder.stream))
-
-
-os.register_at_fork(before=_before_fork, after_in_child=_in_forked_process)
+# FFmpeg's decoders and encoders run threads, which a forked process has not: to free one there would wait for them for
+# ever. PyAV's objects are cycles, which only the garbage collector frees: it leaves alone what was there at the fork.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
