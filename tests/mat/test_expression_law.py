@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from rooftop import mat
 from rooftop.launch import INTERPRETED
-from rooftop.mat import Mat, MatExpr
+from rooftop.mat import Mat, MatExpr, evaluation, loop_programs
 from rooftop.mat.type_codes import CV_MAKETYPE, DEPTHS, CV_Bool
 
 INTEGERS = [number for number, depth in enumerate(DEPTHS) if depth.limits]
@@ -409,6 +409,20 @@ def test_targets_may_be_what_is_read(tree: Grown, data: Any) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
 def test_kernels_follow_the_law(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) == 3
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(grown(most=5), st.data())
+def test_compiled_loops_follow_the_law(tree: Grown, data: Any) -> None:
+    """Numba's, however small the Mats; into new memory, and into a leaf. Each example compiles one."""
+    expression, expected = built(tree), lawful(tree)
+    targets = [m for m, _ in tree.leaves if m.type() == expression.type() and tuple(m.size) == tree.sizes]
+    into = data.draw(st.sampled_from([None, *targets]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "LEAST_IN_LOOPS", 0)
+        patch.setattr(loop_programs, "LEAST_COLUMNS", 1)
+        patch.setattr(loop_programs, "PATIENCE_SECONDS", 0.0)
+        assert same(numbers_of(evaluated(expression, into)), expected)
 
 
 @pytest.mark.gpu

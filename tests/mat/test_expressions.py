@@ -232,12 +232,13 @@ def test_large_mats_are_divided_among_threads_and_blocks() -> None:
 
 
 def test_an_error_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rooftop.mat import row_programs
+    from rooftop.mat import planning, row_programs
 
     def broken(*given: Any, out: Any) -> None:
         raise MemoryError("no room")
 
     monkeypatch.setitem(row_programs._FUNCTIONS, "add", broken)
+    monkeypatch.setattr(planning, "_plans", {})
     with pytest.raises(MemoryError, match="no room"):
         (Mat(1000, 1000, CV_32F, 1) + Mat(1000, 1000, CV_32F, 2)).to_mat()
 

@@ -7,22 +7,23 @@ kernel on a GPU (`kernel_programs.py`).
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from rooftop.launch.numba_loops import numba_is_installed
 from rooftop.launch.triton_launch import INTERPRETED
 from rooftop.mat.allocation import same_device
 from rooftop.mat.copies import apart, overlap, same_elements
-from rooftop.mat.exactness import bounds_of, computing_dtype
 from rooftop.mat.expressions import BITWISE, MatExpr, leaf, node, rebuilt, topological
 from rooftop.mat.matrix import Mat
+from rooftop.mat.planning import of, plan_of, simpler
 from rooftop.mat.products import gemm_of, inverse_of, multiply_into
-from rooftop.mat.row_programs import row_program
-from rooftop.mat.type_codes import CV_MAKETYPE, CV_MAT_CN, CV_MAT_DEPTH, DEPTHS, type_code
+from rooftop.mat.type_codes import CV_MAKETYPE, CV_MAT_DEPTH, DEPTHS, type_code
+
+LEAST_IN_LOOPS = 1 << 14
+"""Elements: below, starting a compiled loop takes as long as torch's operations."""
 
 
 def evaluate(expression: MatExpr, dst: Mat | None = None, rtype: Any = None) -> Mat:
@@ -50,35 +51,31 @@ def evaluate(expression: MatExpr, dst: Mat | None = None, rtype: Any = None) -> 
 
 def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
     """Writes the value into a tensor (..., channels) of a depth."""
-    root = _simpler(expression)
-    if _multiplied(root, target, depth):
-        return
-    root = rebuilt(root, _without_matrices)
-    if _is_of_bits(root, depth):
-        _run(_as_bits(root), target.view(DEPTHS[depth].carrier), _depth_of_bits(depth), bits=True)
-        return
-    if any(each._operation in BITWISE and DEPTHS[each.depth()].size_bytes == 8 for each in topological(root)):
-        root = _without_wide_bits(root, depth)
-    _run(root, target, depth)
-
-
-def _run(root: MatExpr, target: Tensor, depth: int, bits: bool = False) -> None:
-    """One pass. No products are left."""
-    if root._operation == "mat" and root.depth() == depth:
-        into = target if bits else target.view(DEPTHS[depth].carrier)
-        into.copy_(apart(tensor_of(root, bits=True), into))
-        return
-    bounds = bounds_of(root)
-    dtype = DEPTHS[depth].dtype if bits else computing_dtype(root, bounds, depth)
-    leaves = [each for each in topological(root) if each._operation == "mat"]
-    tensors = [tensor_of(each, bits) for each in leaves]
-    tensors = [apart(tensor, target) for tensor in tensors]
-    if target.device.type == "cpu" and not INTERPRETED:
-        row_program(root, bounds, dtype, depth).run(tensors, target)
-    else:
+    nodes = topological(expression)
+    if any(each._operation in ("product", "inverse") for each in nodes):
+        root = simpler(expression)
+        if _multiplied(root, target, depth):
+            return
+        nodes = topological(rebuilt(root, _without_matrices))
+    plan = plan_of(nodes, depth)
+    if plan.has_wide_bits:
+        nodes = topological(rebuilt(nodes[-1], _without_wide_bits))
+        plan = plan_of(nodes, depth)
+    into = target.view(DEPTHS[depth].carrier) if plan.bits or plan.is_copy else target
+    tensors = [tensor_of(each, plan.bits or plan.is_copy) for each in nodes if each._operation == "mat"]
+    tensors = [apart(tensor, into) for tensor in tensors]
+    if plan.is_copy:
+        into.copy_(tensors[0])
+    elif into.device.type != "cpu" or INTERPRETED:
         from rooftop.mat import kernel_programs  # which imports Triton
 
-        kernel_programs.run(root, bounds, dtype, leaves, tensors, target, depth)
+        kernel_programs.run(plan, tensors, into)
+    elif into.numel() < LEAST_IN_LOOPS or not numba_is_installed():
+        plan.rows.run(tensors, into)
+    else:
+        from rooftop.mat import loop_programs
+
+        loop_programs.run(plan, tensors, into)
 
 
 def tensor_of(each: MatExpr, bits: bool = False) -> Tensor:
@@ -88,39 +85,14 @@ def tensor_of(each: MatExpr, bits: bool = False) -> Tensor:
     return tensor.transpose(0, 1) if transposed else tensor
 
 
-# ---- simpler trees -----------------------------------------------------------------------------------------------
-
-
-def _simpler(root: MatExpr) -> MatExpr:
-    """Quotients by powers of two as products: these are exact, and so their bounds are known."""
-
-    def change(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
-        if each._operation != "div" or operands[1]._operation != "numbers":
-            return None
-        numbers = operands[1]._value
-        if not all(np.isfinite(number) and number and _is_power_of_two(number) for number in numbers):
-            return None
-        inverse = node("numbers", (), *_of(operands[1]), tuple(1 / number for number in numbers))
-        return node("mul", (operands[0], inverse), *_of(each))
-
-    return rebuilt(root, change)
-
-
-def _of(each: MatExpr) -> tuple[int, tuple[int, ...], torch.device]:
-    return each._type, each._sizes, each._device
-
-
-def _is_power_of_two(number: float) -> bool:
-    exact = abs(Fraction(number))
-    powers = [part & (part - 1) == 0 for part in (exact.numerator, exact.denominator)]
-    return all(powers) and 2**-60 <= exact <= 2**60
+# ---- what is no operation element by element -----------------------------------------------------------------------
 
 
 def _without_matrices(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
     """Products and inverses computed, as leaves."""
     if each._operation not in ("product", "inverse"):
         return None
-    new = node(each._operation, operands, *_of(each), each._value)
+    new = node(each._operation, operands, *of(each), each._value)
     m = Mat(each._sizes, each._type, device=each._device)
     if not m.empty():
         _multiplied(new, m._writable(), each.depth())
@@ -157,56 +129,11 @@ def _matrix(each: MatExpr) -> Tensor:
     return tensor_of(found)[..., 0]
 
 
-# ---- bits ----------------------------------------------------------------------------------------------------------
-
-
-def _is_of_bits(root: MatExpr, depth: int) -> bool:
-    """Whether it is made of bitwise operations alone, so that any 64 bits can be computed with."""
-    inner = [each for each in topological(root) if each._operation not in ("mat", "numbers")]
-    return bool(inner) and root.depth() == depth and all(each._operation in BITWISE for each in inner)
-
-
-def _depth_of_bits(depth: int) -> int:
-    """The depth whose dtype carries the bits of another."""
-    return next(number for number, each in enumerate(DEPTHS) if each.dtype == DEPTHS[depth].carrier)
-
-
-def _as_bits(root: MatExpr) -> MatExpr:
-    """The same operations on the carriers of the bits."""
-    depth = root.depth()
-    carried = _depth_of_bits(depth)
-    bits = DEPTHS[depth].size_bytes * 8
-    low, high = DEPTHS[depth].limits or (0, 1)
-    type = CV_MAKETYPE(carried, CV_MAT_CN(root._type))
-
-    def carry(number: int | float) -> int:
-        stored = min(max(int(number), low), high) if DEPTHS[depth].limits is not None else int(number != 0)
-        least = (DEPTHS[carried].limits or (0, 0))[0]
-        return (stored - least) % (1 << bits) + least
-
-    def change(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr:
-        value: Any = each._value
-        if each._operation == "numbers":
-            value = tuple(carry(number) for number in value)
-        if each._operation == "not" and DEPTHS[depth].limits is None:  # Bool has one bit
-            one = node("numbers", (), type, each._sizes, each._device, (1,) * CV_MAT_CN(type))
-            return node("xor", (operands[0], one), type, each._sizes, each._device)
-        return node(each._operation, operands, type, each._sizes, each._device, value)
-
-    return rebuilt(root, change)
-
-
-def _without_wide_bits(root: MatExpr, depth: int) -> MatExpr:
-    """Bitwise operations of 64 bits computed, as leaves, unless everything is computed in int64."""
-    if computing_dtype(root, bounds_of(root), depth) == torch.int64:
-        return root
-
-    def change(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
-        if each._operation not in BITWISE or DEPTHS[each.depth()].size_bytes != 8:
-            return None
-        simple = tuple(
-            operand if operand._operation in ("mat", "numbers") else leaf(evaluate(operand)) for operand in operands
-        )
-        return leaf(evaluate(node(each._operation, simple, *_of(each))))
-
-    return rebuilt(root, change)
+def _without_wide_bits(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
+    """Bitwise operations of 64 bits computed, as leaves."""
+    if each._operation not in BITWISE or DEPTHS[each.depth()].size_bytes != 8:
+        return None
+    simple = tuple(
+        operand if operand._operation in ("mat", "numbers") else leaf(evaluate(operand)) for operand in operands
+    )
+    return leaf(evaluate(node(each._operation, simple, *of(each))))

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rooftop.launch.numba_loops import in_threads
 from rooftop.mat.conversions import store_64
 from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, trusted
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, topological
@@ -59,24 +59,8 @@ class RowProgram:
         tensors = [each.view(torch.uint8) if each.dtype == torch.bool else each for each in tensors]
         views = merged([*tensors, target])
         blocks = list(blocks_of(views, channels))
-        threads = max(1, min(torch.get_num_threads(), target.numel() // _LEAST_PER_THREAD, len(blocks)))
-        shares = [blocks[len(blocks) * i // threads : len(blocks) * (i + 1) // threads] for i in range(threads)]
-        errors: list[BaseException] = []
-
-        def work(share: list[Block]) -> None:
-            try:
-                self._run_blocks(views, share, channels)
-            except BaseException as error:
-                errors.append(error)
-
-        others = [Thread(target=work, args=(share,)) for share in shares[1:]]
-        for thread in others:
-            thread.start()
-        work(shares[0])
-        for thread in others:
-            thread.join()
-        if errors:
-            raise errors[0]
+        most = target.numel() // _LEAST_PER_THREAD
+        in_threads(lambda first, last: self._run_blocks(views, blocks[first:last], channels), len(blocks), most)
 
     def _run_blocks(self, views: list[Tensor], share: list[Block], channels: int) -> None:
         rooms = [torch.empty(BLOCK + 512, dtype=dtype) for dtype in self.scratch]

@@ -1,0 +1,226 @@
+"""An expression of Mats as one of `rooftop.kernels`: what each element goes through between its loads and its store.
+
+The CPU's loops (`loop_programs.py`) and a GPU's kernel (`kernel_programs.py`) are written from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftop.kernels.expression_texts import text_of
+from rooftop.kernels.expressions import NAMES, Expression, apply, argument, constant
+from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, trusted
+from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, topological
+from rooftop.mat.type_codes import CV_16U, CV_32U, CV_64S, CV_64U, DEPTHS, CV_Bool
+
+_UNSIGNED = {CV_16U: ("int32", 0xFFFF), CV_32U: ("int64", 0xFFFFFFFF)}  # read as signed numbers, and masked
+_TOP = 1 << 63
+
+
+def signed(x: Tensor) -> Tensor:
+    """In a dtype that kernels know."""
+    if x.dtype == torch.bool:
+        return x.view(torch.uint8)
+    carriers = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+    return x.view(carriers[x.dtype]) if x.dtype in carriers else x
+
+
+class ElementProgram:
+    """Arguments are first the Mats, then rows of numbers, then numbers.
+
+    Args:
+        root: of Mats, numbers and element by element operations.
+        bounds: of all nodes.
+        dtype: to compute in.
+        leaves: the Mats among the nodes.
+        depth: to store numbers of, in the dtype that `signed` gives.
+
+    Attributes:
+        result: what is stored.
+        kinds: a letter for each argument.
+        rows: numbers that differ from channel to channel.
+        rows_dtype: of their tensors.
+        numbers: those that do not, as they are given.
+        values: the expression of each node, by id.
+    """
+
+    def __init__(
+        self, root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, leaves: Sequence[MatExpr], depth: int
+    ) -> None:
+        self.dtype, self.name = dtype, NAMES[dtype]
+        self.rows_dtype = dtype
+        self.bounds = trusted(bounds, dtype)
+        self.floating = dtype.is_floating_point
+        nodes = topological(root)
+        self.rows: list[tuple[int | float, ...]] = []
+        self.numbers: list[int | float] = []
+        for each in nodes:
+            if each._operation == "numbers" and not _is_one(each) and self._numbers(each) not in self.rows:
+                self.rows.append(self._numbers(each))
+        self.first_number = len(leaves) + len(self.rows)
+        self.first_row = len(leaves)
+        place = {id(each): n for n, each in enumerate(leaves)}
+        self.values: dict[int, Expression] = {}
+        for each in nodes:
+            if each._operation == "mat":
+                self.values[id(each)] = self._loaded(argument(place[id(each)]), each.depth())
+            elif each._operation == "numbers":
+                self.values[id(each)] = self._number(each)
+            else:
+                self.values[id(each)] = self._computed(each, [self.values[id(o)] for o in each._operands])
+        self.kinds = "t" * self.first_number + "n" * len(self.numbers)
+        self.result = self._stored(self.values[id(root)], self.bounds[id(root)], depth)
+
+    @cached_property
+    def text(self) -> str:
+        """The result, as `rooftop.kernels` reads it."""
+        return text_of([self.result])
+
+    def cast(self, x: Expression) -> Expression:
+        return apply(self.name, x)
+
+    def plain(self, number: int | float) -> Expression:
+        """A number that belongs to the form of the expression."""
+        return constant(float(number) if self.floating else int(number))
+
+    # Operands.
+
+    def _loaded(self, x: Expression, depth: int) -> Expression:
+        if depth in _UNSIGNED:
+            name, ones = _UNSIGNED[depth]
+            x = apply("bitwise_and", apply(name, x), ones)
+        elif depth == CV_64U:  # float64 of its upper and of its lower half are exact, and their sum is rounded once
+            low = apply("bitwise_and", x, 0xFFFFFFFF)
+            high = apply("float64", apply("sub", x, low))
+            high = apply("where", apply("lt", high, 0.0), apply("add", high, 2.0**64), high)
+            x = apply("add", high, apply("float64", low))
+        return self.cast(x)
+
+    def _numbers(self, each: MatExpr) -> tuple[int | float, ...]:
+        return tuple(float(value) if self.floating else int(value) for value in each._value)
+
+    def _number(self, each: MatExpr) -> Expression:
+        numbers = self._numbers(each)
+        if not _is_one(each):
+            return self.cast(argument(self.first_row + self.rows.index(numbers)))
+        parts = _parts(numbers[0]) if self.dtype == torch.float64 else [numbers[0]]
+        if parts is None:
+            return self.cast(constant(numbers[0]))
+        found = None
+        for part in parts:
+            one = self.cast(argument(self.first_number + len(self.numbers)))
+            self.numbers.append(part)
+            found = one if found is None else apply("add", found, one)
+        assert found is not None
+        return found
+
+    # Operations.
+
+    def _computed(self, each: MatExpr, of: list[Expression]) -> Expression:
+        operation = each._operation
+        if operation in COMPARISONS:
+            return apply("mul", self.cast(apply(operation, *of)), self.plain(255))
+        if operation in BITWISE:
+            return self._bits(each, of)
+        if operation == "div":
+            quotient = apply("div", *of)
+            if DEPTHS[each.depth()].limits is None and each.depth() != CV_Bool:
+                return quotient
+            return apply("where", apply("eq", of[1], 0.0), 0.0, quotient)
+        if operation in ("min", "max"):
+            a, b = of if each._operands[0]._operation != "numbers" else of[::-1]
+            if not self.floating:
+                return apply("minimum" if operation == "min" else "maximum", a, b)
+            chosen = apply("lt" if operation == "min" else "gt", a, b)
+            return apply("where", apply("bitwise_or", chosen, apply("ne", a, a)), a, b)  # NaN where either is
+        return apply(operation, *of)
+
+    def _bits(self, each: MatExpr, of: list[Expression]) -> Expression:
+        """Of numbers as their depth stores them."""
+        whole = {torch.float32: "int32", torch.float64: "int64"}.get(self.dtype, self.name)
+        limits = depth_bounds(each.depth())
+        assert limits is not None
+        operands = [
+            apply(whole, self._within_limits(x, self.bounds[id(operand)], each.depth()))
+            for x, operand in zip(of, each._operands, strict=True)
+        ]
+        if each._operation == "not":
+            return self.cast(apply("bitwise_xor", operands[0], -1 if limits.low < 0 else int(limits.high)))
+        return self.cast(apply(f"bitwise_{each._operation}", *operands))
+
+    # The store.
+
+    def _stored(self, x: Expression, known: Bounds | None, depth: int) -> Expression:
+        """As a number of a depth, in the dtype of its memory."""
+        if depth == CV_Bool:
+            return apply("ne", x, self.plain(0))
+        limits = depth_bounds(depth)
+        carrier = NAMES[signed(torch.empty(0, dtype=DEPTHS[depth].dtype)).dtype]
+        if limits is None:
+            return apply(carrier, apply("float64", x) if not self.floating else x)
+        if self.floating and (known is None or not limits.contain(known)):
+            if DEPTHS[depth].size_bytes == 8:
+                return _stored_64(apply("round", apply("float64", x)), depth)
+            if DEPTHS[depth].size_bytes == 4 and self.dtype == torch.float32:  # which does not have the limits
+                x, self.dtype, self.name = apply("float64", x), torch.float64, "float64"
+        x = self._within_limits(x, known, depth)
+        return apply(carrier, apply("int64" if DEPTHS[depth].size_bytes > 2 else "int32", x))
+
+    def _within_limits(self, x: Expression, known: Bounds | None, depth: int) -> Expression:
+        """Rounded half to even and saturated; NaN is the least."""
+        if depth == CV_Bool:
+            return self.cast(apply("ne", x, self.plain(0)))
+        limits = depth_bounds(depth)
+        assert limits is not None
+        if self.floating and (known is None or known.unit):
+            x = apply("round", x)
+        if known is not None and limits.low <= known.low and known.high <= limits.high:
+            return x
+        low, high = map(self.plain, limits_in(self.dtype, depth))
+        below = apply("where", apply("lt", x, high), x, high)
+        return apply("where", apply("gt", x, low), below, low)
+
+
+def _stored_64(x: Expression, depth: int) -> Expression:
+    """float64 has no 2^63 - 1 and no 2^64 - 1: what is beyond is set apart from what can be converted."""
+    top, greatest = float(_TOP), float(_TOP - 1024)  # the greatest is the float64 before 2^63
+
+    def converted(y: Expression, least: float) -> Expression:
+        inside = apply("where", apply("lt", y, greatest), y, greatest)
+        return apply("int64", apply("where", apply("gt", y, least), inside, least))
+
+    if depth == CV_64S:
+        return apply("where", apply("ge", x, top), _TOP - 1, converted(x, -top))
+    upper = apply("sub", converted(apply("sub", x, top), 0.0), _TOP - 1)
+    upper = apply("sub", upper, 1)
+    bits = apply("where", apply("ge", x, top), upper, converted(x, 0.0))
+    return apply("where", apply("ge", x, 2 * top), -1, bits)
+
+
+def _is_one(each: MatExpr) -> bool:
+    """Whether all channels have the same number."""
+    return all(value == each._value[0] for value in each._value)
+
+
+def _parts(number: Any) -> list[float] | None:
+    """float32 numbers whose sum in float64, from the left, is this one; None where there are none."""
+    if not math.isfinite(number):
+        return [number]
+    rest, found = number, []
+    for _ in range(3):
+        with np.errstate(over="ignore", under="ignore"):
+            part = float(np.float32(rest))
+        if not math.isfinite(part):
+            return None
+        found.append(part)
+        rest -= part
+        if rest == 0:
+            return found
+    return None

@@ -1,0 +1,220 @@
+"""Expressions on the CPU as one loop, compiled by Numba: every Mat is read once, between are the processor's vectors.
+
+The loop is that of the expression's form: other Mats that lie alike and other numbers need no other one. Compiling
+takes some tenths of a second, so a form is compiled when the blocks of `row_programs.py` have spent as long on it:
+whatever comes after, it took at most twice as long as it would have, had one known.
+
+Left to those: Mats whose neighbours along a row are apart (transposed ones), half precision, which Numba has not on
+CPUs, more Mats than the compiler checks for overlaps, small Mats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain, product
+from operator import mul
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftop.kernels.expression_types import NUMBER, TENSOR, Kind, Types, types_of, wrapped
+from rooftop.kernels.expressions import DTYPES, OPERATIONS, Expression, topological
+from rooftop.launch.numba_loops import compiled_loop, in_threads
+from rooftop.mat.element_programs import signed
+from rooftop.mat.planning import Plan, remember
+from rooftop.mat.row_programs import merged
+
+PATIENCE_SECONDS = 0.3
+"""What compiling takes, about: of row programs of one form before it is compiled."""
+LEAST_COLUMNS = 32
+_MOST_ARRAYS = 7
+_ROW = 1 << 14  # elements, about, of a row where all are one: rows of numbers for the channels are as long
+_LEAST_PER_THREAD = 1 << 18
+_KNOWN = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
+
+Loop = Callable[..., None]
+Form = tuple[Expression, tuple[Kind, ...], tuple[int, ...]]
+"""What a loop stores; of which kinds its arguments are; and the array of each Mat and, at last, of the target."""
+_MOST_FORMS = 1024
+_spent: dict[Form, float] = {}  # seconds, of forms that have no loop yet
+_loops: dict[Form, Loop] = {}
+
+
+def run(plan: Plan, tensors: Sequence[Tensor], target: Tensor) -> None:
+    """Writes the value into the target, by a loop, or row by row where there is none yet or none can be.
+
+    Args:
+        tensors: of the plan's leaves, (..., channels).
+        target: of the plan's depth; overlaps no tensor, or has the very same elements.
+    """
+    views = merged([*(signed(each) for each in tensors), signed(target)])
+    arrays, places = _distinct(views)
+    narrow = views[0].dim() > 1 and views[0].shape[-1] < LEAST_COLUMNS
+    if narrow or len(arrays) > _MOST_ARRAYS or any(x.dtype not in _KNOWN or x.stride(-1) != 1 for x in arrays):
+        plan.rows.run(tensors, target)
+        return
+    program = plan.elements
+    kinds = (
+        *(Kind(x.dtype, TENSOR) for x in views[:-1]),
+        *(Kind(program.rows_dtype, TENSOR) for _ in program.rows),
+        *(Kind(torch.float64 if isinstance(n, float) else torch.int64, NUMBER) for n in program.numbers),
+    )
+    form = (program.result, kinds, places)
+    loop = _loops.get(form)
+    if loop is None:
+        spent = _spent.get(form, 0.0)
+        if spent < PATIENCE_SECONDS:
+            began = perf_counter()
+            plan.rows.run(tensors, target)
+            remember(_spent, form, spent + perf_counter() - began, _MOST_FORMS)
+            return
+        loop = compiled_loop(*source_of(form))
+        remember(_loops, form, loop, _MOST_FORMS)
+    rows = [np.array(numbers, dtype=_NUMPY[program.rows_dtype]) for numbers in program.rows]
+    _run(loop, arrays, rows, program.numbers, target.shape[-1])
+
+
+def _distinct(views: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
+    """The tensors without those that are the same elements as one before, and the place of each."""
+    found: dict[Any, int] = {}
+    arrays: list[Tensor] = []
+    places = []
+    for x in views:
+        key = (x.data_ptr(), x.stride(), x.dtype)
+        if key not in found:
+            found[key] = len(arrays)
+            arrays.append(x)
+        places.append(found[key])
+    return arrays, tuple(places)
+
+
+def _run(
+    loop: Loop, views: Sequence[Tensor], rows: Sequence[np.ndarray], numbers: Sequence[float], channels: int
+) -> None:
+    flat = [_flat(each) for each in views]
+    threads = views[0].numel() // _LEAST_PER_THREAD
+
+    def part(first: int, last: int) -> None:  # of what is one row
+        given = chain.from_iterable((x[first * channels :], 0) for x in flat)
+        loop(0, 1, (last - first) * channels, *given, *numbers)
+
+    if views[0].dim() == 1 and not rows:
+        in_threads(part, views[0].numel() // channels, threads)
+        return
+    for offsets, count, columns, steps in _rectangles(views, channels):
+        arrays = [x[offset:] for x, offset in zip(flat, offsets, strict=True)]
+        repeated = [np.tile(row, columns // channels) for row in rows]
+        given = [columns, *chain.from_iterable(zip(arrays, steps, strict=True)), *repeated, *numbers]
+        in_threads(partial(_run_rows, loop, given), count, threads)
+
+
+def _run_rows(loop: Loop, given: Sequence[Any], first: int, last: int) -> None:
+    loop(first, last, *given)
+
+
+def _flat(x: Tensor) -> np.ndarray:
+    """The memory from the first to the last element."""
+    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((last + 1,), (1,)).numpy()
+
+
+def _rectangles(views: Sequence[Tensor], channels: int) -> Iterator[tuple[list[int], int, int, list[int]]]:
+    """(where each view begins, how many rows, how many columns, from row to row of each view)."""
+    *outer, columns = views[0].shape
+    if not outer:
+        width = max(_ROW // channels, 1) * channels
+        count = columns // width
+        if count:
+            yield [0] * len(views), count, width, [width] * len(views)
+        if columns % width:
+            yield [count * width] * len(views), 1, columns % width, [0] * len(views)
+        return
+    steps = [x.stride(-2) for x in views]
+    for index in product(*map(range, outer[:-1])):
+        offsets = [sum(map(mul, index, x.stride())) for x in views]
+        yield offsets, outer[-1], columns, steps
+
+
+# ---- source ----------------------------------------------------------------------------------------------------------
+
+
+def source_of(form: Form) -> tuple[str, str, dict[str, Any]]:
+    """(text, name, what its global names mean) of the loop over rows and columns.
+
+    Its arguments: the first row and the one after the last; how many columns; of each array its memory and the distance
+    of its rows; rows of numbers as long as the columns; numbers.
+    """
+    result, kinds, places = form
+    types = types_of([result], kinds, autocast=False)
+    count = len(places) - 1
+    arrays = range(max(places) + 1)
+    names = [f"row_{place}[j]" for place in places[:-1]]
+    for n, kind in enumerate(kinds[count:]):
+        names.append(f"numbers{n}[j]" if kind.rank == TENSOR else f"number{n}")
+    constants: dict[str, Any] = {dtype.__name__: dtype for dtype in _NUMPY.values()} | {"rint": np.rint}
+    lines = []
+    written: dict[int, str] = {}
+    for n, node in enumerate(topological([result])):
+        if node.operation == "argument":
+            written[id(node)] = names[int(node.value)]  # type: ignore[arg-type]
+        elif node.operation != "constant":
+            lines.append(f"            v{n} = {_text_of(node, written, types, constants)}")
+            written[id(node)] = f"v{n}"
+    given = [f"x{n}, step{n}" for n in arrays] + [name.removesuffix("[j]") for name in names[count:]]
+    stored = written[id(result)]
+    text = [
+        f"def loop(first, last, columns, {', '.join(given)}):",
+        "    for i in range(first, last):",
+        *(f"        row_{n} = x{n}[i * step{n} : i * step{n} + columns]" for n in arrays),
+        "        for j in range(columns):",
+        *lines,
+        f"            row_{places[-1]}[j] = {stored}",
+    ]
+    return "\n".join(text) + "\n", "loop", constants
+
+
+def _text_of(node: Expression, written: dict[int, str], types: Types, constants: dict[str, Any]) -> str:
+    """The operation, of operands in their common dtype, as a number of the dtype that it gives."""
+    common, dtype = types[id(node)].common, types[id(node)].kind.dtype
+    if node.operation == "where":
+        condition, *rest = node.operands
+        a, b = (_operand(each, common, written, types, constants) for each in rest)
+        return f"{a} if {written[id(condition)]} else {b}"
+    if node.operation in DTYPES:
+        (operand,) = node.operands
+        return _operand(operand, dtype, written, types, constants)
+    operands = [_operand(each, common, written, types, constants) for each in node.operands]
+    symbol = OPERATIONS[node.operation].symbol
+    if not symbol:
+        text = _CALLS[node.operation].format(*operands)
+    else:
+        text = f"{symbol}{operands[0]}" if len(operands) == 1 else f"{operands[0]} {symbol} {operands[1]}"
+    return text if dtype == torch.bool else f"{_NUMPY[dtype].__name__}({text})"
+
+
+def _operand(
+    node: Expression, dtype: torch.dtype, written: dict[int, str], types: Types, constants: dict[str, Any]
+) -> str:
+    if node.operation == "constant":
+        assert node.value is not None
+        value = float(node.value) if dtype.is_floating_point else wrapped(int(node.value), dtype)
+        name = f"constant{len(constants)}"
+        constants[name] = _NUMPY[dtype](value)
+        return name
+    text = written[id(node)]
+    if types[id(node)].kind.dtype == dtype and node.operation != "argument":
+        return text
+    return f"({text} != 0)" if dtype == torch.bool else f"{_NUMPY[dtype].__name__}({text})"
+
+
+_NUMPY: dict[torch.dtype, Any] = {dtype: getattr(np, str(dtype).removeprefix("torch.")) for dtype in _KNOWN}
+_CALLS = {
+    "round": "rint({})",
+    "abs": "abs({})",
+    "minimum": "{0} if {0} < {1} else {1}",
+    "maximum": "{0} if {0} > {1} else {1}",
+}

@@ -1,0 +1,180 @@
+"""What is done for an expression: its tree made simpler, the bounds of its values, the dtype that it is computed in.
+
+All of this follows from the operations, types and numbers, not from the Mats. So a plan is made once for each form, and
+found again by the form: evaluating small images takes less than planning would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rooftop.mat.exactness import bounds_of, computing_dtype
+from rooftop.mat.expressions import BITWISE, MatExpr, node, rebuilt, topological
+from rooftop.mat.row_programs import RowProgram, row_program
+from rooftop.mat.type_codes import CV_MAKETYPE, CV_MAT_CN, DEPTHS
+
+if TYPE_CHECKING:
+    from rooftop.mat.element_programs import ElementProgram
+
+Form = tuple[Any, ...]
+_MOST_PLANS = 1024
+_plans: dict[Form, Plan] = {}
+
+
+class Plan:
+    """Of expressions of one form, stored as numbers of one depth. It keeps no Mat.
+
+    Attributes:
+        root: the tree, of operations element by element; its Mats are types only.
+        leaves: the nodes that stand for Mats, in the order in which the expression has them.
+        bits: whether Mats and target are read and written as the integers that carry their bits.
+        depth: of the numbers that are stored.
+        bounds: of all nodes.
+        dtype: that is computed in.
+    """
+
+    def __init__(self, root: MatExpr, depth: int) -> None:
+        root = rebuilt(simpler(root), _without_mat)
+        self.bits = _is_of_bits(root, depth)
+        if self.bits:
+            root, depth = _as_bits(root), depth_of_bits(depth)
+        self.root, self.depth = root, depth
+        self.nodes = topological(root)
+        self.leaves = [each for each in self.nodes if each._operation == "mat"]
+        self.bounds = bounds_of(root)
+        self.dtype = DEPTHS[depth].dtype if self.bits else computing_dtype(root, self.bounds, depth)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the value is what a Mat holds."""
+        return self.root._operation == "mat" and self.root.depth() == self.depth
+
+    @cached_property
+    def has_wide_bits(self) -> bool:
+        """Whether bits of 64 are among its operations, and it is computed in a dtype that does not hold them."""
+        wide = any(each._operation in BITWISE and DEPTHS[each.depth()].size_bytes == 8 for each in self.nodes)
+        return wide and not self.bits and self.dtype != torch.int64
+
+    @cached_property
+    def rows(self) -> RowProgram:
+        """Its steps on the CPU."""
+        return row_program(self.root, self.bounds, self.dtype, self.depth)
+
+    @cached_property
+    def elements(self) -> ElementProgram:
+        """For a loop on the CPU."""
+        return self._elements(self.dtype)
+
+    @cached_property
+    def elements_in_registers(self) -> ElementProgram:
+        """For a GPU, whose registers have 32 bits."""
+        return self._elements(torch.int32 if self.dtype in (torch.uint8, torch.int8, torch.int16) else self.dtype)
+
+    def _elements(self, dtype: torch.dtype) -> ElementProgram:
+        from rooftop.mat.element_programs import ElementProgram  # which imports all kernels
+
+        return ElementProgram(self.root, self.bounds, dtype, self.leaves, self.depth)
+
+
+def plan_of(nodes: Sequence[MatExpr], depth: int) -> Plan:
+    """The plan of an expression without matrix products and inverses, from its nodes in topological order."""
+    number = {id(each): n for n, each in enumerate(nodes)}
+    form = (depth, *(_form_of(each, number) for each in nodes))
+    found = _plans.get(form)
+    if found is None:
+        found = Plan(nodes[-1], depth)
+        remember(_plans, form, found, _MOST_PLANS)
+    return found
+
+
+def remember(found: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Keeps a value, and of as many as that the last ones."""
+    while len(found) >= most and key not in found:
+        found.pop(next(iter(found)), None)
+    found[key] = value
+
+
+def _form_of(each: MatExpr, number: dict[int, int]) -> tuple[Any, ...]:
+    if each._operation == "mat":
+        return each._type, each._value[1]
+    if each._operation == "numbers":
+        return each._type, repr(each._value)  # 1, 1.0 and True are equal, as 0.0 and -0.0 are, and NaN is not
+    return each._operation, each._type, *(number[id(operand)] for operand in each._operands)
+
+
+def _without_mat(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
+    return node("mat", (), *of(each), (None, each._value[1])) if each._operation == "mat" else None
+
+
+def of(each: MatExpr) -> tuple[int, tuple[int, ...], torch.device]:
+    """Type, sizes and device of a node."""
+    return each._type, each._sizes, each._device
+
+
+# ---- simpler trees -----------------------------------------------------------------------------------------------
+
+
+def simpler(root: MatExpr) -> MatExpr:
+    """Quotients by powers of two as products: these are exact, and so their bounds are known."""
+
+    def change(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
+        if each._operation != "div" or operands[1]._operation != "numbers":
+            return None
+        numbers = operands[1]._value
+        if not all(np.isfinite(number) and number and _is_power_of_two(number) for number in numbers):
+            return None
+        inverse = node("numbers", (), *of(operands[1]), tuple(1 / number for number in numbers))
+        return node("mul", (operands[0], inverse), *of(each))
+
+    return rebuilt(root, change)
+
+
+def _is_power_of_two(number: float) -> bool:
+    exact = abs(Fraction(number))
+    powers = [part & (part - 1) == 0 for part in (exact.numerator, exact.denominator)]
+    return all(powers) and 2**-60 <= exact <= 2**60
+
+
+# ---- bits ----------------------------------------------------------------------------------------------------------
+
+
+def _is_of_bits(root: MatExpr, depth: int) -> bool:
+    """Whether it is made of bitwise operations alone, so that any 64 bits can be computed with."""
+    inner = [each for each in topological(root) if each._operation not in ("mat", "numbers")]
+    return bool(inner) and root.depth() == depth and all(each._operation in BITWISE for each in inner)
+
+
+def depth_of_bits(depth: int) -> int:
+    """The depth whose dtype carries the bits of another."""
+    return next(number for number, each in enumerate(DEPTHS) if each.dtype == DEPTHS[depth].carrier)
+
+
+def _as_bits(root: MatExpr) -> MatExpr:
+    """The same operations on the carriers of the bits."""
+    depth = root.depth()
+    carried = depth_of_bits(depth)
+    bits = DEPTHS[depth].size_bytes * 8
+    low, high = DEPTHS[depth].limits or (0, 1)
+    type = CV_MAKETYPE(carried, CV_MAT_CN(root._type))
+
+    def carry(number: int | float) -> int:
+        stored = min(max(int(number), low), high) if DEPTHS[depth].limits is not None else int(number != 0)
+        least = (DEPTHS[carried].limits or (0, 0))[0]
+        return (stored - least) % (1 << bits) + least
+
+    def change(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr:
+        value: Any = each._value
+        if each._operation == "numbers":
+            value = tuple(carry(number) for number in value)
+        if each._operation == "not" and DEPTHS[depth].limits is None:  # Bool has one bit
+            one = node("numbers", (), type, each._sizes, each._device, (1,) * CV_MAT_CN(type))
+            return node("xor", (operands[0], one), type, each._sizes, each._device)
+        return node(each._operation, operands, type, each._sizes, each._device, value)
+
+    return rebuilt(root, change)
