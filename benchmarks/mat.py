@@ -1,4 +1,4 @@
-"""Expressions of Mats beside OpenCV and torch on the CPU, and beside torch and torch.compile on a GPU.
+"""Expressions of Mats, conversions and masked copies beside OpenCV and torch, and torch.compile on a GPU.
 
     python benchmarks/mat.py [--out benchmarks/results/h200/mat.json] [--device cuda] [--quick]
 
@@ -6,7 +6,7 @@ Images of 3840 x 2160 x 3 bytes and of as many float32 numbers, random, and regi
 each variant as its user would write it, into memory that is there; OpenCV does one operation after the other. On a GPU
 also in TB/s of the bytes that must move (each operand once, the result once), replayed from a CUDA graph over several
 sets of images where one would stay in L2, beside the roof at the ceilings measured in the same run. Every variant's
-result is compared with the expression's first. `--quick`: small images, for tests.
+result is compared with ours first. `--quick`: small images, for tests.
 """
 
 from __future__ import annotations
@@ -15,30 +15,39 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.timing import captured, rotated
-from rooftop.mat import Mat, MatExpr, Scalar, maximum
+from rooftop.mat import CV_8U, Mat, MatExpr, Scalar, maximum
 
 ROWS, COLUMNS, CHANNELS = 2160, 3840, 3
 QUICK = (36, 64)
+WARM_UP_SECONDS = 1.5
 SETS_BYTES = 512 << 20  # beyond what an L2 holds
 
-Expression = Callable[..., MatExpr]
-EXPRESSIONS: dict[str, tuple[int, Expression]] = {
-    # name: how many operands, and the expression
-    "add": (2, lambda a, b: a + b),
-    "greater": (2, lambda a, b: a > b),
-    "blend": (2, lambda a, b: a * 0.5 + b * 0.5),
-    "weighted": (2, lambda a, b: a * 0.3 + b * 0.7),
-    "each channel": (1, lambda a: a + Scalar(5, 6, 7)),
-    "five": (5, lambda a, b, c, d, e: maximum(a + b + c - d, e)),
+Into = Callable[..., Mat]
+
+
+def assigned(expression: Callable[..., MatExpr]) -> Into:
+    return lambda out, *mats: out.assign(expression(*mats))
+
+
+OPERATIONS: dict[str, tuple[int, Into]] = {
+    # name: how many images, and the operation into `out`
+    "add": (2, assigned(lambda a, b: a + b)),
+    "greater": (2, assigned(lambda a, b: a > b)),
+    "blend": (2, assigned(lambda a, b: a * 0.5 + b * 0.5)),
+    "weighted": (2, assigned(lambda a, b: a * 0.3 + b * 0.7)),
+    "each channel": (1, assigned(lambda a: a + Scalar(5, 6, 7))),
+    "five": (5, assigned(lambda a, b, c, d, e: maximum(a + b + c - d, e))),
+    "masked": (1, lambda out, a, mask: a.copyTo(out, mask)),  # a disc
+    "converted": (1, lambda out, a: a.convertTo(out.depth(), 1 / 255 if a.depth() == CV_8U else 255, 0, out)),
 }
 
 
@@ -52,6 +61,12 @@ def with_opencv(name: str, dtype: str) -> Callable[..., Any]:
         "blend": lambda a, b, out: cv2.addWeighted(a, 0.5, b, 0.5, 0, out),
         "weighted": lambda a, b, out: cv2.addWeighted(a, 0.3, b, 0.7, 0, out),
         "each channel": lambda a, out: cv2.add(a, (5, 6, 7, 0), out),
+        "masked": lambda a, mask, out: cv2.copyTo(a, mask, out),
+        "converted": lambda a, out: (
+            cv2.convertScaleAbs(a, out, 255, 0)
+            if dtype == "float32"
+            else cv2.multiply(a, (1 / 255, 1 / 255, 1 / 255, 0), out, dtype=cv2.CV_32F)
+        ),
         "five": lambda a, b, c, d, e, out: cv2.max(cv2.subtract(cv2.add(cv2.add(a, b, out), c, out), d, out), e, out),
     }[name]
 
@@ -70,6 +85,8 @@ def with_torch(name: str, dtype: str) -> Callable[..., Tensor]:
         "greater": lambda a, b: (a > b).to(torch.uint8) * 255,
         "blend": lambda a, b: store(a * 0.5 + b * 0.5),
         "weighted": lambda a, b: store(a * 0.3 + b * 0.7),
+        "masked": lambda a, mask: torch.where(mask[..., None] != 0, a, 0),
+        "converted": lambda a: a * (1 / 255) if dtype == "uint8" else (a * 255).round().clamp(0, 255).to(torch.uint8),
         "each channel": lambda a: store(a.to(wide) + torch.tensor((5, 6, 7), dtype=wide, device=a.device)),
         "five": lambda a, b, c, d, e: torch.maximum(store(a.to(wide) + b + c - d), e),
     }[name]
@@ -79,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", nargs="+", choices=EXPRESSIONS, default=list(EXPRESSIONS))
+    parser.add_argument("--only", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     parser.add_argument("--quick", action="store_true", help="small images")
     parser.add_argument("--seconds", type=float, default=0.5, help="of measuring each variant")
     options = parser.parse_args()
@@ -93,7 +110,7 @@ def main() -> None:
     for name in options.only:
         for dtype in ("uint8", "float32"):
             for region in (False, True):
-                row = {"expression": name, "dtype": dtype, "region": region, "size": [*size, CHANNELS]}
+                row = {"operation": name, "dtype": dtype, "region": region, "size": [*size, CHANNELS]}
                 if options.device == "cuda":
                     row |= on_gpu(name, dtype, region, size, options.seconds, ceilings)
                 else:
@@ -115,20 +132,40 @@ def images(count: int, dtype: str, region: bool, size: tuple[int, int], device: 
     return [each[8 : rows + 8, 8 : columns + 8] if region else each for each in numbers]
 
 
+def operands(name: str, dtype: str, region: bool, size: tuple[int, int], device: str) -> list[Tensor]:
+    """What an operation reads: images, and for "masked" a mask (rows, columns)."""
+    given = images(OPERATIONS[name][0], dtype, region, size, device)
+    if name == "masked":
+        y, x = (torch.linspace(-1, 1, n, device=device) for n in size)
+        given.append((y[:, None] ** 2 + x**2 < 0.7).to(torch.uint8))
+    return given
+
+
+def result_like(name: str, image: Tensor) -> Tensor:
+    """Zeros for the result of an operation of such images."""
+    dtype = torch.uint8 if name == "greater" else image.dtype
+    if name == "converted":
+        dtype = torch.float32 if image.dtype == torch.uint8 else torch.uint8
+    return torch.zeros(image.shape, dtype=dtype, device=image.device)
+
+
 def on_cpu(name: str, dtype: str, region: bool, size: tuple[int, int], seconds: float) -> dict[str, Any]:
-    count, expression = EXPRESSIONS[name]
-    given = images(count, dtype, region, size, "cpu")
+    operation = OPERATIONS[name][1]
+    given = operands(name, dtype, region, size, "cpu")
     mats, arrays = [Mat(each) for each in given], [each.numpy() for each in given]
-    expected = expression(*mats).to_mat()
-    result, other = Mat(expected.size, expected.type()), np.empty_like(expected.numpy())
+    result, other = Mat(result_like(name, given[0])), result_like(name, given[0]).numpy()
     plain, opencv = with_torch(name, dtype), with_opencv(name, dtype)
     calls: dict[str, Callable[[], object]] = {
-        "rooftop": lambda: result.assign(expression(*mats)),
+        "rooftop": lambda: operation(result, *mats),
         "opencv": lambda: opencv(*arrays, other),
         "torch": lambda: plain(*given),
     }
+    end = perf_counter() + WARM_UP_SECONDS * (seconds > 0.1)  # a form is compiled once it has taken as long
+    while perf_counter() < end:
+        operation(result, *mats)
+    operation(result, *mats)
     for key, value in {"opencv": torch.from_numpy(opencv(*arrays, other)), "torch": plain(*given)}.items():
-        check(name, key, value, expected.tensor())
+        check(name, key, value, result.tensor())
     return {
         "ms": {
             key: each.median_ms
@@ -140,28 +177,27 @@ def on_cpu(name: str, dtype: str, region: bool, size: tuple[int, int], seconds: 
 def on_gpu(
     name: str, dtype: str, region: bool, size: tuple[int, int], seconds: float, ceilings: Ceilings
 ) -> dict[str, Any]:
-    count, expression = EXPRESSIONS[name]
-    item = 1 if dtype == "uint8" else 4
-    elements = size[0] * size[1] * CHANNELS
-    stored = 1 if name == "greater" else item
-    cost = Cost(count * elements * item, elements * stored, {})
-    sets = [images(count, dtype, region, size, "cuda") for _ in range(max(2, -(-SETS_BYTES // cost.bytes)))]
+    operation = OPERATIONS[name][1]
+    first = operands(name, dtype, region, size, "cuda")
+    like = result_like(name, first[0])
+    cost = Cost(sum(each.numel() * each.element_size() for each in first), like.numel() * like.element_size(), {})
+    sets = [first, *(operands(name, dtype, region, size, "cuda") for _ in range(max(1, SETS_BYTES // cost.bytes)))]
     plain = with_torch(name, dtype)
     torch._dynamo.reset()
     compiled = torch.compile(plain, dynamic=False)
     prepared = []
     for each in sets:
         mats = [Mat(x) for x in each]
-        prepared.append((mats, expression(*mats).to_mat()))
+        prepared.append((operation(Mat(torch.zeros_like(like)), *mats), mats))
     for key, function in {"torch": plain, "compile": compiled}.items():
-        check(name, key, function(*sets[0]), prepared[0][1].tensor())
+        check(name, key, function(*sets[0]), prepared[0][0].tensor())
     eager: dict[str, Callable[[], object]] = {
-        "rooftop": rotated(lambda mats, out: out.assign(expression(*mats)), prepared),
+        "rooftop": rotated(lambda out, mats: operation(out, *mats), prepared),
         "torch": rotated(lambda *each: plain(*each), sets),
         "compile": rotated(lambda *each: compiled(*each), sets),
     }
     replay: dict[str, Callable[[], object]] = {
-        "rooftop": captured(lambda: [out.assign(expression(*mats)) for mats, out in prepared]),
+        "rooftop": captured(lambda: [operation(out, *mats) for out, mats in prepared]),
         "torch": captured(lambda: [plain(*each) for each in sets]),
         "compile": captured(lambda: [compiled(*each) for each in sets]),
     }
@@ -180,7 +216,7 @@ def check(name: str, key: str, value: Tensor, expected: Tensor) -> None:
     error = float((value.double() - expected.double().reshape(value.shape)).abs().max())
     saturated_on_the_way = name == "five" and key == "opencv"
     if error > 1 and not saturated_on_the_way:
-        raise SystemExit(f"{name}: {key} is {error} away from the expression's value")
+        raise SystemExit(f"{name}: {key} is {error} away from ours")
 
 
 if __name__ == "__main__":

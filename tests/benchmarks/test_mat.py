@@ -14,7 +14,7 @@ pytest.importorskip("cv2")
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "mat.py"
 
 
-def test_every_expression_beside_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_operation_beside_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "mat.json"
     command = [SCRIPT.name, "--quick", "--device", "cpu", "--seconds", "0.002", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
@@ -22,8 +22,8 @@ def test_every_expression_beside_its_peers(tmp_path: Path, monkeypatch: pytest.M
     found = json.loads(out.read_text())
     assert found["environment"]["versions"]
     rows = found["rows"]
-    names = {"add", "greater", "blend", "weighted", "each channel", "five"}
-    assert {(row["expression"], row["dtype"], row["region"]) for row in rows} == {
+    names = {"add", "greater", "blend", "weighted", "each channel", "five", "masked", "converted"}
+    assert {(row["operation"], row["dtype"], row["region"]) for row in rows} == {
         (name, dtype, region) for name in names for dtype in ("uint8", "float32") for region in (False, True)
     }
     assert all(row["ms"].keys() == {"rooftop", "opencv", "torch"} and min(row["ms"].values()) > 0 for row in rows)

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rooftop import mat
-from rooftop.launch import INTERPRETED
-from rooftop.mat import Mat, MatExpr, evaluation, loop_programs
+from rooftop.launch import INTERPRETED, numba_loops
+from rooftop.mat import Mat, MatExpr, loop_programs
 from rooftop.mat.type_codes import CV_MAKETYPE, DEPTHS, CV_Bool
 
 INTEGERS = [number for number, depth in enumerate(DEPTHS) if depth.limits]
@@ -419,7 +419,7 @@ def test_compiled_loops_follow_the_law(tree: Grown, data: Any) -> None:
     targets = [m for m, _ in tree.leaves if m.type() == expression.type() and tuple(m.size) == tree.sizes]
     into = data.draw(st.sampled_from([None, *targets]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "LEAST_IN_LOOPS", 0)
+        patch.setattr(numba_loops, "LEAST_ELEMENTS", 0)
         patch.setattr(loop_programs, "LEAST_COLUMNS", 1)
         patch.setattr(loop_programs, "PATIENCE_SECONDS", 0.0)
         assert same(numbers_of(evaluated(expression, into)), expected)

@@ -7,12 +7,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rooftop import mat
 from rooftop.launch import INTERPRETED, numba_loops
-from rooftop.mat import Mat, MatExpr, evaluation, loop_programs
+from rooftop.mat import Mat, MatExpr, loop_programs
+from rooftop.mat.type_codes import DEPTHS
 
 pytest.importorskip("numba")
+from rooftop.mat.masked_loops import copy_by_loops
+
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels take their place")
 Counted = list[int]
 
@@ -31,7 +36,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
     monkeypatch.setattr(loop_programs, "_loops", {})
     monkeypatch.setattr(loop_programs, "_spent", {})
-    monkeypatch.setattr(loop_programs, "_run", counting(loop_programs._run, 0))
+    monkeypatch.setattr(loop_programs, "run_loop", counting(loop_programs.run_loop, 0))
     monkeypatch.setattr(loop_programs, "compiled_loop", counting(loop_programs.compiled_loop, 1))
     return counts
 
@@ -68,9 +73,10 @@ def test_small_mats_wait_for_nothing(at_once: None, counted: Counted) -> None:
 def test_without_numba_rows_do_the_same(monkeypatch: pytest.MonkeyPatch, at_once: None, counted: Counted) -> None:
     a, b = Mat(image(1)), Mat(image(2))
     expected = (a * 0.3 + b).numpy()
-    monkeypatch.setattr(evaluation, "numba_is_installed", lambda: False)
+    monkeypatch.setattr(numba_loops, "numba_is_installed", lambda: False)
     assert np.array_equal((a * 0.3 + b).numpy(), expected)
     assert counted == [1, 1]
+    monkeypatch.undo()
     numba_loops.numba_is_installed.cache_clear()
     monkeypatch.setattr(numba_loops, "find_spec", lambda name: None)
     assert not numba_loops.numba_is_installed()
@@ -177,3 +183,111 @@ def test_a_thread_that_fails_is_heard() -> None:
         numba_loops.in_threads(work, 1, 2)
     finally:
         torch.set_num_threads(threads)
+
+
+# ---- conversions and masks ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba_loops, "LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(loop_programs, "LEAST_COLUMNS", 1)
+
+
+DEPTHS_WITH_LOOPS = [n for n, depth in enumerate(DEPTHS) if depth.name not in ("64S", "64U", "16F", "16BF")]
+SCALES = [(1.0, 0.0), (1 / 255, 0.0), (1.0, 0.5), (1.5, 3.0), (-0.37, 1e5)]
+
+ALL_SCALES = [(mat.CV_8U, mat.CV_32F), (mat.CV_32F, mat.CV_8U), (mat.CV_16S, mat.CV_32S), (mat.CV_32S, mat.CV_64F)]
+
+
+def edges(depth: int) -> torch.Tensor:
+    """Numbers of a depth at its limits and at those of others, halves, NaN and infinities."""
+    one = DEPTHS[depth]
+    if depth == mat.CV_Bool:
+        return torch.tensor([True, False])
+    powers = [sign * 2.0**n + more for n in range(34) for sign in (1, -1) for more in (-1, -0.5, 0, 0.5, 1, 1.5)]
+    if one.limits is None:
+        return torch.tensor([*powers, 1e10, -1e10, 1e-40, 0.0, float("inf"), -float("inf"), float("nan")]).to(one.dtype)
+    low, high = one.limits
+    return torch.tensor([min(max(int(x), low), high) for x in powers], dtype=torch.int64).to(one.dtype)
+
+
+@pytest.mark.parametrize("depth", DEPTHS_WITH_LOOPS, ids=lambda n: DEPTHS[n].name)
+def test_conversions_are_those_of_blocks(
+    monkeypatch: pytest.MonkeyPatch, at_once: None, counted: Counted, depth: int
+) -> None:
+    """Into every depth, plain and scaled; that the blocks follow OpenCV is tested in test_conversions.py."""
+    m = Mat(edges(depth).reshape(1, -1, 1))
+    pairs = [(new, *scale) for new in DEPTHS_WITH_LOOPS for scale in SCALES[:: 1 if (depth, new) in ALL_SCALES else 4]]
+    by_blocks = [m.convertTo(*pair) for pair in pairs]
+    assert counted == [0, 0]
+    monkeypatch.setattr(numba_loops, "LEAST_ELEMENTS", 0)
+    for pair, expected in zip(pairs, by_blocks, strict=True):
+        found = m.convertTo(*pair)
+        assert found.type() == expected.type()
+        assert np.array_equal(found.numpy(), expected.numpy(), equal_nan=found.depth() in (mat.CV_32F, mat.CV_64F))
+    assert counted[0] == len([pair for pair in pairs if pair != (depth, 1.0, 0.0)])
+
+
+def test_a_region_is_converted_where_it_is(at_once: None, counted: Counted) -> None:
+    a = image(9, LARGE)
+    whole = Mat(300, 400, mat.CV_32FC3, 7)
+    Mat(a)[10:290, 20:390].convertTo(mat.CV_32F, 0.5, 1, whole[10:290, 20:390])
+    assert np.array_equal(whole.numpy()[10:290, 20:390], a[10:290, 20:390] * np.float32(0.5) + 1)
+    assert (whole.numpy()[:10] == 7).all()
+    assert counted == [1, 1]
+
+
+@given(
+    kind=st.sampled_from(["u1", "i2", "f4", "f8", "?"]),
+    channels=st.sampled_from([1, 2, 3, 4, 5, 8]),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 40)) | st.tuples(*[st.integers(1, 4)] * 3) | st.just((2, 3000)),
+    by_number=st.booleans(),
+    value=st.booleans(),
+    region=st.booleans(),
+    share=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=150, deadline=None)
+def test_masked_copies_are_what_numpy_says(
+    kind: str,
+    channels: int,
+    sizes: tuple[int, ...],
+    by_number: bool,
+    value: bool,
+    region: bool,
+    share: float,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    room = tuple(n + 2 for n in sizes) if region else sizes
+    part = tuple(slice(1, n + 1) if region else slice(None) for n in sizes)
+    target, source = (torch.from_numpy(rng.integers(0, 100, (*room, channels)).astype(kind)) for _ in range(2))
+    mask = torch.from_numpy((rng.random((*room, channels if by_number else 1)) < share) * rng.integers(1, 255)).byte()
+    given_source = source[part][(0,) * len(sizes)] if value else source[part]
+    expected = target.clone()
+    expected[part] = torch.where(mask[part] != 0, given_source, target[part])
+    done = copy_by_loops(given_source, target[part], mask[part])
+    assert done != (value and by_number and channels > 1)
+    assert not done or torch.equal(target, expected)
+
+
+def test_a_large_image_is_copied_under_a_mask_by_threads() -> None:
+    a, b = image(10, (900, 800, 3)), image(11, (900, 800, 3))
+    mask = np.zeros((900, 800), np.uint8)
+    mask[100:700, 3:790] = image(12, (600, 787)) > 100
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        m = Mat(a.copy())
+        Mat(b).copyTo(m, Mat(mask))
+        assert np.array_equal(m.numpy(), np.where(mask[..., None] != 0, b, a))
+        m.setTo((1, 2, 3), Mat(mask))
+        assert np.array_equal(m.numpy(), np.where(mask[..., None] != 0, [1, 2, 3], a))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_columns_apart_are_left_to_torch() -> None:
+    x = torch.zeros(4, 5, 1, dtype=torch.uint8)
+    assert not copy_by_loops(x, torch.zeros(4, 10, 1, dtype=torch.uint8)[:, ::2], x)

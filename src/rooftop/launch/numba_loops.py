@@ -7,17 +7,26 @@ Numba is no dependency of Rooftop: `pip install "rooftop[mat]"` brings it. What 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+
+LEAST_ELEMENTS = 1 << 14
 
 
 @functools.cache
 def numba_is_installed() -> bool:
     return find_spec("numba") is not None
+
+
+def worth_a_loop(elements: int) -> bool:
+    """Whether Numba is there, and starting a compiled loop takes less than working on so many elements without."""
+    return elements >= LEAST_ELEMENTS and numba_is_installed()
 
 
 def compiled_loop(source: str, name: str, constants: Mapping[str, Any]) -> Callable[..., None]:
@@ -34,6 +43,22 @@ def compiled_loop(source: str, name: str, constants: Mapping[str, Any]) -> Calla
     scope: dict[str, Any] = dict(constants)
     exec(source, scope)
     return numba.njit(nogil=True, error_model="numpy")(scope[name])  # type: ignore[no-any-return]
+
+
+def memory_of(x: Tensor) -> np.ndarray:
+    """The memory of a CPU's tensor from its first to its last element, of one dimension: strides stay outside of
+    loops, whose compiler could not use the processor's vectors otherwise."""
+    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((last + 1,), (1,)).numpy()
+
+
+def run_part(loop: Callable[..., None], given: Sequence[Any]) -> Callable[[int, int], None]:
+    """loop(first, last, *given) as the work of `in_threads`."""
+
+    def work(first: int, last: int) -> None:
+        loop(first, last, *given)
+
+    return work
 
 
 def in_threads(work: Callable[[int, int], None], count: int, most: int) -> None:

@@ -16,13 +16,17 @@ Blocks of rows that stay in the CPU's cache pass through these steps one after a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rooftop.launch.numba_loops import worth_a_loop
 from rooftop.mat.type_codes import (
+    CV_16BF,
+    CV_16F,
     CV_16U,
     CV_32F,
     CV_32S,
@@ -36,6 +40,7 @@ from rooftop.mat.type_codes import (
 
 _EPSILON = 2.0**-52  # within it of 1 and 0, a scale and a shift are none
 _BLOCK_ELEMENTS = 1 << 17  # within an L2 of 2 MB; smaller ones cost more in calls than they save
+_WITHOUT_LOOPS = (CV_64S, CV_64U, CV_16F, CV_16BF)
 _WIDE = (CV_32S, CV_32U, CV_64S, CV_64U, CV_64F)
 _TOP = 1 << 63
 
@@ -45,13 +50,24 @@ def convert(source: Tensor, target: Tensor, depth: int, new_depth: int, alpha: f
 
     They are of the depths' own dtypes and do not overlap, or are the same elements of the same depth.
     """
-    if abs(alpha - 1) < _EPSILON and abs(beta) < _EPSILON:
+    plain = abs(alpha - 1) < _EPSILON and abs(beta) < _EPSILON
+    scaling = None if plain else scaling_of(depth, new_depth, alpha, beta)
+
+    def by_blocks() -> None:
         for some, into in row_blocks(source, target):
-            _convert_plain(some, into, depth, new_depth)
-        return
-    scaled = _scaling(depth, new_depth, alpha, beta)
-    for some, into in row_blocks(source, target):
-        _store(scaled(some), into, new_depth)
+            if scaling is None:
+                _convert_plain(some, into, depth, new_depth)
+            else:
+                _store(scaling.of(some), into, new_depth)
+
+    if depth in _WITHOUT_LOOPS or new_depth in _WITHOUT_LOOPS or (plain and depth == new_depth):
+        by_blocks()
+    elif source.device.type == "cpu" and worth_a_loop(source.numel()):
+        from rooftop.mat import loop_programs  # which imports all kernels
+
+        loop_programs.run_conversion(source, target, depth, new_depth, scaling, by_blocks)
+    else:
+        by_blocks()
 
 
 def row_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -80,18 +96,37 @@ def _convert_plain(x: Tensor, into: Tensor, depth: int, new_depth: int) -> None:
         _store_integers(x, into, depth, new_depth)
 
 
-def _scaling(depth: int, new_depth: int, alpha: float, beta: float) -> Callable[[Tensor], Tensor]:
-    """`alpha * x + beta` in the precision of the pair, as a new tensor."""
+@dataclass(frozen=True)
+class Scaling:
+    """`alpha * x + beta` in the precision of a pair of depths.
+
+    Attributes:
+        dtype: float32, which alpha and beta are numbers of then, or float64.
+    """
+
+    dtype: torch.dtype
+    alpha: float
+    beta: float
+
+    def of(self, x: Tensor) -> Tensor:
+        """As a new tensor."""
+        if self.dtype == torch.float64:
+            return _unscaled(x, torch.float64).mul_(self.alpha).add_(self.beta)
+        if self.beta == 0:
+            return _unscaled(x, torch.float32).mul_(self.alpha)
+        if self.alpha == 1:
+            return _unscaled(x, torch.float32).add_(self.beta)
+        # Products of two float32 are exact in float64. Rounding their sum to float64 shows in one of 2^29 results.
+        wide = _unscaled(x if x.dtype.itemsize <= 2 else x.float(), torch.float64)
+        return wide.mul_(self.alpha).add_(self.beta).float()
+
+
+def scaling_of(depth: int, new_depth: int, alpha: float, beta: float) -> Scaling:
+    """How numbers of one depth are scaled on their way to another."""
     if new_depth in (CV_64F, CV_64S, CV_64U) or (depth in _WIDE and new_depth in (*_WIDE, CV_32F)):
-        return lambda x: _unscaled(x, torch.float64).mul_(alpha).add_(beta)
+        return Scaling(torch.float64, alpha, beta)
     with np.errstate(over="ignore"):
-        a, b = float(np.float32(alpha)), float(np.float32(beta))
-    if b == 0:
-        return lambda x: _unscaled(x, torch.float32).mul_(a)
-    if a == 1:
-        return lambda x: _unscaled(x, torch.float32).add_(b)
-    # Products of two float32 are exact in float64. Rounding their sum to float64 first shows in one of 2^29 results.
-    return lambda x: _unscaled(x if x.dtype.itemsize <= 2 else x.float(), torch.float64).mul_(a).add_(b).float()
+        return Scaling(torch.float32, float(np.float32(alpha)), float(np.float32(beta)))
 
 
 def _unscaled(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rooftop.launch.numba_loops import worth_a_loop
 from rooftop.mat.conversions import row_blocks
 
 
@@ -47,6 +48,11 @@ def copy_masked(source: Tensor, target: Tensor, mask: Tensor) -> None:
     if target.device.type != "cpu":
         torch.where(mask != 0, source, target, out=target)
         return
+    if worth_a_loop(target.numel()):
+        from rooftop.mat.masked_loops import copy_by_loops  # which imports Numba
+
+        if copy_by_loops(source, target, mask):
+            return
     value = source if source.dim() == 1 else None
     some = torch.empty(0)
     for into, chosen, *rest in row_blocks(target, mask, *([] if value is not None else [source])):

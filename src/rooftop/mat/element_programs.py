@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rooftop.kernels.expression_texts import text_of
 from rooftop.kernels.expressions import NAMES, Expression, apply, argument, constant
+from rooftop.mat.conversions import Scaling
 from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, trusted
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, topological
 from rooftop.mat.type_codes import CV_16U, CV_32U, CV_64S, CV_64U, DEPTHS, CV_Bool
@@ -32,8 +33,66 @@ def signed(x: Tensor) -> Tensor:
     return x.view(carriers[x.dtype]) if x.dtype in carriers else x
 
 
-class ElementProgram:
-    """Arguments are first the Mats, then rows of numbers, then numbers.
+class Numbers:
+    """What is computed in one dtype: elements of Mats loaded, and the store."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.name = dtype, NAMES[dtype]
+        self.floating = dtype.is_floating_point
+
+    def cast(self, x: Expression) -> Expression:
+        return apply(self.name, x)
+
+    def plain(self, number: int | float) -> Expression:
+        """A number that belongs to the form of the expression."""
+        return constant(float(number) if self.floating else int(number))
+
+    def loaded(self, x: Expression, depth: int) -> Expression:
+        """An element of a Mat of a depth."""
+        if depth in _UNSIGNED:
+            name, ones = _UNSIGNED[depth]
+            x = apply("bitwise_and", apply(name, x), ones)
+        elif depth == CV_64U:  # float64 of its upper and of its lower half are exact, and their sum is rounded once
+            low = apply("bitwise_and", x, 0xFFFFFFFF)
+            high = apply("float64", apply("sub", x, low))
+            high = apply("where", apply("lt", high, 0.0), apply("add", high, 2.0**64), high)
+            x = apply("add", high, apply("float64", low))
+        return self.cast(x)
+
+    def stored(self, x: Expression, known: Bounds | None, depth: int) -> Expression:
+        """As a number of a depth, in the dtype of its memory."""
+        if depth == CV_Bool:
+            return apply("ne", x, self.plain(0))
+        limits = depth_bounds(depth)
+        carrier = NAMES[signed(torch.empty(0, dtype=DEPTHS[depth].dtype)).dtype]
+        if limits is None:
+            exact = self.floating or (known is not None and known.within(torch.float32))
+            return apply(carrier, x if exact else apply("float64", x))
+        if self.floating and (known is None or not limits.contain(known)):
+            if DEPTHS[depth].size_bytes == 8:
+                return _stored_64(apply("round", apply("float64", x)), depth)
+            if DEPTHS[depth].size_bytes == 4 and self.dtype == torch.float32:  # which does not have the limits
+                x, self.dtype, self.name = apply("float64", x), torch.float64, "float64"
+        x = self.within_limits(x, known, depth)
+        return apply(carrier, apply("int64" if DEPTHS[depth].size_bytes > 2 else "int32", x))
+
+    def within_limits(self, x: Expression, known: Bounds | None, depth: int) -> Expression:
+        """Rounded half to even and saturated; NaN is the least."""
+        if depth == CV_Bool:
+            return self.cast(apply("ne", x, self.plain(0)))
+        limits = depth_bounds(depth)
+        assert limits is not None
+        if self.floating and (known is None or known.unit):
+            x = apply("round", x)
+        if known is not None and limits.low <= known.low and known.high <= limits.high:
+            return x
+        low, high = map(self.plain, limits_in(self.dtype, depth))
+        below = apply("where", apply("lt", x, high), x, high)
+        return apply("where", apply("gt", x, low), below, low)
+
+
+class ElementProgram(Numbers):
+    """An expression. Arguments are first the Mats, then rows of numbers, then numbers.
 
     Args:
         root: of Mats, numbers and element by element operations.
@@ -54,10 +113,9 @@ class ElementProgram:
     def __init__(
         self, root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, leaves: Sequence[MatExpr], depth: int
     ) -> None:
-        self.dtype, self.name = dtype, NAMES[dtype]
+        super().__init__(dtype)
         self.rows_dtype = dtype
         self.bounds = trusted(bounds, dtype)
-        self.floating = dtype.is_floating_point
         nodes = topological(root)
         self.rows: list[tuple[int | float, ...]] = []
         self.numbers: list[int | float] = []
@@ -70,38 +128,20 @@ class ElementProgram:
         self.values: dict[int, Expression] = {}
         for each in nodes:
             if each._operation == "mat":
-                self.values[id(each)] = self._loaded(argument(place[id(each)]), each.depth())
+                self.values[id(each)] = self.loaded(argument(place[id(each)]), each.depth())
             elif each._operation == "numbers":
                 self.values[id(each)] = self._number(each)
             else:
                 self.values[id(each)] = self._computed(each, [self.values[id(o)] for o in each._operands])
         self.kinds = "t" * self.first_number + "n" * len(self.numbers)
-        self.result = self._stored(self.values[id(root)], self.bounds[id(root)], depth)
+        self.result = self.stored(self.values[id(root)], self.bounds[id(root)], depth)
 
     @cached_property
     def text(self) -> str:
         """The result, as `rooftop.kernels` reads it."""
         return text_of([self.result])
 
-    def cast(self, x: Expression) -> Expression:
-        return apply(self.name, x)
-
-    def plain(self, number: int | float) -> Expression:
-        """A number that belongs to the form of the expression."""
-        return constant(float(number) if self.floating else int(number))
-
     # Operands.
-
-    def _loaded(self, x: Expression, depth: int) -> Expression:
-        if depth in _UNSIGNED:
-            name, ones = _UNSIGNED[depth]
-            x = apply("bitwise_and", apply(name, x), ones)
-        elif depth == CV_64U:  # float64 of its upper and of its lower half are exact, and their sum is rounded once
-            low = apply("bitwise_and", x, 0xFFFFFFFF)
-            high = apply("float64", apply("sub", x, low))
-            high = apply("where", apply("lt", high, 0.0), apply("add", high, 2.0**64), high)
-            x = apply("add", high, apply("float64", low))
-        return self.cast(x)
 
     def _numbers(self, each: MatExpr) -> tuple[int | float, ...]:
         return tuple(float(value) if self.floating else int(value) for value in each._value)
@@ -148,44 +188,45 @@ class ElementProgram:
         limits = depth_bounds(each.depth())
         assert limits is not None
         operands = [
-            apply(whole, self._within_limits(x, self.bounds[id(operand)], each.depth()))
+            apply(whole, self.within_limits(x, self.bounds[id(operand)], each.depth()))
             for x, operand in zip(of, each._operands, strict=True)
         ]
         if each._operation == "not":
             return self.cast(apply("bitwise_xor", operands[0], -1 if limits.low < 0 else int(limits.high)))
         return self.cast(apply(f"bitwise_{each._operation}", *operands))
 
-    # The store.
 
-    def _stored(self, x: Expression, known: Bounds | None, depth: int) -> Expression:
-        """As a number of a depth, in the dtype of its memory."""
-        if depth == CV_Bool:
-            return apply("ne", x, self.plain(0))
-        limits = depth_bounds(depth)
-        carrier = NAMES[signed(torch.empty(0, dtype=DEPTHS[depth].dtype)).dtype]
-        if limits is None:
-            return apply(carrier, apply("float64", x) if not self.floating else x)
-        if self.floating and (known is None or not limits.contain(known)):
-            if DEPTHS[depth].size_bytes == 8:
-                return _stored_64(apply("round", apply("float64", x)), depth)
-            if DEPTHS[depth].size_bytes == 4 and self.dtype == torch.float32:  # which does not have the limits
-                x, self.dtype, self.name = apply("float64", x), torch.float64, "float64"
-        x = self._within_limits(x, known, depth)
-        return apply(carrier, apply("int64" if DEPTHS[depth].size_bytes > 2 else "int32", x))
+class ConversionProgram(Numbers):
+    """Elements of one depth as those of another, scaled: as `conversions.py` says, for depths that are not CV_64S,
+    CV_64U or half precision.
 
-    def _within_limits(self, x: Expression, known: Bounds | None, depth: int) -> Expression:
-        """Rounded half to even and saturated; NaN is the least."""
-        if depth == CV_Bool:
-            return self.cast(apply("ne", x, self.plain(0)))
-        limits = depth_bounds(depth)
-        assert limits is not None
-        if self.floating and (known is None or known.unit):
-            x = apply("round", x)
-        if known is not None and limits.low <= known.low and known.high <= limits.high:
-            return x
-        low, high = map(self.plain, limits_in(self.dtype, depth))
-        below = apply("where", apply("lt", x, high), x, high)
-        return apply("where", apply("gt", x, low), below, low)
+    Attributes:
+        result, rows, rows_dtype, numbers: as `ElementProgram` has them.
+    """
+
+    def __init__(self, depth: int, new_depth: int, scaling: Scaling | None) -> None:
+        known = depth_bounds(depth)
+        wholes = (torch.int16, torch.int32, torch.int64)
+        dtype = DEPTHS[depth].dtype if known is None else next(each for each in wholes if known.within(each))
+        super().__init__(dtype)
+        self.rows: list[tuple[int | float, ...]] = []
+        self.rows_dtype = torch.float32
+        self.numbers: list[int | float] = []
+        if scaling is None:
+            self.result = self.stored(self.loaded(argument(0), depth), known, new_depth)
+            return
+        loaded = self.loaded(argument(0), depth)
+        super().__init__(scaling.dtype)
+        x = self.cast(loaded)
+        alpha, beta = (apply("float64", argument(1 + n)) for n in range(2))
+        self.numbers = [scaling.alpha, scaling.beta]
+        if scaling.dtype == torch.float64 or (scaling.beta != 0 and scaling.alpha != 1):
+            x = self.cast(apply("add", apply("mul", apply("float64", x), alpha), beta))
+        elif scaling.beta == 0:
+            x = apply("mul", x, self.cast(alpha))
+        else:
+            x = apply("add", x, self.cast(beta))
+        self.result = self.stored(x, None, new_depth)
 
 
 def _stored_64(x: Expression, depth: int) -> Expression:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.launch.numba_loops import numba_is_installed
+from rooftop.launch.numba_loops import worth_a_loop
 from rooftop.launch.triton_launch import INTERPRETED
 from rooftop.mat.allocation import same_device
 from rooftop.mat.copies import apart, overlap, same_elements
@@ -21,9 +21,6 @@ from rooftop.mat.matrix import Mat
 from rooftop.mat.planning import of, plan_of, simpler
 from rooftop.mat.products import gemm_of, inverse_of, multiply_into
 from rooftop.mat.type_codes import CV_MAKETYPE, CV_MAT_DEPTH, DEPTHS, type_code
-
-LEAST_IN_LOOPS = 1 << 14
-"""Elements: below, starting a compiled loop takes as long as torch's operations."""
 
 
 def evaluate(expression: MatExpr, dst: Mat | None = None, rtype: Any = None) -> Mat:
@@ -70,7 +67,7 @@ def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
         from rooftop.mat import kernel_programs  # which imports Triton
 
         kernel_programs.run(plan, tensors, into)
-    elif into.numel() < LEAST_IN_LOOPS or not numba_is_installed():
+    elif not worth_a_loop(into.numel()):
         plan.rows.run(tensors, into)
     else:
         from rooftop.mat import loop_programs

@@ -1,4 +1,4 @@
-"""Expressions on the CPU as one loop, compiled by Numba: every Mat is read once, between are the processor's vectors.
+"""Expressions and conversions on the CPU as one loop, compiled by Numba: every Mat is read once.
 
 The loop is that of the expression's form: other Mats that lie alike and other numbers need no other one. Compiling
 takes some tenths of a second, so a form is compiled when the blocks of `row_programs.py` have spent as long on it:
@@ -10,8 +10,8 @@ CPUs, more Mats than the compiler checks for overlaps, small Mats.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, product
 from operator import mul
 from time import perf_counter
@@ -23,8 +23,9 @@ from torch import Tensor
 
 from rooftop.kernels.expression_types import NUMBER, TENSOR, Kind, Types, types_of, wrapped
 from rooftop.kernels.expressions import DTYPES, OPERATIONS, Expression, topological
-from rooftop.launch.numba_loops import compiled_loop, in_threads
-from rooftop.mat.element_programs import signed
+from rooftop.launch.numba_loops import compiled_loop, in_threads, memory_of, run_part
+from rooftop.mat.conversions import Scaling
+from rooftop.mat.element_programs import ConversionProgram, ElementProgram, signed
 from rooftop.mat.planning import Plan, remember
 from rooftop.mat.row_programs import merged
 
@@ -45,19 +46,40 @@ _loops: dict[Form, Loop] = {}
 
 
 def run(plan: Plan, tensors: Sequence[Tensor], target: Tensor) -> None:
-    """Writes the value into the target, by a loop, or row by row where there is none yet or none can be.
+    """Writes an expression's value into the target, by a loop, or row by row where there is none yet or none can be.
 
     Args:
         tensors: of the plan's leaves, (..., channels).
         target: of the plan's depth; overlaps no tensor, or has the very same elements.
     """
+    _run(lambda: plan.elements, tensors, target, lambda: plan.rows.run(tensors, target))
+
+
+def run_conversion(
+    source: Tensor, target: Tensor, depth: int, new_depth: int, scaling: Scaling | None, otherwise: Callable[[], None]
+) -> None:
+    """Writes the elements of one depth as those of another, by a loop, or `otherwise`."""
+    _run(lambda: _conversion(depth, new_depth, scaling), [source], target, otherwise)
+
+
+@functools.lru_cache(maxsize=256)
+def _conversion(depth: int, new_depth: int, scaling: Scaling | None) -> ConversionProgram:
+    return ConversionProgram(depth, new_depth, scaling)
+
+
+def _run(
+    program_of: Callable[[], ElementProgram | ConversionProgram],
+    tensors: Sequence[Tensor],
+    target: Tensor,
+    otherwise: Callable[[], None],
+) -> None:
     views = merged([*(signed(each) for each in tensors), signed(target)])
     arrays, places = _distinct(views)
     narrow = views[0].dim() > 1 and views[0].shape[-1] < LEAST_COLUMNS
     if narrow or len(arrays) > _MOST_ARRAYS or any(x.dtype not in _KNOWN or x.stride(-1) != 1 for x in arrays):
-        plan.rows.run(tensors, target)
+        otherwise()
         return
-    program = plan.elements
+    program = program_of()
     kinds = (
         *(Kind(x.dtype, TENSOR) for x in views[:-1]),
         *(Kind(program.rows_dtype, TENSOR) for _ in program.rows),
@@ -69,13 +91,13 @@ def run(plan: Plan, tensors: Sequence[Tensor], target: Tensor) -> None:
         spent = _spent.get(form, 0.0)
         if spent < PATIENCE_SECONDS:
             began = perf_counter()
-            plan.rows.run(tensors, target)
+            otherwise()
             remember(_spent, form, spent + perf_counter() - began, _MOST_FORMS)
             return
         loop = compiled_loop(*source_of(form))
         remember(_loops, form, loop, _MOST_FORMS)
     rows = [np.array(numbers, dtype=_NUMPY[program.rows_dtype]) for numbers in program.rows]
-    _run(loop, arrays, rows, program.numbers, target.shape[-1])
+    run_loop(loop, arrays, rows, program.numbers, target.shape[-1])
 
 
 def _distinct(views: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
@@ -92,10 +114,10 @@ def _distinct(views: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
     return arrays, tuple(places)
 
 
-def _run(
+def run_loop(
     loop: Loop, views: Sequence[Tensor], rows: Sequence[np.ndarray], numbers: Sequence[float], channels: int
 ) -> None:
-    flat = [_flat(each) for each in views]
+    flat = [memory_of(each) for each in views]
     threads = views[0].numel() // _LEAST_PER_THREAD
 
     def part(first: int, last: int) -> None:  # of what is one row
@@ -109,17 +131,7 @@ def _run(
         arrays = [x[offset:] for x, offset in zip(flat, offsets, strict=True)]
         repeated = [np.tile(row, columns // channels) for row in rows]
         given = [columns, *chain.from_iterable(zip(arrays, steps, strict=True)), *repeated, *numbers]
-        in_threads(partial(_run_rows, loop, given), count, threads)
-
-
-def _run_rows(loop: Loop, given: Sequence[Any], first: int, last: int) -> None:
-    loop(first, last, *given)
-
-
-def _flat(x: Tensor) -> np.ndarray:
-    """The memory from the first to the last element."""
-    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-    return x.as_strided((last + 1,), (1,)).numpy()
+        in_threads(run_part(loop, given), count, threads)
 
 
 def _rectangles(views: Sequence[Tensor], channels: int) -> Iterator[tuple[list[int], int, int, list[int]]]:

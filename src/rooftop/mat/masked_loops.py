@@ -1,0 +1,117 @@
+"""Copies under a mask on the CPU, in loops that Numba compiles: one pass over memory, no choice made at each element.
+
+A block of a row whose mask is 0 everywhere is left alone, one whose mask is 0 nowhere is copied. Of others the mask is
+spread over channels as 0 or all ones, and `target ^ ((source ^ target) & mask)` computed in the processor's vectors.
+Compiled once for each width of numbers and kept beside this file, for processes that come later.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftop.launch.numba_loops import in_threads, memory_of, run_part
+
+_LEAST_PER_THREAD = 1 << 18
+_BLOCK = 2048  # numbers of a row at a time: their spread mask stays in the first cache
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def copy_by_loops(source: Tensor, target: Tensor, mask: Tensor) -> bool:
+    """Copies the elements whose mask is not 0; False, and nothing, where they do not lie as these loops read them.
+
+    Args:
+        source: (..., channels) as the target, or one element (channels,).
+        target: (..., channels), of two dimensions or more; overlaps neither.
+        mask: uint8 or bool, (..., 1) for whole elements or (..., channels).
+    """
+    is_value, by_number = source.dim() == 1, mask.shape[-1] > 1
+    views = [target, mask.view(torch.uint8), *([] if is_value else [source])]
+    if (by_number and is_value) or not all(map(_has_rows, views)):
+        return False
+    width = target.element_size() * (1 if by_number else target.shape[-1])  # bytes for each number of the mask
+    if width in _BITS and all(_is_of(x, width) for x in [target, source]):
+        bits, channels = _BITS[width], 1
+    else:
+        bits, channels = _BITS[target.element_size()], target.shape[-1]
+    block = max(_BLOCK // channels, 1)
+    views = [views[0].view(bits), views[1], *(x.view(bits) for x in views[2:])]
+    rows = [x.flatten(-2) for x in views]  # (..., columns * channels), the mask (..., columns)
+    if all(x.is_contiguous() for x in rows):
+        rows = [x.reshape(1, -1) for x in rows]
+    columns = rows[1].shape[-1]
+    repeated = [np.tile(source.view(bits).numpy(), block)] if is_value else []
+    parts = -(-columns // block)
+    for index in product(*map(range, rows[0].shape[:-2])):
+        planes = [x[index] if index else x for x in rows]
+        given: list[Any] = []
+        for x in planes:
+            given += [memory_of(x), x.stride(0) if x.dim() > 1 else 0]
+        given += [*repeated, 0] if is_value else []
+        count = parts * (planes[0].shape[0] if planes[0].dim() > 1 else 1)
+        given += [is_value, columns, channels, block]
+        in_threads(run_part(_copy, given), count, target.numel() // _LEAST_PER_THREAD)
+    return True
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Whether the numbers of each row lie side by side."""
+    return x[(0,) * (x.dim() - 2)].is_contiguous()
+
+
+def _is_of(x: Tensor, width: int) -> bool:
+    """Whether an element of several numbers can be seen as one of so many bytes."""
+    own = x.element_size()
+    steps = [x.storage_offset(), *x.stride()[:-1]]
+    return width == own or (x.shape[-1] * own == width and all(step * own % width == 0 for step in steps))
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _copy(
+    first: int, last: int, target: np.ndarray, target_step: int, mask: np.ndarray, mask_step: int,
+    source: np.ndarray, source_step: int, is_value: bool, columns: int, channels: int, block: int,
+) -> None:  # fmt: skip
+    """Blocks from the first to the last: those of a row, then those of the next one."""
+    parts = (columns + block - 1) // block
+    room = np.empty(block * channels, target.dtype)
+    zero, ones = room.dtype.type(0), ~room.dtype.type(0)
+    for n in range(first, last):
+        i, j = n // parts, n % parts * block
+        width = min(block, columns - j)
+        chosen = mask[i * mask_step + j : i * mask_step + j + width]
+        count = 0
+        for k in range(width):
+            count += chosen[k] != 0
+        if count == 0:
+            continue
+        numbers = width * channels
+        begin = i * target_step + j * channels
+        into = target[begin : begin + numbers]
+        begin = 0 if is_value else i * source_step + j * channels
+        some = source[begin : begin + numbers]
+        if count == width:
+            for k in range(numbers):
+                into[k] = some[k]
+            continue
+        spread = room[:numbers]
+        if channels == 1:
+            for k in range(width):
+                spread[k] = ones if chosen[k] != 0 else zero
+        elif channels == 3:
+            for k in range(width):
+                one = ones if chosen[k] != 0 else zero
+                spread[3 * k] = one
+                spread[3 * k + 1] = one
+                spread[3 * k + 2] = one
+        else:
+            for k in range(width):
+                one = ones if chosen[k] != 0 else zero
+                for c in range(channels):
+                    spread[channels * k + c] = one
+        for k in range(numbers):
+            into[k] = into[k] ^ ((some[k] ^ into[k]) & spread[k])
