@@ -1,6 +1,7 @@
 """A decoded frame as a tensor: which way up, in which colours, of which size and dtype.
 
-Frames in the host's memory are converted in plain PyTorch, those of NVDEC by one kernel (`frame_kernels.py`).
+Frames in the host's memory are converted in loops that Numba compiles (`plane_loops.py`), or in plain PyTorch where it
+is not installed; those of NVDEC by one kernel (`frame_kernels.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.errors import InputError
+from rooftop.launch.numba_loops import numba_is_installed
 from rooftop.media.colours import MATRICES, Colours, usual_matrix, yuv_to_rgb
 from rooftop.media.forms import Form
 from rooftop.media.nvdec import surface_of
@@ -78,20 +80,48 @@ def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = No
     if form.output == "nv12":
         return _nv12(frame)
     turns, mirrored = orientation(frame)
-    narrow = form.dtype in (torch.float16, torch.bfloat16)  # PyTorch does not resize these on the CPU
-    rgb = _rgb(frame, torch.float32 if narrow else form.dtype)
-    if form.resize is not None:
-        size = form.resize[::-1] if turns % 2 else form.resize
-        if tuple(rgb.shape[1:]) != size:
-            rgb = F.interpolate(rgb[None], size, mode="bilinear", antialias=True)[0]
+    size = form.resize
+    if size is not None and turns % 2:
+        size = size[::-1]
+    frame = _plain(frame)
+    if numba_is_installed() and form.dtype != torch.float64 and _has_planes(frame):
+        rgb = _by_loops(frame, form, size)
+    else:
+        rgb = _by_torch(frame, form, size)
     if turns:
         rgb = torch.rot90(rgb, turns, (1, 2))
     if mirrored:
         rgb = rgb.flip(2)
+    return rgb.contiguous()
+
+
+def _by_loops(frame: av.VideoFrame, form: Form, size: tuple[int, int] | None) -> Tensor:
+    from rooftop.media.plane_loops import Plane, planes_to_rgb  # which imports Numba
+
+    bits = frame.format.components[0].bits
+    y, *chroma = (
+        Plane(_memory(each, bits), each.line_size // (1 + (bits > 8)), each.height, each.width)
+        for each in frame.planes[:3]
+    )
+    if chroma:
+        u, v = chroma
+    else:
+        height, width = -(-frame.height // 2), -(-frame.width // 2)
+        u = v = Plane(np.full(width, 1 << (bits - 1), y.memory.dtype), 0, height, width)
+    normalization = None if form.mean is None or form.std is None else (form.mean, form.std)
+    dtype = torch.float32 if form.dtype.is_floating_point else torch.uint8
+    return planes_to_rgb(y, u, v, colours_of(frame), bits, dtype, size, normalization).to(form.dtype)
+
+
+def _by_torch(frame: av.VideoFrame, form: Form, size: tuple[int, int] | None) -> Tensor:
+    narrow = form.dtype in (torch.float16, torch.bfloat16)  # PyTorch does not resize these on the CPU
+    rgb = _rgb(frame, torch.float32 if narrow else form.dtype)
+    if size is not None and tuple(rgb.shape[1:]) != size:
+        rgb = F.interpolate(rgb[None], size, mode="bilinear", antialias=True)[0]
     if form.mean is not None and form.std is not None:
         mean, std = (torch.tensor(each, dtype=rgb.dtype)[:, None, None] for each in (form.mean, form.std))
         rgb = (rgb - mean) / std
-    return rgb.to(form.dtype).contiguous()
+    return rgb.to(form.dtype)
 
 
 def _on_gpu(frame: av.VideoFrame, form: Form, device: torch.device) -> Tensor:
@@ -124,7 +154,7 @@ def _nv12(frame: av.VideoFrame) -> Tensor:
         frame, name = frame.reformat(format="yuv420p"), "yuv420p"
     if name not in ("yuv420p", "yuvj420p"):
         raise InputError(NO_NV12.format(frame.format.components[0].bits, name))
-    return _interleaved(*(_plane(frame, number, 8) for number in range(3)))
+    return _interleaved(*(_plane(each, 8) for each in frame.planes[:3]))
 
 
 def _interleaved(y: Tensor, u: Tensor, v: Tensor) -> Tensor:
@@ -163,19 +193,28 @@ def orientation(frame: av.VideoFrame) -> tuple[int, bool]:
     return round(-atan2(b, a) / (pi / 2)) % 4, mirrored
 
 
-def _rgb(frame: av.VideoFrame, dtype: torch.dtype) -> Tensor:
+def _plain(frame: av.VideoFrame) -> av.VideoFrame:
+    """The same numbers in planes, and in the order of this machine's bytes."""
     name = frame.format.name
     if name in REPACKED or (name.startswith(("yuv", "gray")) and name.endswith("be")):
-        frame = frame.reformat(format=REPACKED.get(name) or name[:-2] + "le")
-        name = frame.format.name
-    planar = name.startswith("yuv") and len(frame.planes) >= 3 and not name.endswith("be")
-    if (planar or name.startswith("gray")) and all(plane.line_size > 0 for plane in frame.planes) and "f" not in name:
+        return frame.reformat(format=REPACKED.get(name) or name[:-2] + "le")
+    return frame
+
+
+def _has_planes(frame: av.VideoFrame) -> bool:
+    """Whether it is planes of luma and chroma, or of luma alone, as whole numbers."""
+    name = frame.format.name
+    planar = (name.startswith("yuv") and len(frame.planes) >= 3) or name.startswith("gray")
+    return planar and "f" not in name and all(plane.line_size > 0 for plane in frame.planes)
+
+
+def _rgb(frame: av.VideoFrame, dtype: torch.dtype) -> Tensor:
+    if _has_planes(frame):
         bits = frame.format.components[0].bits
-        y = _plane(frame, 0, bits)
-        if planar:
-            u, v = _plane(frame, 1, bits), _plane(frame, 2, bits)
-        else:
-            u = v = torch.full(tuple(-(-each // 2) for each in y.shape), 1 << (bits - 1), dtype=torch.int32)
+        y, *chroma = (_plane(each, bits) for each in frame.planes[:3])
+        if not chroma:
+            chroma = [torch.full(tuple(-(-each // 2) for each in y.shape), 1 << (bits - 1), dtype=torch.int32)] * 2
+        u, v = chroma
         return yuv_to_rgb(y, u, v, colours_of(frame), bits, dtype)
     deep = max((each.bits for each in frame.format.components), default=8) > 8
     # Red, green and blue already, or a palette: only their order and depth change.
@@ -186,11 +225,13 @@ def _rgb(frame: av.VideoFrame, dtype: torch.dtype) -> Tensor:
     return (values.to(torch.float64 if dtype == torch.float64 else torch.float32) / (65535 if deep else 255)).to(dtype)
 
 
-def _plane(frame: av.VideoFrame, number: int, bits: int) -> Tensor:
+def _memory(plane: av.video.plane.VideoPlane, bits: int) -> np.ndarray:
+    """Of one plane, uint8 or uint16, with what lies between its rows."""
+    return np.frombuffer(memoryview(plane), np.uint8 if bits <= 8 else np.dtype("<u2"))  # type: ignore[arg-type]
+
+
+def _plane(plane: av.video.plane.VideoPlane, bits: int) -> Tensor:
     """(H, W) of one plane, uint8 or int32; shares no memory with the frame if of more than 8 bits."""
-    plane = frame.planes[number]
-    width, height = plane.width, plane.height
-    rows = np.frombuffer(memoryview(plane), dtype=np.uint8)[: plane.line_size * height].reshape(height, plane.line_size)
-    if bits > 8:
-        return torch.from_numpy(rows.view("<u2")[:, :width].astype(np.int32))
-    return torch.from_numpy(rows[:, :width])
+    step = plane.line_size // (1 + (bits > 8))
+    rows = _memory(plane, bits)[: step * plane.height].reshape(plane.height, step)[:, : plane.width]
+    return torch.from_numpy(rows if bits <= 8 else rows.astype(np.int32))

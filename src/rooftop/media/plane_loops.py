@@ -1,0 +1,225 @@
+"""Luma and chroma in the host's memory to RGB, in loops that Numba compiles: one pass over the frame.
+
+What chroma adds to red, green and blue is computed once for a row of chroma and spread over the pixels that it covers;
+the rows of luma are added to it in the processor's vectors. The numbers are those of `colours.yuv_to_rgb`, bit for bit.
+With a size to be resized to, rows go into it as they are made: the whole frame is never in memory as RGB.
+
+Compiled once for each depth and kept beside this file, for processes that come later.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftop.launch.numba_loops import in_threads, run_part
+from rooftop.media.colours import WEIGHTS, Colours, extents, pixels_a_sample
+from rooftop.media.forms import Normalization
+
+_MOST_THREADS = 4  # more would take them from the decoder
+_LEAST_PER_THREAD = 1 << 18  # pixels
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Rows of numbers.
+
+    Attributes:
+        memory: uint8 or uint16, of one dimension.
+        step: numbers from row to row.
+        height, width: of the plane.
+    """
+
+    memory: np.ndarray
+    step: int
+    height: int
+    width: int
+
+
+def planes_to_rgb(
+    y: Plane, u: Plane, v: Plane, colours: Colours, bits: int, dtype: torch.dtype,
+    size: tuple[int, int] | None = None, normalization: Normalization | None = None,
+) -> Tensor:  # fmt: skip
+    """Planes of luma and chroma as RGB.
+
+    Args:
+        y: of H x W.
+        u, v: of Cb and Cr, H' x W'; H' is H or half of it rounded up (or a quarter), W' likewise.
+        bits: of the numbers.
+        dtype: uint8, rounded, or float32, in 0..1.
+        size: (h, w) to be resized to, with bilinear weights that shrink without aliasing, as
+            `torch.nn.functional.interpolate` with `antialias=True` does; None is (H, W).
+        normalization: (mean, std) of red, green and blue in 0..1, of float32.
+
+    Returns: (3, h, w).
+    """
+    down, across = pixels_a_sample(y.height, u.height), pixels_a_sample(y.width, u.width)
+    kr, kb = WEIGHTS[colours.matrix]
+    kg = 1 - kr - kb
+    white = 255.0 if dtype == torch.uint8 else 1.0
+    black, luma_scale, chroma_scale = extents(colours.full_range, bits)
+    factors = (2 * (1 - kr), -2 * (1 - kr) * kr / kg, -2 * (1 - kb) * kb / kg, 2 * (1 - kb))
+    numbers = (black, white / luma_scale, float(1 << (bits - 1)), white / chroma_scale, *factors, white)
+    mean, std = normalization or ((0.0,) * 3, (1.0,) * 3)
+    gains = [[1 / b, -a / b] for a, b in zip(mean, std, strict=True)]
+    rgb = torch.empty(3, *(size or (y.height, y.width)), dtype=dtype)
+    memory = [part for each in (y, u, v) for part in (each.memory, each.step)]
+    given = [*memory, rgb.flatten().numpy(), y.height, y.width, down, across]
+    given += [np.array(numbers, np.float32), np.array(gains, np.float32)]
+    threads = min(_MOST_THREADS, y.height * y.width // _LEAST_PER_THREAD)
+    given.append(dtype == torch.uint8)
+    if size is None or size == (y.height, y.width):
+        in_threads(run_part(_whole, given), u.height, threads)
+    else:
+        rows, columns = taps(y.height, size[0]), taps(y.width, size[1])
+        in_threads(run_part(_resized, [*given, *rows, *columns]), size[0], threads)
+    return rgb
+
+
+@functools.lru_cache(maxsize=64)
+def taps(pixels: int, results: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The bilinear weights of each result along one dimension.
+
+    Returns: the first pixel of each result, the one after its last, and (results, most) weights, which sum up to 1.
+    """
+    by = pixels / results
+    wide = max(by, 1.0)
+    centre = (np.arange(results) + 0.5) * by
+    first = np.maximum((centre - wide + 0.5).astype(np.int64), 0)
+    end = np.minimum((centre + wide + 0.5).astype(np.int64), pixels)
+    place = first[:, None] + np.arange(int((end - first).max()))
+    weights = np.maximum(1 - np.abs(place - centre[:, None] + 0.5) / wide, 0.0)
+    weights[place >= end[:, None]] = 0
+    return first, end, (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+
+
+# ---- loops -------------------------------------------------------------------------------------------------------
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _differences(u: np.ndarray, v: np.ndarray, across: int, numbers: np.ndarray, found: np.ndarray) -> None:
+    """What chroma adds to red, green and blue of a row's pixels, (3, width)."""
+    half, scale, red, green_v, green_u, blue = numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7]
+    width = found.shape[1]
+    r, g, b = found[0], found[1], found[2]
+    if across == 1:
+        for j in range(width):
+            cb, cr = (np.float32(u[j]) - half) * scale, (np.float32(v[j]) - half) * scale
+            r[j], g[j], b[j] = cr * red, cr * green_v + cb * green_u, cb * blue
+        return
+    if across == 2:
+        for j in range(width // 2):
+            cb, cr = (np.float32(u[j]) - half) * scale, (np.float32(v[j]) - half) * scale
+            r[2 * j] = r[2 * j + 1] = cr * red
+            g[2 * j] = g[2 * j + 1] = cr * green_v + cb * green_u
+            b[2 * j] = b[2 * j + 1] = cb * blue
+    for j in range(width // 2 * 2 if across == 2 else 0, width):
+        cb, cr = (np.float32(u[j // across]) - half) * scale, (np.float32(v[j // across]) - half) * scale
+        r[j], g[j], b[j] = cr * red, cr * green_v + cb * green_u, cb * blue
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _luma(y: np.ndarray, numbers: np.ndarray, found: np.ndarray) -> None:
+    black, scale = numbers[0], numbers[1]
+    for j in range(len(y)):
+        found[j] = (np.float32(y[j]) - black) * scale
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _colour(luma: np.ndarray, difference: np.ndarray, white: np.float32, found: np.ndarray) -> None:
+    """One of red, green and blue of a row, within black and white."""
+    for j in range(len(luma)):
+        value = luma[j] + difference[j]
+        value = value if value < white else white
+        found[j] = value if value > np.float32(0) else np.float32(0)
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _store(row: np.ndarray, gain: np.float32, shift: np.float32, rounded: bool, into: np.ndarray) -> None:
+    if rounded:
+        for j in range(len(into)):
+            into[j] = np.uint8(np.int32(np.rint(row[j])))
+    else:
+        for j in range(len(into)):
+            into[j] = row[j] * gain + shift
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _whole(
+    first: int, last: int, y: np.ndarray, y_step: int, u: np.ndarray, u_step: int, v: np.ndarray, v_step: int,
+    rgb: np.ndarray, height: int, width: int, down: int, across: int, numbers: np.ndarray, gains: np.ndarray,
+    rounded: bool,
+) -> None:  # fmt: skip
+    """Rows of chroma from the first to the last, in the size of the video."""
+    samples = (width + across - 1) // across
+    differences, luma, row = np.empty((3, width), np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
+    for n in range(first, last):
+        _differences(
+            u[n * u_step : n * u_step + samples], v[n * v_step : n * v_step + samples], across, numbers, differences
+        )
+        for i in range(n * down, min(n * down + down, height)):
+            _luma(y[i * y_step : i * y_step + width], numbers, luma)
+            for c in range(3):
+                begin = (c * height + i) * width
+                _colour(luma, differences[c], numbers[8], row)
+                _store(row, gains[c, 0], gains[c, 1], rounded, rgb[begin : begin + width])
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _resized(
+    first: int, last: int, y: np.ndarray, y_step: int, u: np.ndarray, u_step: int, v: np.ndarray, v_step: int,
+    rgb: np.ndarray, height: int, width: int, down: int, across: int, numbers: np.ndarray, gains: np.ndarray,
+    rounded: bool, tops: np.ndarray, bottoms: np.ndarray, row_weights: np.ndarray,
+    lefts: np.ndarray, rights: np.ndarray, column_weights: np.ndarray,
+) -> None:  # fmt: skip
+    """Rows of the result from the first to the last.
+
+    Each row of the video that they need is made once, and added to the rows of the result that it counts for, of which
+    a few are open at a time. Rows that are complete are resized along themselves.
+    """
+    samples = (width + across - 1) // across
+    rows, columns = len(tops), len(lefts)
+    differences, luma, row = np.empty((3, width), np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
+    most = 1
+    for r in range(first, last):
+        ahead = r
+        while ahead < last and tops[ahead] < bottoms[r]:
+            ahead += 1
+        most = max(most, ahead - r)
+    opened = np.zeros((most, 3, width), np.float32)
+    resized = np.empty(columns, np.float32)
+    oldest, chroma = first, -1
+    for i in range(tops[first], bottoms[last - 1]):
+        if i // down != chroma:
+            chroma = i // down
+            _differences(
+                u[chroma * u_step : chroma * u_step + samples], v[chroma * v_step : chroma * v_step + samples],
+                across, numbers, differences,
+            )  # fmt: skip
+        _luma(y[i * y_step : i * y_step + width], numbers, luma)
+        for c in range(3):
+            _colour(luma, differences[c], numbers[8], row)
+            r = oldest
+            while r < last and tops[r] <= i:
+                if i < bottoms[r]:
+                    weight, into = row_weights[r, i - tops[r]], opened[r % most, c]
+                    for j in range(width):
+                        into[j] += weight * row[j]
+                r += 1
+        while oldest < last and bottoms[oldest] == i + 1:
+            for c in range(3):
+                into = opened[oldest % most, c]
+                for x in range(columns):
+                    total = np.float32(0)
+                    for k in range(lefts[x], rights[x]):
+                        total += into[k] * column_weights[x, k - lefts[x]]
+                    resized[x] = total
+                begin = (c * rows + oldest) * columns
+                _store(resized, gains[c, 0], gains[c, 1], rounded, rgb[begin : begin + columns])
+                into[:] = 0
+            oldest += 1
