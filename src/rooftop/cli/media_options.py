@@ -28,12 +28,14 @@ class Size(click.ParamType[tuple[int, int]]):
 
 
 def resize_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--resize HxW, as (height, width) or None."""
     return click.option(
         "--resize", type=Size(), metavar="HxW", help="Height and width of the frames, upright, in pixels."
     )(function)
 
 
 def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--device, what decodes."""
     option = click.option(
         "--device", default="cpu", show_default=True, metavar="cpu|cuda|auto", help="What decodes; cuda:1 is possible."
     )
@@ -41,11 +43,13 @@ def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def start_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--start, in seconds, or None."""
     option = click.option("--start", type=click.FloatRange(min=0), metavar="SECONDS", help="The first frame from here.")
     return option(function)
 
 
 def end_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--end, in seconds, or None."""
     option = click.option(
         "--end", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="The last frame begins before."
     )

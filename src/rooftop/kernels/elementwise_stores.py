@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rooftop.kernels.elementwise_launches import Dims, merged_dims
 from rooftop.kernels.elementwise_programs import Number, Plan, plan_of, planned
-from rooftop.kernels.expression_sources import Access, Body, Layout, compiled, helpers_of, kernel_name
+from rooftop.kernels.expression_sources import Access, Body, Layout, compiled, flat_kernel, helpers_of, kernel_name
 from rooftop.kernels.expression_texts import text_of
 from rooftop.kernels.expression_types import NUMBER, Kind
 from rooftop.kernels.expressions import arguments_of, topological
@@ -196,24 +196,7 @@ def _flat(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]
         }[access.column]
         body.load(i, place, "inside")
     stores = body.stores(plan.outputs, plan.results, "start + lane", "inside")
-    arguments = ", ".join(names)
-    return [
-        "@triton.jit",
-        f"def block({arguments}, start, BLOCK: tl.constexpr, FULL: tl.constexpr):",
-        "    lane = tl.arange(0, BLOCK)",
-        "    inside = lane >= 0 if FULL else start + lane < elements",
-        *(f"    {line}" for line in [*body.lines, *stores]),
-        "",
-        "",
-        f"@triton.jit(do_not_specialize={numbers})",
-        f"def {name}({arguments}, BLOCK: tl.constexpr):",
-        f'    """{text_of(plan.outputs)}"""',
-        "    start = tl.program_id(0).to(tl.int64) * BLOCK",
-        "    if start + BLOCK <= elements:  # no mask: the widest loads, whatever divides the number of elements",
-        f"        block({arguments}, start, BLOCK, True)",
-        "    else:",
-        f"        block({arguments}, start, BLOCK, False)",
-    ]
+    return flat_kernel(name, ", ".join(names), numbers, text_of(plan.outputs), [*body.lines, *stores])
 
 
 def _tiles(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:

@@ -116,18 +116,28 @@ def _flat(
         places = {0: f"a{i}", 1: f"a{i} + start + lane", 2: f"a{i} + (start + lane) * a{i}_step"}
         body.load(i, places[access.column], "inside" if access.column else "None")
     stores = body.stores(outputs, results, "start + lane", "inside")
-    name = kernel_name(outputs)
+    return flat_kernel(kernel_name(outputs), arguments, numbers, text_of(outputs), [*body.lines, *stores])
+
+
+def flat_kernel(name: str, arguments: str, numbers: list[str], says: str, lines: Sequence[str]) -> list[str]:
+    """The function of one block, `lines` of what its lanes do, and the kernel that calls it with a mask or without.
+
+    Args:
+        arguments: of both, with commas, among them `elements`.
+        numbers: those of the arguments that are plain numbers.
+        says: the kernel's docstring.
+    """
     return [
         "@triton.jit",
         f"def block({arguments}, start, BLOCK: tl.constexpr, FULL: tl.constexpr):",
         "    lane = tl.arange(0, BLOCK)",
         "    inside = lane >= 0 if FULL else start + lane < elements",
-        *(f"    {line}" for line in [*body.lines, *stores]),
+        *(f"    {line}" for line in lines),
         "",
         "",
         f"@triton.jit(do_not_specialize={numbers})",
         f"def {name}({arguments}, BLOCK: tl.constexpr):",
-        f'    """{text_of(outputs)}"""',
+        f'    """{says}"""',
         "    start = tl.program_id(0).to(tl.int64) * BLOCK",
         "    if start + BLOCK <= elements:  # no mask: the widest loads, whatever divides the number of elements",
         f"        block({arguments}, start, BLOCK, True)",

@@ -27,11 +27,10 @@ from rooftop.mat.type_codes import (
     CV_64F,
     CV_MAKETYPE,
     CV_MAT_CN,
-    CV_MAT_DEPTH,
     DEPTHS,
     typeToString,
 )
-from rooftop.mat.views import Header, MatSize
+from rooftop.mat.views import Header, Shaped
 
 if TYPE_CHECKING:
     from rooftop.mat.matrix import Mat
@@ -155,7 +154,7 @@ class Arithmetic:
         return _inverse(_expression(self), method)
 
 
-class MatExpr(Arithmetic):
+class MatExpr(Arithmetic, Shaped):
     """What shall be computed, with its type and size. Made by operators of Mats, not by hand.
 
     Each use evaluates it anew, from what its Mats hold then. Numbers in it are held by value.
@@ -166,39 +165,7 @@ class MatExpr(Arithmetic):
     _operation: str  # "mat", "numbers", one of ELEMENTWISE, COMPARISONS and BITWISE, "product", "inverse"
     _operands: tuple[MatExpr, ...]
     _value: Any  # of "mat" (header, transposed), of "numbers" one for each channel, of "inverse" the method
-    _type: int
-    _sizes: Sizes
     _device: device
-
-    def type(self) -> int:
-        """The code of depth and channels."""
-        return self._type
-
-    def depth(self) -> int:
-        """The code of what one channel is."""
-        return CV_MAT_DEPTH(self._type)
-
-    def channels(self) -> int:
-        return CV_MAT_CN(self._type)
-
-    @property
-    def dims(self) -> int:
-        return len(self._sizes)
-
-    @property
-    def rows(self) -> int:
-        """-1 of more than two dimensions."""
-        return (0, 1, self._sizes[0] if self._sizes else 0)[self.dims] if self.dims <= 2 else -1
-
-    @property
-    def cols(self) -> int:
-        """-1 of more than two dimensions."""
-        return (self._sizes[-1] if self._sizes else 0) if self.dims <= 2 else -1
-
-    @property
-    def size(self) -> MatSize:
-        """(rows, columns), or all sizes. `e.size()` is (width, height)."""
-        return MatSize(self._sizes)
 
     @property
     def device(self) -> device:

@@ -25,6 +25,11 @@ _LEAST_BYTES = 64
 
 
 def push_back(m: Mat, value: Mat | MatLike | ScalarLike) -> None:
+    """Rows after the last, or one element for a single column.
+
+    Raises:
+        ValueError: rows of another length or type.
+    """
     rows = _as_rows(m, value)
     if rows.empty():
         return
@@ -41,6 +46,11 @@ def push_back(m: Mat, value: Mat | MatLike | ScalarLike) -> None:
 
 
 def pop_back(m: Mat, nelems: int) -> None:
+    """Takes so many rows off the end; their room stays.
+
+    Raises:
+        ValueError: more rows than there are.
+    """
     if not 0 <= nelems <= len(m):
         raise ValueError(f"{nelems} rows cannot be taken off {m}")
     if m._submatrix:
@@ -50,6 +60,11 @@ def pop_back(m: Mat, nelems: int) -> None:
 
 
 def reserve(m: Mat, nelems: int) -> None:
+    """Makes room for so many rows in all, so that as many can be pushed without moving.
+
+    Raises:
+        ValueError: an empty Mat, whose rows have no length yet.
+    """
     if nelems < 0:
         raise ValueError(f"reserve takes a number of rows, got {nelems}")
     if not m._sizes:
@@ -59,6 +74,11 @@ def reserve(m: Mat, nelems: int) -> None:
 
 
 def resize(m: Mat, nelems: int, value: ScalarLike | None) -> None:
+    """So many rows in all: the last ones go, or new ones come, set to the value or, if it is None, to nothing.
+
+    Raises:
+        ValueError: fewer than 0.
+    """
     if nelems < 0:
         raise ValueError(f"resize takes a number of rows, got {nelems}")
     before = len(m)

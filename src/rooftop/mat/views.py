@@ -35,28 +35,12 @@ class MatSize(tuple[int, ...]):
         return cols, rows
 
 
-class Header:
-    """What `Mat` is without its copies: everything here leaves the elements where they are."""
+class Shaped:
+    """What a type and sizes say, of Mats and of expressions."""
 
-    __slots__ = (
-        "__weakref__", "_cached", "_data", "_device", "_end", "_limit", "_offset", "_share", "_sizes", "_start",
-        "_steps", "_submatrix", "_type",
-    )  # fmt: skip
-
+    __slots__ = ()
     _type: int
     _sizes: Sizes
-    _steps: Sizes  # bytes
-    _data: MatData | None  # None without elements
-    _share: object  # counts the headers of the block
-    _offset: int  # bytes in the storage: of the first element,
-    _start: int  # of the whole that this was cut from,
-    _end: int  # of the end of its last row,
-    _limit: int  # of the end of the room that rows may grow into
-    _submatrix: bool
-    _device: torch.device
-    _cached: Tensor | None  # the elements, (..., channels)
-
-    # What it is.
 
     def type(self) -> int:
         """The code of depth and channels, such as CV_8UC3."""
@@ -68,14 +52,6 @@ class Header:
 
     def channels(self) -> int:
         return (self._type >> CV_CN_SHIFT) + 1
-
-    def elemSize(self) -> int:
-        """Bytes of an element with all its channels."""
-        return DEPTHS[self._type & _DEPTH_MASK].size_bytes * ((self._type >> CV_CN_SHIFT) + 1)
-
-    def elemSize1(self) -> int:
-        """Bytes of one channel."""
-        return DEPTHS[self._type & _DEPTH_MASK].size_bytes
 
     @property
     def dims(self) -> int:
@@ -93,8 +69,46 @@ class Header:
 
     @property
     def size(self) -> MatSize:
-        """(rows, columns), or all sizes. `m.size()` is (width, height)."""
+        """(rows, columns), or all sizes. Called, `m.size()`, it is (width, height)."""
         return MatSize(self._sizes)
+
+    def total(self) -> int:
+        """Elements."""
+        return math.prod(self._sizes) if self._sizes else 0
+
+    def empty(self) -> bool:
+        """Whether there are no elements."""
+        return not self._sizes or 0 in self._sizes
+
+
+class Header(Shaped):
+    """What `Mat` is without its copies: everything here leaves the elements where they are."""
+
+    __slots__ = (
+        "__weakref__", "_cached", "_data", "_device", "_end", "_limit", "_offset", "_share", "_sizes", "_start",
+        "_steps", "_submatrix", "_type",
+    )  # fmt: skip
+
+    _steps: Sizes  # bytes
+    _data: MatData | None  # None without elements
+    _share: object  # counts the headers of the block
+    _offset: int  # bytes in the storage: of the first element,
+    _start: int  # of the whole that this was cut from,
+    _end: int  # of the end of its last row,
+    _limit: int  # of the end of the room that rows may grow into
+    _submatrix: bool
+    _device: torch.device
+    _cached: Tensor | None  # the elements, (..., channels)
+
+    # What it is.
+
+    def elemSize(self) -> int:
+        """Bytes of an element with all its channels."""
+        return DEPTHS[self._type & _DEPTH_MASK].size_bytes * ((self._type >> CV_CN_SHIFT) + 1)
+
+    def elemSize1(self) -> int:
+        """Bytes of one channel."""
+        return DEPTHS[self._type & _DEPTH_MASK].size_bytes
 
     @property
     def step(self) -> Sizes:
@@ -106,14 +120,6 @@ class Header:
         if not 0 <= i < self.dims:
             raise IndexError(f"step1({i}) of {self.dims} dimensions: 0 to {self.dims - 1}")
         return self._steps[i] // self.elemSize1()
-
-    def total(self) -> int:
-        """Elements."""
-        return math.prod(self._sizes) if self._sizes else 0
-
-    def empty(self) -> bool:
-        """Whether there are no elements."""
-        return not self._sizes or 0 in self._sizes
 
     def isContinuous(self) -> bool:
         """Whether the elements lie one after another, without gaps between rows."""
@@ -381,6 +387,7 @@ class Header:
 
 
 def is_integer(value: object) -> bool:
+    """Python's and NumPy's integers; no booleans, which say nothing about a place."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
