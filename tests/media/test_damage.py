@@ -217,3 +217,33 @@ def test_frames_that_change_their_size_need_one_to_be_named(tmp_path: Path) -> N
     with pytest.raises(InputError, match=r"change from 24 x 16 to 24 x 32 pixels: give VideoReader\(\.\.\., resize="):
         list(VideoReader(path))
     assert [frame.shape[1:] for frame in VideoReader(path, resize=(8, 12))] == [(8, 12), (8, 12)]
+
+
+def test_an_avi_with_an_empty_chunk_is_whole(make_video: MakeVideo, tmp_path: Path) -> None:
+    """A chunk without bytes repeats a frame, and is none; one that is missing at the end is."""
+    whole = make_video("chunks.avi", "mpeg4", options={"bf": "0"}).read_bytes()
+    begin = whole.index(b"movi") + 4
+    chunks, at = [], begin
+    while whole[at : at + 4] == b"00dc":
+        size = int.from_bytes(whole[at + 4 : at + 8], "little")
+        chunks.append(whole[at + 8 : at + 8 + size])
+        at += 8 + size + size % 2
+
+    def written(some: list[bytes]) -> bytes:
+        data, index = b"", b""
+        for n, chunk in enumerate(some):
+            place = (len(data) + 4).to_bytes(4, "little") + len(chunk).to_bytes(4, "little")
+            index += b"00dc" + (16 * (n == 0)).to_bytes(4, "little") + place
+            data += b"00dc" + len(chunk).to_bytes(4, "little") + chunk + b"\0" * (len(chunk) % 2)
+        head = whole[: begin - 8] + (len(data) + 4).to_bytes(4, "little") + b"movi"
+        file = head + data + b"idx1" + len(index).to_bytes(4, "little") + index
+        return file[:4] + (len(file) - 8).to_bytes(4, "little") + file[8:]
+
+    assert len(VideoReader(written(chunks))) == len(chunks)
+    frames, error = read_all(written([*chunks[:7], b"", *chunks[8:]]))
+    assert error is None
+    assert len(frames) == len(chunks) - 1
+    frames, error = read_all(written(chunks[:-2]))
+    assert isinstance(error, DamagedVideoError)
+    assert len(frames) == len(chunks) - 3  # the last that is there may have waited for one that is not
+    assert f"the file ends after {len(chunks) - 2} of {len(chunks)} frames" in str(error)

@@ -81,7 +81,9 @@ def _numba_add() -> Callable[..., None]:
             for i in numba.prange(a.size):
                 c[i] = a[i] + b[i]
 
-        numba.set_num_threads(min(torch.get_num_threads(), numba.get_num_threads()))
+        threads = torch.get_num_threads()
+        numba.set_num_threads(min(threads, numba.get_num_threads()))
+        torch.set_num_threads(threads)  # which Numba, where it starts its own of OpenMP, sets to as many as it has
         _compiled.append(add)
     return _compiled[0]
 

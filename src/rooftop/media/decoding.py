@@ -148,7 +148,7 @@ class Decoder:
 
     def packets(self) -> Iterator[av.Packet[av.VideoStream]]:
         """Packets of the video from here on, in the order of the file; then `Broken` if the file ends too early."""
-        count, end = 0, None
+        count, end, places = 0, None, 0
         demuxed = self.container.demux(self.stream)
         while True:
             try:
@@ -158,13 +158,18 @@ class Decoder:
             if packet is None or (packet.size == 0 and packet.dts is None):  # the last one only drains the decoder
                 break
             count += 1
+            if (
+                packet.dts is not None
+            ):  # of an AVI, the place of its chunk: empty ones repeat a frame, and are no packets
+                places = max(places, packet.dts // usual_duration(self) + 1)
             if packet.pts is not None:
                 end = max(end or packet.pts, packet.pts + (packet.duration or 0))
             yield packet
+        count = max(count, places) if "avi" in self.container.format.name else count
         self._check_end(count if self._whole else None, end)
 
     def _check_end(self, count: int | None, end: int | None) -> None:
-        """Whether all is there that the header of an MP4 or a Matroska file names."""
+        """Whether all is there that the header of an MP4, an AVI or a Matroska file names."""
         if count is not None and count < self._entries:
             raise Broken(f"the file ends after {count} of {self._entries} frames")
         said = self.stream.metadata.get("DURATION") if "matroska" in self.container.format.name else None
