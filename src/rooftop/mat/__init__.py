@@ -27,6 +27,7 @@ from rooftop.mat.channels import (
 )
 from rooftop.mat.evaluation import evaluate
 from rooftop.mat.expressions import MatExpr, absdiff, absolute, maximum, minimum
+from rooftop.mat.linear import determinant, solve
 from rooftop.mat.matrix import Mat
 from rooftop.mat.scalars import Scalar
 from rooftop.mat.type_codes import (
@@ -225,6 +226,7 @@ __all__ = [
     "absdiff",
     "absolute",
     "depthToString",
+    "determinant",
     "evaluate",
     "extractChannel",
     "from_opencv4",
@@ -237,6 +239,7 @@ __all__ = [
     "mixChannels",
     "numpy_dtype",
     "setDefaultAllocator",
+    "solve",
     "split",
     "torch_dtype",
     "typeToString",

@@ -39,7 +39,7 @@ ELEMENTWISE = ("add", "sub", "mul", "div", "min", "max", "abs", "neg")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 BITWISE = ("and", "or", "xor", "not")
 INVERSES = ("lu", "cholesky", "svd")
-_FLOATING = (CV_32F, CV_64F, CV_16F, CV_16BF)
+FLOATING = (CV_32F, CV_64F, CV_16F, CV_16BF)
 Operand = Any  # a Mat, an expression, an array, or numbers: what is none of these gives NotImplemented
 
 
@@ -143,7 +143,7 @@ class Arithmetic:
         Raises:
             ValueError: not of two dimensions.
         """
-        return _transposed(_expression(self), {})
+        return _transposed(as_expression(self), {})
 
     def inv(self, method: Literal["lu", "cholesky", "svd"] = "lu") -> MatExpr:
         """The inverse of a square matrix of floating numbers; by "svd" the pseudo-inverse of any.
@@ -151,7 +151,19 @@ class Arithmetic:
         Evaluating it raises numpy's LinAlgError where a matrix has none ("lu"), or is not positive definite
         ("cholesky"); OpenCV gives zeros there.
         """
-        return _inverse(_expression(self), method)
+        return _inverse(as_expression(self), method)
+
+    def dot(self, other: Mat | MatExpr) -> float:
+        """The sum of the products of all numbers, those of all channels together, in float64."""
+        from rooftop.mat import linear  # that needs this file
+
+        return linear.dot(self, other)  # type: ignore[arg-type]
+
+    def cross(self, other: Mat | MatExpr) -> Mat:
+        """The cross product of two vectors of three floating numbers."""
+        from rooftop.mat import linear
+
+        return linear.cross(self, other)  # type: ignore[arg-type]
 
 
 class MatExpr(Arithmetic, Shaped):
@@ -226,7 +238,7 @@ def maximum(a: Operand, b: Operand) -> MatExpr:
 
 def absolute(a: Mat | MatExpr) -> MatExpr:
     """|a|, element by element; `abs(a)` too."""
-    return _unary("abs", _expression(a))
+    return _unary("abs", as_expression(a))
 
 
 def absdiff(a: Operand, b: Operand) -> MatExpr:
@@ -296,7 +308,7 @@ def _are_numbers(value: Any) -> bool:
     return isinstance(value, (np.ndarray, Tensor)) and value.ndim <= 1
 
 
-def _expression(value: Any) -> MatExpr:
+def as_expression(value: Any) -> MatExpr:
     """A Mat, an expression or an array as an expression.
 
     Raises:
@@ -314,7 +326,7 @@ def _expression(value: Any) -> MatExpr:
 
 
 def _unary(operation: str, value: Any) -> MatExpr:
-    operand = _expression(value)
+    operand = as_expression(value)
     if operation == "not":
         _check_bits(operand)
     return node(operation, (operand,), operand._type, operand._sizes, operand._device)
@@ -334,11 +346,11 @@ def _binary(operation: str, a: Any, b: Any) -> MatExpr:
     if not all(isinstance(each, Arithmetic) or _are_numbers(each) or is_foreign(each) for each in (a, b)):
         return NotImplemented
     if _are_numbers(a):
-        right = _expression(b)
+        right = as_expression(b)
         left = _numbers(a, right)
     else:
-        left = _expression(a)
-        right = _numbers(b, left) if _are_numbers(b) else _expression(b)
+        left = as_expression(a)
+        right = _numbers(b, left) if _are_numbers(b) else as_expression(b)
     if not same_device(left._device, right._device):
         raise ValueError(f"Mats on {left._device} and {right._device} in one expression: move one with to(device)")
     if operation == "product":
@@ -374,8 +386,13 @@ def _check_bits(operand: MatExpr) -> None:
         raise TypeError(f"bits are of integers, got {typeToString(operand._type)}: compare, or convertTo")
 
 
-def _check_matrix(operand: MatExpr, what: str, hint: str) -> None:
-    if operand.depth() not in _FLOATING or operand.channels() != 1:
+def check_matrix(operand: Shaped, what: str, hint: str) -> None:
+    """
+    Raises:
+        TypeError: not of one channel of floating numbers.
+        ValueError: not of two dimensions.
+    """
+    if operand.depth() not in FLOATING or operand.channels() != 1:
         raise TypeError(f"{what} is of one channel of floating numbers, got {typeToString(operand._type)}: {hint}")
     if operand.dims != 2:
         raise ValueError(f"{what} is of two dimensions, got {_sizes(operand)}")
@@ -383,7 +400,7 @@ def _check_matrix(operand: MatExpr, what: str, hint: str) -> None:
 
 def _product(left: MatExpr, right: MatExpr) -> MatExpr:
     for each in (left, right):
-        _check_matrix(each, "a matrix product", "a.mul(b) is element by element, and convertTo(CV_32F) makes one")
+        check_matrix(each, "a matrix product", "a.mul(b) is element by element, and convertTo(CV_32F) makes one")
     if left._type != right._type:
         raise TypeError(
             f"a matrix product is of two of one type, got {typeToString(left._type)} and {typeToString(right._type)}: "
@@ -401,7 +418,7 @@ def _product(left: MatExpr, right: MatExpr) -> MatExpr:
 def _inverse(operand: MatExpr, method: str) -> MatExpr:
     if method not in INVERSES:
         raise ValueError(f"the method of inv is one of {', '.join(INVERSES)}, got {method!r}")
-    _check_matrix(operand, "an inverse", "convertTo(CV_32F)")
+    check_matrix(operand, "an inverse", "convertTo(CV_32F)")
     rows, cols = operand._sizes
     if rows != cols and method != "svd":
         raise ValueError(f"an inverse is of a square matrix, got {_sizes(operand)}: 'svd' gives the pseudo-inverse")
@@ -425,7 +442,7 @@ def _transposed(root: MatExpr, found: dict[int, MatExpr]) -> MatExpr:
     return turned[id(root)]
 
 
-def _sizes(expression: MatExpr) -> str:
+def _sizes(expression: Shaped) -> str:
     return " x ".join(map(str, expression._sizes)) or "an empty Mat"
 
 
