@@ -86,6 +86,16 @@ def memory_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
         torch.cuda.empty_cache()
 
 
+@pytest.fixture(autouse=True)
+def threads_of_torch() -> Iterator[None]:
+    """What changes their number for the process changes it for its user, and makes all tests after it slow: two workers
+    with two threads each wait for each other's cores at every operator."""
+    yield
+    left = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert left == 1, f"torch was left with {left} threads"
+
+
 TORCHVISION = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
