@@ -1,6 +1,7 @@
 """Videos read to tensors: frames a second of our reader, on NVDEC and on the CPU, beside those of other libraries.
 
     python benchmarks/media.py [--out benchmarks/results/h200/media.json] [--only sizes streams access training]
+    python benchmarks/media.py --cpu --only sizes --out benchmarks/results/cpu/media.json      what needs no GPU
     python benchmarks/media.py --quick --out quick.json        tiny, on the CPU: shows that the script runs
 
 Clips are made first, with noise in them, so that there are bits to decode. A pass is timed from the first frame asked
@@ -12,7 +13,8 @@ for to the last one there, decoders opened before; the better of two passes, var
 
 `sizes` has one reader a video, and says where NVDEC becomes faster than the CPU; `streams` several at once; `access`
 frames in any order; `training` a step of matrix products while clips are decoded for the next ones.
-What is not installed is left out and said to be.
+What is not installed is left out and said to be. torchcodec needs FFmpeg's shared libraries by their plain names
+(libavcodec.so.62) on LD_LIBRARY_PATH; those in PyAV's wheel do, under links of these names.
 """
 
 from __future__ import annotations
@@ -159,11 +161,11 @@ def as_input(frames: Tensor) -> Tensor:
     return small.sub_(mean).div_(std)
 
 
-def torchcodec(path: Path) -> Opened:
+def torchcodec(path: Path, device: str) -> Opened:
     def opened() -> Pass:
         from torchcodec.decoders import VideoDecoder  # type: ignore[import-not-found]
 
-        decoder = VideoDecoder(str(path), device=DEVICE)
+        decoder = VideoDecoder(str(path), device=device, num_ffmpeg_threads=0)  # as many as FFmpeg finds right
         return lambda: sum(1 for _ in decoder)
 
     return opened
@@ -200,7 +202,8 @@ def variants_of(path: Path) -> dict[str, Opened]:
             found[f"PyNvVideoCodec threaded, {form}"] = pynvvideocodec(path, form, threaded=True)
     found["PyAV, frames in the host's memory"] = bare_pyav(path)
     if installed("torchcodec"):
-        found["torchcodec, rgb"] = torchcodec(path)
+        for device in ("cuda", "cpu") if GPU else ("cpu",):
+            found[f"torchcodec, {device.upper()}, rgb"] = torchcodec(path, device)
     if installed("cv2"):
         found["OpenCV, bgr in the host's memory"] = opencv(path)
     return found
@@ -343,13 +346,17 @@ def described(video: Video, path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    global GPU, DEVICE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/media.json"))
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--quick", action="store_true", help="tiny, on the CPU: shows that the script runs")
+    parser.add_argument("--cpu", action="store_true", help="the CPU's readers alone")
     options = parser.parse_args()
-    if not options.quick and not GPU:
-        parser.error("needs an NVIDIA GPU, or --quick")
+    if options.cpu:
+        GPU, DEVICE = False, "cpu"
+    elif not options.quick and not GPU:
+        parser.error("needs an NVIDIA GPU, --cpu or --quick")
     ceilings = measure_ceilings(DEVICE)
     found: dict[str, Any] = {
         "environment": {"device": ceilings.device, "versions": dict(ceilings.versions)},

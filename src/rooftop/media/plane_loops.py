@@ -2,7 +2,7 @@
 
 What chroma adds to red, green and blue is computed once for a row of chroma and spread over the pixels that it covers;
 the rows of luma are added to it in the processor's vectors. The numbers are those of `colours.yuv_to_rgb`, bit for bit.
-With a size to be resized to, rows go into it as they are made: the whole frame is never in memory as RGB.
+Where a size is asked for, rows go into it as they are made: the whole frame is never in memory as RGB.
 
 Compiled once for each depth and kept beside this file, for processes that come later.
 """
@@ -102,25 +102,42 @@ def taps(pixels: int, results: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _differences(u: np.ndarray, v: np.ndarray, across: int, numbers: np.ndarray, found: np.ndarray) -> None:
-    """What chroma adds to red, green and blue of a row's pixels, (3, width)."""
-    half, scale, red, green_v, green_u, blue = numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7]
-    width = found.shape[1]
-    r, g, b = found[0], found[1], found[2]
-    if across == 1:
-        for j in range(width):
-            cb, cr = (np.float32(u[j]) - half) * scale, (np.float32(v[j]) - half) * scale
-            r[j], g[j], b[j] = cr * red, cr * green_v + cb * green_u, cb * blue
-        return
+def _spread(samples: np.ndarray, across: int, found: np.ndarray) -> None:
+    """Each sample for the pixels that it covers. A loop by itself: with arithmetic in it, it takes twice as long."""
+    width = len(found)
     if across == 2:
         for j in range(width // 2):
-            cb, cr = (np.float32(u[j]) - half) * scale, (np.float32(v[j]) - half) * scale
-            r[2 * j] = r[2 * j + 1] = cr * red
-            g[2 * j] = g[2 * j + 1] = cr * green_v + cb * green_u
-            b[2 * j] = b[2 * j + 1] = cb * blue
-    for j in range(width // 2 * 2 if across == 2 else 0, width):
-        cb, cr = (np.float32(u[j // across]) - half) * scale, (np.float32(v[j // across]) - half) * scale
-        r[j], g[j], b[j] = cr * red, cr * green_v + cb * green_u, cb * blue
+            found[2 * j] = samples[j]
+            found[2 * j + 1] = samples[j]
+        if width % 2:
+            found[width - 1] = samples[width // 2]
+    else:
+        for j in range(width):
+            found[j] = samples[j // across]
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _differences(
+    u: np.ndarray, v: np.ndarray, across: int, numbers: np.ndarray, found: np.ndarray, room: np.ndarray
+) -> None:
+    """What chroma adds to red, green and blue of a row's pixels, (3, width)."""
+    half, scale, red, green_v, green_u, blue = numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7]
+    samples = len(u)
+    some = found[0] if across == 1 else room[:samples]
+    for j in range(samples):
+        some[j] = (np.float32(v[j]) - half) * scale * red
+    if across > 1:
+        _spread(some, across, found[0])
+    some = found[1] if across == 1 else room[:samples]
+    for j in range(samples):
+        some[j] = (np.float32(v[j]) - half) * scale * green_v + (np.float32(u[j]) - half) * scale * green_u
+    if across > 1:
+        _spread(some, across, found[1])
+    some = found[2] if across == 1 else room[:samples]
+    for j in range(samples):
+        some[j] = (np.float32(u[j]) - half) * scale * blue
+    if across > 1:
+        _spread(some, across, found[2])
 
 
 @numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -137,6 +154,20 @@ def _colour(luma: np.ndarray, difference: np.ndarray, white: np.float32, found: 
         value = luma[j] + difference[j]
         value = value if value < white else white
         found[j] = value if value > np.float32(0) else np.float32(0)
+
+
+@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _add_to_two(
+    luma: np.ndarray, difference: np.ndarray, white: np.float32, one: np.float32, into: np.ndarray, other: np.float32,
+    into_other: np.ndarray,
+) -> None:  # fmt: skip
+    """`_colour`, added to two rows with a weight each."""
+    for j in range(len(luma)):
+        value = luma[j] + difference[j]
+        value = value if value < white else white
+        value = value if value > np.float32(0) else np.float32(0)
+        into[j] += one * value
+        into_other[j] += other * value
 
 
 @numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -160,7 +191,12 @@ def _whole(
     differences, luma, row = np.empty((3, width), np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     for n in range(first, last):
         _differences(
-            u[n * u_step : n * u_step + samples], v[n * v_step : n * v_step + samples], across, numbers, differences
+            u[n * u_step : n * u_step + samples],
+            v[n * v_step : n * v_step + samples],
+            across,
+            numbers,
+            differences,
+            row,
         )
         for i in range(n * down, min(n * down + down, height)):
             _luma(y[i * y_step : i * y_step + width], numbers, luma)
@@ -197,20 +233,25 @@ def _resized(
     for i in range(tops[first], bottoms[last - 1]):
         if i // down != chroma:
             chroma = i // down
-            _differences(
-                u[chroma * u_step : chroma * u_step + samples], v[chroma * v_step : chroma * v_step + samples],
-                across, numbers, differences,
-            )  # fmt: skip
+            cb, cr = u[chroma * u_step :], v[chroma * v_step :]
+            _differences(cb[:samples], cr[:samples], across, numbers, differences, row)
         _luma(y[i * y_step : i * y_step + width], numbers, luma)
+        newest = oldest  # rows of the result from the oldest to before it are open
+        while newest < last and tops[newest] <= i:
+            newest += 1
         for c in range(3):
+            if newest - oldest == 2:  # as in pictures that shrink: two at once
+                _add_to_two(
+                    luma, differences[c], numbers[8],
+                    row_weights[oldest, i - tops[oldest]], opened[oldest % most, c],
+                    row_weights[oldest + 1, i - tops[oldest + 1]], opened[(oldest + 1) % most, c],
+                )  # fmt: skip
+                continue
             _colour(luma, differences[c], numbers[8], row)
-            r = oldest
-            while r < last and tops[r] <= i:
-                if i < bottoms[r]:
-                    weight, into = row_weights[r, i - tops[r]], opened[r % most, c]
-                    for j in range(width):
-                        into[j] += weight * row[j]
-                r += 1
+            for r in range(oldest, newest):
+                weight, into = row_weights[r, i - tops[r]], opened[r % most, c]
+                for j in range(width):
+                    into[j] += weight * row[j]
         while oldest < last and bottoms[oldest] == i + 1:
             for c in range(3):
                 into = opened[oldest % most, c]
