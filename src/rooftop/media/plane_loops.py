@@ -57,7 +57,15 @@ def planes_to_rgb(
         normalization: (mean, std) of red, green and blue in 0..1, of float32.
 
     Returns: (3, h, w).
+
+    Raises:
+        ValueError: a plane whose memory ends before its last row does.
     """
+    for plane in (y, u, v):  # loops check nothing
+        if plane.memory.size < (plane.height - 1) * plane.step + plane.width:
+            raise ValueError(
+                f"a plane of {plane.width} x {plane.height} has memory for {plane.memory.size} numbers only"
+            )
     down, across = pixels_a_sample(y.height, u.height), pixels_a_sample(y.width, u.width)
     kr, kb = WEIGHTS[colours.matrix]
     kg = 1 - kr - kb
