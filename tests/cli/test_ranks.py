@@ -34,13 +34,14 @@ class Net(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        time.sleep(self.seconds)
+        if torch.autograd._profiler_enabled():  # the steps that are looked at: they are few
+            time.sleep(self.seconds)
         if self.wrong and self.calls == 5:
             raise KeyError("no such voxel")
         return self.layers(x)
 
 x = torch.randn(16, 64)
-def delayed(): return Net(0.05 * RANK), x
+def delayed(): return Net(0.3 * RANK), x
 def wrong_first(): return Net(wrong=RANK == 0), x
 def wrong_second(): return Net(wrong=RANK == 1), x
 def unbuilt():
@@ -142,8 +143,8 @@ def test_one_report_names_the_delayed_rank(torchrun: Run, tmp_path: Path) -> Non
     ranks = Report.from_json(tmp_path / "work" / "r.json").ranks
     assert ranks is not None
     assert ranks.straggler == 1
-    assert ranks.rows[0].waited_ms > 35
-    assert ranks.rows[1].own_ms > 50
+    assert ranks.rows[0].waited_ms > 200
+    assert ranks.rows[1].own_ms > 300
     assert ranks.sentence in (tmp_path / "work" / "r.html").read_text()
 
 

@@ -31,8 +31,8 @@ THEIRS: dict[str, dict[str, Any]] = {
     "llama of one head of keys": {"vocab_size": 31, "num_key_value_heads": 1, "tie_word_embeddings": True},
 }
 SIZES: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_positions": 40, "n_embd": 48, "n_layer": 3, "n_head": 6, "bos_token_id": 0, "eos_token_id": 0},
-    "llama": {"max_position_embeddings": 40, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "gpt2": {"n_positions": 40, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_token_id": 0, "eos_token_id": 0},
+    "llama": {"max_position_embeddings": 40, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6,
               "intermediate_size": 70},
 }  # fmt: skip
 GPT = GptConfig(vocabulary=97, layers=2, width=24, heads=4, kv_heads=4, hidden=40, positions=40)
@@ -117,8 +117,8 @@ def test_greedy_text_is_theirs_token_for_token(kind: str, hugging_face: Callable
     assert [len(prompt) + len(new) for prompt, new in zip(prompts, expected, strict=True)] == [40] * 6
     assert len({token for new in expected for token in new}) > 3
     assert generate(ours, prompts, 40, page=4) == expected
-    for prompt, new in zip(prompts, expected, strict=True):
-        assert generate(ours, [prompt], 40) == [new]
+    for alone in (1, 3, 5):  # the shortest, one between, the longest
+        assert generate(ours, [prompts[alone]], 40) == [expected[alone]]
 
 
 @all_of_theirs

@@ -71,7 +71,8 @@ ON_EIGHT = [
 
 
 def cases_of(world: int) -> list[Case]:
-    """All of data and tensor parallel ranks, with and without sequence parallelism and recomputation."""
+    """All of data and tensor parallel ranks, with and without sequence parallelism: each on both models, one of them
+    with recomputation, by turns."""
     if world == 8:
         return ON_EIGHT
     splits = [
@@ -80,7 +81,10 @@ def cases_of(world: int) -> list[Case]:
         if world % tp == 0
         for sequence in ((False, True) if tp > 1 else (False,))
     ]
-    return [Case(*each) for each in product(CONFIGS, splits, (False, True))]
+    return [
+        Case(kind, split, recompute=(number + turn) % 2 == 0)
+        for (number, split), (turn, kind) in product(enumerate(splits), enumerate(CONFIGS))
+    ]
 
 
 # ---- one training ------------------------------------------------------------------------------------------------
