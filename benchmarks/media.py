@@ -360,6 +360,7 @@ def main() -> None:
     ceilings = measure_ceilings(DEVICE)
     found: dict[str, Any] = {
         "environment": {"device": ceilings.device, "versions": dict(ceilings.versions)},
+        "threads": torch.get_num_threads(),
         "results": [],
     }
     with tempfile.TemporaryDirectory(prefix="rooftop-media-") as folder:

@@ -1,10 +1,11 @@
-"""Writes the tables of docs/kernels.md, sparse.md, models.md and scene.md from the figures under benchmarks/results/.
+"""Writes the tables of docs/: kernels, sparse, mat, media, models, scene; from the figures under benchmarks/results/.
 
     python benchmarks/kernels/tables.py [--check]
 
-Between `<!-- figures: NAME.json -->` and `<!-- end of figures -->` stands what this makes of that file: tables, both
-directions side by side, Rooftop's column in bold, the roof and the peers of the same run beside it. What is outside of
-the markers is written by hand. `--check` writes nothing and fails where a page is not up to date.
+Between `<!-- figures: NAME.json -->` (of the H200; `cpu/NAME.json` of a CPU) and `<!-- end of figures -->` stands what
+this makes of that file: tables, both directions side by side, Rooftop's column in bold, the roof and the peers of the
+same run beside it. What is outside of the markers is written by hand. `--check` writes nothing and fails where a page
+is not up to date.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("kernels", "sparse", "media", "models", "scene"))
+PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("kernels", "sparse", "mat", "media", "models", "scene"))
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-MARKED = re.compile(r"(<!-- figures: (\w+\.json) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- figures: ((?:cpu/)?\w+\.json) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 COMMANDS = {  # that make a file, where it is not the script of its name under kernels/
     "log_softmaxes.json": "kernels/softmaxes.py --operators log_softmax",
     "rms_norms.json": "kernels/norms.py --norm rms_norm",
@@ -29,6 +30,7 @@ COMMANDS = {  # that make a file, where it is not the script of its name under k
     "sparse.json": "sparse.py",
     "models.json": "models.py",
     "scene.json": "scene.py",
+    "mat.json": "mat.py",
     "media.json": "media.py",
 }
 OURS = (
@@ -61,14 +63,19 @@ def main() -> None:
 
 def with_figures(page: str, results: Path) -> str:
     """The page with what stands between its markers made anew."""
-    return MARKED.sub(lambda found: f"{found[1]}\n{section(results / found[2])}\n\n{found[3]}", page)
+
+    def filled(found: re.Match[str]) -> str:
+        folder = results.parent if found[2].startswith("cpu/") else results
+        return f"{found[1]}\n{section(folder / found[2])}\n\n{found[3]}"
+
+    return MARKED.sub(filled, page)
 
 
 def section(path: Path) -> str:
     """The tables of one file of figures; what to run, where it is not there."""
     if not path.is_file():
         script = COMMANDS.get(path.name, f"kernels/{path.stem}.py")
-        return f"No figures yet: `python benchmarks/{script} --out benchmarks/results/h200/{path.name}`."
+        return f"No figures yet: `python benchmarks/{script} --out benchmarks/results/{path.parent.name}/{path.name}`."
     found = json.loads(path.read_text(encoding="utf-8"))
     if path.name == "tune_clusters.json":
         return f"{clusters(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {found['device']}."
@@ -77,6 +84,11 @@ def section(path: Path) -> str:
         return f"{models(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
     if path.name == "scene.json":
         return f"{scenes(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
+    if path.parent.name == "cpu":
+        tables = relative_times(found["rows"]) if path.name == "mat.json" else relative_rates(found["results"])
+        return f"{tables}\n\n`benchmarks/results/cpu/{path.name}`, {device}, {found['threads']} threads."
+    if path.name == "mat.json":
+        return f"{arrays(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
     if path.name == "media.json":
         return f"{videos(found['results'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
     tables = []
@@ -155,6 +167,52 @@ def scenes(rows: list[Row]) -> str:
                 lines.append([*case_of(row, first), *times])
             tables.append(lines)
     return "\n\n".join("\n".join(f"| {' | '.join(line)} |" for line in ruled(lines)) for lines in tables)
+
+
+def arrays(rows: list[Row]) -> str:
+    """Operations of Mats on a GPU, in TB/s of what must move."""
+    lines = [["operation", "images of", "roof", "rooftop", "torch", "torch.compile"]]
+    for row in rows:
+        rates = row["tb_per_s"]
+        ours = f"**{number(rates['rooftop'])}**"
+        lines.append(
+            [*operation_of(row), number(row["roof_tb_per_s"]), ours, *(number(rates[n]) for n in ("torch", "compile"))]
+        )
+    return in_a_table("In TB/s:", lines)
+
+
+def relative_times(rows: list[Row]) -> str:
+    """Operations of Mats on a CPU, in times of what OpenCV takes."""
+    lines = [["operation", "images of", "rooftop", "torch"]]
+    for row in rows:
+        times = [row["ms"][name] / row["ms"]["opencv"] for name in ("rooftop", "torch")]
+        lines.append([*operation_of(row), f"**{times[0]:.2f}**", f"{times[1]:.1f}"])
+    return in_a_table("Time, of OpenCV's:", lines)
+
+
+def operation_of(row: Row) -> list[str]:
+    return [row["operation"], row["dtype"] + (", regions" if row["region"] else "")]
+
+
+def relative_rates(rows: list[Row]) -> str:
+    """Readers of videos on a CPU, in frames a second of what OpenCV reads."""
+    lines = [["video", "rooftop: rgb", "input", "torchcodec: rgb", "PyAV, not converted"]]
+    for row in rows:
+        rates = row["frames_per_s"]
+        names = (
+            "rooftop, CPU, rgb",
+            "rooftop, CPU, input",
+            "torchcodec, CPU, rgb",
+            "PyAV, frames in the host's memory",
+        )
+        shares = [rates[name] / rates["OpenCV, bgr in the host's memory"] if name in rates else None for name in names]
+        cells = [UNKNOWN if share is None else f"{share:.2f}" for share in shares]
+        lines.append([row["name"], *(f"**{cell}**" for cell in cells[:2]), *cells[2:]])
+    return in_a_table("Frames a second, of OpenCV's:", lines)
+
+
+def in_a_table(says: str, lines: list[list[str]]) -> str:
+    return "\n".join([says, "", *(f"| {' | '.join(line)} |" for line in ruled(lines))])
 
 
 READERS = (  # a column each: its head, and the variant

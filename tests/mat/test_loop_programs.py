@@ -121,6 +121,11 @@ CASES: dict[str, Callable[[], tuple[MatExpr, np.ndarray, bool]]] = {
         np.clip(image(3, (4000, 9, 3))[:, :4].astype(int) + 1, 0, 255),
         False,
     ),
+    "hundreds of operations": lambda: (
+        sum(range(1, 200), start=Mat(image(3, (90, 90, 1), "i4"), mat.CV_32SC1) + 0),
+        image(3, (90, 90, 1), "i4") + 19900,
+        False,
+    ),
     "eight images": lambda: (
         sum((Mat(image(n)) for n in range(1, 8)), start=Mat(image(0)) + 0),
         np.clip(sum(image(n).astype(int) for n in range(8)), 0, 255),

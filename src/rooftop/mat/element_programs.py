@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rooftop.kernels import expressions
 from rooftop.kernels.expression_texts import text_of
 from rooftop.kernels.expressions import NAMES, Expression, apply, argument, constant
 from rooftop.mat.conversions import Scaling
@@ -34,11 +35,22 @@ def signed(x: Tensor) -> Tensor:
 
 
 class Numbers:
-    """What is computed in one dtype: elements of Mats loaded, and the store."""
+    """What is computed in one dtype: elements of Mats loaded, and the store.
+
+    Attributes:
+        result: what is stored.
+    """
+
+    result: Expression
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.name = dtype, NAMES[dtype]
         self.floating = dtype.is_floating_point
+
+    @cached_property
+    def operations(self) -> int:
+        """How many nodes the result has."""
+        return len(expressions.topological([self.result]))
 
     def cast(self, x: Expression) -> Expression:
         return apply(self.name, x)

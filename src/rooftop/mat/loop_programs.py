@@ -5,7 +5,7 @@ takes some tenths of a second, so a form is compiled when the blocks of `row_pro
 whatever comes after, it took at most twice as long as it would have, had one known.
 
 Left to those: Mats whose neighbours along a row are apart (transposed ones), half precision, which Numba has not on
-CPUs, more Mats than the compiler checks for overlaps, small Mats.
+CPUs, more Mats than the compiler checks for overlaps, hundreds of operations, small Mats.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from rooftop.mat.planning import Plan, remember
 from rooftop.mat.row_programs import merged
 
 PATIENCE_SECONDS = 0.3
-"""What compiling takes, about: of row programs of one form before it is compiled."""
+"""What compiling 20 operations takes, about: a form is compiled once blocks of rows have taken as long."""
 LEAST_COLUMNS = 32
+MOST_OPERATIONS = 200
+"""Of a loop: compiling takes longer than in proportion to them."""
 _MOST_ARRAYS = 7
 _ROW = 1 << 14  # elements, about, of a row where all are one: rows of numbers for the channels are as long
 _LEAST_PER_THREAD = 1 << 18
@@ -80,6 +82,9 @@ def _run(
         otherwise()
         return
     program = program_of()
+    if program.operations > MOST_OPERATIONS:
+        otherwise()
+        return
     kinds = (
         *(Kind(x.dtype, TENSOR) for x in views[:-1]),
         *(Kind(program.rows_dtype, TENSOR) for _ in program.rows),
@@ -89,7 +94,7 @@ def _run(
     loop = _loops.get(form)
     if loop is None:
         spent = _spent.get(form, 0.0)
-        if spent < PATIENCE_SECONDS:
+        if spent < PATIENCE_SECONDS * max(1.0, program.operations / 20):
             began = perf_counter()
             otherwise()
             remember(_spent, form, spent + perf_counter() - began, _MOST_FORMS)
@@ -117,6 +122,13 @@ def _distinct(views: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
 def run_loop(
     loop: Loop, views: Sequence[Tensor], rows: Sequence[np.ndarray], numbers: Sequence[float], channels: int
 ) -> None:
+    """Runs it over all elements of Mats that lie as it expects them, in several threads.
+
+    Args:
+        views: a tensor for each of its arrays, of one shape, whose neighbours along the last dimension are neighbours.
+        rows: numbers for the channels.
+        channels: that the last dimension has groups of.
+    """
     flat = [memory_of(each) for each in views]
     threads = views[0].numel() // _LEAST_PER_THREAD
 
