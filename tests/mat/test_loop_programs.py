@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,6 +19,7 @@ from hypothesis import strategies as st
 from rooftop import mat
 from rooftop.launch import INTERPRETED, numba_loops
 from rooftop.mat import Mat, MatExpr, loop_programs
+from rooftop.mat.planning import remember
 from rooftop.mat.type_codes import DEPTHS
 
 pytest.importorskip("numba")
@@ -188,6 +195,124 @@ def test_a_thread_that_fails_is_heard() -> None:
         numba_loops.in_threads(work, 1, 2)
     finally:
         torch.set_num_threads(threads)
+
+
+# ---- what else may be the case -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_loops", [False, True])
+def test_zeros_have_signs(monkeypatch: pytest.MonkeyPatch, at_once: None, by_loops: bool) -> None:
+    monkeypatch.setattr(numba_loops, "LEAST_ELEMENTS", 0 if by_loops else 1 << 40)
+    monkeypatch.setattr(loop_programs, "LEAST_COLUMNS", 1)
+    one, zero = Mat(np.ones((4, 4, 2), "f4")), Mat(np.full((4, 4, 1), -0.0, "f4"))
+    assert (one / (0.0, -0.0)).to_mat()[0, 0] == (np.inf, -np.inf)
+    both = (one / (0.0, 1.0) + one / (-0.0, 1.0)).to_mat()[0, 0]
+    assert np.isnan(both[0])
+    for chosen in (mat.minimum(zero, 0.0), mat.maximum(zero, 0.0)):
+        assert np.signbit(chosen.numpy()).all()
+    for chosen in (mat.minimum(zero * -1, -0.0), mat.maximum(-0.0, zero * -1)):
+        assert not np.signbit(chosen.numpy()).any()
+    signs = [np.signbit(one.convertTo(mat.CV_32F, alpha).numpy()).all() for alpha in (0.0, -0.0, 0.0)]
+    assert signs == [False, True, False]
+
+
+def test_scales_are_numbers_of_any_kind(at_once: None, counted: Counted) -> None:
+    m = Mat(image(3, LARGE))
+    doubled = m.convertTo(mat.CV_64F, torch.tensor(2.0), np.float32(1)).numpy()  # type: ignore[arg-type]
+    assert np.array_equal(doubled, image(3, LARGE) * 2.0 + 1)
+    assert np.array_equal(m.convertTo(mat.CV_64F, 1, 2**63).numpy(), image(3, LARGE) + 2.0**63)
+    assert counted[0] == 2
+    for wrong in ("2x", None, 1j):
+        with pytest.raises((TypeError, ValueError)):
+            m.convertTo(mat.CV_64F, wrong)  # type: ignore[arg-type]
+
+
+def test_tiny_and_huge_numbers_share_a_loop(at_once: None, counted: Counted) -> None:
+    x = image(3, LARGE).astype("f8")
+    for number in (1e-300, 0.3, 1e300):
+        assert np.array_equal((Mat(x) * number).numpy(), x * number)
+    assert counted == [3, 1]
+
+
+def test_no_more_loops_than_there_may_be(monkeypatch: pytest.MonkeyPatch, at_once: None, counted: Counted) -> None:
+    monkeypatch.setattr(loop_programs, "MOST_LOOPS", 1)
+    m = Mat(image(3, LARGE))
+    for expression, expected in ((m + 1, 1), (m * 3, 1), (m + 2, 2)):
+        expression.to_mat()
+        assert counted == [expected, 1]
+
+
+def test_a_default_device_changes_nothing(monkeypatch: pytest.MonkeyPatch, at_once: None) -> None:
+    x = image(3, (40, 50, 3))
+    expected = (Mat(x) * 0.3 + (1, 2, 3)).numpy()
+    with torch.device("meta"):
+        for least in (1 << 40, 0):
+            monkeypatch.setattr(numba_loops, "LEAST_ELEMENTS", least)
+            assert np.array_equal((Mat(x) * 0.3 + (1, 2, 3)).numpy(), expected)
+            m = Mat(40, 50, mat.CV_8UC3, 1)
+            m.setTo((1, 2, 3), Mat(np.ascontiguousarray(x[..., 0])) > 100)
+            m[0, 0] = 5
+            m.push_back(m[0:1])
+            assert m[40, 0] == (5, 5, 5)
+
+
+def test_a_process_that_forks_while_a_thread_compiles() -> None:
+    """The child gets the compiler's lock open."""
+    from numba.core.compiler_lock import global_compiler_lock as lock
+
+    assert numba_loops.numba_works()
+    taken = threading.Event()
+
+    def compiling() -> None:
+        with lock:
+            taken.set()
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=compiling)
+    thread.start()
+    taken.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        child = os.fork()
+    if child == 0:
+        os._exit(0 if lock._lock.acquire(timeout=5) else 1)
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_place_to_keep_loops_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba
+
+    plain = numba.njit
+
+    def refusing(*given: object, **options: object) -> object:
+        def decorate(function: object) -> object:
+            if options.get("cache"):
+                raise RuntimeError("cannot cache function: no locator available")
+            return plain(*given, **options)(function)
+
+        return decorate
+
+    monkeypatch.setattr(numba, "njit", refusing)
+    assert numba_loops.kept_loop(lambda x: x + 1)(2) == 3
+
+
+def test_a_numba_that_cannot_be_imported_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba.core.compiler_lock", None)
+    numba_loops.numba_works.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="Numba is installed, but cannot be imported"):
+            assert not numba_loops.numba_works()
+        assert not numba_loops.numba_works()
+    finally:
+        numba_loops.numba_works.cache_clear()
+
+
+def test_threads_may_forget_at_once() -> None:
+    kept: dict[int, int] = {}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: remember(kept, n, n, 4), range(4000)))
+    assert len(kept) == 4
 
 
 # ---- conversions and masks ---------------------------------------------------------------------------------------

@@ -188,3 +188,32 @@ def test_back_and_forth(matrix: str, full: bool, down: int, seed: int) -> None:
     planes = rgb_to_yuv(rgb, Colours(matrix, full), 10, down, 2, torch.int32)
     back = yuv_to_rgb(*planes, Colours(matrix, full), 10, torch.float64)
     assert float((back - rgb).abs().max()) < 2 / 1023
+
+
+@pytest.mark.parametrize(
+    ("pixel_format", "size"),
+    [("bayer_rggb8", (5, 4)), ("bayer_gbrg16le", (4, 7)), ("bayer_bggr8", (2, 2)), ("yaf32le", (8, 8))],
+)
+def test_what_would_end_the_process_is_an_error(pixel_format: str, size: tuple[int, int]) -> None:
+    if pixel_format not in av.video.format.names:
+        pytest.skip("this FFmpeg has no such format")
+    frame = av.VideoFrame(*size, pixel_format)
+    with pytest.raises(InputError, match=f"pixels of format {pixel_format} in {size[0]} x {size[1]} are not supported"):
+        to_tensor(frame, form_of("rgb", torch.uint8, None, None))
+
+
+@pytest.mark.parametrize("pixel_format", ["yuv444p10msble", "gray32le", "rgb96le", "bgr4"])
+def test_formats_are_right_or_named(pixel_format: str) -> None:
+    """White is white, or an error names the format."""
+    if pixel_format not in av.video.format.names:
+        pytest.skip("this FFmpeg has no such format")
+    frame = av.VideoFrame(16, 8, pixel_format)
+    for plane in frame.planes:
+        plane.update(b"\0" * plane.buffer_size)
+    try:
+        pixels = to_tensor(frame, form_of("rgb", torch.uint8, None, None))
+    except InputError as error:
+        assert f"pixels of format {pixel_format}" in str(error)  # noqa: PT017
+    else:
+        assert pixels.shape == (3, 8, 16)
+        assert int(pixels[0].max()) <= 2  # all bits 0: no red

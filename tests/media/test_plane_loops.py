@@ -12,7 +12,8 @@ from rooftop.media import VideoReader, frame_tensors
 from rooftop.media.colours import WEIGHTS, Colours, yuv_to_rgb
 
 pytest.importorskip("numba")
-from rooftop.media.plane_loops import Plane, planes_to_rgb, taps
+from rooftop.media.plane_loops import Plane, planes_to_rgb
+from rooftop.media.resizing import resized, taps
 
 SAMPLING = [(2, 2), (1, 2), (1, 1), (1, 4), (2, 1)]
 
@@ -117,11 +118,34 @@ def test_weights_sum_up_to_one() -> None:
         assert (np.diff(end) >= 0).all()
 
 
+@pytest.mark.parametrize(
+    ("size", "wanted"), [((5, 2), (3, 1)), ((1, 1), (4, 3)), ((7, 100), (1, 1)), ((40, 30), (7, 5))]
+)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+def test_resized_by_torch_too_and_in_one_column(
+    size: tuple[int, int], wanted: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Each result is the mean of pixels, by weights that are written out here."""
+    x = torch.rand(3, *size, dtype=torch.float64) * 255
+    x = x.round().to(dtype) if dtype == torch.uint8 else x.to(dtype)
+    expected = x.double().numpy()
+    for axis, (pixels, results) in enumerate(zip(size, wanted, strict=True), 1):
+        by = pixels / results
+        rows = []
+        for n in range(results):
+            weights = [max(0.0, 1 - abs(i + 0.5 - (n + 0.5) * by) / max(by, 1)) for i in range(pixels)]
+            rows.append(np.array(weights) / sum(weights))
+        expected = np.moveaxis(np.tensordot(np.array(rows), expected, (1, axis)), 0, axis)
+    found = resized(x, wanted)
+    assert found.dtype == dtype
+    assert np.abs(found.double().numpy() - expected).max() <= (0.5001 if dtype == torch.uint8 else 1e-3)
+
+
 def test_without_numba_torch_does_the_same(monkeypatch: pytest.MonkeyPatch, any_video: object) -> None:
     mean_std = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     forms = [{}, {"dtype": torch.float32, "resize": (20, 30), "normalize": mean_std}, {"dtype": torch.float16}]
     by_loops = [VideoReader(any_video, **form)[3] for form in forms]  # type: ignore[arg-type]
-    monkeypatch.setattr(frame_tensors, "numba_is_installed", lambda: False)
+    monkeypatch.setattr(frame_tensors, "numba_works", lambda: False)
     by_torch = [VideoReader(any_video, **form)[3] for form in forms]  # type: ignore[arg-type]
     assert torch.equal(by_loops[0], by_torch[0])
     torch.testing.assert_close(by_loops[1], by_torch[1], rtol=0, atol=1e-4)

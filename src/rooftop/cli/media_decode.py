@@ -123,7 +123,10 @@ class _Folder:
 
     def add(self, number: int, pixels: Tensor) -> None:
         """(3, H, W) uint8."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"the folder {self.path} cannot be made ({error.strerror}): give another one") from error
         final = self.path / f"{number:0{DIGITS}}.{self.suffix}"
         partial = self.path / f".{final.stem}.{os.getpid()}.partial.{self.suffix}"
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import click
 
 from rooftop.media import VideoReader
+from rooftop.media.decoding import MAX_PIXELS
 
 CLOCK_SLACK_S = 0.0005  # as of `VideoReader.frames_at`
 
@@ -24,6 +26,8 @@ class Size(click.ParamType[tuple[int, int]]):
         found = re.fullmatch(r"(\d+)x(\d+)", str(value))
         if found is None or 0 in (size := (int(found[1]), int(found[2]))):
             self.fail(f"{value!r} is no size: expected HEIGHTxWIDTH in pixels, such as 720x1280", param, ctx)
+        if size[0] * size[1] > MAX_PIXELS:
+            self.fail(f"{value!r} has more than {MAX_PIXELS:,} pixels", param, ctx)
         return size
 
 
@@ -61,6 +65,8 @@ def check_times(start: float | None, end: float | None) -> None:
     Raises:
         click.UsageError: an end that is not after the start.
     """
+    if any(time is not None and math.isnan(time) for time in (start, end)):
+        raise click.UsageError("--start and --end are seconds, got nan")
     if end is not None and end <= (start or 0.0):
         raise click.UsageError(f"--end {end} is not after --start {start or 0.0}")
 

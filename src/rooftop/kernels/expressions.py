@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -251,6 +252,7 @@ def _node(operation: str, operands: Operands, value: Any = None) -> Expression:
 
 _NODES: WeakValueDictionary[Any, Expression] = WeakValueDictionary()
 _lock = Lock()
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def argument(number: int) -> Expression:

@@ -7,6 +7,8 @@ Numba is no dependency of Rooftop: `pip install "rooftop[mat]"` brings it. What 
 from __future__ import annotations
 
 import functools
+import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from threading import Thread
@@ -21,7 +23,28 @@ LEAST_ELEMENTS = 1 << 14
 
 @functools.cache
 def numba_is_installed() -> bool:
+    """Without importing it, which takes some tenths of a second."""
     return find_spec("numba") is not None
+
+
+@functools.cache
+def numba_works() -> bool:
+    """Whether it is installed and can be imported; said once, if it cannot."""
+    if not numba_is_installed():
+        return False
+    try:
+        from numba.core.compiler_lock import global_compiler_lock as lock
+    except Exception as error:  # as of a NumPy that it does not know
+        warnings.warn(
+            f"Numba is installed, but cannot be imported ({error}): without it operations on the CPU take longer. "
+            "Update or uninstall it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    # A process that forks while a thread compiles would leave the child a lock that nobody opens.
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    return True
 
 
 def worth_a_loop(elements: int) -> bool:
@@ -43,6 +66,16 @@ def compiled_loop(source: str, name: str, constants: Mapping[str, Any]) -> Calla
     scope: dict[str, Any] = dict(constants)
     exec(source, scope)
     return numba.njit(nogil=True, error_model="numpy")(scope[name])  # type: ignore[no-any-return]
+
+
+def kept_loop(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a loop that is compiled once and kept on disk for other processes, where there is a place for it."""
+    import numba
+
+    try:
+        return numba.njit(nogil=True, cache=True)(function)  # type: ignore[no-any-return]
+    except RuntimeError:  # neither beside its file nor in the user's folder
+        return numba.njit(nogil=True)(function)  # type: ignore[no-any-return]
 
 
 def memory_of(x: Tensor) -> np.ndarray:

@@ -227,7 +227,7 @@ def _pinned_host() -> MatAllocator:
     return MatAllocator(
         "pinned host",
         torch.device("cpu"),
-        lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True),
+        lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True, device="cpu"),
         MatDataFlag.PINNED,
     )
 

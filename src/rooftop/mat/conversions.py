@@ -50,6 +50,7 @@ def convert(source: Tensor, target: Tensor, depth: int, new_depth: int, alpha: f
 
     They are of the depths' own dtypes and do not overlap, or are the same elements of the same depth.
     """
+    alpha, beta = float(alpha), float(beta)
     plain = abs(alpha - 1) < _EPSILON and abs(beta) < _EPSILON
     scaling = None if plain else scaling_of(depth, new_depth, alpha, beta)
 

@@ -54,7 +54,7 @@ def copy_masked(source: Tensor, target: Tensor, mask: Tensor) -> None:
         if copy_by_loops(source, target, mask):
             return
     value = source if source.dim() == 1 else None
-    some = torch.empty(0)
+    some = torch.empty(0, device="cpu")
     for into, chosen, *rest in row_blocks(target, mask, *([] if value is not None else [source])):
         if value is None:
             (some,) = rest

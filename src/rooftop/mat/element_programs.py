@@ -19,7 +19,7 @@ from rooftop.kernels.expression_texts import text_of
 from rooftop.kernels.expressions import NAMES, Expression, apply, argument, constant
 from rooftop.mat.conversions import Scaling
 from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, trusted
-from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, topological
+from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, same_number, topological
 from rooftop.mat.type_codes import CV_16U, CV_32U, CV_64S, CV_64U, DEPTHS, CV_Bool
 
 _UNSIGNED = {CV_16U: ("int32", 0xFFFF), CV_32U: ("int64", 0xFFFFFFFF)}  # read as signed numbers, and masked
@@ -76,7 +76,7 @@ class Numbers:
         if depth == CV_Bool:
             return apply("ne", x, self.plain(0))
         limits = depth_bounds(depth)
-        carrier = NAMES[signed(torch.empty(0, dtype=DEPTHS[depth].dtype)).dtype]
+        carrier = NAMES[signed(torch.empty(0, dtype=DEPTHS[depth].dtype, device="cpu")).dtype]
         if limits is None:
             exact = self.floating or (known is not None and known.within(torch.float32))
             return apply(carrier, x if exact else apply("float64", x))
@@ -112,6 +112,7 @@ class ElementProgram(Numbers):
         dtype: to compute in.
         leaves: the Mats among the nodes.
         depth: to store numbers of, in the dtype that `signed` gives.
+        in_parts: whether numbers of float64 are given as several of float32 that add up to them, as kernels take them.
 
     Attributes:
         result: what is stored.
@@ -123,16 +124,17 @@ class ElementProgram(Numbers):
     """
 
     def __init__(
-        self, root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, leaves: Sequence[MatExpr], depth: int
+        self, root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, leaves: Sequence[MatExpr], depth: int, in_parts: bool
     ) -> None:
         super().__init__(dtype)
+        self.in_parts = in_parts
         self.rows_dtype = dtype
         self.bounds = trusted(bounds, dtype)
         nodes = topological(root)
         self.rows: list[tuple[int | float, ...]] = []
         self.numbers: list[int | float] = []
         for each in nodes:
-            if each._operation == "numbers" and not _is_one(each) and self._numbers(each) not in self.rows:
+            if each._operation == "numbers" and not _is_one(each) and self._row_of(each) is None:
                 self.rows.append(self._numbers(each))
         self.first_number = len(leaves) + len(self.rows)
         self.first_row = len(leaves)
@@ -158,11 +160,18 @@ class ElementProgram(Numbers):
     def _numbers(self, each: MatExpr) -> tuple[int | float, ...]:
         return tuple(float(value) if self.floating else int(value) for value in each._value)
 
+    def _row_of(self, each: MatExpr) -> int | None:
+        """The row of these very numbers."""
+        numbers = self._numbers(each)
+        return next((n for n, row in enumerate(self.rows) if all(map(same_number, row, numbers))), None)
+
     def _number(self, each: MatExpr) -> Expression:
         numbers = self._numbers(each)
         if not _is_one(each):
-            return self.cast(argument(self.first_row + self.rows.index(numbers)))
-        parts = _parts(numbers[0]) if self.dtype == torch.float64 else [numbers[0]]
+            row = self._row_of(each)
+            assert row is not None
+            return self.cast(argument(self.first_row + row))
+        parts = _parts(numbers[0]) if self.dtype == torch.float64 and self.in_parts else [numbers[0]]
         if parts is None:
             return self.cast(constant(numbers[0]))
         found = None
@@ -190,6 +199,9 @@ class ElementProgram(Numbers):
             a, b = of if each._operands[0]._operation != "numbers" else of[::-1]
             if not self.floating:
                 return apply("minimum" if operation == "min" else "maximum", a, b)
+            if any(operand._operation == "numbers" and _is_one(operand) for operand in each._operands):
+                kept = apply("le" if operation == "min" else "ge", a, b)  # of two zeros a, as torch.clamp has it
+                return apply("where", kept, a, apply("where", apply("ne", a, a), a, b))  # NaN where either is
             chosen = apply("lt" if operation == "min" else "gt", a, b)
             return apply("where", apply("bitwise_or", chosen, apply("ne", a, a)), a, b)  # NaN where either is
         return apply(operation, *of)
@@ -259,7 +271,7 @@ def _stored_64(x: Expression, depth: int) -> Expression:
 
 def _is_one(each: MatExpr) -> bool:
     """Whether all channels have the same number."""
-    return all(value == each._value[0] for value in each._value)
+    return all(same_number(value, each._value[0]) for value in each._value)
 
 
 def _parts(number: Any) -> list[float] | None:

@@ -188,5 +188,5 @@ def _is_held(number: int | float, depth: int) -> bool:
     """Whether a floating depth has this very number."""
     if math.isnan(number) or math.isinf(number):
         return True
-    held = torch.tensor(float(number), dtype=torch.float64).to(DEPTHS[depth].dtype).double().item()
+    held = torch.tensor(float(number), dtype=torch.float64, device="cpu").to(DEPTHS[depth].dtype).double().item()
     return held == number

@@ -9,6 +9,7 @@ Source of names and meanings: `cv::MatExpr` of OpenCV, modules/core/src/matrix_e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -293,6 +294,11 @@ def rebuilt(root: MatExpr, change: Callable[[MatExpr, tuple[MatExpr, ...]], MatE
     return new[id(root)]
 
 
+def same_number(a: float, b: float) -> bool:
+    """Whether two are equal, zeros with their signs."""
+    return a == b and (a != 0 or math.copysign(1.0, a) == math.copysign(1.0, b))
+
+
 def with_operands(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr:
     """The same operation of other operands."""
     return node(each._operation, operands, each._type, each._sizes, each._device, each._value)
@@ -368,7 +374,7 @@ def _binary(operation: str, a: Any, b: Any) -> MatExpr:
     if operation in BITWISE:
         _check_bits(left)
         for each in (left, right):
-            if each._operation == "numbers" and any(number != int(number) for number in each._value):
+            if each._operation == "numbers" and not all(float(number).is_integer() for number in each._value):
                 raise TypeError(f"bits are of whole numbers, got {each._value}")
     elif operation in COMPARISONS:
         type = CV_MAKETYPE(CV_8U, CV_MAT_CN(type))

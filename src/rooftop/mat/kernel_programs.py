@@ -36,4 +36,4 @@ def run(plan: Plan, tensors: Sequence[Tensor], target: Tensor) -> None:
 @functools.lru_cache(maxsize=256)
 def _row(numbers: tuple[int | float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A number for each channel, on the device; copied there without waiting."""
-    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)

@@ -10,7 +10,6 @@ CPUs, more Mats than the compiler checks for overlaps, hundreds of operations, s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, product
 from operator import mul
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from rooftop.kernels.expression_types import NUMBER, TENSOR, Kind, Types, types_of, wrapped
 from rooftop.kernels.expressions import DTYPES, OPERATIONS, Expression, topological
-from rooftop.launch.numba_loops import compiled_loop, in_threads, memory_of, run_part
+from rooftop.launch.numba_loops import compiled_loop, in_threads, memory_of, numba_works, run_part
 from rooftop.mat.conversions import Scaling
 from rooftop.mat.element_programs import ConversionProgram, ElementProgram, signed
 from rooftop.mat.planning import Plan, remember
@@ -34,6 +33,8 @@ PATIENCE_SECONDS = 0.3
 LEAST_COLUMNS = 32
 MOST_OPERATIONS = 200
 """Of a loop: compiling takes longer than in proportion to them."""
+MOST_LOOPS = 512
+"""Of a process: each takes a megabyte or so."""
 _MOST_ARRAYS = 7
 _ROW = 1 << 14  # elements, about, of a row where all are one: rows of numbers for the channels are as long
 _LEAST_PER_THREAD = 1 << 18
@@ -44,7 +45,8 @@ Form = tuple[Expression, tuple[Kind, ...], tuple[int, ...]]
 """What a loop stores; of which kinds its arguments are; and the array of each Mat and, at last, of the target."""
 _MOST_FORMS = 1024
 _spent: dict[Form, float] = {}  # seconds, of forms that have no loop yet
-_loops: dict[Form, Loop] = {}
+_loops: dict[Form, Loop] = {}  # none is ever forgotten, since Numba frees none
+_conversions: dict[Any, ConversionProgram] = {}
 
 
 def run(plan: Plan, tensors: Sequence[Tensor], target: Tensor) -> None:
@@ -64,9 +66,13 @@ def run_conversion(
     _run(lambda: _conversion(depth, new_depth, scaling), [source], target, otherwise)
 
 
-@functools.lru_cache(maxsize=256)
 def _conversion(depth: int, new_depth: int, scaling: Scaling | None) -> ConversionProgram:
-    return ConversionProgram(depth, new_depth, scaling)
+    key = (depth, new_depth, repr(scaling))  # -0.0 is equal to 0.0
+    found = _conversions.get(key)
+    if found is None:
+        found = ConversionProgram(depth, new_depth, scaling)
+        remember(_conversions, key, found, _MOST_FORMS)
+    return found
 
 
 def _run(
@@ -94,13 +100,14 @@ def _run(
     loop = _loops.get(form)
     if loop is None:
         spent = _spent.get(form, 0.0)
-        if spent < PATIENCE_SECONDS * max(1.0, program.operations / 20):
+        wait = spent < PATIENCE_SECONDS * max(1.0, program.operations / 20)
+        if wait or len(_loops) >= MOST_LOOPS or not numba_works():
             began = perf_counter()
             otherwise()
             remember(_spent, form, spent + perf_counter() - began, _MOST_FORMS)
             return
         loop = compiled_loop(*source_of(form))
-        remember(_loops, form, loop, _MOST_FORMS)
+        _loops[form] = loop
     rows = [np.array(numbers, dtype=_NUMPY[program.rows_dtype]) for numbers in program.rows]
     run_loop(loop, arrays, rows, program.numbers, target.shape[-1])
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from rooftop.launch.numba_loops import in_threads, memory_of, run_part
+from rooftop.launch.numba_loops import in_threads, kept_loop, memory_of, run_part
 
 _LEAST_PER_THREAD = 1 << 18
 _BLOCK = 2048  # numbers of a row at a time: their spread mask stays in the first cache
@@ -71,7 +70,7 @@ def _is_of(x: Tensor, width: int) -> bool:
     return width == own or (x.shape[-1] * own == width and all(step * own % width == 0 for step in steps))
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@kept_loop
 def _copy(
     first: int, last: int, target: np.ndarray, target_step: int, mask: np.ndarray, mask_step: int,
     source: np.ndarray, source_step: int, is_value: bool, columns: int, channels: int, block: int,

@@ -418,6 +418,8 @@ class Mat(ExportedHeader, Arithmetic):
 
     def _mask(self, mask: MatLike, device: torch.device) -> Tensor:
         """The bits of a mask of these elements, for a target on a device."""
+        if isinstance(mask, (list, tuple)):
+            raise TypeError("a mask is a Mat, an expression, an array or a tensor, got a list: make an array of it")
         mask = as_mat(mask)
         if mask.depth() not in (CV_8U, CV_8S, CV_Bool) or mask.channels() not in (1, self.channels()):
             raise TypeError(

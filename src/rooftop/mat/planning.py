@@ -6,9 +6,11 @@ found again by the form: evaluating small images takes less than planning would.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 Form = tuple[Any, ...]
 _MOST_PLANS = 1024
 _plans: dict[Form, Plan] = {}
+_remembering = Lock()
+os.register_at_fork(
+    before=_remembering.acquire, after_in_parent=_remembering.release, after_in_child=_remembering.release
+)
 
 
 class Plan:
@@ -69,17 +75,18 @@ class Plan:
     @cached_property
     def elements(self) -> ElementProgram:
         """For a loop on the CPU."""
-        return self._elements(self.dtype)
+        return self._elements(self.dtype, in_parts=False)
 
     @cached_property
     def elements_in_registers(self) -> ElementProgram:
         """For a GPU, whose registers have 32 bits."""
-        return self._elements(torch.int32 if self.dtype in (torch.uint8, torch.int8, torch.int16) else self.dtype)
+        narrow = self.dtype in (torch.uint8, torch.int8, torch.int16)
+        return self._elements(torch.int32 if narrow else self.dtype, in_parts=True)
 
-    def _elements(self, dtype: torch.dtype) -> ElementProgram:
+    def _elements(self, dtype: torch.dtype, in_parts: bool) -> ElementProgram:
         from rooftop.mat.element_programs import ElementProgram  # which imports all kernels
 
-        return ElementProgram(self.root, self.bounds, dtype, self.leaves, self.depth)
+        return ElementProgram(self.root, self.bounds, dtype, self.leaves, self.depth, in_parts)
 
 
 def plan_of(nodes: Sequence[MatExpr], depth: int) -> Plan:
@@ -95,9 +102,10 @@ def plan_of(nodes: Sequence[MatExpr], depth: int) -> Plan:
 
 def remember(found: dict[Any, Any], key: Any, value: Any, most: int) -> None:
     """Keeps a value, and of as many as that the last ones."""
-    while len(found) >= most and key not in found:
-        found.pop(next(iter(found)), None)
-    found[key] = value
+    with _remembering:
+        if len(found) >= most and key not in found:
+            found.pop(next(iter(found)))
+        found[key] = value
 
 
 def _form_of(each: MatExpr, number: dict[int, int]) -> tuple[Any, ...]:

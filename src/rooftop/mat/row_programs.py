@@ -18,7 +18,7 @@ from torch import Tensor
 from rooftop.launch.numba_loops import in_threads
 from rooftop.mat.conversions import store_64
 from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, trusted
-from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, topological
+from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, same_number, topological
 from rooftop.mat.type_codes import DEPTHS, CV_Bool
 
 BLOCK = 1 << 15  # elements: the most that torch computes in one thread. 16 KB to 256 KB an operand: within an L2
@@ -63,7 +63,7 @@ class RowProgram:
         in_threads(lambda first, last: self._run_blocks(views, blocks[first:last], channels), len(blocks), most)
 
     def _run_blocks(self, views: list[Tensor], share: list[Block], channels: int) -> None:
-        rooms = [torch.empty(BLOCK + 512, dtype=dtype) for dtype in self.scratch]
+        rooms = [torch.empty(BLOCK + 512, dtype=dtype, device="cpu") for dtype in self.scratch]
         shaped: dict[torch.Size, list[Tensor]] = {}
         for registers in _parts(views, share):
             shape = registers[0].shape
@@ -93,7 +93,7 @@ def _parts(views: list[Tensor], share: list[Block]) -> Iterator[list[Tensor]]:
 
 def _pattern(numbers: tuple[int | float, ...], shape: torch.Size, dtype: torch.dtype, channels: int) -> Tensor:
     """The numbers of the channels along the last dimension of a block, which begins at the first channel."""
-    row = torch.tensor(numbers, dtype=dtype).repeat(shape[-1] // channels)
+    row = torch.tensor(numbers, dtype=dtype, device="cpu").repeat(shape[-1] // channels)
     return row.expand(shape).contiguous()
 
 
@@ -183,12 +183,12 @@ class _Writer:
         self.program = RowProgram(dtype, leaves)
         self.leaves = {id(each): n for n, each in enumerate(leaves)}
         self.target = len(leaves)
-        self.patterns: dict[tuple[int | float, ...], int] = {}
+        self.patterns: dict[str, int] = {}
         for each in self.nodes:  # patterns have registers before scratch does
             for numbers in self._patterns_of(each):
-                if numbers not in self.patterns:
-                    self.patterns[numbers] = self.target + 1 + len(self.patterns)
-        self.program.patterns = list(self.patterns)
+                if _key(numbers) not in self.patterns:
+                    self.patterns[_key(numbers)] = self.target + 1 + len(self.patterns)
+                    self.program.patterns.append(numbers)
         self.first_scratch = self.target + 1 + len(self.patterns)
         self.free: dict[torch.dtype, list[int]] = {}
         self.places: dict[int, int] = {}
@@ -216,7 +216,7 @@ class _Writer:
 
     def number(self, each: MatExpr) -> int | float | None:
         """The number that all channels have, in the dtype that is computed in; None where they differ."""
-        if each._operation != "numbers" or any(value != each._value[0] for value in each._value):
+        if each._operation != "numbers" or not all(same_number(value, each._value[0]) for value in each._value):
             return None
         return self.cast(each._value[0])
 
@@ -271,7 +271,7 @@ class _Writer:
 
     def _place(self, operand: MatExpr, stored: bool = False) -> int:
         if operand._operation == "numbers":
-            return self.patterns[self._stored_numbers(operand) if stored else operand._value]
+            return self.patterns[_key(self._stored_numbers(operand) if stored else operand._value)]
         return self.places[id(operand)]
 
     def _done(self, each: MatExpr) -> None:
@@ -443,6 +443,11 @@ class _Writer:
         other = self.room(dtype)
         self.step(Tensor.copy_, other, place, out=None)
         return other
+
+
+def _key(numbers: tuple[int | float, ...]) -> str:
+    """Another one for -0.0 than for 0.0."""
+    return repr(numbers)
 
 
 def _truth(out: Tensor, truth: Tensor) -> None:

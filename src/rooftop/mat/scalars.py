@@ -18,6 +18,8 @@ from rooftop.mat.type_codes import CV_MAT_CN, Depth, depth_of, typeToString
 
 ScalarLike: TypeAlias = "float | bool | Sequence[float] | np.ndarray[Any, Any] | Tensor"
 
+_MOST_BITS = 1023  # of float64
+
 
 class Scalar(tuple[float, float, float, float]):
     """cv::Scalar: four numbers, those left out 0. So `Scalar(5)` is 5 in the first channel and 0 in the others;
@@ -49,7 +51,7 @@ def element(value: ScalarLike, type: int) -> Tensor:
         ValueError: another count of numbers.
     """
     depth = depth_of(type)
-    return torch.tensor([_stored(number, depth) for number in numbers_of(value, type)], dtype=depth.dtype)
+    return torch.tensor([_stored(number, depth) for number in numbers_of(value, type)], dtype=depth.dtype, device="cpu")
 
 
 def numbers_of(value: ScalarLike, type: int) -> list[int | float]:
@@ -69,9 +71,10 @@ def numbers_of(value: ScalarLike, type: int) -> list[int | float]:
 
 
 def _numbers(value: ScalarLike) -> list[int | float]:
+    flat: list[Any]
     if isinstance(value, (bool, int, float)):
-        return [value]
-    if isinstance(value, (np.ndarray, np.generic, Tensor)):
+        flat = [value]
+    elif isinstance(value, (np.ndarray, np.generic, Tensor)):
         flat = value.reshape(-1).tolist()
     else:
         try:
@@ -80,6 +83,8 @@ def _numbers(value: ScalarLike) -> list[int | float]:
             flat = [value]
     if not all(isinstance(each, (bool, int, float)) for each in flat):
         raise TypeError(f"a number or a tuple of numbers was expected, got {value!r}")
+    if any(isinstance(each, int) and each.bit_length() > _MOST_BITS for each in flat):
+        raise ValueError(f"a number of more than {_MOST_BITS} bits is none that a Mat can hold")
     return list(flat)
 
 

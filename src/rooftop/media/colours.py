@@ -76,7 +76,7 @@ def yuv_to_rgb(y: Tensor, u: Tensor, v: Tensor, colours: Colours, bits: int, dty
     luma = y.to(exact).sub_(black).mul_(white / luma_scale).view(-1, down, width)
     cb = u.to(exact).sub_(1 << (bits - 1)).mul_(white / chroma_scale)[:, None]
     cr = v.to(exact).sub_(1 << (bits - 1)).mul_(white / chroma_scale)[:, None]
-    rgb = torch.empty(3, height, width, dtype=dtype)
+    rgb = torch.empty(3, height, width, dtype=dtype, device=y.device)
     values = torch.empty_like(luma)
     differences = (
         cr * (2 * (1 - kr)),

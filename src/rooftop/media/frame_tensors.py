@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.errors import InputError
-from rooftop.launch.numba_loops import numba_is_installed
+from rooftop.launch.numba_loops import numba_works
 from rooftop.media.colours import MATRICES, Colours, usual_matrix, yuv_to_rgb
 from rooftop.media.forms import Form
 from rooftop.media.nvdec import surface_of
+from rooftop.media.resizing import resized
 from rooftop.media.surfaces import to_rgb
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def colours_of(frame: av.VideoFrame) -> Colours:
 def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = None) -> Tensor:
     """A frame as `form` says: RGB (3, H, W), upright, or NV12 as it is.
 
-    Resized with bilinear weights that shrink without aliasing (`torch.nn.functional.interpolate`, `antialias=True`).
+    Resized with bilinear weights that shrink without aliasing (`resizing.py`).
 
     Args:
         frame: in the host's memory, or NVDEC's.
@@ -84,7 +84,7 @@ def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = No
     if size is not None and turns % 2:
         size = size[::-1]
     frame = _plain(frame)
-    if numba_is_installed() and form.dtype != torch.float64 and _has_planes(frame):
+    if numba_works() and form.dtype != torch.float64 and _has_planes(frame):
         rgb = _by_loops(frame, form, size)
     else:
         rgb = _by_torch(frame, form, size)
@@ -114,12 +114,12 @@ def _by_loops(frame: av.VideoFrame, form: Form, size: tuple[int, int] | None) ->
 
 
 def _by_torch(frame: av.VideoFrame, form: Form, size: tuple[int, int] | None) -> Tensor:
-    narrow = form.dtype in (torch.float16, torch.bfloat16)  # PyTorch does not resize these on the CPU
+    narrow = form.dtype in (torch.float16, torch.bfloat16)
     rgb = _rgb(frame, torch.float32 if narrow else form.dtype)
-    if size is not None and tuple(rgb.shape[1:]) != size:
-        rgb = F.interpolate(rgb[None], size, mode="bilinear", antialias=True)[0]
+    if size is not None:
+        rgb = resized(rgb, size)
     if form.mean is not None and form.std is not None:
-        mean, std = (torch.tensor(each, dtype=rgb.dtype)[:, None, None] for each in (form.mean, form.std))
+        mean, std = (rgb.new_tensor(each)[:, None, None] for each in (form.mean, form.std))
         rgb = (rgb - mean) / std
     return rgb.to(form.dtype)
 
@@ -197,15 +197,35 @@ def _plain(frame: av.VideoFrame) -> av.VideoFrame:
     """The same numbers in planes, and in the order of this machine's bytes."""
     name = frame.format.name
     if name in REPACKED or (name.startswith(("yuv", "gray")) and name.endswith("be")):
-        return frame.reformat(format=REPACKED.get(name) or name[:-2] + "le")
+        return _reformatted(frame, REPACKED.get(name) or name[:-2] + "le")
     return frame
+
+
+def _reformatted(frame: av.VideoFrame, name: str) -> av.VideoFrame:
+    """By swscale.
+
+    Raises:
+        InputError: it cannot, or would end the process, as it does for Bayer patterns of odd sizes.
+    """
+    own, (height, width) = frame.format.name, (frame.height, frame.width)
+    refused = own.startswith("yaf") or (own.startswith("bayer") and (height % 2 or width % 2 or min(height, width) < 4))
+    if not refused:
+        try:
+            return frame.reformat(format=name)
+        except (OSError, ValueError) as error:
+            raise InputError(NO_FORMAT.format(own, width, height)) from error
+    raise InputError(NO_FORMAT.format(own, width, height))
+
+
+NO_FORMAT = "pixels of format {} in {} x {} are not supported: convert the video, with ffmpeg -pix_fmt yuv444p for one"
 
 
 def _has_planes(frame: av.VideoFrame) -> bool:
     """Whether it is planes of luma and chroma, or of luma alone, as whole numbers."""
     name = frame.format.name
     planar = (name.startswith("yuv") and len(frame.planes) >= 3) or name.startswith("gray")
-    return planar and "f" not in name and all(plane.line_size > 0 for plane in frame.planes)
+    plain = "f" not in name and "msb" not in name and frame.format.components[0].bits <= 16
+    return planar and plain and all(plane.line_size > 0 for plane in frame.planes)
 
 
 def _rgb(frame: av.VideoFrame, dtype: torch.dtype) -> Tensor:
@@ -213,12 +233,14 @@ def _rgb(frame: av.VideoFrame, dtype: torch.dtype) -> Tensor:
         bits = frame.format.components[0].bits
         y, *chroma = (_plane(each, bits) for each in frame.planes[:3])
         if not chroma:
-            chroma = [torch.full(tuple(-(-each // 2) for each in y.shape), 1 << (bits - 1), dtype=torch.int32)] * 2
+            chroma = [
+                torch.full(tuple(-(-each // 2) for each in y.shape), 1 << (bits - 1), dtype=torch.int32, device="cpu")
+            ] * 2
         u, v = chroma
         return yuv_to_rgb(y, u, v, colours_of(frame), bits, dtype)
     deep = max((each.bits for each in frame.format.components), default=8) > 8
     # Red, green and blue already, or a palette: only their order and depth change.
-    pixels = frame.reformat(format="rgb48le" if deep else "rgb24").to_ndarray()  # (H, W, 3), perhaps FFmpeg's own
+    pixels = _reformatted(frame, "rgb48le" if deep else "rgb24").to_ndarray()  # (H, W, 3), perhaps FFmpeg's own
     values = torch.from_numpy(pixels.astype(np.int32 if deep else np.uint8)).permute(2, 0, 1)
     if dtype == torch.uint8:
         return values.contiguous() if not deep else (values.float() / 257).round_().to(torch.uint8)

@@ -9,17 +9,16 @@ Compiled once for each depth and kept beside this file, for processes that come 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from rooftop.launch.numba_loops import in_threads, run_part
+from rooftop.launch.numba_loops import in_threads, kept_loop, run_part
 from rooftop.media.colours import WEIGHTS, Colours, extents, pixels_a_sample
 from rooftop.media.forms import Normalization
+from rooftop.media.resizing import taps
 
 _MOST_THREADS = 4  # more would take them from the decoder
 _LEAST_PER_THREAD = 1 << 18  # pixels
@@ -75,7 +74,7 @@ def planes_to_rgb(
     numbers = (black, white / luma_scale, float(1 << (bits - 1)), white / chroma_scale, *factors, white)
     mean, std = normalization or ((0.0,) * 3, (1.0,) * 3)
     gains = [[1 / b, -a / b] for a, b in zip(mean, std, strict=True)]
-    rgb = torch.empty(3, *(size or (y.height, y.width)), dtype=dtype)
+    rgb = torch.empty(3, *(size or (y.height, y.width)), dtype=dtype, device="cpu")
     memory = [part for each in (y, u, v) for part in (each.memory, each.step)]
     given = [*memory, rgb.flatten().numpy(), y.height, y.width, down, across]
     given += [np.array(numbers, np.float32), np.array(gains, np.float32)]
@@ -84,32 +83,17 @@ def planes_to_rgb(
     if size is None or size == (y.height, y.width):
         in_threads(run_part(_whole, given), u.height, threads)
     else:
-        rows, columns = taps(y.height, size[0]), taps(y.width, size[1])
-        in_threads(run_part(_resized, [*given, *rows, *columns]), size[0], threads)
+        for pixels, results in ((y.height, size[0]), (y.width, size[1])):
+            first, end, weights = taps(pixels, results)
+            given += [first, end, weights.astype(np.float32)]
+        in_threads(run_part(_resized, given), size[0], threads)
     return rgb
-
-
-@functools.lru_cache(maxsize=64)
-def taps(pixels: int, results: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The bilinear weights of each result along one dimension.
-
-    Returns: the first pixel of each result, the one after its last, and (results, most) weights, which sum up to 1.
-    """
-    by = pixels / results
-    wide = max(by, 1.0)
-    centre = (np.arange(results) + 0.5) * by
-    first = np.maximum((centre - wide + 0.5).astype(np.int64), 0)
-    end = np.minimum((centre + wide + 0.5).astype(np.int64), pixels)
-    place = first[:, None] + np.arange(int((end - first).max()))
-    weights = np.maximum(1 - np.abs(place - centre[:, None] + 0.5) / wide, 0.0)
-    weights[place >= end[:, None]] = 0
-    return first, end, (weights / weights.sum(1, keepdims=True)).astype(np.float32)
 
 
 # ---- loops -------------------------------------------------------------------------------------------------------
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@kept_loop
 def _spread(samples: np.ndarray, across: int, found: np.ndarray) -> None:
     """Each sample for the pixels that it covers. A loop by itself: with arithmetic in it, it takes twice as long."""
     width = len(found)
@@ -124,7 +108,7 @@ def _spread(samples: np.ndarray, across: int, found: np.ndarray) -> None:
             found[j] = samples[j // across]
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@kept_loop
 def _differences(
     u: np.ndarray, v: np.ndarray, across: int, numbers: np.ndarray, found: np.ndarray, room: np.ndarray
 ) -> None:
@@ -148,14 +132,14 @@ def _differences(
         _spread(some, across, found[2])
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@kept_loop
 def _luma(y: np.ndarray, numbers: np.ndarray, found: np.ndarray) -> None:
     black, scale = numbers[0], numbers[1]
     for j in range(len(y)):
         found[j] = (np.float32(y[j]) - black) * scale
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@kept_loop
 def _colour(luma: np.ndarray, difference: np.ndarray, white: np.float32, found: np.ndarray) -> None:
     """One of red, green and blue of a row, within black and white."""
     for j in range(len(luma)):
@@ -164,7 +148,7 @@ def _colour(luma: np.ndarray, difference: np.ndarray, white: np.float32, found: 
         found[j] = value if value > np.float32(0) else np.float32(0)
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@kept_loop
 def _add_to_two(
     luma: np.ndarray, difference: np.ndarray, white: np.float32, one: np.float32, into: np.ndarray, other: np.float32,
     into_other: np.ndarray,
@@ -178,7 +162,7 @@ def _add_to_two(
         into_other[j] += other * value
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@kept_loop
 def _store(row: np.ndarray, gain: np.float32, shift: np.float32, rounded: bool, into: np.ndarray) -> None:
     if rounded:
         for j in range(len(into)):
@@ -188,7 +172,7 @@ def _store(row: np.ndarray, gain: np.float32, shift: np.float32, rounded: bool, 
             into[j] = row[j] * gain + shift
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@kept_loop
 def _whole(
     first: int, last: int, y: np.ndarray, y_step: int, u: np.ndarray, u_step: int, v: np.ndarray, v_step: int,
     rgb: np.ndarray, height: int, width: int, down: int, across: int, numbers: np.ndarray, gains: np.ndarray,
@@ -214,7 +198,7 @@ def _whole(
                 _store(row, gains[c, 0], gains[c, 1], rounded, rgb[begin : begin + width])
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@kept_loop
 def _resized(
     first: int, last: int, y: np.ndarray, y_step: int, u: np.ndarray, u_step: int, v: np.ndarray, v_step: int,
     rgb: np.ndarray, height: int, width: int, down: int, across: int, numbers: np.ndarray, gains: np.ndarray,

@@ -161,14 +161,14 @@ class VideoReader:
     @property
     def times(self) -> Tensor:
         """(N,) float64: when each frame is shown, in seconds."""
-        return torch.tensor([self._seconds(tick) for tick in self.index.pts], dtype=torch.float64)
+        return torch.tensor([self._seconds(tick) for tick in self.index.pts], dtype=torch.float64, device="cpu")
 
     @property
     def durations(self) -> Tensor:
         """(N,) float64: how long each frame is shown, in seconds: until the next."""
         index = self.index
         ticks = [index.duration(position) for position in range(len(index))]
-        return torch.tensor([float(each * self._time_base) for each in ticks], dtype=torch.float64)
+        return torch.tensor([float(each * self._time_base) for each in ticks], dtype=torch.float64, device="cpu")
 
     @property
     def duration(self) -> float:
