@@ -199,6 +199,23 @@ def _whole(
 
 
 @kept_loop
+def _resize_rows(
+    row: np.ndarray, lefts: np.ndarray, counts: np.ndarray, weights: np.ndarray, found: np.ndarray
+) -> None:
+    """(3, width) along itself as (3, columns). Places without signs: others would be looked at for being negative."""
+    red, green, blue = row[0], row[1], row[2]
+    for x in range(len(counts)):
+        r, g, b = np.float32(0), np.float32(0), np.float32(0)
+        left, some = np.uint64(lefts[x]), weights[x]
+        for k in range(counts[x]):
+            weight, i = some[k], left + k
+            r += red[i] * weight
+            g += green[i] * weight
+            b += blue[i] * weight
+        found[0, x], found[1, x], found[2, x] = r, g, b
+
+
+@kept_loop
 def _resized(
     first: int, last: int, y: np.ndarray, y_step: int, u: np.ndarray, u_step: int, v: np.ndarray, v_step: int,
     rgb: np.ndarray, height: int, width: int, down: int, across: int, numbers: np.ndarray, gains: np.ndarray,
@@ -220,7 +237,8 @@ def _resized(
             ahead += 1
         most = max(most, ahead - r)
     opened = np.zeros((most, 3, width), np.float32)
-    resized = np.empty(columns, np.float32)
+    resized = np.empty((3, columns), np.float32)
+    counts = (rights - lefts).astype(np.uint64)
     oldest, chroma = first, -1
     for i in range(tops[first], bottoms[last - 1]):
         if i // down != chroma:
@@ -245,14 +263,10 @@ def _resized(
                 for j in range(width):
                     into[j] += weight * row[j]
         while oldest < last and bottoms[oldest] == i + 1:
+            done = opened[oldest % most]
+            _resize_rows(done, lefts, counts, column_weights, resized)
             for c in range(3):
-                into = opened[oldest % most, c]
-                for x in range(columns):
-                    total = np.float32(0)
-                    for k in range(lefts[x], rights[x]):
-                        total += into[k] * column_weights[x, k - lefts[x]]
-                    resized[x] = total
                 begin = (c * rows + oldest) * columns
-                _store(resized, gains[c, 0], gains[c, 1], rounded, rgb[begin : begin + columns])
-                into[:] = 0
+                _store(resized[c], gains[c, 0], gains[c, 1], rounded, rgb[begin : begin + columns])
+            done[:] = 0
             oldest += 1
