@@ -75,7 +75,8 @@ def section(path: Path) -> str:
     """The tables of one file of figures; what to run, where it is not there."""
     if not path.is_file():
         script = COMMANDS.get(path.name, f"kernels/{path.stem}.py")
-        return f"No figures yet: `python benchmarks/{script} --out benchmarks/results/{path.parent.name}/{path.name}`."
+        folder = "cpu" if path.parent.name == "cpu" else "h200"
+        return f"No figures yet: `python benchmarks/{script} --out benchmarks/results/{folder}/{path.name}`."
     found = json.loads(path.read_text(encoding="utf-8"))
     if path.name == "tune_clusters.json":
         return f"{clusters(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {found['device']}."

@@ -40,12 +40,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import av
+import numpy as np
 import torch
 
 import rooftop.media
 from conftest import H264, KINDS, picture, write_video
 from rooftop.errors import InputError
+from rooftop.launch.numba_loops import numba_works
 from rooftop.media import DamagedVideoError, VideoReader, VideoWriter, probe, read_sound
+from rooftop.media.colours import Colours
 from rooftop.media.decoding import Decoder
 from rooftop.media.opening import Source
 
@@ -404,6 +407,18 @@ def lost(whole: Whole, spoilt: Ranges, outcome: Outcome) -> int:
     return sum(at not in frames for at in whole.frames if at / 1e6 < fault - 1e-5) if frames else 0
 
 
+def load_loops() -> None:
+    """The loops that make colours, of 8 bits and of more, once for all processes that are forked."""
+    if not numba_works():
+        return
+    from rooftop.media.plane_loops import Plane, planes_to_rgb
+
+    for bits, dtype in ((8, np.uint8), (10, np.dtype("<u2"))):
+        rows = np.frombuffer(bytearray(16), dtype)
+        plane = Plane(rows, 2, 2, 2)
+        planes_to_rgb(plane, plane, plane, Colours("bt709", False), bits, torch.uint8)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Spoil videos and read them.")
     parser.add_argument("--files", type=int, default=60)
@@ -413,6 +428,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # and no other threads, so that the process can be forked
     rooftop.media.pyav.load_av()
+    load_loops()
     with tempfile.TemporaryDirectory() as name:
         wholes: list[Whole] = []
         made = in_child(lambda: make_files(Path(name)))
