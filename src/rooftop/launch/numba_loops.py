@@ -1,7 +1,7 @@
 """Loops for the CPU, compiled by Numba at run time, and their division among threads.
 
-Numba is no dependency of Rooftop: `pip install "rooftop[mat]"` brings it. What has a slower way of its own asks
-`numba_is_installed`.
+Numba is no dependency of Rooftop: `pip install "rooftop[mat]"` brings it. Whoever imports it, or a module of
+`kept_loop`s, asks `numba_works` before and has a slower way where it does not.
 """
 
 from __future__ import annotations

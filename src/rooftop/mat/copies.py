@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rooftop.launch.numba_loops import worth_a_loop
+from rooftop.launch.numba_loops import numba_works, worth_a_loop
 from rooftop.mat.conversions import row_blocks
 
 
@@ -48,7 +48,7 @@ def copy_masked(source: Tensor, target: Tensor, mask: Tensor) -> None:
     if target.device.type != "cpu":
         torch.where(mask != 0, source, target, out=target)
         return
-    if worth_a_loop(target.numel()):
+    if worth_a_loop(target.numel()) and numba_works():
         from rooftop.mat.masked_loops import copy_by_loops  # which imports Numba
 
         if copy_by_loops(source, target, mask):

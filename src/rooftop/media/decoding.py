@@ -158,9 +158,8 @@ class Decoder:
             if packet is None or (packet.size == 0 and packet.dts is None):  # the last one only drains the decoder
                 break
             count += 1
-            if (
-                packet.dts is not None
-            ):  # of an AVI, the place of its chunk: empty ones repeat a frame, and are no packets
+            if packet.dts is not None:
+                # Of an AVI, the place of its chunk. Chunks without bytes repeat a frame, and are no packets.
                 places = max(places, packet.dts // usual_duration(self) + 1)
             if packet.pts is not None:
                 end = max(end or packet.pts, packet.pts + (packet.duration or 0))

@@ -208,13 +208,12 @@ def _reformatted(frame: av.VideoFrame, name: str) -> av.VideoFrame:
         InputError: it cannot, or would end the process, as it does for Bayer patterns of odd sizes.
     """
     own, (height, width) = frame.format.name, (frame.height, frame.width)
-    refused = own.startswith("yaf") or (own.startswith("bayer") and (height % 2 or width % 2 or min(height, width) < 4))
-    if not refused:
-        try:
-            return frame.reformat(format=name)
-        except (OSError, ValueError) as error:
-            raise InputError(NO_FORMAT.format(own, width, height)) from error
-    raise InputError(NO_FORMAT.format(own, width, height))
+    if own.startswith("yaf") or (own.startswith("bayer") and (height % 2 or width % 2 or min(height, width) < 4)):
+        raise InputError(NO_FORMAT.format(own, width, height))
+    try:
+        return frame.reformat(format=name)
+    except (OSError, ValueError) as error:
+        raise InputError(NO_FORMAT.format(own, width, height)) from error
 
 
 NO_FORMAT = "pixels of format {} in {} x {} are not supported: convert the video, with ffmpeg -pix_fmt yuv444p for one"
