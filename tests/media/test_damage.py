@@ -16,6 +16,8 @@ from torch import Tensor
 
 from rooftop.errors import InputError, MissingExtraError, RooftopError
 from rooftop.media import DamagedVideoError, VideoReader, probe
+from rooftop.media.decoding import Decoder, usual_duration
+from rooftop.media.opening import Source
 
 av = pytest.importorskip("av")
 MakeVideo = Callable[..., Path]
@@ -247,3 +249,13 @@ def test_an_avi_with_an_empty_chunk_is_whole(make_video: MakeVideo, tmp_path: Pa
     assert isinstance(error, DamagedVideoError)
     assert len(frames) == len(chunks) - 3  # the last that is there may have waited for one that is not
     assert f"the file ends after {len(chunks) - 2} of {len(chunks)} frames" in str(error)
+
+
+def test_nothing_is_asked_of_a_closed_file(make_video: MakeVideo) -> None:
+    """FFmpeg would read memory that it has freed: a reader asks for the frame rate when its first decoder is closed."""
+    decoder = Decoder(Source(make_video("closed.mp4")))
+    rate = decoder.rate()
+    decoder.close()
+    del decoder.stream
+    assert decoder.rate() == rate
+    assert usual_duration(decoder) > 0

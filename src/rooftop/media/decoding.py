@@ -115,6 +115,9 @@ class Decoder:
             context.thread_type, context.thread_count = "NONE", 1
         context.options = {"max_pixels": str(MAX_PIXELS)}
         self.time_base: Fraction = self.stream.time_base or Fraction(1, 90000)
+        # FFmpeg guesses it from memory that is freed with the container, and PyAV does not look whether it is.
+        rate = self.stream.average_rate or self.stream.guessed_rate or self.stream.base_rate
+        self._rate: Fraction | None = rate if rate and rate > 0 else None
         start = self.container.start_time
         # PyAV gives it in microseconds.
         self.start_ticks = round(Fraction(start, 1_000_000) / self.time_base) if start is not None else 0
@@ -138,9 +141,8 @@ class Decoder:
             self._file.close()
 
     def rate(self) -> Fraction | None:
-        """Frames a second, of the whole file as its header says it; None if unknown."""
-        rate = self.stream.average_rate or self.stream.guessed_rate or self.stream.base_rate
-        return rate if rate and rate > 0 else None
+        """Frames a second, of the whole file as its header says it; None if unknown. Also when it is closed."""
+        return self._rate
 
     def seconds(self, ticks: int) -> float:
         """On the clock of the file, which starts with the first of its streams."""

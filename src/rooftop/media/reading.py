@@ -137,8 +137,9 @@ class VideoReader:
             tick, frame = next(cursor.frames)
             to_tensor(frame, self.form, device)
         except (NoNvdecError, Broken, StopIteration) as error:
+            codec = cursor.decoder.stream.codec_context.name
             cursor.close()
-            return f"NVDEC does not decode this {cursor.decoder.stream.codec_context.name} ({str(error) or 'no frame'})"
+            return f"NVDEC does not decode this {codec} ({str(error) or 'no frame'})"
         except BaseException:
             cursor.close()
             raise
