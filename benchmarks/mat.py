@@ -71,7 +71,7 @@ def with_opencv(name: str, dtype: str) -> Callable[..., Any]:
     }[name]
 
 
-def with_torch(name: str, dtype: str) -> Callable[..., Tensor]:
+def with_torch(name: str, dtype: str, device: str) -> Callable[..., Tensor]:
     """The same by torch, in the narrowest dtype that does not overflow, saturated once."""
     wide = torch.int16 if dtype == "uint8" else torch.float32
 
@@ -80,6 +80,7 @@ def with_torch(name: str, dtype: str) -> Callable[..., Tensor]:
             return x
         return (x.round() if x.is_floating_point() else x).clamp(0, 255).to(torch.uint8)
 
+    shift = torch.tensor((5, 6, 7), dtype=wide, device=device)
     return {
         "add": lambda a, b: store(a.to(wide) + b),
         "greater": lambda a, b: (a > b).to(torch.uint8) * 255,
@@ -87,7 +88,7 @@ def with_torch(name: str, dtype: str) -> Callable[..., Tensor]:
         "weighted": lambda a, b: store(a * 0.3 + b * 0.7),
         "masked": lambda a, mask: torch.where(mask[..., None] != 0, a, 0),
         "converted": lambda a: a * (1 / 255) if dtype == "uint8" else (a * 255).round().clamp(0, 255).to(torch.uint8),
-        "each channel": lambda a: store(a.to(wide) + torch.tensor((5, 6, 7), dtype=wide, device=a.device)),
+        "each channel": lambda a: store(a.to(wide) + shift),
         "five": lambda a, b, c, d, e: torch.maximum(store(a.to(wide) + b + c - d), e),
     }[name]
 
@@ -154,7 +155,7 @@ def on_cpu(name: str, dtype: str, region: bool, size: tuple[int, int], seconds: 
     given = operands(name, dtype, region, size, "cpu")
     mats, arrays = [Mat(each) for each in given], [each.numpy() for each in given]
     result, other = Mat(result_like(name, given[0])), result_like(name, given[0]).numpy()
-    plain, opencv = with_torch(name, dtype), with_opencv(name, dtype)
+    plain, opencv = with_torch(name, dtype, "cpu"), with_opencv(name, dtype)
     calls: dict[str, Callable[[], object]] = {
         "rooftop": lambda: operation(result, *mats),
         "opencv": lambda: opencv(*arrays, other),
@@ -183,7 +184,7 @@ def on_gpu(
     like = result_like(name, first[0])
     cost = Cost(sum(each.numel() * each.element_size() for each in first), like.numel() * like.element_size(), {})
     sets = [first, *(operands(name, dtype, region, size, "cuda") for _ in range(max(1, SETS_BYTES // cost.bytes)))]
-    plain = with_torch(name, dtype)
+    plain = with_torch(name, dtype, "cuda")
     torch._dynamo.reset()
     compiled = torch.compile(plain, dynamic=False)
     prepared = []

@@ -230,7 +230,7 @@ def test_on_a_gpu_no_frame_crosses_the_bus(interpolation: Image.Resampling, tmp_
     frames = SampledVideo.for_model(model, path, how, every=0.1)
     assert (frames.device.type, frames.fallback_reason) == ("cuda", None)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         found = list(classify_video(model, frames, top=10, batch_size=8))
         torch.cuda.synchronize()
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
