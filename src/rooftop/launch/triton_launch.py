@@ -54,6 +54,49 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     record_launch(kernel.fn.__name__)
 
 
+class Repeated:
+    """A kernel that is launched again and again with other pointers, and otherwise with the same arguments.
+
+    Triton looks at all arguments of a launch to find what it compiled for such; here it does so the first time only.
+
+    Args:
+        kernel: a `triton.jit` function, whose first parameters are the pointers.
+        grid: programs in each dimension, none of them 0.
+        device: where the tensors are.
+        *rest, **parameters: the other arguments, constants and launch parameters.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], device: torch.device, *rest: Any, **parameters: Any) -> None:
+        self.kernel, self.grid, self.device = kernel, grid, device
+        self.rest, self.parameters = rest, parameters
+        self._compiled: dict[tuple[bool, ...], Any] = {}  # by which pointers are divisible by 16 bytes
+
+    def __call__(self, *pointers: Any) -> None:
+        """Launch it on the device's current stream.
+
+        Args:
+            *pointers: tensors, or what has their `data_ptr` and `dtype`; always of the same dtypes.
+        """
+        if _is_cuda(self.device) and torch._C._cuda_getDevice() != self.device.index:
+            with torch.cuda.device(self.device):
+                self._launch(pointers)
+        else:
+            self._launch(pointers)
+        record_launch(self.kernel.fn.__name__)
+
+    def _launch(self, pointers: tuple[Any, ...]) -> None:
+        aligned = tuple([each.data_ptr() % 16 == 0 for each in pointers])
+        compiled = self._compiled.get(aligned)
+        if compiled is not None:
+            compiled(*pointers, *self.rest)
+            return
+        found = self.kernel.run(*pointers, *self.rest, grid=self.grid, warmup=False, **self.parameters)
+        if not INTERPRETED:
+            constants = [self.parameters[name] for name in self.kernel.arg_names[len(pointers) + len(self.rest) :]]
+            ready = found[(*self.grid, 1, 1)[:3]]
+            self._compiled[aligned] = lambda *given: ready(*given, *constants)
+
+
 def record_launch(name: str) -> None:
     """One more launch of that kernel, for all that count."""
     for counter in _counters:

@@ -24,6 +24,7 @@ from rooftop.media.ffmpeg_builds import FFmpegBuild, build_ffmpeg
 from rooftop.media.ffmpeg_checks import FFmpegReport, ffmpeg_abilities
 from rooftop.media.ffmpeg_trials import FFmpegAbility
 from rooftop.media.images import ImageDecoder, NamedImage, find_images, read_image, read_images
+from rooftop.media.nvdec_decoders import release_decoders
 from rooftop.media.nvjpeg import NoImageDecoderError
 from rooftop.media.probing import AudioInfo, VideoInfo, probe
 from rooftop.media.reading import TimedFrame, VideoReader
@@ -60,4 +61,5 @@ __all__ = [
     "read_image",
     "read_images",
     "read_sound",
+    "release_decoders",
 ]

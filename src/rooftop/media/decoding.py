@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from array import array
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -18,7 +19,8 @@ import torch
 
 from rooftop.errors import InputError
 from rooftop.media.frame_index import FrameIndex
-from rooftop.media.nvdec import NoNvdecError, acceleration
+from rooftop.media.nvdec import NoNvdecError
+from rooftop.media.nvdec_decoders import Kind, given_back, kind_of, says_otherwise, taken
 from rooftop.media.opening import Source, open_input, said
 from rooftop.media.pyav import load_av
 
@@ -78,6 +80,9 @@ class Decoder:
     def __init__(self, source: Source, device: torch.device | None = None, threads: bool = True) -> None:
         self.source, self.device, self.threads = source, device, threads and device is None
         self.av = load_av()
+        self.kind: Kind | None = None  # of NVDEC's decoder
+        self.context: av.VideoCodecContext | None = None
+        self._sound = True  # whether others can have that decoder
         self._file = source.open()
         try:
             with nullcontext() if device is None else torch.cuda.device(device):
@@ -88,11 +93,8 @@ class Decoder:
 
     def _open(self) -> None:
         try:
-            hwaccel = None if self.device is None else acceleration(self.device)
-            self.container = open_input(self._file, hwaccel)
+            self.container = open_input(self._file)
         except (self.av.FFmpegError, OSError, ValueError, RuntimeError) as error:  # UnicodeError is a ValueError
-            if self.device is not None:
-                raise NoNvdecError(said(error)) from error
             why = "not the format of a video file" if isinstance(error, self.av.ArgumentError) else said(error)
             raise InputError(
                 f"{self.source.name} is no video that FFmpeg can read ({why}): expected a whole file of MP4, "
@@ -109,11 +111,21 @@ class Decoder:
         if context is None:
             self.container.close()
             raise InputError(f"{self.source.name} holds video of a codec that this FFmpeg cannot decode: convert it")
-        if self.threads:
-            context.thread_type = "AUTO"
-        else:  # NVDEC's engines decode; the CPU only reads what is before the pictures' data
-            context.thread_type, context.thread_count = "NONE", 1
-        context.options = {"max_pixels": str(MAX_PIXELS)}
+        options = {"max_pixels": str(MAX_PIXELS)}
+        if self.device is None:
+            self.context = context
+            context.options = options
+            if self.threads:
+                context.thread_type = "AUTO"
+            else:
+                context.thread_type, context.thread_count = "NONE", 1
+        else:
+            self.kind = kind_of(context, self.device)
+            try:
+                self.context = taken(self.kind, options)
+            except NoNvdecError:
+                self.container.close()
+                raise
         self.time_base: Fraction = self.stream.time_base or Fraction(1, 90000)
         # FFmpeg guesses it from memory that is freed with the container, and PyAV does not look whether it is.
         rate = self.stream.average_rate or self.stream.guessed_rate or self.stream.base_rate
@@ -132,13 +144,20 @@ class Decoder:
         self._missing = False  # whether packets, at the end, have given no frame
 
     def close(self) -> None:
+        self._let_go()
         self.container.close()
         self._file.close()
 
     def __del__(self) -> None:
-        """A reader that is dropped lets go of its file."""
-        if hasattr(self, "_file"):
+        """A reader that is dropped lets go of its file, and of the GPU."""
+        if hasattr(self, "_file") and not sys.is_finalizing():
+            self._let_go()
             self._file.close()
+
+    def _let_go(self) -> None:
+        context, self.context = self.context, None
+        if context is not None and self.kind is not None and self._sound:
+            given_back(self.kind, context)
 
     def rate(self) -> Fraction | None:
         """Frames a second, of the whole file as its header says it; None if unknown. Also when it is closed."""
@@ -194,6 +213,8 @@ class Decoder:
             self.container.seek(pts, stream=self.stream)
         except self.av.FFmpegError as error:
             raise Broken(f"no seeking in this file: {said(error)}") from error
+        if self.context is not None:
+            self.context.flush_buffers()
         self._whole = False
 
     def frames(self, start: int | None = None) -> Iterator[tuple[int, av.VideoFrame]]:
@@ -261,7 +282,6 @@ class Decoder:
             yield pts, frame
 
     def _decoded(self, start: int | None) -> Iterator[av.VideoFrame]:
-        context = self.stream.codec_context
         first: int | None = None
         started, sought = False, start is not None
         pending: set[int] = set()  # ticks of packets whose frames have not come out: decoding runs in several threads
@@ -279,8 +299,10 @@ class Decoder:
                         self._keys.append(packet.pts)
                 if packet.is_corrupt:
                     raise Broken("a packet is damaged or incomplete", packet.pts)
+                if self.kind is not None and packet.is_keyframe and says_otherwise(bytes(packet), self.kind):
+                    self._sound = False
                 try:
-                    frames = context.decode(packet)
+                    frames = self._decode(packet)
                 except (self.av.FFmpegError, ValueError) as error:
                     raise Broken(f"a frame cannot be decoded ({said(error)})", packet.pts) from error
                 for frame in _good(frames, first, sought):
@@ -299,10 +321,18 @@ class Decoder:
             yield frame
         self._missing = any(first is None or tick >= first for tick in pending)
 
+    def _decode(self, packet: av.Packet[av.VideoStream] | None) -> list[av.VideoFrame]:
+        assert self.context is not None  # it is not closed
+        try:
+            return self.context.decode(packet)
+        except BaseException:
+            self._sound = False
+            raise
+
     def _rest(self, first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
         """The frames that the decoder still holds."""
         try:
-            rest = self.stream.codec_context.decode(None)
+            rest = self._decode(None)
         except (self.av.FFmpegError, ValueError) as error:
             raise Broken(f"the last frames cannot be decoded ({said(error)})") from error
         yield from _good(rest, first, sought)

@@ -24,6 +24,8 @@ from rooftop.media.surfaces import to_rgb
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
+Turned = tuple[int, bool]
+UPRIGHT: Turned = (0, False)
 REPACKED = {  # the same numbers, in planes
     "nv12": "yuv420p",
     "nv21": "yuv420p",
@@ -62,7 +64,7 @@ def colours_of(frame: av.VideoFrame) -> Colours:
     return Colours(matrix, full, tuple(assumed))
 
 
-def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = None) -> Tensor:
+def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = None, turned: Turned = UPRIGHT) -> Tensor:
     """A frame as `form` says: RGB (3, H, W), upright, or NV12 as it is.
 
     Resized with bilinear weights that shrink without aliasing (`resizing.py`).
@@ -71,15 +73,16 @@ def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = No
         frame: in the host's memory, or NVDEC's.
         form: of the tensor.
         device: the GPU whose NVDEC decoded it; None: the host's memory.
+        turned: as of `orientation`, where the frame itself does not say.
 
     Raises:
         InputError: a colour matrix or a format of pixels that is not supported, or none that NV12 could hold.
     """
     if device is not None:
-        return _on_gpu(frame, form, device)
+        return _on_gpu(frame, form, device, turned)
     if form.output == "nv12":
         return _nv12(frame)
-    turns, mirrored = orientation(frame)
+    turns, mirrored = orientation(frame, turned)
     size = form.resize
     if size is not None and turns % 2:
         size = size[::-1]
@@ -124,7 +127,7 @@ def _by_torch(frame: av.VideoFrame, form: Form, size: tuple[int, int] | None) ->
     return rgb.to(form.dtype)
 
 
-def _on_gpu(frame: av.VideoFrame, form: Form, device: torch.device) -> Tensor:
+def _on_gpu(frame: av.VideoFrame, form: Form, device: torch.device, turned: Turned) -> Tensor:
     """The decoder works on the device's default stream, the tensor is made on the current one: each waits for the
     other, so that a frame is not read before it is there, nor its memory used again before it was read."""
     with torch.cuda.device(device):
@@ -137,9 +140,9 @@ def _on_gpu(frame: av.VideoFrame, form: Form, device: torch.device) -> Tensor:
                 raise InputError(
                     NO_NV12.format(surface.bits, "4:4:4" if surface.u.shape == surface.y.shape else "4:2:0")
                 )
-            found = _interleaved(surface.y, surface.u, surface.v)
+            found = _interleaved(*(plane.tensor() for plane in (surface.y, surface.u, surface.v)))
         else:
-            found = to_rgb(surface, form, *orientation(frame))
+            found = to_rgb(surface, form, *orientation(frame, turned))
         if current != decoding:
             decoding.wait_stream(current)
     return found
@@ -169,20 +172,22 @@ def _interleaved(y: Tensor, u: Tensor, v: Tensor) -> Tensor:
     return found
 
 
-def displayed_size(frame: av.VideoFrame) -> tuple[int, int]:
-    """(height, width) in pixels, upright."""
-    turned = orientation(frame)[0] % 2
-    return (frame.width, frame.height) if turned else (frame.height, frame.width)
+def displayed_size(frame: av.VideoFrame, turned: Turned = UPRIGHT) -> tuple[int, int]:
+    """(height, width) in pixels, upright; `turned` where the frame does not say."""
+    on_side = orientation(frame, turned)[0] % 2
+    return (frame.width, frame.height) if on_side else (frame.height, frame.width)
 
 
-def orientation(frame: av.VideoFrame) -> tuple[int, bool]:
+def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
     """Quarter turns counterclockwise, and whether the result is then mirrored left to right.
+
+    A frame of NVDEC's does not have what the file says of it (`otherwise`), only what stands in its own data.
 
     FFmpeg's display matrix maps (x, y) to (a x + c y, b x + d y), y down; angles between quarters go to the nearest.
     """
     data = frame.side_data.get("DISPLAYMATRIX")
     if data is None:
-        return 0, False
+        return otherwise
     numbers = np.frombuffer(memoryview(data), dtype=np.int32)  # type: ignore[arg-type]
     if len(numbers) < 9:
         return 0, False

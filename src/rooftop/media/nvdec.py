@@ -10,12 +10,11 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from rooftop.errors import InputError
 from rooftop.media.colours import Colours
 from rooftop.media.pyav import load_av
-from rooftop.media.surfaces import Surface
+from rooftop.media.surfaces import Plane, Surface
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
@@ -96,7 +95,7 @@ def odd(height: int, width: int) -> str | None:
 
 
 def acceleration(device: torch.device) -> Any:
-    """What `av.open` takes as `hwaccel`. The device has to be torch's current one meanwhile."""
+    """What a decoder of PyAV takes as `hwaccel`. The device has to be torch's current one meanwhile."""
     torch.cuda.current_stream(device).query()  # so that there is a context
     hwaccel: Any = load_av().codec.hwaccel.HWAccel(
         "cuda", str(device.index), allow_software_fallback=False, options=IN_TORCHS_CONTEXT, is_hw_owned=True
@@ -114,31 +113,14 @@ def surface_of(frame: av.VideoFrame, colours: Colours, device: torch.device) -> 
     if form not in BITS:
         raise NoNvdecError(f"NVDEC gives frames as {form}, which is not supported")
     height, width = frame.height, frame.width
-    planes = frame.planes
-    y = _tensor(frame, planes[0], (height, width), BITS[form], device)
+    dtype = torch.uint8 if BITS[form] == 8 else torch.uint16
+    size = dtype.itemsize
+    y, *chroma = [(plane.buffer_ptr, plane.line_size // size) for plane in frame.planes]
+    luma = Plane(y[0], (height, width), (y[1], 1), dtype, device, frame)
     if form.startswith("yuv444"):
-        u, v = (_tensor(frame, plane, (height, width), BITS[form], device) for plane in planes[1:3])
+        u, v = (Plane(pointer, (height, width), (row, 1), dtype, device, frame) for pointer, row in chroma[:2])
     else:
-        pairs = _tensor(frame, planes[1], (height // 2, width), BITS[form], device)
-        u, v = pairs[:, 0::2], pairs[:, 1::2]
-    return Surface(y, u, v, BITS[form], colours)
-
-
-class _Memory:
-    """Of a plane, for torch; it keeps the frame."""
-
-    def __init__(self, frame: av.VideoFrame, interface: dict[str, Any]) -> None:
-        self.frame = frame
-        self.__cuda_array_interface__ = interface
-
-
-def _tensor(frame: av.VideoFrame, plane: Any, shape: tuple[int, int], bits: int, device: torch.device) -> Tensor:
-    size = 1 if bits == 8 else 2
-    interface = {
-        "shape": shape,
-        "typestr": "|u1" if size == 1 else "<u2",
-        "data": (plane.buffer_ptr, False),
-        "strides": (plane.line_size, size),
-        "version": 3,
-    }
-    return torch.as_tensor(_Memory(frame, interface), device=device)
+        pairs, row = chroma[0]
+        half = (height // 2, width // 2)
+        u, v = (Plane(pointer, half, (row, 2), dtype, device, frame) for pointer in (pairs, pairs + size))
+    return Surface(luma, u, v, BITS[form], colours)

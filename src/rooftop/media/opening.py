@@ -57,7 +57,7 @@ class Source:
         return io.BytesIO(self.content) if self.content is not None else self.path.open("rb")
 
 
-def open_input(file: Any, hwaccel: Any = None) -> av.container.InputContainer:
+def open_input(file: Any) -> av.container.InputContainer:
     """A file-like object as FFmpeg's container; errors are those of PyAV."""
     container: av.container.InputContainer = load_av().open(
         file,
@@ -66,7 +66,6 @@ def open_input(file: Any, hwaccel: Any = None) -> av.container.InputContainer:
         buffer_size=BUFFER_BYTES,
         io_open=_refuse,
         metadata_errors="replace",
-        hwaccel=hwaccel,
     )
     return container
 

@@ -27,8 +27,9 @@ from rooftop.media.decoding import Broken, Decoder, Misled, Unclean, build_index
 from rooftop.media.errors import DamagedVideoError, NoVideoDecoderError
 from rooftop.media.forms import Normalization, form_of
 from rooftop.media.frame_index import FrameIndex
-from rooftop.media.frame_tensors import colours_of, displayed_size, to_tensor
+from rooftop.media.frame_tensors import colours_of, displayed_size, orientation, to_tensor
 from rooftop.media.nvdec import NoNvdecError, gpu_of, missing, odd, too_small
+from rooftop.media.nvdec_decoders import release_decoders
 from rooftop.media.opening import Source
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class VideoReader:
         decoder = Decoder(self.source)
         try:
             _, frame = next(decoder.frames())
+            self._turned = orientation(frame)
             self._size, stored = displayed_size(frame), (frame.height, frame.width)
             self.height, self.width = self.resize or self._size
             self.colours: Colours = colours_of(frame)
@@ -129,13 +131,19 @@ class VideoReader:
 
     def _refused_by(self, device: torch.device) -> str | None:
         """Why NVDEC cannot decode this, found by decoding a frame; None if it can. The first pass goes on from it."""
+        reason = self._tried(device)
+        if reason is not None and release_decoders():  # which may have had the memory that it wants
+            reason = self._tried(device)
+        return reason
+
+    def _tried(self, device: torch.device) -> str | None:
         try:
             cursor = _Cursor(self.source, None, device)
         except NoNvdecError as error:
             return f"NVDEC cannot be had for it ({error})"
         try:
             tick, frame = next(cursor.frames)
-            to_tensor(frame, self.form, device)
+            to_tensor(frame, self.form, device, self._turned)
         except (NoNvdecError, Broken, StopIteration) as error:
             codec = cursor.decoder.stream.codec_context.name
             cursor.close()
@@ -307,13 +315,13 @@ class VideoReader:
         return given % count
 
     def _tensor(self, frame: av.VideoFrame) -> Tensor:
-        if self.resize is None and displayed_size(frame) != self._size:
-            height, width = displayed_size(frame)
+        if self.resize is None and displayed_size(frame, self._turned) != self._size:
+            height, width = displayed_size(frame, self._turned)
             raise InputError(
                 f"frames of {self.source.name} change from {self._size[1]} x {self._size[0]} to {width} x {height} "
                 "pixels: give VideoReader(..., resize=(height, width)) to have all in one size"
             )
-        return to_tensor(frame, self.form, self._gpu)
+        return to_tensor(frame, self.form, self._gpu, self._turned)
 
     def _stream(self, start: int) -> Iterator[tuple[int, av.VideoFrame, int]]:
         """Ticks, frames and their durations in ticks; a frame is given when the next one is known."""

@@ -6,17 +6,69 @@ be longer than the picture, and numbers of 10 and 12 bits stand in the upper bit
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.launch.triton_launch import launch, require_triton
+from rooftop.launch.triton_launch import Repeated, require_triton
 from rooftop.media.colours import WEIGHTS, Colours, extents, pixels_a_sample
 from rooftop.media.forms import Form
 
 ROWS, COLUMNS = 4, 128  # pixels of a program
+
+
+class Plane:
+    """Numbers in a GPU's memory that is not torch's: what kernels ask of a tensor, which takes longer to make.
+
+    Args:
+        pointer: of the first number.
+        shape, strides: (rows, columns), in numbers.
+        dtype: uint8 or uint16.
+        device: the GPU.
+        owner: what has the memory; it lives as long as this does, and as the tensors that are made of it.
+    """
+
+    __slots__ = ("device", "dtype", "owner", "pointer", "shape", "strides")
+
+    def __init__(
+        self,
+        pointer: int,
+        shape: tuple[int, int],
+        strides: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        owner: object,
+    ) -> None:
+        self.pointer, self.shape, self.strides = pointer, shape, strides
+        self.dtype, self.device, self.owner = dtype, device, owner
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+    def stride(self, dimension: int) -> int:
+        return self.strides[dimension]
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        size = self.element_size()
+        return {
+            "shape": self.shape,
+            "typestr": "|u1" if size == 1 else "<u2",
+            "data": (self.pointer, False),
+            "strides": tuple(each * size for each in self.strides),
+            "version": 3,
+        }
+
+    def tensor(self) -> Tensor:
+        """On the same memory."""
+        return torch.as_tensor(self, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -24,17 +76,34 @@ class Surface:
     """A picture as a decoder leaves it.
 
     Attributes:
-        y: (H, W) uint8 or uint16.
+        y: (H, W) uint8 or uint16, like the others a tensor or a `Plane`.
         u, v: (H', W') of Cb and Cr, of like strides; H' is H or half of it rounded up (or a quarter), W' likewise.
         bits: of a number, the upper ones of its 8 or 16.
         colours: what the numbers mean.
     """
 
-    y: Tensor
-    u: Tensor
-    v: Tensor
+    y: Tensor | Plane
+    u: Tensor | Plane
+    v: Tensor | Plane
     bits: int
     colours: Colours
+
+
+class Geometry(NamedTuple):
+    """What a surface has in common with the others of a video.
+
+    Attributes:
+        size, chroma: (rows, columns) of luma, and of each chroma.
+        strides: from row to row of luma and of chroma, and from column to column of chroma.
+    """
+
+    size: tuple[int, int]
+    chroma: tuple[int, int]
+    strides: tuple[int, int, int]
+    element_bytes: int
+    bits: int
+    colours: Colours
+    device: torch.device
 
 
 def to_rgb(surface: Surface, form: Form, turns: int = 0, mirrored: bool = False) -> Tensor:
@@ -46,33 +115,43 @@ def to_rgb(surface: Surface, form: Form, turns: int = 0, mirrored: bool = False)
         turns: quarter turns counterclockwise that put it upright.
         mirrored: whether it is then mirrored left to right.
     """
+    y, u, v = surface.y, surface.u, surface.v
+    strides = (y.stride(0), u.stride(0), u.stride(1))
+    size, chroma = (y.shape[0], y.shape[1]), (u.shape[0], u.shape[1])
+    geometry = Geometry(size, chroma, strides, y.element_size(), surface.bits, surface.colours, y.device)
+    kernel, upright = _conversion(geometry, form, turns, mirrored)
+    out = torch.empty(3, *upright, dtype=form.dtype, device=y.device)
+    kernel(y, u, v, out)
+    return out
+
+
+@functools.lru_cache(maxsize=128)
+def _conversion(geometry: Geometry, form: Form, turns: int, mirrored: bool) -> tuple[Repeated, tuple[int, int]]:
+    """The kernel for surfaces of a geometry, ready to be launched, and the (height, width) of its result."""
     require_triton()
     from rooftop.media import frame_kernels
 
-    y, u, v = surface.y, surface.u, surface.v
-    height, width = y.shape
+    height, width = geometry.size
     upright = form.resize or ((width, height) if turns % 2 else (height, width))
-    out = torch.empty(3, *upright, dtype=form.dtype, device=y.device)
     rows, columns = upright[::-1] if turns % 2 else upright  # as the surface lies
-    placed = (*_placed(rows, columns, turns, mirrored, upright[1]),)
-    numbers = (*_matrix(surface, form.white), *_gains(form))
+    origin, *steps = _placed(rows, columns, turns, mirrored, upright[1])
+    strides = (*geometry.strides, origin, upright[0] * upright[1], *steps)
+    numbers = (*_matrix(geometry, form.white), *_gains(form))
     constants = {
-        "DOWN": pixels_a_sample(height, u.shape[0]),
-        "ACROSS": pixels_a_sample(width, u.shape[1]),
+        "DOWN": pixels_a_sample(height, geometry.chroma[0]),
+        "ACROSS": pixels_a_sample(width, geometry.chroma[1]),
         "ROUND": not form.dtype.is_floating_point,
         "ROWS": ROWS,
         "COLUMNS": COLUMNS,
     }
-    strides = (y.stride(0), u.stride(0), u.stride(1), placed[0], out.stride(0), *placed[1:])
     grid = (-(-rows // ROWS), -(-columns // COLUMNS))
     if (rows, columns) == (height, width):
-        launch(frame_kernels.frame_to_rgb, grid, y.device, y, u, v, out, height, width, *strides, *numbers, **constants)
-        return out
-    down_by, across_by = height / rows, width / columns
-    taps = (math.ceil(2 * max(down_by, 1)) + 1, math.ceil(2 * max(across_by, 1)) + 1)
-    sizes = (height, width, rows, columns, down_by, across_by, *taps)
-    launch(frame_kernels.frame_to_resized_rgb, grid, y.device, y, u, v, out, *sizes, *strides, *numbers, **constants)
-    return out
+        kernel, sizes = frame_kernels.frame_to_rgb, (height, width)
+    else:
+        down_by, across_by = height / rows, width / columns
+        taps = (math.ceil(2 * max(down_by, 1)) + 1, math.ceil(2 * max(across_by, 1)) + 1)
+        kernel, sizes = frame_kernels.frame_to_resized_rgb, (height, width, rows, columns, down_by, across_by, *taps)
+    return Repeated(kernel, grid, geometry.device, *sizes, *strides, *numbers, **constants), upright
 
 
 def _placed(rows: int, columns: int, turns: int, mirrored: bool, width: int) -> tuple[int, int, int]:
@@ -88,13 +167,13 @@ def _placed(rows: int, columns: int, turns: int, mirrored: bool, width: int) -> 
     return origin, of_row, of_column
 
 
-def _matrix(surface: Surface, white: float) -> tuple[float, ...]:
+def _matrix(geometry: Geometry, white: float) -> tuple[float, ...]:
     """black, the middle of chroma, and what luma and chroma are multiplied with to become colours in 0..white."""
-    kr, kb = WEIGHTS[surface.colours.matrix]
+    kr, kb = WEIGHTS[geometry.colours.matrix]
     kg = 1 - kr - kb
-    unit = 1 << (8 * surface.y.element_size() - surface.bits)
-    black, luma, chroma = (each * unit for each in extents(surface.colours.full_range, surface.bits))
-    middle = (1 << (surface.bits - 1)) * unit
+    unit = 1 << (8 * geometry.element_bytes - geometry.bits)
+    black, luma, chroma = (each * unit for each in extents(geometry.colours.full_range, geometry.bits))
+    middle = (1 << (geometry.bits - 1)) * unit
     differences = (2 * (1 - kr), -2 * (1 - kb) * kb / kg, -2 * (1 - kr) * kr / kg, 2 * (1 - kb))
     return (float(black), float(middle), white / luma, *(white / chroma * each for each in differences), white)
 

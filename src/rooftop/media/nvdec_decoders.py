@@ -1,0 +1,149 @@
+"""NVDEC's decoders, kept for the next video of the same kind.
+
+To begin a decoder takes as long as to decode many frames, and to end one longer still; no other thread of Python runs
+meanwhile. So one whose video is over waits here, and the next pass over that video, or over another with the same
+headers, goes on with it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from rooftop.media.nvdec import NoNvdecError, acceleration
+from rooftop.media.opening import said
+from rooftop.media.pyav import load_av
+
+if TYPE_CHECKING:
+    from rooftop.media.pyav import av
+
+KEPT = ("h264", "hevc", "vp8", "vp9", "av1")
+HEADED = ("h264", "hevc")  # whose headers are not in the key frames, but said once for all
+MOST = 32  # decoders that wait
+MOST_PIXELS = 32 * 1920 * 1088
+"""Of all that wait. A decoder holds some twenty frames: 32 of 1920 x 1080, or 8 of 3840 x 2160, some 2 GB."""
+
+PARAMETER_SETS = {"h264": (7, 8), "hevc": (32, 33, 34)}
+"""Types of NAL units that say how others are to be read. Sources: ITU-T H.264, table 7-1; H.265, table 7-1."""
+
+
+class Kind(NamedTuple):
+    """What a decoder is begun with: another video of the same kind can have it.
+
+    Attributes:
+        headers: of the codec, as the file has them.
+        colours: what the file says of them, as FFmpeg numbers it.
+    """
+
+    device: torch.device
+    codec: str
+    headers: bytes
+    width: int
+    height: int
+    colours: tuple[int, int, int, int]
+
+
+COLOURS = ("colorspace", "color_range", "color_primaries", "color_trc")
+
+_idle: list[tuple[Kind, av.VideoCodecContext]] = []  # the one that has waited longest is the first
+_lock = threading.RLock()  # Python may look for garbage, and give a decoder back, while it is held
+_inherited: list[object] = []
+
+
+def kind_of(stream: av.VideoCodecContext, device: torch.device) -> Kind:
+    """Of the decoder that a stream needs."""
+    colours = tuple(int(getattr(stream, name)) for name in COLOURS)
+    return Kind(device, stream.codec.canonical_name, stream.extradata or b"", stream.width, stream.height, colours)  # type: ignore[arg-type]
+
+
+def taken(kind: Kind, options: dict[str, str]) -> av.VideoCodecContext:
+    """A decoder of a kind, nobody else's: one that waits, or a new one.
+
+    Args:
+        options: of FFmpeg's decoder.
+
+    Raises:
+        NoNvdecError: NVDEC has no such codec, or FFmpeg cannot reach the GPU.
+    """
+    with _lock:
+        for place in reversed(range(len(_idle))):
+            if _idle[place][0] == kind:
+                return _idle.pop(place)[1]
+    library = load_av()
+    try:
+        decoder = library.CodecContext.create(kind.codec, "r", acceleration(kind.device))
+    except (library.FFmpegError, OSError, ValueError, RuntimeError) as error:
+        raise NoNvdecError(said(error)) from error
+    assert isinstance(decoder, library.VideoCodecContext)
+    if kind.headers:
+        decoder.extradata = kind.headers
+    decoder.width, decoder.height = kind.width, kind.height
+    for name, value in zip(COLOURS, kind.colours, strict=True):
+        setattr(decoder, name, value)
+    decoder.thread_type, decoder.thread_count = "NONE", 1  # the CPU only reads what is before the pictures' data
+    decoder.options = options
+    return decoder
+
+
+def given_back(kind: Kind, decoder: av.VideoCodecContext) -> None:
+    """A decoder to wait for the next, if that can have it; too many, and the one that has waited longest is ended."""
+    if kind.codec not in KEPT or (kind.codec in HEADED and not kind.headers):
+        return
+    decoder.flush_buffers()
+    ended = []
+    with _lock:
+        _idle.append((kind, decoder))
+        while len(_idle) > MOST or sum(each.width * each.height for each, _ in _idle) > MOST_PIXELS:
+            ended.append(_idle.pop(0))
+    del ended  # not while others wait for the lock
+
+
+def release_decoders() -> int:
+    """Ends NVDEC's decoders that wait for another video, and frees what they hold of the GPU's memory.
+
+    Returns: how many these were.
+    """
+    with _lock:
+        ended = _idle[:]
+        _idle.clear()
+    return len(ended)
+
+
+def says_otherwise(packet: bytes, kind: Kind) -> bool:
+    """Whether a packet brings parameter sets that the headers of its file do not have: whoever has the decoder next
+    would be read by these."""
+    types = PARAMETER_SETS.get(kind.codec)
+    if types is None:
+        return False
+    for unit in _units(packet, kind):
+        name = unit[0] & 31 if kind.codec == "h264" else unit[0] >> 1 & 63
+        if name in types and unit.rstrip(b"\0") not in kind.headers:
+            return True
+    return False
+
+
+def _units(packet: bytes, kind: Kind) -> list[bytes]:
+    """The NAL units of a packet. They follow start codes, or as in MP4 each says its length first."""
+    if kind.headers[:1] != b"\1":
+        return [unit for unit in packet.split(b"\0\0\1")[1:] if unit]
+    place, found = 0, []
+    size = 1 + (kind.headers[4 if kind.codec == "h264" else 21] & 3)
+    while place + size < len(packet):
+        length = int.from_bytes(packet[place : place + size], "big")
+        if length:
+            found.append(packet[place + size : place + size + length])
+        place += size + length
+    return found
+
+
+def _forget() -> None:
+    """A forked process has none of its parent's, and must not end them either."""
+    global _idle, _lock
+    _inherited.append(_idle)
+    _idle, _lock = [], threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget)

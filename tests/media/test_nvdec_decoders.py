@@ -1,0 +1,173 @@
+"""Decoders that wait for the next video give its frames, whoever had them before; here those of FFmpeg on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+import torch
+
+from rooftop.media import nvdec_decoders
+from rooftop.media.decoding import Broken, Decoder
+from rooftop.media.forms import form_of
+from rooftop.media.frame_tensors import to_tensor
+from rooftop.media.nvdec_decoders import Kind, given_back, kind_of, release_decoders, says_otherwise, taken
+from rooftop.media.opening import Source
+
+MakeVideo = Callable[..., Path]
+DEVICE = torch.device("cuda", 0)
+RGB = form_of("rgb", torch.uint8, None, None)
+H264 = {"bf": "2", "g": "5", "preset": "ultrafast"}
+HEVC = {"x265-params": "log-level=none:keyint=5:min-keyint=5"}
+
+
+@pytest.fixture(autouse=True)
+def decoders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Those that wait, none before and none after; without a GPU."""
+    monkeypatch.setattr(nvdec_decoders, "acceleration", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    release_decoders()
+    yield nvdec_decoders._idle
+    release_decoders()
+
+
+def frames(path: Path, device: torch.device | None) -> list[torch.Tensor]:
+    """All of them; the decoder is closed after."""
+    decoder = Decoder(Source(path), device, threads=False)
+    try:
+        return [to_tensor(frame, RGB) for _, frame in decoder.frames()]
+    finally:
+        decoder.close()
+
+
+def video_of(path: Path, number: int = 0) -> tuple[Kind, bytes]:
+    """Its kind, and a key packet."""
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        kind = kind_of(stream.codec_context, DEVICE)
+        keys = [packet for packet in container.demux(stream) if packet.is_keyframe and packet.size]
+        return kind, bytes(keys[number])
+
+
+CODECS = {
+    "h264.mp4": ("libx264", H264),
+    "h264.ts": ("libx264", H264),
+    "h264.mkv": ("libx264", {**H264, "x264-params": "repeat-headers=1"}),
+    "hevc.mp4": ("libx265", HEVC),
+    "vp9.webm": ("libvpx-vp9", {"g": "5", "deadline": "realtime", "cpu-used": "8"}),
+}
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_next_video_of_a_kind_goes_on_with_the_decoder(
+    name: str, make_video: MakeVideo, decoders: list[Any]
+) -> None:
+    codec, options = CODECS[name]
+    one, other = (make_video(f"{n}-{name}", codec, options=options, frames=n, width=96) for n in (11, 14))
+    for path in (one, other, one):
+        assert all(map(torch.equal, frames(path, DEVICE), frames(path, None)))
+        assert len(decoders) == 1
+
+
+def test_a_pass_that_was_left_in_the_middle(make_video: MakeVideo, decoders: list[Any]) -> None:
+    path = make_video("long.mp4", "libx264", options=H264, frames=14)
+    decoder = Decoder(Source(path), DEVICE)
+    for _ in zip(range(4), decoder.frames(), strict=False):
+        pass
+    del decoder
+    assert len(decoders) == 1
+    assert all(map(torch.equal, frames(path, DEVICE), frames(path, None)))
+    assert len(decoders) == 1
+
+
+def test_seeking_begins_anew(make_video: MakeVideo) -> None:
+    path = make_video("long.mp4", "libx264", options=H264, frames=14)
+    expected = frames(path, None)
+    decoder = Decoder(Source(path), DEVICE)
+    ticks = [tick for tick, _ in decoder.frames()]
+    decoder.seek(ticks[5])
+    assert all(
+        torch.equal(to_tensor(frame, RGB), other)
+        for (_, frame), other in zip(decoder.frames(ticks[5]), expected[5:], strict=True)
+    )
+    decoder.close()
+
+
+def test_other_kinds_have_others(make_video: MakeVideo, decoders: list[Any]) -> None:
+    one, wide = (make_video(f"{width}.mp4", "libx264", options=H264, width=width) for width in (96, 128))
+    for path in (one, wide):
+        assert all(map(torch.equal, frames(path, DEVICE), frames(path, None)))
+    assert len(decoders) == 2
+
+
+def test_of_a_decoder_that_failed_nobody_goes_on(make_video: MakeVideo, decoders: list[Any]) -> None:
+    path = make_video("clips.mp4", "libx264", options=H264)
+    decoder = Decoder(Source(path), DEVICE)
+
+    class Failing:
+        def decode(self, packet: object) -> object:
+            raise av.InvalidDataError(1, "wrong")
+
+    decoder.context = Failing()  # type: ignore[assignment]
+    with pytest.raises(Broken):
+        next(decoder.frames())
+    decoder.close()
+    assert not decoders
+
+
+@pytest.mark.parametrize("name", ["h264.mp4", "h264.ts", "hevc.mp4"])
+def test_headers_of_another_video_are_seen(name: str, make_video: MakeVideo) -> None:
+    codec, options = CODECS[name]
+    one, wide = (make_video(f"{width}-{name}", codec, options=options, width=width) for width in (96, 128))
+    kind, packet = video_of(one)
+    assert not says_otherwise(packet, kind)
+    if kind.headers[:1] == b"\1":  # MP4: units with their lengths
+        sets = next(bytes(each) for each in units_with_start_codes(wide, codec) if len(each))
+        strange = len(sets).to_bytes(4, "big") + sets
+    else:
+        strange = video_of(wide)[1]
+    assert says_otherwise(strange, kind)
+    assert says_otherwise(strange + packet, kind)
+
+
+def units_with_start_codes(path: Path, codec: str) -> list[bytes]:
+    """The sequence parameter sets of a video in MP4."""
+    name = "h264_mp4toannexb" if codec == "libx264" else "hevc_mp4toannexb"
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        filtered = av.bitstream.BitStreamFilterContext(name, stream)
+        packet = next(packet for packet in container.demux(stream) if packet.is_keyframe)
+        units = bytes(filtered.filter(packet)[0]).split(b"\0\0\1")[1:]
+    wanted = (lambda unit: unit[0] & 31 == 7) if codec == "libx264" else (lambda unit: unit[0] >> 1 & 63 == 33)
+    return [unit.rstrip(b"\0") for unit in units if wanted(unit)]
+
+
+def test_who_brought_other_headers_keeps_them(make_video: MakeVideo, decoders: list[Any], monkeypatch: Any) -> None:
+    path = make_video("clips.mp4", "libx264", options=H264)
+    monkeypatch.setattr("rooftop.media.decoding.says_otherwise", lambda packet, kind: True)
+    frames(path, DEVICE)
+    assert not decoders
+
+
+def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch, decoders: list[Any]) -> None:
+    kinds = [Kind(DEVICE, "h264", bytes([number]), 1920, 1088, (1, 1, 1, 1)) for number in range(40)]
+    for kind in kinds:
+        given_back(kind, av.CodecContext.create("h264", "r"))  # type: ignore[arg-type]
+    assert [kind for kind, _ in decoders] == kinds[-nvdec_decoders.MOST :]
+    large = Kind(DEVICE, "h264", b"large", 7680, 4320, (1, 1, 1, 1))
+    given_back(large, av.CodecContext.create("h264", "r"))  # type: ignore[arg-type]
+    kept = 1 + (nvdec_decoders.MOST_PIXELS - 7680 * 4320) // (1920 * 1088)
+    assert [kind for kind, _ in decoders] == [*kinds[1 - kept :], large]
+    assert release_decoders() == kept
+    assert not decoders
+
+
+def test_headers_that_are_not_known_are_nobody_elses(decoders: list[Any]) -> None:
+    for codec, headers in (("h264", b""), ("mpeg4", b"headers")):
+        kind = Kind(DEVICE, codec, headers, 64, 48, (1, 1, 1, 1))
+        given_back(kind, taken(kind, {}))
+    assert not decoders
