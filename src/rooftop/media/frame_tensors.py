@@ -19,7 +19,7 @@ from rooftop.media.colours import MATRICES, Colours, usual_matrix, yuv_to_rgb
 from rooftop.media.forms import Form
 from rooftop.media.nvdec import surface_of
 from rooftop.media.resizing import resized
-from rooftop.media.surfaces import to_rgb
+from rooftop.media.surfaces import tensor_of, to_rgb
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
@@ -140,7 +140,7 @@ def _on_gpu(frame: av.VideoFrame, form: Form, device: torch.device, turned: Turn
                 raise InputError(
                     NO_NV12.format(surface.bits, "4:4:4" if surface.u.shape == surface.y.shape else "4:2:0")
                 )
-            found = _interleaved(*(plane.tensor() for plane in (surface.y, surface.u, surface.v)))
+            found = _interleaved(*(tensor_of(plane) for plane in (surface.y, surface.u, surface.v)))
         else:
             found = to_rgb(surface, form, *orientation(frame, turned))
         if current != decoding:

@@ -66,9 +66,10 @@ class Plane:
             "version": 3,
         }
 
-    def tensor(self) -> Tensor:
-        """On the same memory."""
-        return torch.as_tensor(self, device=self.device)
+
+def tensor_of(plane: Tensor | Plane) -> Tensor:
+    """On the same memory."""
+    return plane if isinstance(plane, Tensor) else torch.as_tensor(plane, device=plane.device)
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,14 @@ def _conversion(geometry: Geometry, form: Form, turns: int, mirrored: bool) -> t
         "COLUMNS": COLUMNS,
     }
     grid = (-(-rows // ROWS), -(-columns // COLUMNS))
+    arguments: tuple[float, ...]
     if (rows, columns) == (height, width):
-        kernel, sizes = frame_kernels.frame_to_rgb, (height, width)
-    else:
-        down_by, across_by = height / rows, width / columns
-        taps = (math.ceil(2 * max(down_by, 1)) + 1, math.ceil(2 * max(across_by, 1)) + 1)
-        kernel, sizes = frame_kernels.frame_to_resized_rgb, (height, width, rows, columns, down_by, across_by, *taps)
-    return Repeated(kernel, grid, geometry.device, *sizes, *strides, *numbers, **constants), upright
+        arguments = (height, width, *strides, *numbers)
+        return Repeated(frame_kernels.frame_to_rgb, grid, geometry.device, *arguments, **constants), upright
+    down_by, across_by = height / rows, width / columns
+    taps = (math.ceil(2 * max(down_by, 1)) + 1, math.ceil(2 * max(across_by, 1)) + 1)
+    arguments = (height, width, rows, columns, down_by, across_by, *taps, *strides, *numbers)
+    return Repeated(frame_kernels.frame_to_resized_rgb, grid, geometry.device, *arguments, **constants), upright
 
 
 def _placed(rows: int, columns: int, turns: int, mirrored: bool, width: int) -> tuple[int, int, int]:
