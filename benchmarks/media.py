@@ -11,8 +11,8 @@ for to the last one there, decoders opened before; the better of two passes, var
     rgb         (3, H, W) uint8 on the GPU
     input       (3, 224, 224) float16 on the GPU, normalized: what a network takes
 
-`sizes` has one reader a video, and says where NVDEC becomes faster than the CPU; `streams` several at once; `access`
-frames in any order; `training` a step of matrix products while clips are decoded for the next ones.
+`sizes` has one reader a video, and says where NVDEC becomes faster than the CPU; `streams` several at once, each in a
+thread, while all of them are read; `access` frames in any order; `training` a step of matrix products while clips are decoded for the next ones.
 What is not installed is left out and said to be. torchcodec needs FFmpeg's shared libraries by their plain names
 (libavcodec.so.62) on LD_LIBRARY_PATH; those in PyAV's wheel do, under links of these names.
 """

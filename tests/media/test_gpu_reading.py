@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rooftop.media import DamagedVideoError, NoVideoDecoderError, VideoReader
+from rooftop.media import DamagedVideoError, NoVideoDecoderError, VideoReader, release_decoders
 
 pytestmark = pytest.mark.gpu
 
@@ -133,6 +133,29 @@ def test_frames_stay_while_others_are_decoded(make_video: MakeVideo) -> None:
         assert torch.equal(frame.cpu(), other)
 
 
+def test_a_decoder_that_waits_is_used_again(make_video: MakeVideo) -> None:
+    one, other = (make_video(f"again-{n}.mp4", "libx264", frames=n, options=H264, **LARGE) for n in (17, 23))
+    release_decoders()
+    for path in (one, other, one):
+        reader = VideoReader(path, device="cuda")
+        for _ in range(2):
+            assert apart(torch.stack(list(reader)), torch.stack(list(VideoReader(path)))) <= 2
+        next(iter(reader))
+    assert release_decoders() == 1
+    assert apart(VideoReader(one, device="cuda")[:], VideoReader(one)[:]) <= 2
+
+
+def test_damage_comes_after_the_frames_before_it(make_video: MakeVideo) -> None:
+    content = make_video("large-b-frames.mkv", "libx264", options=H264, **LARGE).read_bytes()
+    content = content[: len(content) * 2 // 3]
+    for read in (iter, VideoReader.timed, lambda reader: reader.clips(1)):
+        given: dict[str, list[object]] = {"cpu": [], "cuda": []}
+        for device, frames in given.items():
+            with pytest.raises(DamagedVideoError, match="last good frame is at"):
+                frames.extend(read(VideoReader(content, device=device)))  # type: ignore[operator]
+        assert len(given["cpu"]) == len(given["cuda"]) > 0
+
+
 def test_no_frame_goes_through_the_host(make_video: MakeVideo) -> None:
     path = make_video("large-b-frames.mp4", "libx264", options=H264, **LARGE)
     reader = VideoReader(path, device="cuda", dtype=torch.float16, resize=(224, 224))
@@ -141,7 +164,7 @@ def test_no_frame_goes_through_the_host(make_video: MakeVideo) -> None:
         list(reader)
         torch.cuda.synchronize()
     names = [event.name for event in profile.events()]
-    assert sum("frame_to_resized_rgb" in name for name in names) == FRAMES
+    assert sum("frame_to_resized_rgb" in name for name in names) == 1 + 1 + 1 + 1 + 2  # of 1, 2, 4, 8, 8 and 7 frames
     assert not [name for name in names if "HtoD" in name or "DtoH" in name]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rooftop.launch.triton_launch import INTERPRETED, count_launches
 from rooftop.media.colours import WEIGHTS, Colours, yuv_to_rgb
 from rooftop.media.forms import form_of
-from rooftop.media.surfaces import Surface, to_rgb
+from rooftop.media.surfaces import Surface, all_to_rgb, to_rgb
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")),
@@ -110,6 +110,29 @@ def test_resized_turned_and_normalized_in_one_launch(
     assert (whole.double() - 255 * expected).abs().max() <= 0.501
     scaled = (expected - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     torch.testing.assert_close(normal.double(), scaled, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@few
+@given(counts=st.lists(st.integers(0, 11), max_size=3), to=st.sampled_from([None, (9, 14)]), turns=st.integers(0, 3))
+def test_many_are_each_as_it_is_alone(device: str, counts: list[int], to: tuple[int, int] | None, turns: int) -> None:
+    """Whatever their sizes; eight of one size by one launch."""
+    form, given_surfaces, launched = form_of("rgb", torch.uint8, to, None), [], 0
+    for number, count in enumerate(counts):
+        size = (12 + 2 * number, 16)
+        given_surfaces += [
+            surface(planes_of(*size, 2, 2, 8, seed), 8, True, Colours("bt709", False), device) for seed in range(count)
+        ]
+        launched += -(-count // 8)
+    alone = [to_rgb(each, form, turns) for each in given_surfaces]
+    with count_launches() as launches:
+        together = all_to_rgb(given_surfaces, form, turns)
+    assert sum(launches.values()) == launched
+    assert len(together) == len(alone)
+    assert all(map(torch.equal, together, alone))
+    places = [torch.zeros_like(each) for each in alone]
+    all_to_rgb(given_surfaces, form, turns, into=places)
+    assert all(map(torch.equal, places, alone))
 
 
 @pytest.mark.parametrize("device", DEVICES)

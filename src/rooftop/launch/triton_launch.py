@@ -85,10 +85,11 @@ class Repeated:
         record_launch(self.kernel.fn.__name__)
 
     def _launch(self, pointers: tuple[Any, ...]) -> None:
-        aligned = tuple([each.data_ptr() % 16 == 0 for each in pointers])
+        addresses = [each.data_ptr() for each in pointers]
+        aligned = tuple([address % 16 == 0 for address in addresses])
         compiled = self._compiled.get(aligned)
         if compiled is not None:
-            compiled(*pointers, *self.rest)
+            compiled(*addresses, *self.rest)
             return
         found = self.kernel.run(*pointers, *self.rest, grid=self.grid, warmup=False, **self.parameters)
         if not INTERPRETED:

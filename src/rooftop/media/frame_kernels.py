@@ -4,6 +4,9 @@ One read of the planes, one write of the tensor: the matrix, resizing, rounding 
 a picture upright happen between. The turn is in the strides of the result. A sample of chroma lies at
 `(row // DOWN) * chroma_row + (column // ACROSS) * chroma_step`, so planes of their own and pairs (NV12) are the same.
 
+A launch takes up to eight pictures of one geometry, each by pointers of its own: so a thread that reads a video asks
+for a launch every eight frames, and frames that are kept do not keep their neighbours' memory.
+
 What colours are is as in `colours.py`; bilinear weights without aliasing are those of PyTorch's `interpolate`.
 """
 
@@ -13,6 +16,27 @@ import triton
 import triton.language as tl
 
 from rooftop.kernels.elementwise_kernels import round_half_even
+
+
+@triton.jit
+def one_of(number, a0, a1, a2, a3, a4, a5, a6, a7):
+    """The pointer of this number."""
+    found = a0
+    if number == 1:
+        found = a1
+    if number == 2:
+        found = a2
+    if number == 3:
+        found = a3
+    if number == 4:
+        found = a4
+    if number == 5:
+        found = a5
+    if number == 6:
+        found = a6
+    if number == 7:
+        found = a7
+    return found
 
 
 @triton.jit
@@ -52,13 +76,21 @@ def store_colours(
 
 @triton.jit
 def frame_to_rgb(
-    y, u, v, out,  # (H, W), two of (H', W'), (3, H, W) or turned
+    y0, y1, y2, y3, y4, y5, y6, y7,  # (H, W) each
+    u0, u1, u2, u3, u4, u5, u6, u7,  # (H', W')
+    v0, v1, v2, v3, v4, v5, v6, v7,
+    out0, out1, out2, out3, out4, out5, out6, out7,  # (3, H, W), or turned
     height, width, y_row, chroma_row, chroma_step, origin, plane, out_row, out_column,
     black, middle, luma, red_cr, green_cb, green_cr, blue_cb, white,
     red_gain, green_gain, blue_gain, red_shift, green_shift, blue_shift,
     DOWN: tl.constexpr, ACROSS: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLUMNS pixels, in the size of the video."""
+    """ROWS x COLUMNS pixels of one picture, in the size of the video."""
+    number = tl.program_id(2)
+    y = one_of(number, y0, y1, y2, y3, y4, y5, y6, y7)
+    u = one_of(number, u0, u1, u2, u3, u4, u5, u6, u7)
+    v = one_of(number, v0, v1, v2, v3, v4, v5, v6, v7)
+    out = one_of(number, out0, out1, out2, out3, out4, out5, out6, out7)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     there = (row < height) & (column < width)
@@ -80,7 +112,10 @@ def weight_of(position, centre, narrowing):
 
 @triton.jit
 def frame_to_resized_rgb(
-    y, u, v, out,  # (H, W), two of (H', W'), (3, h, w) or turned
+    y0, y1, y2, y3, y4, y5, y6, y7,  # (H, W) each
+    u0, u1, u2, u3, u4, u5, u6, u7,  # (H', W')
+    v0, v1, v2, v3, v4, v5, v6, v7,
+    out0, out1, out2, out3, out4, out5, out6, out7,  # (3, h, w), or turned
     height, width, out_height, out_width, down_by, across_by, rows, columns,
     y_row, chroma_row, chroma_step, origin, plane, out_row, out_column,
     black, middle, luma, red_cr, green_cb, green_cr, blue_cb, white,
@@ -91,6 +126,11 @@ def frame_to_resized_rgb(
 
     down_by, across_by: pixels of the video for one of the result.
     """
+    number = tl.program_id(2)
+    y = one_of(number, y0, y1, y2, y3, y4, y5, y6, y7)
+    u = one_of(number, u0, u1, u2, u3, u4, u5, u6, u7)
+    v = one_of(number, v0, v1, v2, v3, v4, v5, v6, v7)
+    out = one_of(number, out0, out1, out2, out3, out4, out5, out6, out7)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     there = (row < out_height) & (column < out_width)

@@ -6,6 +6,8 @@ is not installed; those of NVDEC by one kernel (`frame_kernels.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from math import atan2, pi
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,7 @@ from rooftop.media.colours import MATRICES, Colours, usual_matrix, yuv_to_rgb
 from rooftop.media.forms import Form
 from rooftop.media.nvdec import surface_of
 from rooftop.media.resizing import resized
-from rooftop.media.surfaces import tensor_of, to_rgb
+from rooftop.media.surfaces import Surface, all_to_rgb, tensor_of
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
@@ -79,7 +81,7 @@ def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = No
         InputError: a colour matrix or a format of pixels that is not supported, or none that NV12 could hold.
     """
     if device is not None:
-        return _on_gpu(frame, form, device, turned)
+        return _on_gpu([frame], form, device, turned, None)[0]
     if form.output == "nv12":
         return _nv12(frame)
     turns, mirrored = orientation(frame, turned)
@@ -116,6 +118,24 @@ def _by_loops(frame: av.VideoFrame, form: Form, size: tuple[int, int] | None) ->
     return planes_to_rgb(y, u, v, colours_of(frame), bits, dtype, size, normalization).to(form.dtype)
 
 
+def to_tensors(
+    frames: Sequence[av.VideoFrame],
+    form: Form,
+    device: torch.device | None,
+    turned: Turned = UPRIGHT,
+    into: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """Several at once, which takes a GPU's host less time; each as of `to_tensor`.
+
+    Args:
+        into: contiguous tensors to write to, one for each frame; new ones if None.
+    """
+    if device is not None:
+        return _on_gpu(frames, form, device, turned, into) if frames else []
+    found = [to_tensor(frame, form, None, turned) for frame in frames]
+    return found if into is None else [each.copy_(one) for each, one in zip(into, found, strict=True)]
+
+
 def _by_torch(frame: av.VideoFrame, form: Form, size: tuple[int, int] | None) -> Tensor:
     narrow = form.dtype in (torch.float16, torch.bfloat16)
     rgb = _rgb(frame, torch.float32 if narrow else form.dtype)
@@ -127,25 +147,35 @@ def _by_torch(frame: av.VideoFrame, form: Form, size: tuple[int, int] | None) ->
     return rgb.to(form.dtype)
 
 
-def _on_gpu(frame: av.VideoFrame, form: Form, device: torch.device, turned: Turned) -> Tensor:
-    """The decoder works on the device's default stream, the tensor is made on the current one: each waits for the
+def _on_gpu(
+    frames: Sequence[av.VideoFrame], form: Form, device: torch.device, turned: Turned, into: Sequence[Tensor] | None
+) -> list[Tensor]:
+    """The decoder works on the device's default stream, the tensors are made on the current one: each waits for the
     other, so that a frame is not read before it is there, nor its memory used again before it was read."""
     with torch.cuda.device(device):
         current, decoding = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-        surface = surface_of(frame, colours_of(frame), device)
+        surfaces = [surface_of(frame, colours_of(frame), device) for frame in frames]
         if current != decoding:
             current.wait_stream(decoding)
+        found: list[Tensor] = []
         if form.output == "nv12":
-            if surface.bits != 8 or surface.u.shape == surface.y.shape:
-                raise InputError(
-                    NO_NV12.format(surface.bits, "4:4:4" if surface.u.shape == surface.y.shape else "4:2:0")
-                )
-            found = _interleaved(*(tensor_of(plane) for plane in (surface.y, surface.u, surface.v)))
+            found = [_surface_as_nv12(each) for each in surfaces]
+            if into is not None:
+                found = [each.copy_(one) for each, one in zip(into, found, strict=True)]
         else:
-            found = to_rgb(surface, form, *orientation(frame, turned))
+            ways = [orientation(frame, turned) for frame in frames]
+            for way, places in groupby(range(len(frames)), ways.__getitem__):
+                some = slice(len(found), len(found) + len(list(places)))
+                found += all_to_rgb(surfaces[some], form, *way, None if into is None else into[some])
         if current != decoding:
             decoding.wait_stream(current)
     return found
+
+
+def _surface_as_nv12(surface: Surface) -> Tensor:
+    if surface.bits != 8 or surface.u.shape == surface.y.shape:
+        raise InputError(NO_NV12.format(surface.bits, "4:4:4" if surface.u.shape == surface.y.shape else "4:2:0"))
+    return _interleaved(*(tensor_of(plane) for plane in (surface.y, surface.u, surface.v)))
 
 
 NO_NV12 = 'output="nv12" holds 8 bits of 4:2:0 in even sizes, and this video has {} bits of {}: use output="rgb"'

@@ -8,12 +8,13 @@ frames.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from itertools import chain
+from itertools import chain, islice
 from operator import index as as_integer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -27,14 +28,16 @@ from rooftop.media.decoding import Broken, Decoder, Misled, Unclean, build_index
 from rooftop.media.errors import DamagedVideoError, NoVideoDecoderError
 from rooftop.media.forms import Normalization, form_of
 from rooftop.media.frame_index import FrameIndex
-from rooftop.media.frame_tensors import colours_of, displayed_size, orientation, to_tensor
+from rooftop.media.frame_tensors import colours_of, displayed_size, orientation, to_tensor, to_tensors
 from rooftop.media.nvdec import NoNvdecError, gpu_of, missing, odd, too_small
 from rooftop.media.nvdec_decoders import release_decoders
 from rooftop.media.opening import Source
+from rooftop.media.surfaces import MOST_AT_ONCE
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
+MOST_BYTES_AT_ONCE = 1 << 27  # of frames that are converted together, before a caller has asked for them
 SEEKS = 3  # that may lead too far, before a file is read from its beginning
 CLOCK_SLACK_S = Fraction(1, 2000)
 
@@ -196,13 +199,13 @@ class VideoReader:
         Raises:
             DamagedVideoError: at the place that cannot be decoded, after all frames before it.
         """
-        for _, frame, _ in self._stream(0):
-            yield self._tensor(frame)
+        for _, pixels, _ in self._converted(self._stream(0)):
+            yield pixels
 
     def timed(self, start: int = 0) -> Iterator[TimedFrame]:
         """Frames with their times, from position `start` on; the same errors as a loop over the reader."""
-        for tick, frame, ticks in self._stream(self._position(start) if start else 0):
-            yield TimedFrame(self._tensor(frame), self._seconds(tick), float(ticks * self._time_base))
+        for tick, pixels, ticks in self._converted(self._stream(self._position(start) if start else 0)):
+            yield TimedFrame(pixels, self._seconds(tick), float(ticks * self._time_base))
 
     def clips(self, frames: int, stride: int | None = None) -> Iterator[Tensor]:
         """Clips (frames, 3, H, W) of frames one after another; what is left at the end is no clip.
@@ -222,10 +225,14 @@ class VideoReader:
 
     def _clips(self, frames: int, stride: int) -> Iterator[Tensor]:
         held: deque[Tensor] = deque(maxlen=frames)
-        for number, (_, frame, _) in enumerate(self._stream(0)):
-            if number % stride >= frames and stride > frames:
-                continue  # between clips
-            held.append(self._tensor(frame))
+
+        def needed() -> Iterator[tuple[int, av.VideoFrame, int]]:
+            for number, (_, frame, ticks) in enumerate(self._stream(0)):
+                if number % stride < frames or stride <= frames:  # else it is between clips
+                    yield number, frame, ticks
+
+        for number, pixels, _ in self._converted(needed()):
+            held.append(pixels)
             first = number + 1 - frames
             if first >= 0 and first % stride == 0:
                 yield torch.stack(tuple(held))
@@ -250,8 +257,14 @@ class VideoReader:
         for place, position in enumerate(wanted):
             places.setdefault(position, []).append(place)
         with self._lock:
-            for position in sorted(places):
-                taken[places[position]] = self._tensor(self._frame_at(position))
+            ordered = sorted(places)
+            for start in range(0, len(ordered), self._at_once):
+                some = ordered[start : start + self._at_once]
+                frames = [self._of_one_size(self._frame_at(position)) for position in some]
+                to_tensors(frames, self.form, self._gpu, self._turned, [taken[places[each][0]] for each in some])
+        for first, *others in places.values():
+            for other in others:
+                taken[other] = taken[first]
         return taken
 
     def frames_at(self, times: Sequence[float] | Tensor) -> Tensor:
@@ -314,14 +327,43 @@ class VideoReader:
             raise IndexError(f"frame {given} of {self.source.name}{damage}: it has {count}, 0 to {count - 1}")
         return given % count
 
-    def _tensor(self, frame: av.VideoFrame) -> Tensor:
+    def _of_one_size(self, frame: av.VideoFrame) -> av.VideoFrame:
         if self.resize is None and displayed_size(frame, self._turned) != self._size:
             height, width = displayed_size(frame, self._turned)
             raise InputError(
                 f"frames of {self.source.name} change from {self._size[1]} x {self._size[0]} to {width} x {height} "
                 "pixels: give VideoReader(..., resize=(height, width)) to have all in one size"
             )
-        return to_tensor(frame, self.form, self._gpu, self._turned)
+        return frame
+
+    def _converted(self, stream: Iterator[tuple[int, av.VideoFrame, int]]) -> Iterator[tuple[int, Tensor, int]]:
+        """Frames as tensors. On a GPU several together, which takes its host less time: more and more, so that the
+        first is not late. What goes wrong comes after the frames before it."""
+        count, failure = 1, None
+        while failure is None:
+            group: list[tuple[int, av.VideoFrame, int]] = []
+            try:
+                for tick, frame, ticks in islice(stream, count):
+                    group.append((tick, self._of_one_size(frame), ticks))
+            except Exception as error:
+                failure = error
+            tensors = to_tensors([frame for _, frame, _ in group], self.form, self._gpu, self._turned)
+            times = [(tick, ticks) for tick, _, ticks in group]
+            for (tick, ticks), pixels in zip(times, tensors, strict=True):
+                yield tick, pixels, ticks
+            if len(group) < count:
+                break
+            count = min(2 * count, self._at_once)
+        if failure is not None:
+            raise failure
+
+    @property
+    def _at_once(self) -> int:
+        """Frames that are converted together."""
+        if self._gpu is None:
+            return 1
+        frame_bytes = math.prod(self.form.shape(self.height, self.width)) * self.dtype.itemsize
+        return max(1, min(MOST_AT_ONCE, MOST_BYTES_AT_ONCE // frame_bytes))
 
     def _stream(self, start: int) -> Iterator[tuple[int, av.VideoFrame, int]]:
         """Ticks, frames and their durations in ticks; a frame is given when the next one is known."""

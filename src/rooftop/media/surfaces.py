@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from rooftop.media.colours import WEIGHTS, Colours, extents, pixels_a_sample
 from rooftop.media.forms import Form
 
 ROWS, COLUMNS = 4, 128  # pixels of a program
+MOST_AT_ONCE = 8  # pictures of a launch; the kernels have as many parameters
 
 
 class Plane:
@@ -116,19 +119,50 @@ def to_rgb(surface: Surface, form: Form, turns: int = 0, mirrored: bool = False)
         turns: quarter turns counterclockwise that put it upright.
         mirrored: whether it is then mirrored left to right.
     """
-    y, u, v = surface.y, surface.u, surface.v
+    return all_to_rgb([surface], form, turns, mirrored)[0]
+
+
+def all_to_rgb(
+    surfaces: Sequence[Surface],
+    form: Form,
+    turns: int = 0,
+    mirrored: bool = False,
+    into: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """Each as `to_rgb` has it; those of one geometry that follow each other by one launch.
+
+    Args:
+        into: contiguous tensors to write to, one for each; new ones if None.
+    """
+    found: list[Tensor] = []
+    for geometry, group in groupby(surfaces, geometry_of):
+        whole = list(group)
+        for start in range(0, len(whole), MOST_AT_ONCE):
+            some = whole[start : start + MOST_AT_ONCE]
+            kernel, upright = _conversion(geometry, form, turns, mirrored, len(some))
+            if into is None:
+                outs = [torch.empty(3, *upright, dtype=form.dtype, device=geometry.device) for _ in some]
+            else:
+                outs = list(into[len(found) : len(found) + len(some)])
+            filled = [*range(len(some)), *[0] * (MOST_AT_ONCE - len(some))]  # what is not used points at the first
+            columns = ([each.y for each in some], [each.u for each in some], [each.v for each in some], outs)
+            kernel(*[column[number] for column in columns for number in filled])  # type: ignore[index]
+            found += outs
+    return found
+
+
+def geometry_of(surface: Surface) -> Geometry:
+    y, u = surface.y, surface.u
     strides = (y.stride(0), u.stride(0), u.stride(1))
     size, chroma = (y.shape[0], y.shape[1]), (u.shape[0], u.shape[1])
-    geometry = Geometry(size, chroma, strides, y.element_size(), surface.bits, surface.colours, y.device)
-    kernel, upright = _conversion(geometry, form, turns, mirrored)
-    out = torch.empty(3, *upright, dtype=form.dtype, device=y.device)
-    kernel(y, u, v, out)
-    return out
+    return Geometry(size, chroma, strides, y.element_size(), surface.bits, surface.colours, y.device)
 
 
 @functools.lru_cache(maxsize=128)
-def _conversion(geometry: Geometry, form: Form, turns: int, mirrored: bool) -> tuple[Repeated, tuple[int, int]]:
-    """The kernel for surfaces of a geometry, ready to be launched, and the (height, width) of its result."""
+def _conversion(
+    geometry: Geometry, form: Form, turns: int, mirrored: bool, count: int
+) -> tuple[Repeated, tuple[int, int]]:
+    """The kernel for so many surfaces of a geometry, ready to be launched, and the (height, width) of its results."""
     require_triton()
     from rooftop.media import frame_kernels
 
@@ -145,7 +179,7 @@ def _conversion(geometry: Geometry, form: Form, turns: int, mirrored: bool) -> t
         "ROWS": ROWS,
         "COLUMNS": COLUMNS,
     }
-    grid = (-(-rows // ROWS), -(-columns // COLUMNS))
+    grid = (-(-rows // ROWS), -(-columns // COLUMNS), count)
     arguments: tuple[float, ...]
     if (rows, columns) == (height, width):
         arguments = (height, width, *strides, *numbers)
