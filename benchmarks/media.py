@@ -12,7 +12,8 @@ for to the last one there, decoders opened before; the better of two passes, var
     input       (3, 224, 224) float16 on the GPU, normalized: what a network takes
 
 `sizes` has one reader a video, and says where NVDEC becomes faster than the CPU; `streams` several at once, each in a
-thread, while all of them are read; `access` frames in any order; `training` a step of matrix products while clips are decoded for the next ones.
+thread, while all of them are read; `access` frames in any order; `training` a step of matrix products while clips are
+decoded for the next ones.
 What is not installed is left out and said to be. torchcodec needs FFmpeg's shared libraries by their plain names
 (libavcodec.so.62) on LD_LIBRARY_PATH; those in PyAV's wheel do, under links of these names.
 """
@@ -321,7 +322,8 @@ def access(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
 
 
 def training(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
-    """Steps of 30 ms or so, each with a batch of clips: alone, the clips alone, and both."""
+    """Steps of 30 ms or so, each with a batch of clips: alone, the clips alone, and both, on a stream of their own and
+    on the default one, which is also FFmpeg's."""
     video = next((each for each in paths if each.height == 1080), next(iter(paths)))
     clips = ClipDataset([paths[video]] * 4, frames=4, device="cuda" if GPU else "cpu", **INPUT)
     loader = ClipLoader(clips, batch=4, threads=7 if GPU else 2, ahead=4)
@@ -334,19 +336,23 @@ def training(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
         for _ in range(products):
             y = F.normalize(y @ x)
 
-    def timed(batches: bool, steps: bool) -> float:
-        source = iter(loader) if batches else iter(range(wanted))
+    def timed(batches: bool, steps: bool, stream: Any = None) -> float:
         settle()
         began = time.perf_counter()
-        for _ in range(wanted):
-            next(source)
-            if steps:
-                step()
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            source = iter(loader) if batches else iter(range(wanted))
+            for _ in range(wanted):
+                next(source)
+                if steps:
+                    step()
         settle()
         return 1e3 * (time.perf_counter() - began) / wanted
 
+    own = torch.cuda.Stream() if GPU else None
     timed(True, True)
-    found = {"step_ms": timed(False, True), "clips_ms": timed(True, False), "both_ms": timed(True, True)}
+    found = {"step_ms": timed(False, True), "clips_ms": timed(True, False), "both_ms": timed(True, True, own)}
+    if GPU:
+        found["both_on_default_stream_ms"] = timed(True, True)
     yield {"what": "training", **described(video, paths[video]), "frames_of_a_batch": 16, **found}
 
 

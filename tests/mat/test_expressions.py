@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from rooftop import mat
-from rooftop.mat import CV_8U, CV_8UC1, CV_8UC3, CV_16S, CV_32F, CV_32FC1, CV_64FC1, Mat, MatExpr, Scalar
+from rooftop.mat import CV_8U, CV_8UC1, CV_8UC3, CV_16S, CV_32F, CV_32FC1, CV_32S, CV_64FC1, Mat, MatExpr, Scalar
 
 cv2 = pytest.importorskip("cv2")
 
@@ -302,3 +304,51 @@ def test_read_only_memory_is_read_and_not_written() -> None:
     assert np.array_equal((m + 0).numpy(), array)
     with pytest.raises(ValueError, match="may not be written to"):
         m.assign(m + 1)
+
+
+def test_in_place_is_the_assignment_of_the_expression() -> None:
+    """Of regions too, with or without a name of their own, in the depth that is there."""
+    operations: dict[str, Callable[[Any, Any], Any]] = {
+        "+": operator.iadd, "-": operator.isub, "*": operator.imul, "/": operator.itruediv, "&": operator.iand,
+        "|": operator.ior, "^": operator.ixor,
+    }  # fmt: skip
+    plain: dict[str, Callable[[Any, Any], Any]] = {
+        "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "&": operator.and_,
+        "|": operator.or_, "^": operator.xor,
+    }  # fmt: skip
+    numbers = np.random.default_rng(0).integers(0, 256, (5, 6, 3)).astype(np.uint8)
+    for name, operation in operations.items():
+        array, other = numbers.copy(), numbers.copy()
+        image, expected = Mat(array), Mat(other)
+        region = same = image[1:4, 2:5]
+        region = operation(region, 7)
+        assert region is same
+        expected[1:4, 2:5] = plain[name](Mat(other)[1:4, 2:5], 7)
+        assert np.array_equal(array, other), name
+        image[0:1] = operation(image[0:1], image[2:3]) if name not in "*/" else image[0:1]
+        assert array.ctypes.data == image.numpy().ctypes.data
+    image[0:1] += 300
+    assert (array[0] == 255).all()
+    whole = Mat.eye(2, 2, CV_32F)
+    data = whole.data_ptr()
+    whole @= Mat(np.float32([[1, 2], [3, 4]]))
+    whole *= 2
+    whole[...] -= 1
+    assert whole.numpy().tolist() == [[1, 3], [5, 7]]
+    assert whole.data_ptr() == data
+    with pytest.raises(TypeError):
+        whole += "text"
+    with pytest.raises(ValueError, match="one size"):
+        whole += Mat(3, 3, CV_32F)
+
+
+def test_all_that_is_not_named() -> None:
+    m = Mat(np.arange(24, dtype=np.int32).reshape(2, 3, 4), CV_32S)
+    assert m[...].numpy().tolist() == m.numpy().tolist()
+    assert m[..., 1:3].numpy().tolist() == m.numpy()[..., 1:3].tolist()
+    assert m[1, ..., 2:4].numpy().tolist() == m.numpy()[1:2, :, 2:4].tolist()
+    assert m[..., 1, 2, 3] == m[1, ..., 2, 3] == 23
+    m[...] = m + 1
+    assert m[0, 0, 0] == 1
+    with pytest.raises(IndexError, match="4 indices"):
+        m[..., 1, 1, 1, 1]

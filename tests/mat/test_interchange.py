@@ -90,8 +90,15 @@ def test_channels_in_front_that_lie_last_in_memory() -> None:
     assert tuple(m.size) == (4, 5)
     assert m.data_ptr() == batch[1].data_ptr()
     assert torch.equal(m.tensor("chw"), batch[1])
-    with pytest.raises(ValueError, match=r"channels of an element must follow each other, and are 80 bytes apart"):
-        Mat(torch.rand(3, 4, 5), layout="chw")
+    front = torch.rand(3, 4, 5)
+    with pytest.raises(
+        ValueError, match=r"are 80 bytes apart .*: x\.permute\(1, 2, 0\)\.contiguous\(\), without layout"
+    ):
+        Mat(front, layout="chw")
+    assert torch.equal(Mat(front.permute(1, 2, 0).contiguous()).tensor("chw"), front)
+    with pytest.raises(ValueError, match=r"array\.transpose\(1, 2, 0\)\.copy\(\), without layout"):
+        Mat(front.numpy(), layout="chw")
+    assert np.array_equal(Mat(front.numpy().transpose(1, 2, 0).copy()).tensor("chw").numpy(), front.numpy())
     with pytest.raises(ValueError, match="layout='chw' takes three dimensions"):
         Mat(torch.rand(4, 5), layout="chw")
     with pytest.raises(ValueError, match="layout must be 'hwc' or 'chw', got 'nhwc'"):

@@ -111,6 +111,41 @@ def test_a_damaged_file_is_named_at_its_batch(make_video: MakeVideo, tmp_path: P
     assert torch.equal(next(loader).pixels[2], clips[2].pixels)
     with pytest.raises(DamagedVideoError, match=r"damaged\.mkv"):
         list(loader)
+    some = ClipDataset([whole, damaged], frames=10, on_error="skip")
+    with pytest.warns(UserWarning, match=r"skipped clip \d: .*damaged\.mkv"):
+        found = list(ClipLoader(some, batch=1, threads=2))
+    kept = [(int(each.files), int(each.firsts)) for each in found]
+    assert kept[:3] == [(0, 0), (0, 10), (0, 20)]
+    assert 3 <= len(kept) < 6
+    for each, (file, first) in zip(found, kept, strict=True):
+        assert torch.equal(each.pixels[0], VideoReader((whole, damaged)[file])[first : first + 10])
+
+
+def test_files_that_cannot_be_read_are_named_or_skipped(make_video: MakeVideo, tmp_path: Path) -> None:
+    whole = make_video("for-damage.mkv", options={"bf": "0", "g": "8", "sc_threshold": "0"})
+    content = whole.read_bytes()
+    text, cut = tmp_path / "text.mp4", tmp_path / "cut.mkv"
+    text.write_text("no video")
+    cut.write_bytes(content[: len(content) * 2 // 3])
+    with pytest.raises(InputError, match=r"text\.mp4 is no video"):
+        ClipDataset([whole, text], frames=4)
+    with pytest.warns(UserWarning, match=r"skipped: .*text\.mp4 is no video"):
+        clips = ClipDataset([text, whole, text], frames=4, on_error="skip")
+    assert [path for path, _ in clips.skipped] == [text, text]
+    assert clips.counts == [7]
+    assert len(list(ClipLoader(clips, batch=7))) == 1
+    with pytest.warns(UserWarning, match=r"cut\.mkv is damaged \(the file ends after .* whole frames"):
+        assert 0 < ClipDataset([cut], frames=4).counts[0] < 7
+    with pytest.warns(UserWarning, match="skipped"), pytest.raises(InputError, match="the longest has 0"):
+        ClipDataset([text], frames=4, on_error="skip")
+
+
+def test_a_gpu_that_is_not_there_is_named_before_the_first_batch(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="there is no GPU here"):
+        ClipLoader(ClipDataset(paths, frames=4), batch=2, to="cuda")
 
 
 @pytest.mark.parametrize(
@@ -120,6 +155,7 @@ def test_a_damaged_file_is_named_at_its_batch(make_video: MakeVideo, tmp_path: P
         ({"frames": 4, "step": 0}, "expected numbers from 1 on"),
         ({"frames": 31}, "the longest has 30"),
         ({"frames": 4, "resize": 7}, "expected \\(height, width\\)"),
+        ({"frames": 4, "on_error": "ignore"}, 'expected "raise" or "skip"'),
     ],
 )
 def test_what_is_no_clip_is_refused(paths: list[Path], how: dict[str, Any], said: str) -> None:

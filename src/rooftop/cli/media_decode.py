@@ -18,6 +18,7 @@ from rooftop.cli.media_options import (
     CLOCK_SLACK_S,
     check_times,
     device_option,
+    end_of,
     end_option,
     first_position,
     resize_option,
@@ -28,6 +29,7 @@ from rooftop.errors import InputError
 from rooftop.media import VideoReader
 
 JPEG_QUALITY = 95
+PICTURES = {".png": "png", ".jpg": "jpg", ".jpeg": "jpg", ".bmp": "png", ".webp": "png", ".tif": "png", ".tiff": "png"}
 DIGITS = 6
 
 EXAMPLES = """\b
@@ -76,15 +78,23 @@ def decode_command(
     one = out.suffix.lower() == ".npy"
     if one and suffix is not None:
         raise click.UsageError(f"--format {suffix} is for a folder: {out.name} is one array")
+    if out.suffix.lower() in PICTURES and not out.is_dir():
+        raise click.UsageError(
+            f"{out.name} is the name of one picture: give a folder for a picture of each frame, such as "
+            f"-o {out.stem}/ --format {PICTURES[out.suffix.lower()]}"
+        )
     with VideoReader(file, device=device, resize=resize) as reader:
         first = first_position(reader, start)
         if start and first == len(reader):
-            raise InputError(f"no frame of {file} begins at {start} s or later: it has {len(reader)}")
+            raise InputError(f"no frame of {file} begins at {start} s or later: it ends at {end_of(reader):.3f} s")
         frames: _Folder | _Array = _Array(out) if one else _Folder(out, suffix or "png")
         with progress_bar() as show, frames:
             count = _decode(reader, frames, first, every, end, show)
     if not count:
-        raise InputError(f"no frame of {file} begins from {start or 0} s to {end} s")
+        raise InputError(
+            f"no frame of {file} begins from {start or 0} s to {end} s: it is from {float(reader.times[0]):.3f} to "
+            f"{end_of(reader):.3f} s"
+        )
     size = f"{reader.height} x {reader.width} (height x width)"
     click.echo(f"{count} frames of {size} in {click.format_filename(out)}, decoded on {reader.device}{_why(reader)}")
 
@@ -98,7 +108,7 @@ def _decode(
     show: Callable[[str, float], None],
 ) -> int:
     """How many frames were taken."""
-    until = end if end is not None else reader.duration + float(reader.times[0])
+    until = end if end is not None else end_of(reader)
     begin = float(reader.times[first])
     for number, (pixels, time, _) in enumerate(reader.timed(first), first):
         if end is not None and time >= end - CLOCK_SLACK_S:

@@ -71,6 +71,11 @@ def check_times(start: float | None, end: float | None) -> None:
         raise click.UsageError(f"--end {end} is not after --start {start or 0.0}")
 
 
+def end_of(reader: VideoReader) -> float:
+    """When the last frame ends, in seconds on the clock of the file."""
+    return float(reader.times[0]) + reader.duration if len(reader) else 0.0
+
+
 def first_position(reader: VideoReader, start: float | None) -> int:
     """Of the first frame that begins at this time or later; their number if there is none.
 

@@ -14,6 +14,7 @@ from rooftop.cli.media_options import (
     CLOCK_SLACK_S,
     check_times,
     device_option,
+    end_of,
     end_option,
     first_position,
     resize_option,
@@ -64,7 +65,8 @@ def transcode_command(
     """Encode IN anew as OUT, whose suffix names the format.
 
     Every frame keeps its time, also at a variable rate; what the file turns is turned, and 10 bits stay 10 where the
-    encoder has them. Sound is copied packet for packet. OUT appears when it is whole, and not at all on an error.
+    encoder has them. Sound is copied packet for packet. OUT appears when it is whole, in the place of an older
+    file of that name, and not at all on an error.
     """
     check_times(start, end)
     if out.exists() and source.exists() and out.samefile(source):
@@ -78,7 +80,7 @@ def transcode_command(
     reader = VideoReader(source, device=device, resize=resize, dtype=torch.float32 if deep else torch.uint8)
     first = first_position(reader, start)
     if start and first == len(reader):
-        raise InputError(f"no frame of {source} begins at {start} s or later: it has {len(reader)}")
+        raise InputError(f"no frame of {source} begins at {start} s or later: it ends at {end_of(reader):.3f} s")
     begin = float(reader.times[first]) if start else 0.0  # what becomes 0, of the sound as well
     writer = VideoWriter(
         out,
@@ -109,7 +111,7 @@ def _frames(
     show: Callable[[str, float], None],
 ) -> Iterator[tuple[Tensor, float]]:
     """Frames with their times from `begin` on: their own, or those of a constant rate."""
-    until = end if end is not None else float(reader.times[0]) + reader.duration
+    until = end if end is not None else end_of(reader)
     given = 0
     for pixels, time, duration in reader.timed(first):
         if time >= until - CLOCK_SLACK_S:
@@ -143,8 +145,11 @@ def _pixel_format(info: VideoInfo, codec: str) -> str | None:
 def _tell(info: VideoInfo, reader: VideoReader, writer: VideoWriter, no_sound: bool) -> None:
     name = click.format_filename(writer.path)
     sound = "no sound" if not info.audio else "sound left out" if no_sound else f"{info.audio[0].codec} sound copied"
+    height, width = writer.size or (reader.height, reader.width)
+    padded = (height, width) != (reader.height, reader.width)
+    filled = f", filled up from {reader.height} x {reader.width}" if padded else ""
     click.echo(
-        f"{name}: {writer.frames} frames of {reader.height} x {reader.width} (height x width), {writer.encoder} "
+        f"{name}: {writer.frames} frames of {height} x {width} (height x width{filled}), {writer.encoder} "
         f"{writer.pixel_format}, {sound}; decoded on {reader.device}"
     )
     for reason in (reader.fallback_reason, writer.fallback_reason):

@@ -72,7 +72,7 @@ def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
 
 
 def _of_array(array: np.ndarray[Any, Any], type: int | None, layout: str) -> Parts:
-    copied = "np.ascontiguousarray(array)"
+    copied = "np.ascontiguousarray(array)" if layout == "hwc" else "array.transpose(1, 2, 0).copy(), without layout,"
     code = type_code(array.dtype)
     if not array.flags.aligned:
         raise ValueError(f"the array is not aligned to its {array.dtype} numbers: pass array.copy()")
@@ -100,7 +100,8 @@ def _of_tensor(x: Tensor, type: int | None, layout: str) -> Parts:
     x = _channels_last(x, layout)
     item = x.element_size()
     strides = tuple(stride * item for stride in x.stride())
-    type, sizes, steps = _header(tuple(x.shape), strides, code, type, "x.contiguous()")
+    copied = "x.contiguous()" if layout == "hwc" else "x.permute(1, 2, 0).contiguous(), without layout,"
+    type, sizes, steps = _header(tuple(x.shape), strides, code, type, copied)
     if 0 in sizes:
         return Parts(None, type, sizes, steps, 0, x.device)
     start = int(x.storage_offset()) * item
@@ -141,8 +142,8 @@ def _header(shape: Sizes, strides: Sizes, code: int, type: int | None, copied: s
         return type, sizes, natural_steps(sizes, item * max(channels, 1))
     if channels > 1 and strides[-1] != item:
         raise ValueError(
-            f"the channels of an element must follow each other, and are {strides[-1]} bytes apart (shape {shape}, "
-            f"strides {strides} bytes): {copied} copies it, and layout='chw' takes channels in front"
+            f"the channels of an element must follow each other in memory, and are {strides[-1]} bytes apart (shape "
+            f"{shape}, strides {strides} bytes): {copied} copies it"
         )
     return type, sizes, _steps(sizes, strides[: len(sizes)], item * max(channels, 1), copied)
 

@@ -21,7 +21,7 @@ from rooftop.mat.allocation import DeviceLike, MatAllocator, allocator_for, same
 from rooftop.mat.conversions import convert
 from rooftop.mat.copies import apart, copy_masked, fill
 from rooftop.mat.exports import ExportedHeader
-from rooftop.mat.expressions import Arithmetic, MatExpr
+from rooftop.mat.expressions import Arithmetic, MatExpr, Operand
 from rooftop.mat.headers import Sizes
 from rooftop.mat.interchange import is_foreign, parts_of
 from rooftop.mat.scalars import Scalar, ScalarLike, element
@@ -165,6 +165,8 @@ class Mat(ExportedHeader, Arithmetic):
             region.setTo(value)
             return
         source = value if isinstance(value, Mat) else Mat(value)
+        if source._data is region._data and source._place_in_memory() == region._place_in_memory():
+            return  # as after `m[range] += 5`
         if source._sizes != region._sizes or source._type != region._type:
             raise ValueError(
                 f"{source} cannot be assigned to a region {region}: sizes and types must be equal; convertTo"
@@ -183,6 +185,41 @@ class Mat(ExportedHeader, Arithmetic):
 
         evaluate(expression, self)
         return self
+
+    # In place: into this Mat's memory, as numbers of its depth. Of two Mats `*=` is the matrix product, as `*` is.
+
+    def __iadd__(self, other: Operand) -> Self:
+        return self._stored(self.__add__(other))
+
+    def __isub__(self, other: Operand) -> Self:
+        return self._stored(self.__sub__(other))
+
+    def __imul__(self, other: Operand) -> Self:
+        return self._stored(self.__mul__(other))
+
+    def __imatmul__(self, other: Operand) -> Self:
+        return self._stored(self.__matmul__(other))
+
+    def __itruediv__(self, other: Operand) -> Self:
+        return self._stored(self.__truediv__(other))
+
+    def __iand__(self, other: Operand) -> Self:
+        return self._stored(self.__and__(other))
+
+    def __ior__(self, other: Operand) -> Self:
+        return self._stored(self.__or__(other))
+
+    def __ixor__(self, other: Operand) -> Self:
+        return self._stored(self.__xor__(other))
+
+    def _stored(self, expression: MatExpr) -> Self:
+        if expression is NotImplemented:
+            return NotImplemented
+        self._store(expression)
+        return self
+
+    def _place_in_memory(self) -> tuple[object, ...]:
+        return self._type, self._sizes, self._steps, self._offset
 
     def _store(self, expression: MatExpr) -> None:
         """The value of an expression of this one's size, as numbers of this one's depth."""

@@ -314,8 +314,15 @@ class Header(Shaped):
         """The offset of an element, or ranges of dimensions."""
         given = index if isinstance(index, tuple) else (index,)
         sizes = self._sizes
+        for place, each in enumerate(given):
+            if each is Ellipsis:  # all dimensions that are not named
+                given = (*given[:place], *[slice(None)] * (len(sizes) + 1 - len(given)), *given[place + 1 :])
+                break
         if len(given) > len(sizes):
-            raise IndexError(f"{len(given)} indices of {len(sizes)} dimensions: {self}; channels are not indexed")
+            raise IndexError(
+                f"{len(given)} indices of {len(sizes)} dimensions: {self}; channels are not indexed: an element has "
+                "all of them, and extractChannel(m, c) and insertChannel(one, m, c) are for one"
+            )
         ranges: dict[int, tuple[int, int]] = {}
         single = len(given) == len(sizes)
         for axis, each in enumerate(given):
@@ -393,7 +400,8 @@ def is_integer(value: object) -> bool:
 
 def _index(value: Any, size: int, what: str) -> tuple[int, int]:
     if not is_integer(value):
-        raise TypeError(f"an index of {what} is an integer or a range a:b, got {value!r}")
+        mask = "; elements of a mask are set by setTo(value, mask)" if hasattr(value, "__len__") else ""
+        raise TypeError(f"an index of {what} is an integer or a range a:b, got {value!r}{mask}")
     if not 0 <= value < size:
         hint = f"; from the end, take {size + value}" if -size <= value < 0 else ""
         raise IndexError(f"index {value} of {what} is out of range 0 to {size - 1}{hint}")

@@ -12,11 +12,13 @@ from __future__ import annotations
 import copy
 import os
 import threading
+import warnings
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rooftop.errors import InputError
+from rooftop.media.errors import DamagedVideoError
 from rooftop.media.forms import Normalization
 from rooftop.media.reading import VideoReader
 
@@ -59,13 +62,17 @@ class ClipDataset(Dataset[Clip]):
         stride: from the start of a clip to the start of the next; if not given, clips share no frames.
         resize: (height, width), upright; needed where the videos differ in size.
         dtype, normalize, device: as of `VideoReader`.
+        on_error: "raise"; or "skip" files that cannot be read and clips that cannot be decoded, with a warning for
+            each.
 
     Attributes:
-        readers: of each file.
-        counts: clips of each file; 0 of one that is too short.
+        readers: of each file that is read.
+        counts: clips of each of them; 0 of one that is too short. Of a file that was cut off, the clips that are there.
+        skipped: (path, what is wrong) of each file that was skipped.
 
     Raises:
         InputError: as of `VideoReader`; no clip in any file; videos of several sizes without `resize`.
+        DamagedVideoError: not one frame of a file can be decoded.
     """
 
     def __init__(
@@ -79,7 +86,11 @@ class ClipDataset(Dataset[Clip]):
         dtype: torch.dtype = torch.uint8,
         normalize: Normalization | None = None,
         device: str | torch.device = "cpu",
+        on_error: str = "raise",
     ) -> None:
+        if on_error not in ("raise", "skip"):
+            raise InputError(f'on_error {on_error!r} is not known: expected "raise" or "skip"')
+        self.on_error = on_error
         self.frames, self.step = frames, step
         self.stride = frames * step if stride is None else stride
         if min(frames, step, self.stride) < 1:
@@ -89,9 +100,21 @@ class ClipDataset(Dataset[Clip]):
         if isinstance(paths, (str, bytes, os.PathLike)) or not len(paths):
             raise InputError(f"paths: expected a list of video files, got {paths!r}")
         self.readers: list[VideoReader] = []
+        self.skipped: list[tuple[Path, str]] = []
         for path in paths:
-            with VideoReader(path, device, dtype=dtype, resize=resize, normalize=normalize) as reader:
-                self.readers.append(reader)
+            try:
+                with VideoReader(path, device, dtype=dtype, resize=resize, normalize=normalize) as reader:
+                    if reader.index.damage:
+                        warnings.warn(
+                            f"{path} is damaged ({reader.index.damage}): clips of its {len(reader)} whole frames",
+                            stacklevel=2,
+                        )
+                    self.readers.append(reader)
+            except (InputError, DamagedVideoError) as error:
+                if on_error == "raise":
+                    raise
+                self.skipped.append((Path(path), str(error)))
+                warnings.warn(f"skipped: {error}", stacklevel=2)
         sizes = {(reader.height, reader.width) for reader in self.readers}
         if len(sizes) > 1:
             said = ", ".join(f"{width} x {height}" for height, width in sorted(sizes))
@@ -102,12 +125,12 @@ class ClipDataset(Dataset[Clip]):
         for count in self.counts:
             self._ends.append(count + (self._ends[-1] if self._ends else 0))
         if not len(self):
-            longest = max(len(reader) for reader in self.readers)
+            longest = max((len(reader) for reader in self.readers), default=0)
             raise InputError(f"no video has a clip of {span} frames: the longest has {longest}")
         self._of_thread = threading.local()
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._ends[-1] if self._ends else 0
 
     def place(self, number: int) -> tuple[int, int]:
         """(file, first frame) of a clip.
@@ -162,11 +185,14 @@ class ClipLoader:
         drop_last: whether clips that fill no batch are left out.
         to: a GPU to which clips decoded on the CPU are copied, from pinned memory; None: where they were decoded.
 
+    Batches are on the stream that asks for them. NVDEC's frames come through the device's default stream, so a step
+    that runs on that stream is in their way: a loop within `torch.cuda.stream(torch.cuda.Stream())` is not.
+
     Attributes:
         epoch: the number of the next pass; may be set.
 
     Raises:
-        InputError: numbers below 1.
+        InputError: numbers below 1, or a device to copy to that is not there.
     """
 
     def __init__(
@@ -186,6 +212,8 @@ class ClipLoader:
         self.dataset, self.batch, self.shuffle, self.seed = dataset, batch, shuffle, seed
         self.threads, self.ahead, self.drop_last = threads, ahead, drop_last
         self.to = None if to is None else torch.device(to)
+        if self.to is not None and self.to.type == "cuda" and not torch.cuda.is_available():
+            raise InputError(f'there is no GPU here to copy clips to, and to={str(to)!r}: leave it out, or to="cpu"')
         self.epoch = 0
 
     def __len__(self) -> int:
@@ -203,14 +231,15 @@ class ClipLoader:
     def __iter__(self) -> Iterator[ClipBatch]:
         """
         Raises:
-            DamagedVideoError: at the batch of a clip that cannot be decoded.
+            DamagedVideoError: at the batch of a clip that cannot be decoded. If the dataset skips such, batches are
+                smaller, and one of none is left out.
         """
         order, self.epoch = self.order(self.epoch), self.epoch + 1
         groups = [order[start : start + self.batch] for start in range(0, len(order), self.batch)][: len(self)]
         return self._batches(groups)
 
     def _batches(self, groups: list[list[int]]) -> Iterator[ClipBatch]:
-        waiting: deque[list[Future[_Made]]] = deque()
+        waiting: deque[list[Future[_Made | None]]] = deque()
         streams = threading.local()
         with ThreadPoolExecutor(self.threads, "rooftop-clips") as pool:
             try:
@@ -218,13 +247,25 @@ class ClipLoader:
                     if number < len(groups):
                         waiting.append([pool.submit(self._make, clip, streams) for clip in groups[number]])
                     if number >= self.ahead:
-                        yield _together([each.result() for each in waiting.popleft()])
+                        made = [each for future in waiting.popleft() if (each := future.result()) is not None]
+                        if made:
+                            yield _together(made)
             finally:
                 for futures in waiting:
                     for each in futures:
                         each.cancel()
 
-    def _make(self, number: int, streams: threading.local) -> _Made:
+    def _make(self, number: int, streams: threading.local) -> _Made | None:
+        """A clip; None if it cannot be decoded, and such are skipped."""
+        try:
+            return self._made(number, streams)
+        except DamagedVideoError as error:
+            if self.dataset.on_error == "raise":
+                raise
+            warnings.warn(f"skipped clip {number}: {error}", stacklevel=2)
+            return None
+
+    def _made(self, number: int, streams: threading.local) -> _Made:
         device = self.to or self.dataset.readers[0].device
         if device.type != "cuda":
             return _Made(self.dataset[number], None)

@@ -276,6 +276,8 @@ class VideoReader:
         Raises:
             InputError: a time before the first frame or after the end of the last.
         """
+        if isinstance(times, (int, float)) or (isinstance(times, Tensor) and times.dim() != 1):
+            raise InputError(f"times are {times!r}: expected several, in seconds, such as frames_at([1.5])")
         slack = min(Fraction(1, 2), CLOCK_SLACK_S / self._time_base)
         index = self.index
         positions = []

@@ -63,7 +63,8 @@ class CopiedSound:
                 except ValueError as error:
                     raise InputError(
                         f"a {container.format.name} file cannot hold the {name} sound of {self.name}: write an .mkv "
-                        "file, leave the sound out, or encode it anew (writer.write_sound(*read_sound(path)[:2]))"
+                        "file, leave the sound out (rooftop media transcode --no-sound), or encode it anew "
+                        "(writer.write_sound(*read_sound(path)[:2]))"
                     ) from error
                 self._streams[stream.index] = copy
                 if stream.language:

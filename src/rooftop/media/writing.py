@@ -59,6 +59,7 @@ class VideoWriter:
         cut_sound: whether sound that goes on after the last frame is left out, to a packet. If not, all of it is there.
 
     Attributes:
+        size: (height, width) of the file, from the first frame on; else None.
         encoder: of the video, also where "auto" was asked for.
         fallback_reason: why that is not h264_nvenc, if "auto" was asked for; else None. The size of the first frame may
             still change both.
@@ -111,6 +112,7 @@ class VideoWriter:
             raise InputError(f"{self.path} is a folder: expected the name of a file")
         self._timed = False
         self._last_tick = -1
+        self.size: tuple[int, int] | None = None
         try:
             self._container = self.av.open(str(self._partial), "w")
         except (self.av.FFmpegError, ValueError) as error:
@@ -173,6 +175,11 @@ class VideoWriter:
         """
         if self._closed:
             raise VideoWriteError(f"{self.path} is closed already: open another VideoWriter")
+        if not isinstance(frames, Tensor):
+            raise InputError(
+                f"frames are {type(frames).__name__}: expected a tensor (3, H, W) or (T, 3, H, W). Of an array "
+                "(H, W, 3) in the order of RGB, torch.from_numpy(array).permute(2, 0, 1) is one"
+            )
         if frames.dim() not in (3, 4) or frames.shape[-3] != 3:
             raise InputError(f"frames of shape {tuple(frames.shape)}: expected (3, H, W) or (T, 3, H, W)")
         if frames.dtype != torch.uint8 and not frames.is_floating_point():
@@ -358,6 +365,7 @@ class VideoWriter:
         self._time_base = Fraction(1, TICKS) if timed else 1 / self.fps
         stream = self._add_video()
         stream.height, stream.width, stream.pix_fmt = height, width, self.pixel_format
+        self.size = height, width
         context = stream.codec_context
         context.time_base = self._time_base
         if self.pixel_format.startswith(("yuv", "nv", "p0")):
@@ -370,8 +378,11 @@ class VideoWriter:
         """The stream of the video, before those of the sound; its size comes with the first frame."""
         if self._stream is None:
             assert self._container is not None
+            options = dict(self.options)
+            if self.encoder == "libx265" and "log-level" not in options.get("x265-params", ""):  # which tells of itself
+                options["x265-params"] = ":".join(filter(None, (options.get("x265-params"), "log-level=error")))
             try:
-                stream = self._container.add_stream(self.encoder, rate=self.fps, options=self.options)
+                stream = self._container.add_stream(self.encoder, rate=self.fps, options=options)
             except (self.av.FFmpegError, ValueError) as error:
                 self.discard()
                 raise self._refused(error) from error
