@@ -32,6 +32,7 @@ COMMANDS = {  # that make a file, where it is not the script of its name under k
     "scene.json": "scene.py",
     "mat.json": "mat.py",
     "media.json": "media.py",
+    "media_training.json": "media.py --only training",
 }
 OURS = (
     *("rooftop", "cuda", "twin", "rooftop, compiled", "rooftop, replayed"),
@@ -90,7 +91,7 @@ def section(path: Path) -> str:
         return f"{tables}\n\n`benchmarks/results/cpu/{path.name}`, {device}, {found['threads']} threads."
     if path.name == "mat.json":
         return f"{arrays(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
-    if path.name == "media.json":
+    if path.name.startswith("media"):
         return f"{videos(found['results'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
     tables = []
     for rows in found.values():
@@ -188,7 +189,7 @@ def relative_times(rows: list[Row]) -> str:
     for row in rows:
         times = [row["ms"][name] / row["ms"]["opencv"] for name in ("rooftop", "torch")]
         lines.append([*operation_of(row), f"**{times[0]:.2f}**", f"{times[1]:.1f}"])
-    return in_a_table("Time, of OpenCV's:", lines)
+    return in_a_table("Time, of OpenCV's (less is better):", lines)
 
 
 def operation_of(row: Row) -> list[str]:
@@ -209,7 +210,7 @@ def relative_rates(rows: list[Row]) -> str:
         shares = [rates[name] / rates["OpenCV, bgr in the host's memory"] if name in rates else None for name in names]
         cells = [UNKNOWN if share is None else f"{share:.2f}" for share in shares]
         lines.append([row["name"], *(f"**{cell}**" for cell in cells[:2]), *cells[2:]])
-    return in_a_table("Frames a second, of OpenCV's:", lines)
+    return in_a_table("Frames a second, of OpenCV's (more is better):", lines)
 
 
 def in_a_table(says: str, lines: list[list[str]]) -> str:
@@ -222,6 +223,7 @@ READERS = (  # a column each: its head, and the variant
     ("CPU: rgb", "rooftop, CPU, rgb"),
     ("PyNvVideoCodec: rgb", "PyNvVideoCodec threaded, rgb"),
     ("input", "PyNvVideoCodec threaded, input"),
+    ("torchcodec, CPU: rgb", "torchcodec, CPU, rgb"),
     ("PyAV, not converted", "PyAV, frames in the host's memory"),
     ("OpenCV, on the host", "OpenCV, bgr in the host's memory"),
 )
@@ -241,6 +243,12 @@ def videos(rows: list[Row]) -> str:
         lines = [["streams", *variants]]
         for row in together:
             lines.append([str(row["streams"]), *(number(row["frames_per_s"][variant]) for variant in variants)])
+        tables.append(lines)
+    if steps := [row for row in rows if row["what"] == "training" and "both_on_default_stream_ms" in row]:
+        lines = [["video", "a step alone, ms", "its clips alone", "both", "both on the default stream"]]
+        for row in steps:
+            keys = ("step_ms", "clips_ms", "both_ms", "both_on_default_stream_ms")
+            lines.append([row["name"], *(number(row[key]) for key in keys)])
         tables.append(lines)
     return "\n\n".join("\n".join(f"| {' | '.join(line)} |" for line in ruled(lines)) for lines in tables)
 

@@ -56,6 +56,28 @@ def backward(columns: int) -> Call:
     return lambda: softmaxes._backward(dy, y, None, 1.0, False, HALF)
 
 
+def log_backward(columns: int) -> Call:
+    dy, y = log_gradients(rows_of(columns), columns)
+    return lambda: softmaxes._backward(dy, y, None, 1.0, True, HALF)
+
+
+def log_gradients(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """(dy, y)."""
+    return randn(rows, columns), torch.log_softmax(randn(rows, columns), -1)
+
+
+def check_log_backward(columns: int) -> None:
+    dy, y = log_gradients(SMALL, columns)
+    dx = softmaxes._backward(dy, y, None, 1.0, True, HALF)
+    expected = dy.float() - y.float().exp() * dy.float().sum(-1, keepdim=True)
+    torch.testing.assert_close(dx.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def torch_log_backward(columns: int) -> Call:
+    dy, y = log_gradients(rows_of(columns), columns)
+    return lambda: torch._log_softmax_backward_data(dy, y, -1, HALF)
+
+
 def check_forward(columns: int) -> None:
     x = randn(SMALL, columns)
     y = softmaxes._forward(x, None, 1.0, False, HALF)
@@ -106,13 +128,14 @@ def task(direction: str, columns: int, candidates: dict[str, Settings], goal: st
         "FORWARD": (forward, check_forward, torch_forward),
         "BACKWARD": (backward, check_backward, torch_backward),
         "LOG_FORWARD": (log_forward, check_log_forward, torch_log_forward),
+        "LOG_BACKWARD": (log_backward, check_log_backward, torch_log_backward),
     }
     call, check, peer = (partial(each, columns) for each in of[direction])
-    moved = 2 * columns * rows_of(columns) * (3 if direction == "BACKWARD" else 2)
+    moved = 2 * columns * rows_of(columns) * (3 if direction.endswith("BACKWARD") else 2)
     return Task(f"{direction} {columns}", moved, candidates, call, check, {"torch": peer}, goal)
 
 
-F, B, LOG = "FORWARD", "BACKWARD", "LOG_FORWARD"
+F, B, LOG, LOG_BACK = "FORWARD", "BACKWARD", "LOG_FORWARD", "LOG_BACKWARD"
 TASKS = (
     *(
         task(direction, columns, tiles(direction, *found), "copy")
@@ -128,6 +151,13 @@ TASKS = (
             *((odd, ((1, 512, 2, True), (1, 512, 2), (1, 1024, 2, True), (1, 512, 1, True))) for odd in (621, 1003)),
             *((each, ((1, 8192, 8, True), (1, 8192, 8))) for each in (3114, 4096)),
             *((each, ((1, 8192, 16, True), (1, 8192, 16))) for each in (12001, 16384)),
+        )
+    ),
+    *(
+        task(LOG_BACK, odd, {"table": {}} | tiles(B, *pairs), "copy")
+        for odd, pairs in (
+            (621, ((1, 2048, 2), (1, 2048, 1), (2, 2048, 2), (1, 1024, 2), (1, 512, 2), (2, 1024, 2), (4, 1024, 4))),
+            (1003, ((1, 2048, 2), (1, 2048, 4), (2, 2048, 4), (1, 1024, 2), (1, 1024, 4), (2, 1024, 4))),
         )
     ),
     task(F, 4096, tiles(F, (1, 8192, 8, True), (1, 2048, 4, True), (1, 4096, 4, True), (2, 4096, 8, True)), "copy"),
