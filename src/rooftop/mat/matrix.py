@@ -188,28 +188,28 @@ class Mat(ExportedHeader, Arithmetic):
 
     # In place: into this Mat's memory, as numbers of its depth. Of two Mats `*=` is the matrix product, as `*` is.
 
-    def __iadd__(self, other: Operand) -> Self:
+    def __iadd__(self, other: Operand) -> Self:  # type: ignore[override]
         return self._stored(self.__add__(other))
 
-    def __isub__(self, other: Operand) -> Self:
+    def __isub__(self, other: Operand) -> Self:  # type: ignore[override]
         return self._stored(self.__sub__(other))
 
-    def __imul__(self, other: Operand) -> Self:
+    def __imul__(self, other: Operand) -> Self:  # type: ignore[override]
         return self._stored(self.__mul__(other))
 
-    def __imatmul__(self, other: Operand) -> Self:
+    def __imatmul__(self, other: Operand) -> Self:  # type: ignore[override]
         return self._stored(self.__matmul__(other))
 
-    def __itruediv__(self, other: Operand) -> Self:
+    def __itruediv__(self, other: Operand) -> Self:  # type: ignore[override]
         return self._stored(self.__truediv__(other))
 
-    def __iand__(self, other: Operand) -> Self:
+    def __iand__(self, other: Operand) -> Self:  # type: ignore[override]
         return self._stored(self.__and__(other))
 
-    def __ior__(self, other: Operand) -> Self:
+    def __ior__(self, other: Operand) -> Self:  # type: ignore[override]
         return self._stored(self.__or__(other))
 
-    def __ixor__(self, other: Operand) -> Self:
+    def __ixor__(self, other: Operand) -> Self:  # type: ignore[override]
         return self._stored(self.__xor__(other))
 
     def _stored(self, expression: MatExpr) -> Self:

@@ -252,8 +252,8 @@ class ClipLoader:
                             yield _together(made)
             finally:
                 for futures in waiting:
-                    for each in futures:
-                        each.cancel()
+                    for future in futures:
+                        future.cancel()
 
     def _make(self, number: int, streams: threading.local) -> _Made | None:
         """A clip; None if it cannot be decoded, and such are skipped."""
