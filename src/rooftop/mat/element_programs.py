@@ -20,6 +20,7 @@ from rooftop.kernels.expressions import NAMES, Expression, apply, argument, cons
 from rooftop.mat.conversions import Scaling
 from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, trusted
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, same_number, topological
+from rooftop.mat.planning import remember
 from rooftop.mat.type_codes import CV_16U, CV_32U, CV_64S, CV_64U, DEPTHS, CV_Bool
 
 _UNSIGNED = {CV_16U: ("int32", 0xFFFF), CV_32U: ("int64", 0xFFFFFFFF)}  # read as signed numbers, and masked
@@ -35,17 +36,44 @@ def signed(x: Tensor) -> Tensor:
 
 
 class Numbers:
-    """What is computed in one dtype: elements of Mats loaded, and the store.
+    """What is computed in one dtype: elements of Mats loaded, numbers, and the store. Arguments are first the Mats,
+    then rows of numbers, then numbers.
+
+    Args:
+        dtype: to compute in.
+        for_kernel: whether a kernel computes it, and not a loop: numbers of float64 are given as several of float32
+            that add up to them, as kernels take them.
 
     Attributes:
         result: what is stored.
+        kinds: a letter for each argument.
+        rows: numbers that differ from channel to channel.
+        rows_dtype: of their tensors.
+        numbers: those that do not, as they are given.
     """
 
     result: Expression
+    first_number = 1
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, for_kernel: bool) -> None:
+        self.for_kernel = for_kernel
+        self.rows: list[tuple[int | float, ...]] = []
+        self.rows_dtype = dtype
+        self.numbers: list[int | float] = []
+        self.compute_in(dtype)
+
+    def compute_in(self, dtype: torch.dtype) -> None:
         self.dtype, self.name = dtype, NAMES[dtype]
         self.floating = dtype.is_floating_point
+
+    @property
+    def kinds(self) -> str:
+        return "t" * self.first_number + "n" * len(self.numbers)
+
+    @cached_property
+    def text(self) -> str:
+        """The result, as `rooftop.kernels` reads it."""
+        return text_of([self.result])
 
     @cached_property
     def operations(self) -> int:
@@ -58,6 +86,19 @@ class Numbers:
     def plain(self, number: int | float) -> Expression:
         """A number that belongs to the form of the expression."""
         return constant(float(number) if self.floating else int(number))
+
+    def given(self, number: int | float, dtype: torch.dtype) -> Expression:
+        """A number of a dtype that is given at each call."""
+        parts = _parts(number) if dtype == torch.float64 and self.for_kernel else [number]
+        if parts is None:
+            return apply(NAMES[dtype], constant(number))
+        found = None
+        for part in parts:
+            one = apply(NAMES[dtype], argument(self.first_number + len(self.numbers)))
+            self.numbers.append(part)
+            found = one if found is None else apply("add", found, one)
+        assert found is not None
+        return found
 
     def loaded(self, x: Expression, depth: int) -> Expression:
         """An element of a Mat of a depth."""
@@ -104,7 +145,7 @@ class Numbers:
 
 
 class ElementProgram(Numbers):
-    """An expression. Arguments are first the Mats, then rows of numbers, then numbers.
+    """An expression.
 
     Args:
         root: of Mats, numbers and element by element operations.
@@ -112,27 +153,19 @@ class ElementProgram(Numbers):
         dtype: to compute in.
         leaves: the Mats among the nodes.
         depth: to store numbers of, in the dtype that `signed` gives.
-        in_parts: whether numbers of float64 are given as several of float32 that add up to them, as kernels take them.
+        for_kernel: as `Numbers` says.
 
     Attributes:
-        result: what is stored.
-        kinds: a letter for each argument.
-        rows: numbers that differ from channel to channel.
-        rows_dtype: of their tensors.
-        numbers: those that do not, as they are given.
         values: the expression of each node, by id.
     """
 
     def __init__(
-        self, root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, leaves: Sequence[MatExpr], depth: int, in_parts: bool
-    ) -> None:
-        super().__init__(dtype)
-        self.in_parts = in_parts
-        self.rows_dtype = dtype
+        self, root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, leaves: Sequence[MatExpr], depth: int,
+        for_kernel: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(dtype, for_kernel)
         self.bounds = trusted(bounds, dtype)
         nodes = topological(root)
-        self.rows: list[tuple[int | float, ...]] = []
-        self.numbers: list[int | float] = []
         for each in nodes:
             if each._operation == "numbers" and not _is_one(each) and self._row_of(each) is None:
                 self.rows.append(self._numbers(each))
@@ -147,13 +180,7 @@ class ElementProgram(Numbers):
                 self.values[id(each)] = self._number(each)
             else:
                 self.values[id(each)] = self._computed(each, [self.values[id(o)] for o in each._operands])
-        self.kinds = "t" * self.first_number + "n" * len(self.numbers)
         self.result = self.stored(self.values[id(root)], self.bounds[id(root)], depth)
-
-    @cached_property
-    def text(self) -> str:
-        """The result, as `rooftop.kernels` reads it."""
-        return text_of([self.result])
 
     # Operands.
 
@@ -171,16 +198,7 @@ class ElementProgram(Numbers):
             row = self._row_of(each)
             assert row is not None
             return self.cast(argument(self.first_row + row))
-        parts = _parts(numbers[0]) if self.dtype == torch.float64 and self.in_parts else [numbers[0]]
-        if parts is None:
-            return self.cast(constant(numbers[0]))
-        found = None
-        for part in parts:
-            one = self.cast(argument(self.first_number + len(self.numbers)))
-            self.numbers.append(part)
-            found = one if found is None else apply("add", found, one)
-        assert found is not None
-        return found
+        return self.given(numbers[0], self.dtype)
 
     # Operations.
 
@@ -222,28 +240,20 @@ class ElementProgram(Numbers):
 
 class ConversionProgram(Numbers):
     """Elements of one depth as those of another, scaled: as `conversions.py` says, for depths that are not CV_64S,
-    CV_64U or half precision.
+    CV_64U or half precision."""
 
-    Attributes:
-        result, rows, rows_dtype, numbers: as `ElementProgram` has them.
-    """
-
-    def __init__(self, depth: int, new_depth: int, scaling: Scaling | None) -> None:
+    def __init__(self, depth: int, new_depth: int, scaling: Scaling | None, for_kernel: bool) -> None:
         known = depth_bounds(depth)
         wholes = (torch.int16, torch.int32, torch.int64)
         dtype = DEPTHS[depth].dtype if known is None else next(each for each in wholes if known.within(each))
-        super().__init__(dtype)
-        self.rows: list[tuple[int | float, ...]] = []
-        self.rows_dtype = torch.float32
-        self.numbers: list[int | float] = []
-        if scaling is None:
-            self.result = self.stored(self.loaded(argument(0), depth), known, new_depth)
-            return
+        super().__init__(dtype, for_kernel)
         loaded = self.loaded(argument(0), depth)
-        super().__init__(scaling.dtype)
+        if scaling is None:
+            self.result = self.stored(loaded, known, new_depth)
+            return
+        self.compute_in(scaling.dtype)
         x = self.cast(loaded)
-        alpha, beta = (apply("float64", argument(1 + n)) for n in range(2))
-        self.numbers = [scaling.alpha, scaling.beta]
+        alpha, beta = (self.given(number, torch.float64) for number in (scaling.alpha, scaling.beta))
         if scaling.dtype == torch.float64 or (scaling.beta != 0 and scaling.alpha != 1):
             x = self.cast(apply("add", apply("mul", apply("float64", x), alpha), beta))
         elif scaling.beta == 0:
@@ -251,6 +261,20 @@ class ConversionProgram(Numbers):
         else:
             x = apply("add", x, self.cast(beta))
         self.result = self.stored(x, None, new_depth)
+
+
+def conversion_program(depth: int, new_depth: int, scaling: Scaling | None, for_kernel: bool) -> ConversionProgram:
+    """The program, or that which was made for the same before."""
+    key = (depth, new_depth, repr(scaling), for_kernel)  # -0.0 is equal to 0.0
+    found = _conversions.get(key)
+    if found is None:
+        found = ConversionProgram(depth, new_depth, scaling, for_kernel)
+        remember(_conversions, key, found, _MOST_CONVERSIONS)
+    return found
+
+
+_MOST_CONVERSIONS = 1024
+_conversions: dict[Any, ConversionProgram] = {}
 
 
 def _stored_64(x: Expression, depth: int) -> Expression:
