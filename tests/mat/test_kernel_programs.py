@@ -55,11 +55,11 @@ def assert_same_bits(found: Tensor, expected: Tensor, depth: int) -> None:
 
 def assert_as_by_blocks(source: Tensor, target: Tensor, depth: int, new: int, alpha: float, beta: float) -> None:
     """One kernel, which leaves in the target what operations of torch leave in a copy of it."""
-    if INTERPRETED:  # there numbers have no -0.0
-        alpha, beta = alpha + 0.0, beta + 0.0
     expected = torch.empty_like(target, memory_format=torch.contiguous_format)
     plain = abs(alpha - 1) < 2.0**-52 and abs(beta) < 2.0**-52
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # the interpreter computes with NumPy
+        if INTERPRETED:  # and its numbers have no -0.0
+            alpha, beta = (0.0 if float(np.float32(number)) == 0 else number for number in (alpha, beta))
         convert_blocks(source, expected, depth, new, None if plain else scaling_of(depth, new, alpha, beta))
         with count_launches() as counted:
             convert(source, target, depth, new, alpha, beta)
