@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 launches = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
 DEVICE = "cpu" if INTERPRETED else "cuda"
 CONVERTED = [number for number in range(len(DEPTHS)) if number not in WITHOUT_PROGRAMS]
-# A number of one float32, of two, of three, and one that float32 does not reach.
+# Numbers of 24 bits and of 53, and such as float32 does not reach.
 SCALES = [(1 / 255, 0.0), (1.0, 0.5), (255.0, 0.0), (1.5, 3.0), (-0.37, 1e5), (1.0 + 2.0**-40, -0.0), (1e300, 1e39)]
 PAIRS = [(depth, new) for depth in CONVERTED for new in CONVERTED if depth != new]
 

@@ -65,7 +65,7 @@ def store_fused(
     Args:
         program: "ttn: a0 * a1 + a2", as `expression_texts.py` reads it, with t for tensors and n for numbers.
         tensors: of the shape of `out`, with any strides, on its device; those with a period have (period,) elements.
-        numbers: Python's. As floats they are float32; `float64(a0) + float64(a1)` has more.
+        numbers: Python's. Floats are float32; one of float64 is an integer of the same bits, `float64_of_bits(a0)`.
         out: overlaps no tensor, or has the very same elements.
         periods: by argument number; the elements of that tensor repeat along the last dimension of `out`, whose size is
             a multiple of the period.
