@@ -24,7 +24,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
 def test_kernels_on_the_cpu(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__) == 14
+    assert interpreted(__file__) == 32
 
 
 @launches
@@ -40,6 +40,27 @@ def test_regions_are_written_and_nothing_beside_them(columns: slice) -> None:
     assert sum(counted.values()) == 1
     expected[2:8, columns] = a[2:8, columns] * 0.5 + b[2:8, columns] / 3
     assert torch.equal(whole, expected)
+
+
+@launches
+@pytest.mark.parametrize("begins", [(0, 0, 0), (8, 8, 8), (16, 4, 8), (1, 2, 3), (0, 0, 5), (13, 0, 0)])
+@pytest.mark.parametrize("columns", [5, 40, 2100])
+def test_regions_begin_anywhere(begins: tuple[int, int, int], columns: int) -> None:
+    """Short rows and long ones, operands of several widths; one row alone too."""
+    x, y = (drawn(4, columns + 16, seed=n) for n in range(2))
+    bytes_, numbers = (x.abs().clamp(0, 200)).to(torch.uint8), y.float()
+    whole = torch.full((4, columns + 16), 7.0, device=DEVICE)
+    expected = whole.clone()
+    for rows in (slice(0, 4), slice(2, 3)):
+        a, b, out, wanted = (
+            each[rows, begin : begin + columns]
+            for each, begin in zip((bytes_, numbers, whole, expected), (*begins, begins[2]), strict=True)
+        )
+        with count_launches() as counted:
+            store_fused("tt: float32(a0) + a1", [a, b], [], out)
+        assert sum(counted.values()) == 1
+        wanted.copy_(a.float() + b)
+        assert torch.equal(whole, expected)
 
 
 @launches

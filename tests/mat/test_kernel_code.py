@@ -15,7 +15,7 @@ import torch
 from rooftop import mat
 from rooftop.kernels import elementwise_stores
 from rooftop.launch import INTERPRETED
-from rooftop.mat import Mat, conversions, evaluation
+from rooftop.mat import Mat, conversions, copies, evaluation, masked_copies
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED or os.name == "nt", reason="compiles kernels")
@@ -49,8 +49,9 @@ def instructions(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], obje
         target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
         found.append(triton.compile(source, target=target, options=options).asm["ptx"])
 
-    monkeypatch.setattr(elementwise_stores, "launch", compile_instead)
-    for module in (conversions, evaluation):
+    for launching in (elementwise_stores, masked_copies):
+        monkeypatch.setattr(launching, "launch", compile_instead)
+    for module in (conversions, copies, evaluation):
         monkeypatch.setattr(module, "INTERPRETED", True)  # as for a GPU
 
     def of(call: Callable[[], object]) -> Counter[str]:
@@ -89,3 +90,31 @@ def test_rounding_takes_one_sum(instructions: Callable[[Callable[[], object]], C
     assert not [name for name in counted if re.match(r"cvt\.r[mnz]", name)]
     assert counted["ld.global.v4.b32"] == 8
     assert counted["st.global.v4.b32"] == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "width"), [(16, "v4.b32"), (8, "v2.b32"), (4, "b32"), (2, "b16"), (1, "b8")], ids=lambda n: str(n)
+)
+def test_regions_are_read_as_wide_as_they_lie(
+    instructions: Callable[[Callable[[], object]], Counter[str]], before: int, width: str
+) -> None:
+    """Three bytes a column: 16 bytes at a time from column 16 on, 8 from column 8, 4, 2 and 1."""
+    a, b, out = image(before=before), image(before=before), image(before=before)
+    counted = instructions(lambda: out.assign(a + b))
+    assert {name for name in counted if name.startswith("ld.global")} == {f"ld.global.{width}"}
+    assert {name for name in counted if name.startswith("st.global")} == {f"st.global.{width}"}
+    bytes_at_a_time = {"v4.b32": 16, "v2.b32": 8, "b32": 4, "b16": 2, "b8": 1}[width]
+    blocks = 2  # one with a mask, one without
+    assert counted[f"ld.global.{width}"] == 2 * blocks * 16 // bytes_at_a_time
+
+
+def test_masked_copies_move_16_bytes_and_do_not_read_the_target(
+    instructions: Callable[[Callable[[], object]], Counter[str]],
+) -> None:
+    a, out = image(), image()
+    mask = Mat(torch.ones(20, 640, dtype=torch.uint8))
+    counted = instructions(lambda: a.copyTo(out, mask))
+    assert counted["ld.global.v4.b32"] == 1  # the source
+    assert counted["ld.global.b8"] == 16  # the mask
+    assert counted["st.global.v4.b32"] == 1
+    assert counted["st.global.b8"] == 16  # of what is chosen in part

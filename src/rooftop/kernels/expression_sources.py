@@ -45,12 +45,14 @@ class Layout:
         sums: for each output what a program sums it over, "rows" or "columns"; "" where it is stored as it is. A kernel
             that sums over rows loops over the tiles below each other.
         stored: how the result lies, where it is the caller's memory (`elementwise_stores.py`).
+        lines: whether each program there has elements of one row, and not a tile of rows and columns.
     """
 
     accesses: tuple[Access | None, ...]
     wide: bool
     sums: tuple[str, ...] = ()
     stored: Access | None = None
+    lines: bool = False
 
     @property
     def outer_dims(self) -> int:
@@ -130,6 +132,18 @@ def flat_kernel(name: str, arguments: str, numbers: list[str], says: str, lines:
         says: the kernel's docstring.
     """
     return [
+        *block_function(arguments, lines),
+        f"@triton.jit(do_not_specialize={numbers})",
+        f"def {name}({arguments}, BLOCK: tl.constexpr):",
+        f'    """{says}"""',
+        "    start = tl.program_id(0).to(tl.int64) * BLOCK",
+        *(f"    {line}" for line in calls_of_block(arguments)),
+    ]
+
+
+def block_function(arguments: str, lines: Sequence[str]) -> list[str]:
+    """The function of the lanes from `start` on, of which there are `elements` altogether."""
+    return [
         "@triton.jit",
         f"def block({arguments}, start, BLOCK: tl.constexpr, FULL: tl.constexpr):",
         "    lane = tl.arange(0, BLOCK)",
@@ -137,14 +151,16 @@ def flat_kernel(name: str, arguments: str, numbers: list[str], says: str, lines:
         *(f"    {line}" for line in lines),
         "",
         "",
-        f"@triton.jit(do_not_specialize={numbers})",
-        f"def {name}({arguments}, BLOCK: tl.constexpr):",
-        f'    """{says}"""',
-        "    start = tl.program_id(0).to(tl.int64) * BLOCK",
-        "    if start + BLOCK <= elements:  # no mask: the widest loads, whatever divides the number of elements",
-        f"        block({arguments}, start, BLOCK, True)",
-        "    else:",
-        f"        block({arguments}, start, BLOCK, False)",
+    ]
+
+
+def calls_of_block(arguments: str) -> list[str]:
+    """What calls it."""
+    return [
+        "if start + BLOCK <= elements:  # no mask: the widest loads, whatever divides the number of elements",
+        f"    block({arguments}, start, BLOCK, True)",
+        "else:",
+        f"    block({arguments}, start, BLOCK, False)",
     ]
 
 
