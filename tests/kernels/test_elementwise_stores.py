@@ -24,7 +24,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
 def test_kernels_on_the_cpu(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__) == 7
+    assert interpreted(__file__) == 32
 
 
 @launches
@@ -40,6 +40,27 @@ def test_regions_are_written_and_nothing_beside_them(columns: slice) -> None:
     assert sum(counted.values()) == 1
     expected[2:8, columns] = a[2:8, columns] * 0.5 + b[2:8, columns] / 3
     assert torch.equal(whole, expected)
+
+
+@launches
+@pytest.mark.parametrize("begins", [(0, 0, 0), (8, 8, 8), (16, 4, 8), (1, 2, 3), (0, 0, 5), (13, 0, 0)])
+@pytest.mark.parametrize("columns", [5, 40, 2100])
+def test_regions_begin_anywhere(begins: tuple[int, int, int], columns: int) -> None:
+    """Short rows and long ones, operands of several widths; one row alone too."""
+    x, y = (drawn(4, columns + 16, seed=n) for n in range(2))
+    bytes_, numbers = (x.abs().clamp(0, 200)).to(torch.uint8), y.float()
+    whole = torch.full((4, columns + 16), 7.0, device=DEVICE)
+    expected = whole.clone()
+    for rows in (slice(0, 4), slice(2, 3)):
+        a, b, out, wanted = (
+            each[rows, begin : begin + columns]
+            for each, begin in zip((bytes_, numbers, whole, expected), (*begins, begins[2]), strict=True)
+        )
+        with count_launches() as counted:
+            store_fused("tt: float32(a0) + a1", [a, b], [], out)
+        assert sum(counted.values()) == 1
+        wanted.copy_(a.float() + b)
+        assert torch.equal(whole, expected)
 
 
 @launches
@@ -69,11 +90,50 @@ def test_dimensions_that_do_not_merge() -> None:
 
 
 @launches
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_every_integer_of_32_bits_is_the_same_in_float64(dtype: torch.dtype) -> None:
+    limits = torch.iinfo(dtype)
+    few = torch.linspace(limits.min, limits.max, 1000, dtype=torch.float64).to(torch.int64)
+    x = torch.cat([few, torch.tensor([limits.min, limits.max, limits.max // 2, 0, 1, 2])]).to(DEVICE, dtype)
+    out = torch.empty(x.shape, dtype=torch.float64, device=DEVICE)
+    store_fused("t: float64(a0)", [x], [], out)
+    assert torch.equal(out.view(torch.int64), x.double().view(torch.int64))  # zero has no sign
+
+
+@launches
+@pytest.mark.parametrize(("dtype", "reach"), [(torch.float32, 22), (torch.float64, 51)])
+def test_nearest_integers_as_far_as_they_reach(dtype: torch.dtype, reach: int) -> None:
+    """Halves to even, zeros of both signs; beyond 31 bits the lower 32."""
+    edges = [sign * 2.0**n + more for n in range(reach) for sign in (1, -1) for more in (-1, -0.5, 0, 0.5, 1.5)]
+    near = torch.nextafter(torch.tensor(0.5, dtype=dtype), torch.tensor([0.0, 1.0], dtype=dtype))
+    x = torch.cat([torch.tensor([*edges, -0.0, 2.0**reach, -(2.0**reach)], dtype=dtype), near, -near]).to(DEVICE)
+    out = torch.empty(x.shape, dtype=torch.int32, device=DEVICE)
+    with count_launches() as counted:
+        store_fused("t: nearest(a0)", [x], [], out)
+    assert counted == {"store_nearest": 1}
+    assert torch.equal(out, x.round().to(torch.int64).to(torch.int32))
+
+
+@launches
+def test_numbers_of_float64_by_their_bits() -> None:
+    x = drawn(100)
+    for number in (0.3, -0.0, 1e300, float("inf"), 5e-324):
+        out = torch.empty_like(x)
+        bits = torch.tensor(number, dtype=torch.float64).view(torch.int64).item()
+        store_fused("tn: a0 * float64_of_bits(a1)", [x], [int(bits)], out)
+        assert torch.equal(out.view(torch.int64), (x * number).view(torch.int64))
+
+
+@launches
 def test_what_is_refused() -> None:
     x = drawn(4)
     with pytest.raises(TypeError, match="the result has dtype"):
         store_fused("t: a0 + 1", [x], [], x.float())
     with pytest.raises(TypeError, match="exp is not computed in float64"):
         store_fused("t: exp(a0)", [x], [], x)
+    with pytest.raises(TypeError, match="nearest needs a floating point dtype"):
+        store_fused("t: nearest(a0)", [x.int()], [], x.int())
+    with pytest.raises(TypeError, match="float64_of_bits needs int64"):
+        store_fused("tn: a0 * float64_of_bits(a1)", [x], [0.5], x)
     with pytest.raises(ValueError, match="takes other arguments"):
         store_fused("tt: a0 + a1", [x], [], x)

@@ -5,8 +5,10 @@ computed in the kernel too, no product is fused with a sum (each operation is ro
 operands that repeat along the last dimension (`periods`): a number for each channel of interleaved images.
 
 Bound by memory: every operand is read once, the result written once. Tensors that are walked through alike are one flat
-dimension, whatever their shape; regions are tiles of rows and columns, read where they are. 16 bytes a thread: with
-bytes that takes 16 elements.
+dimension, whatever their shape; regions are read where they are, a block of a row at a time, or tiles of several short
+rows. 16 bytes a thread: with bytes that takes 16 elements. Triton knows of a pointer only whether it is a multiple of
+16 bytes, and a region may begin anywhere: so pointers are rounded down to that, and where a tensor begins is given,
+with all strides, in the largest unit that these share (`UNIT`): loads and stores are as wide as it.
 """
 
 from __future__ import annotations
@@ -22,10 +24,21 @@ from torch import Tensor
 
 from rooftop.kernels.elementwise_launches import Dims, merged_dims
 from rooftop.kernels.elementwise_programs import Number, Plan, plan_of, planned
-from rooftop.kernels.expression_sources import Access, Body, Layout, compiled, flat_kernel, helpers_of, kernel_name
+from rooftop.kernels.expression_sources import (
+    Access,
+    Body,
+    Layout,
+    block_function,
+    calls_of_block,
+    compiled,
+    flat_kernel,
+    helpers_of,
+    kernel_name,
+)
 from rooftop.kernels.expression_texts import text_of
 from rooftop.kernels.expression_types import NUMBER, Kind
 from rooftop.kernels.expressions import arguments_of, topological
+from rooftop.kernels.tiles import LINE_BYTES, from_line
 from rooftop.launch.triton_launch import launch, require_triton
 
 MOST_DIMS = 5
@@ -50,7 +63,6 @@ class StoreConfig:
 # 16 bytes a thread of the narrowest tensor.
 STORES = (StoreConfig(1, 2048, 2048, 4), StoreConfig(8, 1024, 1024, 4))
 TURNED = StoreConfig(8, 4096, 64, 4)  # where neighbours of an operand lie along rows
-_LINE_BYTES = 16
 
 
 def store_fused(
@@ -65,7 +77,7 @@ def store_fused(
     Args:
         program: "ttn: a0 * a1 + a2", as `expression_texts.py` reads it, with t for tensors and n for numbers.
         tensors: of the shape of `out`, with any strides, on its device; those with a period have (period,) elements.
-        numbers: Python's. As floats they are float32; `float64(a0) + float64(a1)` has more.
+        numbers: Python's. Floats are float32; one of float64 is an integer of the same bits, `float64_of_bits(a0)`.
         out: overlaps no tensor, or has the very same elements.
         periods: by argument number; the elements of that tensor repeat along the last dimension of `out`, whose size is
             a multiple of the period.
@@ -99,58 +111,59 @@ def _store(text: str, plan: Plan, arguments: list[Any], out: Tensor, periods: di
             parts = [each[n] if i in moving else each for i, each in enumerate(arguments)]
             _store(text, plan, parts, out[n], periods)
         return
-    if len(dims) == 1 and dims[0][1][-1] != 1:
+    begins = {i: from_line(each) for i, each in moving.items()}
+    into, lead = from_line(out)
+    leads = [*(each for _, each in begins.values()), lead]
+    if len(dims) == 1 and (dims[0][1][-1] != 1 or any(leads)):
         dims = [(1, (0,) * len(dims[0][1])), *dims]
+    every = [_access(dims, n) for n in range(len(leads))]
     accesses: list[Access | None] = [None] * len(arguments)
     for n, i in enumerate(moving):
-        accesses[i] = _access(dims, n)
+        accesses[i] = every[n]
     for i, period in periods.items():
         accesses[i] = Access((False,) * (len(dims) - 1), 3, period)
-    spans = [sum((size - 1) * abs(strides[n]) for size, strides in dims) for n in range(len(moving) + 1)]
-    layout = Layout(tuple(accesses), wide=max(*spans, out.numel()) >= 2**31, stored=_access(dims, -1))
-    kernel = _kernel(text, plan.kinds, torch.get_default_dtype(), layout)
-    given = [int(a) if isinstance(a := arguments[i], bool) else a for i in used]
+    spans = [sum((size - 1) * abs(strides[n]) for size, strides in dims) for n in range(len(leads))]
     narrow = min(each.element_size() for each in (out, *moving.values()))
     config = next(each for each in STORES if narrow <= each.bytes)
-    constants = {"num_warps": config.warps, "enable_fp_fusion": False}
-    if len(dims) == 1:
-        steps = [dims[0][1][n] for n, i in enumerate(moving) if _steps(accesses[i])]
-        grid = (-(-out.numel() // config.elements),)
-        launch(kernel, grid, out.device, *given, out, out.numel(), *steps, BLOCK=config.elements, **constants)
-        return
-    _launch_tiles(kernel, given, out, moving, accesses, dims, config)
-
-
-def _launch_tiles(
-    kernel: Any,
-    given: list[Any],
-    out: Tensor,
-    moving: dict[int, Tensor],
-    accesses: list[Access | None],
-    dims: Dims,
-    config: StoreConfig,
-) -> None:
     *outer, (columns, steps) = dims
-    every = [*(accesses[i] for i in moving), _access(dims, -1)]
-    unit, values = math.gcd(_LINE_BYTES, columns), []
-    for n, access in enumerate(every):
-        assert access is not None
-        if access.column == 1:
-            unit = math.gcd(unit, *(strides[n] for _, strides in outer))
-    for n, access in enumerate(every):
-        assert access is not None
-        divisor = unit if access.column == 1 else 1
-        values += [strides[n] // divisor for moves, (_, strides) in zip(access.outer, outer, strict=True) if moves]
-        values += [steps[n]] if access.column == 2 else []
-    rows = math.prod(size for size, _ in outer)
-    if any(steps[n] != 1 and outer[-1][1][n] == 1 for n in range(len(every))):
+    if outer and any(steps[n] != 1 and outer[-1][1][n] == 1 for n in range(len(every))):
         config = TURNED
+    rows = math.prod(size for size, _ in outer)
     width = min(config.columns, 1 << (columns - 1).bit_length())
     height = min(config.elements // width, 1 << (rows - 1).bit_length())
-    grid = (-(-rows // height) * -(-columns // width),)
+    wide = max(*spans, out.numel()) >= 2**31
+    layout = Layout(tuple(accesses), wide=wide, stored=every[-1], lines=bool(outer) and height == 1)
+    kernel = _kernel(text, plan.kinds, torch.get_default_dtype(), layout)
+    arguments = [begins[i][0] if i in begins else each for i, each in enumerate(arguments)]
+    given = [int(a) if isinstance(a := arguments[i], bool) else a for i in used]
+    constants = {"num_warps": config.warps, "enable_fp_fusion": False}
+    if not outer:
+        strides = [steps[n] for n, access in enumerate(every) if access.column == 2]
+        grid = (-(-out.numel() // config.elements),)
+        launch(kernel, grid, out.device, *given, out, out.numel(), *strides, BLOCK=config.elements, **constants)
+        return
+    unit = _unit(dims, every, leads)
+    values: list[int] = []
+    for n, access in enumerate(every):
+        divisor = unit if access.column == 1 else 1
+        values += [leads[n] // divisor]
+        values += [strides[n] // divisor for moves, (_, strides) in zip(access.outer, outer, strict=True) if moves]
+        values += [steps[n]] if access.column == 2 else []
     sizes = [size for size, _ in outer[1:]]
-    constants = {"UNIT": unit, "ROWS": height, "COLUMNS": width, "num_warps": config.warps, "enable_fp_fusion": False}
-    launch(kernel, grid, out.device, *given, out, rows, columns // unit, *sizes, *values, **constants)
+    grid = (-(-rows // height) * -(-columns // width),)
+    constants |= {"UNIT": unit} | ({"BLOCK": width} if layout.lines else {"ROWS": height, "COLUMNS": width})
+    launch(kernel, grid, out.device, *given, into, rows, columns // unit, *sizes, *values, **constants)
+
+
+def _unit(dims: Dims, every: Sequence[Access], leads: Sequence[int]) -> int:
+    """The largest group of up to 16 elements in which the tensors whose neighbours lie side by side are walked through:
+    their leads, their strides and the columns are multiples of it, so that loads and stores are as wide."""
+    *outer, (columns, _) = dims
+    unit = math.gcd(LINE_BYTES, columns)
+    for n, access in enumerate(every):
+        if access.column == 1:
+            unit = math.gcd(unit, leads[n], *(strides[n] for _, strides in outer))
+    return unit
 
 
 def _access(dims: Dims, n: int) -> Access:
@@ -176,7 +189,7 @@ def store_source(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype
     used = arguments_of(plan.outputs)
     numbers = [f"a{i}" for i in used if (kind := kinds[i]) is not None and kind.rank == NUMBER]
     name = kernel_name(plan.outputs).replace("fused_", "store_", 1)
-    write = _flat if layout.outer_dims == 0 else _tiles
+    write = _flat if layout.outer_dims == 0 else _lines if layout.lines else _tiles
     lines = write(body, plan, used, name, numbers)
     helpers = helpers_of(lines)
     imported = [f"from rooftop.kernels.elementwise_kernels import {', '.join(helpers)}"] if helpers else []
@@ -185,8 +198,17 @@ def store_source(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype
 
 def _flat(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
     """All tensors walked through alike; the function of one block, and the kernel."""
+    names, lines = _block(body, plan, used)
+    return flat_kernel(name, ", ".join(names), numbers, text_of(plan.outputs), lines)
+
+
+def _block(body: Body, plan: Plan, used: list[int]) -> tuple[list[str], list[str]]:
+    """Names of what a block takes, and what its lanes do, from `start` on."""
     accesses = {i: access for i in used if (access := body.layout.accesses[i])}
-    names = [*(f"a{i}" for i in used), "y0", "elements", *(f"a{i}_step" for i, a in accesses.items() if _steps(a))]
+    stored = body.layout.stored
+    assert stored is not None
+    every = {**{f"a{i}": access for i, access in accesses.items()}, "y0": stored}
+    names = [*(f"a{i}" for i in used), "y0", "elements", *(f"{each}_step" for each, a in every.items() if _steps(a))]
     for i, access in accesses.items():
         place = {
             0: f"a{i} + lane * 0",
@@ -195,42 +217,86 @@ def _flat(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]
             3: f"a{i} + ((start % {access.period}).to(tl.int32) + lane) % {access.period}",
         }[access.column]
         body.load(i, place, "inside")
-    stores = body.stores(plan.outputs, plan.results, "start + lane", "inside")
-    return flat_kernel(name, ", ".join(names), numbers, text_of(plan.outputs), [*body.lines, *stores])
+    place = {0: "lane * 0", 1: "start + lane", 2: "(start + lane) * y0_step"}[stored.column]
+    stores = body.stores(plan.outputs, plan.results, place, "inside")
+    return names, [*body.lines, *stores]
+
+
+def _lines(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
+    """A block of one row: what tells rows apart is computed once for all of its elements."""
+    layout = body.layout
+    given, lines = _block(body, plan, used)
+    names, every = _names(layout, used)
+    moved = [f"{tensor} += {_row_of(tensor, access)}" for tensor, access in every.items() if access.column != 3]
+    wide = ".to(tl.int64)" if layout.wide else ""
+    units = "tl.cast(units, tl.int64)" if layout.wide else "units"
+    return [
+        *block_function(", ".join(given), lines),
+        f"@triton.jit(do_not_specialize={[*numbers, *_leads(every)]})",
+        f"def {name}({', '.join(names)}, UNIT: tl.constexpr, BLOCK: tl.constexpr):",
+        f'    """{text_of(plan.outputs)}"""',
+        f"    elements = {units} * UNIT",
+        "    blocks = tl.cdiv(elements, BLOCK)",
+        "    start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK",
+        f"    row = (tl.program_id(0) // blocks){wide}",
+        *(f"    {line}" for line in [*_indices(layout), *moved, *calls_of_block(", ".join(given))]),
+    ]
+
+
+def _names(layout: Layout, used: list[int]) -> tuple[list[str], dict[str, Access]]:
+    """What the kernels of rows take, before constants; and the accesses of all tensors, by name."""
+    assert layout.stored is not None
+    every = {**{f"a{i}": access for i in used if (access := layout.accesses[i])}, "y0": layout.stored}
+    names = [*(f"a{i}" for i in used), "y0", "rows", "units", *(f"size{d}" for d in range(1, layout.outer_dims))]
+    for tensor, access in every.items():
+        if access.column == 3:
+            continue
+        names += [f"{tensor}_lead", *(f"{tensor}_stride{d}" for d, moves in enumerate(access.outer) if moves)]
+        names += [f"{tensor}_step"] if _steps(access) else []
+    return names, every
+
+
+def _row_of(tensor: str, access: Access) -> str:
+    """How far a tensor's first element of a row, or of several, is from its pointer."""
+    terms = [f"{tensor}_lead", *(f"index{d} * {tensor}_stride{d}" for d, moves in enumerate(access.outer) if moves)]
+    return f"({' + '.join(terms)})" + (" * UNIT" if access.column == 1 else "")
+
+
+def _leads(every: Mapping[str, Access]) -> list[str]:
+    return [f"{tensor}_lead" for tensor, access in every.items() if access.column != 3]
+
+
+def _indices(layout: Layout) -> list[str]:
+    """Lines that say where in each outer dimension a row is."""
+    lines = []
+    for d in range(layout.outer_dims):
+        divided = "".join(f" // size{later}" for later in range(layout.outer_dims - 1, d, -1))
+        lines.append(f"index{d} = row{divided}" + (f" % size{d}" if d else ""))
+    return lines
 
 
 def _tiles(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
     """Tiles of rows and columns."""
     layout = body.layout
-    dims = layout.outer_dims
-    assert layout.stored is not None
-    accesses = {f"a{i}": access for i in used if (access := layout.accesses[i])}
-    every = {**accesses, "y0": layout.stored}
-    names = [*(f"a{i}" for i in used), "y0", "rows", "units", *(f"size{d}" for d in range(1, dims))]
-    for tensor, access in every.items():
-        names += [f"{tensor}_stride{d}" for d, moves in enumerate(access.outer) if moves]
-        names += [f"{tensor}_step"] if _steps(access) else []
+    names, every = _names(layout, used)
 
     def place(tensor: str, access: Access) -> str:
-        unit = " * UNIT" if access.column == 1 else ""
-        rows = [f"index{d} * ({tensor}_stride{d}{unit})" for d in range(dims) if access.outer[d]]
         column = {
             0: "column * 0", 1: "column", 2: f"column * {tensor}_step", 3: f"column % {access.period}"
         }[access.column]  # fmt: skip
-        return " + ".join([tensor, *([f"({' + '.join(rows)})[:, None]"] if rows else []), f"({column})[None, :]"])
+        if access.column == 3:
+            return f"{tensor} + ({column})[None, :]"
+        row = f"({_row_of(tensor, access)})" + ("[:, None]" if any(access.outer) else "")
+        return f"{tensor} + {row} + ({column})[None, :]"
 
     for i in used:
-        if f"a{i}" in accesses:
-            moves = any(accesses[f"a{i}"].outer)
-            body.load(i, place(f"a{i}", accesses[f"a{i}"]), "inside" if moves else "(column < columns)[None, :]")
-    stores = body.stores(plan.outputs, plan.results, place("y0", layout.stored).removeprefix("y0 + "), "inside")
+        if f"a{i}" in every:
+            moves = any(every[f"a{i}"].outer)
+            body.load(i, place(f"a{i}", every[f"a{i}"]), "inside" if moves else "(column < columns)[None, :]")
+    stores = body.stores(plan.outputs, plan.results, place("y0", every["y0"]).removeprefix("y0 + "), "inside")
     wide = ".to(tl.int64)" if layout.wide else ""
-    indices = []
-    for d in range(dims):
-        divided = "".join(f" // size{later}" for later in range(dims - 1, d, -1))
-        indices.append(f"index{d} = row{divided}" + (f" % size{d}" if d else ""))
     return [
-        f"@triton.jit(do_not_specialize={numbers})",
+        f"@triton.jit(do_not_specialize={[*numbers, *_leads(every)]})",
         f"def {name}({', '.join(names)}, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):",
         f'    """{text_of(plan.outputs)}"""',
         "    columns = units * UNIT",
@@ -239,5 +305,5 @@ def _tiles(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str
         f"    column = block{wide} * COLUMNS + tl.arange(0, COLUMNS)",
         f"    row = part{wide} * ROWS + tl.arange(0, ROWS)",
         "    inside = (row < rows)[:, None] & (column < columns)[None, :]",
-        *(f"    {line}" for line in [*indices, *body.lines, *stores]),
+        *(f"    {line}" for line in [*_indices(layout), *body.lines, *stores]),
     ]

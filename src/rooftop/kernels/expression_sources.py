@@ -8,6 +8,7 @@ beside element) is written out in the source; sizes and strides are arguments.
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,12 +45,14 @@ class Layout:
         sums: for each output what a program sums it over, "rows" or "columns"; "" where it is stored as it is. A kernel
             that sums over rows loops over the tiles below each other.
         stored: how the result lies, where it is the caller's memory (`elementwise_stores.py`).
+        lines: whether each program there has elements of one row, and not a tile of rows and columns.
     """
 
     accesses: tuple[Access | None, ...]
     wide: bool
     sums: tuple[str, ...] = ()
     stored: Access | None = None
+    lines: bool = False
 
     @property
     def outer_dims(self) -> int:
@@ -81,7 +84,8 @@ def source_of(
 
 def helpers_of(lines: Sequence[str]) -> list[str]:
     """Those of `elementwise_kernels.py` that a source calls."""
-    return [name for name in _HELPERS if any(f" {name}(" in line for line in lines)]
+    called = set(re.findall(r"\b\w+(?=\()", "\n".join(lines)))
+    return [name for name in _HELPERS if name in called]
 
 
 def kernel_name(outputs: Sequence[Expression]) -> str:
@@ -128,6 +132,18 @@ def flat_kernel(name: str, arguments: str, numbers: list[str], says: str, lines:
         says: the kernel's docstring.
     """
     return [
+        *block_function(arguments, lines),
+        f"@triton.jit(do_not_specialize={numbers})",
+        f"def {name}({arguments}, BLOCK: tl.constexpr):",
+        f'    """{says}"""',
+        "    start = tl.program_id(0).to(tl.int64) * BLOCK",
+        *(f"    {line}" for line in calls_of_block(arguments)),
+    ]
+
+
+def block_function(arguments: str, lines: Sequence[str]) -> list[str]:
+    """The function of the lanes from `start` on, of which there are `elements` altogether."""
+    return [
         "@triton.jit",
         f"def block({arguments}, start, BLOCK: tl.constexpr, FULL: tl.constexpr):",
         "    lane = tl.arange(0, BLOCK)",
@@ -135,14 +151,16 @@ def flat_kernel(name: str, arguments: str, numbers: list[str], says: str, lines:
         *(f"    {line}" for line in lines),
         "",
         "",
-        f"@triton.jit(do_not_specialize={numbers})",
-        f"def {name}({arguments}, BLOCK: tl.constexpr):",
-        f'    """{says}"""',
-        "    start = tl.program_id(0).to(tl.int64) * BLOCK",
-        "    if start + BLOCK <= elements:  # no mask: the widest loads, whatever divides the number of elements",
-        f"        block({arguments}, start, BLOCK, True)",
-        "    else:",
-        f"        block({arguments}, start, BLOCK, False)",
+    ]
+
+
+def calls_of_block(arguments: str) -> list[str]:
+    """What calls it."""
+    return [
+        "if start + BLOCK <= elements:  # no mask: the widest loads, whatever divides the number of elements",
+        f"    block({arguments}, start, BLOCK, True)",
+        "else:",
+        f"    block({arguments}, start, BLOCK, False)",
     ]
 
 
@@ -302,10 +320,10 @@ class Body:
                     text = f"tl.cast(a{node.value}, {_tl(kind.dtype)})"
                 if half is not None:
                     return f"{text}.to({_tl(half)}).to({_tl(dtype)})"
-                return text if kind.dtype == dtype else _cast(text, dtype)
-            return f"x{node.value}" if kind.dtype == dtype else _cast(f"x{node.value}", dtype)
+                return text if kind.dtype == dtype else _cast(text, kind.dtype, dtype)
+            return f"x{node.value}" if kind.dtype == dtype else _cast(f"x{node.value}", kind.dtype, dtype)
         has = self.types[id(node)].inside
-        return self.names[id(node)] if has == dtype else _cast(self.names[id(node)], dtype)
+        return self.names[id(node)] if has == dtype else _cast(self.names[id(node)], has, dtype)
 
 
 def _plain(node: Expression, text: str) -> str:
@@ -313,9 +331,14 @@ def _plain(node: Expression, text: str) -> str:
     return text.split(", ")[1] if node.operation == "constant" and text.startswith("tl.full") else text
 
 
-def _cast(text: str, dtype: torch.dtype) -> str:
+def _cast(text: str, has: torch.dtype, dtype: torch.dtype) -> str:
     """A value in another dtype; booleans are what differs from 0."""
+    if dtype == torch.float64 and has in _UP_TO_32_BITS:
+        return f"double_of({text})"
     return f"({text} != 0)" if dtype == torch.bool else f"{text}.to({_tl(dtype)})"
+
+
+_UP_TO_32_BITS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
 def _literal(value: int | float | bool, dtype: torch.dtype) -> str:
@@ -363,6 +386,8 @@ _TEMPLATES = {
     "ceil": "tl.ceil({0})",
     "trunc": "truncated({0})",
     "round": "round_half_even({0})",
+    "nearest": "nearest_integer({0})",
+    "float64_of_bits": "({0}).to(tl.float64, bitcast=True)",
     "relu": "rectified({0})",
     "log": "tl.log({0})",
     "log2": "tl.log2({0})",
@@ -380,6 +405,7 @@ _TEMPLATES = {
     "ndtr": "normal_distribution({0}, {precise})",
 }
 _HELPERS = (
+    *("double_of", "nearest_integer"),
     *("exponential", "exponential_minus_1", "hyperbolic_tangent", "largest", "logarithm_of_1_plus", "logistic"),
     "normal_distribution",
     *("power", "quotient", "rectified", "round_half_even", "sign", "smallest", "square_root", "truncated"),

@@ -139,6 +139,14 @@ def _type_of(name: str, operands: list[Kind], autocast: bool) -> Typed:
         common = operands[0].dtype
     if operation.typing == "compared":
         return Typed(Kind(torch.bool, rank), common)
+    if operation.typing == "nearest":
+        if not common.is_floating_point:
+            raise TypeError(f"fused: {name} needs a floating point dtype, got {common}")
+        return Typed(Kind(torch.int32, rank), common)
+    if operation.typing == "bits":
+        if common != torch.int64:
+            raise TypeError(f"fused: {name} needs int64, got {common}")
+        return Typed(Kind(torch.float64, rank), common)
     if operation.typing == "bitwise" and common.is_floating_point:
         raise TypeError(f"fused: {name} needs booleans or integers, got {common}")
     if operation.typing == "float" and not common.is_floating_point:

@@ -33,7 +33,8 @@ class Operation:
 
     Attributes:
         typing: how its dtype follows from its operands' ("promoted", "float", "compared", "bitwise", "where",
-            "scaled": that of the first; or the name of the dtype that is cast to).
+            "scaled": that of the first; "nearest": int32; "bits": float64; or the name of the dtype that is cast
+            to).
         arity: number of operands.
         apply: the same in PyTorch, of tensors of one dtype.
         gradients: (gradient of the result, result, *operands) to those of the operands; None: no gradient at all.
@@ -106,6 +107,8 @@ def _operations() -> dict[str, Operation]:
         "ceil": Operation("promoted", 1, torch.ceil),
         "trunc": Operation("promoted", 1, torch.trunc),
         "round": Operation("promoted", 1, torch.round),
+        "nearest": Operation("nearest", 1, _nearest),
+        "float64_of_bits": Operation("bits", 1, lambda a: a.view(torch.float64), flops=0),
         "relu": Operation("promoted", 1, torch.relu, lambda g, y, a: (where(y <= 0, 0, g),)),
         "exp": Operation("float", 1, torch.exp, lambda g, y, a: (g * y,), autocast=True),
         "expm1": Operation("float", 1, torch.expm1, lambda g, y, a: (g * (y + 1),), autocast=True),
@@ -154,6 +157,12 @@ def _gradients_of_power(g: Expression, y: Expression, a: Expression, b: Expressi
     """b a^(b - 1) and a^b log(a), times g; without NaN where a or b is 0."""
     base = where(equal(b, 0), 0, g * (b * a ** (b - 1)))
     return base, where(equal(a, 0) & (b >= 0), 0, g * (y * apply("log", a)))
+
+
+def _nearest(a: Tensor) -> Tensor:
+    """The lower 32 bits of the nearest integer, of two the even one, for |a| up to 2^22 in float32, 2^51 in float64: of
+    larger ones kernels give others."""
+    return a.round().to(torch.int64).to(torch.int32)
 
 
 def _gradient_of_cast(name: str) -> Callable[..., Gradients] | None:
@@ -434,7 +443,11 @@ OPERATIONS = _operations()
 BY_SYMBOL = {(each.symbol, each.arity): name for name, each in OPERATIONS.items() if each.symbol}
 
 _METHODS: dict[str, Callable[..., Expression]] = {
-    **{name: _unary(name) for name, each in OPERATIONS.items() if each.arity == 1 and name not in DTYPES},
+    **{
+        name: _unary(name)
+        for name, each in OPERATIONS.items()
+        if each.arity == 1 and name not in DTYPES and each.typing not in ("nearest", "bits")
+    },
     **{name: _binary(name) for name in ("maximum", "minimum", "mul", "clamp_min", "clamp_max")},
     **{name: _binary(name) for name, each in OPERATIONS.items() if each.typing in ("compared", "bitwise")},
     **{name: _logical(f"bitwise_{name[8:]}") for name in ("logical_and", "logical_or", "logical_xor", "logical_not")},

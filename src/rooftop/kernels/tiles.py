@@ -13,6 +13,21 @@ def unit(*sizes: int) -> int:
     return math.gcd(8, *sizes)
 
 
+LINE_BYTES = 16
+"""What one load takes at most."""
+
+
+def from_line(x: Tensor) -> tuple[Tensor, int]:
+    """(a view, how many elements after its beginning x begins): the view begins at a multiple of 16 bytes, if x is in
+    memory that begins as early. Compilers know of a pointer only whether it is such a multiple."""
+    size = x.element_size()
+    beyond = x.data_ptr() % LINE_BYTES
+    lead = beyond // size
+    if not lead or beyond % size or lead > x.storage_offset():
+        return x, 0
+    return x.as_strided((1,), (1,), x.storage_offset() - lead), lead
+
+
 def rows_of(x: Tensor) -> Tensor:
     """x (..., N) as (M, N) with unit column stride; a view where the strides allow one, else a copy."""
     table = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

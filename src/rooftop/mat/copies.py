@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rooftop.launch.numba_loops import numba_works, worth_a_loop
+from rooftop.launch.triton_launch import INTERPRETED
 from rooftop.mat.conversions import row_blocks
 
 
@@ -45,8 +46,10 @@ def copy_masked(source: Tensor, target: Tensor, mask: Tensor) -> None:
         source: as the target, or one element (channels,).
         mask: uint8 or bool, (..., 1) for whole elements or (..., channels).
     """
-    if target.device.type != "cpu":
-        torch.where(mask != 0, source, target, out=target)
+    if target.device.type != "cpu" or INTERPRETED:
+        from rooftop.mat.masked_copies import copy_by_kernel  # which imports Triton
+
+        copy_by_kernel(source, target, mask)
         return
     if worth_a_loop(target.numel()) and numba_works():
         from rooftop.mat.masked_loops import copy_by_loops  # which imports Numba

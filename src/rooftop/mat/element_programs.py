@@ -5,12 +5,12 @@ The CPU's loops (`loop_programs.py`) and a GPU's kernel (`kernel_programs.py`) a
 
 from __future__ import annotations
 
-import math
+import struct
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,12 +18,15 @@ from rooftop.kernels import expressions
 from rooftop.kernels.expression_texts import text_of
 from rooftop.kernels.expressions import NAMES, Expression, apply, argument, constant
 from rooftop.mat.conversions import Scaling
-from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, trusted
+from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, rounded_bounds, trusted
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, same_number, topological
+from rooftop.mat.planning import remember
 from rooftop.mat.type_codes import CV_16U, CV_32U, CV_64S, CV_64U, DEPTHS, CV_Bool
 
 _UNSIGNED = {CV_16U: ("int32", 0xFFFF), CV_32U: ("int64", 0xFFFFFFFF)}  # read as signed numbers, and masked
 _TOP = 1 << 63
+_NEAREST_IN_FLOAT32 = 1 << 22
+_LESS_THAN_HALF = Fraction(1, 4)
 
 
 def signed(x: Tensor) -> Tensor:
@@ -35,17 +38,48 @@ def signed(x: Tensor) -> Tensor:
 
 
 class Numbers:
-    """What is computed in one dtype: elements of Mats loaded, and the store.
+    """What is computed in one dtype: elements of Mats loaded, numbers, and the store. Arguments are first the Mats,
+    then rows of numbers, then numbers.
+
+    Args:
+        dtype: to compute in.
+        for_kernel: whether a kernel computes it, and not a loop: numbers of float64 are given as integers of the
+            same bits, as kernels take them, and 32 bits go to float64 and back without conversions, which a GPU does a
+            quarter as fast as sums.
 
     Attributes:
         result: what is stored.
+        about: within which numbers it is before it is rounded and saturated, whatever was rounded on the way; None if
+            that is not known.
+        kinds: a letter for each argument.
+        rows: numbers that differ from channel to channel.
+        rows_dtype: of their tensors.
+        numbers: those that do not, as they are given.
     """
 
     result: Expression
+    about: Bounds | None = None
+    first_number = 1
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, for_kernel: bool) -> None:
+        self.for_kernel = for_kernel
+        self.rows: list[tuple[int | float, ...]] = []
+        self.rows_dtype = dtype
+        self.numbers: list[int | float] = []
+        self.compute_in(dtype)
+
+    def compute_in(self, dtype: torch.dtype) -> None:
         self.dtype, self.name = dtype, NAMES[dtype]
         self.floating = dtype.is_floating_point
+
+    @property
+    def kinds(self) -> str:
+        return "t" * self.first_number + "n" * len(self.numbers)
+
+    @cached_property
+    def text(self) -> str:
+        """The result, as `rooftop.kernels` reads it."""
+        return text_of([self.result])
 
     @cached_property
     def operations(self) -> int:
@@ -59,8 +93,21 @@ class Numbers:
         """A number that belongs to the form of the expression."""
         return constant(float(number) if self.floating else int(number))
 
+    def given(self, number: int | float, dtype: torch.dtype) -> Expression:
+        """A number of a dtype that is given at each call."""
+        number_of = argument(self.first_number + len(self.numbers))
+        if dtype == torch.float64 and self.for_kernel:
+            (bits,) = struct.unpack("<q", struct.pack("<d", number))
+            self.numbers.append(bits)
+            return apply("float64_of_bits", number_of)
+        self.numbers.append(number)
+        return apply(NAMES[dtype], number_of)
+
     def loaded(self, x: Expression, depth: int) -> Expression:
         """An element of a Mat of a depth."""
+        if depth == CV_32U and self.for_kernel and self.dtype == torch.float64:
+            x = apply("float64", x)
+            return apply("where", apply("lt", x, 0.0), apply("add", x, 2.0**32), x)
         if depth in _UNSIGNED:
             name, ones = _UNSIGNED[depth]
             x = apply("bitwise_and", apply(name, x), ones)
@@ -85,8 +132,25 @@ class Numbers:
                 return _stored_64(apply("round", apply("float64", x)), depth)
             if DEPTHS[depth].size_bytes == 4 and self.dtype == torch.float32:  # which does not have the limits
                 x, self.dtype, self.name = apply("float64", x), torch.float64, "float64"
+        if self.floating and self.for_kernel and DEPTHS[depth].size_bytes <= 4:
+            return apply(carrier, self.nearest(x, known, limits))
         x = self.within_limits(x, known, depth)
         return apply(carrier, apply("int64" if DEPTHS[depth].size_bytes > 2 else "int32", x))
+
+    def nearest(self, x: Expression, known: Bounds | None, limits: Bounds) -> Expression:
+        """Rounded half to even and saturated, as the lower 32 bits of an integer; NaN is the least."""
+        if known is not None and limits.low <= known.low and known.high <= limits.high:
+            return apply("nearest", x if known.largest <= _NEAREST_IN_FLOAT32 else apply("float64", x))
+        if self.about is not None:
+            rounded = apply("nearest", x)
+            if self.about.low < limits.low - _LESS_THAN_HALF:
+                rounded = apply("maximum", rounded, int(limits.low))
+            if self.about.high > limits.high + _LESS_THAN_HALF:
+                rounded = apply("minimum", rounded, int(limits.high))
+            return rounded
+        low, high = self.plain(int(limits.low)), self.plain(int(limits.high))  # before: they are rounded to themselves
+        below = apply("where", apply("lt", x, high), x, high)
+        return apply("nearest", apply("where", apply("gt", x, low), below, low))
 
     def within_limits(self, x: Expression, known: Bounds | None, depth: int) -> Expression:
         """Rounded half to even and saturated; NaN is the least."""
@@ -104,7 +168,7 @@ class Numbers:
 
 
 class ElementProgram(Numbers):
-    """An expression. Arguments are first the Mats, then rows of numbers, then numbers.
+    """An expression.
 
     Args:
         root: of Mats, numbers and element by element operations.
@@ -112,27 +176,21 @@ class ElementProgram(Numbers):
         dtype: to compute in.
         leaves: the Mats among the nodes.
         depth: to store numbers of, in the dtype that `signed` gives.
-        in_parts: whether numbers of float64 are given as several of float32 that add up to them, as kernels take them.
+        for_kernel: as `Numbers` says.
 
     Attributes:
-        result: what is stored.
-        kinds: a letter for each argument.
-        rows: numbers that differ from channel to channel.
-        rows_dtype: of their tensors.
-        numbers: those that do not, as they are given.
         values: the expression of each node, by id.
     """
 
     def __init__(
-        self, root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, leaves: Sequence[MatExpr], depth: int, in_parts: bool
-    ) -> None:
-        super().__init__(dtype)
-        self.in_parts = in_parts
-        self.rows_dtype = dtype
+        self, root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, leaves: Sequence[MatExpr], depth: int,
+        for_kernel: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(dtype, for_kernel)
         self.bounds = trusted(bounds, dtype)
         nodes = topological(root)
-        self.rows: list[tuple[int | float, ...]] = []
-        self.numbers: list[int | float] = []
+        if dtype == torch.float64:
+            self.about = rounded_bounds(root, bounds)
         for each in nodes:
             if each._operation == "numbers" and not _is_one(each) and self._row_of(each) is None:
                 self.rows.append(self._numbers(each))
@@ -147,13 +205,7 @@ class ElementProgram(Numbers):
                 self.values[id(each)] = self._number(each)
             else:
                 self.values[id(each)] = self._computed(each, [self.values[id(o)] for o in each._operands])
-        self.kinds = "t" * self.first_number + "n" * len(self.numbers)
         self.result = self.stored(self.values[id(root)], self.bounds[id(root)], depth)
-
-    @cached_property
-    def text(self) -> str:
-        """The result, as `rooftop.kernels` reads it."""
-        return text_of([self.result])
 
     # Operands.
 
@@ -171,16 +223,7 @@ class ElementProgram(Numbers):
             row = self._row_of(each)
             assert row is not None
             return self.cast(argument(self.first_row + row))
-        parts = _parts(numbers[0]) if self.dtype == torch.float64 and self.in_parts else [numbers[0]]
-        if parts is None:
-            return self.cast(constant(numbers[0]))
-        found = None
-        for part in parts:
-            one = self.cast(argument(self.first_number + len(self.numbers)))
-            self.numbers.append(part)
-            found = one if found is None else apply("add", found, one)
-        assert found is not None
-        return found
+        return self.given(numbers[0], self.dtype)
 
     # Operations.
 
@@ -222,35 +265,44 @@ class ElementProgram(Numbers):
 
 class ConversionProgram(Numbers):
     """Elements of one depth as those of another, scaled: as `conversions.py` says, for depths that are not CV_64S,
-    CV_64U or half precision.
+    CV_64U or half precision."""
 
-    Attributes:
-        result, rows, rows_dtype, numbers: as `ElementProgram` has them.
-    """
-
-    def __init__(self, depth: int, new_depth: int, scaling: Scaling | None) -> None:
+    def __init__(self, depth: int, new_depth: int, scaling: Scaling | None, for_kernel: bool) -> None:
         known = depth_bounds(depth)
         wholes = (torch.int16, torch.int32, torch.int64)
         dtype = DEPTHS[depth].dtype if known is None else next(each for each in wholes if known.within(each))
-        super().__init__(dtype)
-        self.rows: list[tuple[int | float, ...]] = []
-        self.rows_dtype = torch.float32
-        self.numbers: list[int | float] = []
-        if scaling is None:
-            self.result = self.stored(self.loaded(argument(0), depth), known, new_depth)
-            return
+        super().__init__(dtype, for_kernel)
         loaded = self.loaded(argument(0), depth)
-        super().__init__(scaling.dtype)
+        if scaling is None:
+            self.result = self.stored(loaded, known, new_depth)
+            return
+        self.compute_in(scaling.dtype)
         x = self.cast(loaded)
-        alpha, beta = (apply("float64", argument(1 + n)) for n in range(2))
-        self.numbers = [scaling.alpha, scaling.beta]
-        if scaling.dtype == torch.float64 or (scaling.beta != 0 and scaling.alpha != 1):
+        both = scaling.dtype == torch.float64 or (scaling.beta != 0 and scaling.alpha != 1)
+        alpha, beta = (
+            self.given(number, torch.float64 if both else scaling.dtype) for number in (scaling.alpha, scaling.beta)
+        )
+        if both:
             x = self.cast(apply("add", apply("mul", apply("float64", x), alpha), beta))
         elif scaling.beta == 0:
-            x = apply("mul", x, self.cast(alpha))
+            x = apply("mul", x, alpha)
         else:
-            x = apply("add", x, self.cast(beta))
+            x = apply("add", x, beta)
         self.result = self.stored(x, None, new_depth)
+
+
+def conversion_program(depth: int, new_depth: int, scaling: Scaling | None, for_kernel: bool) -> ConversionProgram:
+    """The program, or that which was made for the same before."""
+    key = (depth, new_depth, repr(scaling), for_kernel)  # -0.0 is equal to 0.0
+    found = _conversions.get(key)
+    if found is None:
+        found = ConversionProgram(depth, new_depth, scaling, for_kernel)
+        remember(_conversions, key, found, _MOST_CONVERSIONS)
+    return found
+
+
+_MOST_CONVERSIONS = 1024
+_conversions: dict[Any, ConversionProgram] = {}
 
 
 def _stored_64(x: Expression, depth: int) -> Expression:
@@ -272,20 +324,3 @@ def _stored_64(x: Expression, depth: int) -> Expression:
 def _is_one(each: MatExpr) -> bool:
     """Whether all channels have the same number."""
     return all(same_number(value, each._value[0]) for value in each._value)
-
-
-def _parts(number: Any) -> list[float] | None:
-    """float32 numbers whose sum in float64, from the left, is this one; None where there are none."""
-    if not math.isfinite(number):
-        return [number]
-    rest, found = number, []
-    for _ in range(3):
-        with np.errstate(over="ignore", under="ignore"):
-            part = float(np.float32(rest))
-        if not math.isfinite(part):
-            return None
-        found.append(part)
-        rest -= part
-        if rest == 0:
-            return found
-    return None

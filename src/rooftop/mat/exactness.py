@@ -23,6 +23,8 @@ from rooftop.mat.type_codes import CV_16BF, CV_16F, CV_32F, CV_64U, DEPTHS, CV_B
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 _FLOAT32_BITS = 24
+_SMALL = 1 << 29  # twice as much has 2^-23 as the half of float64's unit
+_ROUNDED = Fraction(1, 1 << 23)
 _SMALL_QUOTIENT = 1 << 11  # quotients of smaller whole numbers are nearer to no half in float32 than they are exactly
 
 
@@ -66,6 +68,34 @@ def bounds_of(root: MatExpr) -> BoundsOf:
 def trusted(bounds: BoundsOf, dtype: torch.dtype) -> BoundsOf:
     """What is known of values that are computed in a dtype: nothing of those that it may have rounded."""
     return {n: known if known is not None and known.within(dtype) else None for n, known in bounds.items()}
+
+
+def rounded_bounds(root: MatExpr, bounds: BoundsOf) -> Bounds | None:
+    """Within which numbers float64 has the value, where each operation on the way was rounded.
+
+    None where that is not known, or beyond what 32 bits hold.
+    """
+    beyond: dict[int, Fraction] = {}  # how far outside of its bounds each value may be
+    for each in topological(root):
+        known = bounds[id(each)]
+        if known is None or known.largest > _SMALL:
+            return None
+        of = [beyond[id(operand)] for operand in each._operands]
+        if each._operation in ("add", "sub"):
+            found = of[0] + of[1] + _ROUNDED
+        elif each._operation == "mul":
+            a, b = (each_of.largest for operand in each._operands if (each_of := bounds[id(operand)]) is not None)
+            found = a * of[1] + b * of[0] + of[0] * of[1] + _ROUNDED
+        elif each._operation in ("neg", "abs", "min", "max"):
+            found = max(of)
+        else:  # Mats, numbers, comparisons and bits
+            found = Fraction(0)
+        if found > _SMALL:
+            return None
+        beyond[id(each)] = found
+    known = bounds[id(root)]
+    assert known is not None
+    return Bounds(known.low - beyond[id(root)], known.high + beyond[id(root)], known.unit)
 
 
 def limits_in(dtype: torch.dtype, depth: int) -> tuple[int, int]:

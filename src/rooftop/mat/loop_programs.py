@@ -24,7 +24,7 @@ from rooftop.kernels.expression_types import NUMBER, TENSOR, Kind, Types, types_
 from rooftop.kernels.expressions import DTYPES, OPERATIONS, Expression, topological
 from rooftop.launch.numba_loops import compiled_loop, in_threads, memory_of, numba_works, run_part
 from rooftop.mat.conversions import Scaling
-from rooftop.mat.element_programs import ConversionProgram, ElementProgram, signed
+from rooftop.mat.element_programs import ConversionProgram, ElementProgram, conversion_program, signed
 from rooftop.mat.planning import Plan, remember
 from rooftop.mat.row_programs import merged
 
@@ -46,7 +46,6 @@ Form = tuple[Expression, tuple[Kind, ...], tuple[int, ...]]
 _MOST_FORMS = 1024
 _spent: dict[Form, float] = {}  # seconds, of forms that have no loop yet
 _loops: dict[Form, Loop] = {}  # none is ever forgotten, since Numba frees none
-_conversions: dict[Any, ConversionProgram] = {}
 
 
 def run(plan: Plan, tensors: Sequence[Tensor], target: Tensor) -> None:
@@ -63,16 +62,7 @@ def run_conversion(
     source: Tensor, target: Tensor, depth: int, new_depth: int, scaling: Scaling | None, otherwise: Callable[[], None]
 ) -> None:
     """Writes the elements of one depth as those of another, by a loop, or `otherwise`."""
-    _run(lambda: _conversion(depth, new_depth, scaling), [source], target, otherwise)
-
-
-def _conversion(depth: int, new_depth: int, scaling: Scaling | None) -> ConversionProgram:
-    key = (depth, new_depth, repr(scaling))  # -0.0 is equal to 0.0
-    found = _conversions.get(key)
-    if found is None:
-        found = ConversionProgram(depth, new_depth, scaling)
-        remember(_conversions, key, found, _MOST_FORMS)
-    return found
+    _run(lambda: conversion_program(depth, new_depth, scaling, for_kernel=False), [source], target, otherwise)
 
 
 def _run(

@@ -75,18 +75,18 @@ class Plan:
     @cached_property
     def elements(self) -> ElementProgram:
         """For a loop on the CPU."""
-        return self._elements(self.dtype, in_parts=False)
+        return self._elements(self.dtype, for_kernel=False)
 
     @cached_property
     def elements_in_registers(self) -> ElementProgram:
         """For a GPU, whose registers have 32 bits."""
         narrow = self.dtype in (torch.uint8, torch.int8, torch.int16)
-        return self._elements(torch.int32 if narrow else self.dtype, in_parts=True)
+        return self._elements(torch.int32 if narrow else self.dtype, for_kernel=True)
 
-    def _elements(self, dtype: torch.dtype, in_parts: bool) -> ElementProgram:
+    def _elements(self, dtype: torch.dtype, for_kernel: bool) -> ElementProgram:
         from rooftop.mat.element_programs import ElementProgram  # which imports all kernels
 
-        return ElementProgram(self.root, self.bounds, dtype, self.leaves, self.depth, in_parts)
+        return ElementProgram(self.root, self.bounds, dtype, self.leaves, self.depth, for_kernel)
 
 
 def plan_of(nodes: Sequence[MatExpr], depth: int) -> Plan:
