@@ -24,7 +24,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
 def test_kernels_on_the_cpu(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__) == 32
+    assert interpreted(__file__) == 33
 
 
 @launches
@@ -61,6 +61,18 @@ def test_regions_begin_anywhere(begins: tuple[int, int, int], columns: int) -> N
         assert sum(counted.values()) == 1
         wanted.copy_(a.float() + b)
         assert torch.equal(whole, expected)
+
+
+@launches
+def test_launches_are_found_again_by_how_tensors_lie() -> None:
+    """The same program of tensors that lie in other ways, time and again."""
+    x = drawn(6, 50, dtype=torch.float32)
+    for _ in range(2):
+        for given in (x, x[1:4], x[:, 3:40], x[:, 4:40], x[::2], x.t(), x[0], x[0, 3:7]):
+            out = torch.empty(given.shape, device=DEVICE)
+            for number in (2.0, 3.0):
+                store_fused("tn: a0 * a1", [given], [number], out)
+                assert torch.equal(out, given * number)
 
 
 @launches

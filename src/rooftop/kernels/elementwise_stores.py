@@ -90,7 +90,6 @@ def store_fused(
     plan, arguments = planned(tensors, numbers, program)
     if plan.results != (out.dtype,):
         raise TypeError(f"store_fused: the result has dtype {plan.results}, and out {out.dtype}")
-    _check_double(plan)
     if out.numel():
         require_triton()
         _store(program, plan, arguments, out, dict(periods))
@@ -102,22 +101,55 @@ def _check_double(plan: Plan) -> None:
             raise TypeError(f"store_fused: {node.operation} is not computed in float64: cast its operand to float32")
 
 
+@dataclass(frozen=True)
+class Launch:
+    """What follows from a program and from how its tensors lie: the kernel, and what it takes beside them."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    values: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+_launches: dict[Any, Launch | None] = {}
+_MOST_LAUNCHES = 4096
+
+
 def _store(text: str, plan: Plan, arguments: list[Any], out: Tensor, periods: dict[int, int]) -> None:
     used = plan.used[0]
-    moving = {i: arguments[i] for i in used if isinstance(arguments[i], Tensor) and i not in periods}
-    dims = merged_dims(out, [*moving.values(), out])
-    if len(dims) > MOST_DIMS:  # one dimension less, as many launches as it has indices
+    moving = {i: x for i in used if isinstance(x := arguments[i], Tensor) and i not in periods}
+    begins = {i: from_line(x) for i, x in moving.items()}
+    into, lead = from_line(out)
+    leads = (*(each for _, each in begins.values()), lead)
+    lie = tuple((x.shape, x.stride()) for x in (*moving.values(), out))
+    key = (text, plan.kinds, torch.get_default_dtype(), lie, leads, tuple(periods.items()))
+    try:
+        found = _launches[key]
+    except KeyError:
+        if len(_launches) >= _MOST_LAUNCHES:
+            _launches.clear()
+        _launches[key] = found = _launch_of(text, plan, moving, out, leads, periods)
+    if found is None:  # one dimension less, as many launches as it has indices
         for n in range(out.shape[0]):
             parts = [each[n] if i in moving else each for i, each in enumerate(arguments)]
             _store(text, plan, parts, out[n], periods)
         return
-    begins = {i: from_line(each) for i, each in moving.items()}
-    into, lead = from_line(out)
-    leads = [*(each for _, each in begins.values()), lead]
+    arguments = [begins[i][0] if i in begins else each for i, each in enumerate(arguments)]
+    given = [int(a) if isinstance(a := arguments[i], bool) else a for i in used]
+    launch(found.kernel, found.grid, out.device, *given, into, *found.values, **found.constants)
+
+
+def _launch_of(
+    text: str, plan: Plan, moving: dict[int, Tensor], out: Tensor, leads: tuple[int, ...], periods: dict[int, int]
+) -> Launch | None:
+    """None where there are more dimensions than a kernel has."""
+    dims = merged_dims(out, [*moving.values(), out])
+    if len(dims) > MOST_DIMS:
+        return None
     if len(dims) == 1 and (dims[0][1][-1] != 1 or any(leads)):
         dims = [(1, (0,) * len(dims[0][1])), *dims]
     every = [_access(dims, n) for n in range(len(leads))]
-    accesses: list[Access | None] = [None] * len(arguments)
+    accesses: list[Access | None] = [None] * len(plan.kinds)
     for n, i in enumerate(moving):
         accesses[i] = every[n]
     for i, period in periods.items():
@@ -134,14 +166,11 @@ def _store(text: str, plan: Plan, arguments: list[Any], out: Tensor, periods: di
     wide = max(*spans, out.numel()) >= 2**31
     layout = Layout(tuple(accesses), wide=wide, stored=every[-1], lines=bool(outer) and height == 1)
     kernel = _kernel(text, plan.kinds, torch.get_default_dtype(), layout)
-    arguments = [begins[i][0] if i in begins else each for i, each in enumerate(arguments)]
-    given = [int(a) if isinstance(a := arguments[i], bool) else a for i in used]
     constants = {"num_warps": config.warps, "enable_fp_fusion": False}
     if not outer:
         strides = [steps[n] for n, access in enumerate(every) if access.column == 2]
         grid = (-(-out.numel() // config.elements),)
-        launch(kernel, grid, out.device, *given, out, out.numel(), *strides, BLOCK=config.elements, **constants)
-        return
+        return Launch(kernel, grid, (out.numel(), *strides), {"BLOCK": config.elements, **constants})
     unit = _unit(dims, every, leads)
     values: list[int] = []
     for n, access in enumerate(every):
@@ -152,7 +181,7 @@ def _store(text: str, plan: Plan, arguments: list[Any], out: Tensor, periods: di
     sizes = [size for size, _ in outer[1:]]
     grid = (-(-rows // height) * -(-columns // width),)
     constants |= {"UNIT": unit} | ({"BLOCK": width} if layout.lines else {"ROWS": height, "COLUMNS": width})
-    launch(kernel, grid, out.device, *given, into, rows, columns // unit, *sizes, *values, **constants)
+    return Launch(kernel, grid, (rows, columns // unit, *sizes, *values), constants)
 
 
 def _unit(dims: Dims, every: Sequence[Access], leads: Sequence[int]) -> int:
@@ -185,6 +214,7 @@ def _kernel(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype, lay
 def store_source(text: str, kinds: tuple[Kind | None, ...], default: torch.dtype, layout: Layout) -> tuple[str, str]:
     """(source, name) of the kernel for arguments of these kinds that lie so."""
     plan = plan_of(text, kinds, default)
+    _check_double(plan)
     body = Body(plan.types, layout, precise=True)
     used = arguments_of(plan.outputs)
     numbers = [f"a{i}" for i in used if (kind := kinds[i]) is not None and kind.rank == NUMBER]

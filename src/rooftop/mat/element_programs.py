@@ -78,8 +78,8 @@ class Numbers:
 
     @cached_property
     def text(self) -> str:
-        """The result, as `rooftop.kernels` reads it."""
-        return text_of([self.result])
+        """The program, as `rooftop.kernels` reads it."""
+        return f"{self.kinds}: {text_of([self.result])}"
 
     @cached_property
     def operations(self) -> int:

@@ -39,7 +39,7 @@ def _run(program: ElementProgram | ConversionProgram, tensors: Sequence[Tensor],
     into = target if depth == CV_Bool else signed(target)
     given = [*(signed(each) for each in tensors), *rows]
     periods = {len(tensors) + n: target.shape[-1] for n in range(len(rows))}
-    store_fused(f"{program.kinds}: {program.text}", given, program.numbers, into, periods)
+    store_fused(program.text, given, program.numbers, into, periods)
 
 
 @functools.lru_cache(maxsize=256)
