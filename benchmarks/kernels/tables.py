@@ -32,7 +32,6 @@ COMMANDS = {  # that make a file, where it is not the script of its name under k
     "scene.json": "scene.py",
     "mat.json": "mat.py",
     "media.json": "media.py",
-    "media_training.json": "media.py --only training",
 }
 OURS = (
     *("rooftop", "cuda", "twin", "rooftop, compiled", "rooftop, replayed"),
