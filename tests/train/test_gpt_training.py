@@ -27,6 +27,7 @@ from rooftop.train import (
     checkpoints,
     find_training,
     load_training,
+    other_data,
     run_steps,
     save_training,
     step_cost,
@@ -125,6 +126,21 @@ def test_what_is_loaded_goes_on_bit_for_bit(dtype: torch.dtype, tmp_path: Path) 
     load_training(found, second)
     assert (step, second.step) == (3, 3)
     assert losses(second, 3) == expected[3:]
+
+
+def test_other_data_are_noticed(tmp_path: Path) -> None:
+    one = trainer()
+    one.advance()
+    found, tokens = save_training(tmp_path, one), one.batches.tokens
+    assert other_data(found, tokens) is None
+    whole = tokens.read(0, len(tokens)).numpy()
+    assert other_data(found, Tokens([whole[:7], whole[7:]], "the same in two files")) is None
+    for changed in (whole[:-1], whole[::-1].copy(), (whole + 1) % 3):
+        assert "is not what" in (other_data(found, Tokens([changed], "other")) or "")
+    described = json.loads((found / "training.json").read_text())
+    del described["data"]
+    (found / "training.json").write_text(json.dumps(described))  # as older ones are
+    assert other_data(found, Tokens([whole[:-1]], "other")) is None
 
 
 def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from rooftop.train import (
     find_training,
     load_training,
     open_tokens,
+    other_data,
     run_steps,
     step_roof,
 )
@@ -194,6 +195,8 @@ def gpt(
             load_training(found, trainer)
         if first:
             click.echo(heading(trainer, world, found))
+            if found is not None and (note := other_data(found, tokens)):
+                click.echo(f"note: {note}", err=True)
         roof = roof_here(trainer) if with_roof else None
         steps = run_steps(
             trainer, train_iters, interval=log_interval, roof=roof, save=save, save_interval=save_interval

@@ -7,7 +7,7 @@
 """
 
 from rooftop.train.batches import Batches
-from rooftop.train.checkpoints import find_training, load_training, save_training
+from rooftop.train.checkpoints import find_training, load_training, other_data, save_training
 from rooftop.train.gpt_training import GptTrainer, GptTraining
 from rooftop.train.main_weights import MainWeights
 from rooftop.train.running import StepReport, run_steps
@@ -25,6 +25,7 @@ __all__ = [
     "find_training",
     "load_training",
     "open_tokens",
+    "other_data",
     "run_steps",
     "save_training",
     "step_cost",

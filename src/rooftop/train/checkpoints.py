@@ -36,6 +36,7 @@ from rooftop.errors import InputError
 from rooftop.parallel import Layout
 from rooftop.parallel.sharded_data import part_like, whole_of
 from rooftop.train.gpt_training import GptTrainer, GptTraining
+from rooftop.train.tokens import Tokens
 
 FORMAT = 1
 LATEST, TRAINING = "latest", "training.json"
@@ -110,6 +111,20 @@ def find_training(folder: Path, training: GptTraining, layout: Layout) -> tuple[
     if differing:
         raise InputError(f"{found} is of another training: {'; '.join(differing)}")
     return found, step
+
+
+def other_data(found: Path, tokens: Tokens) -> str | None:
+    """That the data are not those of what `find_training` found, in words; None if they are, or if it does not say.
+
+    To go on with others is no error: it may be meant.
+    """
+    saved: dict[str, Any] = json.loads((found / TRAINING).read_text(encoding="utf-8")).get("data") or {}
+    if saved.get("fingerprint") in (None, tokens.fingerprint()):
+        return None
+    return (
+        f"{tokens.source}, {len(tokens):,} tokens, is not what {found} was trained on ({saved.get('source')}, "
+        f"{saved.get('tokens', 0):,} tokens): it goes on with other sequences than it would have had"
+    )
 
 
 def load_training(found: Path, trainer: GptTrainer) -> None:
@@ -192,7 +207,15 @@ def _remove(path: Path) -> None:
 
 def _described(trainer: GptTrainer) -> dict[str, Any]:
     layout = {**asdict(trainer.layout), "words": str(trainer.layout)}
-    return {"format": FORMAT, "step": trainer.step, "layout": layout, "training": _plain(trainer.training)}
+    tokens = trainer.batches.tokens
+    data = {"source": tokens.source, "tokens": len(tokens), "fingerprint": tokens.fingerprint()}
+    return {
+        "format": FORMAT,
+        "step": trainer.step,
+        "layout": layout,
+        "training": _plain(trainer.training),
+        "data": data,
+    }
 
 
 def _plain(training: GptTraining) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ BYTES = 256
 MAPPED_BYTES = 16 << 20  # smaller files are read at once: a process can map only some ten thousand
 PEEKED_BYTES = 8192  # text has no zero among its first bytes; git asks the same of as many
 SCANNED = 1 << 24  # tokens at a time
+PLACES, LOOKED_AT = 256, 64  # of a fingerprint; tokens at each
 KINDS: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 Integers = NDArray[np.integer[Any]]
@@ -68,6 +70,15 @@ class Tokens:
             found[at - start : end - start] = self.parts[place][at - first : end - first]
             at, place = end, place + 1
         return torch.from_numpy(found)
+
+    def fingerprint(self) -> str:
+        """Of how many tokens there are and what stands at some places of them: of other data another, almost surely,
+        unless the two differ in a few places."""
+        digest = blake2b(str(len(self)).encode(), digest_size=16)
+        last = max(0, len(self) - LOOKED_AT)
+        for start in sorted({round(last * part / (PLACES - 1)) for part in range(PLACES)}):
+            digest.update(self.read(start, min(start + LOOKED_AT, len(self))).numpy().tobytes())
+        return digest.hexdigest()
 
     def check_vocabulary(self, vocabulary: int, progress: Progress = lambda what, fraction: None) -> None:
         """See that a vocabulary has all tokens; reads everything, unless the files' type says enough.
