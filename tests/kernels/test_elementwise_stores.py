@@ -24,7 +24,13 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
 def test_kernels_on_the_cpu(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__) == 33
+    assert interpreted(__file__) == 34
+
+
+def test_what_repeats_runs_along_the_innermost_dimension() -> None:
+    out = torch.empty(6, 4, dtype=torch.float32).t()  # (4, 6)
+    with pytest.raises(ValueError, match="periods run along the innermost dimension"):
+        store_fused("tt: float32(a0 + a1)", [torch.ones(4, 6), torch.ones(3)], [], out, {1: 3})
 
 
 @launches

@@ -352,3 +352,14 @@ def test_all_that_is_not_named() -> None:
     assert m[0, 0, 0] == 1
     with pytest.raises(IndexError, match="4 indices"):
         m[..., 1, 1, 1, 1]
+
+
+def test_not_a_number_is_a_number_among_others() -> None:
+    """Of large Mats too, which take another way than small ones."""
+    for size in ((3, 4), (600, 700)):
+        m = Mat(np.ones(size, np.float32))
+        for e in (m + float("nan"), m - float("nan"), m * float("nan"), float("nan") / m):
+            assert np.isnan(Mat(e).numpy()).all()
+        assert np.isinf(Mat(m - float("inf")).numpy()).all()
+        m += float("nan")
+        assert np.isnan(m.numpy()).all()

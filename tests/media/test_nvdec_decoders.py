@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -153,13 +154,20 @@ def test_who_brought_other_headers_keeps_them(make_video: MakeVideo, decoders: l
     assert not decoders
 
 
+def of_size(kind: Kind) -> av.VideoCodecContext:
+    context = av.CodecContext.create("h264", "r")
+    assert isinstance(context, av.VideoCodecContext)
+    context.width, context.height = kind.width, kind.height
+    return context
+
+
 def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch, decoders: list[Any]) -> None:
     kinds = [Kind(DEVICE, "h264", bytes([number]), 1920, 1088, (1, 1, 1, 1)) for number in range(40)]
     for kind in kinds:
-        given_back(kind, av.CodecContext.create("h264", "r"))  # type: ignore[arg-type]
+        given_back(kind, of_size(kind), os.getpid())
     assert [kind for kind, _ in decoders] == kinds[-nvdec_decoders.MOST :]
     large = Kind(DEVICE, "h264", b"large", 7680, 4320, (1, 1, 1, 1))
-    given_back(large, av.CodecContext.create("h264", "r"))  # type: ignore[arg-type]
+    given_back(large, of_size(large), os.getpid())
     kept = 1 + (nvdec_decoders.MOST_PIXELS - 7680 * 4320) // (1920 * 1088)
     assert [kind for kind, _ in decoders] == [*kinds[1 - kept :], large]
     assert release_decoders() == kept
@@ -169,5 +177,137 @@ def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch, decoders: list[Any])
 def test_headers_that_are_not_known_are_nobody_elses(decoders: list[Any]) -> None:
     for codec, headers in (("h264", b""), ("mpeg4", b"headers")):
         kind = Kind(DEVICE, codec, headers, 64, 48, (1, 1, 1, 1))
-        given_back(kind, taken(kind, {}))
+        given_back(kind, taken(kind, {}), os.getpid())
     assert not decoders
+
+
+def test_headers_that_are_too_short_are_trusted_in_nothing() -> None:
+    for codec, headers in (("h264", b"\1"), ("hevc", b"\1" * 10)):
+        assert says_otherwise(b"\0\0\0\1\x65", Kind(DEVICE, codec, headers, 64, 48, (1, 1, 1, 1)))
+
+
+def test_of_another_process_nobody_goes_on(decoders: list[Any]) -> None:
+    """After a fork the child has its parent's readers, and no GPU."""
+    kind = Kind(DEVICE, "h264", b"headers", 64, 48, (1, 1, 1, 1))
+    given_back(kind, of_size(kind), os.getpid() + 1)
+    assert not decoders
+
+
+def test_frames_that_wait_for_others_where_the_headers_do_not_say_how_many(
+    make_video: MakeVideo, tmp_path: Path
+) -> None:
+    """Such as H.264 without a VUI: looking into the file, which FFmpeg does when it opens one, finds it."""
+    options = {"bf": "3", "g": "12", "x264-params": "b-adapt=0:b-pyramid=normal"}
+    path = make_video("pyramid.mp4", "libx264", options=options, width=96)
+    plain = tmp_path / "plain.mp4"
+    with av.open(str(path)) as source, av.open(str(plain), "w") as target:
+        stream = source.streams.video[0]
+        headers = stream.codec_context.extradata
+        assert headers is not None
+        copy = target.add_stream_from_template(stream)
+        length = int.from_bytes(headers[6:8], "big")
+        parameters = without_vui(headers[8 : 8 + length])
+        size = len(parameters).to_bytes(2, "big")
+        copy.codec_context.extradata = headers[:6] + size + parameters + headers[8 + length :]
+        for packet in source.demux(stream):
+            if packet.size:
+                packet.stream = copy
+                target.mux(packet)
+    with av.open(str(plain)) as container:
+        assert container.streams.video[0].codec_context.extradata != headers
+    expected = frames(plain, None)
+    assert len(expected) == 30
+    for _ in range(2):
+        found = frames(plain, DEVICE)
+        assert len(found) == 30
+        assert all(map(torch.equal, found, expected))
+
+
+def without_vui(parameters: bytes) -> bytes:
+    """A sequence parameter set of H.264 (7.3.2.1.1) that ends before what is optional."""
+    bits = "".join(f"{byte:08b}" for byte in parameters.replace(b"\0\0\3", b"\0\0"))
+    place = 8 + 24
+
+    def number() -> int:
+        """Exponential Golomb."""
+        nonlocal place
+        zeros = bits.index("1", place) - place
+        value = int(bits[place + zeros : place + 2 * zeros + 1], 2) - 1
+        place += 2 * zeros + 1
+        return value
+
+    number()  # its name
+    if parameters[1] in (100, 110, 122, 244):
+        assert [number(), number(), number()] == [1, 0, 0]  # 4:2:0 of 8 bits
+        place += 2
+    number()
+    if number() == 0:
+        number()
+    number()
+    place += 1
+    number(), number()
+    place += 1 if bits[place] == "1" else 2
+    place += 1
+    if bits[place] == "1":
+        place += 1
+        number(), number(), number(), number()
+    else:
+        place += 1
+    kept = bits[:place] + "0" + "1"
+    kept += "0" * (-len(kept) % 8)
+    plain = bytes(int(kept[at : at + 8], 2) for at in range(0, len(kept), 8))
+    return plain.replace(b"\0\0\1", b"\0\0\3\1").replace(b"\0\0\0", b"\0\0\3\0")
+
+
+def test_headers_in_the_middle_of_a_file_stay_with_it(
+    make_video: MakeVideo, tmp_path: Path, decoders: list[Any]
+) -> None:
+    """FLV joined from two: the second's come beside its first packet."""
+    one = make_video("one.flv", "libx264", options=H264, frames=10, width=96)
+    other = make_video("other.flv", "libx264", options=H264, frames=10, width=128)
+    joined = tmp_path / "joined.flv"
+    joined.write_bytes(one.read_bytes() + shifted(other.read_bytes(), 400))
+    expected = frames(joined, None)
+    assert {frame.shape for frame in expected} == {(3, 32, 96), (3, 32, 128)}
+    for _ in range(2):
+        assert all(map(torch.equal, frames(joined, DEVICE), expected))
+        assert not decoders
+    assert all(map(torch.equal, frames(one, DEVICE), frames(one, None)))
+
+
+def shifted(flv: bytes, by_ms: int) -> bytes:
+    """The video's tags of an FLV file, later."""
+    place, tags = 13, b""
+    while place + 11 <= len(flv):
+        size = 11 + int.from_bytes(flv[place + 1 : place + 4], "big") + 4
+        tag = bytearray(flv[place : place + size])
+        if tag[0] == 9:
+            time = by_ms + int.from_bytes(tag[4:7], "big")
+            tag[4:7] = time.to_bytes(3, "big")
+            tags += tag
+        place += size
+    return tags
+
+
+def test_how_pictures_are_turned_stays_with_them(make_video: MakeVideo, tmp_path: Path, decoders: list[Any]) -> None:
+    """HEVC that says so in its own data, of the same headers as one that does not."""
+    path, turned = make_video("plain.mp4", "libx265", options=HEVC, frames=10, width=96), tmp_path / "turned.mp4"
+    orientation = bytes([39 << 1, 1, 47, 3, 0x08, 0x00, 0x18, 0x80])  # prefix SEI 47 (H.265, D.2.17): a quarter, kept
+    with av.open(str(path)) as source, av.open(str(turned), "w") as target:
+        stream = source.streams.video[0]
+        copy = target.add_stream_from_template(stream)
+        for packet in source.demux(stream):
+            if packet.size:
+                content = bytes(packet)
+                if packet.is_keyframe:
+                    content = len(orientation).to_bytes(4, "big") + orientation + content
+                changed = av.Packet(content)
+                changed.pts, changed.dts, changed.time_base = packet.pts, packet.dts, packet.time_base
+                changed.is_keyframe, changed.stream = packet.is_keyframe, copy
+                target.mux(changed)
+    for each in (turned, path, turned, path):
+        decoders.clear()
+        assert [frame.shape for frame in frames(each, DEVICE)] == [frame.shape for frame in frames(each, None)]
+    assert frames(turned, None)[0].shape == (3, 96, 32)
+    frames(turned, DEVICE)
+    assert frames(path, DEVICE)[0].shape == (3, 32, 96)

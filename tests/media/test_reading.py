@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rooftop.errors import InputError
-from rooftop.media import NoVideoDecoderError, VideoReader
+from rooftop.media import NoVideoDecoderError, VideoReader, reading
 
 MakeVideo = Callable[..., Path]
 ReadNumber = Callable[[Tensor], int]
@@ -225,3 +226,44 @@ def test_normalized_frames(make_video: MakeVideo) -> None:
     torch.testing.assert_close(normal[3:9], expected, rtol=0, atol=1e-5)
     half = VideoReader(path, dtype=torch.float16, resize=(20, 30), normalize=(mean.tolist(), std.tolist()))
     torch.testing.assert_close(half[3:9].float(), expected, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("together", [1, 3, 8])
+def test_a_frame_that_cannot_be_converted_comes_after_those_before_it(
+    together: int, make_video: MakeVideo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = VideoReader(make_video("clips.mp4"))
+    expected, converted = list(reader), reading.to_tensor
+
+    def refused(frame: Any, *rest: Any) -> torch.Tensor:
+        if frame.pts == expected_tick:
+            raise InputError("no such colours")
+        return converted(frame, *rest)
+
+    expected_tick = reader.index.pts[10]
+    monkeypatch.setattr(VideoReader, "_at_once", together)
+    monkeypatch.setattr(reading, "to_tensor", refused)
+    monkeypatch.setattr(reading, "to_tensors", lambda frames, *rest: [refused(frame, *rest) for frame in frames])
+    found: list[torch.Tensor] = []
+    with pytest.raises(InputError, match="no such colours"):
+        found.extend(reader)
+    assert len(found) == 10
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("together", [2, 8])
+def test_frames_that_are_converted_together_are_the_same(
+    together: int, make_video: MakeVideo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = VideoReader(make_video("clips.mp4"))
+    expected = reader[:]
+    monkeypatch.setattr(VideoReader, "_at_once", together)
+    assert torch.equal(torch.stack(list(reader)), expected)
+    assert torch.equal(torch.stack([each.pixels for each in reader.timed(7)]), expected[7:])
+    positions = [9, 3, -1, 9, 0, 3, 17, 16]
+    assert torch.equal(reader.take(positions), expected[positions])
+    assert reader.take([]).shape == (0, *expected.shape[1:])
+    for frames, stride in ((4, 4), (3, 7), (5, 2)):
+        starts = range(0, len(expected) - frames + 1, stride)
+        for clip, start in zip(reader.clips(frames, stride), starts, strict=True):
+            assert torch.equal(clip, expected[start : start + frames])

@@ -130,6 +130,10 @@ def test_many_are_each_as_it_is_alone(device: str, counts: list[int], to: tuple[
     assert sum(launches.values()) == launched
     assert len(together) == len(alone)
     assert all(map(torch.equal, together, alone))
+    if alone:
+        for wrong in (alone[1:], [each.float() for each in alone], [each.transpose(1, 2) for each in alone]):
+            with pytest.raises(ValueError, match=r"contiguous tensors of torch\.uint8, one for each"):
+                all_to_rgb(given_surfaces, form, turns, into=wrong)
     places = [torch.zeros_like(each) for each in alone]
     all_to_rgb(given_surfaces, form, turns, into=places)
     assert all(map(torch.equal, places, alone))

@@ -90,6 +90,8 @@ def store_fused(
     plan, arguments = planned(tensors, numbers, program)
     if plan.results != (out.dtype,):
         raise TypeError(f"store_fused: the result has dtype {plan.results}, and out {out.dtype}")
+    if periods and out.dim() and any(0 < abs(step) < abs(out.stride(-1)) for step in out.stride()[:-1]):
+        raise ValueError(f"store_fused: periods run along the innermost dimension, and out has strides {out.stride()}")
     if out.numel():
         require_triton()
         _store(program, plan, arguments, out, dict(periods))

@@ -295,8 +295,8 @@ def rebuilt(root: MatExpr, change: Callable[[MatExpr, tuple[MatExpr, ...]], MatE
 
 
 def same_number(a: float, b: float) -> bool:
-    """Whether two are equal, zeros with their signs."""
-    return a == b and (a != 0 or math.copysign(1.0, a) == math.copysign(1.0, b))
+    """Whether two are equal, zeros with their signs; NaN is the same as NaN."""
+    return (a == b and (a != 0 or math.copysign(1.0, a) == math.copysign(1.0, b))) or (a != a and b != b)
 
 
 def with_operands(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr:

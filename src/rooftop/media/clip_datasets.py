@@ -62,8 +62,8 @@ class ClipDataset(Dataset[Clip]):
         stride: from the start of a clip to the start of the next; if not given, clips share no frames.
         resize: (height, width), upright; needed where the videos differ in size.
         dtype, normalize, device: as of `VideoReader`.
-        on_error: "raise"; or "skip" files that cannot be read and clips that cannot be decoded, with a warning for
-            each.
+        on_error: "raise"; or "skip" files that cannot be read, and in a `ClipLoader` clips that cannot be decoded, with
+            a warning for each. `dataset[i]` raises in any case.
 
     Attributes:
         readers: of each file that is read.
@@ -115,6 +115,8 @@ class ClipDataset(Dataset[Clip]):
                     raise
                 self.skipped.append((Path(path), str(error)))
                 warnings.warn(f"skipped: {error}", stacklevel=2)
+        if not self.readers:
+            raise InputError(f"none of {len(self.skipped)} files can be read: {self.skipped[0][1]}")
         sizes = {(reader.height, reader.width) for reader in self.readers}
         if len(sizes) > 1:
             said = ", ".join(f"{width} x {height}" for height, width in sorted(sizes))
@@ -125,12 +127,12 @@ class ClipDataset(Dataset[Clip]):
         for count in self.counts:
             self._ends.append(count + (self._ends[-1] if self._ends else 0))
         if not len(self):
-            longest = max((len(reader) for reader in self.readers), default=0)
+            longest = max(len(reader) for reader in self.readers)
             raise InputError(f"no video has a clip of {span} frames: the longest has {longest}")
         self._of_thread = threading.local()
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._ends[-1]
 
     def place(self, number: int) -> tuple[int, int]:
         """(file, first frame) of a clip.
@@ -232,7 +234,7 @@ class ClipLoader:
         """
         Raises:
             DamagedVideoError: at the batch of a clip that cannot be decoded. If the dataset skips such, batches are
-                smaller, and one of none is left out.
+                smaller, with `drop_last` too, and one of none is left out.
         """
         order, self.epoch = self.order(self.epoch), self.epoch + 1
         groups = [order[start : start + self.batch] for start in range(0, len(order), self.batch)][: len(self)]
@@ -259,7 +261,7 @@ class ClipLoader:
         """A clip; None if it cannot be decoded, and such are skipped."""
         try:
             return self._made(number, streams)
-        except DamagedVideoError as error:
+        except (DamagedVideoError, InputError, OSError) as error:
             if self.dataset.on_error == "raise":
                 raise
             warnings.warn(f"skipped clip {number}: {error}", stacklevel=2)

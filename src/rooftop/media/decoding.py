@@ -83,6 +83,7 @@ class Decoder:
         self.kind: Kind | None = None  # of NVDEC's decoder
         self.context: av.VideoCodecContext | None = None
         self._sound = True  # whether others can have that decoder
+        self._process = os.getpid()
         self._file = source.open()
         try:
             with nullcontext() if device is None else torch.cuda.device(device):
@@ -157,7 +158,7 @@ class Decoder:
     def _let_go(self) -> None:
         context, self.context = self.context, None
         if context is not None and self.kind is not None and self._sound:
-            given_back(self.kind, context)
+            given_back(self.kind, context, self._process)
 
     def rate(self) -> Fraction | None:
         """Frames a second, of the whole file as its header says it; None if unknown. Also when it is closed."""
@@ -172,6 +173,8 @@ class Decoder:
         count, end, places = 0, None, 0
         demuxed = self.container.demux(self.stream)
         while True:
+            if self._file.closed:
+                raise Broken("the file is closed")
             try:
                 packet = next(demuxed, None)
             except self.av.FFmpegError as error:
@@ -299,8 +302,8 @@ class Decoder:
                         self._keys.append(packet.pts)
                 if packet.is_corrupt:
                     raise Broken("a packet is damaged or incomplete", packet.pts)
-                if self.kind is not None and packet.is_keyframe and says_otherwise(bytes(packet), self.kind):
-                    self._sound = False
+                if self.kind is not None and self._sound:
+                    self._sound = not (packet.has_sidedata("new_extradata") or says_otherwise(bytes(packet), self.kind))
                 try:
                     frames = self._decode(packet)
                 except (self.av.FFmpegError, ValueError) as error:
@@ -322,12 +325,17 @@ class Decoder:
         self._missing = any(first is None or tick >= first for tick in pending)
 
     def _decode(self, packet: av.Packet[av.VideoStream] | None) -> list[av.VideoFrame]:
-        assert self.context is not None  # it is not closed
+        if self.context is None:
+            raise Broken("its decoder is closed")
         try:
-            return self.context.decode(packet)
+            frames = self.context.decode(packet)
         except BaseException:
             self._sound = False
             raise
+        # What stands in the pictures' own data of how to turn them stays in the decoder.
+        if self.kind is not None and any(frame.side_data.get("DISPLAYMATRIX") is not None for frame in frames):
+            self._sound = False
+        return frames
 
     def _rest(self, first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
         """The frames that the decoder still holds."""

@@ -84,19 +84,28 @@ def taken(kind: Kind, options: dict[str, str]) -> av.VideoCodecContext:
     for name, value in zip(COLOURS, kind.colours, strict=True):
         setattr(decoder, name, value)
     decoder.thread_type, decoder.thread_count = "NONE", 1  # the CPU only reads what is before the pictures' data
-    decoder.options = options
+    # A container's own decoder knows how many frames wait for others, from looking into the file. This one does not,
+    # and of H.264 whose headers do not say it, it assumes the most that its level allows.
+    decoder.options = {**options, "strict": "strict"}
     return decoder
 
 
-def given_back(kind: Kind, decoder: av.VideoCodecContext) -> None:
-    """A decoder to wait for the next, if that can have it; too many, and the one that has waited longest is ended."""
+def given_back(kind: Kind, decoder: av.VideoCodecContext, process: int) -> None:
+    """A decoder to wait for the next, if that can have it; too many, and the one that has waited longest is ended.
+
+    Args:
+        process: that has begun it.
+    """
+    if process != os.getpid():
+        _inherited.append(decoder)
+        return
     if kind.codec not in KEPT or (kind.codec in HEADED and not kind.headers):
         return
     decoder.flush_buffers()
     ended = []
     with _lock:
         _idle.append((kind, decoder))
-        while len(_idle) > MOST or sum(each.width * each.height for each, _ in _idle) > MOST_PIXELS:
+        while len(_idle) > MOST or sum(each.width * each.height for _, each in _idle) > MOST_PIXELS:
             ended.append(_idle.pop(0))
     del ended  # not while others wait for the lock
 
@@ -118,19 +127,26 @@ def says_otherwise(packet: bytes, kind: Kind) -> bool:
     types = PARAMETER_SETS.get(kind.codec)
     if types is None:
         return False
-    for unit in _units(packet, kind):
+    units = _units(packet, kind)
+    if units is None:
+        return True
+    for unit in units:
         name = unit[0] & 31 if kind.codec == "h264" else unit[0] >> 1 & 63
         if name in types and unit.rstrip(b"\0") not in kind.headers:
             return True
     return False
 
 
-def _units(packet: bytes, kind: Kind) -> list[bytes]:
-    """The NAL units of a packet. They follow start codes, or as in MP4 each says its length first."""
+def _units(packet: bytes, kind: Kind) -> list[bytes] | None:
+    """The NAL units of a packet. They follow start codes, or as in MP4 each says its length first; None if the headers
+    are too short to tell."""
     if kind.headers[:1] != b"\1":
         return [unit for unit in packet.split(b"\0\0\1")[1:] if unit]
     place, found = 0, []
-    size = 1 + (kind.headers[4 if kind.codec == "h264" else 21] & 3)
+    at = 4 if kind.codec == "h264" else 21
+    if len(kind.headers) <= at:
+        return None
+    size = 1 + (kind.headers[at] & 3)
     while place + size < len(packet):
         length = int.from_bytes(packet[place : place + size], "big")
         if length:

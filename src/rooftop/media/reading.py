@@ -349,7 +349,12 @@ class VideoReader:
                     group.append((tick, self._of_one_size(frame), ticks))
             except Exception as error:
                 failure = error
-            tensors = to_tensors([frame for _, frame, _ in group], self.form, self._gpu, self._turned)
+            try:
+                tensors = to_tensors([frame for _, frame, _ in group], self.form, self._gpu, self._turned)
+            except Exception:  # one by one, to know which it is
+                for tick, frame, ticks in group:
+                    yield tick, to_tensor(frame, self.form, self._gpu, self._turned), ticks
+                raise
             times = [(tick, ticks) for tick, _, ticks in group]
             for (tick, ticks), pixels in zip(times, tensors, strict=True):
                 yield tick, pixels, ticks

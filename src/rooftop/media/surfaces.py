@@ -132,8 +132,15 @@ def all_to_rgb(
     """Each as `to_rgb` has it; those of one geometry that follow each other by one launch.
 
     Args:
-        into: contiguous tensors to write to, one for each; new ones if None.
+        into: contiguous tensors to write to, one for each, of the form's dtype; new ones if None.
+
+    Raises:
+        ValueError: other tensors than these.
     """
+    if into is not None and (
+        len(into) != len(surfaces) or any(each.dtype != form.dtype or not each.is_contiguous() for each in into)
+    ):
+        raise ValueError(f"into: expected {len(surfaces)} contiguous tensors of {form.dtype}, one for each picture")
     found: list[Tensor] = []
     for geometry, group in groupby(surfaces, geometry_of):
         whole = list(group)
