@@ -83,17 +83,17 @@ def _copy(
         i, j = n // parts, n % parts * block
         width = min(block, columns - j)
         chosen = mask[i * mask_step + j : i * mask_step + j + width]
-        count = 0
+        least, most = np.uint8(255), np.uint8(0)
         for k in range(width):
-            count += chosen[k] != 0
-        if count == 0:
+            least, most = min(least, chosen[k]), max(most, chosen[k])
+        if most == 0:
             continue
         numbers = width * channels
         begin = i * target_step + j * channels
         into = target[begin : begin + numbers]
         begin = 0 if is_value else i * source_step + j * channels
         some = source[begin : begin + numbers]
-        if count == width:
+        if least > 0:
             for k in range(numbers):
                 into[k] = some[k]
             continue
