@@ -311,3 +311,44 @@ def test_how_pictures_are_turned_stays_with_them(make_video: MakeVideo, tmp_path
     assert frames(turned, None)[0].shape == (3, 96, 32)
     frames(turned, DEVICE)
     assert frames(path, DEVICE)[0].shape == (3, 32, 96)
+
+
+def test_headers_at_the_end_of_a_file_stay_with_it(make_video: MakeVideo, tmp_path: Path, decoders: list[Any]) -> None:
+    """Behind the pictures of a packet that is no key frame."""
+    path = make_video("plain-end.mp4", "libx264", options={**H264, "bf": "0"}, frames=12, width=96)
+    strange = make_video("strange.mp4", "libx264", options={**H264, "preset": "medium"}, frames=2, width=96)
+    with av.open(str(strange)) as container:
+        headers = container.streams.video[0].codec_context.extradata
+        assert headers is not None
+    end = 8 + int.from_bytes(headers[6:8], "big")  # of the sequence parameter set; then a count, then the picture's
+    size = 2 + int.from_bytes(headers[end + 1 : end + 3], "big")
+    picture = headers[end + 3 : end + 1 + size]
+    assert picture[0] & 31 == 8
+    changed = tmp_path / "changed.mp4"
+    with av.open(str(path)) as source, av.open(str(changed), "w") as target:
+        stream = source.streams.video[0]
+        copy = target.add_stream_from_template(stream)
+        packets = [packet for packet in source.demux(stream) if packet.size]
+        assert not packets[-1].is_keyframe
+        for packet in packets:
+            content = bytes(packet)
+            if packet is packets[-1]:
+                content += len(picture).to_bytes(4, "big") + picture
+            new = av.Packet(content)
+            new.pts, new.dts, new.time_base, new.is_keyframe = (
+                packet.pts,
+                packet.dts,
+                packet.time_base,
+                packet.is_keyframe,
+            )
+            new.stream = copy
+            target.mux(new)
+    expected = frames(path, None)
+    for each in (changed, path, changed, changed, path):
+        found = frames(each, DEVICE)
+        assert len(found) == 12
+        assert all(map(torch.equal, found, expected))
+        assert len(decoders) == (each is path)
+        release_decoders()
+    for each in (changed, path):
+        assert all(map(torch.equal, frames(each, DEVICE), expected))
