@@ -86,7 +86,7 @@ def taken(kind: Kind, options: dict[str, str]) -> av.VideoCodecContext:
     decoder.thread_type, decoder.thread_count = "NONE", 1  # the CPU only reads what is before the pictures' data
     # A container's own decoder knows how many frames wait for others, from looking into the file. This one does not,
     # and of H.264 whose headers do not say it, it assumes the most that its level allows.
-    decoder.options = {**options, "strict": "strict"}
+    decoder.options = {**options, "strict": "strict"} if kind.codec == "h264" else options
     return decoder
 
 

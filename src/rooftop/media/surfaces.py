@@ -159,6 +159,7 @@ def all_to_rgb(
 
 
 def geometry_of(surface: Surface) -> Geometry:
+    """What decides which kernel converts a surface: sizes in numbers, strides in numbers, bits and colours."""
     y, u = surface.y, surface.u
     strides = (y.stride(0), u.stride(0), u.stride(1))
     size, chroma = (y.shape[0], y.shape[1]), (u.shape[0], u.shape[1])
