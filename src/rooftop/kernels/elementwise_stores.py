@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from rooftop.kernels.expression_texts import text_of
 from rooftop.kernels.expression_types import NUMBER, Kind
 from rooftop.kernels.expressions import arguments_of, topological
 from rooftop.kernels.tiles import LINE_BYTES, from_line
-from rooftop.launch.triton_launch import launch, require_triton
+from rooftop.launch.triton_launch import Repeated, require_triton
 
 MOST_DIMS = 5
 FAST = frozenset(
@@ -71,7 +71,7 @@ def store_fused(
     numbers: Sequence[Number],
     out: Tensor,
     periods: Mapping[int, int] | None = None,
-) -> None:
+) -> Stored | None:
     """Computes a program's one result into `out`.
 
     Args:
@@ -81,6 +81,9 @@ def store_fused(
         out: overlaps no tensor, or has the very same elements.
         periods: by argument number; the elements of that tensor repeat along the last dimension of `out`, whose size is
             a multiple of the period.
+
+    Returns:
+        the launch, to be made again of other memory; None where it was none, or several, or one of copies.
 
     Raises:
         TypeError: the result has another dtype than `out`, or float64 is needed in an operation that has none here.
@@ -92,15 +95,38 @@ def store_fused(
         raise TypeError(f"store_fused: the result has dtype {plan.results}, and out {out.dtype}")
     if periods and out.dim() and any(0 < abs(step) < abs(out.stride(-1)) for step in out.stride()[:-1]):
         raise ValueError(f"store_fused: periods run along the innermost dimension, and out has strides {out.stride()}")
-    if out.numel():
-        require_triton()
-        _store(program, plan, arguments, out, dict(periods))
+    if not out.numel():
+        return None
+    require_triton()
+    stored = _store(program, plan, arguments, out, dict(periods))
+    used = [each for each in arguments if isinstance(each, Tensor)]
+    return stored if all(one is other for one, other in zip(used, tensors, strict=True)) else None
 
 
 def _check_double(plan: Plan) -> None:
     for node in topological(plan.outputs):
         if node.operation in FAST and plan.types[id(node)].common == torch.float64:
             raise TypeError(f"store_fused: {node.operation} is not computed in float64: cast its operand to float32")
+
+
+class Stored(NamedTuple):
+    """A launch that was made. It can be made again with other tensors that lie as those did, and begin as far from a
+    multiple of 16 bytes.
+
+    Attributes:
+        launch: the kernel with its arguments.
+        tensors: for each of its pointers the number of the tensor that was given; -1 of the result.
+        leads: by how many bytes each pointer is before its tensor.
+    """
+
+    launch: Repeated
+    tensors: tuple[int, ...]
+    leads: tuple[int, ...]
+
+    def again(self, addresses: Sequence[int]) -> bool:
+        """The same of tensors at these addresses, the result's last; those with periods are the ones that they were.
+        Whether it could be launched so: `Repeated.at`."""
+        return self.launch.at([addresses[n] - lead for n, lead in zip(self.tensors, self.leads, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -117,7 +143,7 @@ _launches: dict[Any, Launch | None] = {}
 _MOST_LAUNCHES = 4096
 
 
-def _store(text: str, plan: Plan, arguments: list[Any], out: Tensor, periods: dict[int, int]) -> None:
+def _store(text: str, plan: Plan, arguments: list[Any], out: Tensor, periods: dict[int, int]) -> Stored | None:
     used = plan.used[0]
     moving = {i: x for i in used if isinstance(x := arguments[i], Tensor) and i not in periods}
     begins = {i: from_line(x) for i, x in moving.items()}
@@ -135,10 +161,19 @@ def _store(text: str, plan: Plan, arguments: list[Any], out: Tensor, periods: di
         for n in range(out.shape[0]):
             parts = [each[n] if i in moving else each for i, each in enumerate(arguments)]
             _store(text, plan, parts, out[n], periods)
-        return
-    arguments = [begins[i][0] if i in begins else each for i, each in enumerate(arguments)]
-    given = [int(a) if isinstance(a := arguments[i], bool) else a for i in used]
-    launch(found.kernel, found.grid, out.device, *given, into, *found.values, **found.constants)
+        return None
+    pointers = [*(begin for begin, _ in begins.values()), into]
+    places = [place for place, i in enumerate(used) if i in moving] + [len(used)]
+    others = [0 if i in moving else int(a) if isinstance(a := arguments[i], bool) else a for i in used]
+    launch = Repeated(found.kernel, found.grid, out.device, (*others, 0, *found.values), places, **found.constants)
+    launch(*pointers)
+    numbers = {i: n for n, i in enumerate(i for i, each in enumerate(arguments) if isinstance(each, Tensor))}
+    sizes = [each.element_size() for each in (*moving.values(), out)]
+    return Stored(
+        launch,
+        (*(numbers[i] for i in moving), -1),
+        tuple(lead * size for lead, size in zip(leads, sizes, strict=True)),
+    )
 
 
 def _launch_of(

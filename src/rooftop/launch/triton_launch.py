@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -60,15 +60,20 @@ class Repeated:
     Triton looks at all arguments of a launch to find what it compiled for such; here it does so the first time only.
 
     Args:
-        kernel: a `triton.jit` function, whose first parameters are the pointers.
+        kernel: a `triton.jit` function.
         grid: programs in each dimension, none of them 0.
         device: where the tensors are.
-        *rest, **parameters: the other arguments, constants and launch parameters.
+        arguments: all that are no constants, with anything in the places of pointers.
+        places: of the pointers among the arguments.
+        **parameters: constants and launch parameters (num_warps, ...).
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], device: torch.device, *rest: Any, **parameters: Any) -> None:
-        self.kernel, self.grid, self.device = kernel, grid, device
-        self.rest, self.parameters = rest, parameters
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], device: torch.device, arguments: Sequence[Any],
+        places: Sequence[int], **parameters: Any,
+    ) -> None:  # fmt: skip
+        self.kernel, self.grid, self.device, self.parameters = kernel, grid, device, parameters
+        self.arguments, self.places = list(arguments), tuple(places)
         self._compiled: dict[tuple[bool, ...], Any] = {}  # by which pointers are divisible by 16 bytes
 
     def __call__(self, *pointers: Any) -> None:
@@ -77,25 +82,45 @@ class Repeated:
         Args:
             *pointers: tensors, or what has their `data_ptr` and `dtype`; always of the same dtypes.
         """
-        if _is_cuda(self.device) and torch._C._cuda_getDevice() != self.device.index:
-            with torch.cuda.device(self.device):
-                self._launch(pointers)
-        else:
-            self._launch(pointers)
+        if self.at([each.data_ptr() for each in pointers]):
+            return
+        with self._on_device():
+            arguments = self._arguments(pointers)
+            found = self.kernel.run(*arguments, grid=self.grid, warmup=False, **self.parameters)
+        if not INTERPRETED:
+            constants = [self.parameters[name] for name in self.kernel.arg_names[len(arguments) :]]
+            self._compiled[_aligned(each.data_ptr() for each in pointers)] = found[(*self.grid, 1, 1)[:3]], constants
         record_launch(self.kernel.fn.__name__)
 
-    def _launch(self, pointers: tuple[Any, ...]) -> None:
-        addresses = [each.data_ptr() for each in pointers]
-        aligned = tuple([address % 16 == 0 for address in addresses])
-        compiled = self._compiled.get(aligned)
-        if compiled is not None:
-            compiled(*addresses, *self.rest)
-            return
-        found = self.kernel.run(*pointers, *self.rest, grid=self.grid, warmup=False, **self.parameters)
-        if not INTERPRETED:
-            constants = [self.parameters[name] for name in self.kernel.arg_names[len(pointers) + len(self.rest) :]]
-            ready = found[(*self.grid, 1, 1)[:3]]
-            self._compiled[aligned] = lambda *given: ready(*given, *constants)
+    def at(self, addresses: Sequence[int]) -> bool:
+        """The same of addresses alone, once it was launched with pointers that are divisible by 16 bytes as these are.
+
+        Returns:
+            whether it was, and so is launched; never where kernels are interpreted.
+        """
+        found = self._compiled.get(_aligned(addresses))
+        if found is None:
+            return False
+        compiled, constants = found
+        with self._on_device():
+            compiled(*self._arguments(addresses), *constants)
+        record_launch(self.kernel.fn.__name__)
+        return True
+
+    def _arguments(self, pointers: Sequence[Any]) -> list[Any]:
+        arguments = self.arguments.copy()
+        for place, pointer in zip(self.places, pointers, strict=True):
+            arguments[place] = pointer
+        return arguments
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        if _is_cuda(self.device) and torch._C._cuda_getDevice() != self.device.index:
+            return torch.cuda.device(self.device)
+        return nullcontext()
+
+
+def _aligned(addresses: Iterable[int]) -> tuple[bool, ...]:
+    return tuple([address % 16 == 0 for address in addresses])
 
 
 def record_launch(name: str) -> None:

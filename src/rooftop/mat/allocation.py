@@ -88,13 +88,20 @@ class MatData:
         """The address of the block."""
         return self.storage.data_ptr() + self.start_bytes
 
-    def strided(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
-        """A tensor on the block; strides and offset count elements of the dtype."""
+    def check_mapping(self) -> None:
+        """
+        Raises:
+            RuntimeError: it is a GPU's, and mapped to the host.
+        """
         if self.mapping == "host" and self.device.type != "cpu":
             raise RuntimeError(
                 "this block is mapped to the host, and the copy on the device is out of date: leave the `with "
                 "mat.mapped()` block first"
             )
+
+    def strided(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
+        """A tensor on the block; strides and offset count elements of the dtype."""
+        self.check_mapping()
         base = self._bases.get(dtype)
         if base is None:
             with torch.inference_mode(False):  # a tensor made in inference mode could never be written to outside
@@ -209,6 +216,8 @@ def allocator_for(device: DeviceLike | None, allocator: MatAllocator | None) -> 
 
 def same_device(one: torch.device, other: torch.device) -> bool:
     """Whether two names mean one device; "cuda" is the current GPU."""
+    if one == other:
+        return True
     if one.type != other.type or one.type == "cpu":
         return one.type == other.type
     current = torch.cuda.current_device() if one.type == "cuda" and None in (one.index, other.index) else None

@@ -90,7 +90,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether writing to one may change the other; the very same elements do not count."""
     if one.device != other.device or not (one.numel() and other.numel()) or same_elements(one, other):
         return False
-    return one.data_ptr() < _end(other) and other.data_ptr() < _end(one)
+    return one.data_ptr() < end_of(other) and other.data_ptr() < end_of(one)
 
 
 def same_elements(one: Tensor, other: Tensor) -> bool:
@@ -98,6 +98,7 @@ def same_elements(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.dtype == other.dtype
 
 
-def _end(x: Tensor) -> int:
+def end_of(x: Tensor) -> int:
+    """The address behind the last element of a tensor that has some."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr() + (last + 1) * x.element_size()

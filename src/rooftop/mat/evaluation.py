@@ -7,6 +7,7 @@ kernel on a GPU (`kernel_programs.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,12 +36,16 @@ def evaluate(expression: MatExpr, dst: Mat | None = None, rtype: Any = None) -> 
     Returns:
         dst.
     """
-    depth = expression.depth() if rtype is None or rtype == -1 else CV_MAT_DEPTH(type_code(rtype))
-    type = CV_MAKETYPE(depth, expression.channels())
+    depth, type = expression.depth(), expression._type
+    if rtype is not None and rtype != -1:
+        depth = CV_MAT_DEPTH(type_code(rtype))
+        type = CV_MAKETYPE(depth, expression.channels())
     dst = Mat(device=expression._device) if dst is None else dst
-    if not dst.empty() and not same_device(dst._device, expression._device):
+    fits = same_device(dst._device, expression._device)
+    if not fits and not dst.empty():
         raise ValueError(f"an expression on {expression._device} cannot be stored in {dst}: move one with to(device)")
-    dst.create(expression._sizes, type, device=expression._device)
+    if not (fits and dst._sizes == expression._sizes and dst._type == type):
+        dst.create(expression._sizes, type, device=expression._device)
     if not dst.empty():
         evaluate_into(expression, dst._writable(), depth)
     return dst
@@ -49,6 +54,9 @@ def evaluate(expression: MatExpr, dst: Mat | None = None, rtype: Any = None) -> 
 def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
     """Writes the value into a tensor (..., channels) of a depth."""
     nodes = topological(expression)
+    by_kernel = target.device.type != "cpu" or INTERPRETED
+    if by_kernel and _launched(nodes, target, depth):
+        return
     if any(each._operation in ("product", "inverse") for each in nodes):
         root = simpler(expression)
         if _multiplied(root, target, depth):
@@ -60,19 +68,28 @@ def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
         plan = plan_of(nodes, depth)
     into = target.view(DEPTHS[depth].carrier) if plan.bits or plan.is_copy else target
     tensors = [tensor_of(each, plan.bits or plan.is_copy) for each in nodes if each._operation == "mat"]
-    tensors = [apart(tensor, into) for tensor in tensors]
     if plan.is_copy:
-        into.copy_(tensors[0])
-    elif into.device.type != "cpu" or INTERPRETED:
-        from rooftop.mat import kernel_programs  # which imports Triton
+        into.copy_(apart(tensors[0], into))
+        return
+    if by_kernel:
+        from rooftop.mat.kernel_programs import Evaluation  # which imports Triton
 
-        kernel_programs.run(plan, tensors, into)
-    elif not worth_a_loop(into.numel()):
+        Evaluation(nodes, target, depth).run(plan, tensors, into)
+        return
+    tensors = [apart(tensor, into) for tensor in tensors]
+    if not worth_a_loop(into.numel()):
         plan.rows.run(tensors, into)
     else:
         from rooftop.mat import loop_programs
 
         loop_programs.run(plan, tensors, into)
+
+
+def _launched(nodes: Sequence[MatExpr], target: Tensor, depth: int) -> bool:
+    """Whether the kernel for such Mats was launched before, and so is again."""
+    from rooftop.mat.kernel_programs import Evaluation
+
+    return Evaluation(nodes, target, depth).again()
 
 
 def tensor_of(each: MatExpr, bits: bool = False) -> Tensor:

@@ -268,16 +268,20 @@ def leaf(m: Header) -> MatExpr:
 def topological(root: MatExpr) -> list[MatExpr]:
     """All nodes, operands before what uses them, each once."""
     order: list[MatExpr] = []
-    seen: set[int] = set()
-    stack = [(root, False)]
+    done: set[int] = set()
+    stack = [root]
     while stack:
-        each, done = stack.pop()
-        if done:
-            order.append(each)
-        elif id(each) not in seen:
-            seen.add(id(each))
-            stack.append((each, True))
-            stack.extend((operand, False) for operand in reversed(each._operands))
+        each = stack[-1]
+        ready = True
+        for operand in each._operands[::-1]:
+            if id(operand) not in done:
+                stack.append(operand)
+                ready = False
+        if ready:
+            stack.pop()
+            if id(each) not in done:
+                done.add(id(each))
+                order.append(each)
     return order
 
 
@@ -349,8 +353,9 @@ def _of_two(operation: str, a: Operand, b: Operand) -> MatExpr:
 
 
 def _binary(operation: str, a: Any, b: Any) -> MatExpr:
-    if not all(isinstance(each, Arithmetic) or _are_numbers(each) or is_foreign(each) for each in (a, b)):
-        return NotImplemented
+    for each in (a, b):
+        if not (isinstance(each, Arithmetic) or _are_numbers(each) or is_foreign(each)):
+            return NotImplemented
     if _are_numbers(a):
         right = as_expression(b)
         left = _numbers(a, right)

@@ -2,44 +2,118 @@
 
 Every Mat is read once, wherever it lies, and the result written once; between are registers. The kernel is that of the
 expression's form: other Mats of the same layout and other numbers need no other kernel.
+
+Between two evaluations of one form, of Mats that lie alike, only addresses differ. So the launch is kept, and found
+again by all the rest: of small images the host would else take several times as long as the GPU.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.kernels.elementwise_stores import store_fused
+from rooftop.kernels.elementwise_stores import Stored, store_fused
+from rooftop.kernels.tiles import LINE_BYTES
 from rooftop.mat.conversions import Scaling
+from rooftop.mat.copies import apart, end_of
 from rooftop.mat.element_programs import ConversionProgram, ElementProgram, conversion_program, signed
-from rooftop.mat.planning import Plan
+from rooftop.mat.expressions import MatExpr
+from rooftop.mat.planning import Form, Plan, form_of, remember
 from rooftop.mat.type_codes import CV_Bool
 
+_MOST_LAUNCHES = 4096
+_launches: dict[Form, Launched] = {}
+_conversions: dict[Form, Stored] = {}
 
-def run(plan: Plan, tensors: Sequence[Tensor], target: Tensor) -> None:
-    """Writes the value into the target.
+
+class Launched(NamedTuple):
+    """The launch for a form, of Mats and a target that lie in some way.
+
+    Attributes:
+        stored: the launch.
+        spans: bytes from the first element to the end of the last, of the Mats and the target.
+        alike: of each Mat, whether it has the target's elements where it begins with it.
+    """
+
+    stored: Stored
+    spans: tuple[int, ...]
+    alike: tuple[bool, ...]
+
+    def again(self, addresses: Sequence[int]) -> bool:
+        """The same of Mats and a target at these addresses; False where writing could change what is still read."""
+        target = addresses[-1]
+        end = target + self.spans[-1]
+        for address, span, alike in zip(addresses, self.spans, self.alike, strict=False):
+            if address < end and target < address + span and not (alike and address == target):
+                return False
+        return self.stored.again(addresses)
+
+
+class Evaluation:
+    """An expression to be computed into a target.
 
     Args:
-        tensors: of the plan's leaves, (..., channels).
-        target: of the plan's depth; overlaps no tensor, or has the very same elements.
+        nodes: of the expression, in topological order.
+        target: (..., channels), with elements.
+        depth: of the numbers that are stored.
+
+    Raises:
+        RuntimeError: a Mat is mapped to the host.
     """
-    _run(plan.elements_in_registers, tensors, target, plan.depth)
+
+    def __init__(self, nodes: Sequence[MatExpr], target: Tensor, depth: int) -> None:
+        headers = [each._value[0] for each in nodes if each._operation == "mat"]
+        self.addresses = [*[each._address() for each in headers], target.data_ptr()]
+        begins = tuple([address % LINE_BYTES for address in self.addresses])
+        lie = (target.shape, target.stride(), target.device, tuple([each._steps for each in headers]), begins)
+        self.key: Form = (form_of(nodes, depth), lie, torch.get_default_dtype())
+
+    def again(self) -> bool:
+        """Launches what was launched for such a one before; whether there was anything."""
+        found = _launches.get(self.key)
+        return found is not None and found.again(self.addresses)
+
+    def run(self, plan: Plan, tensors: Sequence[Tensor], target: Tensor) -> None:
+        """Computes it, and keeps the launch for others.
+
+        Args:
+            plan: of the expression.
+            tensors: of the plan's leaves, (..., channels).
+            target: of the plan's depth.
+        """
+        read = [apart(each, target) for each in tensors]
+        stored = _run(plan.elements_in_registers, read, target, plan.depth)
+        if stored is not None and all(one is other for one, other in zip(read, tensors, strict=True)):
+            spans = tuple(end_of(each) - each.data_ptr() for each in (*tensors, target))
+            alike = tuple(each.stride() == target.stride() and each.dtype == target.dtype for each in tensors)
+            remember(_launches, self.key, Launched(stored, spans, alike), _MOST_LAUNCHES)
 
 
 def run_conversion(source: Tensor, target: Tensor, depth: int, new_depth: int, scaling: Scaling | None) -> None:
-    """Writes the elements of one depth as those of another."""
-    _run(conversion_program(depth, new_depth, scaling, for_kernel=True), [source], target, new_depth)
+    """Writes the elements of one depth as those of another; they overlap nowhere, or are the very same elements."""
+    addresses = [source.data_ptr(), target.data_ptr()]
+    begins = (addresses[0] % LINE_BYTES, addresses[1] % LINE_BYTES)
+    key = (depth, new_depth, repr(scaling), target.shape, target.stride(), source.stride(), begins, target.device)
+    found = _conversions.get(key)
+    if found is not None and found.again(addresses):
+        return
+    stored = _run(conversion_program(depth, new_depth, scaling, for_kernel=True), [source], target, new_depth)
+    if stored is not None:
+        remember(_conversions, key, stored, _MOST_LAUNCHES)
 
 
-def _run(program: ElementProgram | ConversionProgram, tensors: Sequence[Tensor], target: Tensor, depth: int) -> None:
+def _run(
+    program: ElementProgram | ConversionProgram, tensors: Sequence[Tensor], target: Tensor, depth: int
+) -> Stored | None:
     rows = [_row(numbers, program.rows_dtype, target.device) for numbers in program.rows]
     into = target if depth == CV_Bool else signed(target)
     given = [*(signed(each) for each in tensors), *rows]
     periods = {len(tensors) + n: target.shape[-1] for n in range(len(rows))}
-    store_fused(program.text, given, program.numbers, into, periods)
+    return store_fused(program.text, given, program.numbers, into, periods)
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,18 +7,21 @@ numbers are stored one by one: of bytes that takes several times as long.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftop.kernels.tiles import LINE_BYTES, from_line
-from rooftop.launch.triton_launch import launch, require_triton
+from rooftop.launch.triton_launch import Repeated, require_triton
+from rooftop.mat.planning import remember
 
-_TILE_BYTES = 2048  # of a program: 16 for each thread of four warps
-_LEAST_TILE = 1024  # numbers, of wide ones
-_WARPS = 4
-Line = tuple[int, int, int]  # steps of target, mask and source
+_GROUPS = 128  # of a program, one a thread
+Line = tuple[int, int, int]  # steps of source, target and mask
+_launches: dict[Any, list[Repeated]] = {}
+_MOST_LAUNCHES = 1024
 
 
 def copy_by_kernel(source: Tensor, target: Tensor, mask: Tensor) -> None:
@@ -31,52 +34,66 @@ def copy_by_kernel(source: Tensor, target: Tensor, mask: Tensor) -> None:
     """
     if not target.numel():
         return
+    marked = mask.view(torch.uint8)
+    (some, some_lead), (into, into_lead) = from_line(source) if source.dim() > 1 else (source, 0), from_line(target)
+    marks, marks_lead = from_line(marked)
+    leads = (some_lead, into_lead, marks_lead)
+    lie = tuple([(each.shape, each.stride()) for each in (source, target, marked)])
+    key = (lie, leads, target.dtype, target.device)
+    found = _launches.get(key)
+    if found is None:
+        found = list(_launches_of(source, target, marked, leads))
+        if len(found) == 1:
+            remember(_launches, key, found, _MOST_LAUNCHES)
+    for each in found:
+        each(some, into, marks)
+
+
+def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[int]) -> Iterator[Repeated]:
+    """One, where it has no more than three dimensions that cannot be merged; else as many as the others have indices.
+
+    Args:
+        leads: numbers or marks from where the pointers of source, target and mask are to the first one.
+    """
     require_triton()
     from rooftop.mat.masked_copy_kernels import masked_copy
 
-    channels, marks = target.shape[-1], mask.shape[-1]
+    channels = target.shape[-1]
+    per = channels // mask.shape[-1]  # numbers for each of the mask
     is_value = source.dim() == 1
-    per = channels // marks  # numbers for each of the mask
-    dims, columns = _dims(target, mask, None if is_value else source)
-    unit = math.gcd(LINE_BYTES // target.element_size(), columns)
-    begins = [from_line(target), (source, 0) if is_value else from_line(source)]
-    for _, lead in begins:
-        unit = math.gcd(unit, lead)
-    for _, (of_target, _, of_source) in dims:
-        unit = math.gcd(unit, of_target, of_source)
+    dims, columns = _dims(None if is_value else source, target, mask)
+    word = math.gcd(LINE_BYTES // target.element_size(), columns, *leads[:2])
+    word = math.gcd(word, *(step for _, steps in dims for step in steps[:2]))
+    in_group = word // math.gcd(word, per)  # marks
+    mask_word = math.gcd(in_group, leads[2], *(steps[2] for _, steps in dims))
+    words = (word, word, mask_word)
     while len(dims) < 2:
         dims.insert(0, (1, (0, 0, 0)))
     *outer, (over, across), (inner_rows, down) = dims
-    rows = over * inner_rows
-    tile = max(_TILE_BYTES // target.element_size(), _LEAST_TILE)
-    width = min(tile, 1 << (columns - 1).bit_length())
-    height = min(tile // width, 1 << (rows - 1).bit_length())
-    steps = [each[n] // divisor for n, divisor in ((2, unit), (0, unit), (1, 1)) for each in (across, down)]
-    spans = [columns + sum((size - 1) * each[n] for size, each in dims) for n in range(3)]
+    rows, groups = over * inner_rows, columns // (in_group * per)
+    width = min(_GROUPS, 1 << (groups - 1).bit_length())
+    height = min(_GROUPS // width, 1 << (rows - 1).bit_length())
+    spans = [columns + sum((size - 1) * steps[n] for size, steps in dims) for n in range(3)]
     constants = {
-        "CHANNELS": channels if is_value else 0,
-        "PER": per, "UNIT": unit, "WIDE": max(*spans, rows * columns) >= 2**31, "ROWS": height, "COLUMNS": width,
-        "num_warps": _WARPS,
+        "CHANNELS": channels if is_value else 0, "PER": per, "MARKS": in_group, "MASK_WORD": mask_word,
+        "WORDS": in_group * per // word, "WORD": word, "WIDE": max(*spans, rows * columns) >= 2**31,
+        "ROWS": height, "COLUMNS": width, "num_warps": _GROUPS // 32,
     }  # fmt: skip
-    grid = (-(-rows // height) * -(-columns // width),)
-    marked = mask.view(torch.uint8)
+    grid = (-(-rows // height) * -(-groups // width),)
+    moves = [step // by for n, by in enumerate(words) for step in (across[n], down[n])]
     for index in product(*(range(size) for size, _ in outer)):
-        more = [sum(n * each[k] for n, (_, each) in zip(index, outer, strict=True)) for k in range(3)]
-        (into, target_lead), (some, source_lead) = begins
-        leads = [(source_lead + more[2]) // unit, (target_lead + more[0]) // unit]
-        at = marked.as_strided((1,), (1,), marked.storage_offset() + more[1]) if more[1] else marked
-        launch(
-            masked_copy, grid, target.device, some, into, at, *leads, rows, inner_rows, columns // unit, *steps,
-            **constants,
-        )  # fmt: skip
+        begins = [lead + sum(i * steps[n] for i, (_, steps) in zip(index, outer, strict=True))
+                  for n, lead in enumerate(leads)]  # fmt: skip
+        given = [*[begin // by for begin, by in zip(begins, words, strict=True)], rows, inner_rows, groups, *moves]
+        yield Repeated(masked_copy, grid, target.device, [0, 0, 0, *given], (0, 1, 2), **constants)
 
 
-def _dims(target: Tensor, mask: Tensor, source: Tensor | None) -> tuple[list[tuple[int, Line]], int]:
-    """The dimensions of elements, outermost first, with the steps of target, mask and source, those merged that all
+def _dims(source: Tensor | None, target: Tensor, mask: Tensor) -> tuple[list[tuple[int, Line]], int]:
+    """The dimensions of elements, outermost first, with the steps of source, target and mask, those merged that all
     walk through as if they were one; and how many numbers lie side by side in the last one, which is left out."""
     dims: list[tuple[int, Line]] = []
     for d, size in enumerate(target.shape[:-1]):
-        steps = (target.stride(d), mask.stride(d), 0 if source is None else source.stride(d))
+        steps = (0 if source is None else source.stride(d), target.stride(d), mask.stride(d))
         if size == 1:
             continue
         if dims and all(before == size * step for before, step in zip(dims[-1][1], steps, strict=True)):
@@ -84,7 +101,7 @@ def _dims(target: Tensor, mask: Tensor, source: Tensor | None) -> tuple[list[tup
         else:
             dims.append((size, steps))
     channels = target.shape[-1]
-    beside = (channels, mask.shape[-1], 0 if source is None else channels)
+    beside = (0 if source is None else channels, channels, mask.shape[-1])
     if dims and dims[-1][1] == beside:
         return dims[:-1], dims[-1][0] * channels
     return dims, channels

@@ -329,9 +329,11 @@ class Mat(ExportedHeader, Arithmetic):
         Raises:
             ValueError: this has elements on another device, where they would be left behind.
         """
-        if not self.empty() and not same_device(self._device, source._device):
+        fits = same_device(self._device, source._device)
+        if not fits and not self.empty():
             raise ValueError(f"a result on {source._device} cannot go to {self}: move one with to(device)")
-        self.create(source._sizes, type, device=source._device)
+        if not (fits and self._sizes == source._sizes and self._type == type):
+            self.create(source._sizes, type, device=source._device)
 
     def release(self) -> None:
         """Makes this an empty Mat; the memory is free when no other header looks at it."""

@@ -91,8 +91,7 @@ class Plan:
 
 def plan_of(nodes: Sequence[MatExpr], depth: int) -> Plan:
     """The plan of an expression without matrix products and inverses, from its nodes in topological order."""
-    number = {id(each): n for n, each in enumerate(nodes)}
-    form = (depth, *(_form_of(each, number) for each in nodes))
+    form = form_of(nodes, depth)
     found = _plans.get(form)
     if found is None:
         found = Plan(nodes[-1], depth)
@@ -108,12 +107,19 @@ def remember(found: dict[Any, Any], key: Any, value: Any, most: int) -> None:
         found[key] = value
 
 
-def _form_of(each: MatExpr, number: dict[int, int]) -> tuple[Any, ...]:
-    if each._operation == "mat":
-        return each._type, each._value[1]
-    if each._operation == "numbers":
-        return each._type, repr(each._value)  # 1, 1.0 and True are equal, as 0.0 and -0.0 are, and NaN is not
-    return each._operation, each._type, *(number[id(operand)] for operand in each._operands)
+def form_of(nodes: Sequence[MatExpr], depth: int) -> Form:
+    """Operations, types and numbers, and the depth that is stored: all that a plan follows from."""
+    form: list[Any] = [depth]
+    places: dict[int, int] = {}
+    for place, each in enumerate(nodes):
+        places[id(each)] = place
+        if each._operation == "mat":
+            form.append((each._type, each._value[1]))
+        elif each._operation == "numbers":  # 1, 1.0 and True are equal, as 0.0 and -0.0 are, and NaN is not
+            form.append((each._type, repr(each._value)))
+        else:
+            form.append((each._operation, each._type, *[places[id(operand)] for operand in each._operands]))
+    return tuple(form)
 
 
 def _without_mat(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:

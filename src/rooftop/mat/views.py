@@ -355,9 +355,15 @@ class Header(Shaped):
         """The elements (..., channels) in their dtype, to be read."""
         if self._cached is None:
             self._cached = self._strided(depth_of(self._type).dtype)
-        elif self._data is not None and self._data.mapping == "host" and self._device.type != "cpu":
-            self._strided(self._cached.dtype)  # raises
+        elif self._data is not None:
+            self._data.check_mapping()
         return self._cached
+
+    def _address(self) -> int:
+        """Where the first element lies, to be read; there is one."""
+        assert self._data is not None
+        self._data.check_mapping()
+        return self._data.storage.data_ptr() + self._offset
 
     def _bits(self) -> Tensor:
         """The elements (..., channels) in the carrier of their depth, to be read."""

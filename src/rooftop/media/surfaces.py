@@ -188,14 +188,16 @@ def _conversion(
         "COLUMNS": COLUMNS,
     }
     grid = (-(-rows // ROWS), -(-columns // COLUMNS), count)
-    arguments: tuple[float, ...]
-    if (rows, columns) == (height, width):
-        arguments = (height, width, *strides, *numbers)
-        return Repeated(frame_kernels.frame_to_rgb, grid, geometry.device, *arguments, **constants), upright
-    down_by, across_by = height / rows, width / columns
-    taps = (math.ceil(2 * max(down_by, 1)) + 1, math.ceil(2 * max(across_by, 1)) + 1)
-    arguments = (height, width, rows, columns, down_by, across_by, *taps, *strides, *numbers)
-    return Repeated(frame_kernels.frame_to_resized_rgb, grid, geometry.device, *arguments, **constants), upright
+    kernel = frame_kernels.frame_to_rgb
+    arguments: tuple[float, ...] = (height, width, *strides, *numbers)
+    if (rows, columns) != (height, width):
+        kernel = frame_kernels.frame_to_resized_rgb
+        down_by, across_by = height / rows, width / columns
+        taps = (math.ceil(2 * max(down_by, 1)) + 1, math.ceil(2 * max(across_by, 1)) + 1)
+        arguments = (height, width, rows, columns, down_by, across_by, *taps, *strides, *numbers)
+    pointers = 4 * MOST_AT_ONCE  # of y, u, v and results
+    arguments = (*[0] * pointers, *arguments)
+    return Repeated(kernel, grid, geometry.device, arguments, range(pointers), **constants), upright
 
 
 def _placed(rows: int, columns: int, turns: int, mirrored: bool, width: int) -> tuple[int, int, int]:
