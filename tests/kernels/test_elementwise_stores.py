@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rooftop.kernels.elementwise_stores import store_fused
+from rooftop.kernels.elementwise_stores import row_of, store_fused
 from rooftop.launch import INTERPRETED
 from rooftop.launch.triton_launch import count_launches
 
@@ -24,13 +24,13 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
 def test_kernels_on_the_cpu(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__) == 34
+    assert interpreted(__file__) == 46
 
 
 def test_what_repeats_runs_along_the_innermost_dimension() -> None:
     out = torch.empty(6, 4, dtype=torch.float32).t()  # (4, 6)
-    with pytest.raises(ValueError, match="periods run along the innermost dimension"):
-        store_fused("tt: float32(a0 + a1)", [torch.ones(4, 6), torch.ones(3)], [], out, {1: 3})
+    with pytest.raises(ValueError, match="rows run along the innermost dimension"):
+        store_fused("tt: float32(a0 + a1)", [torch.ones(4, 6)], [], out, [row_of((1, 1, 1), torch.float32)])
 
 
 @launches
@@ -90,13 +90,25 @@ def test_float64_is_rounded_after_each_operation() -> None:
 
 
 @launches
-def test_operands_that_repeat_along_the_last_dimension() -> None:
-    x = drawn(5, 1400, 3, dtype=torch.float32)
-    row = torch.tensor([1.0, 20.0, 300.0], device=DEVICE)
-    for given in (x, x[1:4, 5:900]):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8])
+@pytest.mark.parametrize("channels", [1, 2, 3, 7])
+def test_numbers_that_repeat_along_the_last_dimension(channels: int, dtype: torch.dtype) -> None:
+    """Of all of it, of a region, of one that is one short row, and of tiles of short rows."""
+    x = drawn(5, 1400, channels, dtype=torch.float32)
+    numbers = [1.0, 20.0, 200.0, -0.0 if dtype.is_floating_point else 0, 5.0, 6.0, 7.0][:channels]
+    program = "tt: float32(a0) / float32(a1)"
+    for given in (x, x[1:4, 5:900], x[2:3, 1:4], x[:, 3:20]):
         out = torch.empty_like(x)[: given.shape[0], : given.shape[1]]
-        store_fused("tt: a0 + a1", [given, row], [], out, {1: 3})
-        assert torch.equal(out, given + row)
+        store_fused(program, [given], [], out, [row_of(numbers, dtype)])
+        assert torch.equal(out, given / torch.tensor(numbers, device=DEVICE))
+
+
+@launches
+def test_zeros_of_both_signs_are_different_rows() -> None:
+    x, out = torch.ones(2, 2, device=DEVICE), torch.empty(2, 2, device=DEVICE)
+    for zero in (0.0, -0.0):
+        store_fused("tt: a0 * a1", [x], [], out, [row_of((zero, 1.0), torch.float32)])
+        assert torch.equal(out.signbit(), torch.tensor([[zero.hex()[0] == "-", False]] * 2, device=DEVICE))
 
 
 @launches

@@ -2,7 +2,8 @@
 
 Beside `fused` (`elementwise.py`), which makes its results: here the result is the caller's strided tensor, float64 is
 computed in the kernel too, no product is fused with a sum (each operation is rounded as PyTorch's is), and there are
-operands that repeat along the last dimension (`periods`): a number for each channel of interleaved images.
+numbers that repeat along the last dimension (`rows`): one for each channel of interleaved images. A table has them from
+each of the period on, side by side for all elements of a program, so that they are loaded as wide as other operands.
 
 Bound by memory: every operand is read once, the result written once. Tensors that are walked through alike are one flat
 dimension, whatever their shape; regions are read where they are, a block of a row at a time, or tiles of several short
@@ -63,6 +64,19 @@ class StoreConfig:
 # 16 bytes a thread of the narrowest tensor.
 STORES = (StoreConfig(1, 2048, 2048, 4), StoreConfig(8, 1024, 1024, 4))
 TURNED = StoreConfig(8, 4096, 64, 4)  # where neighbours of an operand lie along rows
+_TABLE = 2048  # columns of tables: as many as a program has at most
+
+
+class Row(NamedTuple):
+    """Numbers of a dtype, as the bytes that they have in memory: -0.0 is not 0.0, and NaN is what it is."""
+
+    bits: bytes
+    dtype: torch.dtype
+
+
+def row_of(numbers: Sequence[Number], dtype: torch.dtype) -> Row:
+    """The numbers, rounded to the dtype."""
+    return Row(torch.tensor(numbers, dtype=dtype, device="cpu").numpy().tobytes(), dtype)
 
 
 def store_fused(
@@ -70,17 +84,17 @@ def store_fused(
     tensors: Sequence[Tensor],
     numbers: Sequence[Number],
     out: Tensor,
-    periods: Mapping[int, int] | None = None,
+    rows: Sequence[Row] = (),
 ) -> Stored | None:
     """Computes a program's one result into `out`.
 
     Args:
         program: "ttn: a0 * a1 + a2", as `expression_texts.py` reads it, with t for tensors and n for numbers.
-        tensors: of the shape of `out`, with any strides, on its device; those with a period have (period,) elements.
+        tensors: of the shape of `out`, with any strides, on its device.
         numbers: Python's. Floats are float32; one of float64 is an integer of the same bits, `float64_of_bits(a0)`.
         out: overlaps no tensor, or has the very same elements.
-        periods: by argument number; the elements of that tensor repeat along the last dimension of `out`, whose size is
-            a multiple of the period.
+        rows: numbers that repeat along the last dimension of `out`, whose size is a multiple of how many they are. In
+            the program they are the tensors after the others.
 
     Returns:
         the launch, to be made again of other memory; None where it was none, or several, or one of copies.
@@ -88,19 +102,34 @@ def store_fused(
     Raises:
         TypeError: the result has another dtype than `out`, or float64 is needed in an operation that has none here.
         ValueError: other arguments than the program's.
+        RuntimeError: rows that no call had before, while a CUDA graph is captured.
     """
-    periods = periods or {}
-    plan, arguments = planned(tensors, numbers, program)
+    tables = [_table(each.bits, each.dtype, out.device) for each in rows]
+    plan, arguments = planned([*tensors, *tables], numbers, program)
     if plan.results != (out.dtype,):
         raise TypeError(f"store_fused: the result has dtype {plan.results}, and out {out.dtype}")
-    if periods and out.dim() and any(0 < abs(step) < abs(out.stride(-1)) for step in out.stride()[:-1]):
-        raise ValueError(f"store_fused: periods run along the innermost dimension, and out has strides {out.stride()}")
+    if rows and out.dim() and any(0 < abs(step) < abs(out.stride(-1)) for step in out.stride()[:-1]):
+        raise ValueError(f"store_fused: rows run along the innermost dimension, and out has strides {out.stride()}")
     if not out.numel():
         return None
     require_triton()
-    stored = _store(program, plan, arguments, out, dict(periods))
-    used = [each for each in arguments if isinstance(each, Tensor)]
-    return stored if all(one is other for one, other in zip(used, tensors, strict=True)) else None
+    given = [i for i, each in enumerate(arguments) if isinstance(each, Tensor)]
+    periods = {i: each.shape[0] for i, each in zip(given[len(tensors) :], tables, strict=True)}
+    stored = _store(program, plan, arguments, out, periods)
+    return stored if all(arguments[i] is each for i, each in zip(given, tensors, strict=False)) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _table(bits: bytes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(period, _TABLE): line p has the numbers from number p on, again and again."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a number for each channel is copied to the GPU when it is first used, which a CUDA graph would record: "
+            "compute the expression once before it is captured"
+        )
+    numbers = torch.frombuffer(bytearray(bits), dtype=dtype)
+    places = torch.arange(len(numbers))[:, None] + torch.arange(_TABLE)
+    return numbers[places % len(numbers)].to(device)
 
 
 def _check_double(plan: Plan) -> None:
@@ -124,8 +153,8 @@ class Stored(NamedTuple):
     leads: tuple[int, ...]
 
     def again(self, addresses: Sequence[int]) -> bool:
-        """The same of tensors at these addresses, the result's last; those with periods are the ones that they were.
-        Whether it could be launched so: `Repeated.at`."""
+        """The same of tensors at these addresses, the result's last; rows are those that they were. Whether it could be
+        launched so: `Repeated.at`."""
         return self.launch.at([addresses[n] - lead for n, lead in zip(self.tensors, self.leads, strict=True)])
 
 
@@ -281,7 +310,7 @@ def _block(body: Body, plan: Plan, used: list[int]) -> tuple[list[str], list[str
             0: f"a{i} + lane * 0",
             1: f"a{i} + start + lane",
             2: f"a{i} + (start + lane) * a{i}_step",
-            3: f"a{i} + ((start % {access.period}).to(tl.int32) + lane) % {access.period}",
+            3: f"a{i} + (start % {access.period}).to(tl.int32) * {_TABLE} + lane",
         }[access.column]
         body.load(i, place, "inside")
     place = {0: "lane * 0", 1: "start + lane", 2: "(start + lane) * y0_step"}[stored.column]
@@ -349,7 +378,8 @@ def _tiles(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str
 
     def place(tensor: str, access: Access) -> str:
         column = {
-            0: "column * 0", 1: "column", 2: f"column * {tensor}_step", 3: f"column % {access.period}"
+            0: "column * 0", 1: "column", 2: f"column * {tensor}_step",
+            3: f"(block * COLUMNS) % {access.period} * {_TABLE} + tl.arange(0, COLUMNS)"
         }[access.column]  # fmt: skip
         if access.column == 3:
             return f"{tensor} + ({column})[None, :]"

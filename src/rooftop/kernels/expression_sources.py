@@ -27,7 +27,7 @@ class Access:
     Attributes:
         outer: whether it moves, for each dimension but the last.
         column: along the last dimension: 0 not at all, 1 from element to neighbour, 2 in larger steps, 3 around
-            `period` elements again and again.
+            `period` numbers again and again, which a table has from each of them on (`elementwise_stores.py`).
     """
 
     outer: tuple[bool, ...]

@@ -194,6 +194,8 @@ class ElementProgram(Numbers):
         for each in nodes:
             if each._operation == "numbers" and not _is_one(each) and self._row_of(each) is None:
                 self.rows.append(self._numbers(each))
+        if for_kernel and self.rows and not self.floating:
+            self.rows_dtype = _narrowest([number for row in self.rows for number in row], dtype)
         self.first_number = len(leaves) + len(self.rows)
         self.first_row = len(leaves)
         place = {id(each): n for n, each in enumerate(leaves)}
@@ -303,6 +305,15 @@ def conversion_program(depth: int, new_depth: int, scaling: Scaling | None, for_
 
 _MOST_CONVERSIONS = 1024
 _conversions: dict[Any, ConversionProgram] = {}
+
+
+def _narrowest(numbers: Sequence[int | float], dtype: torch.dtype) -> torch.dtype:
+    """Of integers: what holds them all."""
+    for each in (torch.uint8, torch.int16, torch.int32):
+        limits = torch.iinfo(each)
+        if limits.min <= min(numbers) and max(numbers) <= limits.max:
+            return each
+    return dtype
 
 
 def _stored_64(x: Expression, depth: int) -> Expression:

@@ -9,14 +9,13 @@ again by all the rest: of small images the host would else take several times as
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftop.kernels.elementwise_stores import Stored, store_fused
+from rooftop.kernels.elementwise_stores import Stored, row_of, store_fused
 from rooftop.kernels.tiles import LINE_BYTES
 from rooftop.mat.conversions import Scaling
 from rooftop.mat.copies import apart, end_of
@@ -109,14 +108,6 @@ def run_conversion(source: Tensor, target: Tensor, depth: int, new_depth: int, s
 def _run(
     program: ElementProgram | ConversionProgram, tensors: Sequence[Tensor], target: Tensor, depth: int
 ) -> Stored | None:
-    rows = [_row(numbers, program.rows_dtype, target.device) for numbers in program.rows]
+    rows = [row_of(numbers, program.rows_dtype) for numbers in program.rows]
     into = target if depth == CV_Bool else signed(target)
-    given = [*(signed(each) for each in tensors), *rows]
-    periods = {len(tensors) + n: target.shape[-1] for n in range(len(rows))}
-    return store_fused(program.text, given, program.numbers, into, periods)
-
-
-@functools.lru_cache(maxsize=256)
-def _row(numbers: tuple[int | float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number for each channel, on the device; copied there without waiting."""
-    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
+    return store_fused(program.text, [signed(each) for each in tensors], program.numbers, into, rows)
