@@ -76,6 +76,7 @@ def test_masked_copies_are_what_numpy_says(
     given_source = source[(0,) * len(sizes)] if value else source
     expected = whole.clone()
     region(expected, before[0]).copy_(torch.where(mask != 0, given_source, region(expected, before[0])))
+    given_source = given_source.cpu() if value else given_source
     with count_launches() as counted:
         copy_by_kernel(given_source, region(whole, before[0]), mask)
     assert set(counted) == {"masked_copy"}

@@ -2,8 +2,7 @@
 
 Beside `fused` (`elementwise.py`), which makes its results: here the result is the caller's strided tensor, float64 is
 computed in the kernel too, no product is fused with a sum (each operation is rounded as PyTorch's is), and there are
-numbers that repeat along the last dimension (`rows`): one for each channel of interleaved images. A table has them from
-each of the period on, side by side for all elements of a program, so that they are loaded as wide as other operands.
+numbers that repeat along the last dimension (`rows`, from `repeating_numbers.py`): one for each channel of images.
 
 Bound by memory: every operand is read once, the result written once. Tensors that are walked through alike are one flat
 dimension, whatever their shape; regions are read where they are, a block of a row at a time, or tiles of several short
@@ -39,6 +38,8 @@ from rooftop.kernels.expression_sources import (
 from rooftop.kernels.expression_texts import text_of
 from rooftop.kernels.expression_types import NUMBER, Kind
 from rooftop.kernels.expressions import arguments_of, topological
+from rooftop.kernels.repeating_numbers import COLUMNS as TABLE
+from rooftop.kernels.repeating_numbers import table_of
 from rooftop.kernels.tiles import LINE_BYTES, from_line
 from rooftop.launch.triton_launch import Repeated, require_triton
 
@@ -64,7 +65,6 @@ class StoreConfig:
 # 16 bytes a thread of the narrowest tensor.
 STORES = (StoreConfig(1, 2048, 2048, 4), StoreConfig(8, 1024, 1024, 4))
 TURNED = StoreConfig(8, 4096, 64, 4)  # where neighbours of an operand lie along rows
-_TABLE = 2048  # columns of tables: as many as a program has at most
 
 
 class Row(NamedTuple):
@@ -104,7 +104,7 @@ def store_fused(
         ValueError: other arguments than the program's.
         RuntimeError: rows that no call had before, while a CUDA graph is captured.
     """
-    tables = [_table(each.bits, each.dtype, out.device) for each in rows]
+    tables = [table_of(each.bits, each.dtype, out.device) for each in rows]
     plan, arguments = planned([*tensors, *tables], numbers, program)
     if plan.results != (out.dtype,):
         raise TypeError(f"store_fused: the result has dtype {plan.results}, and out {out.dtype}")
@@ -117,19 +117,6 @@ def store_fused(
     periods = {i: each.shape[0] for i, each in zip(given[len(tensors) :], tables, strict=True)}
     stored = _store(program, plan, arguments, out, periods)
     return stored if all(arguments[i] is each for i, each in zip(given, tensors, strict=False)) else None
-
-
-@functools.lru_cache(maxsize=64)
-def _table(bits: bytes, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(period, _TABLE): line p has the numbers from number p on, again and again."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a number for each channel is copied to the GPU when it is first used, which a CUDA graph would record: "
-            "compute the expression once before it is captured"
-        )
-    numbers = torch.frombuffer(bytearray(bits), dtype=dtype)
-    places = torch.arange(len(numbers))[:, None] + torch.arange(_TABLE)
-    return numbers[places % len(numbers)].to(device)
 
 
 def _check_double(plan: Plan) -> None:
@@ -310,7 +297,7 @@ def _block(body: Body, plan: Plan, used: list[int]) -> tuple[list[str], list[str
             0: f"a{i} + lane * 0",
             1: f"a{i} + start + lane",
             2: f"a{i} + (start + lane) * a{i}_step",
-            3: f"a{i} + (start % {access.period}).to(tl.int32) * {_TABLE} + lane",
+            3: f"a{i} + (start % {access.period}).to(tl.int32) * {TABLE} + lane",
         }[access.column]
         body.load(i, place, "inside")
     place = {0: "lane * 0", 1: "start + lane", 2: "(start + lane) * y0_step"}[stored.column]
@@ -379,7 +366,7 @@ def _tiles(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str
     def place(tensor: str, access: Access) -> str:
         column = {
             0: "column * 0", 1: "column", 2: f"column * {tensor}_step",
-            3: f"(block * COLUMNS) % {access.period} * {_TABLE} + tl.arange(0, COLUMNS)"
+            3: f"(block * COLUMNS) % {access.period} * {TABLE} + tl.arange(0, COLUMNS)"
         }[access.column]  # fmt: skip
         if access.column == 3:
             return f"{tensor} + ({column})[None, :]"

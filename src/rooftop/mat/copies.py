@@ -43,7 +43,7 @@ def copy_masked(source: Tensor, target: Tensor, mask: Tensor) -> None:
     """Copies the elements whose mask is not 0.
 
     Args:
-        source: as the target, or one element (channels,).
+        source: as the target, or one element (channels,) on the CPU.
         mask: uint8 or bool, (..., 1) for whole elements or (..., channels).
     """
     if target.device.type != "cpu" or INTERPRETED:

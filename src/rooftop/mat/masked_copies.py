@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftop.kernels.repeating_numbers import COLUMNS as TABLE
+from rooftop.kernels.repeating_numbers import table_of
 from rooftop.kernels.tiles import LINE_BYTES, from_line
 from rooftop.launch.triton_launch import Repeated, require_triton
 from rooftop.mat.planning import remember
 
-_GROUPS = 128  # of a program, one a thread
+_WORDS = 128  # of a program, one a thread
 Line = tuple[int, int, int]  # steps of source, target and mask
 _launches: dict[Any, list[Repeated]] = {}
 _MOST_LAUNCHES = 1024
@@ -28,32 +30,38 @@ def copy_by_kernel(source: Tensor, target: Tensor, mask: Tensor) -> None:
     """Copies the elements whose mask is not 0.
 
     Args:
-        source: as the target, or one element (channels,).
+        source: as the target, or one element (channels,) on the CPU.
         target: (..., channels), the channels side by side; of integers that carry bits.
         mask: uint8 or bool, (..., 1) for whole elements or (..., channels).
     """
     if not target.numel():
         return
     marked = mask.view(torch.uint8)
-    (some, some_lead), (into, into_lead) = from_line(source) if source.dim() > 1 else (source, 0), from_line(target)
+    if source.dim() == 1:
+        some, some_lead = table_of(source.numpy().tobytes(), source.dtype, target.device), 0
+    else:
+        some, some_lead = from_line(source)
+    into, into_lead = from_line(target)
     marks, marks_lead = from_line(marked)
     leads = (some_lead, into_lead, marks_lead)
+    odd = marks.data_ptr() % LINE_BYTES
     lie = tuple([(each.shape, each.stride()) for each in (source, target, marked)])
-    key = (lie, leads, target.dtype, target.device)
+    key = (lie, leads, odd, target.dtype, target.device)
     found = _launches.get(key)
     if found is None:
-        found = list(_launches_of(source, target, marked, leads))
+        found = list(_launches_of(source, target, marked, leads, odd))
         if len(found) == 1:
             remember(_launches, key, found, _MOST_LAUNCHES)
     for each in found:
         each(some, into, marks)
 
 
-def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[int]) -> Iterator[Repeated]:
+def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[int], odd: int) -> Iterator[Repeated]:
     """One, where it has no more than three dimensions that cannot be merged; else as many as the others have indices.
 
     Args:
         leads: numbers or marks from where the pointers of source, target and mask are to the first one.
+        odd: how far the mask's pointer is beyond a multiple of 16 bytes.
     """
     require_triton()
     from rooftop.mat.masked_copy_kernels import masked_copy
@@ -65,26 +73,26 @@ def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[i
     word = math.gcd(LINE_BYTES // target.element_size(), columns, *leads[:2])
     word = math.gcd(word, *(step for _, steps in dims for step in steps[:2]))
     in_group = word // math.gcd(word, per)  # marks
-    mask_word = math.gcd(in_group, leads[2], *(steps[2] for _, steps in dims))
-    words = (word, word, mask_word)
+    mask_word = math.gcd(in_group, odd, leads[2], *(steps[2] for _, steps in dims))
+    sizes = (word, word, mask_word)
     while len(dims) < 2:
         dims.insert(0, (1, (0, 0, 0)))
     *outer, (over, across), (inner_rows, down) = dims
-    rows, groups = over * inner_rows, columns // (in_group * per)
-    width = min(_GROUPS, 1 << (groups - 1).bit_length())
-    height = min(_GROUPS // width, 1 << (rows - 1).bit_length())
+    rows, words = over * inner_rows, columns // word
+    width = min(_WORDS, 1 << (words - 1).bit_length())
+    height = min(_WORDS // width, 1 << (rows - 1).bit_length())
     spans = [columns + sum((size - 1) * steps[n] for size, steps in dims) for n in range(3)]
     constants = {
-        "CHANNELS": channels if is_value else 0, "PER": per, "MARKS": in_group, "MASK_WORD": mask_word,
+        "CHANNELS": channels if is_value else 0, "TABLE": TABLE, "PER": per, "MARKS": in_group, "MASK_WORD": mask_word,
         "WORDS": in_group * per // word, "WORD": word, "WIDE": max(*spans, rows * columns) >= 2**31,
-        "ROWS": height, "COLUMNS": width, "num_warps": _GROUPS // 32,
+        "ROWS": height, "COLUMNS": width, "num_warps": _WORDS // 32,
     }  # fmt: skip
-    grid = (-(-rows // height) * -(-groups // width),)
-    moves = [step // by for n, by in enumerate(words) for step in (across[n], down[n])]
+    grid = (-(-rows // height) * -(-words // width),)
+    moves = [step // by for n, by in enumerate(sizes) for step in (across[n], down[n])]
     for index in product(*(range(size) for size, _ in outer)):
         begins = [lead + sum(i * steps[n] for i, (_, steps) in zip(index, outer, strict=True))
                   for n, lead in enumerate(leads)]  # fmt: skip
-        given = [*[begin // by for begin, by in zip(begins, words, strict=True)], rows, inner_rows, groups, *moves]
+        given = [*[begin // by for begin, by in zip(begins, sizes, strict=True)], rows, inner_rows, words, *moves]
         yield Repeated(masked_copy, grid, target.device, [0, 0, 0, *given], (0, 1, 2), **constants)
 
 

@@ -14,64 +14,64 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["source_lead", "target_lead", "mask_lead"])
 def masked_copy(
-    source,  # rows of numbers, or one element of CHANNELS
+    source,  # rows of numbers; or of one element of CHANNELS, a table with so many columns
     target,  # rows of numbers
     mask,  # rows of bytes, one for each PER numbers
     source_lead, target_lead, mask_lead,  # from where the pointers are to the first number or mark, in words
-    rows, inner_rows, groups,  # rows are an outer and an inner dimension, the inner one of so many; groups of a row
+    rows, inner_rows, words,  # rows are an outer and an inner dimension, the inner one of so many; words of a row
     source_outer, source_inner, target_outer, target_inner, mask_outer, mask_inner,  # from row to row, in words
     CHANNELS: tl.constexpr,  # of a source that is one element, else 0
+    TABLE: tl.constexpr,
     PER: tl.constexpr,
-    MARKS: tl.constexpr,  # of a group
-    MASK_WORD: tl.constexpr,  # marks: what the mask is read by
-    WORDS: tl.constexpr,  # of numbers, in a group
     WORD: tl.constexpr,  # numbers: what source and target are read and written by
+    WORDS: tl.constexpr,  # that begin and end with marks
+    MARKS: tl.constexpr,  # of so many words
+    MASK_WORD: tl.constexpr,  # marks: what the mask is read by
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLUMNS groups a program."""
-    blocks = tl.cdiv(groups, COLUMNS)
+    """ROWS x COLUMNS words a program."""
+    blocks = tl.cdiv(words, COLUMNS)
     part, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     if WIDE:
         part, block = part.to(tl.int64), block.to(tl.int64)
     number = tl.arange(0, ROWS * COLUMNS)
-    row, group = part * ROWS + number // COLUMNS, block * COLUMNS + number % COLUMNS
-    inside = (row < rows) & (group < groups)
+    row, word = part * ROWS + number // COLUMNS, block * COLUMNS + number % COLUMNS
+    inside = (row < rows) & (word < words)
     outer, inner = row // inner_rows, row % inner_rows
-    mark = tl.arange(0, MARKS)[None, :]
+    group, of_group = word // WORDS, word % WORDS
     begin = (mask_lead + outer * mask_outer + inner * mask_inner) * MASK_WORD + group * MARKS
-    marks = tl.load(mask + begin[:, None] + mark, mask=inside[:, None], other=0)
-    bits = tl.sum((marks != 0).to(tl.int32) << mark, 1)
-    some, every = bits != 0, bits == (1 << MARKS) - 1
-    source_word = source_lead + outer * source_outer + inner * source_inner + group * WORDS
-    target_word = target_lead + outer * target_outer + inner * target_inner + group * WORDS
-    for word in tl.static_range(WORDS):
-        numbers = numbers_of(source, source_word + word, group, word, some, CHANNELS, PER, WORD)
-        place = ((target_word + word) * WORD)[:, None] + tl.arange(0, WORD)[None, :]
-        tl.store(target + place, numbers, mask=every[:, None])
-    if MARKS > 1:
-        in_part = some & ~every
+    bits = bits_of(mask, begin, inside, MARKS, MASK_WORD)
+    first, last = of_group * WORD // PER, (of_group * WORD + WORD - 1) // PER
+    full = (2 << (last - first)) - 1
+    of_word = (bits >> first) & full
+    some, every = of_word != 0, of_word == full
+    lane = tl.arange(0, WORD)[None, :]
+    place = ((target_lead + outer * target_outer + inner * target_inner + word) * WORD)[:, None] + lane
+    if CHANNELS == 0:
+        begin = (source_lead + outer * source_outer + inner * source_inner + word) * WORD
+        numbers = tl.load(source + begin[:, None] + lane, mask=some[:, None])
+    else:
+        numbers = tl.load(source + (word * WORD % CHANNELS * TABLE)[:, None] + lane, mask=some[:, None])
+    tl.store(target + place, numbers, mask=every[:, None])
+    if WORD > 1:
+        in_part = some & (of_word != full)
         if tl.max(in_part.to(tl.int32), 0) != 0:
-            for word in tl.static_range(WORDS):
-                numbers = numbers_of(source, source_word + word, group, word, in_part, CHANNELS, PER, WORD)
-                place = ((target_word + word) * WORD)[:, None] + tl.arange(0, WORD)[None, :]
-                which = (word * WORD + tl.arange(0, WORD)) // PER
-                chosen = (bits[:, None] >> which[None, :]) & 1 != 0
-                tl.store(target + place, numbers, mask=chosen & in_part[:, None])
+            which = ((of_group * WORD)[:, None] + lane) // PER
+            chosen = (bits[:, None] >> which) & 1 != 0
+            tl.store(target + place, numbers, mask=chosen & in_part[:, None])
 
 
 @triton.jit
-def numbers_of(
-    source, place, group, word, wanted,
-    CHANNELS: tl.constexpr, PER: tl.constexpr, WORD: tl.constexpr,
-):  # fmt: skip
-    """The words of the source at these places; of one element its numbers again and again."""
-    lane = tl.arange(0, WORD)[None, :]
-    if CHANNELS == 0:
-        return tl.load(source + (place * WORD)[:, None] + lane, mask=wanted[:, None])
-    if PER > 1:  # a group begins with an element
-        channel = tl.broadcast_to((word * WORD + lane) % CHANNELS, [group.shape[0], WORD])
-    else:
-        channel = ((group * WORD)[:, None] + lane) % CHANNELS
-    return tl.load(source + channel)
+def bits_of(mask, begin, inside, MARKS: tl.constexpr, MASK_WORD: tl.constexpr):
+    """A bit for each of the marks from `begin` on: whether it is not 0."""
+    if MASK_WORD % 4 == 0:  # four marks at a time
+        four = tl.arange(0, MARKS // 4)[None, :]
+        fours = mask.to(tl.pointer_type(tl.uint32)) + (begin // 4)[:, None] + four
+        marks = tl.load(fours, mask=inside[:, None], other=0)
+        ones = (((marks & 0x7F7F7F7F) + 0x7F7F7F7F | marks) >> 7) & 0x01010101  # a byte that is not 0 becomes 1
+        return tl.sum(((ones * 0x01020408 >> 24) & 15).to(tl.int32) << 4 * four, 1)  # and the four stand side by side
+    mark = tl.arange(0, MARKS)[None, :]
+    marks = tl.load(mask + begin[:, None] + mark, mask=inside[:, None], other=0)
+    return tl.sum((marks != 0).to(tl.int32) << mark, 1)

@@ -302,7 +302,7 @@ class Mat(ExportedHeader, Arithmetic):
         if mask is None:
             fill(target, bits)
         else:
-            copy_masked(bits.to(target.device), target, apart(self._mask(mask, self._device), target))
+            copy_masked(bits, target, apart(self._mask(mask, self._device), target))
         return self
 
     def create(
