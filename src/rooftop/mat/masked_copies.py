@@ -20,7 +20,8 @@ from rooftop.kernels.tiles import LINE_BYTES, from_line
 from rooftop.launch.triton_launch import Repeated, require_triton
 from rooftop.mat.planning import remember
 
-_WORDS = 128  # of a program, one a thread
+_NUMBERS = 2048  # of a program: of bytes two words a thread, and of wider ones more, as fewer programs start sooner
+_WARPS = 2
 Line = tuple[int, int, int]  # steps of source, target and mask
 _launches: dict[Any, list[Repeated]] = {}
 _MOST_LAUNCHES = 1024
@@ -79,13 +80,14 @@ def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[i
         dims.insert(0, (1, (0, 0, 0)))
     *outer, (over, across), (inner_rows, down) = dims
     rows, words = over * inner_rows, columns // word
-    width = min(_WORDS, 1 << (words - 1).bit_length())
-    height = min(_WORDS // width, 1 << (rows - 1).bit_length())
+    in_program = _NUMBERS // word
+    width = min(in_program, 1 << (words - 1).bit_length())
+    height = min(in_program // width, 1 << (rows - 1).bit_length())
     spans = [columns + sum((size - 1) * steps[n] for size, steps in dims) for n in range(3)]
     constants = {
         "CHANNELS": channels if is_value else 0, "TABLE": TABLE, "PER": per, "MARKS": in_group, "MASK_WORD": mask_word,
         "WORDS": in_group * per // word, "WORD": word, "WIDE": max(*spans, rows * columns) >= 2**31,
-        "ROWS": height, "COLUMNS": width, "num_warps": _WORDS // 32,
+        "ROWS": height, "COLUMNS": width, "num_warps": _WARPS,
     }  # fmt: skip
     grid = (-(-rows // height) * -(-words // width),)
     moves = [step // by for n, by in enumerate(sizes) for step in (across[n], down[n])]
