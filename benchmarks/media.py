@@ -13,7 +13,7 @@ for to the last one there, decoders opened before; the better of two passes, var
 
 `sizes` has one reader a video, and says where NVDEC becomes faster than the CPU; `streams` several at once, each in a
 thread, while all of them are read; `access` frames in any order; `training` a step of matrix products while clips are
-decoded for the next ones.
+decoded for the next ones. Each of the four has a process of its own.
 What is not installed is left out and said to be. torchcodec needs FFmpeg's shared libraries by their plain names
 (libavcodec.so.62) on LD_LIBRARY_PATH; those in PyAV's wheel do, under links of these names.
 """
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import tempfile
 import threading
@@ -29,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -356,6 +358,30 @@ def training(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
     yield {"what": "training", **described(video, paths[video]), "frames_of_a_batch": 16, **found}
 
 
+def apart(case: str, paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
+    """The rows of a case, from a process of its own: what one library leaves running does not slow another's case."""
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=send_rows, args=(case, paths, GPU, sending))
+    process.start()
+    sending.close()
+    while True:
+        try:
+            yield receiving.recv()
+        except EOFError:
+            break
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"{case}: its process ended with {process.exitcode}")
+
+
+def send_rows(case: str, paths: dict[Video, Path], gpu: bool, to: Connection) -> None:
+    global GPU, DEVICE
+    GPU, DEVICE = gpu, "cuda" if gpu else "cpu"
+    for row in globals()[case](paths):
+        to.send(row)
+
+
 def described(video: Video, path: Path) -> dict[str, Any]:
     size = path.stat().st_size
     return {**video._asdict(), "mbit_per_s": 8 * size * 30 / video.frames / 1e6}
@@ -382,9 +408,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rooftop-media-") as folder:
         videos = QUICK if options.quick else (*VIDEOS, LONG) if "streams" in options.only else VIDEOS
         paths = {video: make(video, Path(folder)) for video in videos}
-        cases = {"sizes": sizes, "streams": streams, "access": access, "training": training}
         for name in options.only:
-            for row in cases[name](paths):
+            for row in globals()[name](paths) if options.quick else apart(name, paths):
                 print(json.dumps(row), flush=True)
                 found["results"].append(row)
                 options.out.parent.mkdir(parents=True, exist_ok=True)
