@@ -58,6 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """A cache of this run alone: ceilings of a machine that is busy with tests are not for its user.
 
     One thread for each worker, and for the processes that tests start: more would wait for each other's cores.
+
+    No server of names is asked: each connection between ranks asks for a name that nobody needs, and a question that
+    gets lost takes five seconds.
     """
     if "ROOFTOP_CACHE" not in os.environ:  # workers and other processes have it from the first
         cache = tempfile.TemporaryDirectory(prefix="rooftop-tests-", ignore_cleanup_errors=True)
@@ -65,6 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(cache.cleanup)
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("RES_OPTIONS", "attempts:0")
     if INTERPRETED:
         # Of the checks of an operator, those that depend on what its kernels do.
         torch.library.opcheck = functools.partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
