@@ -141,6 +141,8 @@ Size = int | tuple[int, ...]
 BY_VALUE = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
 
 
+BUILDS = "ROOFTOP_TESTS_BUILDS"
+
 INTERPRETING = """
 import json, os, signal, sys
 import pytest, torch, torch._dynamo, triton
@@ -161,11 +163,11 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="session")
-def interpreting() -> Iterator[subprocess.Popen[str]]:
+def interpreting(shared_builds: Path) -> Iterator[subprocess.Popen[str]]:
     """A process in which the CPU launches the Triton kernels, since Triton decides at import. It has imported torch and
     this library once, and runs what it is told to in forks."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", BUILDS: str(shared_builds)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", INTERPRETING], env=environment, text=True, **pipes) as process:
         yield process
@@ -261,7 +263,9 @@ def _three(size: Size) -> Size:
 
 @pytest.fixture(scope="session")
 def shared_builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this run for what takes long to make, one for all workers."""
+    """A folder of this run for what takes long to make, one for all workers and for what they start."""
+    if BUILDS in os.environ:
+        return Path(os.environ[BUILDS])
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "builds"
     folder.mkdir(exist_ok=True)
