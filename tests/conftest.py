@@ -136,7 +136,7 @@ def models_remembered() -> Iterator[None]:
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.h")
 COMPILE = cuda.compile
-GXX = ("g++", "-std=c++17", "-O1", "-w", "-fPIC")
+GXX = ("g++", "-std=c++17", "-Og", "-w", "-fPIC")
 Size = int | tuple[int, ...]
 BY_VALUE = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
 
