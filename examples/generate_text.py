@@ -1,6 +1,6 @@
 """A small GPT learns a text by its bytes, and then goes on by itself: the most probable way, and other ways.
 
-    python examples/generate_text.py [--text FILE] [--steps 300] [--prompt "import "] [--new 200]
+    python examples/generate_text.py [--text FILE] [--steps 300] [--batch 16] [--prompt "import "] [--new 200]
 
 Without --text it reads the examples beside this one, so that it writes something that looks like Python. The network is
 trained for seconds on a GPU and for minutes on a CPU; what it writes then has the sound of the text, not its sense.
@@ -24,7 +24,7 @@ CONFIG = replace(
 )
 
 
-def train(model: Gpt, text: bytes, steps: int, batch: int = 16) -> float:
+def train(model: Gpt, text: bytes, steps: int, batch: int) -> float:
     """The loss of the last step, nats a byte."""
     device = next(model.parameters()).device
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device, torch.int64)
@@ -47,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a step")
     parser.add_argument("--prompt", default="import ")
     parser.add_argument("--new", type=int, default=200, help="bytes to write")
     options = parser.parse_args()
@@ -55,7 +56,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = Gpt(CONFIG, device="cuda" if torch.cuda.is_available() else "cpu")
     print(f"{len(text):,} bytes, {CONFIG.parameters:,} parameters")
-    print(f"loss {train(model, text, options.steps):.3f} nats a byte")
+    print(f"loss {train(model, text, options.steps, options.batch):.3f} nats a byte")
     model.eval()
     tokenizer = ByteTokenizer()
     prompt = tokenizer.encode(options.prompt)

@@ -31,7 +31,7 @@ from typing import Any
 import pytest
 import torch
 
-from rooftop.hardware import Ceilings, measure_ceilings
+from rooftop.hardware import Ceilings, measure_ceilings, probes
 from rooftop.launch import INTERPRETED, cuda, nvrtc
 
 
@@ -58,6 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """A cache of this run alone: ceilings of a machine that is busy with tests are not for its user.
 
     One thread for each worker, and for the processes that tests start: more would wait for each other's cores.
+
+    No server of names is asked: each connection between ranks asks for a name that nobody needs, and a question that
+    gets lost takes five seconds.
     """
     if "ROOFTOP_CACHE" not in os.environ:  # workers and other processes have it from the first
         cache = tempfile.TemporaryDirectory(prefix="rooftop-tests-", ignore_cleanup_errors=True)
@@ -65,6 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(cache.cleanup)
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("RES_OPTIONS", "attempts:0")
     if INTERPRETED:
         # Of the checks of an operator, those that depend on what its kernels do.
         torch.library.opcheck = functools.partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
@@ -132,10 +136,12 @@ def models_remembered() -> Iterator[None]:
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.h")
 COMPILE = cuda.compile
-GXX = ("g++", "-std=c++17", "-O1", "-w", "-fPIC")
+GXX = ("g++", "-std=c++17", "-Og", "-w", "-fPIC")
 Size = int | tuple[int, ...]
 BY_VALUE = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
 
+
+BUILDS = "ROOFTOP_TESTS_BUILDS"
 
 INTERPRETING = """
 import json, os, signal, sys
@@ -157,11 +163,11 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="session")
-def interpreting() -> Iterator[subprocess.Popen[str]]:
+def interpreting(shared_builds: Path) -> Iterator[subprocess.Popen[str]]:
     """A process in which the CPU launches the Triton kernels, since Triton decides at import. It has imported torch and
     this library once, and runs what it is told to in forks."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", BUILDS: str(shared_builds)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", INTERPRETING], env=environment, text=True, **pipes) as process:
         yield process
@@ -257,7 +263,9 @@ def _three(size: Size) -> Size:
 
 @pytest.fixture(scope="session")
 def shared_builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this run for what takes long to make, one for all workers."""
+    """A folder of this run for what takes long to make, one for all workers and for what they start."""
+    if BUILDS in os.environ:
+        return Path(os.environ[BUILDS])
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "builds"
     folder.mkdir(exist_ok=True)
@@ -324,10 +332,15 @@ def measured_with_switches_turned() -> Callable[[str], Measurement]:
 
 @pytest.fixture(scope="session")
 def measurement(shared_builds: Path, measured_with_switches_turned: Callable[[str], Measurement]) -> Measurement:
-    """That of this CPU, which takes a while: by the first worker that needs it, and into the cache of this run."""
+    """That of this CPU, which takes a while: by the first worker that needs it, and into the cache of this run.
+
+    Rates need not be as exact as those of a user, and are measured in a quarter of the time.
+    """
 
     def make(folder: Path) -> None:
-        (folder / "measurement").write_bytes(pickle.dumps(measured_with_switches_turned("cpu")))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(probes, "CPU_SECONDS", probes.CPU_SECONDS / 4)
+            (folder / "measurement").write_bytes(pickle.dumps(measured_with_switches_turned("cpu")))
 
     folder = built_once(shared_builds / "ceilings", make)
     found: Measurement = pickle.loads((folder / "measurement").read_bytes())

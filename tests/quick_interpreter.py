@@ -27,12 +27,15 @@ def quicken() -> None:
     interpreter._get_np_dtype = _numpy_dtype
     interpreter.ReduceOps.generic_reduce = _reduce
     core.block_type.__init__ = _init_block_type
+    core.block_type.with_element_ty = _with_element_ty
     core.block_type.name = property(lambda type_: f"<{type_.shape}, {type_.element_ty}>")
     core.tensor.__init__ = _init_tensor
     core._unwrap_if_constexpr = _unwrapped
     core.dtype.__eq__ = _same_dtype
     core.dtype.is_int = lambda dtype: dtype.name in INTEGERS
     Semantic.computation_type_impl = functools.cache(Semantic.computation_type_impl)
+    Semantic.binary_op_type_checking_impl = _checked
+    Semantic.broadcast_impl_value = _broadcast
     # Every sum of integers is compared with that in 64 bits, for a device assertion that only debugging looks at.
     Semantic.binary_op_sanitize_overflow_impl = lambda *_: None
 
@@ -41,6 +44,8 @@ _patch_lang = interpreter._patch_lang
 _get_np_dtype = interpreter._get_np_dtype
 _unwrap_if_constexpr = core._unwrap_if_constexpr
 _dtype_eq = core.dtype.__eq__
+_binary_op_type_checking_impl = Semantic.binary_op_type_checking_impl
+_broadcast_impl_value = Semantic.broadcast_impl_value
 
 INTEGERS = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
 
@@ -77,9 +82,15 @@ def _numpy_dtype(dtype: Any) -> Any:
 
 
 def _unwrapped(value: Any) -> Any:
-    if type(value) is core.constexpr:
+    kind = type(value)
+    if kind is core.constexpr:
         return value.value
-    return _unwrap_if_constexpr(value) if isinstance(value, (list, tuple, core.tuple, core.constexpr)) else value
+    return _unwrap_if_constexpr(value) if _may_hold_constexpr(kind) else value
+
+
+@functools.cache
+def _may_hold_constexpr(kind: type) -> bool:
+    return issubclass(kind, (list, tuple, core.tuple, core.constexpr))
 
 
 def _same_dtype(one: Any, other: Any) -> bool:
@@ -102,6 +113,36 @@ def _init_block_type(type_: Any, element_ty: Any, shape: Any) -> None:
     type_.element_ty = element_ty
     type_.sizes = tuple([_unwrapped(size) for size in _unwrapped(shape)])
     type_.shape, type_.numel = _shape_of_block(type_.sizes)
+
+
+def _with_element_ty(type_: Any, element_ty: Any) -> Any:
+    made = core.block_type.__new__(core.block_type)
+    made.element_ty, made.sizes, made.shape, made.numel = element_ty, type_.sizes, type_.shape, type_.numel
+    return made
+
+
+def _sizes(type_: Any) -> tuple[int, ...]:
+    return type_.sizes if type_.is_block() else ()
+
+
+def _checked(
+    self: Any, one: Any, other: Any, one_ptr: bool = False, other_ptr: bool = False, arithmetic: bool = True,
+    division: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Two tensors of one type, which is that of the result, are left as they are."""
+    if type(one) is core.tensor and type(other) is core.tensor:
+        dtype = one.dtype
+        if dtype is other.dtype and not dtype.is_ptr():
+            result = self.computation_type_impl(dtype, False, dtype, False, division) if arithmetic else dtype
+            if result == dtype:
+                return _broadcast(self, one, other)
+    return _binary_op_type_checking_impl(self, one, other, one_ptr, other_ptr, arithmetic, division)
+
+
+def _broadcast(self: Any, one: Any, other: Any) -> tuple[Any, Any]:
+    if _sizes(one.type) == _sizes(other.type):
+        return one, other
+    return _broadcast_impl_value(self, one, other)
 
 
 def _init_tensor(tensor: Any, handle: Any, type_: Any) -> None:

@@ -464,8 +464,9 @@ def test_a_network_learns_from_rendered_points(run: Run, tmp_path: Path) -> None
 
 def test_a_text_that_was_learned_by_heart_goes_on(run: Run, tmp_path: Path) -> None:
     line = "Under the roof a house is dry. "
-    (tmp_path / "text").write_text(line * 20)
-    out = run("generate_text", "--text", tmp_path / "text", "--steps", 60, "--prompt", "Under the", "--new", 40)
+    (tmp_path / "text").write_text(line * 3)
+    words = ("--steps", 60, "--batch", 2, "--prompt", "Under the", "--new", 40)
+    out = run("generate_text", "--text", tmp_path / "text", *words)
     assert float(re.search(r"loss ([\d.]+) nats a byte", out)[1]) < 0.5  # type: ignore[index]
     assert f"--- most probable\n{(line * 2)[:49]}\n---" in out
     assert "--- drawn\nUnder the roof" in out

@@ -50,12 +50,16 @@ def test_what_hardware_does_not_have_is_said() -> None:
 
 
 def test_packages_are_reached_through_the_name_alone() -> None:
-    """As messages and docstrings write it: rooftop.hardware.ceilings_of("h200")."""
+    """As messages and docstrings write it: rooftop.hardware.ceilings_of("h200"). Nor do all of them take the second
+    for which torch's compiler is imported."""
     program = """
+import sys
 import rooftop
 print(rooftop.hardware.ceilings_of("h200").device)
 print([getattr(rooftop, name).__name__ for name in rooftop._PACKAGES])
+print("compiler:", "torch._dynamo" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0] == "NVIDIA H200"
     assert "rooftop.cost" in done.stdout
+    assert done.stdout.splitlines()[2] == "compiler: False"

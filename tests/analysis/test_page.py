@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -157,30 +157,36 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or 
 
 
 class Page:
-    """A report opened in a browser, with everything that it said or asked for."""
+    """A report opened in a browser, with everything that it said or asked for.
 
-    def __init__(self, browser: Any, folder: Path, report: dict[str, Any], width: int, scheme: str) -> None:
-        path = folder / "report.html"
+    All are opened in one tab from one file: what it has compiled of the same scripts it does not compile again, which
+    takes longer than all else.
+    """
+
+    def __init__(self, tab: Any, path: Path, report: dict[str, Any], width: int, scheme: str) -> None:
         path.write_text(render_page(report), encoding="utf-8")
         self.said: list[str] = []
-        self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self._requested(request.url))
+        self.page = tab
+        self.heard = {
+            "console": lambda message: self.said.append(message.text),
+            "pageerror": lambda error: self.said.append(str(error)),
+            "request": lambda request: self._requested(request.url),
+        }
+        for event, hear in self.heard.items():
+            self.page.on(event, hear)
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme=scheme)
         self.page.goto(path.as_uri())
         self.page.wait_for_function("document.querySelector('#modules .slice, #modules svg') !== null")
+
+    def close(self) -> None:
+        for event, hear in self.heard.items():
+            self.page.remove_listener(event, hear)
+        self.page.goto("about:blank")  # what was opened would go on working
 
     def _requested(self, url: str) -> None:
         if not url.startswith(("data:", "file:", "blob:")):
             self.said.append(f"request: {url}")
-
-
-@pytest.fixture
-def browser(chromium: Any) -> Iterator[Any]:
-    """Without the pages of other tests, which would go on working."""
-    yield chromium
-    for context in chromium.contexts:
-        context.close()
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +199,28 @@ def chromium() -> Iterator[Any]:
         launched.close()
 
 
+@pytest.fixture(scope="module")
+def tab(chromium: Any) -> Any:
+    return chromium.new_page()
+
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture
+def opened(tab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
+    """Opens a report, in a window so wide and in a colour scheme."""
+    path, pages = tmp_path_factory.getbasetemp() / "report.html", []
+
+    def open_(report: dict[str, Any], width: int = 1280, scheme: str = "light") -> Page:
+        pages.append(Page(tab, path, report, width, scheme))
+        return pages[-1]
+
+    yield open_
+    for page in pages:
+        page.close()
+
+
 @pytest.mark.browser
 @needs_chromium
 # Each change in both schemes and at both widths, and each scheme at each width.
@@ -203,42 +231,38 @@ def chromium() -> Iterator[Any]:
         *((change, *view) for change in (hostile, compiled) for view in (("light", 390), ("dark", 1280))),
     ],
 )
-def test_it_opens_without_a_word(
-    change: Any, scheme: str, width: int, browser: Any, report: dict[str, Any], tmp_path: Path
-) -> None:
-    opened = Page(browser, tmp_path, change(report), width, scheme)
-    assert opened.said == []
-    assert opened.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    assert opened.page.evaluate("document.documentElement.dataset.theme") == scheme
-    points = opened.page.evaluate("document.querySelectorAll('#roofline .points path').length")
+def test_it_opens_without_a_word(change: Any, scheme: str, width: int, opened: Open, report: dict[str, Any]) -> None:
+    found = opened(change(report), width, scheme)
+    assert found.said == []
+    assert found.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert found.page.evaluate("document.documentElement.dataset.theme") == scheme
+    points = found.page.evaluate("document.querySelectorAll('#roofline .points path').length")
     assert points == sum(op["flops"] > 0 for op in change(report)["ops"])
 
 
 @pytest.mark.browser
 @needs_chromium
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
-def test_a_prediction_opens_without_a_word(
-    width: int, scheme: str, browser: Any, prediction: dict[str, Any], tmp_path: Path
-) -> None:
-    opened = Page(browser, tmp_path, prediction, width, scheme)
-    assert opened.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+def test_a_prediction_opens_without_a_word(width: int, scheme: str, opened: Open, prediction: dict[str, Any]) -> None:
+    found = opened(prediction, width, scheme)
+    assert found.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     headings = "[...document.querySelectorAll('#operators th')].map(h => h.textContent)"
-    assert opened.page.evaluate(headings) == ["operator", "phase", "shapes", "dtype", "calls", "share", "roof", "bound"]
-    opened.page.click("#operators th:nth-child(7) button")  # from falling to rising
-    roofs = opened.page.evaluate(
+    assert found.page.evaluate(headings) == ["operator", "phase", "shapes", "dtype", "calls", "share", "roof", "bound"]
+    found.page.click("#operators th:nth-child(7) button")  # from falling to rising
+    roofs = found.page.evaluate(
         "[...document.querySelectorAll('#operators td:nth-child(7)')].map(c => +c.dataset.value)"
     )
     assert roofs == sorted(roofs)
-    hovers = opened.page.evaluate("[...document.getElementById('roofline').data].at(-1).text")
+    hovers = found.page.evaluate("[...document.getElementById('roofline').data].at(-1).text")
     assert hovers
     assert not any("of roof" in hover for hover in hovers)
-    assert opened.said == []
+    assert found.said == []
 
 
 @pytest.mark.browser
 @needs_chromium
-def test_bars_of_the_ranks_are_to_scale(browser: Any, report: dict[str, Any], tmp_path: Path) -> None:
-    page = Page(browser, tmp_path, with_ranks(report), 1280, "light").page
+def test_bars_of_the_ranks_are_to_scale(opened: Open, report: dict[str, Any]) -> None:
+    page = opened(with_ranks(report)).page
     bars = (
         "[...document.querySelectorAll('#ranks .bar .stack')].map(bar => "
         "[...bar.children].map(part => part.getBoundingClientRect().width / bar.getBoundingClientRect().width))"
@@ -255,8 +279,8 @@ def test_bars_of_the_ranks_are_to_scale(browser: Any, report: dict[str, Any], tm
 
 @pytest.mark.browser
 @needs_chromium
-def test_labels_of_modules_stand_out_from_their_colours(browser: Any, report: dict[str, Any], tmp_path: Path) -> None:
-    page = Page(browser, tmp_path, report, 1280, "light").page
+def test_labels_of_modules_stand_out_from_their_colours(opened: Open, report: dict[str, Any]) -> None:
+    page = opened(report).page
     luminance = "c => (([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b)(c.match(/\\d+/g).map(Number))"
     contrasts = page.evaluate(
         f"(() => {{ const l = {luminance}; return [...document.querySelectorAll('#modules .slice')]"
@@ -269,14 +293,14 @@ def test_labels_of_modules_stand_out_from_their_colours(browser: Any, report: di
 
 @pytest.mark.browser
 @needs_chromium
-def test_in_a_notebook_it_stays_in_its_frame(browser: Any, report: dict[str, Any], tmp_path: Path) -> None:
+def test_in_a_notebook_it_stays_in_its_frame(chromium: Any, report: dict[str, Any], tmp_path: Path) -> None:
     shown = Report.from_dict(hostile(report))._repr_html_()
     assert len(shown) < 7_000_000
     notebook = tmp_path / "notebook.html"
     notebook.write_text(
         f"<!doctype html><meta charset='utf-8'><title>mine</title><main>{shown}</main>", encoding="utf-8"
     )
-    page, said = browser.new_page(viewport={"width": 900, "height": 900}), []
+    page, said = chromium.new_page(viewport={"width": 900, "height": 900}), []
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("dialog", lambda dialog: said.append(dialog.message))
@@ -292,12 +316,13 @@ def test_in_a_notebook_it_stays_in_its_frame(browser: Any, report: dict[str, Any
     assert inside.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     assert inside.evaluate("(() => { try { return parent.document.title } catch { return null } })()") is None
     assert said == []
+    page.context.close()
 
 
 @pytest.mark.browser
 @needs_chromium
-def test_the_table_sorts_and_filters(browser: Any, report: dict[str, Any], tmp_path: Path) -> None:
-    page = Page(browser, tmp_path, report, 1280, "light").page
+def test_the_table_sorts_and_filters(opened: Open, report: dict[str, Any]) -> None:
+    page = opened(report).page
     values = "[...document.querySelectorAll('#operators tbody tr')].map(r => Number(r.cells[7].dataset.value))"
     page.click("#operators th:nth-child(8) button")
     falling = page.evaluate(values)
@@ -317,20 +342,20 @@ def test_the_table_sorts_and_filters(browser: Any, report: dict[str, Any], tmp_p
 
 @pytest.mark.browser
 @needs_chromium
-def test_the_theme_switches_and_the_page_prints(browser: Any, report: dict[str, Any], tmp_path: Path) -> None:
-    opened = Page(browser, tmp_path, report, 1280, "light")
-    opened.page.click("#theme")
-    assert opened.page.evaluate("document.documentElement.dataset.theme") == "dark"
-    assert opened.page.pdf().startswith(b"%PDF")
-    assert opened.said == []
+def test_the_theme_switches_and_the_page_prints(opened: Open, report: dict[str, Any]) -> None:
+    found = opened(report)
+    found.page.click("#theme")
+    assert found.page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert found.page.pdf().startswith(b"%PDF")
+    assert found.said == []
 
 
 @pytest.mark.browser
 @needs_chromium
-def test_five_thousand_operators_open(browser: Any, report: dict[str, Any], tmp_path: Path) -> None:
-    opened = Page(browser, tmp_path, large(report), 1280, "light")
-    opened.page.fill("#filter", "relu")
-    assert opened.said == []
+def test_five_thousand_operators_open(opened: Open, report: dict[str, Any]) -> None:
+    found = opened(large(report))
+    found.page.fill("#filter", "relu")
+    assert found.said == []
 
 
 def test_the_json_form_alone_is_enough(report: dict[str, Any]) -> None:

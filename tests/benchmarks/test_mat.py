@@ -16,6 +16,7 @@ SCRIPT = ROOT / "benchmarks" / "mat.py"
 TABLES = runpy.run_path(str(ROOT / "benchmarks" / "kernels" / "tables.py"))
 
 
+@pytest.mark.usefixtures("measured")
 def test_every_operation_beside_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "mat.json"
     command = [SCRIPT.name, "--quick", "--device", "cpu", "--seconds", "0.002", "--out", str(out)]

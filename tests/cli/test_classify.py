@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,18 +41,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {classes: folder / f"{classes}.pth" for classes in (3, 1000)}
 
 
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two photographs, to copy."""
+    folder = tmp_path_factory.mktemp("photographs")
+    Image.fromarray(data.chelsea()).save(folder / "cat.png")
+    Image.fromarray(data.coffee()).save(folder / "coffee.png")
+    return folder
+
+
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs `rooftop classify ...` beside two photographs, without network; returns (status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setattr(torch.hub, "_hub_dir", None)
     monkeypatch.setenv("ROOFTOP_WEIGHTS_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "*")
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    Image.fromarray(data.chelsea()).save(folder / "cat.png")
-    Image.fromarray(data.coffee()).save(folder / "coffee.png")
+    shutil.copytree(photographs, tmp_path / "photos")
 
     def call(*words: str) -> tuple[int, str, str]:
         status = main(["classify", *words, "--device", "cpu"])
@@ -282,17 +289,24 @@ def test_a_gpu_finds_what_the_cpu_finds(
             assert guess["probability"] == pytest.approx(expected[guess["index"]], abs=0.02)
 
 
-@pytest.fixture
-def walk(tmp_path: Path) -> Path:
-    """A video of 2.4 s, the cat and then coffee."""
+@pytest.fixture(scope="module")
+def walk_written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A video of 2.4 s, the cat and then coffee, to copy."""
     pytest.importorskip("av")
     from rooftop.media import VideoWriter
 
-    with VideoWriter(tmp_path / "walk.mp4", 10, options={"g": "4", "bf": "0"}) as writer:
+    path = tmp_path_factory.mktemp("videos") / "walk.mp4"
+    with VideoWriter(path, 10, options={"g": "4", "bf": "0"}) as writer:
         for number in range(24):
             pixels = (data.chelsea() if number < 12 else data.coffee())[:240, :320]
             writer.write(torch.from_numpy(pixels.copy()).permute(2, 0, 1).contiguous())
-    return tmp_path / "walk.mp4"
+    return path
+
+
+@pytest.fixture
+def walk(walk_written: Path, tmp_path: Path) -> Path:
+    """The video in the folder of the test, which may spoil it."""
+    return Path(shutil.copy(walk_written, tmp_path))
 
 
 def test_a_video_is_a_table_of_times(run: Run, files: dict[int, Path], walk: Path) -> None:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 
-@torch.compiler.assume_constant_result  # a graph has the key, not the hash
 def random_key(seed: int, name: str) -> int:
     """The generator's key for a name: BLAKE2b of it, 64 bits, keyed by the seed.
 
@@ -46,6 +45,9 @@ def random_key(seed: int, name: str) -> int:
     hashed = hashlib.blake2b(name.encode(), digest_size=8, key=seed.to_bytes(8, "little"))
     return int.from_bytes(hashed.digest(), "little", signed=True)
 
+
+# A graph has the key, not the hash: what torch.compiler.assume_constant_result does, which imports the compiler.
+random_key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 WORD = 0xFFFFFFFF  # 32 bits, all set
 
