@@ -4,7 +4,8 @@
 
 Images of 3840 x 2160 x 3 bytes and of as many float32 numbers, random, and regions of them. On the CPU in milliseconds,
 each variant as its user would write it, into memory that is there; OpenCV does one operation after the other. On a GPU
-also in TB/s of the bytes that must move (each operand once, the result once), replayed from a CUDA graph over several
+also in TB/s of the bytes that must move (each operand once, the result once; of masked copies those of whole images,
+though the disc that is chosen has half of them), replayed from a CUDA graph over several
 sets of images where one would stay in L2, beside the roof at the ceilings measured in the same run. Every variant's
 result is compared with ours first. `--quick`: small images, for tests.
 """

@@ -222,6 +222,7 @@ READERS = (  # a column each: its head, and the variant
     ("CPU: rgb", "rooftop, CPU, rgb"),
     ("PyNvVideoCodec: rgb", "PyNvVideoCodec threaded, rgb"),
     ("input", "PyNvVideoCodec threaded, input"),
+    ("torchcodec, NVDEC: rgb", "torchcodec, CUDA, rgb"),
     ("torchcodec, CPU: rgb", "torchcodec, CPU, rgb"),
     ("PyAV, not converted", "PyAV, frames in the host's memory"),
     ("OpenCV, on the host", "OpenCV, bgr in the host's memory"),
