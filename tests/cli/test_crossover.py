@@ -24,7 +24,6 @@ Run = Callable[..., tuple[int, str, str]]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs `rooftop ...` in an empty folder, returns (status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(cli.VERBS, "crossover", "")
 
     def call(*words: str) -> tuple[int, str, str]:
         status = cli.main(list(words))

@@ -5,7 +5,6 @@ Exit status: 0 done, 1 failed, 2 called wrongly, 130 interrupted. `--debug` show
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import traceback
@@ -14,10 +13,10 @@ from collections.abc import Sequence
 import click
 
 import rooftop
+from rooftop.cli.lazy_groups import LazyGroup, Verb
 from rooftop.errors import InputError, RooftopError, TargetError
 
-# Verb -> its line in `rooftop --help`. The command itself is `rooftop.cli.VERB:command`, imported when it is used,
-# so that help and version appear without loading torch.
+# Verb -> its line in `rooftop --help`. The command itself is `rooftop.cli.VERB:command`.
 VERBS = {
     "analyze": "Show how far a model is from what this machine can do, and why.",
     "ceilings": "Measure what this machine can do: bandwidths, matrix rates, launch costs.",
@@ -39,25 +38,9 @@ VERBS = {
 WRONG_CALL = (click.UsageError, TargetError, InputError)
 
 
-class _Verbs(click.Group):
-    """Loads a verb's module only when that verb is used."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
-
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in VERBS:
-            return None
-        command: click.Command = importlib.import_module(f"rooftop.cli.{name.replace('-', '_')}").command
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(VERBS.items()))
-
-
-@click.command(
-    cls=_Verbs,
+@click.group(
+    cls=LazyGroup,
+    verbs={verb: Verb(f"rooftop.cli.{verb.replace('-', '_')}:command", line) for verb, line in VERBS.items()},
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="Start with: rooftop analyze resnet50",
 )

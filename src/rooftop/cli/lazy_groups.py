@@ -1,0 +1,48 @@
+"""Groups of commands that are imported when they are used: help and errors appear without loading torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import click
+
+
+class Verb(NamedTuple):
+    """A command of a group.
+
+    Attributes:
+        place: "module:name" of it.
+        line: of the group's help; the command's own help begins with it.
+    """
+
+    place: str
+    line: str
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are named and told, not there.
+
+    Args:
+        verbs: by name.
+        **attributes: as of `click.Group`.
+    """
+
+    def __init__(self, *args: Any, verbs: Mapping[str, Verb], **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.verbs = verbs
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.verbs)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in self.verbs:
+            return None
+        module, _, attribute = self.verbs[name].place.partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, verb.line) for name, verb in self.verbs.items()])

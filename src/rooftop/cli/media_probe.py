@@ -1,0 +1,66 @@
+"""`rooftop media probe`: what is in a video."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rooftop.analysis.text import WIDTH
+from rooftop.media import VideoInfo, probe
+
+
+@click.command("probe", epilog="Example: rooftop media probe walk.mp4 --json")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def probe_command(file: Path, as_json: bool) -> None:
+    """Show what is in a video: codec, size, colours, frames, times, and whether it is all there.
+
+    One frame is decoded and all packets are read. What the file does not say and is assumed is marked so.
+    """
+    info = probe(file)
+    if as_json:
+        click.echo(json.dumps(asdict(info), indent=1))
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _lines(info):
+        table.add_row(name, Text(value))
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+
+
+def _lines(info: VideoInfo) -> list[tuple[str, str]]:
+    mirrored = ", mirrored" if info.mirrored else ""
+    turned = f", stored {info.coded_width} x {info.coded_height}" if info.rotation_degrees or info.mirrored else ""
+    stretched = f", pixels {info.pixel_aspect:.4g} as wide as high" if info.pixel_aspect != 1 else ""
+    rate = "variable, on average " if info.variable_frame_rate else ""
+    access = f"at most {info.longest_gop} decoded for one" if info.seekable else "found only from the beginning"
+    lines = [
+        ("file", f"{click.format_filename(info.source)} ({info.size_bytes:,} bytes, {info.container})"),
+        ("video", f"{info.codec}{f' ({info.profile})' if info.profile else ''}, {info.pixel_format}, {info.bits} bits"),
+        ("size", f"{info.width} x {info.height}{turned}{stretched}{', interlaced' if info.interlaced else ''}"),
+        ("colours", _colours(info)),
+        ("rate", f"{rate}{info.fps:.6g} frames/s, {info.bit_rate_bps / 1e6:.4g} Mbit/s"),
+        ("frames", f"{info.frames:,}, of which {info.key_frames:,} key frames; {access}"),
+        ("time", f"{info.duration_s:.3f} s from {info.start_s:.3f} s on"),
+    ]
+    if info.rotation_degrees or info.mirrored:
+        lines.insert(3, ("turned", f"{info.rotation_degrees} degrees counterclockwise{mirrored}"))
+    lines += [("audio", f"{each.codec}, {each.rate_hz:,} Hz, {each.channels} channels") for each in info.audio]
+    return [*lines, ("damage", info.damage or "none seen in the packets")]
+
+
+def _colours(info: VideoInfo) -> str:
+    if info.colours is None:
+        return "RGB" if info.pixel_format.startswith(("rgb", "bgr", "gbr", "pal", "argb", "abgr")) else "not supported"
+    assumed = info.colours.assumed
+    matrix = f"{info.colours.matrix}{' (assumed)' if 'matrix' in assumed else ''}"
+    extent = f"{'full' if info.colours.full_range else 'limited'} range{' (assumed)' if 'range' in assumed else ''}"
+    return f"{matrix}, {extent}{f', {info.hdr}' if info.hdr else ''}"
