@@ -81,6 +81,23 @@ def test_a_table_of_names_and_probabilities(run: Run, files: dict[int, Path]) ->
     assert expected[1][0] == os.path.join("photos", "cat.png")
 
 
+def test_unreadable_photographs_are_left_out_and_named_if_asked_for(run: Run, files: dict[int, Path]) -> None:
+    words = ["photos", "--model", "resnet18", "--weights", str(files[3]), "--json", "r.json", "--batch-size", "1"]
+    Path("photos/bad.png").write_text("no image")
+    Path("photos/half.png").write_bytes(Path("photos/cat.png").read_bytes()[:9999])
+    assert run(*words)[0] == 2
+    assert not Path("r.json").exists()
+    status, out, err = run(*words, "--skip-unreadable")
+    assert status == 0
+    found = json.loads(Path("r.json").read_text())["photographs"]
+    assert [photo["path"] for photo in found] == ["photos/cat.png", "photos/coffee.png"]
+    assert [line.split(" ")[1] for line in err.splitlines()] == ["photos/bad.png", "photos/half.png"]
+    assert all(line.startswith("skipped: ") for line in err.splitlines())
+    status, out, err = run("photos/bad.png", *words[1:], "--skip-unreadable")
+    assert (status, out) == (2, "")
+    assert "none of 1 photographs can be read: photos/bad.png is no image" in err
+
+
 def test_json_beside_the_table(run: Run, files: dict[int, Path]) -> None:
     status, out, _ = run("photos", "--model", "resnet18", "--weights", str(files[3]), "--json", "r.json")
     assert status == 0

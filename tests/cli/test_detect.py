@@ -63,6 +63,21 @@ def test_objects_are_shown_written_and_drawn(run: Run) -> None:
     assert sorted(path.name for path in Path("found").iterdir()) == ["photo-2.png", "photo.png"]
 
 
+def test_unreadable_photographs_are_left_out_and_named_if_asked_for(run: Run) -> None:
+    Path("one/a.png").write_text("no image")
+    Path("two/z.png").write_bytes(Path("two/photo.png").read_bytes()[:60])
+    assert run(*WORDS)[0] == 2
+    status, _, err = run(*WORDS, "-o", "found", "--json", "found.json", "--skip-unreadable", "--batch-size", "1")
+    assert status == 0, err
+    assert [line.split(" ")[1] for line in err.splitlines()] == ["one/a.png", "two/z.png"]
+    found = json.loads(Path("found.json").read_text())["photographs"]
+    assert [(photo["path"], photo["picture"]) for photo in found] == [
+        ("one/photo.png", "found/photo.png"),
+        ("two/photo.png", "found/photo-2.png"),
+    ]
+    assert sorted(path.name for path in Path("found").iterdir()) == ["photo-2.png", "photo.png"]
+
+
 def test_the_same_seed_finds_the_same(run: Run) -> None:
     first, second, third = (
         run(*words, "--json", "-")[1] for words in (WORDS, WORDS, (*WORDS, "--random-weights", "4"))

@@ -177,6 +177,14 @@ def test_one_damaged_photograph_among_good_ones_is_named(photographs: Path) -> N
     with pytest.raises(InputError, match=r"5-half\.png is no image"):
         classify(model, [photographs], preprocessing=SMALL, batch_size=2)
     assert model.calls == calls  # said before any work
+    whole = [path for path in sorted(photographs.iterdir()) if path != half]
+    with pytest.warns(UserWarning, match=r"skipped: .*5-half\.png is no image"):
+        found = classify(model, [photographs], preprocessing=SMALL, batch_size=2, on_error="skip")
+    assert found == classify(model, whole, preprocessing=SMALL, batch_size=2)
+    with pytest.raises(InputError, match="none of 1 photographs can be read"), pytest.warns(UserWarning):
+        classify(model, [half], preprocessing=SMALL, on_error="skip")
+    with pytest.raises(InputError, match='"raise" or "skip"'):
+        classify(model, [photographs], on_error="ignore")
 
 
 def test_logits_that_are_not_finite_name_the_photograph(photographs: Path) -> None:

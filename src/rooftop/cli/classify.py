@@ -29,6 +29,8 @@ from rooftop.cli.trained_models import (
     photographs_argument,
     seed_option,
     seeded,
+    skip_option,
+    skipped_ones_named,
 )
 from rooftop.errors import InputError, MissingExtraError
 from rooftop.inference import Engine
@@ -94,6 +96,7 @@ VIDEO_SUFFIXES = {
 @device_option
 @dtype_option
 @batch_size_option(16)
+@skip_option
 @json_option("classes")
 def command(
     paths: tuple[str, ...],
@@ -105,6 +108,7 @@ def command(
     where: torch.device,
     dtype: torch.dtype | None,
     batch_size: int,
+    skip_unreadable: bool,
     json_path: Path | None,
 ) -> None:
     """Show what is on photographs and in videos: the most probable classes of each, by an image model.
@@ -119,7 +123,8 @@ def command(
     found = find_images(pictures)
     if json_path is not None and not to_stdout:
         check_writable(json_path, [*found, *videos, *([] if weights is None else [Path(weights)])])
-    check_images(found)  # before anything is downloaded
+    if not skip_unreadable:
+        check_images(found)  # before anything is downloaded
     for video in videos:
         VideoReader(video).close()
     if seed is None:
@@ -129,9 +134,16 @@ def command(
         with seeded(seed):
             classifier, preprocessing = model_entry(model).build().eval(), IMAGENET
     by_engine = _ByEngine(engine_of(classifier, model, where, dtype))
-    with progress_bar() as progress:
+    on_error = "skip" if skip_unreadable else "raise"
+    with skipped_ones_named(), progress_bar() as progress:
         photographs = classify(
-            by_engine, found, preprocessing=preprocessing, top=top, batch_size=batch_size, progress=progress
+            by_engine,
+            found,
+            preprocessing=preprocessing,
+            top=top,
+            batch_size=batch_size,
+            on_error=on_error,
+            progress=progress,
         )
         clips = []
         for video in videos:

@@ -30,6 +30,8 @@ from rooftop.cli.trained_models import (
     photographs_argument,
     seed_option,
     seeded,
+    skip_option,
+    skipped_ones_named,
 )
 from rooftop.errors import InputError
 from rooftop.inference import Engine
@@ -77,6 +79,7 @@ BUILDERS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101}
 @device_option
 @dtype_option
 @batch_size_option(4)
+@skip_option
 @json_option("objects")
 def command(
     paths: tuple[str, ...],
@@ -89,6 +92,7 @@ def command(
     where: torch.device,
     dtype: torch.dtype | None,
     batch_size: int,
+    skip_unreadable: bool,
     json_path: Path | None,
 ) -> None:
     """Show where things are on photographs: the objects that a DETR finds, as a table and drawn.
@@ -103,7 +107,8 @@ def command(
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is no folder: name another with --output")
     found = find_images(paths)
-    check_images(found)
+    if not skip_unreadable:
+        check_images(found)
     pictures = _pictures(found, folder)
     if weights is not None:
         detector = load_detector(model, weights)
@@ -117,7 +122,7 @@ def command(
     except OSError as error:
         raise InputError(f"{folder} cannot be made ({error.strerror}): name another with --output") from error
     longer = round(size * 1333 / 800)
-    with progress_bar() as progress:
+    with skipped_ones_named(), progress_bar() as progress:
         photographs = detect(
             by_engine,
             found,
@@ -125,8 +130,11 @@ def command(
             shorter=size,
             longer=longer,
             batch_size=batch_size,
+            on_error="skip" if skip_unreadable else "raise",
             progress=progress,
         )
+    places = iter(zip(found, pictures, strict=True))
+    pictures = [next(picture for path, picture in places if path == photo.path) for photo in photographs]
     for photo, picture in zip(photographs, pictures, strict=True):
         partial = picture.with_suffix(".part")
         draw_objects(read_image(photo.path), photo.objects).save(partial, format="PNG")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,24 @@ dtype_option = click.option(
     metavar="bf16|fp16|fp32|fp64",
     help="In which the model computes.  [default: bf16 on a GPU, fp32 on a CPU]",
 )
+
+skip_option = click.option(
+    "--skip-unreadable", is_flag=True, help="Leave out photographs that cannot be read, and name them at the end."
+)
+
+
+@contextmanager
+def skipped_ones_named() -> Iterator[None]:
+    """What the `with` block says of photographs that it left out follows it, a line each, on stderr."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield
+    for each in said:
+        text = str(each.message)
+        if text.startswith("skipped: "):
+            click.echo(text, err=True)
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
 def batch_size_option(default: int) -> Callable[[Verb], Verb]:

@@ -75,6 +75,7 @@ def classify(
     classes: Sequence[str] | None = None,
     top: int = 5,
     batch_size: int = 16,
+    on_error: str = "raise",
     progress: Callable[[str, float], None] | None = None,
 ) -> list[Classified]:
     """Classify photographs and folders of photographs, in the order of `find_images`.
@@ -83,25 +84,27 @@ def classify(
         model: (B, 3, crop, crop) -> logits (B, classes); runs where and in the dtype in which its parameters are.
         classes: names in the order of the logits. None: ImageNet's where there are 1000 logits, else none.
         top: how many classes to give for each photograph, at most.
+        on_error: "raise"; or "skip" photographs that cannot be read, with a warning for each.
         progress: called with (what is being done, fraction done) after each batch.
 
     Raises:
         ValueError: `top` or `batch_size` below 1.
-        InputError: a path that does not exist or is no image, or names of another number than the logits.
+        InputError: a path that does not exist or, unless such are skipped, is no image; or names of another number than
+            the logits.
         ModelRunError: not enough memory for a batch, an output that is no logits, or logits that are not finite.
     """
     if top < 1 or batch_size < 1:
         raise ValueError(f"expected top and batch_size of at least 1, got {top} and {batch_size}")
     found = find_images(paths)
-    check_images(found)
+    if on_error == "raise":
+        check_images(found)
     results: list[Classified] = []
     ahead = max(batch_size, 2 * usual_threads())  # the next batch is prepared while the model works
-    photographs = prepared(found, lambda image: preprocess(image, preprocessing), ahead)
-    for start in range(0, len(found), batch_size):
-        batch = found[start : start + batch_size]
-        images = torch.stack(list(itertools.islice(photographs, len(batch))))
-        guesses = guessed(model, images, batch, classes, top, "photographs")
-        results += map(Classified, batch, guesses)
+    photographs = prepared(found, lambda image: preprocess(image, preprocessing), ahead, on_error)
+    while batch := list(itertools.islice(photographs, batch_size)):
+        called = [path for path, _ in batch]
+        guesses = guessed(model, torch.stack([image for _, image in batch]), called, classes, top, "photographs")
+        results += map(Classified, called, guesses)
         if progress is not None:
             progress(f"classified {len(results)} of {len(found)}", len(results) / len(found))
     return results

@@ -90,6 +90,7 @@ def detect(
     shorter: int = 800,
     longer: int = 1333,
     batch_size: int = 4,
+    on_error: str = "raise",
     progress: Callable[[str, float], None] | None = None,
 ) -> list[Detected]:
     """Find the objects on photographs and folders of photographs, in the order of `find_images`.
@@ -99,11 +100,13 @@ def detect(
         threshold: objects with at least this score.
         classes: names by label. None: COCO's, by its 91 numbers or its 80 classes in their order, else none.
         shorter, longer: pixels of the shorter side, and at most of the longer one, that the model sees.
+        on_error: "raise"; or "skip" photographs that cannot be read, with a warning for each.
         progress: called with (what is being done, fraction done) after each batch.
 
     Raises:
         ValueError: a threshold outside 0..1; `batch_size`, `shorter` or `longer` below 1.
-        InputError: a path that does not exist or is no image, or names of another number than the classes.
+        InputError: a path that does not exist or, unless such are skipped, is no image; or names of another number than
+            the classes.
         ModelRunError: not enough memory for a batch, or an output that is not finite.
     """
     if not 0 <= threshold <= 1:
@@ -111,17 +114,18 @@ def detect(
     if min(batch_size, shorter, longer) < 1:
         raise ValueError(f"expected batch_size, shorter and longer of at least 1, got {batch_size, shorter, longer}")
     found = find_images(paths)
-    check_images(found)
+    if on_error == "raise":
+        check_images(found)
     names = _names(classes, model.class_embed.out_features - 1)
     results: list[Detected] = []
     photographs = prepared(
-        found, lambda photo: (photo.size, normalized(resized(photo, shorter, longer))), ahead=batch_size
+        found, lambda photo: (photo.size, normalized(resized(photo, shorter, longer))), batch_size, on_error
     )
-    for start in range(0, len(found), batch_size):
-        batch = found[start : start + batch_size]
-        sizes, inputs = zip(*itertools.islice(photographs, len(batch)), strict=True)
-        detections = _run(model, inputs, [(height, width) for width, height in sizes], batch)
-        for path, size, each in zip(batch, sizes, detections, strict=True):
+    while batch := list(itertools.islice(photographs, batch_size)):
+        called, sizes = [path for path, _ in batch], [size for _, (size, _) in batch]
+        inputs = [image for _, (_, image) in batch]
+        detections = _run(model, inputs, [(height, width) for width, height in sizes], called)
+        for path, size, each in zip(called, sizes, detections, strict=True):
             results.append(Detected(path, size, _objects(each, size, threshold, names)))
         if progress is not None:
             progress(f"searched {len(results)} of {len(found)}", len(results) / len(found))

@@ -8,6 +8,7 @@ The preprocessing of torchvision's ImageNet models: the shorter side to 256 pixe
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from rooftop.errors import InputError
 from rooftop.media.ahead import in_order
 from rooftop.media.images import check_images, find_images, pillow_image
 
@@ -58,23 +60,48 @@ def load_images(paths: Sequence[str | os.PathLike[str]], preprocessing: Preproce
     Raises:
         InputError: a path that does not exist, a folder without photographs, a file that is none.
     """
-    return torch.stack(list(prepared(find_images(paths), lambda image: preprocess(image, preprocessing))))
+    found = prepared(find_images(paths), lambda image: preprocess(image, preprocessing))
+    return torch.stack([image for _, image in found])
 
 
 def prepared(
-    paths: Sequence[Path], prepare: Callable[[Image.Image], Prepared], ahead: int | None = None
-) -> Iterator[Prepared]:
-    """What `prepare` makes of each photograph, decoded and prepared by threads while the caller does something else.
+    paths: Sequence[Path], prepare: Callable[[Image.Image], Prepared], ahead: int | None = None, on_error: str = "raise"
+) -> Iterator[tuple[Path, Prepared]]:
+    """Each photograph and what `prepare` makes of it, by threads while the caller does something else.
 
     Args:
         paths: files.
         prepare: gets them as of `read_image`.
         ahead: how many are begun or done and not yet asked for, at most; None: two for each thread.
+        on_error: "raise"; or "skip" what cannot be read, with a warning for each.
 
     Raises:
-        InputError: at its place, a file that is no image or a damaged one.
+        InputError: another `on_error`. At its place, a file that is no image or a damaged one, unless it is skipped; at
+            the end, if all were.
     """
-    return in_order(lambda path: prepare(read_image(path)), paths, ahead=ahead)
+    if on_error not in ("raise", "skip"):
+        raise InputError(f'on_error {on_error!r} is not known: expected "raise" or "skip"')
+
+    def outcome(path: Path) -> Prepared | InputError:
+        try:
+            return prepare(read_image(path))
+        except InputError as error:
+            if on_error == "raise":
+                raise
+            return error
+
+    def read() -> Iterator[tuple[Path, Prepared]]:
+        skipped: list[InputError] = []
+        for path, found in zip(paths, in_order(outcome, paths, ahead=ahead), strict=True):
+            if isinstance(found, InputError):
+                warnings.warn(f"skipped: {found}", stacklevel=2)
+                skipped.append(found)
+            else:
+                yield path, found
+        if skipped and len(skipped) == len(paths):
+            raise InputError(f"none of {len(paths)} photographs can be read: {skipped[0]}")
+
+    return read()
 
 
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
