@@ -57,12 +57,12 @@ def test_decode_names_files_by_the_number_of_the_frame(video: Path, tmp_path: Pa
 
 def test_decode_writes_one_array_of_a_part(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "part.npy"
-    arguments = ["--start", "0.2", "--end", "0.48", "--resize", "16x24"]
+    arguments = ["--start", "0.2", "--end", "0.48", "--resize", "24x16"]
     assert main(["media", "decode", str(video), "-o", str(out), *arguments]) == 0
     expected = VideoReader(video, resize=(16, 24))[5:12]
     assert np.array_equal(np.load(out), expected.numpy())
     assert names(tmp_path) == ["part.npy"]
-    assert capsys.readouterr().out.startswith("7 frames of 16 x 24 (height x width) in ")
+    assert capsys.readouterr().out.startswith("7 frames of 24 x 16 in ")
 
 
 def test_decode_of_a_damaged_video_says_what_stays(
@@ -81,7 +81,7 @@ def test_decode_of_a_damaged_video_says_what_stays(
 
 def test_transcode_copies_the_sound_and_keeps_the_times(video: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.mov"
-    assert main(["media", "transcode", str(video), str(out), "--crf", "0", "--resize", "64x96"]) == 0
+    assert main(["media", "transcode", str(video), str(out), "--crf", "0", "--resize", "96x64"]) == 0
     before, after = probe(video), probe(out)
     assert (after.frames, after.height, after.width, after.codec) == (FRAMES, 64, 96, "h264")
     assert (after.fps, after.variable_frame_rate) == (before.fps, False)
@@ -145,8 +145,8 @@ def test_a_failure_leaves_no_output(damaged: Path, tmp_path: Path, capsys: pytes
 
 WRONG = [
     (["decode", "IN"], "Missing option"),
-    (["decode", "IN", "-o", "OUT", "--resize", "32"], "expected HEIGHTxWIDTH"),
-    (["decode", "IN", "-o", "OUT", "--resize", "0x32"], "expected HEIGHTxWIDTH"),
+    (["decode", "IN", "-o", "OUT", "--resize", "32"], "expected WIDTHxHEIGHT"),
+    (["decode", "IN", "-o", "OUT", "--resize", "0x32"], "expected WIDTHxHEIGHT"),
     (["decode", "IN", "-o", "OUT", "--start", "3", "--end", "2"], "is not after"),
     (["decode", "IN", "-o", "OUT", "--start", "60"], "no frame of"),
     (["decode", "IN", "-o", "OUT.npy", "--format", "png"], "is for a folder"),

@@ -91,7 +91,7 @@ def test_what_is_written_and_printed(run: Run, colour: bool) -> None:
     future = predicted(network, context, 5)
     error, repeating = (float((each - real).abs().mean()) for each in (future, context[-1:]))
     assert out.splitlines() == [
-        f"walk.mkv: 5 frames predicted after 1.100 s, from the 10 before; {HEIGHT} x {WIDTH} (height x width), "
+        f"walk.mkv: 5 frames predicted after 1.100 s, from the 10 before; {WIDTH} x {HEIGHT}, "
         f"{'colour' if colour else 'grey'}",
         f"weights: {weights}",
         f"mean absolute error, 0 to 1, of 5 frames: predicted {error:.4f}, last frame repeated {repeating:.4f}",

@@ -95,7 +95,7 @@ def decode_command(
             f"no frame of {file} begins from {start or 0} s to {end} s: it is from {float(reader.times[0]):.3f} to "
             f"{end_of(reader):.3f} s"
         )
-    size = f"{reader.height} x {reader.width} (height x width)"
+    size = f"{reader.width} x {reader.height}"
     click.echo(f"{count} frames of {size} in {click.format_filename(out)}, decoded on {reader.device}{_why(reader)}")
 
 

@@ -16,25 +16,25 @@ CLOCK_SLACK_S = 0.0005  # as of `VideoReader.frames_at`
 
 
 class Size(click.ParamType[tuple[int, int]]):
-    """HEIGHTxWIDTH in pixels."""
+    """WIDTHxHEIGHT in pixels, as (height, width)."""
 
-    name = "HxW"
+    name = "WxH"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
         if isinstance(value, tuple):
             return value
         found = re.fullmatch(r"(\d+)x(\d+)", str(value))
-        if found is None or 0 in (size := (int(found[1]), int(found[2]))):
-            self.fail(f"{value!r} is no size: expected HEIGHTxWIDTH in pixels, such as 720x1280", param, ctx)
+        if found is None or 0 in (size := (int(found[2]), int(found[1]))):
+            self.fail(f"{value!r} is no size: expected WIDTHxHEIGHT in pixels, such as 1280x720", param, ctx)
         if size[0] * size[1] > MAX_PIXELS:
             self.fail(f"{value!r} has more than {MAX_PIXELS:,} pixels", param, ctx)
         return size
 
 
 def resize_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--resize HxW, as (height, width) or None."""
+    """--resize WxH, as (height, width) or None."""
     return click.option(
-        "--resize", type=Size(), metavar="HxW", help="Height and width of the frames, upright, in pixels."
+        "--resize", type=Size(), metavar="WxH", help="Width and height of the frames, upright, in pixels."
     )(function)
 
 

@@ -32,7 +32,7 @@ CHROMA = {"yuv420p": "yuv420p", "yuv422p": "yuv422p", "yuv444p": "yuv444p"}
 EXAMPLES = """\b
 Examples:
   rooftop media transcode walk.mov walk.mp4
-  rooftop media transcode walk.mp4 small.mp4 --resize 360x640 --crf 28
+  rooftop media transcode walk.mp4 small.mp4 --resize 640x360 --crf 28
   rooftop media transcode walk.mp4 cut.webm --start 2 --end 7.5 --fps 25 --no-sound
 """
 
@@ -147,9 +147,9 @@ def _tell(info: VideoInfo, reader: VideoReader, writer: VideoWriter, no_sound: b
     sound = "no sound" if not info.audio else "sound left out" if no_sound else f"{info.audio[0].codec} sound copied"
     height, width = writer.size or (reader.height, reader.width)
     padded = (height, width) != (reader.height, reader.width)
-    filled = f", filled up from {reader.height} x {reader.width}" if padded else ""
+    filled = f" (filled up from {reader.width} x {reader.height})" if padded else ""
     click.echo(
-        f"{name}: {writer.frames} frames of {height} x {width} (height x width{filled}), {writer.encoder} "
+        f"{name}: {writer.frames} frames of {width} x {height}{filled}, {writer.encoder} "
         f"{writer.pixel_format}, {sound}; decoded on {reader.device}"
     )
     for reason in (reader.fallback_reason, writer.fallback_reason):

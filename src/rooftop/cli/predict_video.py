@@ -153,8 +153,7 @@ def _read(
         size = size or (round(whole.height * scale), round(whole.width * scale))
     if max(size[0], 2 * size[1]) > MAX_SIDE:
         raise InputError(
-            f"frames of {size[0]} x {size[1]} (height x width), two beside each other: H.264 ends at {MAX_SIDE}. "
-            "Give a smaller --size"
+            f"frames of {size[1]} x {size[0]}, two beside each other: H.264 ends at {MAX_SIDE}. Give a smaller --size"
         )
     with VideoReader(path, dtype=torch.float32, resize=size) as reader:
         times = reader.times
@@ -297,7 +296,7 @@ def _lines(told: dict[str, Any]) -> list[str]:
     )
     lines = [
         f"{clip}: {count} frames predicted after {told['after_s']:.3f} s, from the {told['context']} before; "
-        f"{told['size'][0]} x {told['size'][1]} (height x width), {told['colours']}",
+        f"{told['size'][1]} x {told['size'][0]}, {told['colours']}",
         f"weights: {weights}",
     ]
     if real:
