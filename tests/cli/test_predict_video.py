@@ -112,7 +112,7 @@ def test_what_is_written_and_printed(run: Run, colour: bool) -> None:
 
 
 def test_where_the_clip_ends_the_real_frames_are_black(run: Run) -> None:
-    words = ["--weights", "grey.pth", "--after", "1.2", "--context", "3", "--frames", "7", "--size", "9", "11"]
+    words = ["--weights", "grey.pth", "--after", "1.2", "--context", "3", "--frames", "7", "--size", "11x9"]
     status, out, err = run("walk.mkv", *words, "-o", "a.mkv", "--picture", "b.png", "--json")
     assert (status, err) == (0, "")
     told = json.loads(out)
@@ -147,7 +147,7 @@ def test_from_the_end_of_the_clip_on_there_is_nothing_to_compare(run: Run) -> No
 
 
 def test_random_weights_are_said_to_be_random_and_are_those_of_their_seed(run: Run) -> None:
-    words = ("walk.mkv", "--frames", "2", "--context", "2", "--size", "6", "6")
+    words = ("walk.mkv", "--frames", "2", "--context", "2", "--size", "6x6")
     status, out, err = run(*words, "--random-weights", "3")
     assert (status, err) == (0, "")
     assert "weights: random, seed 3: the network is untrained, its prediction means nothing" in out
@@ -210,8 +210,8 @@ def _keras_layer(file: object, kind: str, number: int, inner: str, *tensors: tor
         (["walk.mkv", "--weights", "c.pth", "--after", "1.7"], 2, "expected seconds from 0 to 1.600"),
         (["walk.mkv", "--weights", "c.pth", "--after", "nan"], 2, "--after nan"),
         (["walk.mkv", "--weights", "c.pth", "--frames", "0"], 2, "--frames"),
-        (["walk.mkv", "--weights", "c.pth", "--size", "0", "4"], 2, "--size"),
-        (["walk.mkv", "--weights", "c.pth", "--size", "4", "8193"], 2, "Give a smaller --size"),
+        (["walk.mkv", "--weights", "c.pth", "--size", "4x0"], 2, "--size"),
+        (["walk.mkv", "--weights", "c.pth", "--size", "8193x4"], 2, "Give a smaller --size"),
         (["walk.mkv", "--weights", "c.pth", "-o", "no/such.mp4"], 2, "there is no folder no"),
         (["walk.mkv", "--weights", "c.pth", "-o", "a.webm"], 2, "a.webm: expected a name with .mp4 or .mkv or .mov"),
         (["walk.mkv", "--weights", "c.pth", "-o", "walk.mkv"], 2, "walk.mkv is read: give another name"),

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from rooftop.cli.analyze import check_writable
+from rooftop.cli.media_options import Size
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import device_option, dtype_option, engine_of, seed_option, seeded
 from rooftop.errors import InputError
@@ -26,7 +27,7 @@ EXAMPLES = """\b
 Examples:
   rooftop predict-video walk.mp4 --weights next_frame.keras
   rooftop predict-video walk.mp4 --weights mine.pth --after 2.5 --frames 20 -o walk20.mp4
-  rooftop predict-video walk.mp4 --random-weights 0 --colour --size 32 32 --json
+  rooftop predict-video walk.mp4 --random-weights 0 --colour --size 32x32 --json
 """
 
 USUAL_CONTEXT = 10  # frames, as of the videos of Keras's example, of which it shows the first ten
@@ -68,8 +69,8 @@ class Clip(NamedTuple):
 )
 @click.option(
     "--size",
-    type=(click.IntRange(min=1), click.IntRange(min=1)),
-    metavar="H W",
+    type=Size(),
+    metavar="WxH",
     help=f"Resize frames to this.  [default: the shorter side to {USUAL_SIDE}, if it is longer]",
 )
 @click.option("--colour/--grey", default=None, help="Of the untrained network (grey if not given); weights tell it.")
