@@ -15,7 +15,7 @@ from rooftop.media.decoding import MAX_PIXELS
 CLOCK_SLACK_S = 0.0005  # as of `VideoReader.frames_at`
 
 
-class Size(click.ParamType[tuple[int, int]]):
+class SizeType(click.ParamType[tuple[int, int]]):
     """WIDTHxHEIGHT in pixels, as (height, width)."""
 
     name = "WxH"
@@ -34,7 +34,7 @@ class Size(click.ParamType[tuple[int, int]]):
 def resize_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """--resize WxH, as (height, width) or None."""
     return click.option(
-        "--resize", type=Size(), metavar="WxH", help="Width and height of the frames, upright, in pixels."
+        "--resize", type=SizeType(), metavar="WxH", help="Width and height of the frames, upright, in pixels."
     )(function)
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from rooftop.cli.analyze import check_writable
-from rooftop.cli.media_options import Size
+from rooftop.cli.media_options import SizeType
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import device_option, dtype_option, engine_of, seed_option, seeded
 from rooftop.errors import InputError
@@ -69,7 +69,7 @@ class Clip(NamedTuple):
 )
 @click.option(
     "--size",
-    type=Size(),
+    type=SizeType(),
     metavar="WxH",
     help=f"Resize frames to this.  [default: the shorter side to {USUAL_SIDE}, if it is longer]",
 )
