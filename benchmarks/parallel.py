@@ -16,7 +16,8 @@ parts (`loss_parallel`) and with asynchronous tensor parallelism where it works,
     percent_of_roof    the fused roof of a step (weights, gradients and optimizer once, all flops), by its ceilings
     peak_gib           of tensors, of the rank with most
     communication_ms   of one step of rank 0, on the profiler's timeline: while anything was communicated, or it waited
-                       for the others to; exposed_ms: of that, while nothing was computed
+                       for the others to; exposed_ms: of that, while nothing was computed; by_kind_ms: all kernels and
+                       copies, added up by what they do
     init_s             to make the model in its layout with its initial values, of the slowest rank; the first time with
                        the compilation of kernels. ready_s: with that and the first steps, which compile
 
@@ -46,7 +47,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from programs import Results
-from timelines import STEP, communication
+from timelines import STEP, by_kind, communication
 from torch import Tensor
 
 from rooftop.cost import Cost, roof
@@ -80,6 +81,7 @@ class Case:
     Attributes:
         micro_batch: sequences of a data rank.
         needs_gib: memory of each GPU.
+        layers: so many of the model's, where one GPU shall compute what each of several does.
     """
 
     model: str
@@ -88,6 +90,7 @@ class Case:
     needs_gib: int
     variants: tuple[str, ...]
     label: str
+    layers: int | None = None
 
     @property
     def name(self) -> str:
@@ -95,7 +98,8 @@ class Case:
 
     def config(self, small: bool) -> GptConfig:
         if not small:
-            return replace(gpt_config(self.model), positions=4096)
+            config = gpt_config(self.model)
+            return replace(config, positions=4096, layers=self.layers or config.layers)
         config = gpt_config(self.model)
         kv_heads = 8 if config.kv_heads == config.heads else 4
         return replace(config, layers=2, width=64, heads=8, kv_heads=kv_heads, hidden=96, vocabulary=128, positions=32)
@@ -114,6 +118,7 @@ CASES = (
     Case("llama-7b", Layout(2), 2, 40, (INIT,), "fsdp2-init"),
     Case("llama-7b", tensor_parallel(2), 2, 125, (OURS, REPLAYED, NATIVE), "tp2"),
     Case("llama-1b", Layout(), 4, 75, (OURS, NATIVE, COMPILED), "alone"),
+    Case("llama-7b", Layout(), 2, 60, (OURS, NATIVE, COMPILED), "eight-layers", layers=8),
     Case("llama-7b", Layout(4), 2, 90, (COMPILED, NATIVE), "fsdp4"),
     Case("llama-7b", tensor_parallel(4), 2, 70, (OURS, NATIVE, ASYNC), "tp4"),
     Case("llama-7b", Layout(8), 2, 75, (COMPILED, NATIVE), "fsdp8"),
@@ -515,8 +520,8 @@ def timed(run: Callable[[], object], device: torch.device, seconds: float) -> li
     return [float(each) for each in found]
 
 
-def on_timeline(run: Callable[[], object], job: Job, device: torch.device) -> dict[str, float]:
-    """Communication of a step of rank 0. Without GPUs there is no timeline of what they do."""
+def on_timeline(run: Callable[[], object], job: Job, device: torch.device) -> dict[str, Any]:
+    """What a step of rank 0 was made of. Without GPUs there is no timeline of what they do."""
     if device.type != "cuda":
         return {}
     if dist.get_rank() != 0:
@@ -537,8 +542,13 @@ def on_timeline(run: Callable[[], object], job: Job, device: torch.device) -> di
         name = f"{job.case.name}-{job.variant}.json".replace(", ", "-").replace(" ", "-")
         path = Path(job.timeline or folder, name)
         profiler.export_chrome_trace(str(path))
-        found = communication(path)
-    return {"communication_ms": found.total_ms, "exposed_ms": found.exposed_ms, "busy_ms": found.busy_ms}
+        found, kinds = communication(path), by_kind(path)
+    return {
+        "communication_ms": found.total_ms,
+        "exposed_ms": found.exposed_ms,
+        "busy_ms": found.busy_ms,
+        "by_kind_ms": kinds,
+    }
 
 
 def synchronize(device: torch.device) -> None:

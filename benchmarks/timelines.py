@@ -1,4 +1,6 @@
-"""What a profiler's timeline says of communication: how long it took, and how long nothing was computed meanwhile."""
+"""What a profiler's timeline says of a step: how long communication took, and how long nothing was computed meanwhile;
+and what was computed, by kind.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 Span = tuple[float, float]
 """Beginning and end."""
@@ -15,6 +18,16 @@ WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 COMMUNICATION = ("nccl", "ptop", "peer", "symm")
 """Parts of names, in lower case: of NCCL's kernels, and of copies between GPUs, by which asynchronous tensor
 parallelism communicates."""
+
+KINDS = {
+    "communication": COMMUNICATION,
+    "attention": ("attention", "attn", "flash", "fmha", "sdpa"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "matmul", "linear"),
+    "optimizer": ("adam", "multi_tensor", "foreach"),
+    "copies": ("memcpy", "memset"),
+}
+"""Parts of kernels' names, in lower case; the first kind that has one is the kernel's."""
+OTHERS = "others"
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,29 @@ def communication(trace: Path) -> Communication:
     Raises:
         ValueError: no step is on it, or no work of a GPU.
     """
+    work = work_of_step(trace)
+    spans: dict[bool, list[Span]] = {True: [], False: []}
+    for event in work:
+        name = event["name"].lower()
+        spans[any(part in name for part in COMMUNICATION)].append((event["ts"], event["ts"] + event["dur"]))
+    communicating, computing = merged(spans[True]), merged(spans[False])
+    every = length(merged([*communicating, *computing]))
+    return Communication(length(communicating) / 1e3, (every - length(computing)) / 1e3, every / 1e3)
+
+
+def by_kind(trace: Path) -> dict[str, float]:
+    """The ms that kernels and copies of the step took, added up by `KINDS`, the longest first. Errors are those of
+    `communication`."""
+    found: dict[str, float] = {}
+    for event in work_of_step(trace):
+        name = event["name"].lower()
+        kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), OTHERS)
+        found[kind] = found.get(kind, 0.0) + event["dur"] / 1e3
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def work_of_step(trace: Path) -> list[dict[str, Any]]:
+    """Kernels, copies and fills of the last step on the timeline."""
     events = json.loads(trace.read_text())["traceEvents"]
     marks = [event for event in events if event.get("name") == STEP and event.get("cat") == "user_annotation"]
     if not marks:
@@ -40,13 +76,7 @@ def communication(trace: Path) -> Communication:
     work = [event for event in events if event.get("cat") in WORK and begin <= event["ts"] <= end]
     if not work:
         raise ValueError(f"{trace}: no work of a GPU in the step")
-    spans: dict[bool, list[Span]] = {True: [], False: []}
-    for event in work:
-        name = event["name"].lower()
-        spans[any(part in name for part in COMMUNICATION)].append((event["ts"], event["ts"] + event["dur"]))
-    communicating, computing = merged(spans[True]), merged(spans[False])
-    every = length(merged([*communicating, *computing]))
-    return Communication(length(communicating) / 1e3, (every - length(computing)) / 1e3, every / 1e3)
+    return work
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
