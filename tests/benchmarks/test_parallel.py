@@ -105,7 +105,7 @@ def test_exposed_is_what_no_computation_covers(tmp_path: Path, monkeypatch: pyte
     assert (found.total_ms, found.exposed_ms, found.busy_ms) == (2.0, 1.5, 3.5)
     kinds = timelines.by_kind(path)
     assert kinds == {"communication": 2.2, "matrix products": 1.0, "others": 1.0, "copies": 0.5}
-    assert list(kinds)[0] == "communication"
+    assert next(iter(kinds)) == "communication"
     path.write_text(json.dumps({"traceEvents": events[:1]}))
     with pytest.raises(ValueError, match="nothing on it is called"):
         timelines.communication(path)
