@@ -151,10 +151,19 @@ def test_a_world_that_cannot_be_split_names_the_nearest_sizes() -> None:
     ) as error:
         Layout.of_world(8, tp=3)
     assert str(error.value).endswith(
-        "Nearest for 8 ranks: dp=2 tp=4 pp=1 cp=1, or dp=4 tp=2 pp=1 cp=1, or dp=1 tp=4 pp=1 cp=2"
+        "Nearest for 8 ranks: dp=2 tp=4 pp=1 cp=1, or dp=4 tp=2 pp=1 cp=1, or dp=1 tp=8 pp=1 cp=1"
     )
     with pytest.raises(ValueError, match="Nearest for 1 rank: dp=1 tp=1 pp=1 cp=1"):
         Layout.of_world(1, tp=2)
+
+
+def test_the_nearest_layouts_have_pipelines_and_context_ranks_where_the_given_one_has_or_nothing_else_fits() -> None:
+    with pytest.raises(ValueError, match=r"heads=4.*: dp=2 tp=4 pp=1 cp=1, or dp=4 tp=2 pp=1 cp=1, or dp=8 tp=1 pp=1"):
+        Layout(tp=8).check(heads=4)
+    with pytest.raises(ValueError, match=r"Nearest for 8 ranks: dp=1 tp=4 pp=1 cp=2"):
+        Layout(tp=4, cp=4).check(8)
+    with pytest.raises(ValueError, match=r"Nearest for 4 ranks: dp=1 tp=2 pp=1 cp=2"):
+        Layout(tp=4).check(heads=2, batch=1)
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,9 @@ def _misfits(layout: Layout, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int]) -> str:
-    """A sentence with the layouts of the world that fit and differ least, by the ratios of their sizes."""
+    """A sentence with the layouts of the world that fit and differ least, by the ratios of their sizes; without
+    pipelines and context ranks where the layout has none, if any fits so."""
+    used = [axis for axis in AXES if getattr(layout, axis) > 1]
 
     def distance(other: Layout) -> tuple[float, ...]:
         ratios = {axis: abs(math.log2(getattr(other, axis) / getattr(layout, axis))) for axis in AXES}
@@ -339,6 +341,8 @@ def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int]) -> str:
         for tp, pp, cp, dp in _factorings(world_size, 4)
         if not _misfits(other := Layout(dp, tp, pp, cp, layout.sequence_parallel, layout.order), sizes)
     ]
+    simple = [other for other in fitting if all(getattr(other, axis) == 1 for axis in ("pp", "cp") if axis not in used)]
+    fitting = simple or fitting
     if not fitting:
         return f"No layout of {world_size} ranks fits: use fewer ranks, or change what does not divide"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
