@@ -160,7 +160,7 @@ def test_a_world_that_cannot_be_split_names_the_nearest_sizes() -> None:
 def test_the_nearest_layouts_have_pipelines_and_context_ranks_where_the_given_one_has_or_nothing_else_fits() -> None:
     with pytest.raises(ValueError, match=r"heads=4.*: dp=2 tp=4 pp=1 cp=1, or dp=4 tp=2 pp=1 cp=1, or dp=8 tp=1 pp=1"):
         Layout(tp=8).check(heads=4)
-    with pytest.raises(ValueError, match=r"Nearest for 8 ranks: dp=1 tp=4 pp=1 cp=2"):
+    with pytest.raises(ValueError, match=r"Nearest for 8 ranks: dp=1 tp=2 pp=1 cp=4, or dp=1 tp=4 pp=1 cp=2"):
         Layout(tp=4, cp=4).check(8)
     with pytest.raises(ValueError, match=r"Nearest for 4 ranks: dp=1 tp=2 pp=1 cp=2"):
         Layout(tp=4).check(heads=2, batch=1)
