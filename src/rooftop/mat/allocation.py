@@ -170,6 +170,8 @@ def getStdAllocator(device: DeviceLike = "cpu", *, pinned: bool = False) -> MatA
         ValueError: pinned memory of a GPU.
     """
     where = torch.device(device)
+    if (found := _STANDARD.get((where, pinned))) is not None:  # to look for a GPU takes longer than an allocation
+        return found
     if pinned and where.type != "cpu":
         raise ValueError(f"pinned memory is the host's, got device {where}: leave out pinned=True")
     if where.type == "cuda":
