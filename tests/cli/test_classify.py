@@ -95,6 +95,7 @@ def test_unreadable_photographs_are_left_out_and_named_if_asked_for(run: Run, fi
     assert all(line.startswith("skipped: ") for line in err.splitlines())
     status, out, err = run("photos/bad.png", *words[1:], "--skip-unreadable")
     assert (status, out) == (2, "")
+    assert err.startswith("skipped: photos/bad.png is no image")
     assert "none of 1 photographs can be read: photos/bad.png is no image" in err
 
 

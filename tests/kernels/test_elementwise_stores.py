@@ -24,7 +24,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
 def test_kernels_on_the_cpu(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__) == 46
+    assert interpreted(__file__) == 49
 
 
 def test_what_repeats_runs_along_the_innermost_dimension() -> None:
@@ -167,3 +167,14 @@ def test_what_is_refused() -> None:
         store_fused("tn: a0 * float64_of_bits(a1)", [x], [0.5], x)
     with pytest.raises(ValueError, match="takes other arguments"):
         store_fused("tt: a0 + a1", [x], [], x)
+
+
+@launches
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_of_zeros_a_negative_has_the_other_sign(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.0, -0.0, 1.0, float("inf")], dtype=dtype, device=DEVICE)
+    out = torch.empty_like(x)
+    store_fused("t: -a0", [x], [], out)
+    assert torch.equal(out.signbit(), (-x).signbit())
+    store_fused("t: 1.0 / -a0", [x], [], out)
+    assert torch.equal(out, 1.0 / -x)

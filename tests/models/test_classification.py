@@ -181,6 +181,16 @@ def test_one_damaged_photograph_among_good_ones_is_named(photographs: Path) -> N
     with pytest.warns(UserWarning, match=r"skipped: .*5-half\.png is no image"):
         found = classify(model, [photographs], preprocessing=SMALL, batch_size=2, on_error="skip")
     assert found == classify(model, whole, preprocessing=SMALL, batch_size=2)
+    fractions: list[float] = []
+    (photographs / "9-last.png").write_text("no image")
+    with pytest.warns(UserWarning, match="skipped"):
+        classify(
+            model, [photographs], preprocessing=SMALL, batch_size=2, on_error="skip",
+            progress=lambda said, fraction: fractions.append(fraction),
+        )  # fmt: skip
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1
+    (photographs / "9-last.png").unlink()
     with pytest.raises(InputError, match="none of 1 photographs can be read"), pytest.warns(match="5-half"):
         classify(model, [half], preprocessing=SMALL, on_error="skip")
     with pytest.raises(InputError, match='"raise" or "skip"'):

@@ -51,15 +51,18 @@ skip_option = click.option(
 @contextmanager
 def skipped_ones_named() -> Iterator[None]:
     """What the `with` block says of photographs that it left out follows it, a line each, on stderr."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        yield
-    for each in said:
-        text = str(each.message)
-        if text.startswith("skipped: "):
-            click.echo(text, err=True)
-        else:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    said: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        for each in said:
+            text = str(each.message)
+            if text.startswith("skipped: "):
+                click.echo(text, err=True)
+            else:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
 def batch_size_option(default: int) -> Callable[[Verb], Verb]:

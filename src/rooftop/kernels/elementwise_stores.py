@@ -97,7 +97,7 @@ def store_fused(
             the program they are the tensors after the others.
 
     Returns:
-        the launch, to be made again of other memory; None where it was none, or several, or one of copies.
+        the launch, to be made again of other memory; None where it was none, or several, or one of what does not last.
 
     Raises:
         TypeError: the result has another dtype than `out`, or float64 is needed in an operation that has none here.
@@ -105,7 +105,7 @@ def store_fused(
         RuntimeError: rows that no call had before, while a CUDA graph is captured.
     """
     tables = [table_of(each.bits, each.dtype, out.device) for each in rows]
-    plan, arguments = planned([*tensors, *tables], numbers, program)
+    plan, arguments = planned([*tensors, *(each.numbers for each in tables)], numbers, program)
     if plan.results != (out.dtype,):
         raise TypeError(f"store_fused: the result has dtype {plan.results}, and out {out.dtype}")
     if rows and out.dim() and any(0 < abs(step) < abs(out.stride(-1)) for step in out.stride()[:-1]):
@@ -114,9 +114,10 @@ def store_fused(
         return None
     require_triton()
     given = [i for i, each in enumerate(arguments) if isinstance(each, Tensor)]
-    periods = {i: each.shape[0] for i, each in zip(given[len(tensors) :], tables, strict=True)}
+    periods = {i: len(each.numbers) for i, each in zip(given[len(tensors) :], tables, strict=True)}
     stored = _store(program, plan, arguments, out, periods)
-    return stored if all(arguments[i] is each for i, each in zip(given, tensors, strict=False)) else None
+    lasting = all(each.is_kept for each in tables)
+    return stored if lasting and all(arguments[i] is each for i, each in zip(given, tensors, strict=False)) else None
 
 
 def _check_double(plan: Plan) -> None:

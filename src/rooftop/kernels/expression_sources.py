@@ -295,6 +295,8 @@ class Body:
             template = _OF_BOOLS[node.operation]
         elif not common.is_floating_point and node.operation in ("floor", "ceil", "trunc", "round"):
             template = "{0}"
+        elif node.operation == "neg" and common.is_floating_point:
+            template = "{0} * -1.0"  # Triton's -x is 0 - x, and so of 0.0 not -0.0
         elif node.operation == "div" and common == torch.float64:
             template = "{0} / {1}"  # correctly rounded as it is
         else:

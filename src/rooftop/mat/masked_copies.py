@@ -39,7 +39,7 @@ def copy_by_kernel(source: Tensor, target: Tensor, mask: Tensor) -> None:
         return
     marked = mask.view(torch.uint8)
     if source.dim() == 1:
-        some, some_lead = table_of(source.numpy().tobytes(), source.dtype, target.device), 0
+        some, some_lead = table_of(source.numpy().tobytes(), source.dtype, target.device).numbers, 0
     else:
         some, some_lead = from_line(source)
     into, into_lead = from_line(target)

@@ -101,12 +101,16 @@ def classify(
     results: list[Classified] = []
     ahead = max(batch_size, 2 * usual_threads())  # the next batch is prepared while the model works
     photographs = prepared(found, lambda image: preprocess(image, preprocessing), ahead, on_error)
+    done = 0
     while batch := list(itertools.islice(photographs, batch_size)):
-        called = [path for path, _ in batch]
+        done = batch[-1][0] + 1
+        called = [found[number] for number, _ in batch]
         guesses = guessed(model, torch.stack([image for _, image in batch]), called, classes, top, "photographs")
         results += map(Classified, called, guesses)
         if progress is not None:
-            progress(f"classified {len(results)} of {len(found)}", len(results) / len(found))
+            progress(f"classified {len(results)} of {len(found)}", done / len(found))
+    if progress is not None and done < len(found):  # the last ones were skipped
+        progress(f"classified {len(results)} of {len(found)}", 1.0)
     return results
 
 

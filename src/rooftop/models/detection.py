@@ -121,14 +121,18 @@ def detect(
     photographs = prepared(
         found, lambda photo: (photo.size, normalized(resized(photo, shorter, longer))), batch_size, on_error
     )
+    done = 0
     while batch := list(itertools.islice(photographs, batch_size)):
-        called, sizes = [path for path, _ in batch], [size for _, (size, _) in batch]
+        done = batch[-1][0] + 1
+        called, sizes = [found[number] for number, _ in batch], [size for _, (size, _) in batch]
         inputs = [image for _, (_, image) in batch]
         detections = _run(model, inputs, [(height, width) for width, height in sizes], called)
         for path, size, each in zip(called, sizes, detections, strict=True):
             results.append(Detected(path, size, _objects(each, size, threshold, names)))
         if progress is not None:
-            progress(f"searched {len(results)} of {len(found)}", len(results) / len(found))
+            progress(f"searched {len(results)} of {len(found)}", done / len(found))
+    if progress is not None and done < len(found):  # the last ones were skipped
+        progress(f"searched {len(results)} of {len(found)}", 1.0)
     return results
 
 

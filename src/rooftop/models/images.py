@@ -66,8 +66,9 @@ def load_images(paths: Sequence[str | os.PathLike[str]], preprocessing: Preproce
 
 def prepared(
     paths: Sequence[Path], prepare: Callable[[Image.Image], Prepared], ahead: int | None = None, on_error: str = "raise"
-) -> Iterator[tuple[Path, Prepared]]:
-    """Each photograph and what `prepare` makes of it, by threads while the caller does something else.
+) -> Iterator[tuple[int, Prepared]]:
+    """What `prepare` makes of each photograph, by threads while the caller does something else; before it stands the
+    number of the photograph among the paths.
 
     Args:
         paths: files.
@@ -90,14 +91,14 @@ def prepared(
                 raise
             return error
 
-    def read() -> Iterator[tuple[Path, Prepared]]:
+    def read() -> Iterator[tuple[int, Prepared]]:
         skipped: list[InputError] = []
-        for path, found in zip(paths, in_order(outcome, paths, ahead=ahead), strict=True):
+        for number, found in enumerate(in_order(outcome, paths, ahead=ahead)):
             if isinstance(found, InputError):
                 warnings.warn(f"skipped: {found}", stacklevel=2)
                 skipped.append(found)
             else:
-                yield path, found
+                yield number, found
         if skipped and len(skipped) == len(paths):
             raise InputError(f"none of {len(paths)} photographs can be read: {skipped[0]}")
 
