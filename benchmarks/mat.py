@@ -4,10 +4,10 @@
 
 Images of 3840 x 2160 x 3 bytes and of as many float32 numbers, random, and regions of them. On the CPU in milliseconds,
 each variant as its user would write it, into memory that is there; OpenCV does one operation after the other. On a GPU
-also in TB/s of the bytes that must move (each operand once, the result once; of masked copies those of whole images,
-though the disc that is chosen has half of them), replayed from a CUDA graph over several
-sets of images where one would stay in L2, beside the roof at the ceilings measured in the same run. Every variant's
-result is compared with ours first. `--quick`: small images, for tests.
+also in TB/s of the bytes that must move (each operand once, the result once; of masked copies the mask and what it
+chooses), replayed from a CUDA graph over several sets of images where one would stay in L2, beside the roof at the
+ceilings measured in the same run. Every variant's result is compared with ours first.
+`--quick`: small images, for tests.
 """
 
 from __future__ import annotations
@@ -184,6 +184,9 @@ def on_gpu(
     first = operands(name, dtype, region, size, "cuda")
     like = result_like(name, first[0])
     cost = Cost(sum(each.numel() * each.element_size() for each in first), like.numel() * like.element_size(), {})
+    if name == "masked":  # what is not chosen is neither read nor written
+        chosen = int(first[1].count_nonzero()) * CHANNELS * like.element_size()
+        cost = Cost(first[1].numel() + chosen, chosen, {})
     sets = [first, *(operands(name, dtype, region, size, "cuda") for _ in range(max(1, SETS_BYTES // cost.bytes)))]
     plain = with_torch(name, dtype, "cuda")
     torch._dynamo.reset()

@@ -171,15 +171,23 @@ def scenes(rows: list[Row]) -> str:
 
 
 def arrays(rows: list[Row]) -> str:
-    """Operations of Mats on a GPU, in TB/s of what must move."""
+    """Operations of Mats on a GPU, in TB/s of what must move; masked copies, which move what a mask says, in ms."""
     lines = [["operation", "images of", "roof", "rooftop", "torch", "torch.compile"]]
+    masked = [["operation", "images of", "rooftop", "torch", "torch.compile"]]
     for row in rows:
+        if row["operation"] == "masked":
+            ours, *theirs = (f"{row['ms'][name]:.3f}" for name in ("rooftop", "torch", "compile"))
+            masked.append([*operation_of(row), f"**{ours}**", *theirs])
+            continue
         rates = row["tb_per_s"]
         ours = f"**{number(rates['rooftop'])}**"
         lines.append(
             [*operation_of(row), number(row["roof_tb_per_s"]), ours, *(number(rates[n]) for n in ("torch", "compile"))]
         )
-    return in_a_table("In TB/s:", lines)
+    tables = [in_a_table("In TB/s:", lines)]
+    if len(masked) > 1:
+        tables.append(in_a_table("In ms:", masked))
+    return "\n\n".join(tables)
 
 
 def relative_times(rows: list[Row]) -> str:
