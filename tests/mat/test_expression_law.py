@@ -408,7 +408,7 @@ def test_targets_may_be_what_is_read(tree: Grown, data: Any) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
 def test_kernels_follow_the_law(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__) == 3
+    assert interpreted(__file__) == 9
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -434,3 +434,35 @@ def test_a_gpu_follows_the_law(tree: Grown) -> None:
     found = evaluated(built(tree, there))
     assert found.device.type == "cuda"
     assert same(numbers_of(found), lawful(tree))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("depth", [mat.CV_8S, mat.CV_8U, mat.CV_16S, mat.CV_16U, mat.CV_32S, mat.CV_32U])
+def test_numbers_at_the_limits_follow_the_law(depth: int, device: str) -> None:
+    """All that a depth of up to 16 bits has: a compiler that knows the limits takes instructions of its own there."""
+    numpy: Any = DEPTHS[depth].numpy
+    least, most = DEPTHS[depth].limits or (0, 0)
+    near = np.arange(-300, 300)
+    numbers = np.arange(least, most + 1) if most < 1 << 16 else np.concatenate([least + 300 + near, near, most + near])
+    wide = numbers.clip(least, most)
+    x, top, low = (
+        Mat(torch.from_numpy(each.astype(numpy).reshape(1, -1)).to(device))
+        for each in (wide, np.full_like(wide, most), np.full_like(wide, least))
+    )
+    laws: list[tuple[MatExpr, np.ndarray]] = [
+        (-x, -wide),
+        (-(x & x), -wide),
+        (abs(x), abs(wide)),
+        (abs(x & x), abs(wide)),
+        (x + x, 2 * wide),
+        (x - top, wide - most),
+        (low - x, least - wide),
+        (-(x + x), -2 * wide),
+        (-(x + x | low), -((2 * wide).clip(least, most) | least)),
+        (-(x & x) + top, most - wide),
+        (-(x ^ low) > 5, np.where(-(wide ^ least) > 5, 255, 0)),
+    ]
+    for expression, expected in laws:
+        low_end, high_end = DEPTHS[expression.depth()].limits or (0, 0)
+        found = numbers_of(evaluated(expression)).reshape(-1)
+        assert (found == expected.clip(low_end, high_end)).all(), expression

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -267,3 +268,22 @@ def test_frames_that_are_converted_together_are_the_same(
         starts = range(0, len(expected) - frames + 1, stride)
         for clip, start in zip(reader.clips(frames, stride), starts, strict=True):
             assert torch.equal(clip, expected[start : start + frames])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("degrees", [0, 90])
+def test_frames_that_were_read_leave_at_once(make_video: MakeVideo, device: str, degrees: int) -> None:
+    """Their memory is a decoder's own. What refers to itself would stay until Python looks for garbage."""
+    from av import VideoFrame
+
+    reader = VideoReader(make_video(f"gone{degrees}.mp4", width=64, degrees=degrees), device=device, resize=(20, 30))
+    _ = reader[0], len(reader)
+    gc.collect()
+    gc.disable()
+    try:
+        given = [*reader, reader[-1], reader[3], *reader.take([4, 2])]
+        del reader, given
+        frames = [each for each in gc.get_objects() if type(each) is VideoFrame]
+        assert not [each for each in frames if each.width]  # a decoder has an empty one ready
+    finally:
+        gc.enable()

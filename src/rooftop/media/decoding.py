@@ -19,6 +19,7 @@ import torch
 
 from rooftop.errors import InputError
 from rooftop.media.frame_index import FrameIndex
+from rooftop.media.frame_tensors import display_matrix
 from rooftop.media.nvdec import NoNvdecError
 from rooftop.media.nvdec_decoders import Kind, given_back, kind_of, says_otherwise, taken
 from rooftop.media.opening import Source, open_input, said
@@ -333,7 +334,7 @@ class Decoder:
             self._sound = False
             raise
         # What stands in the pictures' own data of how to turn them stays in the decoder.
-        if self.kind is not None and any(frame.side_data.get("DISPLAYMATRIX") is not None for frame in frames):
+        if self.kind is not None and any(display_matrix(frame) is not None for frame in frames):
             self._sound = False
         return frames
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from math import atan2, pi
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from rooftop.launch.numba_loops import numba_works
 from rooftop.media.colours import MATRICES, Colours, usual_matrix, yuv_to_rgb
 from rooftop.media.forms import Form
 from rooftop.media.nvdec import surface_of
+from rooftop.media.pyav import load_av
 from rooftop.media.resizing import resized
 from rooftop.media.surfaces import Surface, all_to_rgb, tensor_of
 
@@ -208,6 +209,15 @@ def displayed_size(frame: av.VideoFrame, turned: Turned = UPRIGHT) -> tuple[int,
     return (frame.width, frame.height) if on_side else (frame.height, frame.width)
 
 
+def display_matrix(frame: av.VideoFrame) -> Any:
+    """What the frame's own data say of how to turn it; None if nothing.
+
+    `frame.side_data` would refer to the frame, and the frame to it: its memory, a GPU's as well, would stay until
+    Python looks for garbage.
+    """
+    return load_av().sidedata.sidedata.SideDataContainer(frame).get("DISPLAYMATRIX")
+
+
 def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
     """Quarter turns counterclockwise, and whether the result is then mirrored left to right.
 
@@ -215,7 +225,7 @@ def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
 
     FFmpeg's display matrix maps (x, y) to (a x + c y, b x + d y), y down; angles between quarters go to the nearest.
     """
-    data = frame.side_data.get("DISPLAYMATRIX")
+    data = display_matrix(frame)
     if data is None:
         return otherwise
     numbers = np.frombuffer(memoryview(data), dtype=np.int32)  # type: ignore[arg-type]
