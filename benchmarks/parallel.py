@@ -57,7 +57,7 @@ from rooftop.models import Gpt, gpt_config, parallel_gpt
 from rooftop.models.gpt_configs import GptConfig
 from rooftop.models.gpt_layouts import fully_sharded_gpt
 from rooftop.parallel import Layout, ModelGradients
-from rooftop.train import MainWeights
+from rooftop.train import AdamW, MainWeights
 
 OURS, COMPILED, REPLAYED = "rooftop", "rooftop, blocks compiled", "rooftop, replayed"
 NATIVE, ASYNC = "PyTorch, blocks compiled", "PyTorch, asynchronous tensor parallel"
@@ -390,16 +390,12 @@ class Ours:
     ) -> None:
         assert model.head is not None
         self.model, self.data = model, groups["dp-cp"]
-        self.weights = MainWeights(model, torch.float32 if layout.dp > 1 else dtype)  # shared ones are float32
+        wide = layout.dp > 1  # shared ones are float32
+        self.weights = MainWeights(model, torch.float32 if wide else dtype, keep_narrow=True)
         self.gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel)
-        self.gradients.parameters = self.weights.named
-        self.optimizer = torch.optim.AdamW(
-            self.weights.named.values(),
-            lr=LEARNING_RATE,
-            betas=(0.9, 0.95),
-            weight_decay=0.1,
-            fused=True,
-            capturable=variant == REPLAYED and not small,
+        self.weights.answer_for(self.gradients)
+        self.optimizer = AdamW(
+            self.weights.named.values(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, weights=self.weights
         )
         self.ranks = layout.dp
         self.stream = torch.cuda.Stream(device) if variant == REPLAYED and not small else None
@@ -437,8 +433,7 @@ class Ours:
         (loss / self.ranks).backward()  # every rank has as many targets
         self.gradients.sum_()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.weights.publish()
+        self.optimizer.zero_grad()
         return loss.detach()
 
 

@@ -20,7 +20,7 @@ is left to sum where these share the parameters (`fully_sharded`): backward has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,11 @@ class ModelGradients:
         model: of this rank; its layers say by `shards` what is split. Data ranks may share it (`fully_sharded`).
         groups: by name, "tp" and "dp-cp", as of `Layout.process_groups`.
         sequence_parallel: whether the tensor ranks' activations were split along the sequence.
+
+    Attributes:
+        parameters: whose gradients these are, by name.
+        gradient_of: finds a parameter's gradient, in any dtype; None if there is none.
+        widen: is called with a parameter before its gradient is changed; afterwards it is in `.grad`.
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class ModelGradients:
         shards = shards_of(model)
         # Tied parameters come once, under the first of their names.
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.gradient_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad
+        self.widen: Callable[[Tensor], None] = lambda parameter: None
         self.data_shares = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
         self.shards = {name: shard_here(p, shards[name]) for name, p in self.parameters.items() if name in shards}
         holders = {piece.holders for name in self.shards for piece in shards[name].pieces} - {1}
@@ -78,21 +85,29 @@ class ModelGradients:
         """
         for holders, group in self._sharing.items():
             _sum(list(self._shared(holders)), group)
-        if self.sequence_parallel:
-            _sum([gradient for name, gradient in self._here() if name not in self.shards], self.tensor)
-        if not self.data_shares:
-            _sum([gradient for _, gradient in self._here()], self.data)
+        if self.sequence_parallel and _are_several(self.tensor):
+            _sum([self._changed(name) for name, _ in self._here() if name not in self.shards], self.tensor)
+        if not self.data_shares and _are_several(self.data):
+            _sum([self._changed(name) for name, _ in self._here()], self.data)
 
     def _here(self) -> Iterator[tuple[str, Tensor]]:
         """The gradients that there are, by name; of shared ones this rank's rows."""
         for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                yield name, local_of(parameter.grad)
+            gradient = self.gradient_of(parameter)
+            if gradient is not None:
+                yield name, local_of(gradient)
+
+    def _changed(self, name: str) -> Tensor:
+        """A gradient that there is, to be changed in place."""
+        self.widen(self.parameters[name])
+        gradient = self.parameters[name].grad
+        assert gradient is not None
+        return local_of(gradient)
 
     def _shared(self, holders: int) -> Iterator[Tensor]:
-        for name, gradient in self._here():
-            if name in self.shards:
-                parts = self.shards[name].parts(gradient)
+        for name, _ in self._here():
+            if name in self.shards and any(piece.holders == holders for piece in self.shards[name].pieces):
+                parts = self.shards[name].parts(self._changed(name))
                 yield from (part for piece, part in parts if piece.holders == holders)
 
     @torch.no_grad()
@@ -125,13 +140,23 @@ class ModelGradients:
         Raises:
             ValueError: `most` is NaN, 0 or less, which would turn the gradients around.
         """
+        norm, scale = self.scale_for(most)
+        gradients = [self._changed(name) for name, _ in self._here()]
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+        return norm
+
+    @torch.no_grad()
+    def scale_for(self, most: float) -> tuple[Tensor, Tensor]:
+        """(the norm, what `clip_` would multiply all gradients with), () both, for an optimizer that does so itself.
+
+        Raises:
+            ValueError: as of `clip_`.
+        """
         if not most > 0:
             raise ValueError(f"ModelGradients: the largest norm must be more than 0 (inf: any), got {most}")
         norm = self.norm()
-        gradients = [gradient for _, gradient in self._here()]
-        if gradients:
-            torch._foreach_mul_(gradients, (most / (norm + ZERO)).clamp(max=1.0))
-        return norm
+        return norm, (most / (norm + ZERO)).clamp(max=1.0)
 
 
 def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100) -> Tensor:
@@ -139,9 +164,13 @@ def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100)
     return start_sum((targets != ignore_index).sum(), data)()
 
 
+def _are_several(group: Group) -> bool:
+    return group is not None and group.size() > 1
+
+
 def _sum(tensors: list[Tensor], group: Group) -> None:
     """Sum each over the ranks, in place, in buckets of one dtype."""
-    if group is None or group.size() == 1:
+    if not _are_several(group):
         return
     for bucket in _buckets(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])

@@ -6,6 +6,7 @@
 `load_training` write and read it.
 """
 
+from rooftop.train.adamw import AdamW
 from rooftop.train.batches import Batches
 from rooftop.train.checkpoints import find_training, load_training, other_data, save_training
 from rooftop.train.gpt_training import GptTrainer, GptTraining
@@ -15,6 +16,7 @@ from rooftop.train.speeds import StepRoof, step_cost, step_roof
 from rooftop.train.tokens import Tokens, open_tokens
 
 __all__ = [
+    "AdamW",
     "Batches",
     "GptTrainer",
     "GptTraining",

@@ -25,6 +25,7 @@ from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
 from rooftop.parallel import Layout, ModelGradients
 from rooftop.parallel.dropouts import CounterDropout
 from rooftop.parallel.exchanges import Group, start_sum
+from rooftop.train.adamw import AdamW
 from rooftop.train.batches import Batches
 from rooftop.train.main_weights import MainWeights
 from rooftop.train.tokens import Tokens
@@ -159,20 +160,20 @@ class GptTrainer:
             self.model = fully_sharded_gpt(
                 training.config, layout, groups, **options, dtype=wide, compute_dtype=training.dtype
             )
-            self.weights = MainWeights(self.model, wide)
+            self.weights = MainWeights(self.model, wide, keep_narrow=True)
         else:
             self.model = parallel_gpt(training.config, layout, groups, **options, dtype=wide)
-            self.weights = MainWeights(self.model, training.dtype)
+            self.weights = MainWeights(self.model, training.dtype, keep_narrow=True)
         self.narrow = training.dtype != wide
         if self.narrow:
             _with_wide_loss(self.model, device)
         self.gradients = ModelGradients(self.model, groups, sequence_parallel=layout.sequence_parallel)
-        self.gradients.parameters = self.weights.named  # the same where nothing was copied
-        self.optimizer = torch.optim.AdamW(
+        self.weights.answer_for(self.gradients)
+        self.optimizer = AdamW(
             _decaying(self.weights.named.values(), training.weight_decay),
             lr=training.learning_rate,
             betas=BETAS,
-            fused=device.type == "cuda",
+            weights=self.weights,
         )
         self._dropouts = [module for module in self.model.modules() if isinstance(module, CounterDropout)]
         self._positions = torch.arange(training.length, device=device)
@@ -188,10 +189,9 @@ class GptTrainer:
         for part in range(self.place["dp"], parts, ranks):
             loss += self._with_gradients(part, parts)
         self.gradients.sum_()
-        norm = self.gradients.clip_(training.clip) if training.clip else self.gradients.norm()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.weights.publish()
+        norm, scale = self.gradients.scale_for(training.clip or float("inf"))
+        self.optimizer.step(scale=scale if training.clip else None)
+        self.optimizer.zero_grad()
         self.step += 1
         return start_sum(loss, self.groups["dp-cp"])(), norm
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rooftop.parallel import ModelGradients
+
 
 class MainWeights:
     """Of a model in float32 or float64, which then computes in `dtype`.
@@ -18,23 +20,28 @@ class MainWeights:
     Args:
         model: gets the dtype, with the same parameters in it.
         dtype: bfloat16; or the one that it has, and nothing is copied.
+        keep_narrow: leave a gradient as backward has made it, in `dtype`, until another is added to it or it is asked
+            for in float32 (`widen`). That costs no precision, and `rooftop.train.AdamW` takes it so.
 
     Attributes:
-        named: what the optimizer steps, by the model's names; tied ones once. Their gradients are complete after each
-            backward; with copies the model's own are gone by then.
+        named: what the optimizer steps, by the model's names; tied ones once. Without `keep_narrow` their gradients are
+            complete after each backward; with copies the model's own are gone by then.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, *, keep_narrow: bool = False) -> None:
         own = dict(model.named_parameters())
         self.narrow = any(parameter.dtype != dtype for parameter in own.values())
         self.named = own
+        self._gradients = _Gradients(keep_narrow)
+        self._narrow_of: dict[Tensor, Tensor] = {}
         if not self.narrow:
             return
         self.named = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in own.items()}
         model.to(dtype)
         self._model_has: list[Tensor] = list(own.values())
+        self._narrow_of = {self.named[name]: parameter.detach() for name, parameter in own.items()}
         for name, parameter in own.items():
-            parameter.register_post_accumulate_grad_hook(_AddedTo(self.named[name]))
+            parameter.register_post_accumulate_grad_hook(_Moved(self._gradients, self.named[name]))
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -42,17 +49,66 @@ class MainWeights:
         if self.narrow:
             torch._foreach_copy_(self._model_has, [*self.named.values()])
 
+    def narrow_of(self, main: Tensor) -> Tensor | None:
+        """The model's own weight for one of `named`, the same memory; None where that is it."""
+        return self._narrow_of.get(main)
 
-class _AddedTo:
-    """Moves a parameter's gradient into that of its copy."""
+    def gradient_of(self, main: Tensor) -> Tensor | None:
+        """The gradient of one of `named`, float32 or narrow; None if there is none."""
+        return main.grad if main.grad is not None else self._gradients.narrow.get(main)
 
-    def __init__(self, main: nn.Parameter) -> None:
-        self.main = main
+    def widen(self, main: Tensor | None = None) -> None:
+        """Make a gradient, or all of them, what `named` have in `.grad`."""
+        for each in [*self._gradients.narrow] if main is None else [main]:
+            self._gradients.widen(each)
+
+    def add(self, main: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of one of `named`, as backward does with that of the model's own; it may be kept."""
+        self._gradients.add(main, gradient)
+
+    def answer_for(self, gradients: ModelGradients) -> None:
+        """Make these the gradients that are summed over ranks and clipped, in place of the model's own."""
+        gradients.parameters = self.named
+        gradients.gradient_of, gradients.widen = self.gradient_of, self.widen
+
+    def forget_gradients(self) -> None:
+        """Let go of the narrow ones; those in `.grad` are the optimizer's `zero_grad` to let go of."""
+        self._gradients.narrow.clear()
+
+
+class _Gradients:
+    """Of main weights, as long as they are narrow; then they are in `.grad`. It knows nothing of the model, whose
+    parameters have it in their hooks: Python would never find such a circle."""
+
+    def __init__(self, keep_narrow: bool) -> None:
+        self.keep_narrow = keep_narrow
+        self.narrow: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, main: Tensor, gradient: Tensor) -> None:
+        if main.grad is None and main not in self.narrow:
+            self.narrow[main] = gradient
+            if not self.keep_narrow:
+                self.widen(main)
+            return
+        self.widen(main)
+        assert main.grad is not None
+        main.grad += gradient
+
+    @torch.no_grad()
+    def widen(self, main: Tensor) -> None:
+        gradient = self.narrow.pop(main, None)
+        if gradient is not None:
+            main.grad = gradient.to(main.dtype)
+
+
+class _Moved:
+    """Moves a parameter's gradient to that of its copy."""
+
+    def __init__(self, gradients: _Gradients, main: nn.Parameter) -> None:
+        self.gradients, self.main = gradients, main
 
     def __call__(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if self.main.grad is None:
-            self.main.grad = parameter.grad.to(self.main.dtype)
-        else:
-            self.main.grad += parameter.grad
-        parameter.grad = None
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self.gradients.add(self.main, gradient)

@@ -1,0 +1,154 @@
+"""A step of AdamW of weights that are kept in float32 beside bfloat16 ones of a model, against PyTorch's and the roof.
+
+    python benchmarks/adamw.py [--out benchmarks/results/h200/adamw.json] [--variants]
+
+The weights are those of Llama blocks and of a ResNet-50, with gradients in bfloat16. What is timed, in ms, the median
+of some steps, from a gradient as backward leaves it to weights that forward can take:
+
+    rooftop            `rooftop.train.AdamW`: one kernel for each weight
+    rooftop, clipped   the same with gradients multiplied with a number on the GPU
+    PyTorch            gradients to float32, fused AdamW, weights to bfloat16 by `_foreach_copy_`
+    PyTorch, clipped   the same with `_foreach_mul_` of the gradients
+
+The roof is the time of 28 bytes a weight: gradient and three numbers of 32 bits read, these and the bfloat16 written.
+`--variants` times other numbers of elements and warps of a program. `--quick` shows on a CPU that the script runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from programs import Results
+from torch import Tensor, nn
+
+from rooftop.cost import Cost, roof
+from rooftop.hardware import ceilings_of, measure_ceilings
+from rooftop.models import resnet50
+from rooftop.train import AdamW, MainWeights, adamw
+
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+BYTES_READ, BYTES_WRITTEN = 2 + 3 * 4, 3 * 4 + 2
+STEPS = 12
+
+
+def llama_blocks(width: int, hidden: int, blocks: int) -> list[tuple[int, ...]]:
+    """The shapes of their weights, one key and value for each query."""
+    block = [(3 * width, width), (width, width), (2 * hidden, width), (width, hidden), (width,), (width,)]
+    return block * blocks
+
+
+def cases(small: bool) -> dict[str, list[tuple[int, ...]]]:
+    if small:
+        return {"Llama, small": llama_blocks(32, 48, 2)}
+    return {
+        "Llama 7 B, 8 blocks": llama_blocks(4096, 11008, 8),
+        "Llama 1 B, 16 blocks": llama_blocks(2048, 8192, 16),
+        "ResNet-50": [tuple(each.shape) for each in resnet50().parameters()],
+    }
+
+
+class Weights(nn.Module):
+    def __init__(self, shapes: list[tuple[int, ...]], device: str) -> None:
+        super().__init__()
+        self.every = nn.ParameterList([torch.randn(shape, device=device) for shape in shapes])
+
+    def gradients(self) -> list[Tensor]:
+        return [torch.randn_like(each, dtype=torch.bfloat16) for each in self.every]
+
+
+def rooftop_step(shapes: list[tuple[int, ...]], device: str, clipped: bool) -> Callable[[], object]:
+    model = Weights(shapes, device)
+    weights = MainWeights(model, torch.bfloat16, keep_narrow=True)
+    optimizer = AdamW(weights.named.values(), **OPTIONS, weights=weights)
+    gradients, scale = model.gradients(), torch.tensor(0.5, device=device) if clipped else None
+
+    def step() -> None:
+        for main, gradient in zip(weights.named.values(), gradients, strict=True):
+            weights.add(main, gradient)
+        optimizer.step(scale=scale)
+        optimizer.zero_grad()
+
+    return step
+
+
+def pytorch_step(shapes: list[tuple[int, ...]], device: str, clipped: bool) -> Callable[[], object]:
+    model = Weights(shapes, device)
+    weights = MainWeights(model, torch.bfloat16)
+    mains = [*weights.named.values()]
+    optimizer = torch.optim.AdamW(mains, **OPTIONS, fused=True)
+    gradients, scale = model.gradients(), torch.tensor(0.5, device=device)
+
+    def step() -> None:
+        for main, gradient in zip(mains, gradients, strict=True):
+            weights.add(main, gradient)
+        if clipped:
+            torch._foreach_mul_([each.grad for each in mains], scale)
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.publish()
+
+    return step
+
+
+def timed(step: Callable[[], object], device: str) -> list[float]:
+    """ms of each of some steps, one after another; without a GPU 0."""
+    for _ in range(3):
+        step()
+    if device == "cpu":
+        return [0.0]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(marks)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/adamw.json"))
+    parser.add_argument("--variants", action="store_true", help="other launches of the kernel, printed alone")
+    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU: shows that the script runs")
+    options = parser.parse_args()
+    device = "cpu" if options.quick else "cuda"
+    if not options.quick and not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+    if options.variants:
+        return try_launches(device)
+    ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
+    results = Results(options.out, ceilings)
+    for name, shapes in cases(options.quick).items():
+        count = sum(torch.Size(shape).numel() for shape in shapes)
+        best = roof(Cost(BYTES_READ * count, BYTES_WRITTEN * count, {}), ceilings).ms
+        ms: dict[str, float] = {}
+        for variant, make in {"rooftop": rooftop_step, "PyTorch": pytorch_step}.items():
+            for clipped in (False, True):
+                times = timed(make(shapes, device, clipped), device)
+                ms[f"{variant}, clipped" if clipped else variant] = statistics.median(times)
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+        results.add({"case": name, "weights": len(shapes), "elements": count, "ms": ms, "roof_ms": best})
+    return 0
+
+
+def try_launches(device: str) -> int:
+    shapes = cases(device == "cpu")[next(iter(cases(device == "cpu")))]
+    for block, warps in ((1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16)):
+        adamw.BLOCK, adamw.WARPS = block, warps
+        print(block, warps, statistics.median(timed(rooftop_step(shapes, device, False), device)), flush=True)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

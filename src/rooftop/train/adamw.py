@@ -1,0 +1,202 @@
+"""AdamW that goes through memory once.
+
+A step of weights that are kept in float32 for a model in bfloat16 is, operator by operator: gradients to float32 (6
+bytes a weight), their clipping (8), AdamW (28), the weights to bfloat16 (6). It is bound by memory, and one kernel for
+each weight does it all with 28: gradients are read in the dtype in which backward left them, multiplied with what clips
+them as they are read, and the model's weights are written beside those that are kept.
+
+What it needs to know of a step (its number, the rate) is on the GPU too: the host waits for nothing, and a CUDA graph
+can hold the step.
+
+Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization" (arXiv:1711.05101), algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.launch.triton_launch import INTERPRETED, Repeated, require_triton
+from rooftop.parallel.sharded_data import local_of
+from rooftop.train.main_weights import MainWeights
+
+# Measured on an H200 (`benchmarks/adamw.py`): eight elements of a thread, 16 bytes of bfloat16.
+BLOCK, WARPS = 2048, 8
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with the same numbers up to rounding, and the same state and `state_dict`.
+
+    On a GPU each weight's step is one kernel, as the module says; on a CPU PyTorch makes it.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as of `torch.optim.AdamW`; `lr` may be a tensor.
+        weights: whose float32 weights are stepped: their gradients are taken as they are, and the model gets what the
+            step makes. So neither `weights.publish()` nor a `zero_grad` of the model is needed.
+
+    Raises:
+        TypeError: a parameter that is no floating one.
+        ValueError: those of `torch.optim.AdamW`; a parameter that does not fill its memory, such as a slice.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        weights: MainWeights | None = None,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.weights = weights
+        self._launches: dict[tuple[Any, ...], Repeated] = {}
+        for group in self.param_groups:
+            cuda = all(parameter.device.type == "cuda" for parameter in group["params"])
+            group["fused"] = cuda or None  # as its state is: on the GPU with the number of steps
+            for parameter in group["params"]:
+                _check(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:  # type: ignore[override]
+        """One step.
+
+        Args:
+            closure: computes the loss and its gradients once more, as of PyTorch's optimizers.
+            scale: () on the device of the parameters; gradients are multiplied with it (`ModelGradients.scale_for`).
+                They themselves need not be afterwards.
+
+        Returns:
+            the loss that `closure` gave.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        if all(parameter.device.type == "cuda" for parameter in every) or INTERPRETED:
+            require_triton()
+            for group in self.param_groups:
+                self._step_of(group, scale)
+            return loss
+        if self.weights is not None:
+            self.weights.widen()
+        if scale is not None:
+            torch._foreach_mul_([each for p in every if (each := _gradient_of(p)) is not None], scale)
+        _plain_step(self)
+        if self.weights is not None:
+            self.weights.publish()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Lets go of the gradients, of those too that `weights` holds."""
+        super().zero_grad(set_to_none)
+        if self.weights is not None:
+            self.weights.forget_gradients()
+
+    def _step_of(self, group: dict[str, Any], scale: Tensor | None) -> None:
+        found = [
+            (parameter, gradient)
+            for parameter in group["params"]
+            if (gradient := self._gradient(parameter)) is not None
+        ]
+        states = [self._state_of(parameter) for parameter, _ in found]
+        if not found:
+            return
+        numbers = _numbers_of(group, [state["step"] for state in states])
+        for (parameter, gradient), state, row in zip(found, states, numbers, strict=True):
+            narrow = None if self.weights is None else self.weights.narrow_of(parameter)
+            weight, average, square = (local_of(each) for each in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+            self._launch(group, weight, _alike(local_of(gradient), weight), average, square, narrow, row, scale)
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        return parameter.grad if self.weights is None else self.weights.gradient_of(parameter)
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    def _launch(
+        self, group: dict[str, Any], weight: Tensor, gradient: Tensor, average: Tensor, square: Tensor,
+        narrow: Tensor | None, numbers: Tensor, scale: Tensor | None,
+    ) -> None:  # fmt: skip
+        if weight.numel() == 0:
+            return
+        from rooftop.train.adamw_kernels import adamw_step
+
+        none = numbers  # in the place of what there is not
+        narrow_or_none, scale_or_none = (each if each is not None else none for each in (narrow, scale))
+        pointers = (weight, gradient, average, square, narrow_or_none, numbers, scale_or_none)
+        constants = (*group["betas"], group["eps"], narrow is not None, scale is not None)
+        key = (weight.device, weight.numel(), *(each.dtype for each in pointers), *constants)
+        launch = self._launches.get(key)
+        if launch is None:
+            import triton.language as tl
+
+            beta1, beta2, eps, has_narrow, scaled = constants
+            launch = self._launches[key] = Repeated(
+                adamw_step,
+                (-(-weight.numel() // BLOCK),),
+                weight.device,
+                [*[0] * len(pointers), weight.numel()],
+                range(len(pointers)),
+                beta1=beta1,
+                beta2=beta2,
+                eps=eps,
+                WIDE=tl.float64 if weight.dtype == torch.float64 else tl.float32,
+                NARROW=has_narrow,
+                SCALED=scaled,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+            )
+        launch(*pointers)
+
+
+def _plain_step(optimizer: torch.optim.AdamW) -> None:
+    """PyTorch's own, without the hooks that already run around that of the class here."""
+    step: Any = torch.optim.AdamW.step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+def _numbers_of(group: dict[str, Any], steps: list[Tensor]) -> Tensor:
+    """Counts the steps, and gives (steps, 4) float64 with what `adamw_step` needs of each in a row's first three."""
+    torch._foreach_add_(steps, 1)
+    taken = torch.stack(steps).double()
+    beta1, beta2 = group["betas"]
+    numbers = torch.empty(len(steps), 4, dtype=torch.float64, device=taken.device)
+    numbers[:, 0] = group["lr"] / (1 - beta1**taken)
+    numbers[:, 1] = (1 - beta2**taken).sqrt()
+    numbers[:, 2] = 1 - group["lr"] * group["weight_decay"]
+    return numbers
+
+
+def _gradient_of(parameter: Tensor) -> Tensor | None:
+    return None if parameter.grad is None else local_of(parameter.grad)
+
+
+def _alike(gradient: Tensor, weight: Tensor) -> Tensor:
+    """The gradient with its elements where the weight's are."""
+    if gradient.stride() == weight.stride():
+        return gradient
+    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+
+
+def _check(parameter: Tensor) -> None:
+    here = local_of(parameter)
+    shape = tuple(parameter.shape)
+    if here.dtype not in DTYPES:
+        raise TypeError(f"AdamW: a parameter {shape} is {here.dtype}: expected a floating dtype")
+    if here.numel() and torch.empty_like(here, device="meta").stride() != here.stride():
+        raise ValueError(
+            f"AdamW: a parameter {shape} has strides {here.stride()}, with gaps or overlaps in its memory: make it "
+            "contiguous before it is trained"
+        )

@@ -1,0 +1,257 @@
+"""`AdamW`: PyTorch's numbers, in one pass over memory. Under TRITON_INTERPRET=1 the CPU runs the kernel; there float16
+stands for bfloat16, to which the interpreter truncates."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from rooftop.launch import INTERPRETED
+from rooftop.parallel import ModelGradients
+from rooftop.train import AdamW, MainWeights
+
+NARROW = torch.float16 if INTERPRETED else torch.bfloat16
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+SHAPES = [(5,), (), (0, 3), (3, 1), (40, 101), (2049,), (4096,)]
+
+
+def parameters(dtype: torch.dtype, device: str) -> list[nn.Parameter]:
+    """Of several sizes, the last two with their dimensions in another order."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    made += [torch.randn(30, 7, generator=generator, dtype=torch.float64).t()]
+    made += [torch.randn(2, 3, 4, 5, generator=generator, dtype=torch.float64).to(memory_format=torch.channels_last)]
+    return [nn.Parameter(each.to(device, dtype, memory_format=torch.preserve_format)) for each in made]
+
+
+def given_gradients(parameters: list[nn.Parameter], step: int, alike: bool = False) -> None:
+    """The same for the same step, small and large, and contiguous or like their parameters; none of the first one in
+    the second step."""
+    generator = torch.Generator().manual_seed(step)
+    for number, each in enumerate(parameters):
+        gradient = torch.randn(each.shape, generator=generator, dtype=torch.float64) * 10.0 ** (number % 5 - 2)
+        made = torch.empty_like(each).copy_(gradient) if alike else gradient.to(each)
+        each.grad = None if number == 0 and step == 1 else made
+
+
+def stepped(optimizer: torch.optim.Optimizer, every: list[nn.Parameter], steps: range, **options: Any) -> list[Tensor]:
+    for step in steps:
+        given_gradients(every, step, alike=bool(optimizer.param_groups[0]["fused"]))  # which PyTorch's needs
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+        optimizer.step(**options)
+    return [each.detach() for each in every]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+def test_steps_are_those_of_pytorch(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    ours, theirs = parameters(dtype, device), parameters(torch.float64, "cpu")
+    found = stepped(AdamW(ours, **OPTIONS), ours, range(5))
+    expected = stepped(torch.optim.AdamW(theirs, **OPTIONS), theirs, range(5))
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.cpu().double(), other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_state_goes_on_with_pytorch_and_back(device: str) -> None:
+    first, second, plain = (parameters(torch.float64, device) for _ in range(3))
+    one, other = AdamW(first, **OPTIONS), torch.optim.AdamW(second, **OPTIONS)
+    stepped(one, first, range(2))
+    for mine, theirs in zip(second, first, strict=True):
+        mine.data.copy_(theirs.data)
+    other.load_state_dict(one.state_dict())
+    stepped(other, second, range(2, 4))
+    for mine, theirs in zip(first, second, strict=True):
+        mine.data.copy_(theirs.data)
+    one.load_state_dict(other.state_dict())
+    found = stepped(one, first, range(4, 6))
+    expected = stepped(torch.optim.AdamW(plain, **OPTIONS), plain, range(6))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scaled_gradients(device: str) -> None:
+    ours, theirs = parameters(torch.float64, device), parameters(torch.float64, device)
+    scale = torch.tensor(0.25, device=device)
+    optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    for step in range(2):
+        given_gradients(ours, step)
+        given_gradients(theirs, step)
+        for each in theirs:
+            if each.grad is not None:
+                each.grad *= 0.25
+        optimizer.step(scale=scale)
+        plain.step()
+    torch.testing.assert_close(
+        [each.detach() for each in ours], [each.detach() for each in theirs], rtol=1e-13, atol=1e-13
+    )
+
+
+def main_weights(device: str, keep_narrow: bool) -> tuple[nn.Module, MainWeights]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 50), nn.Tanh(), nn.Linear(50, 3, bias=False)).to(device)
+    return model, MainWeights(model, NARROW, keep_narrow=keep_narrow)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("most", [0.05, 1e9])
+def test_main_weights_are_stepped_as_one_after_another(device: str, micro_batches: int, most: float) -> None:
+    """Widened, clipped, stepped, published: the same, but that clipped gradients are not rounded between."""
+    (model, weights), (other, plain_weights) = main_weights(device, True), main_weights(device, False)
+    gradients, plain_gradients = ModelGradients(model), ModelGradients(other)
+    weights.answer_for(gradients)
+    plain_weights.answer_for(plain_gradients)
+    optimizer = AdamW(weights.named.values(), **OPTIONS, weights=weights)
+    plain = torch.optim.AdamW(plain_weights.named.values(), **OPTIONS)
+    for step in range(4):
+        for part in range(micro_batches):
+            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(9 * step + part)).to(device, NARROW)
+            model(x).float().square().mean().backward()
+            other(x).float().square().mean().backward()
+        held = [weights.gradient_of(each) for each in weights.named.values()]
+        assert {each.dtype for each in held if each is not None} == {NARROW if micro_batches == 1 else torch.float32}
+        norm, scale = gradients.scale_for(most)
+        torch.testing.assert_close(norm, plain_gradients.clip_(most), rtol=1e-6, atol=0)
+        optimizer.step(scale=scale)
+        plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        plain_weights.publish()
+        assert all(weights.gradient_of(each) is None for each in weights.named.values())
+        for name, each in weights.named.items():
+            torch.testing.assert_close(each, plain_weights.named[name], rtol=1e-6, atol=1e-6)
+        for mine, main in zip(model.parameters(), weights.named.values(), strict=True):
+            assert torch.equal(mine, main.to(NARROW))
+
+
+def test_gradients_that_are_asked_for_are_wide() -> None:
+    model, weights = main_weights("cpu", True)
+    model(torch.ones(2, 24, dtype=NARROW)).sum().backward()
+    main = weights.named["0.weight"]
+    narrow = weights.gradient_of(main)
+    assert narrow is not None
+    assert main.grad is None
+    weights.widen(main)
+    assert main.grad is not None
+    assert torch.equal(main.grad, narrow.float())
+    assert weights.named["2.weight"].grad is None
+    gradients = ModelGradients(model)
+    weights.answer_for(gradients)
+    gradients.clip_(1e-3)
+    assert weights.named["2.weight"].grad is not None
+    torch.testing.assert_close(gradients.norm(), torch.tensor(1e-3), rtol=1e-3, atol=0)
+
+
+def test_a_model_leaves_with_its_weights() -> None:
+    """Hooks of parameters that knew the model would keep both for good."""
+    model, weights = main_weights("cpu", True)
+    model(torch.ones(2, 24, dtype=NARROW)).sum().backward()
+    left = weakref.ref(next(model.parameters()))
+    del model, weights
+    gc.collect()
+    assert left() is None
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 5000), st.integers(0, 3), st.sampled_from([torch.float32, NARROW]), st.integers(0, 2**31))
+def test_any_size_and_place(size: int, before: int, dtype: torch.dtype, seed: int) -> None:
+    """What lies anywhere in memory, beside what must not change."""
+    generator = torch.Generator().manual_seed(seed)
+    room = torch.randn(size + before + 3, generator=generator).to(dtype)
+    whole = room.clone()
+    weight = nn.Parameter(room[before : before + size])
+    plain = nn.Parameter(whole[before : before + size].double())
+    weight.grad = torch.randn(size, generator=generator).to(dtype)
+    plain.grad = weight.grad.double()
+    AdamW([weight], **OPTIONS).step()
+    torch.optim.AdamW([plain], **OPTIONS).step()
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(weight.detach().double(), plain.detach(), rtol=tolerance, atol=tolerance)
+    assert torch.equal(room[:before], whole[:before])
+    assert torch.equal(room[before + size :], whole[before + size :])
+
+
+def test_hooks_and_closures_run_once() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    torch.optim.AdamW([weight])  # which puts hooks around the step of its class
+    optimizer = AdamW([weight], **OPTIONS)
+    seen: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = weight.square().sum()
+        loss.backward()
+        return loss
+
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    assert optimizer.step(closure) == 3
+    assert seen == ["after"]
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.005
+
+
+def test_what_is_no_weight_is_refused() -> None:
+    whole = torch.zeros(4, 6)
+    with pytest.raises(ValueError, match="gaps or overlaps"):
+        AdamW([nn.Parameter(whole[:, :3])])
+    with pytest.raises(TypeError, match="complex64"):
+        AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match="empty"):
+        AdamW([])
+    with pytest.raises(ValueError, match="beta"):
+        AdamW([nn.Parameter(whole)], betas=(0.9, 1.0))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
+def test_the_kernel_makes_these_steps(interpreted: Callable[..., int]) -> None:
+    assert interpreted(__file__) == 13
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_steps() -> None:
+    ours, theirs = parameters(torch.float32, "cuda"), parameters(torch.float32, "cuda")
+    optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    for every in (ours, theirs):
+        given_gradients(every, 0)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        optimizer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        optimizer.step()
+    for _ in range(3):
+        graph.replay()
+    for _ in range(4):
+        plain.step()
+    torch.testing.assert_close(
+        [each.detach() for each in ours], [each.detach() for each in theirs], rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_waits_for_nothing(scaled: bool) -> None:
+    every = parameters(torch.float32, "cuda")
+    optimizer = AdamW(every, **OPTIONS)
+    scale = torch.tensor(0.5, device="cuda") if scaled else None
+    given_gradients(every, 0)
+    optimizer.step(scale=scale)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        optimizer.step(scale=scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
