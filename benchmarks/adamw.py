@@ -9,17 +9,20 @@ of some steps, from a gradient as backward leaves it to weights that forward can
     rooftop, clipped   the same with gradients multiplied with a number on the GPU
     PyTorch            gradients to float32, fused AdamW, weights to bfloat16 by `_foreach_copy_`
     PyTorch, clipped   the same with `_foreach_mul_` of the gradients
+    ..., float32       of weights and gradients that are float32, as data ranks have them that share a model
 
-The roof is the time of 28 bytes a weight: gradient and three numbers of 32 bits read, these and the bfloat16 written.
+The roof is the time of 28 bytes a weight: gradient and three numbers of 32 bits read, these and the bfloat16 written; as
+many are those of float32 without it.
 `--variants` times other numbers of elements and warps of a program. `--quick` shows on a CPU that the script runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -97,6 +100,22 @@ def pytorch_step(shapes: list[tuple[int, ...]], device: str, clipped: bool) -> C
     return step
 
 
+def wide_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.randn_like(parameter)
+    return optimizer.step
+
+
+def variants(shapes: list[tuple[int, ...]], device: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """One after another, so that each has the memory alone."""
+    for name, make in {"rooftop": rooftop_step, "PyTorch": pytorch_step}.items():
+        yield name, make(shapes, device, False)
+        yield f"{name}, clipped", make(shapes, device, True)
+    yield "rooftop, float32", wide_step(AdamW(Weights(shapes, device).parameters(), **OPTIONS))
+    plain = torch.optim.AdamW(Weights(shapes, device).parameters(), **OPTIONS, fused=True)
+    yield "PyTorch, float32", wide_step(plain)
+
+
 def timed(step: Callable[[], object], device: str) -> list[float]:
     """ms of each of some steps, one after another; without a GPU 0."""
     for _ in range(3):
@@ -130,12 +149,12 @@ def main() -> int:
         count = sum(torch.Size(shape).numel() for shape in shapes)
         best = roof(Cost(BYTES_READ * count, BYTES_WRITTEN * count, {}), ceilings).ms
         ms: dict[str, float] = {}
-        for variant, make in {"rooftop": rooftop_step, "PyTorch": pytorch_step}.items():
-            for clipped in (False, True):
-                times = timed(make(shapes, device, clipped), device)
-                ms[f"{variant}, clipped" if clipped else variant] = statistics.median(times)
-                if device == "cuda":
-                    torch.cuda.empty_cache()
+        for variant, step in variants(shapes, device):
+            ms[variant] = statistics.median(timed(step, device))
+            del step
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
         results.add({"case": name, "weights": len(shapes), "elements": count, "ms": ms, "roof_ms": best})
     return 0
 

@@ -376,6 +376,8 @@ def apart(case: str, paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
 
 
 def send_rows(case: str, paths: dict[Video, Path], gpu: bool, to: Connection) -> None:
+    import av  # noqa: F401  # before the peers: torchcodec takes the FFmpeg that is there
+
     global GPU, DEVICE
     GPU, DEVICE = gpu, "cuda" if gpu else "cpu"
     for row in globals()[case](paths):

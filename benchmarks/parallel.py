@@ -118,7 +118,7 @@ CASES = (
     Case("llama-7b", Layout(2), 2, 40, (INIT,), "fsdp2-init"),
     Case("llama-7b", tensor_parallel(2), 2, 125, (OURS, REPLAYED, NATIVE), "tp2"),
     Case("llama-1b", Layout(), 4, 75, (OURS, NATIVE, COMPILED), "alone"),
-    Case("llama-7b", Layout(), 2, 60, (OURS, NATIVE, COMPILED), "eight-layers", layers=8),
+    Case("llama-7b", Layout(), 2, 60, (OURS, NATIVE, COMPILED, REPLAYED), "eight-layers", layers=8),
     Case("llama-7b", Layout(4), 2, 90, (COMPILED, NATIVE), "fsdp4"),
     Case("llama-7b", tensor_parallel(4), 2, 70, (OURS, NATIVE, ASYNC), "tp4"),
     Case("llama-7b", Layout(8), 2, 75, (COMPILED, NATIVE), "fsdp8"),
