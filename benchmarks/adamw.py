@@ -11,8 +11,8 @@ of some steps, from a gradient as backward leaves it to weights that forward can
     PyTorch, clipped   the same with `_foreach_mul_` of the gradients
     ..., float32       of weights and gradients that are float32, as data ranks have them that share a model
 
-The roof is the time of 28 bytes a weight: gradient and three numbers of 32 bits read, these and the bfloat16 written; as
-many are those of float32 without it.
+The roof is the time of 28 bytes a weight: gradient and three numbers of 32 bits read, these and the bfloat16 written;
+as many are those of float32 without it.
 `--variants` times other numbers of elements and warps of a program. `--quick` shows on a CPU that the script runs.
 """
 
