@@ -172,6 +172,7 @@ class Decoder:
     def packets(self) -> Iterator[av.Packet[av.VideoStream]]:
         """Packets of the video from here on, in the order of the file; then `Broken` if the file ends too early."""
         count, end, places = 0, None, 0
+        is_avi, usual = "avi" in self.container.format.name, usual_duration(self)
         demuxed = self.container.demux(self.stream)
         while True:
             if self._file.closed:
@@ -183,13 +184,13 @@ class Decoder:
             if packet is None or (packet.size == 0 and packet.dts is None):  # the last one only drains the decoder
                 break
             count += 1
-            if packet.dts is not None:
-                # Of an AVI, the place of its chunk. Chunks without bytes repeat a frame, and are no packets.
-                places = max(places, packet.dts // usual_duration(self) + 1)
+            if is_avi and packet.dts is not None:
+                # The place of its chunk. Chunks without bytes repeat a frame, and are no packets.
+                places = max(places, packet.dts // usual + 1)
             if packet.pts is not None:
                 end = max(end or packet.pts, packet.pts + (packet.duration or 0))
             yield packet
-        count = max(count, places) if "avi" in self.container.format.name else count
+        count = max(count, places)
         self._check_end(count if self._whole else None, end)
 
     def _check_end(self, count: int | None, end: int | None) -> None:

@@ -215,7 +215,8 @@ def display_matrix(frame: av.VideoFrame) -> Any:
     `frame.side_data` would refer to the frame, and the frame to it: its memory, a GPU's as well, would stay until
     Python looks for garbage.
     """
-    return load_av().sidedata.sidedata.SideDataContainer(frame).get("DISPLAYMATRIX")
+    data = load_av().sidedata.sidedata.SideDataContainer(frame)
+    return data.get("DISPLAYMATRIX") if len(data) else None
 
 
 def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
