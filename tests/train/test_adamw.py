@@ -3,7 +3,9 @@ stands for bfloat16, to which the interpreter truncates."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -202,6 +204,93 @@ def test_hooks_and_closures_run_once() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.005
 
 
+def test_a_state_that_lies_otherwise_is_moved() -> None:
+    """As of a checkpoint, or of a model whose memory format was changed."""
+    ours, theirs = nn.Parameter(torch.randn(5, 4).double().t()), nn.Parameter(torch.zeros(4, 5).double())
+    theirs.data.copy_(ours.data)
+    optimizer, plain = AdamW([ours], **OPTIONS), torch.optim.AdamW([theirs], **OPTIONS)
+    for step in range(3):
+        ours.grad = torch.full_like(ours, step + 1.0) * torch.arange(5.0)
+        theirs.grad = ours.grad.clone(memory_format=torch.contiguous_format)
+        if step == 1:
+            optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+        optimizer.step()
+        plain.step()
+    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-13, atol=1e-13)
+
+
+def test_copies_and_pickles_go_on() -> None:
+    every = parameters(torch.float64, "cpu")
+    optimizer = AdamW(every, **OPTIONS)
+    stepped(optimizer, every, range(1))
+    copied = pickle.loads(pickle.dumps(optimizer))
+    mine = copied.param_groups[0]["params"]
+    other = copy.deepcopy(copied)
+    expected = stepped(optimizer, every, range(1, 3))
+    torch.testing.assert_close(stepped(copied, mine, range(1, 3)), expected, rtol=0, atol=0)
+    torch.testing.assert_close(stepped(other, other.param_groups[0]["params"], range(1, 3)), expected, rtol=0, atol=0)
+
+
+def test_optimizers_share_main_weights() -> None:
+    model, weights = main_weights("cpu", True)
+    first, *rest = weights.named.values()
+    before = [each.detach().clone() for each in (first, *rest)]
+    one, other = AdamW([first], weights=weights), AdamW(rest, weights=weights)
+    model(torch.ones(2, 24, dtype=NARROW)).sum().backward()
+    one.zero_grad()
+    one.step()
+    other.step()
+    assert torch.equal(first, before[0])
+    assert all(not torch.equal(each, old) for each, old in zip(rest, before[1:], strict=True))
+
+
+def test_a_model_that_moved_gets_the_steps() -> None:
+    model, weights = main_weights("cpu", True)
+    optimizer = AdamW(weights.named.values(), **OPTIONS, weights=weights)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    model(torch.ones(2, 24, dtype=NARROW)).sum().backward()
+    optimizer.step()
+    for parameter, main in zip(model.parameters(), weights.named.values(), strict=True):
+        assert torch.equal(parameter, main.to(NARROW))
+
+
+def test_frozen_weights_stay() -> None:
+    model = nn.Linear(3, 2)
+    model.weight.requires_grad_(False)
+    before = model.weight.detach().clone()
+    weights = MainWeights(model, NARROW, keep_narrow=True)
+    optimizer = AdamW(weights.named.values(), **OPTIONS, weights=weights)
+    model(torch.ones(1, 3, dtype=NARROW)).sum().backward()
+    optimizer.step()
+    assert torch.equal(weights.named["weight"], before)
+    assert model.bias.grad is None
+
+
+def test_betas_may_change_and_gradients_be_absent() -> None:
+    """A schedule of betas compiles nothing anew; without gradients nothing moves."""
+    ours, theirs = parameters(torch.float64, "cpu"), parameters(torch.float64, "cpu")
+    optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    optimizer.step(scale=torch.tensor(0.5))
+    for step in range(4):
+        for each, every in ((optimizer, ours), (plain, theirs)):
+            each.param_groups[0]["betas"] = (0.5 + 0.1 * step, 0.9)
+            given_gradients(every, step)
+            each.step()
+    torch.testing.assert_close([p.detach() for p in ours], [p.detach() for p in theirs], rtol=1e-12, atol=1e-12)
+    assert len(optimizer._launches) in (0, len({each.numel() for each in ours if each.numel()}))
+
+
+def test_autograd_can_tell_that_weights_have_changed() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([weight], **OPTIONS)
+    loss = weight.pow(3).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_what_is_no_weight_is_refused() -> None:
     whole = torch.zeros(4, 6)
     with pytest.raises(ValueError, match="gaps or overlaps"):
@@ -210,13 +299,23 @@ def test_what_is_no_weight_is_refused() -> None:
         AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
     with pytest.raises(ValueError, match="empty"):
         AdamW([])
+    optimizer = AdamW([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ValueError, match="gaps or overlaps"):
+        optimizer.add_param_group({"params": [nn.Parameter(whole[:, :3])]})
+    with pytest.raises(ValueError, match="maximize=True is not supported"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "maximize": True})
+    with pytest.raises(ValueError, match="amsgrad=True is not supported"):
+        optimizer.load_state_dict(torch.optim.AdamW([nn.Parameter(torch.zeros(2))], amsgrad=True).state_dict())
+    model, weights = main_weights("cpu", True)
+    with pytest.raises(ValueError, match=r"not one of weights\.named"):
+        AdamW(model.parameters(), weights=weights)
     with pytest.raises(ValueError, match="beta"):
         AdamW([nn.Parameter(whole)], betas=(0.9, 1.0))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
 def test_the_kernel_makes_these_steps(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__) == 13
+    assert interpreted(__file__) == 20
 
 
 @pytest.mark.gpu

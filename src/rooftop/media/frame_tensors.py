@@ -215,7 +215,10 @@ def display_matrix(frame: av.VideoFrame) -> Any:
     `frame.side_data` would refer to the frame, and the frame to it: its memory, a GPU's as well, would stay until
     Python looks for garbage.
     """
-    data = load_av().sidedata.sidedata.SideDataContainer(frame)
+    try:
+        data = load_av().sidedata.sidedata.SideDataContainer(frame)
+    except ValueError:  # PyAV does not know a type of what is there, such as EXIF of JPEG
+        return None
     return data.get("DISPLAYMATRIX") if len(data) else None
 
 
@@ -227,8 +230,8 @@ def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
     FFmpeg's display matrix maps (x, y) to (a x + c y, b x + d y), y down; angles between quarters go to the nearest.
     """
     data = display_matrix(frame)
-    if data is None:
-        return otherwise
+    if data is None:  # or it cannot be had, and this is all that is known of it
+        return (round(frame.rotation / 90) % 4, False) if frame.rotation else otherwise
     numbers = np.frombuffer(memoryview(data), dtype=np.int32)  # type: ignore[arg-type]
     if len(numbers) < 9:
         return 0, False

@@ -40,7 +40,8 @@ class AdamW(torch.optim.AdamW):
 
     Raises:
         TypeError: a parameter that is no floating one.
-        ValueError: those of `torch.optim.AdamW`; a parameter that does not fill its memory, such as a slice.
+        ValueError: those of `torch.optim.AdamW`; a parameter that does not fill its memory, such as a slice, or is not
+            one of `weights.named`; `amsgrad` or `maximize`.
     """
 
     def __init__(
@@ -53,14 +54,40 @@ class AdamW(torch.optim.AdamW):
         *,
         weights: MainWeights | None = None,
     ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.weights = weights
         self._launches: dict[tuple[Any, ...], Repeated] = {}
-        for group in self.param_groups:
-            cuda = all(parameter.device.type == "cuda" for parameter in group["params"])
-            group["fused"] = cuda or None  # as its state is: on the GPU with the number of steps
-            for parameter in group["params"]:
-                _check(parameter)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of PyTorch's optimizers. Raises what the class does."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _refuse_options(group)
+        for parameter in group["params"]:
+            _check(parameter)
+            if self.weights is not None and not any(parameter is each for each in self.weights.named.values()):
+                raise ValueError(
+                    f"AdamW: a parameter {tuple(parameter.shape)} is not one of weights.named: give those, not the "
+                    "model's parameters"
+                )
+        group["fused"] = _is_fused(group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of PyTorch's optimizers, from one on any device; what is on the GPU follows from the parameters here."""
+        for group in state_dict["param_groups"]:
+            _refuse_options(group)
+        saved = zip(state_dict["param_groups"], self.param_groups, strict=False)
+        groups = [{**group, "fused": _is_fused(own)} for group, own in saved]
+        if len(groups) != len(self.param_groups):
+            groups = state_dict["param_groups"]  # which PyTorch refuses
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "weights": self.weights}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._launches = {}
+        super().__setstate__(state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:  # type: ignore[override]
@@ -85,19 +112,22 @@ class AdamW(torch.optim.AdamW):
                 self._step_of(group, scale)
             return loss
         if self.weights is not None:
-            self.weights.widen()
-        if scale is not None:
-            torch._foreach_mul_([each for p in every if (each := _gradient_of(p)) is not None], scale)
+            for parameter in every:
+                self.weights.widen(parameter)
+        gradients = [each for parameter in every if (each := _gradient_of(parameter)) is not None]
+        if scale is not None and gradients:
+            torch._foreach_mul_(gradients, scale)
         _plain_step(self)
         if self.weights is not None:
             self.weights.publish()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Lets go of the gradients, of those too that `weights` holds."""
-        super().zero_grad(set_to_none)
+        """Lets go of the gradients, of those too that `weights` holds; or makes them 0."""
         if self.weights is not None:
-            self.weights.forget_gradients()
+            for parameter in (each for group in self.param_groups for each in group["params"]):
+                self.weights.forget_gradient(parameter) if set_to_none else self.weights.widen(parameter)
+        super().zero_grad(set_to_none)
 
     def _step_of(self, group: dict[str, Any], scale: Tensor | None) -> None:
         found = [
@@ -105,24 +135,39 @@ class AdamW(torch.optim.AdamW):
             for parameter in group["params"]
             if (gradient := self._gradient(parameter)) is not None
         ]
-        states = [self._state_of(parameter) for parameter, _ in found]
         if not found:
             return
+        for parameter, gradient in found:
+            _check(parameter)
+            if gradient.layout != torch.strided:
+                raise RuntimeError("AdamW: a gradient is sparse: make the embedding with sparse=False")
+        states = [self._state_of(parameter) for parameter, _ in found]
         numbers = _numbers_of(group, [state["step"] for state in states])
         for (parameter, gradient), state, row in zip(found, states, numbers, strict=True):
-            narrow = None if self.weights is None else self.weights.narrow_of(parameter)
             weight, average, square = (local_of(each) for each in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+            model_has = None if self.weights is None else self.weights.narrow_of(parameter)
+            narrow = model_has if model_has is not None and model_has.stride() == weight.stride() else None
             self._launch(group, weight, _alike(local_of(gradient), weight), average, square, narrow, row, scale)
+            if model_has is not None and narrow is None:
+                model_has.copy_(weight)
+            # What autograd keeps of them is no longer what it was: it can tell.
+            changed = [each for each in (parameter, average, square, narrow) if each is not None]
+            torch.autograd.graph.increment_version(changed)
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         return parameter.grad if self.weights is None else self.weights.gradient_of(parameter)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """A parameter's, with elements where the parameter has them: what was loaded may have them elsewhere."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if local_of(state[name]).stride() != local_of(parameter).stride():
+                moved = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state[name] = moved.copy_(state[name])
         return state
 
     def _launch(
@@ -136,21 +181,19 @@ class AdamW(torch.optim.AdamW):
         none = numbers  # in the place of what there is not
         narrow_or_none, scale_or_none = (each if each is not None else none for each in (narrow, scale))
         pointers = (weight, gradient, average, square, narrow_or_none, numbers, scale_or_none)
-        constants = (*group["betas"], group["eps"], narrow is not None, scale is not None)
+        constants = (group["eps"], narrow is not None, scale is not None)
         key = (weight.device, weight.numel(), *(each.dtype for each in pointers), *constants)
         launch = self._launches.get(key)
         if launch is None:
             import triton.language as tl
 
-            beta1, beta2, eps, has_narrow, scaled = constants
+            eps, has_narrow, scaled = constants
             launch = self._launches[key] = Repeated(
                 adamw_step,
                 (-(-weight.numel() // BLOCK),),
                 weight.device,
                 [*[0] * len(pointers), weight.numel()],
                 range(len(pointers)),
-                beta1=beta1,
-                beta2=beta2,
                 eps=eps,
                 WIDE=tl.float64 if weight.dtype == torch.float64 else tl.float32,
                 NARROW=has_narrow,
@@ -168,15 +211,28 @@ def _plain_step(optimizer: torch.optim.AdamW) -> None:
 
 
 def _numbers_of(group: dict[str, Any], steps: list[Tensor]) -> Tensor:
-    """Counts the steps, and gives (steps, 4) float64 with what `adamw_step` needs of each in a row's first three."""
+    """Counts the steps, and gives (steps, 8) float64 with what `adamw_step` needs of each in a row's first seven."""
     torch._foreach_add_(steps, 1)
     taken = torch.stack(steps).double()
     beta1, beta2 = group["betas"]
-    numbers = torch.empty(len(steps), 4, dtype=torch.float64, device=taken.device)
+    numbers = torch.empty(len(steps), 8, dtype=torch.float64, device=taken.device)
     numbers[:, 0] = group["lr"] / (1 - beta1**taken)
     numbers[:, 1] = (1 - beta2**taken).sqrt()
     numbers[:, 2] = 1 - group["lr"] * group["weight_decay"]
+    for place, number in enumerate((beta1, 1 - beta1, beta2, 1 - beta2), start=3):
+        numbers[:, place] = number
     return numbers
+
+
+def _is_fused(group: dict[str, Any]) -> bool | None:
+    """Whether the state is as of PyTorch's fused AdamW: on the GPU with the number of steps."""
+    return all(parameter.device.type == "cuda" for parameter in group["params"]) or None
+
+
+def _refuse_options(group: dict[str, Any]) -> None:
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise ValueError(f"AdamW: {name}=True is not supported: use torch.optim.AdamW")
 
 
 def _gradient_of(parameter: Tensor) -> Tensor | None:

@@ -21,7 +21,8 @@ class MainWeights:
         model: gets the dtype, with the same parameters in it.
         dtype: bfloat16; or the one that it has, and nothing is copied.
         keep_narrow: leave a gradient as backward has made it, in `dtype`, until another is added to it or it is asked
-            for in float32 (`widen`). That costs no precision, and `rooftop.train.AdamW` takes it so.
+            for in float32 (`widen`). That costs no precision, and `rooftop.train.AdamW` takes it so. What looks for
+            gradients in `.grad`, such as `clip_grad_norm_` and `GradScaler`, needs `widen` first.
 
     Attributes:
         named: what the optimizer steps, by the model's names; tied ones once. Without `keep_narrow` their gradients are
@@ -33,15 +34,18 @@ class MainWeights:
         self.narrow = any(parameter.dtype != dtype for parameter in own.values())
         self.named = own
         self._gradients = _Gradients(keep_narrow)
-        self._narrow_of: dict[Tensor, Tensor] = {}
+        self._narrow_of: dict[Tensor, nn.Parameter] = {}
         if not self.narrow:
             return
-        self.named = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in own.items()}
+        self.named = {
+            name: nn.Parameter(parameter.detach().clone(), parameter.requires_grad) for name, parameter in own.items()
+        }
         model.to(dtype)
         self._model_has: list[Tensor] = list(own.values())
-        self._narrow_of = {self.named[name]: parameter.detach() for name, parameter in own.items()}
+        self._narrow_of = {self.named[name]: parameter for name, parameter in own.items()}
         for name, parameter in own.items():
-            parameter.register_post_accumulate_grad_hook(_Moved(self._gradients, self.named[name]))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_Moved(self._gradients, self.named[name]))
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -51,7 +55,8 @@ class MainWeights:
 
     def narrow_of(self, main: Tensor) -> Tensor | None:
         """The model's own weight for one of `named`, the same memory; None where that is it."""
-        return self._narrow_of.get(main)
+        own = self._narrow_of.get(main)
+        return None if own is None else own.detach()
 
     def gradient_of(self, main: Tensor) -> Tensor | None:
         """The gradient of one of `named`, float32 or narrow; None if there is none."""
@@ -71,9 +76,9 @@ class MainWeights:
         gradients.parameters = self.named
         gradients.gradient_of, gradients.widen = self.gradient_of, self.widen
 
-    def forget_gradients(self) -> None:
-        """Let go of the narrow ones; those in `.grad` are the optimizer's `zero_grad` to let go of."""
-        self._gradients.narrow.clear()
+    def forget_gradient(self, main: Tensor) -> None:
+        """Let go of a narrow one; those in `.grad` are the optimizer's `zero_grad` to let go of."""
+        self._gradients.narrow.pop(main, None)
 
 
 class _Gradients:
