@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -151,6 +152,30 @@ def test_a_turned_video_is_given_upright(make_video: MakeVideo, degrees: int) ->
     assert torch.equal(reader[1], turned)
     resized = VideoReader(reader.source.path, resize=(40, 20))
     assert resized[0].shape == (3, 40, 20)
+
+
+def test_photographs_that_say_how_they_are_turned(tmp_path: Path) -> None:
+    """EXIF's orientation 6: what is above in the file is at the right. PyAV has no name for EXIF among what a frame
+    says."""
+    av, image = pytest.importorskip("av"), pytest.importorskip("PIL.Image")
+    pixels = np.zeros((32, 64, 3), np.uint8)
+    pixels[:16] = 255
+    exif, jpeg = image.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    image.fromarray(pixels).save(jpeg, "jpeg", exif=exif)
+    source = av.open(io.BytesIO(jpeg.getvalue()))
+    with av.open(str(tmp_path / "turned.mkv"), "w") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for number in range(2):
+            packet = av.Packet(jpeg.getvalue())
+            packet.pts = packet.dts = 1000 * number
+            packet.time_base, packet.stream, packet.is_keyframe = stream.time_base, stream, True
+            target.mux(packet)
+    source.close()
+    frame = VideoReader(tmp_path / "turned.mkv")[1]
+    assert frame.shape == (3, 64, 32)
+    assert frame[:, :, 16:].min() > 240
+    assert frame[:, :, :16].max() < 15
 
 
 def test_bytes_are_read_as_files_are(make_video: MakeVideo) -> None:
