@@ -304,6 +304,7 @@ def test_what_is_no_weight_is_refused() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(whole[:, :3])]})
     with pytest.raises(ValueError, match="maximize=True is not supported"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "maximize": True})
+    assert len(optimizer.param_groups) == 1  # nothing is left of those
     with pytest.raises(ValueError, match="amsgrad=True is not supported"):
         optimizer.load_state_dict(torch.optim.AdamW([nn.Parameter(torch.zeros(2))], amsgrad=True).state_dict())
     model, weights = main_weights("cpu", True)
