@@ -10,6 +10,7 @@ The same precision on both sides: computed in bfloat16; weights, sums of gradien
 float32. With FSDP2 the shared float32 parameters are gathered in bfloat16; without, bfloat16 parameters beside float32
 ones. Gradients are not clipped. Ours as it is and with each block compiled; PyTorch's always compiled, with the loss in
 parts (`loss_parallel`) and with asynchronous tensor parallelism where it works, noted as absent where it does not.
+"rooftop, trained" is `rooftop.train.GptTrainer`, as `rooftop train gpt` makes its steps: it reads its text, and clips.
 
     ms, spread         of a step: the median, and from the fastest to the slowest by it; of the slowest rank
     tflops             a second and GPU: matrix products and attention, of which the causal half counts
@@ -57,11 +58,11 @@ from rooftop.models import Gpt, gpt_config, parallel_gpt
 from rooftop.models.gpt_configs import GptConfig
 from rooftop.models.gpt_layouts import fully_sharded_gpt
 from rooftop.parallel import Layout, ModelGradients
-from rooftop.train import AdamW, MainWeights
+from rooftop.train import AdamW, GptTrainer, GptTraining, MainWeights, Tokens
 
 OURS, COMPILED, REPLAYED = "rooftop", "rooftop, blocks compiled", "rooftop, replayed"
 NATIVE, ASYNC = "PyTorch, blocks compiled", "PyTorch, asynchronous tensor parallel"
-INIT = "rooftop, initial values only"
+TRAINED, INIT = "rooftop, trained", "rooftop, initial values only"
 SEED, LEARNING_RATE = 1, 1e-4
 FIRST = 3  # steps whose losses are compared, and which compile
 LOSS_NOISE = (
@@ -112,13 +113,13 @@ def tensor_parallel(size: int) -> Layout:
 # 7 billion parameters take 16 bytes each with float32 weights, gradients and Adam, shared by the data ranks: 54 GiB on
 # each of two, beside 0.6 GiB of activations for a layer and sequence. Tensor parallel ranks have 2 bytes more for each.
 CASES = (
-    Case("llama-1b", Layout(2), 4, 70, (OURS, NATIVE, COMPILED), "fsdp2"),
+    Case("llama-1b", Layout(2), 4, 70, (OURS, NATIVE, COMPILED, TRAINED), "fsdp2"),
     Case("llama-1b", tensor_parallel(2), 4, 70, (OURS, REPLAYED, NATIVE, ASYNC, COMPILED), "tp2"),
     Case("llama-7b", Layout(2), 2, 125, (COMPILED, NATIVE), "fsdp2"),
     Case("llama-7b", Layout(2), 2, 40, (INIT,), "fsdp2-init"),
     Case("llama-7b", tensor_parallel(2), 2, 125, (OURS, REPLAYED, NATIVE), "tp2"),
-    Case("llama-1b", Layout(), 4, 75, (OURS, NATIVE, COMPILED), "alone"),
-    Case("llama-7b", Layout(), 2, 60, (OURS, NATIVE, COMPILED, REPLAYED), "eight-layers", layers=8),
+    Case("llama-1b", Layout(), 4, 75, (OURS, NATIVE, COMPILED, TRAINED), "alone"),
+    Case("llama-7b", Layout(), 2, 60, (OURS, NATIVE, COMPILED, REPLAYED, TRAINED), "eight-layers", layers=8),
     Case("llama-7b", Layout(4), 2, 90, (COMPILED, NATIVE), "fsdp4"),
     Case("llama-7b", tensor_parallel(4), 2, 70, (OURS, NATIVE, ASYNC), "tp4"),
     Case("llama-7b", Layout(8), 2, 75, (COMPILED, NATIVE), "fsdp8"),
@@ -337,6 +338,8 @@ def measured(job: Job, device: torch.device) -> dict[str, Any]:
     if job.variant in (OURS, COMPILED, REPLAYED):
         init_s, model = initialized(case, config, dtype, device)
         step: Step = Ours(model, case.layout, groups, dtype, device, job.variant, job.small).step
+    elif job.variant == TRAINED:
+        init_s, step = 0.0, trained(case, config, dtype, device)
     else:
         init_s, step = 0.0, native(job, config, dtype, device)
     tokens, targets = own_text(case, config, device)
@@ -437,6 +440,23 @@ class Ours:
         return loss.detach()
 
 
+def trained(case: Case, config: GptConfig, dtype: torch.dtype, device: torch.device) -> Step:
+    """A step that reads the same sequences itself."""
+    training = GptTraining(
+        config=config,
+        length=config.positions,
+        global_batch=case.micro_batch * case.layout.dp,
+        micro_batch=case.micro_batch,
+        learning_rate=LEARNING_RATE,
+        seed=SEED,
+        dtype=dtype,
+    )
+    tokens = Tokens([whole_text(case, config).numpy()], "random tokens")
+    groups = case.layout.process_groups()
+    trainer = GptTrainer(training, tokens, case.layout, groups, device, fully_shard=case.layout.dp > 1)
+    return lambda *_: trainer.advance()[0]
+
+
 def native(job: Job, config: GptConfig, dtype: torch.dtype, device: torch.device) -> Step:
     from parallel_native import Native
     from torch.distributed.device_mesh import init_device_mesh
@@ -461,12 +481,16 @@ def backend(small: bool) -> str:
     return "aot_eager" if small else "inductor"
 
 
-def own_text(case: Case, config: GptConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random tokens and targets (B, S) of this data rank; tensor parallel ranks have the same."""
+def whole_text(case: Case, config: GptConfig) -> Tensor:
+    """Random tokens, one row: as many sequences as a step takes, and a last target."""
+    sequences = case.micro_batch * case.layout.dp
     generator = torch.Generator().manual_seed(0)
-    every = torch.randint(
-        config.vocabulary, (case.micro_batch * case.layout.dp, config.positions + 1), generator=generator
-    )
+    return torch.randint(config.vocabulary, (sequences * config.positions + 1,), generator=generator)
+
+
+def own_text(case: Case, config: GptConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and targets (B, S) of this data rank; tensor parallel ranks have the same."""
+    every = whole_text(case, config).unfold(0, config.positions + 1, config.positions)
     mine = every.chunk(case.layout.dp)[case.layout.coordinates(dist.get_rank())["dp"]].to(device)
     return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
 

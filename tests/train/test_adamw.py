@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rooftop.launch import INTERPRETED
+from rooftop.launch import INTERPRETED, count_launches
 from rooftop.parallel import ModelGradients
-from rooftop.train import AdamW, MainWeights
+from rooftop.train import AdamW, MainWeights, adamw_launches
 
 NARROW = torch.float16 if INTERPRETED else torch.bfloat16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -278,7 +278,45 @@ def test_betas_may_change_and_gradients_be_absent() -> None:
             given_gradients(every, step)
             each.step()
     torch.testing.assert_close([p.detach() for p in ours], [p.detach() for p in theirs], rtol=1e-12, atol=1e-12)
-    assert len(optimizer._launches) in (0, len({each.numel() for each in ours if each.numel()}))
+    assert all(len(each._together) == 1 for each in optimizer._launches.values())
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="PyTorch makes the steps of a CPU")
+def test_small_weights_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other gradients, other weights among them, one that is large: the same numbers, and no more launches than that."""
+    monkeypatch.setattr(adamw_launches, "SMALL", 2100)
+    ours, theirs = parameters(torch.float64, "cpu"), parameters(torch.float64, "cpu")
+    optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    for step in range(6):
+        for each, every in ((plain, theirs), (optimizer, ours)):
+            given_gradients(every, step)
+            if step == 4:
+                every[3].grad = None
+                every[2].grad = None
+            with count_launches() as launched:
+                each.step()
+        large = sum(each.numel() > 2100 for each in ours)
+        assert launched == {"adamw_steps": 1, "adamw_step": large}
+        torch.testing.assert_close([p.detach() for p in ours], [p.detach() for p in theirs], rtol=1e-12, atol=1e-12)
+
+
+def test_weights_that_moved_are_found() -> None:
+    """The memory of each of the tensors may be another in the next step, and a parameter may have become smaller."""
+    ours, theirs = parameters(torch.float64, "cpu"), parameters(torch.float64, "cpu")
+    optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    for step in range(5):
+        for each, every in ((optimizer, ours), (plain, theirs)):
+            given_gradients(every, step)
+            each.step()
+            state = each.state[every[4]]
+            state["exp_avg"].data = state["exp_avg"].clone()
+            state["exp_avg_sq"] = state["exp_avg_sq"].clone()
+            every[5].data = every[5].data.clone()
+        torch.testing.assert_close([p.detach() for p in ours], [p.detach() for p in theirs], rtol=1e-12, atol=1e-12)
+    ours[5].data = ours[5].data[:100]
+    ours[5].grad = torch.ones(100, dtype=torch.float64)
+    with pytest.raises((ValueError, RuntimeError), match="100"):
+        optimizer.step()
 
 
 def test_autograd_can_tell_that_weights_have_changed() -> None:
@@ -316,7 +354,7 @@ def test_what_is_no_weight_is_refused() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
 def test_the_kernel_makes_these_steps(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__) == 20
+    assert interpreted(__file__) == 22
 
 
 @pytest.mark.gpu

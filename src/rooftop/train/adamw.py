@@ -1,9 +1,9 @@
 """AdamW that goes through memory once.
 
 A step of weights that are kept in float32 for a model in bfloat16 is, operator by operator: gradients to float32 (6
-bytes a weight), their clipping (8), AdamW (28), the weights to bfloat16 (6). It is bound by memory, and one kernel for
-each weight does it all with 28: gradients are read in the dtype in which backward left them, multiplied with what clips
-them as they are read, and the model's weights are written beside those that are kept.
+bytes a weight), their clipping (8), AdamW (28), the weights to bfloat16 (6). It is bound by memory, and one kernel does
+it all with 28: gradients are read in the dtype in which backward left them, multiplied with what clips them as they are
+read, and the model's weights are written beside those that are kept. `adamw_launches.py` says which weights share one.
 
 What it needs to know of a step (its number, the rate) is on the GPU too: the host waits for nothing, and a CUDA graph
 can hold the step.
@@ -19,19 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.launch.triton_launch import INTERPRETED, Repeated, require_triton
+from rooftop.launch.triton_launch import INTERPRETED, require_triton
 from rooftop.parallel.sharded_data import local_of
+from rooftop.train.adamw_launches import AdamWLaunches, SteppedWeight
 from rooftop.train.main_weights import MainWeights
 
-# The fastest on an H200 of `benchmarks/adamw.py --variants`: a thread has eight elements, 16 bytes of bfloat16.
-BLOCK, WARPS = 1024, 4
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with the same numbers up to rounding, and the same state and `state_dict`.
 
-    On a GPU each weight's step is one kernel, as the module says; on a CPU PyTorch makes it.
+    On a GPU a weight's step is made in one kernel, as the module says; on a CPU PyTorch makes it.
 
     Args:
         params, lr, betas, eps, weight_decay: as of `torch.optim.AdamW`; `lr` may be a tensor.
@@ -55,7 +54,7 @@ class AdamW(torch.optim.AdamW):
         weights: MainWeights | None = None,
     ) -> None:
         self.weights = weights
-        self._launches: dict[tuple[Any, ...], Repeated] = {}
+        self._forget()
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -93,8 +92,12 @@ class AdamW(torch.optim.AdamW):
         return {**super().__getstate__(), "weights": self.weights}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._launches = {}
+        self._forget()
         super().__setstate__(state)
+
+    def _forget(self) -> None:
+        self._stepped: dict[Tensor, SteppedWeight] = {}
+        self._launches: dict[tuple[int, torch.device], AdamWLaunches] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:  # type: ignore[override]
@@ -115,8 +118,8 @@ class AdamW(torch.optim.AdamW):
         every = [parameter for group in self.param_groups for parameter in group["params"]]
         if all(parameter.device.type == "cuda" for parameter in every) or INTERPRETED:
             require_triton()
-            for group in self.param_groups:
-                self._step_of(group, scale)
+            for number, group in enumerate(self.param_groups):
+                self._step_of(number, group, scale)
             return loss
         if self.weights is not None:
             for parameter in every:
@@ -136,79 +139,56 @@ class AdamW(torch.optim.AdamW):
                 self.weights.forget_gradient(parameter) if set_to_none else self.weights.widen(parameter)
         super().zero_grad(set_to_none)
 
-    def _step_of(self, group: dict[str, Any], scale: Tensor | None) -> None:
-        found = [
-            (parameter, gradient)
-            for parameter in group["params"]
-            if (gradient := self._gradient(parameter)) is not None
-        ]
-        if not found:
-            return
-        for parameter, gradient in found:
-            _check(parameter)
+    def _step_of(self, number: int, group: dict[str, Any], scale: Tensor | None) -> None:
+        by_device: dict[torch.device, list[tuple[SteppedWeight, Tensor]]] = {}
+        for parameter in group["params"]:
+            gradient = parameter.grad if self.weights is None else self.weights.gradient_of(parameter)
+            if gradient is None:
+                continue
             if gradient.layout != torch.strided:
                 raise RuntimeError("AdamW: a gradient is sparse: make the embedding with sparse=False")
-        states = [self._state_of(parameter) for parameter, _ in found]
-        numbers = _numbers_of(group, [state["step"] for state in states])
-        for (parameter, gradient), state, row in zip(found, states, numbers, strict=True):
-            weight, average, square = (local_of(each) for each in (parameter, state["exp_avg"], state["exp_avg_sq"]))
-            model_has = None if self.weights is None else self.weights.narrow_of(parameter)
-            narrow = model_has if model_has is not None and model_has.stride() == weight.stride() else None
-            self._launch(group, weight, _alike(local_of(gradient), weight), average, square, narrow, row, scale)
-            if model_has is not None and narrow is None:
-                model_has.copy_(weight)
+            weight = self._weight_of(parameter)
+            alike = _alike(local_of(gradient), weight.weight)
+            by_device.setdefault(alike.device, []).append((weight, alike))
+        for device, found in by_device.items():
+            weights, gradients = [weight for weight, _ in found], [gradient for _, gradient in found]
+            numbers = _numbers_of(group, [weight.step for weight in weights])
+            launches = self._launches.setdefault((number, device), AdamWLaunches())
+            launches(weights, gradients, numbers, scale, group["eps"])
+            for weight in weights:
+                if weight.model_has is not None and weight.narrow is None:
+                    weight.model_has.copy_(weight.weight)
             # What autograd keeps of them is no longer what it was: it can tell.
-            changed = [each for each in (parameter, average, square, narrow) if each is not None]
-            torch.autograd.graph.increment_version(changed)
+            torch.autograd.graph.increment_version([each for weight in weights for each in weight.changed])
 
-    def _gradient(self, parameter: Tensor) -> Tensor | None:
-        return parameter.grad if self.weights is None else self.weights.gradient_of(parameter)
-
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """A parameter's, with elements where the parameter has them: what was loaded may have them elsewhere."""
+    def _weight_of(self, parameter: Tensor) -> SteppedWeight:
+        """With what is kept of it, which is looked at anew where something has changed."""
         state: dict[str, Any] = self.state[parameter]
+        model_has = None if self.weights is None else self.weights.model_has(parameter)
+        known = self._stepped.get(parameter)
+        if known is not None and known.is_still(model_has, state):
+            return known
+        _check(parameter)
+        self._complete(parameter, state)
+        made = SteppedWeight(parameter, model_has, state["step"], state["exp_avg"], state["exp_avg_sq"])
+        self._stepped[parameter] = made
+        return made
+
+    def _complete(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Make a state, or one with elements where the parameter has them: what was loaded may have them elsewhere."""
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         for name in ("exp_avg", "exp_avg_sq"):
-            if local_of(state[name]).stride() != local_of(parameter).stride():
-                moved = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                state[name] = moved.copy_(state[name])
-        return state
-
-    def _launch(
-        self, group: dict[str, Any], weight: Tensor, gradient: Tensor, average: Tensor, square: Tensor,
-        narrow: Tensor | None, numbers: Tensor, scale: Tensor | None,
-    ) -> None:  # fmt: skip
-        if weight.numel() == 0:
-            return
-        from rooftop.train.adamw_kernels import adamw_step
-
-        none = numbers  # in the place of what there is not
-        narrow_or_none, scale_or_none = (each if each is not None else none for each in (narrow, scale))
-        pointers = (weight, gradient, average, square, narrow_or_none, numbers, scale_or_none)
-        constants = (group["eps"], narrow is not None, scale is not None)
-        key = (weight.device, weight.numel(), *(each.dtype for each in pointers), *constants)
-        launch = self._launches.get(key)
-        if launch is None:
-            import triton.language as tl
-
-            eps, has_narrow, scaled = constants
-            launch = self._launches[key] = Repeated(
-                adamw_step,
-                (-(-weight.numel() // BLOCK),),
-                weight.device,
-                [*[0] * len(pointers), weight.numel()],
-                range(len(pointers)),
-                eps=eps,
-                WIDE=tl.float64 if weight.dtype == torch.float64 else tl.float32,
-                NARROW=has_narrow,
-                SCALED=scaled,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-            )
-        launch(*pointers)
+            held = state.get(name)
+            if held is not None and held.shape != parameter.shape:
+                raise ValueError(
+                    f"AdamW: the state of a parameter {tuple(parameter.shape)} has the shape {tuple(held.shape)}: "
+                    "make a new optimizer for what has another shape"
+                )
+            if held is None or local_of(held).stride() != local_of(parameter).stride():
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                if held is not None:
+                    state[name].copy_(held)
 
 
 def _plain_step(optimizer: torch.optim.AdamW) -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernel of AdamW; `adamw.py` has the optimizer and says how it works."""
+"""The Triton kernels of AdamW; `adamw.py` has the optimizer and says how it works."""
 
 from __future__ import annotations
 
@@ -15,8 +15,54 @@ def adamw_step(
     elements,
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements: all that is kept of each is read once and written once."""
+    """BLOCK elements of one weight: all that is kept of each is read once and written once."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
+    step_from(
+        weight + start, gradient + start, average + start, square + start, narrow + start, numbers, scale,
+        elements - start, eps, WIDE, NARROW, SCALED, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def adamw_steps(
+    rows,  # (weights, 8) int64, a row: addresses of weight, gradient, average, square, narrow; elements; the first
+    # program; the row of `numbers`
+    row_of,  # (programs,) int32
+    numbers,  # (any, 8) float64, of which seven are as above
+    scale,  # as above
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, AVERAGE: tl.constexpr, SQUARE: tl.constexpr,
+    MODEL: tl.constexpr,  # the dtypes of what the addresses lead to
+    ALIGNED: tl.constexpr,  # whether all addresses are divisible by 16
+    eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same of many weights."""
+    program = tl.program_id(0)
+    row = rows + tl.load(row_of + program).to(tl.int64) * 8
+    start = (program - tl.load(row + 6)) * BLOCK
+    step_from(
+        pointer_at(tl.load(row), WEIGHT, ALIGNED) + start,
+        pointer_at(tl.load(row + 1), GRADIENT, ALIGNED) + start,
+        pointer_at(tl.load(row + 2), AVERAGE, ALIGNED) + start,
+        pointer_at(tl.load(row + 3), SQUARE, ALIGNED) + start,
+        pointer_at(tl.load(row + 4), MODEL, ALIGNED) + start,
+        numbers + tl.load(row + 7) * 8, scale, tl.load(row + 5) - start, eps, WIDE, NARROW, SCALED, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def pointer_at(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def step_from(
+    weight, gradient, average, square, narrow, numbers, scale, left,
+    eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The step of BLOCK elements from the pointers on, of which `left` are there."""
     rate = tl.load(numbers).to(WIDE)
     root = tl.load(numbers + 1).to(WIDE)
     decay = tl.load(numbers + 2).to(WIDE)
@@ -25,17 +71,15 @@ def adamw_step(
     beta2 = tl.load(numbers + 5).to(WIDE)
     rest2 = tl.load(numbers + 6).to(WIDE)
     factor = tl.load(scale).to(WIDE) if SCALED else 1.0
-    if start + BLOCK <= elements:  # no mask: the widest loads, whatever divides the number of elements
+    if left >= BLOCK:  # no mask: the widest loads, whatever divides the number of elements
         step_of_block(
-            weight + start, gradient + start, average + start, square + start, narrow + start,
-            elements - start, rate, root, decay, factor, beta1, rest1, beta2, rest2,
-            eps, WIDE, NARROW, SCALED, BLOCK, True,
+            weight, gradient, average, square, narrow, left,
+            rate, root, decay, factor, beta1, rest1, beta2, rest2, eps, WIDE, NARROW, SCALED, BLOCK, True,
         )  # fmt: skip
     else:
         step_of_block(
-            weight + start, gradient + start, average + start, square + start, narrow + start,
-            elements - start, rate, root, decay, factor, beta1, rest1, beta2, rest2,
-            eps, WIDE, NARROW, SCALED, BLOCK, False,
+            weight, gradient, average, square, narrow, left,
+            rate, root, decay, factor, beta1, rest1, beta2, rest2, eps, WIDE, NARROW, SCALED, BLOCK, False,
         )  # fmt: skip
 
 
@@ -45,7 +89,7 @@ def step_of_block(
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr,
     BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The step of the elements from the pointers on."""
+    """The same where all are there, or not."""
     lane = tl.arange(0, BLOCK)
     inside = lane >= 0 if FULL else lane < left
     w = tl.load(weight + lane, mask=inside).to(WIDE)

@@ -34,15 +34,15 @@ class MainWeights:
         self.narrow = any(parameter.dtype != dtype for parameter in own.values())
         self.named = own
         self._gradients = _Gradients(keep_narrow)
-        self._narrow_of: dict[Tensor, nn.Parameter] = {}
+        self._model_has: dict[Tensor, nn.Parameter] = {}
         if not self.narrow:
             return
         self.named = {
             name: nn.Parameter(parameter.detach().clone(), parameter.requires_grad) for name, parameter in own.items()
         }
         model.to(dtype)
-        self._model_has: list[Tensor] = list(own.values())
-        self._narrow_of = {self.named[name]: parameter for name, parameter in own.items()}
+        self._every: list[Tensor] = list(own.values())
+        self._model_has = {self.named[name]: parameter for name, parameter in own.items()}
         for name, parameter in own.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_Moved(self._gradients, self.named[name]))
@@ -51,12 +51,11 @@ class MainWeights:
     def publish(self) -> None:
         """Give the model what the optimizer has made."""
         if self.narrow:
-            torch._foreach_copy_(self._model_has, [*self.named.values()])
+            torch._foreach_copy_(self._every, [*self.named.values()])
 
-    def narrow_of(self, main: Tensor) -> Tensor | None:
-        """The model's own weight for one of `named`, the same memory; None where that is it."""
-        own = self._narrow_of.get(main)
-        return None if own is None else own.detach()
+    def model_has(self, main: Tensor) -> nn.Parameter | None:
+        """The model's own weight for one of `named`; None where that is it."""
+        return self._model_has.get(main)
 
     def gradient_of(self, main: Tensor) -> Tensor | None:
         """The gradient of one of `named`, float32 or narrow; None if there is none."""
