@@ -49,6 +49,7 @@ def test_every_variant_trains_the_same_model(tmp_path: Path, monkeypatch: pytest
     )
     assert parallel.main() == 0
     every = json.loads(out.read_text())["results"]
+    rooftops = {"rooftop", "rooftop, blocks compiled", "rooftop, replayed"}
     for (case, layout), variants in VARIANTS.items():
         rows = [row for row in every if row["case"] == case]
         assert [row["variant"] for row in rows] == variants
@@ -56,7 +57,7 @@ def test_every_variant_trains_the_same_model(tmp_path: Path, monkeypatch: pytest
             if "absent" not in row:
                 assert row["layout"].startswith(layout)
                 assert row["losses"] == pytest.approx(rows[0]["losses"], abs=1e-3)
-                assert ("init_s" in row) == (row["variant"].startswith("rooftop") and row["variant"] != "rooftop, trained")
+                assert ("init_s" in row) == (row["variant"] in rooftops)
                 assert row["tokens_per_s_per_gpu"] > 0
         assert rows[0]["losses"][2] < rows[0]["losses"][0] - 1e-3  # steps are made
 

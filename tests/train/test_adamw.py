@@ -283,7 +283,7 @@ def test_betas_may_change_and_gradients_be_absent() -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="PyTorch makes the steps of a CPU")
 def test_small_weights_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other gradients, other weights among them, one that is large: the same numbers, and no more launches than that."""
+    """Other gradients, other weights among them, one that is large: the same numbers, and no launch more."""
     monkeypatch.setattr(adamw_launches, "SMALL", 2100)
     ours, theirs = parameters(torch.float64, "cpu"), parameters(torch.float64, "cpu")
     optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
