@@ -5,7 +5,7 @@
 The weights are those of Llama blocks and of a ResNet-50, with gradients in bfloat16. What is timed, in ms, the median
 of some steps, from a gradient as backward leaves it to weights that forward can take:
 
-    rooftop            `rooftop.train.AdamW`: one kernel for each weight
+    rooftop            `rooftop.train.AdamW`: one kernel for all weights
     rooftop, clipped   the same with gradients multiplied with a number on the GPU
     PyTorch            gradients to float32, fused AdamW, weights to bfloat16 by `_foreach_copy_`
     PyTorch, clipped   the same with `_foreach_mul_` of the gradients
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from rooftop.cost import Cost, roof
 from rooftop.hardware import ceilings_of, measure_ceilings
 from rooftop.models import resnet50
-from rooftop.train import AdamW, MainWeights, adamw
+from rooftop.train import AdamW, MainWeights, adamw_launches
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 BYTES_READ, BYTES_WRITTEN = 2 + 3 * 4, 3 * 4 + 2
@@ -162,7 +162,7 @@ def main() -> int:
 def try_launches(device: str) -> int:
     shapes = cases(device == "cpu")[next(iter(cases(device == "cpu")))]
     for block, warps in ((1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16)):
-        adamw.BLOCK, adamw.WARPS = block, warps
+        adamw_launches.BLOCK, adamw_launches.WARPS = block, warps
         print(block, warps, statistics.median(timed(rooftop_step(shapes, device, False), device)), flush=True)
         if device == "cuda":
             torch.cuda.empty_cache()

@@ -10,7 +10,8 @@ The same precision on both sides: computed in bfloat16; weights, sums of gradien
 float32. With FSDP2 the shared float32 parameters are gathered in bfloat16; without, bfloat16 parameters beside float32
 ones. Gradients are not clipped. Ours as it is and with each block compiled; PyTorch's always compiled, with the loss in
 parts (`loss_parallel`) and with asynchronous tensor parallelism where it works, noted as absent where it does not.
-"rooftop, trained" is `rooftop.train.GptTrainer`, as `rooftop train gpt` makes its steps: it reads its text, and clips.
+"rooftop, trained" is `rooftop.train.GptTrainer`, as `rooftop train gpt` makes its steps: it reads its text and takes the
+norm of the gradient.
 
     ms, spread         of a step: the median, and from the fastest to the slowest by it; of the slowest rank
     tflops             a second and GPU: matrix products and attention, of which the causal half counts
@@ -448,6 +449,7 @@ def trained(case: Case, config: GptConfig, dtype: torch.dtype, device: torch.dev
         global_batch=case.micro_batch * case.layout.dp,
         micro_batch=case.micro_batch,
         learning_rate=LEARNING_RATE,
+        clip=0.0,
         seed=SEED,
         dtype=dtype,
     )

@@ -278,13 +278,15 @@ def test_betas_may_change_and_gradients_be_absent() -> None:
             given_gradients(every, step)
             each.step()
     torch.testing.assert_close([p.detach() for p in ours], [p.detach() for p in theirs], rtol=1e-12, atol=1e-12)
-    assert all(len(each._together) == 1 for each in optimizer._launches.values())
+    assert all(len(each._tables) == 1 for each in optimizer._plans.values())
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="PyTorch makes the steps of a CPU")
-def test_small_weights_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other gradients, other weights among them, one that is large: the same numbers, and no launch more."""
-    monkeypatch.setattr(adamw_launches, "SMALL", 2100)
+@pytest.mark.parametrize("graph", [False, True])
+def test_weights_share_a_launch(graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other gradients, other weights among them: the same numbers, and no launch more. Where a graph is captured each
+    has its own."""
+    monkeypatch.setattr(adamw_launches, "capturing", lambda device: graph)
     ours, theirs = parameters(torch.float64, "cpu"), parameters(torch.float64, "cpu")
     optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
     for step in range(6):
@@ -295,8 +297,8 @@ def test_small_weights_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
                 every[2].grad = None
             with count_launches() as launched:
                 each.step()
-        large = sum(each.numel() > 2100 for each in ours)
-        assert launched == {"adamw_steps": 1, "adamw_step": large}
+        stepped = sum(each.grad is not None and each.numel() > 0 for each in ours)
+        assert launched == {"adamw_numbers": 1, **({"adamw_step": stepped} if graph else {"adamw_steps": 1})}
         torch.testing.assert_close([p.detach() for p in ours], [p.detach() for p in theirs], rtol=1e-12, atol=1e-12)
 
 
@@ -354,7 +356,7 @@ def test_what_is_no_weight_is_refused() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
 def test_the_kernel_makes_these_steps(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__) == 22
+    assert interpreted(__file__) == 23
 
 
 @pytest.mark.gpu
@@ -393,3 +395,50 @@ def test_a_step_waits_for_nothing(scaled: bool) -> None:
         optimizer.step(scale=scale)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_streams_and_graphs_take_turns() -> None:
+    """What is kept on the GPU from step to step belongs to one stream, and to no graph."""
+    ours, theirs = parameters(torch.float64, "cuda"), parameters(torch.float64, "cuda")
+    optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    given_gradients(ours, 0)
+    given_gradients(theirs, 0)
+    for turn in range(8):
+        stream = streams[turn % 2]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            optimizer.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        scratch = [torch.full_like(each, torch.nan) for each in ours for _ in range(4)]  # over what was let go of
+        if turn == 3:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=streams[2]):
+                optimizer.step()
+        if turn > 4:
+            graph.replay()
+        del scratch
+    for _ in range(8 + 3):
+        plain.step()
+    torch.testing.assert_close(
+        [each.detach() for each in ours], [each.detach() for each in theirs], rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.gpu
+def test_a_rate_on_the_gpu() -> None:
+    ours, theirs = parameters(torch.float64, "cuda"), parameters(torch.float64, "cuda")
+    rate = torch.tensor(0.01, device="cuda")
+    optimizer = AdamW(ours, **{**OPTIONS, "lr": rate})
+    plain = torch.optim.AdamW(theirs, **{**OPTIONS, "lr": rate}, capturable=True)
+    for step in range(4):
+        rate.fill_(0.01 / (1 + step))
+        given_gradients(ours, step)
+        given_gradients(theirs, step, alike=True)
+        optimizer.step()
+        plain.step()
+    torch.testing.assert_close(
+        [each.detach() for each in ours], [each.detach() for each in theirs], rtol=1e-9, atol=1e-9
+    )

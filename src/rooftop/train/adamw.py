@@ -14,6 +14,9 @@ Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization" (arX
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from itertools import compress
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -21,9 +24,10 @@ from torch import Tensor
 
 from rooftop.launch.triton_launch import INTERPRETED, require_triton
 from rooftop.parallel.sharded_data import local_of
-from rooftop.train.adamw_launches import AdamWLaunches, SteppedWeight
+from rooftop.train.adamw_launches import AdamWOptions, AdamWPlan
 from rooftop.train.main_weights import MainWeights
 
+_grad, _device = attrgetter("grad"), attrgetter("device")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -96,8 +100,8 @@ class AdamW(torch.optim.AdamW):
         super().__setstate__(state)
 
     def _forget(self) -> None:
-        self._stepped: dict[Tensor, SteppedWeight] = {}
-        self._launches: dict[tuple[int, torch.device], AdamWLaunches] = {}
+        self._plans: dict[tuple[int, torch.device], AdamWPlan] = {}
+        self._known: list[dict[str, Any]] = []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:  # type: ignore[override]
@@ -118,8 +122,11 @@ class AdamW(torch.optim.AdamW):
         every = [parameter for group in self.param_groups for parameter in group["params"]]
         if all(parameter.device.type == "cuda" for parameter in every) or INTERPRETED:
             require_triton()
+            if len(self.state) != len(self._known) or not all(map(is_, self.state.values(), self._known)):
+                self._plans.clear()  # somebody has replaced states
             for number, group in enumerate(self.param_groups):
                 self._step_of(number, group, scale)
+            self._known = [*self.state.values()]
             return loss
         if self.weights is not None:
             for parameter in every:
@@ -140,75 +147,34 @@ class AdamW(torch.optim.AdamW):
         super().zero_grad(set_to_none)
 
     def _step_of(self, number: int, group: dict[str, Any], scale: Tensor | None) -> None:
-        by_device: dict[torch.device, list[tuple[SteppedWeight, Tensor]]] = {}
-        for parameter in group["params"]:
-            gradient = parameter.grad if self.weights is None else self.weights.gradient_of(parameter)
-            if gradient is None:
-                continue
-            if gradient.layout != torch.strided:
-                raise RuntimeError("AdamW: a gradient is sparse: make the embedding with sparse=False")
-            weight = self._weight_of(parameter)
-            alike = _alike(local_of(gradient), weight.weight)
-            by_device.setdefault(alike.device, []).append((weight, alike))
-        for device, found in by_device.items():
-            weights, gradients = [weight for weight, _ in found], [gradient for _, gradient in found]
-            numbers = _numbers_of(group, [weight.step for weight in weights])
-            launches = self._launches.setdefault((number, device), AdamWLaunches())
-            launches(weights, gradients, numbers, scale, group["eps"])
-            for weight in weights:
-                if weight.model_has is not None and weight.narrow is None:
-                    weight.model_has.copy_(weight.weight)
-            # What autograd keeps of them is no longer what it was: it can tell.
-            torch.autograd.graph.increment_version([each for weight in weights for each in weight.changed])
+        every = group["params"]
+        held = [*map(_grad, every)] if self.weights is None else self.weights.gradients_of(every)
+        found = [parameter for parameter, gradient in zip(every, held, strict=True) if gradient is not None]
+        gradients = [gradient for gradient in held if gradient is not None]
+        options = AdamWOptions.of(group)
+        devices = [*map(_device, found)]
+        for device in dict.fromkeys(devices):
+            is_here = [each == device for each in devices]
+            here = [*compress(found, is_here)]
+            plan = self._plans.get((number, device))
+            if plan is None or not plan.holds(here):
+                plan = self._plans[number, device] = self._plan_of(here)
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                factor = scale if scale is None or scale.device == device else scale.to(device)
+                plan.step([*compress(gradients, is_here)], options, factor)
 
-    def _weight_of(self, parameter: Tensor) -> SteppedWeight:
-        """With what is kept of it, which is looked at anew where something has changed."""
-        state: dict[str, Any] = self.state[parameter]
-        model_has = None if self.weights is None else self.weights.model_has(parameter)
-        known = self._stepped.get(parameter)
-        if known is not None and known.is_still(model_has, state):
-            return known
-        _check(parameter)
-        self._complete(parameter, state)
-        made = SteppedWeight(parameter, model_has, state["step"], state["exp_avg"], state["exp_avg_sq"])
-        self._stepped[parameter] = made
-        return made
-
-    def _complete(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Make a state, or one with elements where the parameter has them: what was loaded may have them elsewhere."""
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        for name in ("exp_avg", "exp_avg_sq"):
-            held = state.get(name)
-            if held is not None and held.shape != parameter.shape:
-                raise ValueError(
-                    f"AdamW: the state of a parameter {tuple(parameter.shape)} has the shape {tuple(held.shape)}: "
-                    "make a new optimizer for what has another shape"
-                )
-            if held is None or local_of(held).stride() != local_of(parameter).stride():
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                if held is not None:
-                    state[name].copy_(held)
+    def _plan_of(self, parameters: list[Tensor]) -> AdamWPlan:
+        for each in parameters:
+            _check(each)
+            _complete(each, self.state[each])
+        models = [None if self.weights is None else self.weights.model_has(each) for each in parameters]
+        return AdamWPlan(parameters, [self.state[each] for each in parameters], models)
 
 
 def _plain_step(optimizer: torch.optim.AdamW) -> None:
     """PyTorch's own, without the hooks that already run around that of the class here."""
     step: Any = torch.optim.AdamW.step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
-
-
-def _numbers_of(group: dict[str, Any], steps: list[Tensor]) -> Tensor:
-    """Counts the steps, and gives (steps, 8) float64 with what `adamw_step` needs of each in a row's first seven."""
-    torch._foreach_add_(steps, 1)
-    taken = torch.stack(steps).double()
-    beta1, beta2 = group["betas"]
-    numbers = torch.empty(len(steps), 8, dtype=torch.float64, device=taken.device)
-    numbers[:, 0] = group["lr"] / (1 - beta1**taken)
-    numbers[:, 1] = (1 - beta2**taken).sqrt()
-    numbers[:, 2] = 1 - group["lr"] * group["weight_decay"]
-    for place, number in enumerate((beta1, 1 - beta1, beta2, 1 - beta2), start=3):
-        numbers[:, place] = number
-    return numbers
 
 
 def _is_fused(group: dict[str, Any]) -> bool | None:
@@ -226,13 +192,6 @@ def _gradient_of(parameter: Tensor) -> Tensor | None:
     return None if parameter.grad is None else local_of(parameter.grad)
 
 
-def _alike(gradient: Tensor, weight: Tensor) -> Tensor:
-    """The gradient with its elements where the weight's are."""
-    if gradient.stride() == weight.stride():
-        return gradient
-    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
-
-
 def _check(parameter: Tensor) -> None:
     here = local_of(parameter)
     shape = tuple(parameter.shape)
@@ -243,3 +202,21 @@ def _check(parameter: Tensor) -> None:
             f"AdamW: a parameter {shape} has strides {here.stride()}, with gaps or overlaps in its memory: make it "
             "contiguous before it is trained"
         )
+
+
+def _complete(parameter: Tensor, state: dict[str, Any]) -> None:
+    """Make a state, or one with elements where the parameter has them: what was loaded may have them elsewhere."""
+    steps = state.get("step", 0.0)
+    if not isinstance(steps, Tensor) or steps.dtype != torch.float32 or steps.device != parameter.device:
+        state["step"] = torch.as_tensor(steps, dtype=torch.float32, device=parameter.device)
+    for name in ("exp_avg", "exp_avg_sq"):
+        held = state.get(name)
+        if held is not None and held.shape != parameter.shape:
+            raise ValueError(
+                f"AdamW: the state of a parameter {tuple(parameter.shape)} has the shape {tuple(held.shape)}: make a "
+                "new optimizer for what has another shape"
+            )
+        if held is None or local_of(held).stride() != local_of(parameter).stride():
+            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if held is not None:
+                state[name].copy_(held)

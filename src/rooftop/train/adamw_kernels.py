@@ -7,35 +7,45 @@ import triton.language as tl
 
 
 @triton.jit
-def adamw_step(
-    weight, gradient, average, square, narrow,  # (elements,) each, contiguous; narrow: another weight, or none
-    numbers,  # (7,) float64: the rate by the first bias correction, the root of the second, 1 - rate * decay, beta1,
-    # 1 - beta1, beta2, 1 - beta2
-    scale,  # () what gradients are multiplied with, or none
-    elements,
-    eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+def adamw_numbers(
+    steps,  # (count,) float32, this step counted; with COUNTING int64, the addresses of such, where it is counted
+    constants,  # (8,) float64: rate, 1 - rate * decay, beta1, 1 - beta1, beta2, 1 - beta2, and the logarithms of both
+    numbers,  # (count, 8) float64: the rate by the first bias correction, the root of the second, and the second to the
+    # sixth of the constants
+    count, COUNTING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements of one weight: all that is kept of each is read once and written once."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    step_from(
-        weight + start, gradient + start, average + start, square + start, narrow + start, numbers, scale,
-        elements - start, eps, WIDE, NARROW, SCALED, BLOCK,
-    )  # fmt: skip
+    """What a step of each weight needs to know besides its elements."""
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < count
+    if COUNTING:
+        place = tl.load(steps + lane, mask=inside).to(tl.pointer_type(tl.float32))
+        taken = tl.load(place, mask=inside) + 1
+        tl.store(place, taken, mask=inside)
+    else:
+        taken = tl.load(steps + lane, mask=inside)
+    taken = taken.to(tl.float64)
+    first = 1 - tl.exp(taken * tl.load(constants + 6))
+    second = 1 - tl.exp(taken * tl.load(constants + 7))
+    row = numbers + lane * 8
+    tl.store(row, tl.load(constants) / first, mask=inside)
+    tl.store(row + 1, tl.sqrt(second), mask=inside)
+    for number in tl.static_range(1, 6):
+        tl.store(row + number + 1, tl.load(constants + number) + tl.zeros_like(second), mask=inside)
 
 
 @triton.jit
 def adamw_steps(
     rows,  # (weights, 8) int64, a row: addresses of weight, gradient, average, square, narrow; elements; the first
-    # program; the row of `numbers`
+    # program; the row of `numbers`. Each has its elements one after another; narrow is another weight, or none
     row_of,  # (programs,) int32
-    numbers,  # (any, 8) float64, of which seven are as above
-    scale,  # as above
+    numbers,  # (any, 8) float64, of `adamw_numbers`
+    scale,  # () what gradients are multiplied with, or none
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, AVERAGE: tl.constexpr, SQUARE: tl.constexpr,
     MODEL: tl.constexpr,  # the dtypes of what the addresses lead to
     ALIGNED: tl.constexpr,  # whether all addresses are divisible by 16
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same of many weights."""
+    """BLOCK elements of one of many weights: all that is kept of each is read once and written once."""
     program = tl.program_id(0)
     row = rows + tl.load(row_of + program).to(tl.int64) * 8
     start = (program - tl.load(row + 6)) * BLOCK
@@ -46,6 +56,21 @@ def adamw_steps(
         pointer_at(tl.load(row + 3), SQUARE, ALIGNED) + start,
         pointer_at(tl.load(row + 4), MODEL, ALIGNED) + start,
         numbers + tl.load(row + 7) * 8, scale, tl.load(row + 5) - start, eps, WIDE, NARROW, SCALED, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def adamw_step(
+    weight, gradient, average, square, narrow,  # (elements,) each
+    numbers,  # (8,) float64, a row
+    scale, elements,
+    eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same of one weight, whose addresses stand in the launch."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    step_from(
+        weight + start, gradient + start, average + start, square + start, narrow + start, numbers, scale,
+        elements - start, eps, WIDE, NARROW, SCALED, BLOCK,
     )  # fmt: skip
 
 

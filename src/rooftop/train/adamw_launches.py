@@ -1,191 +1,264 @@
-"""What AdamW's kernels go through, and how they are launched: a kernel for each large weight, one for all small ones.
+"""The launches of AdamW: one kernel for all weights of the same dtypes, which finds them by a table of addresses.
 
-A launch takes the host longer than the GPU needs for the step of a million elements. So small weights share one, which
-finds them by a table of addresses in the GPU's memory. The table goes there again only when an address has changed:
-mostly gradients lie where those of the step before lay.
+A launch takes the host longer than the GPU needs for the step of a million elements, and Python that looks at each
+weight takes as long. So what is known of a step is kept for the next one, and whatever may have changed since is
+compared for all weights at once. Mostly nothing has: gradients lie where those of the step before lay, and the table in
+the GPU's memory is still right.
+
+A CUDA graph would copy the table from the host at each replay. So where one is captured each weight has a launch of its
+own, which costs the host nothing when it is replayed.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from rooftop.launch.triton_launch import INTERPRETED, Repeated
+from rooftop.launch.triton_launch import INTERPRETED, Repeated, launch
 from rooftop.parallel.sharded_data import local_of
 
 # The fastest on an H200 of `benchmarks/adamw.py --variants`: a thread has eight elements, 16 bytes of bfloat16.
 BLOCK, WARPS = 1024, 4
-SMALL = 1 << 22  # elements of a weight that shares a launch: of more the GPU has as much to do as the host
+WEIGHTS = 128  # of a program of `adamw_numbers`
+
+_dtype, _layout = attrgetter("dtype"), attrgetter("layout")
+_kept = [methodcaller("get", name) for name in ("step", "exp_avg", "exp_avg_sq")]  # in the state of a parameter
 
 
-@dataclass(eq=False, slots=True)
-class SteppedWeight:
-    """What a step changes for one parameter: this rank's part, all with elements at the same places.
+@dataclass(frozen=True)
+class AdamWOptions:
+    """Of a group of parameters.
 
     Attributes:
-        parameter, average, square: as the optimizer has them.
-        model_has: the model's own weight beside it, or None.
-        step: (), how many there have been.
+        rate: may be a tensor of one element on a GPU.
+        betas, eps, decay: of AdamW.
     """
 
-    parameter: Tensor
-    model_has: Tensor | None
-    step: Tensor
-    average: Tensor
-    square: Tensor
-    weight: Tensor = field(init=False)
-    narrow: Tensor | None = field(init=False)  # the model's weight, where it has its elements at the same places
-    addresses: tuple[int, ...] = field(init=False)
-    dtypes: tuple[torch.dtype, ...] = field(init=False)
-    elements: int = field(init=False)
-    changed: list[Tensor] = field(init=False)
-    kept: tuple[Tensor, Tensor] = field(init=False)  # average and square, this rank's
-    _seen: tuple[Any, ...] = field(init=False)
+    rate: float | Tensor
+    betas: tuple[float, ...]
+    eps: float
+    decay: float
 
-    def __post_init__(self) -> None:
-        self.weight = local_of(self.parameter)
-        own = self.model_has
-        self.narrow = own.detach() if own is not None and own.stride() == self.weight.stride() else None
-        self.kept = local_of(self.average), local_of(self.square)
-        every = (self.weight, *self.kept, self.weight if self.narrow is None else self.narrow)
-        self.addresses = tuple([each.data_ptr() for each in every])
-        self.dtypes = tuple([each.dtype for each in every])
-        self.elements = self.weight.numel()
-        changed = (self.parameter, self.average, self.square, self.narrow)
-        self.changed = [each for each in changed if each is not None]
-        self._seen = self._place()
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> AdamWOptions:
+        """Of a group as PyTorch's optimizers have it."""
+        rate = group["lr"]
+        rate = rate if isinstance(rate, Tensor) and rate.is_cuda else float(rate)
+        return cls(rate, tuple(map(float, group["betas"])), group["eps"], group["weight_decay"])
 
-    def is_still(self, model_has: Tensor | None, state: dict[str, Any]) -> bool:
-        """Whether all of it is where it was; a user may move a model, load a state or change one."""
-        return (
-            state.get("step") is self.step
-            and state.get("exp_avg") is self.average
-            and state.get("exp_avg_sq") is self.square
-            and model_has is self.model_has
-            and self._place() == self._seen
-        )
-
-    def _place(self) -> tuple[Any, ...]:
-        weight, own, (average, square) = local_of(self.parameter), self.model_has, self.kept
-        return (
-            weight.data_ptr(), weight.shape, weight.stride(), average.data_ptr(), square.data_ptr(), weight.dtype,
-            None if own is None else (own.data_ptr(), own.stride(), own.dtype),
-        )  # fmt: skip
+    def constants(self, device: torch.device) -> Tensor:
+        """(8,) float64 as `adamw_numbers` takes them."""
+        rate = 0.0 if isinstance(self.rate, Tensor) else self.rate
+        beta1, beta2 = self.betas
+        logarithms = [math.log(beta) if beta else -math.inf for beta in self.betas]
+        numbers = [rate, 1 - rate * self.decay, beta1, 1 - beta1, beta2, 1 - beta2, *logarithms]
+        made = _float64(numbers, device)
+        if isinstance(self.rate, Tensor):
+            made[0].copy_(self.rate.squeeze())
+            made[1].sub_(made[0] * self.decay)
+        return made
 
 
-class AdamWLaunches:
-    """Those of a group of parameters, which keeps what it can for the next step."""
+class AdamWPlan:
+    """The steps of some parameters on one device: where all of it lies, and the launches for that.
 
-    def __init__(self) -> None:
-        self._alone: dict[tuple[Any, ...], Repeated] = {}
-        self._together: dict[tuple[Any, ...], _Together] = {}
-
-    def __call__(
-        self, weights: Sequence[SteppedWeight], gradients: Sequence[Tensor], numbers: Tensor, scale: Tensor | None,
-        eps: float,
-    ) -> None:  # fmt: skip
-        """The step of all.
-
-        Args:
-            weights: on one device.
-            gradients: of them, with elements at the same places.
-            numbers: (weights, 8) float64 there, rows as `adamw_step` takes them.
-            scale: (), or None.
-            eps: of AdamW.
-        """
-        # A graph would copy its table from the host at each replay. It needs none: it launches without the host.
-        share = not (numbers.is_cuda and torch.cuda.is_current_stream_capturing())
-        shared: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
-        for place, (each, gradient) in enumerate(zip(weights, gradients, strict=True)):
-            if not each.elements:
-                continue
-            if share and each.elements <= SMALL:
-                weight, average, square, narrow = each.addresses
-                address = gradient.data_ptr()
-                aligned = (weight | address | average | square | narrow) % 16 == 0
-                key = (each.dtypes, gradient.dtype, each.narrow is not None, aligned)
-                row = (weight, address, average, square, narrow, each.elements, place)
-                shared.setdefault(key, []).append(row)
-            else:
-                self._step(each, gradient, numbers[place], scale, eps)
-        for (dtypes, gradient_dtype, has_narrow, aligned), rows in shared.items():
-            if len(rows) == 1:
-                place = rows[0][-1]
-                self._step(weights[place], gradients[place], numbers[place], scale, eps)
-                continue
-            options = (gradient_dtype, *dtypes, has_narrow, aligned, None if scale is None else scale.dtype, eps)
-            together = self._together.get(options)
-            if together is None:
-                together = self._together[options] = _Together(*options)
-            together(rows, numbers, scale)
-
-    def _step(self, weight: SteppedWeight, gradient: Tensor, numbers: Tensor, scale: Tensor | None, eps: float) -> None:
-        from rooftop.train.adamw_kernels import adamw_step
-
-        none = numbers  # in the place of what there is not
-        narrow, factor = (each if each is not None else none for each in (weight.narrow, scale))
-        pointers = (weight.weight, gradient, *weight.kept, narrow, numbers, factor)
-        constants = (eps, weight.narrow is not None, scale is not None)
-        key = (weight.elements, *(each.dtype for each in pointers), *constants)
-        launch = self._alone.get(key)
-        if launch is None:
-            launch = self._alone[key] = Repeated(
-                adamw_step,
-                (-(-weight.elements // BLOCK),),
-                numbers.device,
-                [*[0] * len(pointers), weight.elements],
-                range(len(pointers)),
-                **_constants(weight.weight.dtype, *constants),
-            )
-        launch(*pointers)
-
-
-class _Together:
-    """One launch for small weights of the same dtypes."""
+    Args:
+        parameters: floating, each filling its memory; of shared ones this rank's part is stepped.
+        states: of them: "step" () float32 on the device; "exp_avg" and "exp_avg_sq" like the parameter, elements at the
+            same places.
+        models: the model's own weight beside each parameter, or None.
+    """
 
     def __init__(
-        self, gradient: torch.dtype, weight: torch.dtype, average: torch.dtype, square: torch.dtype,
+        self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], models: Sequence[Tensor | None]
+    ) -> None:
+        self.parameters, self._states = list(parameters), list(states)
+        self.device = self.parameters[0].device
+        self._shared = any(isinstance(each, DTensor) for each in parameters)
+        self.weights = [*map(local_of, self.parameters)]
+        self._kept = [[*map(get, states)] for get in _kept]
+        self.steps, averages, squares = self._kept
+        self.averages, self.squares = [*map(local_of, averages)], [*map(local_of, squares)]
+        self._models = [own for own in models if own is not None]
+        self.narrow: list[Tensor | None] = []  # the model's weight, where it has its elements at the same places
+        self._apart: list[tuple[Tensor, Tensor]] = []  # where it has not, with what is stepped
+        for own, weight in zip(models, self.weights, strict=True):
+            alike = own is not None and own.stride() == weight.stride()
+            self.narrow.append(own.detach() if own is not None and alike else None)
+            if own is not None and not alike:
+                self._apart.append((own, weight))
+        written = chain(self.parameters, averages, squares, self.narrow)
+        self._written = [each for each in written if each is not None]
+        self._strides = [*map(Tensor.stride, self.weights)]
+        self._places = self._looked_at()
+        self._stream: int | None = None
+        self._options: AdamWOptions | None = None
+        self._seen: tuple[Any, ...] = ()
+        self._tables: dict[tuple[Any, ...], _Table] = {}
+
+    def holds(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether it steps these, and all is where it was: a user may move a model, or change a state."""
+        return (
+            len(parameters) == len(self.parameters)
+            and all(map(is_, parameters, self.parameters))
+            and all(all(map(is_, map(get, self._states), kept)) for get, kept in zip(_kept, self._kept, strict=True))
+            and self._looked_at() == self._places
+        )
+
+    def _looked_at(self) -> tuple[list[Any], ...]:
+        weights = [*map(local_of, self.parameters)] if self._shared else self.parameters
+        formed = [*weights, *self._models]
+        return (
+            [*map(Tensor.data_ptr, chain(formed, self.averages, self.squares))],
+            [*map(Tensor.size, formed)],
+            [*map(Tensor.stride, formed)],
+            [*map(_dtype, formed)],
+        )
+
+    def step(self, gradients: Sequence[Tensor], options: AdamWOptions, scale: Tensor | None) -> None:
+        """One step, on the device's current stream.
+
+        Args:
+            gradients: of the parameters, of any floating dtype.
+            options: of AdamW.
+            scale: () on the device, what gradients are multiplied with, or None.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        if set(map(_layout, gradients)) != {torch.strided}:
+            raise RuntimeError("AdamW: a gradient is sparse: make the embedding with sparse=False")
+        if self._shared:
+            gradients = [*map(local_of, gradients)]
+        if [*map(Tensor.stride, gradients)] != self._strides:
+            gradients = [*map(_alike, gradients, self.weights)]
+        if capturing(self.device):
+            self._step_alone(gradients, options, scale)
+        else:
+            self._step_together(gradients, options, scale)
+        for own, weight in self._apart:
+            own.copy_(weight)
+        torch.autograd.graph.increment_version(self._written)  # autograd can tell that they are no longer what it kept
+
+    def _step_alone(self, gradients: Sequence[Tensor], options: AdamWOptions, scale: Tensor | None) -> None:
+        from rooftop.train.adamw_kernels import adamw_numbers, adamw_step
+
+        torch._foreach_add_(self.steps, 1)
+        numbers = torch.empty(len(self.steps), 8, dtype=torch.float64, device=self.device)
+        launch(
+            adamw_numbers, (-(-len(self.steps) // WEIGHTS),), self.device,
+            torch.stack(self.steps), options.constants(self.device), numbers, len(self.steps), COUNTING=False,
+            BLOCK=WEIGHTS,
+        )  # fmt: skip
+        every = zip(self.weights, gradients, self.averages, self.squares, self.narrow, numbers, strict=True)
+        for weight, gradient, average, square, narrow, row in every:
+            launch(
+                adamw_step, (-(-weight.numel() // BLOCK),), self.device,
+                weight, gradient, average, square, weight if narrow is None else narrow, row,
+                row if scale is None else scale, weight.numel(),
+                **_constants(weight.dtype, options.eps, narrow is not None, scale is not None),
+            )  # fmt: skip
+
+    def _step_together(self, gradients: Sequence[Tensor], options: AdamWOptions, scale: Tensor | None) -> None:
+        stream = _stream(self.device)
+        if stream != self._stream:
+            self._move_to(stream)
+        if isinstance(options.rate, Tensor) or options != self._options:
+            self._options, self._of_options = options, options.constants(self.device)
+        self._count(self._step_places, self._of_options, self._numbers)
+        factor = None if scale is None else scale.dtype
+        seen = ([*map(Tensor.data_ptr, gradients)], [*map(_dtype, gradients)], factor, options.eps)
+        if seen != self._seen:
+            self._seen, self._launches = seen, self._launches_for(gradients, factor, options.eps)
+        for each in self._launches:
+            each(self._numbers, self._numbers if scale is None else scale)
+
+    def _move_to(self, stream: int) -> None:
+        """Make what lies in the GPU's memory once more: memory is used anew by the stream for which it was made."""
+        self._stream, self._options, self._seen = stream, None, ()
+        self._tables.clear()
+        from rooftop.train.adamw_kernels import adamw_numbers
+
+        count = len(self.steps)
+        self._step_places = _int64([step.data_ptr() for step in self.steps], self.device)
+        self._numbers = torch.empty(count, 8, dtype=torch.float64, device=self.device)
+        self._count = Repeated(
+            adamw_numbers,
+            (-(-count // WEIGHTS),),
+            self.device,
+            [0, 0, 0, count],
+            range(3),
+            COUNTING=True,
+            BLOCK=WEIGHTS,
+        )
+
+    def _launches_for(self, gradients: Sequence[Tensor], scale: torch.dtype | None, eps: float) -> list[_Table]:
+        rows: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
+        every = zip(self.weights, gradients, self.averages, self.squares, self.narrow, strict=True)
+        for place, (weight, gradient, average, square, narrow) in enumerate(every):
+            if not weight.numel():
+                continue
+            tensors = (weight, gradient, average, square, weight if narrow is None else narrow)
+            addresses = [each.data_ptr() for each in tensors]
+            aligned = all(address % 16 == 0 for address in addresses)
+            key = (*map(_dtype, tensors), narrow is not None, aligned, scale, eps)
+            rows.setdefault(key, []).append((*addresses, weight.numel(), place))
+        for key, found in rows.items():
+            if key not in self._tables:
+                self._tables[key] = _Table(*key)
+            self._tables[key].take(found, self.device)
+        return [self._tables[key] for key in rows]
+
+
+class _Table:
+    """Of weights that share a launch: all of the same dtypes."""
+
+    def __init__(
+        self, weight: torch.dtype, gradient: torch.dtype, average: torch.dtype, square: torch.dtype,
         model: torch.dtype, has_narrow: bool, aligned: bool, scale: torch.dtype | None, eps: float,
     ) -> None:  # fmt: skip
         named = {"WEIGHT": weight, "GRADIENT": gradient, "AVERAGE": average, "SQUARE": square, "MODEL": model}
         self.constants = {name: _triton_dtype(dtype) for name, dtype in named.items()}
         self.constants |= {"ALIGNED": aligned, **_constants(weight, eps, has_narrow, scale is not None)}
-        self._place: tuple[torch.device, int] | None = None
-        self._rows: list[tuple[int, ...]] = []
         self._elements: list[int] = []
 
-    def __call__(self, rows: list[tuple[int, ...]], numbers: Tensor, scale: Tensor | None) -> None:
-        """Of rows of `adamw_steps`, without the first program."""
-        place = (numbers.device, _stream(numbers.device))
-        if place != self._place:  # memory is used anew by the stream for which it was made
-            self._place, self._rows, self._elements = place, [], []
-        if rows != self._rows:
-            self._take(rows, numbers.device)
-        self._launch(self._table, self._row_of, numbers, numbers if scale is None else scale)
-
-    def _take(self, rows: list[tuple[int, ...]], device: torch.device) -> None:
+    def take(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        """Rows of `adamw_steps`, without the first program."""
         elements = [row[-2] for row in rows]
         if elements != self._elements:
             from rooftop.train.adamw_kernels import adamw_steps
 
-            programs = torch.tensor([-(-each // BLOCK) for each in elements], device="cpu")
-            self._firsts = (programs.cumsum(0) - programs).tolist()
+            programs = [-(-each // BLOCK) for each in elements]
+            *self._firsts, count = accumulate(programs, initial=0)
             places = torch.arange(len(rows), dtype=torch.int32, device="cpu")
-            self._row_of = _on(places.repeat_interleave(programs), device)
-            self._launch = Repeated(adamw_steps, (len(self._row_of),), device, [0] * 4, range(4), **self.constants)
-        whole = [(*row[:-1], first, row[-1]) for row, first in zip(rows, self._firsts, strict=True)]
-        self._table = _on(torch.frombuffer(array("q", chain.from_iterable(whole)), dtype=torch.int64), device)
-        self._rows, self._elements = rows, elements
+            self._row_of = _on(places.repeat_interleave(torch.tensor(programs, device="cpu")), device)
+            self._launch = Repeated(adamw_steps, (count,), device, [0] * 4, range(4), **self.constants)
+            self._elements = elements
+        self._rows = _int64(
+            chain.from_iterable((*row[:-1], first, row[-1]) for row, first in zip(rows, self._firsts, strict=True)),
+            device,
+        )
+
+    def __call__(self, numbers: Tensor, scale: Tensor) -> None:
+        self._launch(self._rows, self._row_of, numbers, scale)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _constants(weight: torch.dtype, eps: float, has_narrow: bool, scaled: bool) -> dict[str, Any]:
-    """Those that both kernels have, and launch parameters."""
+    """Those that both kernels of steps have, and launch parameters."""
     import triton.language as tl
 
     wide = tl.float64 if weight == torch.float64 else tl.float32
@@ -196,6 +269,23 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
     return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def _alike(gradient: Tensor, weight: Tensor) -> Tensor:
+    """The gradient with its elements where the weight's are."""
+    if gradient.stride() == weight.stride():
+        return gradient
+    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+
+
+def _int64(numbers: Iterable[int], device: torch.device) -> Tensor:
+    return _on(torch.frombuffer(array("q", numbers), dtype=torch.int64), device)
+
+
+def _float64(numbers: Sequence[float], device: torch.device) -> Tensor:
+    if capturing(device):  # nothing may come from the host
+        return torch.stack([torch.full((), each, dtype=torch.float64, device=device) for each in numbers])
+    return _on(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:

@@ -8,6 +8,8 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training" (arXiv:1710.03740),
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -61,6 +63,11 @@ class MainWeights:
         """The gradient of one of `named`, float32 or narrow; None if there is none."""
         return main.grad if main.grad is not None else self._gradients.narrow.get(main)
 
+    def gradients_of(self, mains: Sequence[Tensor]) -> list[Tensor | None]:
+        """Those of several of `named`."""
+        narrow = self._gradients.narrow
+        return [narrow.get(main) if main.grad is None else main.grad for main in mains]
+
     def widen(self, main: Tensor | None = None) -> None:
         """Make a gradient, or all of them, what `named` have in `.grad`."""
         for each in [*self._gradients.narrow] if main is None else [main]:
@@ -88,7 +95,6 @@ class _Gradients:
         self.keep_narrow = keep_narrow
         self.narrow: dict[Tensor, Tensor] = {}
 
-    @torch.no_grad()
     def add(self, main: Tensor, gradient: Tensor) -> None:
         if main.grad is None and main not in self.narrow:
             self.narrow[main] = gradient
@@ -97,7 +103,8 @@ class _Gradients:
             return
         self.widen(main)
         assert main.grad is not None
-        main.grad += gradient
+        with torch.no_grad():
+            main.grad += gradient
 
     @torch.no_grad()
     def widen(self, main: Tensor) -> None:
