@@ -4,7 +4,7 @@ and embeddings tied. And each of these laws is one that can be broken: faults th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -29,6 +29,7 @@ from rooftop.parallel import (
     shards_of,
     targets_of_all_ranks,
     tensor_linears,
+    turns,
     vocab_embeddings,
     vocab_losses,
 )
@@ -57,6 +58,7 @@ class Case:
     kind: str
     layout: Layout
     recompute: bool = False
+    halves: bool = False
 
 
 # A sequence or a head for each rank, heads of keys and values that four share, and both kinds of ranks, with each value
@@ -67,12 +69,13 @@ ON_EIGHT = [
     Case("llama", Layout(2, 4), recompute=True),
     Case("gpt", Layout(1, 8), recompute=True),
     Case("llama", Layout(1, 8, sequence_parallel=True)),
+    Case("llama", Layout(2, 4, sequence_parallel=True), halves=True),
 ]
 
 
 def cases_of(world: int) -> list[Case]:
     """All of data and tensor parallel ranks, with and without sequence parallelism: each on both models, one of them
-    with recomputation, by turns."""
+    with recomputation, by turns, the other with the halves of a batch in turn."""
     if world == 8:
         return ON_EIGHT
     splits = [
@@ -82,7 +85,7 @@ def cases_of(world: int) -> list[Case]:
         for sequence in ((False, True) if tp > 1 else (False,))
     ]
     return [
-        Case(kind, split, recompute=(number + turn) % 2 == 0)
+        Case(kind, split, recompute=(number + turn) % 2 == 0, halves=(number + turn) % 2 == 1)
         for (number, split), (turn, kind) in product(enumerate(splits), enumerate(CONFIGS))
     ]
 
@@ -122,7 +125,7 @@ def trained(case: Case, groups: Mapping[str, Group], steps: int = STEPS) -> Trai
     config, layout = CONFIGS[case.kind], case.layout
     rank = dist.get_rank() if dist.is_initialized() else 0
     at, device = layout.coordinates(rank)["dp"], device_here()
-    options = {"recompute": case.recompute, "device": device, "dtype": torch.float64}
+    options = {"recompute": case.recompute, "halves": case.halves, "device": device, "dtype": torch.float64}
     model = parallel_gpt(config, layout, groups, seed=SEED, **options)
     found = Trained(copied(model), [], [], [], {})
     enlarged(model)
@@ -252,6 +255,10 @@ def by_local_place(self: CounterDropout, x: Tensor) -> Tensor:
     return self.made_by.stream.dropout(x, self.name, self.probability, self.made_by.step, None, self.training)
 
 
+def no_half(self: CounterDropouts, place: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def heads_as_if_alone(self: CounterDropouts, probability: float, name: str) -> CounterDropout:
     return CounterDropout(probability, name, self, (self.batch, self.split))
 
@@ -287,6 +294,15 @@ FAULTS = {
     ),
     "the found rows of the embedding are not summed": Fault(
         Case("gpt", TWO), "loss", lambda: patch.object(vocab_embeddings, "sum_of_ranks", unsummed)
+    ),
+    "the input's gradient of a half is not summed": Fault(
+        Case("llama", TWO, halves=True), "gradient", lambda: patch.object(turns, "start_sum", started)
+    ),
+    "the result of a half is not summed": Fault(
+        Case("gpt", SEQUENCE, halves=True), "loss", lambda: patch.object(turns, "start_scattered_sum", of_own_part)
+    ),
+    "masks by the place in a half": Fault(
+        Case("gpt", TWO, halves=True), "loss", lambda: patch.object(CounterDropouts, "in_half", no_half)
     ),
     "a part of the sequence gets no sum in backward": Fault(
         Case("gpt", SEQUENCE), "gradient", lambda: patch.object(tensor_linears, "start_scattered_sum", of_own_part)

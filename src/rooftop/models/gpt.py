@@ -40,6 +40,7 @@ from rooftop.parallel.exchanges import Group, join_of_ranks, own_part, place_in
 from rooftop.parallel.mlps import ParallelMLP
 from rooftop.parallel.self_attentions import ParallelSelfAttention, Remembered, Rotation
 from rooftop.parallel.tensor_linears import ColumnParallelLinear
+from rooftop.parallel.turns import Phases, take_turns
 from rooftop.parallel.vocab_embeddings import VocabParallelEmbedding
 from rooftop.parallel.vocab_losses import vocab_parallel_linear_cross_entropy
 
@@ -222,6 +223,15 @@ class Block(nn.Module):
         x, normed = summed_and_normed(self.mlp_norm, x, self.attention(normed, rotation, cache))
         return x, self.mlp(normed)
 
+    def in_phases(
+        self, x: Tensor, update: Tensor | None = None, rotation: Rotation | None = None
+    ) -> Phases[tuple[Tensor, Tensor]]:
+        """`forward`, for `rooftop.parallel.turns`."""
+        x, normed = summed_and_normed(self.attention_norm, x, update)
+        update = yield from self.attention.in_phases(normed, rotation)
+        x, normed = summed_and_normed(self.mlp_norm, x, update)
+        return x, (yield from self.mlp.in_phases(normed))
+
 
 class Head(nn.Module):
     """The final norm, and the logits of each token or their loss."""
@@ -287,12 +297,15 @@ class Gpt(nn.Module):
         sequence_parallel: whether these also split what is between the layers, along the sequence. Between stages goes
             then a rank's part of it.
         recompute: keep only what goes from block to block, and compute the rest again in backward.
+        halves: compute the two halves of a batch in turn: what tensor parallel ranks exchange of one is on its way
+            while the other is computed (`rooftop.parallel.turns`). Without such ranks, and with a cache, the batch is
+            computed as a whole.
         device, dtype: of the parameters; PyTorch's defaults if not given. They are cast once all are there: a model
             that fits only in a narrow dtype is built on the meta device.
 
     Raises:
         ValueError: layers that the model does not have, or not in order; sizes that the ranks cannot split; a part that
-            is not on the meta device.
+            is not on the meta device; halves that are to be computed again.
     """
 
     def __init__(
@@ -306,6 +319,7 @@ class Gpt(nn.Module):
         group: Group = None,
         sequence_parallel: bool = False,
         recompute: bool = False,
+        halves: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -315,7 +329,10 @@ class Gpt(nn.Module):
             raise ValueError(f"Gpt: expected some of the layers {range(config.layers)}, one after another, got {owned}")
         if group is not None and torch.device(device or torch.get_default_device()).type != "meta":
             raise ValueError("Gpt: a part of a model is built with device='meta': rooftop.models.parallel_gpt fills it")
+        if halves and recompute:
+            raise ValueError("Gpt: halves in turn cannot be computed again in backward: leave out halves or recompute")
         self.config, self.group, self.recompute = config, group, recompute
+        self.halves = halves and group is not None
         self.split_along = group if sequence_parallel else None
         self.masks = dropouts if isinstance(dropouts, CounterDropouts) else None
         with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
@@ -408,11 +425,29 @@ class Gpt(nn.Module):
         x = input if self.embedding is None else self.embedding(input, positions)
         update: Tensor | None = None
         rotation = rotation_of(positions, self.config) if self.config.position == "rope" else None
+        if self.halves and cache is None and len(self.layers):
+            return self._in_turns(x, rotation)
         for block in self.layers.values():
             if self.recompute and cache is None and torch.is_grad_enabled():
                 x, update = self._recomputed(block, x, update, rotation)
             else:
                 x, update = block(x, update, rotation, cache)
+        return x, update
+
+    def _in_turns(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """Through the layers, the halves of the batch in turn."""
+        cosines = [None, None] if rotation is None else _halves_of(rotation)
+        halves = [self._half(part, turned) for part, turned in zip(x.chunk(2), cosines, strict=True)]
+        turn_of = self.masks.in_half if self.masks is not None else (lambda place: nullcontext())
+        parts, updates = zip(*take_turns(halves, turn_of), strict=True)
+        return torch.cat(parts), torch.cat(updates)
+
+    def _half(self, x: Tensor, rotation: Rotation | None) -> Phases[tuple[Tensor, Tensor]]:
+        update: Tensor | None = None
+        for block in self.layers.values():
+            assert isinstance(block, Block)
+            x, update = yield from block.in_phases(x, update, rotation)
+        assert update is not None
         return x, update
 
     def _recomputed(
@@ -455,12 +490,25 @@ class Gpt(nn.Module):
                 f"Gpt: {length} positions cannot be split among {ranks} ranks: with sequence_parallel pad the sequence "
                 "to a multiple of them"
             )
+        if self.halves and cache is None and given[0] % 2:
+            raise ValueError(
+                f"Gpt: a batch of {given[0]} has no halves: with halves=True give an even number of sequences, or "
+                "build the model without"
+            )
         end = length + (cache.length if cache is not None else 0)
         if positions is None and end > self.config.positions:
             raise ValueError(
                 f"Gpt: {end} positions, the model has {self.config.positions}: shorten the sequence, or build the "
                 "model with more"
             )
+
+
+def _halves_of(rotation: Rotation) -> list[Rotation]:
+    """Of the two halves of a batch: the same, where all its sequences have the same positions."""
+    if rotation[0].dim() == 2:
+        return [rotation, rotation]
+    (cosines, others), (sines, other_sines) = (each.chunk(2) for each in rotation)
+    return [(cosines, sines), (others, other_sines)]
 
 
 def initial_values(config: GptConfig) -> tuple[tuple[str, float, float], ...]:

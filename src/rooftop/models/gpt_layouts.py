@@ -56,6 +56,7 @@ def parallel_gpt(
     *,
     seed: int,
     recompute: bool = False,
+    halves: bool = False,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Gpt:
@@ -67,6 +68,8 @@ def parallel_gpt(
         groups: `layout.process_groups()`; made here if not given.
         seed: of initial values and of dropout, from 0 to 2^64 - 1.
         recompute: whether blocks are computed again in backward.
+        halves: whether tensor ranks compute the halves of a batch in turn, so that what they exchange of one is on its
+            way while they compute the other; as of `Gpt`.
         device, dtype: of the parameters. Values are float32, rounded to the dtype: the same model in each.
 
     Returns:
@@ -103,6 +106,7 @@ def parallel_gpt(
         group=groups["tp"] if layout.tp > 1 else None,
         sequence_parallel=layout.sequence_parallel,
         recompute=recompute,
+        halves=halves,
         device="meta",
         dtype=dtype,
     )

@@ -32,10 +32,11 @@ class CounterDropouts:
 
     Attributes:
         step: of the training, from 0: each has other masks; micro-batches count too.
+        half: which part of the batch that is here is computed.
     """
 
     def __init__(self, seed: int, batch: Part = (0, 1), split: Part = (0, 1), heads: Part = (0, 1)) -> None:
-        self.stream, self.step = Stream(seed), 0
+        self.stream, self.step, self.half = Stream(seed), 0, (0, 1)
         self.batch, self.split, self.heads = batch, split, heads
 
     def __call__(self, probability: float, name: str) -> CounterDropout:
@@ -52,6 +53,15 @@ class CounterDropouts:
         finally:
             self.step = before
 
+    @contextmanager
+    def in_half(self, place: int) -> Iterator[None]:
+        """Within: the masks of the first or second half of the batch that is here."""
+        before, self.half = self.half, (place, 2)
+        try:
+            yield
+        finally:
+            self.half = before
+
 
 class CounterDropout(nn.Module):
     """Drops with a probability; made by `CounterDropouts`."""
@@ -62,10 +72,11 @@ class CounterDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, ...), of which the batch and dimension 1 may be parts; like x."""
-        (_, batches), (_, lengths) = self.parts
-        box = Box.whole((x.shape[0] * batches, x.shape[1] * lengths, *x.shape[2:]))
-        for dim, (index, count) in enumerate(self.parts):
-            box = box.cut(dim, index, count)
+        (batch, batches), (split, splits) = self.parts
+        half, halves = self.made_by.half
+        batch, batches = batch * halves + half, batches * halves
+        box = Box.whole((x.shape[0] * batches, x.shape[1] * splits, *x.shape[2:]))
+        box = box.cut(0, batch, batches).cut(1, split, splits)
         return self.made_by.stream.dropout(x, self.name, self.probability, self.made_by.step, box, self.training)
 
     def extra_repr(self) -> str:

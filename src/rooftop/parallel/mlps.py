@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rooftop.kernels import swiglu
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
+from rooftop.parallel.turns import Phases
 
 
 class ParallelMLP(nn.Module):
@@ -58,9 +59,24 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, W)."""
-        # No position meets another here. Split along the sequence, they go through as rows in the order in which the
-        # ranks' parts arrive: nothing is copied to its place in the sequence and back.
-        rows = x.flatten(0, -2) if self.up.sequence_parallel else x
-        hidden = self.up(rows)  # (..., hidden features here, twice if gated)
-        out: Tensor = self.down(swiglu(hidden) if self.gated else hidden).view(x.shape)
+        hidden = self.up(self._rows(x))  # (..., hidden features here, twice if gated)
+        return self._dropped(self.down(swiglu(hidden) if self.gated else hidden).view(x.shape))
+
+    def in_phases(self, x: Tensor) -> Phases[Tensor]:
+        """`forward`, for `rooftop.parallel.turns`."""
+        entering = self.up.begin(self._rows(x))
+        yield
+        hidden = self.up.product_of(entering.arrived())
+        yield
+        leaving = self.down.begin(swiglu(hidden) if self.gated else hidden)
+        yield
+        return self._dropped(self.down.with_bias(leaving.arrived()).view(x.shape))
+
+    # No position meets another here. Split along the sequence, they go through as rows in the order in which the ranks'
+    # parts arrive: nothing is copied to its place in the sequence and back.
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return x.flatten(0, -2) if self.up.sequence_parallel else x
+
+    def _dropped(self, out: Tensor) -> Tensor:
         return out if self.dropout is None else self.dropout(out)

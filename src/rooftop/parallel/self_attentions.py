@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rooftop.kernels import attention, rope_pair
 from rooftop.parallel.exchanges import Group, place_in
 from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
+from rooftop.parallel.turns import Phases
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the positions' angles, each (S, D / 2) or (B, S, D / 2)."""
@@ -81,33 +82,51 @@ class ParallelSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, cache: Remembered | None = None) -> Tensor:
         """x (B, S, W); rotation: of queries and keys, if their positions turn them, of all positions."""
-        parts = self._projected(x).split(list(self.qkv.parts.values()), -1)
+        seen = self._attended(self._in_order(self.qkv(self._rows(x)), x.shape), rotation, cache)
+        return self._dropped(self.out(self._out_of_order(seen, x.shape)).view(x.shape))
+
+    def in_phases(self, x: Tensor, rotation: Rotation | None = None) -> Phases[Tensor]:
+        """`forward`, for `rooftop.parallel.turns`."""
+        entering = self.qkv.begin(self._rows(x))
+        yield
+        projected = self.qkv.product_of(entering.arrived())
+        yield
+        seen = self._attended(self._in_order(projected, x.shape), rotation)
+        leaving = self.out.begin(self._out_of_order(seen, x.shape))
+        yield
+        return self._dropped(self.out.with_bias(leaving.arrived()).view(x.shape))
+
+    def _attended(self, projected: Tensor, rotation: Rotation | None, cache: Remembered | None = None) -> Tensor:
+        """Queries, keys and values in one, (B, S, features); what the heads here see, (B, S, W here)."""
+        parts = projected.split(list(self.qkv.parts.values()), -1)
         # (B, H, S, D) of the heads here, and of fewer if they are in groups
         query, key, value = (part.unflatten(-1, (-1, self.head_features)).transpose(1, 2) for part in parts)
         if rotation is not None:
             query, key = rope_pair(query, key, *rotation)
         seen = self.attend(query, key, value) if cache is None else cache.attended(self, query, key, value)
-        out = self._summed(seen.transpose(1, 2).flatten(2), x.shape)  # (B, S, W)
+        return seen.transpose(1, 2).flatten(2)
+
+    def _dropped(self, out: Tensor) -> Tensor:
         return out if self.dropout is None else self.dropout(out)
 
     # Split along the sequence, positions go through the linear layers as rows in the order in which the ranks' parts
     # arrive, (rank, B, S of a rank): only what attention reads and writes is copied to and from its place.
 
-    def _projected(self, x: Tensor) -> Tensor:
-        """x (B, S, W), of this rank; (B, S, features of queries, keys and values here), of all positions."""
-        ranks = self._ranks
-        if ranks == 1:
-            return self.qkv(x)
-        rows: Tensor = self.qkv(x.flatten(0, 1))
-        return rows.view(ranks, *x.shape[:2], rows.shape[-1]).transpose(0, 1).flatten(1, 2)
+    def _rows(self, x: Tensor) -> Tensor:
+        """x (B, S, W), of this rank."""
+        return x if self._ranks == 1 else x.flatten(0, 1)
 
-    def _summed(self, seen: Tensor, shape: torch.Size) -> Tensor:
-        """seen (B, S, features here), of all positions; of that shape, of this rank."""
-        ranks = self._ranks
-        if ranks == 1:
-            return self.out(seen)
-        rows = seen.unflatten(1, (ranks, shape[1])).transpose(0, 1).flatten(0, 2)
-        return self.out(rows).view(shape)
+    def _in_order(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        """Rows of all positions, of which this rank has the shape; (B, S, features)."""
+        if self._ranks == 1:
+            return rows
+        return rows.view(self._ranks, *shape[:2], rows.shape[-1]).transpose(0, 1).flatten(1, 2)
+
+    def _out_of_order(self, seen: Tensor, shape: torch.Size) -> Tensor:
+        """The other way round."""
+        if self._ranks == 1:
+            return seen
+        return seen.unflatten(1, (self._ranks, shape[1])).transpose(0, 1).flatten(0, 2)
 
     @property
     def _ranks(self) -> int:

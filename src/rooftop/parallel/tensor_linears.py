@@ -37,6 +37,7 @@ from rooftop.parallel.exchanges import (
     sum_of_ranks,
 )
 from rooftop.parallel.shards import Piece, Shard, padded_rows_of, rows_of
+from rooftop.parallel.turns import OnItsWay, begin_copy, begin_gather, begin_scattered_sum, begin_sum
 
 SEQUENCE = -2  # the dimension of positions, in (B, S, W) and (S, W)
 
@@ -121,6 +122,17 @@ class ColumnParallelLinear(LinearAct):
             return gather_of_ranks(input, SEQUENCE, self.group)
         return copy_to_ranks(input, self.group)
 
+    def begin(self, input: Tensor) -> OnItsWay:
+        """What `entered` gives, on its way; `product_of` takes it."""
+        input, *_ = under_autocast(input, self.weight)
+        if self.sequence_parallel:
+            return begin_gather(input, SEQUENCE, self.group)
+        return begin_copy(input, self.group)
+
+    def product_of(self, entered: Tensor) -> Tensor:
+        """The rest of `forward`, which exchanges nothing."""
+        return linear_act(entered, self.weight, self.bias, self.activation)
+
     def extra_repr(self) -> str:
         """As of `rooftop.nn.LinearAct`, and what of the whole is here."""
         return f"{super().extra_repr()}{_said(self.group, self.sequence_parallel)}, parts={self.parts}"
@@ -176,6 +188,17 @@ class RowParallelLinear(LinearAct):
             total = scattered_sum_of_ranks(partial, SEQUENCE, self.group)
         else:
             total = sum_of_ranks(partial, self.group)
+        return self.with_bias(total)
+
+    def begin(self, input: Tensor) -> OnItsWay:
+        """The sum that `forward` gives, on its way; `with_bias` takes it."""
+        partial = linear_act(input, self.weight)
+        if self.sequence_parallel:
+            return begin_scattered_sum(partial, SEQUENCE, self.group)
+        return begin_sum(partial, self.group)
+
+    def with_bias(self, total: Tensor) -> Tensor:
+        """The rest of `forward`."""
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
     def extra_repr(self) -> str:

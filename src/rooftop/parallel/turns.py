@@ -1,0 +1,154 @@
+"""Two halves of a batch in turn: what tensor ranks exchange of one half is on its way while the other is computed.
+
+A layer that ranks share ends with a sum over them, and the next one begins with what all have of it. A batch that is
+computed as a whole has nothing else to do meanwhile. Two halves have: each goes through its layers in phases, and they
+take turns. S, sums, and G, what is gathered, of the halves a and b, between their phases:
+
+    computed   a first | b norm | a second | b first | a norm | b second | a first | b norm | ...
+    exchanged    S of b         | G of b   |  S of a          |  G of a  |   S of b         | ...
+
+`first` is the linear layer that begins with what was gathered, `second` the rest up to the linear layer that ends with
+a sum, `norm` what follows on it. Backward goes the same way back: PyTorch computes first what was made last, and an
+exchange that began before a phase of the other half, and was awaited after it, begins and is awaited the other way
+round.
+
+Source: Wang et al. 2024, "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping"
+(arXiv:2409.15241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rooftop.parallel.exchanges import Group, Pending, start_gather, start_scattered_sum, start_sum
+
+Start = Callable[[Tensor], Pending]
+Result = TypeVar("Result")
+Phases = Generator[None, None, Result]
+"""Computes a phase, and at each `yield` lets others do so."""
+
+
+def take_turns(
+    halves: Sequence[Phases[Result]], turn_of: Callable[[int], AbstractContextManager[None]]
+) -> list[Result]:
+    """Compute each a phase ahead of the one behind it, and give their results.
+
+    Args:
+        halves: of a batch; they start to compute here.
+        turn_of: gives what surrounds a phase, by the place of its half.
+    """
+    done: dict[int, Result] = {}
+
+    def go_on(place: int) -> None:
+        if place not in done:
+            with turn_of(place):
+                try:
+                    next(halves[place])
+                except StopIteration as ended:
+                    done[place] = ended.value
+
+    for ahead in range(len(halves) - 1):
+        go_on(ahead)
+    while len(done) < len(halves):
+        for place in range(len(halves)):
+            go_on(place)
+    return [done[place] for place in range(len(halves))]
+
+
+class OnItsWay:
+    """What ranks exchange while something else is computed, and its gradient likewise.
+
+    Args:
+        x: what is exchanged.
+        there, back: begin the exchange of it, and of the gradient of what arrives.
+    """
+
+    def __init__(self, x: Tensor, there: Start, back: Start) -> None:
+        self._way = _Way(there, back)
+        self._begun: Tensor = _Begin.apply(x, self._way)
+
+    def arrived(self) -> Tensor:
+        """Wait for it; once."""
+        return _End.apply(self._begun, self._way)  # type: ignore[no-any-return]
+
+
+def begin_gather(x: Tensor, dim: int, group: Group) -> OnItsWay:
+    """`gather_of_ranks` on its way."""
+    return OnItsWay(
+        x, lambda given: start_gather(given, dim, group), lambda given: start_scattered_sum(given, dim, group)
+    )
+
+
+def begin_scattered_sum(x: Tensor, dim: int, group: Group) -> OnItsWay:
+    """`scattered_sum_of_ranks` on its way.
+
+    Raises:
+        ValueError: the dimension cannot be split among the ranks.
+    """
+    return OnItsWay(
+        x, lambda given: start_scattered_sum(given, dim, group), lambda given: start_gather(given, dim, group)
+    )
+
+
+def begin_sum(x: Tensor, group: Group) -> OnItsWay:
+    """`sum_of_ranks` on its way. x is overwritten: nothing else may need it."""
+    return OnItsWay(x, lambda given: start_sum(given, group), _already)
+
+
+def begin_copy(x: Tensor, group: Group) -> OnItsWay:
+    """`copy_to_ranks`: x at once, and its gradient on its way. It is overwritten: only one may take what arrives."""
+    return OnItsWay(x, _already, lambda given: start_sum(given, group))
+
+
+def _already(x: Tensor) -> Pending:
+    return x.detach
+
+
+class _Way:
+    """What is under way, one exchange after another; of a graph that is let go of nothing stays."""
+
+    __slots__ = ("back", "pending", "there")
+
+    def __init__(self, there: Start, back: Start) -> None:
+        self.there, self.back = there, back
+        self.pending: Pending | None = None
+
+    def begin(self, start: Start, x: Tensor) -> Tensor:
+        """Something that takes the place of what is on its way."""
+        self.pending = start(x)
+        return x.new_empty(0)
+
+    def end(self) -> Tensor:
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        return pending()
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        return way.begin(way.there, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.way.end(), None
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, begun: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        return way.end()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.way.begin(ctx.way.back, dy), None
