@@ -10,8 +10,8 @@ The same precision on both sides: computed in bfloat16; weights, sums of gradien
 float32. With FSDP2 the shared float32 parameters are gathered in bfloat16; without, bfloat16 parameters beside float32
 ones. Gradients are not clipped. Ours as it is and with each block compiled; PyTorch's always compiled, with the loss in
 parts (`loss_parallel`) and with asynchronous tensor parallelism where it works, noted as absent where it does not.
-"rooftop, trained" is `rooftop.train.GptTrainer`, as `rooftop train gpt` makes its steps: it reads its text and takes the
-norm of the gradient.
+"rooftop, trained" is `rooftop.train.GptTrainer`, as `rooftop train gpt` makes its steps: it reads its text and takes
+the norm of the gradient. "rooftop, halves" computes the halves of a batch in turn.
 
     ms, spread         of a step: the median, and from the fastest to the slowest by it; of the slowest rank
     tflops             a second and GPU: matrix products and attention, of which the causal half counts
@@ -64,6 +64,8 @@ from rooftop.train import AdamW, GptTrainer, GptTraining, MainWeights, Tokens
 OURS, COMPILED, REPLAYED = "rooftop", "rooftop, blocks compiled", "rooftop, replayed"
 NATIVE, ASYNC = "PyTorch, blocks compiled", "PyTorch, asynchronous tensor parallel"
 TRAINED, INIT = "rooftop, trained", "rooftop, initial values only"
+HALVES, HALVES_REPLAYED = "rooftop, halves", "rooftop, halves, replayed"
+OF_TENSOR_RANKS = (OURS, HALVES, HALVES_REPLAYED, REPLAYED, NATIVE)
 SEED, LEARNING_RATE = 1, 1e-4
 FIRST = 3  # steps whose losses are compared, and which compile
 LOSS_NOISE = (
@@ -115,17 +117,19 @@ def tensor_parallel(size: int) -> Layout:
 # each of two, beside 0.6 GiB of activations for a layer and sequence. Tensor parallel ranks have 2 bytes more for each.
 CASES = (
     Case("llama-1b", Layout(2), 4, 70, (OURS, NATIVE, COMPILED, TRAINED), "fsdp2"),
-    Case("llama-1b", tensor_parallel(2), 4, 70, (OURS, REPLAYED, NATIVE, ASYNC, COMPILED), "tp2"),
+    Case(
+        "llama-1b", tensor_parallel(2), 4, 70, (OURS, HALVES, HALVES_REPLAYED, REPLAYED, NATIVE, ASYNC, COMPILED), "tp2"
+    ),
     Case("llama-7b", Layout(2), 2, 125, (COMPILED, NATIVE), "fsdp2"),
     Case("llama-7b", Layout(2), 2, 40, (INIT,), "fsdp2-init"),
-    Case("llama-7b", tensor_parallel(2), 2, 125, (OURS, REPLAYED, NATIVE), "tp2"),
+    Case("llama-7b", tensor_parallel(2), 2, 125, OF_TENSOR_RANKS, "tp2"),
     Case("llama-1b", Layout(), 4, 75, (OURS, NATIVE, COMPILED, TRAINED), "alone"),
     Case("llama-7b", Layout(), 2, 60, (OURS, NATIVE, COMPILED, REPLAYED, TRAINED), "eight-layers", layers=8),
     Case("llama-7b", Layout(4), 2, 90, (COMPILED, NATIVE), "fsdp4"),
-    Case("llama-7b", tensor_parallel(4), 2, 70, (OURS, NATIVE, ASYNC), "tp4"),
+    Case("llama-7b", tensor_parallel(4), 2, 70, (*OF_TENSOR_RANKS, ASYNC), "tp4"),
     Case("llama-7b", Layout(8), 2, 75, (COMPILED, NATIVE), "fsdp8"),
     Case("llama-7b", Layout(4, 2, sequence_parallel=True), 2, 70, (OURS, NATIVE), "tp2-fsdp4"),
-    Case("llama-7b", tensor_parallel(8), 2, 60, (OURS, NATIVE, ASYNC), "tp8"),
+    Case("llama-7b", tensor_parallel(8), 2, 60, (*OF_TENSOR_RANKS, ASYNC), "tp8"),
 )
 NAMES = [case.name for case in CASES]
 
@@ -336,8 +340,9 @@ def measured(job: Job, device: torch.device) -> dict[str, Any]:
         del model
         return {"init_s": slowest(init_s, device), "peak_gib": slowest(peak, device), "losses": [0.0] * FIRST}
     began = time.perf_counter()
-    if job.variant in (OURS, COMPILED, REPLAYED):
-        init_s, model = initialized(case, config, dtype, device)
+    if job.variant in (OURS, COMPILED, REPLAYED, HALVES, HALVES_REPLAYED):
+        halves = job.variant in (HALVES, HALVES_REPLAYED)
+        init_s, model = initialized(case, config, dtype, device, halves)
         step: Step = Ours(model, case.layout, groups, dtype, device, job.variant, job.small).step
     elif job.variant == TRAINED:
         init_s, step = 0.0, trained(case, config, dtype, device)
@@ -360,12 +365,14 @@ def measured(job: Job, device: torch.device) -> dict[str, Any]:
         "ready_s": slowest(ready_s, device),
         "losses": losses,
     }
-    if job.variant in (OURS, COMPILED, REPLAYED):
+    if job.variant in (OURS, COMPILED, REPLAYED, HALVES, HALVES_REPLAYED):
         row["init_s"] = slowest(init_s, device)
     return {**row, **on_timeline(lambda: step(tokens, targets), job, device)}
 
 
-def initialized(case: Case, config: GptConfig, dtype: torch.dtype, device: torch.device) -> tuple[float, Gpt]:
+def initialized(
+    case: Case, config: GptConfig, dtype: torch.dtype, device: torch.device, halves: bool = False
+) -> tuple[float, Gpt]:
     """(seconds, this rank's part of the model), in float32."""
     layout, groups = case.layout, case.layout.process_groups()
     synchronize(device)
@@ -374,7 +381,7 @@ def initialized(case: Case, config: GptConfig, dtype: torch.dtype, device: torch
     if layout.dp > 1:
         model = fully_sharded_gpt(config, layout, groups, seed=SEED, device=device, compute_dtype=dtype)
     else:
-        model = parallel_gpt(config, layout, groups, seed=SEED, device=device)
+        model = parallel_gpt(config, layout, groups, seed=SEED, halves=halves, device=device)
     synchronize(device)
     return time.perf_counter() - began, model
 
@@ -402,7 +409,7 @@ class Ours:
             self.weights.named.values(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, weights=self.weights
         )
         self.ranks = layout.dp
-        self.stream = torch.cuda.Stream(device) if variant == REPLAYED and not small else None
+        self.stream = torch.cuda.Stream(device) if variant in (REPLAYED, HALVES_REPLAYED) and not small else None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.steps = 0
         if dtype == torch.bfloat16:  # the loss is float32

@@ -29,6 +29,8 @@ VARIANTS = {
     ],
     ("llama-1b-tp2", "dp=1 tp=2"): [
         "rooftop",
+        "rooftop, halves",
+        "rooftop, halves, replayed",
         "rooftop, replayed",
         "PyTorch, blocks compiled",
         "PyTorch, asynchronous tensor parallel",
@@ -49,7 +51,8 @@ def test_every_variant_trains_the_same_model(tmp_path: Path, monkeypatch: pytest
     )
     assert parallel.main() == 0
     every = json.loads(out.read_text())["results"]
-    rooftops = {"rooftop", "rooftop, blocks compiled", "rooftop, replayed"}
+    rooftops = {"rooftop", "rooftop, blocks compiled", "rooftop, replayed", "rooftop, halves"}
+    rooftops.add("rooftop, halves, replayed")
     for (case, layout), variants in VARIANTS.items():
         rows = [row for row in every if row["case"] == case]
         assert [row["variant"] for row in rows] == variants

@@ -1,0 +1,140 @@
+"""Halves in turn: while something of one is exchanged the other is computed, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rooftop.models import GptConfig
+from rooftop.models.gpt_layouts import parallel_gpt
+from rooftop.parallel import ColumnParallelLinear, Layout, turns
+from rooftop.parallel.turns import Phases, begin_gather, begin_scattered_sum, take_turns
+
+Run = Callable[..., list[Any]]
+LLAMA = GptConfig(vocabulary=31, layers=3, width=16, heads=4, kv_heads=4, hidden=16, positions=8, norm="rms",
+                  position="rope", activation="swiglu", biases=False)  # fmt: skip
+Event = tuple[str, int]
+
+
+def steps(name: str, count: int, seen: list[str]) -> Phases[str]:
+    for step in range(count):
+        seen.append(f"{name}{step}")
+        yield
+    return name
+
+
+def test_the_first_is_a_phase_ahead() -> None:
+    seen: list[str] = []
+    places: list[int] = []
+
+    @contextmanager
+    def turn_of(place: int) -> Iterator[None]:
+        places.append(place)
+        yield
+
+    assert take_turns([steps("a", 4, seen), steps("b", 4, seen)], turn_of) == ["a", "b"]
+    assert seen == ["a0", "a1", "b0", "a2", "b1", "a3", "b2", "b3"]
+    assert places[:5] == [0, 0, 1, 0, 1]
+
+
+def events_of_a_step() -> list[Event]:
+    """When each exchange began and ended on this rank, and each linear layer computed its product or the gradient."""
+    events: list[Event] = []
+
+    def watched(start: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(*given: Any) -> Callable[[], Tensor]:
+            number = len(events)
+            events.append(("begin", number))
+            pending = start(*given)
+
+            def end() -> Tensor:
+                events.append(("end", number))
+                return pending()  # type: ignore[no-any-return]
+
+            return end
+
+        return begin
+
+    real = ColumnParallelLinear.product_of
+
+    def product_of(self: ColumnParallelLinear, entered: Tensor) -> Tensor:
+        events.append(("product", len(events)))
+        y = real(self, entered)
+        y.register_hook(lambda dy: events.append(("product", len(events))))
+        return y
+
+    groups = Layout(1, 2, sequence_parallel=True).process_groups()
+    model = parallel_gpt(LLAMA, Layout(1, 2, sequence_parallel=True), groups, seed=1, halves=True)
+    tokens = torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(0))
+    with (
+        patch.object(turns, "start_gather", watched(turns.start_gather)),
+        patch.object(turns, "start_scattered_sum", watched(turns.start_scattered_sum)),
+        patch.object(ColumnParallelLinear, "product_of", product_of),
+    ):
+        model(tokens, tokens).backward()
+    return events
+
+
+def test_something_is_computed_while_something_is_exchanged(on_ranks: Run) -> None:
+    """Sums between the products of linear layers are hidden by those of the other half; at the ends there is none."""
+    for events in on_ranks(2, events_of_a_step):
+        begun = [number for what, number in events if what == "begin"]
+        assert len(begun) == 2 * 2 * 4 * LLAMA.layers  # two halves, forward and back, four in each layer
+        bare = 0
+        for number in begun:
+            meanwhile = events[events.index(("begin", number)) : events.index(("end", number))]
+            bare += not any(what == "product" for what, _ in meanwhile)
+        # Of four exchanges two cover a column product of the other half, two what attention and row layers compute.
+        assert bare <= len(begun) // 2 + 2
+        open_at_once = [0]
+        for what, _ in events:
+            open_at_once.append(open_at_once[-1] + {"begin": 1, "end": -1, "product": 0}[what])
+        assert max(open_at_once) >= 2
+        assert open_at_once[-1] == 0
+
+
+def there_and_back(kind: str) -> tuple[Tensor, Tensor]:
+    x = torch.arange(4.0).reshape(4, 1).add(10 * dist.get_rank()).requires_grad_()
+    begin = begin_gather if kind == "gather" else begin_scattered_sum
+    y = begin(x * 1, 0, dist.group.WORLD).arrived()
+    (y * torch.arange(1.0, 1 + len(y))[:, None]).sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def test_exchanges_on_their_way_are_those_of_exchanges(on_ranks: Run) -> None:
+    first, second = on_ranks(2, there_and_back, "gather")
+    assert first[0].flatten().tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert second[1].flatten().tolist() == [10, 12, 14, 16]
+    first, second = on_ranks(2, there_and_back, "sum")
+    assert first[0].flatten().tolist() == [10, 12]
+    assert second[0].flatten().tolist() == [14, 16]
+    assert first[1].flatten().tolist() == [1, 2, 1, 2]
+
+
+def refused() -> list[str]:
+    groups = Layout(1, 2).process_groups()
+    model = parallel_gpt(LLAMA, Layout(1, 2), groups, seed=1, halves=True)
+    said = []
+    for make in (
+        lambda: model(torch.zeros(3, 8, dtype=torch.long)),
+        lambda: parallel_gpt(LLAMA, Layout(1, 2), groups, seed=1, halves=True, recompute=True),
+    ):
+        with pytest.raises(ValueError, match="halves") as error:
+            make()
+        said.append(str(error.value))
+    assert model(torch.zeros(0, 8, dtype=torch.long)).shape == (0, 8, 31)
+    return said
+
+
+def test_what_has_no_halves_is_refused(on_ranks: Run) -> None:
+    odd, again = on_ranks(2, refused)[0]
+    assert "a batch of 3 has no halves" in odd
+    assert "leave out halves or recompute" in again
