@@ -109,11 +109,6 @@ def command() -> None:
 @click.option("--recompute", is_flag=True, help="Keep little for backward and compute it again: less memory, slower.")
 @size("--tensor-parallel-size", default=1, show_default=True, help="Ranks that share each layer.")
 @click.option("--sequence-parallel", is_flag=True, help="Let these also split what is between the layers.")
-@click.option(
-    "--tp-comm-overlap",
-    is_flag=True,
-    help="Let these compute the halves of a micro-batch in turn: one's exchanges beside the other's products.",
-)
 @click.option("--use-torch-fsdp2", is_flag=True, help="Let data ranks share weights and optimizer: less memory.")
 @size("--pipeline-parallel-size", default=1, help="Not yet: 1.")
 @size("--context-parallel-size", default=1, help="Not yet: 1.")
@@ -171,11 +166,6 @@ def gpt(
             raise InputError(
                 f"--use-torch-fsdp2: the layout {layout} has no data parallel ranks to share weights: leave it out, "
                 "or start more processes"
-            )
-        if use_torch_fsdp2 and training.halves:
-            raise InputError(
-                "--tp-comm-overlap: data ranks that share weights cannot compute halves: leave it or --use-torch-fsdp2 "
-                "out"
             )
         training.batches(tokens)  # there are enough
         found, before = find_training(load, training, layout) if load is not None else (None, 0)
@@ -283,7 +273,6 @@ def training_of(
     seed: int,
     dtype: str | None,
     recompute: bool,
-    tp_comm_overlap: bool,
 ) -> GptTraining:
     """The flags' training.
 
@@ -327,7 +316,6 @@ def training_of(
         seed=seed,
         dtype=DTYPES[dtype or ("bfloat16" if kind == "cuda" else "float32")],
         recompute=recompute,
-        halves=tp_comm_overlap,
     )
 
 

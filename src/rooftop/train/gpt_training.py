@@ -48,12 +48,10 @@ class GptTraining:
         seed: of initial values, dropout and the order of the data.
         dtype: in which is computed; with bfloat16 weights, gradients and optimizer are float32.
         recompute: keep only what goes from block to block, and compute the rest again in backward.
-        halves: compute the two halves of a micro-batch in turn: what tensor parallel ranks exchange of one is on its
-            way while they compute the other.
 
     Raises:
         ValueError: sizes that are not positive, a negative rate, a sequence longer than the model's positions, another
-            dtype; halves of an odd micro-batch, or with `recompute`.
+            dtype.
     """
 
     config: GptConfig
@@ -66,7 +64,6 @@ class GptTraining:
     seed: int = 0
     dtype: torch.dtype = torch.float32
     recompute: bool = False
-    halves: bool = False
 
     def __post_init__(self) -> None:
         for name in ("length", "global_batch", "micro_batch"):
@@ -79,12 +76,6 @@ class GptTraining:
             raise ValueError(
                 f"GptTraining: sequences of {self.length} tokens, but the model has {self.config.positions} positions"
             )
-        if self.halves and self.micro_batch % 2:
-            raise ValueError(
-                f"GptTraining: a micro_batch of {self.micro_batch} has no halves: use an even one, or halves=False"
-            )
-        if self.halves and self.recompute:
-            raise ValueError("GptTraining: halves cannot be computed again in backward: leave out halves or recompute")
         if self.dtype not in DTYPES.values():
             raise ValueError(f"GptTraining: dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
 
@@ -145,7 +136,7 @@ class GptTrainer:
 
     Raises:
         InputError: too few tokens.
-        ValueError: `fully_shard` without data ranks, or with the training's `halves`.
+        ValueError: `fully_shard` without data ranks.
     """
 
     def __init__(
@@ -165,15 +156,13 @@ class GptTrainer:
         self.fully_shard = fully_shard
         wide = torch.float64 if training.dtype == torch.float64 else torch.float32
         options: dict[str, Any] = {"seed": training.seed, "recompute": training.recompute, "device": device}
-        if fully_shard and training.halves:
-            raise ValueError("GptTrainer: data ranks that share the model cannot compute halves: leave out one of both")
         if fully_shard:  # parameters are float32, and gathered in the narrow dtype
             self.model = fully_sharded_gpt(
                 training.config, layout, groups, **options, dtype=wide, compute_dtype=training.dtype
             )
             self.weights = MainWeights(self.model, wide, keep_narrow=True)
         else:
-            self.model = parallel_gpt(training.config, layout, groups, **options, halves=training.halves, dtype=wide)
+            self.model = parallel_gpt(training.config, layout, groups, **options, dtype=wide)
             self.weights = MainWeights(self.model, training.dtype, keep_narrow=True)
         self.narrow = training.dtype != wide
         if self.narrow:
