@@ -281,6 +281,52 @@ def test_betas_may_change_and_gradients_be_absent() -> None:
     assert all(len(each._tables) == 1 for each in optimizer._plans.values())
 
 
+BETWEEN = ["nothing", "cleared", "one state replaced", "one state dropped", "loaded", "another group", "zeroed", "rate"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from([0, 1, 2, 5, 33]), max_size=3), min_size=1, max_size=6),
+    st.sampled_from([(0.9, 0.99), (0.0, 0.5), (0.5, 0.0), (0.0, 0.0)]),
+    st.lists(st.sampled_from(BETWEEN), min_size=2, max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_whatever_happens_between_steps(
+    shapes: list[list[int]], betas: tuple[float, float], between: list[str], random: Any
+) -> None:
+    """What is kept from step to step is only what is still so."""
+    generator = torch.Generator().manual_seed(random.randrange(2**31))
+    ours = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
+    sides = [ours, [nn.Parameter(each.detach().clone()) for each in ours]]
+    options = {**OPTIONS, "betas": betas}
+    optimizers = [AdamW(sides[0], **options), torch.optim.AdamW(sides[1], **options)]
+    for step, what in enumerate(between):
+        skipped = [random.random() < 0.2 for _ in sides[0]]
+        given = [torch.randn(each.shape, generator=generator, dtype=torch.float64) for each in sides[0]]
+        for every, optimizer in zip(sides, optimizers, strict=True):
+            for each, skip, gradient in zip(every, skipped, given, strict=True):
+                each.grad = None if skip else gradient.clone()
+            optimizer.step()
+            state = optimizer.state
+            if what == "cleared":
+                state.clear()
+            elif what == "one state replaced" and state:
+                first = next(iter(state))
+                state[first] = {name: value.clone() for name, value in state[first].items()}
+            elif what == "one state dropped":
+                state.pop(every[0], None)
+            elif what == "loaded":
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            elif what == "another group":
+                every.append(nn.Parameter(torch.full((4,), step + 1.0, dtype=torch.float64)))
+                optimizer.add_param_group({"params": every[-1:]})
+            elif what == "zeroed":
+                optimizer.zero_grad(set_to_none=False)
+            elif what == "rate":
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        torch.testing.assert_close([p.detach() for p in ours], [p.detach() for p in sides[1]], rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="PyTorch makes the steps of a CPU")
 @pytest.mark.parametrize("graph", [False, True])
 def test_weights_share_a_launch(graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +402,7 @@ def test_what_is_no_weight_is_refused() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
 def test_the_kernel_makes_these_steps(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__) == 23
+    assert interpreted(__file__) == 24
 
 
 @pytest.mark.gpu
