@@ -138,3 +138,29 @@ def test_what_has_no_halves_is_refused(on_ranks: Run) -> None:
     odd, again = on_ranks(2, refused)[0]
     assert "a batch of 3 has no halves" in odd
     assert "leave out halves or recompute" in again
+
+
+def by_both() -> list[tuple[Tensor, Tensor]]:
+    """Losses and gradients of the model in halves and as a whole: positions of each sequence, backward twice, and
+    without gradients."""
+    layout = Layout(1, 2, sequence_parallel=True)
+    groups, generator = layout.process_groups(), torch.Generator().manual_seed(0)
+    tokens = torch.randint(31, (4, 8), generator=generator)
+    positions = torch.randint(8, (4, 8), generator=generator)
+    found = []
+    for halves in (False, True):
+        model = parallel_gpt(LLAMA, layout, groups, seed=1, halves=halves, dtype=torch.float64)
+        loss = model(tokens, tokens, positions=positions)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with torch.no_grad():
+            assert torch.equal(model(tokens, tokens, positions=positions), loss)
+        gradient = model.layers["0"].attention.qkv.weight.grad
+        assert gradient is not None
+        found.append((loss.detach(), gradient))
+    return found
+
+
+def test_halves_are_the_whole(on_ranks: Run) -> None:
+    for whole, halves in on_ranks(2, by_both):
+        torch.testing.assert_close(halves, whole, rtol=1e-12, atol=1e-14)
