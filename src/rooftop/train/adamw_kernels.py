@@ -76,6 +76,7 @@ def adamw_step(
 
 @triton.jit
 def pointer_at(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """An address as a pointer, of which the compiler may know that 16 bytes divide it."""
     pointer = address.to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
