@@ -169,6 +169,41 @@ def test_views_with_any_strides() -> None:
     assert torch.equal(x.grad, counter_dropout(torch.ones(12, 10), 0.5, KEY))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("step", [0, 5, (1 << 31) + 7, (1 << 63) - 1])
+def test_a_step_in_a_tensor_drops_the_same(step: int, dtype: torch.dtype) -> None:
+    for name in ("whole", "columns", "nothing", "several programs"):
+        x, box = ramp(BOXES[name], dtype).requires_grad_(), BOXES[name]
+        found = counter_dropout(x, 0.3, KEY, step=torch.tensor(step), box=box)
+        expected = counter_dropout(x, 0.3, KEY, step=step, box=box)
+        assert torch.equal(found, expected)
+        assert torch.equal(*(torch.autograd.grad(y, x, torch.ones_like(y))[0] for y in (found, expected)))
+
+
+def test_a_step_that_changes_before_backward_is_found() -> None:
+    x, step = torch.randn(6, 8, requires_grad=True), torch.tensor(3)
+    y = counter_dropout(x, 0.5, KEY, step=step)
+    step += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_replay_of_a_graph_drops_by_its_step(dtype: torch.dtype) -> None:
+    x, step = torch.randn(64, 48, dtype=dtype, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        counter_dropout(x, 0.5, KEY, step=step)
+    with torch.cuda.graph(graph, stream=stream):
+        y = counter_dropout(x, 0.5, KEY, step=step)
+    for number in (3, 1 << 40):
+        step.fill_(number)
+        graph.replay()
+        assert torch.equal(y, counter_dropout(x, 0.5, KEY, step=number))
+
+
 def test_forward_computed_again_drops_the_same() -> None:
     x = torch.randn(6, 8, requires_grad=True)
 
@@ -197,7 +232,9 @@ def test_operator_checks_of_torch_library() -> None:
     sizes, strides, offset = BOXES["columns"].index_map()
     place = (sizes, strides, offset, KEY, 1)
     x = torch.randn(64, 8, requires_grad=True)
-    torch.library.opcheck(torch.ops.rooftop.counter_dropout.default, (x, 0.5, KEY, 1, sizes, strides, offset))
+    for there in (None, torch.tensor(1)):
+        operands = (x, 0.5, KEY, 1, sizes, strides, offset, there)
+        torch.library.opcheck(torch.ops.rooftop.counter_dropout.default, operands)
     end = (torch.float32, torch.device("cpu"))
     torch.library.opcheck(torch.ops.rooftop.random_uniform.default, (*place, 0.0, 1.0, *end))
     torch.library.opcheck(torch.ops.rooftop.random_normal.default, (*place, 0.0, 1.0, -2.0, 2.0, *end))
@@ -215,6 +252,16 @@ def test_compiled_whole() -> None:
         y = compiled(x, step)
         assert torch.equal(y, both(x, step))
         assert torch.equal(*(torch.autograd.grad(each.sum(), x)[0] for each in (y, both(x, step))))
+
+
+def test_compiled_once_for_all_steps_in_a_tensor() -> None:
+    compiled = torch.compile(
+        lambda x, step: counter_dropout(x, 0.5, KEY, step=step) + 1, fullgraph=True, backend="aot_eager"
+    )
+    x = torch.randn(64, 8)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in (1, 2, 3):
+            assert torch.equal(compiled(x, torch.tensor(step)), counter_dropout(x, 0.5, KEY, step=step) + 1)
 
 
 def test_on_meta_there_are_shapes() -> None:
@@ -258,6 +305,14 @@ X = torch.zeros(2, 3)
         (lambda: counter_dropout(X.int(), 0.5, 0), TypeError, "x must be bfloat16"),
         (lambda: counter_dropout(X, 1.5, 0), ValueError, "p must be from 0 to 1, got 1.5"),
         (lambda: counter_dropout(X, math.nan, 0), ValueError, "p must be from 0 to 1"),
+        (lambda: counter_dropout(X, 0.5, 0, step=2.0), TypeError, "step must be an int, got float"),  # type: ignore[arg-type]
+        (
+            lambda: counter_dropout(X, 0.5, 0, step=torch.tensor(2.0)),
+            TypeError,
+            "must be int64, of shape \\(\\) and on cpu",
+        ),
+        (lambda: counter_dropout(X, 0.5, 0, step=torch.tensor([2])), TypeError, r"got torch.int64, \(1,\) and cpu"),
+        (lambda: counter_dropout(X, 0.5, 0, step=torch.tensor(2, device="meta")), TypeError, "and meta"),
         (lambda: counter_dropout(X, 0.5, 0, box=(2, 3)), TypeError, "box must be a Box or None, got tuple"),  # type: ignore[arg-type]
         (
             lambda: counter_dropout(X, 0.5, 0, box=Box.whole((4,))),

@@ -41,12 +41,17 @@ def random_fill(
 @triton.jit(do_not_specialize=[*KEYS, "dropped_words"])
 def dropout_tile(
     x, y,  # (rows, columns) contiguous
+    step_there,  # () int64, the step in place of its halves, or anything
     key_low, key_high, step_low, step_high,
     rows, columns, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset,
     dropped_words, scale,  # as many of all words are dropped, less than 2^32; float32
-    GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP_THERE: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """x * scale of one tile, or 0 where an element's word is below `dropped_words`."""
+    if STEP_THERE:
+        step = tl.load(step_there)
+        step_low = step.to(tl.int32)
+        step_high = (step >> 32).to(tl.int32)
     row, column = _tile(columns, GROUPED, ROWS, COLUMNS)
     index = _index(row, column, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset)
     word = _words(index, key_low, key_high, step_low, step_high, GROUPED)

@@ -64,10 +64,11 @@ def philox_reference(counter: Sequence[Tensor], key: int) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
-def words_reference(place: Tensor, key: int, step: int, more: bool = False, grouped: bool = False) -> Tensor:
+def words_reference(place: Tensor, key: int, step: int | Tensor, more: bool = False, grouped: bool = False) -> Tensor:
     """The words of elements by their places in the whole tensor, int64 both.
 
-    `more`: those for more bits; `grouped`: places (N,) are whole groups of four that follow each other.
+    `step`: int64 where it is a tensor, (); `more`: those for more bits; `grouped`: places (N,) are whole groups of four
+    that follow each other.
     """
     if grouped:
         return torch.stack(philox_reference(_counter(place[::4] >> 2, step, more), key), -1).flatten()
@@ -76,9 +77,9 @@ def words_reference(place: Tensor, key: int, step: int, more: bool = False, grou
     return torch.where(lane < 2, torch.where(lane == 0, c0, c1), torch.where(lane == 2, c2, c3))
 
 
-def _counter(block: Tensor, step: int, more: bool) -> list[Tensor]:
+def _counter(block: Tensor, step: int | Tensor, more: bool) -> list[Tensor]:
     halves = (step & WORD, step >> 32 | (1 << 31 if more else 0))
-    return [block & WORD, block >> 32, *(torch.full_like(block, half) for half in halves)]
+    return [block & WORD, block >> 32, *(torch.zeros_like(block) + half for half in halves)]
 
 
 def uniforms_reference(words: Tensor, more: Tensor | None = None) -> Tensor:

@@ -185,7 +185,9 @@ def _fill(
     return out
 
 
-def _drop(x: Tensor, p: float, key: int, step: int, sizes: list[int], strides: list[int], offset: int) -> Tensor:
+def _drop(
+    x: Tensor, p: float, key: int, step: int | Tensor, sizes: list[int], strides: list[int], offset: int
+) -> Tensor:
     if p == 1:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     x = x.contiguous()
@@ -203,9 +205,11 @@ def _drop(x: Tensor, p: float, key: int, step: int, sizes: list[int], strides: l
 
     tile = tile_of(DROPOUT, sizes[-1], grouped)
     numbers = (_signed(_dropped_words(p)), _kept_scale(p, torch.float32))
+    there = isinstance(step, Tensor)
     launch(
-        dropout_tile, _grid(sizes, tile), x.device, x, y, *_halves(key), *_halves(step),
-        *_layout(sizes, strides, offset, grouped), *numbers, **tile,
+        dropout_tile, _grid(sizes, tile), x.device, x, y, step if there else y, *_halves(key),
+        *_halves(0 if isinstance(step, Tensor) else step), *_layout(sizes, strides, offset, grouped), *numbers,
+        STEP_THERE=there, **tile,
     )  # fmt: skip
     return y
 
@@ -327,23 +331,28 @@ def _words_between(mean: float, std: float, low: float, high: float) -> tuple[in
 
 @operator("counter_dropout")
 def _counter_dropout(
-    x: Tensor, p: float, key: int, step: int, sizes: list[int], strides: list[int], offset: int
+    x: Tensor, p: float, key: int, step: int, sizes: list[int], strides: list[int], offset: int, there: Tensor | None
 ) -> Tensor:
-    return _drop(x, p, key, step, sizes, strides, offset)
+    return _drop(x, p, key, step if there is None else there, sizes, strides, offset)
 
 
 @torch.library.register_fake("rooftop::counter_dropout")
-def _(x: Tensor, p: float, key: int, step: int, sizes: list[int], strides: list[int], offset: int) -> Tensor:
+def _(
+    x: Tensor, p: float, key: int, step: int, sizes: list[int], strides: list[int], offset: int, there: Tensor | None
+) -> Tensor:
     return x.new_empty(x.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.arguments = inputs[1:]
+    *_, there = inputs
+    ctx.arguments = inputs[1:-1]
+    ctx.save_for_backward(*[] if there is None else [there])  # autograd says so if it is another step by then
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The same elements of the gradient are dropped, by the same numbers made again."""
-    return _counter_dropout(dy, *ctx.arguments), None, None, None, None, None, None
+    (there,) = ctx.saved_tensors or (None,)
+    return _counter_dropout(dy, *ctx.arguments, there), None, None, None, None, None, None, None
 
 
 differentiable("counter_dropout", _differentiate, _save)
@@ -453,7 +462,7 @@ def _share_between(mean: float, std: float, low: float, high: float) -> float:
     return (math.erf((high - mean) / width) - math.erf((low - mean) / width)) / 2
 
 
-def counter_dropout(x: Tensor, p: float, key: int, *, step: int = 0, box: Box | None = None) -> Tensor:
+def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, box: Box | None = None) -> Tensor:
     """x / (1 - p), with 0 in place of elements that are dropped with probability p, by key, step and place.
 
     Backward makes the mask again: nothing is kept for it, and forward that is computed again drops the same. An
@@ -463,14 +472,15 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int = 0, box: Box | 
         x: any shape, bfloat16, float16, float32 or float64.
         p: from 0 to 1; of the 2^32 words of the generator round(p * 2^32) drop their element.
         key: as of `random_uniform`.
-        step: of the training, from 0 to 2^63 - 1: each has another mask.
+        step: of the training, from 0 to 2^63 - 1: each has another mask. A tensor, () int64 on x's device, is read
+            there: so each replay of a CUDA graph can have a mask of its own. It must not change before backward.
         box: which part of a whole tensor x is, as many elements in the same order; None: x is the whole.
 
     Returns:
         Like x, contiguous.
 
     Raises:
-        TypeError: x is no dense tensor or of another dtype, or another argument of another type.
+        TypeError: x is no dense tensor or of another dtype, or another argument of another type or dtype.
         ValueError: p, key or step out of range, or a box of another size or one that cannot be seen in four dimensions.
         NotImplementedError: forward-mode differentiation.
     """
@@ -484,15 +494,22 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int = 0, box: Box | 
         raise TypeError(f"counter_dropout: box must be a Box or None, got {type(box).__name__}")
     if not 0 <= p <= 1:
         raise ValueError(f"counter_dropout: p must be from 0 to 1, got {p}")
+    there = step if isinstance(step, Tensor) else None
+    number = 0 if isinstance(step, Tensor) else step
+    if there is not None and (there.dtype, there.shape, there.device) != (torch.int64, (), x.device):
+        raise TypeError(
+            f"counter_dropout: a step that is a tensor must be int64, of shape () and on {x.device} as x is, got "
+            f"{there.dtype}, {tuple(there.shape)} and {there.device}"
+        )
     sizes, strides, offset, shape = _checked(
-        "counter_dropout", (x.numel(),) if box is None else box, key, step, x.dtype
+        "counter_dropout", (x.numel(),) if box is None else box, key, number, x.dtype
     )
     if math.prod(shape) != x.numel():
         raise ValueError(
             f"counter_dropout: x has shape {tuple(x.shape)}, the box has size {shape}: not as many elements"
         )
     no_tangents("counter_dropout", x, instead="x * counter_dropout(torch.ones_like(x), ...)")
-    result: Tensor = _counter_dropout(x, float(p), key, step, sizes, strides, offset)
+    result: Tensor = _counter_dropout(x, float(p), key, number, sizes, strides, offset, there)
     return result
 
 

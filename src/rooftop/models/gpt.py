@@ -378,7 +378,7 @@ class Gpt(nn.Module):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
-        step: int = 0,
+        step: int | Tensor = 0,
     ) -> Tensor:
         """Logits, a loss, or what the next stage takes.
 
@@ -388,7 +388,8 @@ class Gpt(nn.Module):
             positions: of the tokens, (S,) or (B, S), int64; None: one after another, behind those of the cache.
             cache: the positions before, which are seen too; these are added.
             reduction, label_smoothing, z_loss: of the loss, as of `rooftop.kernels.linear_cross_entropy`.
-            step: of the training, counting micro-batches: which masks `CounterDropouts` give. Others ignore it.
+            step: of the training, counting micro-batches: which masks `CounterDropouts` give. Others ignore it. In a
+                CUDA graph a tensor, () int64 on the device: see `rooftop.kernels.counter_dropout`.
 
         Returns:
             (B, S, V); with targets (), their mean or sum; without the head (B, S, W), with sequence parallelism this

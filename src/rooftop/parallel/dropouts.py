@@ -31,12 +31,14 @@ class CounterDropouts:
         heads: the same of attention's weights (B, H, S, T), whose names end in "weights_dropout".
 
     Attributes:
-        step: of the training, from 0: each has other masks; micro-batches count too.
+        step: of the training, from 0: each has other masks; micro-batches count too. May be a tensor, as of
+            `rooftop.kernels.counter_dropout`.
         half: which part of the batch that is here is computed.
     """
 
     def __init__(self, seed: int, batch: Part = (0, 1), split: Part = (0, 1), heads: Part = (0, 1)) -> None:
-        self.stream, self.step, self.half = Stream(seed), 0, (0, 1)
+        self.stream, self.half = Stream(seed), (0, 1)
+        self.step: int | Tensor = 0
         self.batch, self.split, self.heads = batch, split, heads
 
     def __call__(self, probability: float, name: str) -> CounterDropout:
@@ -45,7 +47,7 @@ class CounterDropouts:
         return CounterDropout(probability, name, self, (self.batch, split))
 
     @contextmanager
-    def at(self, step: int) -> Iterator[None]:
+    def at(self, step: int | Tensor) -> Iterator[None]:
         """Within: the masks of that step, whatever the step is by then."""
         before, self.step = self.step, step
         try:

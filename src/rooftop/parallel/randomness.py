@@ -71,7 +71,7 @@ class Stream:
         return tensor
 
     def dropout(
-        self, x: Tensor, name: str, p: float, step: int, box: Boxes | None = None, training: bool = True
+        self, x: Tensor, name: str, p: float, step: int | Tensor, box: Boxes | None = None, training: bool = True
     ) -> Tensor:
         """x / (1 - p) with elements dropped with probability p; x itself where p is 0 or not in training.
 
@@ -79,7 +79,8 @@ class Stream:
             x: any shape, bfloat16, float16, float32 or float64.
             name: of this dropout: two with one name drop the same.
             p: from 0 to 1.
-            step: of the training, from 0: each has another mask; count micro-batches too.
+            step: of the training, from 0: each has another mask; count micro-batches too. May be a tensor, as of
+                `counter_dropout`.
             box: see the class.
             training: as `module.training`.
 
