@@ -27,6 +27,9 @@ WORDS = [
 ]  # fmt: skip
 LAYOUTS = {
     "tp=2": (2, ["--tensor-parallel-size", "2", "--micro-batch-size", "8"]),
+    "tp=2 halves": (
+        2, ["--tensor-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "4", "--tp-comm-overlap"],
+    ),
     "dp=2": (2, ["--micro-batch-size", "2"]),
     "dp=2 tp=2 sequence": (
         4, ["--tensor-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "2", "--recompute"],
@@ -136,6 +139,13 @@ def test_a_training_goes_on_with_as_many_data_parallel_ranks_as_there_are(
 WRONG = {
     "layout": (["--tensor-parallel-size", "3"], "a world of 2 cannot be split by tp=3"),
     "heads": (["--tensor-parallel-size", "2", "--num-attention-heads", "1"], "heads=1 is not divisible by tp=2"),
+    "halves": (
+        ["--tp-comm-overlap", "--micro-batch-size", "1"],
+        "a micro_batch of 1 has no halves (--tp-comm-overlap)",
+    ),
+    "halves again": (["--tp-comm-overlap", "--micro-batch-size", "2", "--recompute"], "leave out halves or recompute"),
+    "halves alone": (["--tp-comm-overlap", "--micro-batch-size", "2"], "has no tensor parallel ranks, whose exchanges"),
+    "shared graph": (["--enable-cuda-graph"], "a CUDA graph (cuda_graph, --enable-cuda-graph) needs a GPU"),
     "batch": (["--micro-batch-size", "3"], "batch=8 is not divisible by 6"),
     "pipeline": (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2: pipeline parallel ranks cannot train"),
     "context": (["--context-parallel-size", "2"], "--context-parallel-size 2: context parallel ranks cannot train"),

@@ -19,10 +19,12 @@ from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware import ceilings_of
 from rooftop.models import GptConfig
 from rooftop.parallel import Layout
+from rooftop.testing import no_waiting_for_gpu
 from rooftop.train import (
     GptTrainer,
     GptTraining,
     MainWeights,
+    Replayed,
     Tokens,
     checkpoints,
     find_training,
@@ -225,7 +227,9 @@ def test_no_room_is_said_with_the_name(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_only_what_changes_no_number_may_change(tmp_path: Path) -> None:
     save_training(tmp_path, trainer())
-    find_training(tmp_path, replace(TRAINING, micro_batch=1, learning_rate=0.1, recompute=True), Layout(dp=2))
+    find_training(
+        tmp_path, replace(TRAINING, micro_batch=1, learning_rate=0.1, recompute=True, cuda_graph=True), Layout(dp=2)
+    )
     other = replace(TRAINING, seed=7, config=replace(CONFIG, layers=3))
     with pytest.raises(InputError, match="another training: layers is 2 there, 3 here; seed is 0 there, 7 here"):
         find_training(tmp_path, other, Layout())
@@ -259,9 +263,108 @@ def test_a_gpu_trains_as_the_cpu_and_goes_on(tmp_path: Path) -> None:
     assert losses(second, 3) == pytest.approx(expected[3:], rel=1e-3)
 
 
+# ---- from a CUDA graph -------------------------------------------------------------------------------------------
+
+GRAPHED = replace(TRAINING, cuda_graph=True)
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 3e-2}  # attention's sums come in any order
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(
+    "change", [{}, {"micro_batch": 4}, {"recompute": True}, {"clip": 0.0}, {"clip": 0.01}], ids=str
+)
+def test_replayed_steps_are_those_that_are_launched(change: dict[str, Any], dtype: torch.dtype) -> None:
+    """Each with its own sequences, masks and step of the optimizer."""
+    gpu = torch.device("cuda")
+    plain, replayed = (trainer(replace(each, dtype=dtype, **change), gpu) for each in (TRAINING, GRAPHED))
+    expected, found = ([each.advance() for _ in range(9)] for each in (plain, replayed))
+    assert replayed._replayed is not None
+    assert replayed._replayed.captured
+    torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE[dtype])
+    for name, weight in plain.weights.named.items():
+        torch.testing.assert_close(replayed.weights.named[name], weight, rtol=0, atol=CLOSE[dtype])
+
+
+@pytest.mark.gpu
+def test_the_comparison_sees_masks_that_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, exact = torch.device("cuda"), replace(GRAPHED, dtype=torch.float64)
+    expected, wrong = losses(trainer(exact, gpu), 8), trainer(exact, gpu)
+    found, sent = losses(wrong, 4), wrong._sent
+    monkeypatch.setattr(wrong, "_sent", lambda numbers: sent(numbers if numbers.dim() else torch.tensor(3)))
+    found += losses(wrong, 4)
+    assert found[:4] == pytest.approx(expected[:4], abs=1e-9)
+    assert abs(np.array(found[4:]) - expected[4:]).max() > 1e-4
+
+
+@pytest.mark.gpu
+def test_the_host_waits_for_no_replay() -> None:
+    one = trainer(GRAPHED, torch.device("cuda"))
+    losses(one, 5)
+    with no_waiting_for_gpu():
+        for _ in range(3):
+            one.advance()
+
+
+@pytest.mark.gpu
+def test_what_others_do_with_gradients_does_not_reach_replays() -> None:
+    gpu, exact = torch.device("cuda"), replace(GRAPHED, dtype=torch.float64)
+    expected, one = losses(trainer(exact, gpu), 9), trainer(exact, gpu)
+    tokens, found = torch.zeros(1, 4, dtype=torch.int64, device=gpu), losses(one, 3)
+    for number in range(6):
+        one.model(tokens, tokens).backward()
+        if number % 2:
+            one.optimizer.zero_grad()
+        found += losses(one, 1)
+    assert found == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.gpu
+def test_replays_go_on_with_what_is_loaded(tmp_path: Path) -> None:
+    gpu, exact = torch.device("cuda"), replace(GRAPHED, dtype=torch.float64)
+    expected, one = losses(trainer(exact, gpu), 8), trainer(exact, gpu)
+    losses(one, 5)
+    save_training(tmp_path, one)
+    losses(one, 2)
+    for again in (one, trainer(exact, gpu), trainer(replace(exact, cuda_graph=False), gpu)):
+        load_training(find_training(tmp_path, again.training, Layout())[0], again)
+        assert losses(again, 3) == pytest.approx(expected[5:], abs=1e-9)
+
+
+@pytest.mark.gpu
+def test_a_replay_refuses_other_shapes() -> None:
+    doubled = Replayed(lambda x: (x * 2,), torch.device("cuda"), warm_up=1)
+    for number in range(4):
+        assert doubled(torch.full((3,), number))[0].tolist() == [2 * number] * 3
+        assert doubled.captured == (number > 0)
+    with pytest.raises(ValueError, match=r"captured with \(3,\) torch.int64, got \(1,\) torch.int64"):
+        doubled(torch.ones(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"got \(3,\) torch.float32"):
+        doubled(torch.ones(3))
+
+
+def test_a_graph_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="needs a GPU, and this is trained on cpu: leave the graph out"):
+        trainer(GRAPHED)
+    with pytest.raises(ValueError, match="Replayed: a CUDA graph needs a GPU, got cpu: call the function itself"):
+        Replayed(lambda: (), CPU)
+
+
+@pytest.mark.parametrize("change", [{"cuda_graph": True}, {"halves": True}])
+def test_data_ranks_that_share_the_model_have_neither_graph_nor_halves(change: dict[str, Any]) -> None:
+    training, layout = replace(TRAINING, config=replace(CONFIG, vocabulary=12), **change), Layout(dp=2, tp=2)
+    training.check(layout, 4, "cuda")
+    with pytest.raises(
+        ValueError, match=r"that share the model .* cannot have (halves|a CUDA graph) .*: leave out one"
+    ):
+        training.check(layout, 4, "cuda", fully_shard=True)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"halves": True, "micro_batch": 1}, "a micro_batch of 1 has no halves"),
+        ({"halves": True, "recompute": True}, "leave out halves or recompute"),
         ({"length": 9}, "sequences of 9 tokens, but the model has 8 positions"),
         ({"micro_batch": 0}, "micro_batch must be positive"),
         ({"clip": -1.0}, "clip must be 0 or more"),

@@ -46,6 +46,8 @@ Examples:
   torchrun --nproc-per-node 4 -m rooftop.train gpt --data-path texts/ --tensor-parallel-size 2 --sequence-parallel
   torchrun --nproc-per-node 8 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --save run/
   python -m rooftop.train gpt --data-path book.txt --train-iters 200 --save run/ --load run/
+  torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --micro-batch-size 4 \\
+    --tensor-parallel-size 2 --sequence-parallel --tp-comm-overlap --enable-cuda-graph
 
 Ranks that the tensor parallel ones leave over are data parallel: 8 processes with --tensor-parallel-size 2 are 4 x 2.
 Each takes --micro-batch-size sequences at a time, and as many times as --global-batch-size needs.
@@ -107,8 +109,20 @@ def command() -> None:
     "[default: bfloat16 on GPUs, float32 without]",
 )
 @click.option("--recompute", is_flag=True, help="Keep little for backward and compute it again: less memory, slower.")
+@click.option(
+    "--enable-cuda-graph",
+    is_flag=True,
+    help="Launch forward and backward three times, and replay them from then on: for layers that a GPU computes faster "
+    "than Python launches them.",
+)
 @size("--tensor-parallel-size", default=1, show_default=True, help="Ranks that share each layer.")
 @click.option("--sequence-parallel", is_flag=True, help="Let these also split what is between the layers.")
+@click.option(
+    "--tp-comm-overlap",
+    is_flag=True,
+    help="Let these compute the halves of a micro-batch in turn, one's exchanges beside the other's products. It has "
+    "twice the launches: give --enable-cuda-graph too.",
+)
 @click.option("--use-torch-fsdp2", is_flag=True, help="Let data ranks share weights and optimizer: less memory.")
 @size("--pipeline-parallel-size", default=1, help="Not yet: 1.")
 @size("--context-parallel-size", default=1, help="Not yet: 1.")
@@ -161,12 +175,7 @@ def gpt(
         )
         tokens = open_tokens(data_path, token_dtype)
         training = training_of(tokens, layout, kind, **options)
-        training.check(layout, ranks)
-        if use_torch_fsdp2 and layout.dp == 1:
-            raise InputError(
-                f"--use-torch-fsdp2: the layout {layout} has no data parallel ranks to share weights: leave it out, "
-                "or start more processes"
-            )
+        training.check(layout, ranks, kind, fully_shard=use_torch_fsdp2)
         training.batches(tokens)  # there are enough
         found, before = find_training(load, training, layout) if load is not None else (None, 0)
     if before >= train_iters:
@@ -273,6 +282,8 @@ def training_of(
     seed: int,
     dtype: str | None,
     recompute: bool,
+    tp_comm_overlap: bool,
+    enable_cuda_graph: bool,
 ) -> GptTraining:
     """The flags' training.
 
@@ -316,6 +327,8 @@ def training_of(
         seed=seed,
         dtype=DTYPES[dtype or ("bfloat16" if kind == "cuda" else "float32")],
         recompute=recompute,
+        halves=tp_comm_overlap,
+        cuda_graph=enable_cuda_graph,
     )
 
 

@@ -119,8 +119,8 @@ class ModelGradients:
         counted = list(self._counted())
         wide = torch.float64 if any(part.dtype == torch.float64 for part in counted) else torch.float32
         device = next(iter(self.parameters.values())).device
-        squares = [torch.linalg.vector_norm(part, dtype=wide).square() for part in counted]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=wide, device=device)
+        norms = _norms(counted, wide)
+        total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=wide, device=device)
         total = start_sum(total, self.tensor)()
         return (start_sum(total, self.data)() if self.data_shares else total).sqrt()
 
@@ -176,6 +176,14 @@ def _sum(tensors: list[Tensor], group: Group) -> None:
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         total = start_sum(flat, group)()
         torch._foreach_copy_(bucket, [part.view_as(t) for t, part in _cut(bucket, total)])
+
+
+def _norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The 2-norm of each, (), in another order: those of one dtype together, in a few launches."""
+    of_dtypes: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        of_dtypes.setdefault(tensor.dtype, []).append(tensor)
+    return [norm for alike in of_dtypes.values() for norm in torch._foreach_norm(alike, 2.0, dtype)]
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

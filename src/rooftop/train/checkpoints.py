@@ -40,7 +40,7 @@ from rooftop.train.tokens import Tokens
 
 FORMAT = 1
 LATEST, TRAINING = "latest", "training.json"
-MAY_CHANGE = {"micro_batch", "learning_rate", "weight_decay", "clip", "recompute"}
+MAY_CHANGE = {"micro_batch", "learning_rate", "weight_decay", "clip", "recompute", "halves", "cuda_graph"}
 """Of a training that goes on; all else must be what it was saved with."""
 
 

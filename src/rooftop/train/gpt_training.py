@@ -27,7 +27,8 @@ from rooftop.parallel.dropouts import CounterDropout
 from rooftop.parallel.exchanges import Group, start_sum
 from rooftop.train.adamw import AdamW
 from rooftop.train.batches import Batches
-from rooftop.train.main_weights import MainWeights
+from rooftop.train.main_weights import Held, MainWeights
+from rooftop.train.replays import Replayed
 from rooftop.train.tokens import Tokens
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -48,10 +49,13 @@ class GptTraining:
         seed: of initial values, dropout and the order of the data.
         dtype: in which is computed; with bfloat16 weights, gradients and optimizer are float32.
         recompute: keep only what goes from block to block, and compute the rest again in backward.
+        halves: compute the two halves of a micro-batch in turn: what tensor parallel ranks exchange of one is on its
+            way while they compute the other. Twice as many launches: with `cuda_graph`, or the host is too slow.
+        cuda_graph: after three steps replay forward and backward from a CUDA graph (`rooftop.train.Replayed`).
 
     Raises:
         ValueError: sizes that are not positive, a negative rate, a sequence longer than the model's positions, another
-            dtype.
+            dtype; halves of an odd micro-batch, or with `recompute`.
     """
 
     config: GptConfig
@@ -64,6 +68,8 @@ class GptTraining:
     seed: int = 0
     dtype: torch.dtype = torch.float32
     recompute: bool = False
+    halves: bool = False
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         for name in ("length", "global_batch", "micro_batch"):
@@ -75,6 +81,16 @@ class GptTraining:
         if self.length > self.config.positions:
             raise ValueError(
                 f"GptTraining: sequences of {self.length} tokens, but the model has {self.config.positions} positions"
+            )
+        if self.halves and self.micro_batch % 2:
+            raise ValueError(
+                f"GptTraining: a micro_batch of {self.micro_batch} has no halves (--tp-comm-overlap): use an even one, "
+                "or leave halves out"
+            )
+        if self.halves and self.recompute:
+            raise ValueError(
+                "GptTraining: halves (--tp-comm-overlap) cannot be computed again in backward: leave out halves or "
+                "recompute"
             )
         if self.dtype not in DTYPES.values():
             raise ValueError(f"GptTraining: dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
@@ -92,8 +108,14 @@ class GptTraining:
         """
         return Batches(tokens, self.length, self.global_batch, self.seed)
 
-    def check(self, layout: Layout, world_size: int) -> None:
+    def check(self, layout: Layout, world_size: int, device: str, *, fully_shard: bool = False) -> None:
         """Refuse a layout in which this cannot be trained. Communicates with nobody.
+
+        Args:
+            layout: of the ranks.
+            world_size: that there are.
+            device: "cuda" or "cpu", where they compute.
+            fully_shard: whether data ranks share the model.
 
         Raises:
             ValueError: what does not fit, and the nearest layouts that do.
@@ -116,6 +138,29 @@ class GptTraining:
             batch=self.global_batch,
             micro_batch=self.micro_batch,
         )
+        if self.cuda_graph and device != "cuda":
+            raise ValueError(
+                f"a CUDA graph (cuda_graph, --enable-cuda-graph) needs a GPU, and this is trained on {device}: leave "
+                "the graph out"
+            )
+        if self.halves and layout.tp == 1:
+            raise ValueError(
+                f"the layout {layout} has no tensor parallel ranks, whose exchanges halves (--tp-comm-overlap) would "
+                "hide: leave them out, or split the layers with tp"
+            )
+        if not fully_shard:
+            return
+        if layout.dp == 1:
+            raise ValueError(
+                f"the layout {layout} has no data parallel ranks to share the model (fully_shard, --use-torch-fsdp2): "
+                "leave that out, or start more processes"
+            )
+        if self.halves or self.cuda_graph:
+            what = "halves (--tp-comm-overlap)" if self.halves else "a CUDA graph (--enable-cuda-graph)"
+            raise ValueError(
+                f"data ranks that share the model (fully_shard, --use-torch-fsdp2) cannot have {what}: leave out one "
+                "of both"
+            )
 
 
 class GptTrainer:
@@ -124,7 +169,7 @@ class GptTrainer:
     Args:
         training: what is trained.
         tokens: the same at all ranks.
-        layout: of the ranks; fits (`GptTraining.check`).
+        layout: of the ranks.
         groups: `layout.process_groups()`.
         device: where this rank computes.
         fully_shard: whether data ranks share parameters, gradients and optimizer (`rooftop.parallel.fully_sharded`).
@@ -136,7 +181,7 @@ class GptTrainer:
 
     Raises:
         InputError: too few tokens.
-        ValueError: `fully_shard` without data ranks.
+        ValueError: that of `GptTraining.check`.
     """
 
     def __init__(
@@ -149,6 +194,8 @@ class GptTrainer:
         *,
         fully_shard: bool = False,
     ) -> None:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        training.check(layout, ranks, device.type, fully_shard=fully_shard)
         self.training, self.layout, self.groups, self.device, self.step = training, layout, groups, device, 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.place = layout.coordinates(self.rank)
@@ -162,7 +209,7 @@ class GptTrainer:
             )
             self.weights = MainWeights(self.model, wide, keep_narrow=True)
         else:
-            self.model = parallel_gpt(training.config, layout, groups, **options, dtype=wide)
+            self.model = parallel_gpt(training.config, layout, groups, **options, halves=training.halves, dtype=wide)
             self.weights = MainWeights(self.model, training.dtype, keep_narrow=True)
         self.narrow = training.dtype != wide
         if self.narrow:
@@ -177,40 +224,65 @@ class GptTrainer:
         )
         self._dropouts = [module for module in self.model.modules() if isinstance(module, CounterDropout)]
         self._positions = torch.arange(training.length, device=device)
+        self._parts = range(self.place["dp"], training.global_batch // training.micro_batch, layout.dp)
+        self._replayed = Replayed(self._gradients_of, device) if training.cuda_graph else None
+        self._held: Held | None = None
 
     def advance(self) -> tuple[Tensor, Tensor]:
         """One step: the mean loss of its batch before it, and the norm of its gradient, () both, as on all ranks.
 
         They stay on the device: reading them waits for it.
         """
-        training, ranks = self.training, self.layout.dp
-        parts = training.global_batch // training.micro_batch
-        loss = torch.zeros((), device=self.device, dtype=next(iter(self.weights.named.values())).dtype)
-        for part in range(self.place["dp"], parts, ranks):
-            loss += self._with_gradients(part, parts)
-        self.gradients.sum_()
-        norm, scale = self.gradients.scale_for(training.clip or float("inf"))
-        self.optimizer.step(scale=scale if training.clip else None)
+        size = self.training.micro_batch
+        places = [part * size + place for part in self._parts for place in range(size)]
+        text = self._sent(self.batches.read(self.step, places).view(len(self._parts), size, -1))  # (parts, B, S + 1)
+        if self._replayed is None:
+            loss, norm, scale = self._gradients_of(text.to(self.device, non_blocking=True), self.step)
+        else:
+            loss, norm, scale = self._replay(self._replayed, text)
+        self.optimizer.step(scale=scale if self.training.clip else None)
         self.optimizer.zero_grad()
         self.step += 1
-        return start_sum(loss, self.groups["dp-cp"])(), norm
+        return loss, norm
 
-    def _with_gradients(self, part: int, parts: int) -> Tensor:
+    def _replay(self, replayed: Replayed, text: Tensor) -> tuple[Tensor, ...]:
+        """`_gradients_of`, from a CUDA graph where there is one by now: that writes gradients where they lay first."""
+        if self._held is None:
+            self.optimizer.zero_grad()  # what somebody else has left would become a part of it
+        loss, norm, scale = replayed(text, self._sent(torch.tensor(self.step)))
+        if self._held is None and replayed.captured:
+            self._held = self.weights.held()
+        if self._held is not None:
+            self.weights.hold(self._held)
+        return loss, norm, scale
+
+    def _gradients_of(self, text: Tensor, step: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Leaves the gradients of a step; (loss, their norm, what clips them), () each.
+
+        text (parts, B, S + 1) int64, this rank's micro-batches; a step that is a tensor is () int64, there.
+        """
+        loss = torch.zeros((), device=self.device, dtype=next(iter(self.weights.named.values())).dtype)
+        for part, sequences in zip(self._parts, text, strict=True):
+            loss += self._with_gradients(part, sequences, step)
+        self.gradients.sum_()
+        norm, scale = self.gradients.scale_for(self.training.clip or float("inf"))
+        return start_sum(loss, self.groups["dp-cp"])(), norm, scale
+
+    def _with_gradients(self, part: int, sequences: Tensor, step: int | Tensor) -> Tensor:
         """A micro-batch's share of the loss, (); its gradients are added to those before."""
-        size = self.training.micro_batch
-        text = self._here(self.batches.read(self.step, range(part * size, (part + 1) * size)))  # (B, S + 1)
+        parts = self.training.global_batch // self.training.micro_batch
         for dropout in self._dropouts:  # masks by the place in the whole batch
             dropout.parts = ((part, parts), dropout.parts[1])
         total: Tensor = self.model(
-            text[:, :-1], text[:, 1:], positions=self._positions, reduction="sum", step=self.step
+            sequences[:, :-1], sequences[:, 1:], positions=self._positions, reduction="sum", step=step
         )
         loss = total / self.training.tokens_per_step
         loss.backward()
         return loss.detach()
 
-    def _here(self, text: Tensor) -> Tensor:
-        """On the device; from pinned memory, so that Python goes on meanwhile."""
-        return text.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else text
+    def _sent(self, numbers: Tensor) -> Tensor:
+        """From where a GPU gets them while Python goes on."""
+        return numbers.pin_memory() if self.device.type == "cuda" else numbers
 
 
 def _with_wide_loss(model: Gpt, device: torch.device) -> None:

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from rooftop.parallel import ModelGradients
 
+Held = list[tuple[Tensor | None, Tensor | None]]
+"""Of each weight the gradient in `.grad`, and the narrow one."""
+
 
 class MainWeights:
     """Of a model in float32 or float64, which then computes in `dtype`.
@@ -81,6 +84,21 @@ class MainWeights:
         """Make these the gradients that are summed over ranks and clipped, in place of the model's own."""
         gradients.parameters = self.named
         gradients.gradient_of, gradients.widen = self.gradient_of, self.widen
+
+    def held(self) -> Held:
+        """All gradients as they lie now."""
+        narrow = self._gradients.narrow
+        return [(main.grad, narrow.get(main)) for main in self.named.values()]
+
+    def hold(self, held: Held) -> None:
+        """Make these the gradients again, in place of any others: a CUDA graph has written them anew."""
+        narrow = self._gradients.narrow
+        for main, (wide, of_model) in zip(self.named.values(), held, strict=True):
+            main.grad = wide
+            if of_model is None:
+                narrow.pop(main, None)
+            else:
+                narrow[main] = of_model
 
     def forget_gradient(self, main: Tensor) -> None:
         """Let go of a narrow one; those in `.grad` are the optimizer's `zero_grad` to let go of."""

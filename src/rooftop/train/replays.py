@@ -1,0 +1,101 @@
+"""A function on a GPU that is launched by the host a few times, and from then on replayed from a CUDA graph.
+
+    gradients = Replayed(gradients_of_step, device)
+    loss, norm = gradients(tokens, step)
+
+A step of a model has thousands of launches. Where its layers are small, or each is cut into pieces, the host takes
+longer for these than the GPU computes; a replay is one launch. It reads and writes the same memory as what was
+captured: whatever changes from step to step must come in by tensors, and is copied to where it was then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rooftop.hardware.timing import collection_paused
+
+WARM_UP = 3
+"""Calls before the capture: kernels are compiled in the first, and libraries and NCCL set themselves up."""
+
+
+class Replayed:
+    """Gives what a function gives.
+
+    Args:
+        function: of tensors on the device, that gives tensors; it may do more, such as leave gradients behind. The host
+            waits for nothing within. What it reads of Python is read for the last time when it is captured.
+        device: a GPU.
+        warm_up: calls that are made as they are, on the stream on which it is captured later.
+
+    Attributes:
+        captured: whether calls are replays by now. What the function has left behind then, such as gradients, belongs
+            to the graph and must not be let go of: a replay writes it anew, there.
+
+    Raises:
+        ValueError: the device is no GPU.
+    """
+
+    def __init__(
+        self, function: Callable[..., tuple[Tensor, ...]], device: torch.device, warm_up: int = WARM_UP
+    ) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"Replayed: a CUDA graph needs a GPU, got {device}: call the function itself there")
+        self._function, self._device, self._left = function, device, warm_up
+        self._stream = torch.cuda.Stream(device)  # a backward runs on the stream of its forward
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def captured(self) -> bool:
+        return self._graph is not None
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """What the function gives for these.
+
+        Args:
+            *inputs: on the device, or on the CPU (pinned, where the host shall not wait); in each call of the same
+                shapes and dtypes.
+
+        Raises:
+            ValueError: a replay is given others.
+        """
+        with torch.cuda.device(self._device):
+            if self._graph is None and self._left:
+                self._left -= 1
+                return self._launched([self._here(each) for each in inputs])
+            if self._graph is None:
+                self._capture(inputs)
+            return self._replay(inputs)
+
+    def _here(self, given: Tensor) -> Tensor:
+        return given.to(self._device, non_blocking=True)
+
+    def _launched(self, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            outputs = self._function(*inputs)
+        current.wait_stream(self._stream)
+        return outputs
+
+    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
+        self._inputs = [self._here(each).clone() for each in inputs]
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on meanwhile: NCCL's watchdog asks for events.
+        with collection_paused(), torch.cuda.graph(graph, None, self._stream, "thread_local"):
+            self._outputs = self._function(*self._inputs)
+        self._graph = graph
+
+    def _replay(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert self._graph is not None
+        for place, given in zip(self._inputs, inputs, strict=True):
+            if (given.shape, given.dtype) != (place.shape, place.dtype):
+                raise ValueError(
+                    f"Replayed: captured with {tuple(place.shape)} {place.dtype}, got {tuple(given.shape)} "
+                    f"{given.dtype}: call it with the same shapes and dtypes, or make another"
+                )
+            place.copy_(given, non_blocking=True)
+        self._graph.replay()
+        return tuple(output.clone() for output in self._outputs)
