@@ -11,7 +11,9 @@ float32. With FSDP2 the shared float32 parameters are gathered in bfloat16; with
 ones. Gradients are not clipped. Ours as it is and with each block compiled; PyTorch's always compiled, with the loss in
 parts (`loss_parallel`) and with asynchronous tensor parallelism where it works, noted as absent where it does not.
 "rooftop, trained" is `rooftop.train.GptTrainer`, as `rooftop train gpt` makes its steps: it reads its text and takes
-the norm of the gradient. "rooftop, halves" computes the halves of a batch in turn.
+the norm of the gradient. "rooftop, halves" computes the halves of a batch in turn. "Replayed" is a step from a CUDA
+graph, of the trainer all but the optimizer. Of a small model, for which the host is too slow, PyTorch's is also compiled
+as a whole with CUDA graphs (mode="reduce-overhead").
 
     ms, spread         of a step: the median, and from the fastest to the slowest by it; of the slowest rank
     tflops             a second and GPU: matrix products and attention, of which the causal half counts
@@ -54,18 +56,20 @@ from torch import Tensor
 
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, ceilings_of, measure_ceilings
-from rooftop.hardware.timing import collection_paused
 from rooftop.models import Gpt, gpt_config, parallel_gpt
 from rooftop.models.gpt_configs import GptConfig
 from rooftop.models.gpt_layouts import fully_sharded_gpt
 from rooftop.parallel import Layout, ModelGradients
-from rooftop.train import AdamW, GptTrainer, GptTraining, MainWeights, Tokens
+from rooftop.train import AdamW, GptTrainer, GptTraining, MainWeights, Replayed, Tokens
 
 OURS, COMPILED, REPLAYED = "rooftop", "rooftop, blocks compiled", "rooftop, replayed"
 NATIVE, ASYNC = "PyTorch, blocks compiled", "PyTorch, asynchronous tensor parallel"
-TRAINED, INIT = "rooftop, trained", "rooftop, initial values only"
+WHOLE = "PyTorch, compiled whole, CUDA graphs"
+TRAINED, TRAINED_REPLAYED = "rooftop, trained", "rooftop, trained, replayed"
+INIT = "rooftop, initial values only"
 HALVES, HALVES_REPLAYED = "rooftop, halves", "rooftop, halves, replayed"
 OF_TENSOR_RANKS = (OURS, HALVES, HALVES_REPLAYED, REPLAYED, NATIVE)
+PEERS = (NATIVE, ASYNC, WHOLE)
 SEED, LEARNING_RATE = 1, 1e-4
 FIRST = 3  # steps whose losses are compared, and which compile
 LOSS_NOISE = (
@@ -76,6 +80,10 @@ LOSS_NOISE = (
 FEWEST, MOST = 5, 20  # measured steps
 JOB_S = 180.0  # after which a variant hangs
 INIT_GOAL_S = 10.0  # of 7 billion parameters
+
+SMALLEST = replace(  # sizes of SmolLM, whose head is tied
+    gpt_config("llama-1b"), vocabulary=49152, layers=30, width=576, heads=9, kv_heads=3, hidden=1536
+)
 
 
 @dataclass(frozen=True)
@@ -101,10 +109,9 @@ class Case:
         return f"{self.model}-{self.label}"
 
     def config(self, small: bool) -> GptConfig:
+        config = SMALLEST if self.model == "llama-135m" else gpt_config(self.model)
         if not small:
-            config = gpt_config(self.model)
             return replace(config, positions=4096, layers=self.layers or config.layers)
-        config = gpt_config(self.model)
         kv_heads = 8 if config.kv_heads == config.heads else 4
         return replace(config, layers=2, width=64, heads=8, kv_heads=kv_heads, hidden=96, vocabulary=128, positions=32)
 
@@ -123,8 +130,9 @@ CASES = (
     Case("llama-7b", Layout(2), 2, 125, (COMPILED, NATIVE), "fsdp2"),
     Case("llama-7b", Layout(2), 2, 40, (INIT,), "fsdp2-init"),
     Case("llama-7b", tensor_parallel(2), 2, 125, OF_TENSOR_RANKS, "tp2"),
-    Case("llama-1b", Layout(), 4, 75, (OURS, NATIVE, COMPILED, TRAINED), "alone"),
-    Case("llama-7b", Layout(), 2, 60, (OURS, NATIVE, COMPILED, REPLAYED, TRAINED), "eight-layers", layers=8),
+    Case("llama-1b", Layout(), 4, 75, (OURS, NATIVE, COMPILED, TRAINED, TRAINED_REPLAYED), "alone"),
+    Case("llama-7b", Layout(), 2, 60, (OURS, NATIVE, COMPILED, REPLAYED, TRAINED, TRAINED_REPLAYED), "eight-layers", 8),
+    Case("llama-135m", Layout(), 1, 20, (OURS, NATIVE, WHOLE, COMPILED, REPLAYED, TRAINED, TRAINED_REPLAYED), "alone"),
     Case("llama-7b", Layout(4), 2, 90, (COMPILED, NATIVE), "fsdp4"),
     Case("llama-7b", tensor_parallel(4), 2, 70, (*OF_TENSOR_RANKS, ASYNC), "tp4"),
     Case("llama-7b", Layout(8), 2, 75, (COMPILED, NATIVE), "fsdp8"),
@@ -173,7 +181,7 @@ def main() -> int:
         (case, variant)
         for case in fitting
         for variant in case.variants
-        if options.peers == "all" or variant not in (NATIVE, ASYNC)
+        if options.peers == "all" or variant not in PEERS
     ]
     timeline = str(options.timeline.resolve()) if options.timeline is not None else ""
     jobs = [
@@ -344,8 +352,9 @@ def measured(job: Job, device: torch.device) -> dict[str, Any]:
         halves = job.variant in (HALVES, HALVES_REPLAYED)
         init_s, model = initialized(case, config, dtype, device, halves)
         step: Step = Ours(model, case.layout, groups, dtype, device, job.variant, job.small).step
-    elif job.variant == TRAINED:
-        init_s, step = 0.0, trained(case, config, dtype, device)
+    elif job.variant in (TRAINED, TRAINED_REPLAYED):
+        replayed = job.variant == TRAINED_REPLAYED and not job.small
+        init_s, step = 0.0, trained(case, config, dtype, device, replayed)
     else:
         init_s, step = 0.0, native(job, config, dtype, device)
     tokens, targets = own_text(case, config, device)
@@ -409,9 +418,8 @@ class Ours:
             self.weights.named.values(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, weights=self.weights
         )
         self.ranks = layout.dp
-        self.stream = torch.cuda.Stream(device) if variant in (REPLAYED, HALVES_REPLAYED) and not small else None
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.steps = 0
+        replayed = variant in (REPLAYED, HALVES_REPLAYED) and not small
+        self.replayed = Replayed(lambda *given: (self._step(*given),), device, FIRST) if replayed else None
         if dtype == torch.bfloat16:  # the loss is float32
             model.head.forward = torch.autocast(device.type, dtype)(model.head.forward)  # type: ignore[method-assign]
         if variant == COMPILED:
@@ -420,24 +428,7 @@ class Ours:
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """As of `Native`; of the replayed variant the first ones as they are, and then from a CUDA graph."""
-        if self.stream is None:
-            return self._step(tokens, targets)
-        self.steps += 1
-        if self.steps <= FIRST:  # where it will be captured: a backward runs on the stream of its forward
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                loss = self._step(tokens, targets)
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return loss
-        if self.graph is None:
-            self.tokens, self.targets, self.graph = tokens.clone(), targets.clone(), torch.cuda.CUDAGraph()
-            mode = "thread_local"  # NCCL's watchdog asks for events meanwhile
-            with collection_paused(), torch.cuda.graph(self.graph, None, self.stream, mode):
-                self.loss = self._step(self.tokens, self.targets)
-        self.tokens.copy_(tokens)
-        self.targets.copy_(targets)
-        self.graph.replay()
-        return self.loss
+        return self._step(tokens, targets) if self.replayed is None else self.replayed(tokens, targets)[0]
 
     def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.model(tokens, targets)
@@ -448,7 +439,7 @@ class Ours:
         return loss.detach()
 
 
-def trained(case: Case, config: GptConfig, dtype: torch.dtype, device: torch.device) -> Step:
+def trained(case: Case, config: GptConfig, dtype: torch.dtype, device: torch.device, replayed: bool) -> Step:
     """A step that reads the same sequences itself."""
     training = GptTraining(
         config=config,
@@ -459,6 +450,7 @@ def trained(case: Case, config: GptConfig, dtype: torch.dtype, device: torch.dev
         clip=0.0,
         seed=SEED,
         dtype=dtype,
+        cuda_graph=replayed,
     )
     tokens = Tokens([whole_text(case, config).numpy()], "random tokens")
     groups = case.layout.process_groups()
@@ -482,6 +474,7 @@ def native(job: Job, config: GptConfig, dtype: torch.dtype, device: torch.device
         backend=backend(job.small),
         learning_rate=LEARNING_RATE,
         async_tensor_parallel=job.variant == ASYNC,
+        whole=job.variant == WHOLE,
     ).step
 
 

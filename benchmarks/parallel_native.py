@@ -8,7 +8,7 @@ It begins with the weights that Rooftop's model of a seed has.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
@@ -229,6 +229,7 @@ class Native:
         dtype: in which is computed; weights, their gradients over ranks and the optimizer are float32.
         backend: of torch.compile.
         async_tensor_parallel: whether products are cut so that communication goes on beside them.
+        whole: whether forward and loss are compiled together, with CUDA graphs, in place of each block.
     """
 
     def __init__(
@@ -243,6 +244,7 @@ class Native:
         backend: str,
         learning_rate: float,
         async_tensor_parallel: bool = False,
+        whole: bool = False,
     ) -> None:
         shared, self.tensor = mesh["dp"].size() > 1, mesh["tp"].size() > 1
         with torch.device("meta"):
@@ -260,7 +262,11 @@ class Native:
             with warnings.catch_warnings():  # newer ones need it no more, and say so
                 warnings.simplefilter("ignore", FutureWarning)
                 enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
-        for block in model.layers.values():
+        self.whole: Callable[[Tensor, Tensor], Tensor] | None = None
+        if whole:
+            options = {"mode": "reduce-overhead"} if backend == "inductor" else {}
+            self.whole = torch.compile(self._loss_of, backend=backend, **options)
+        for block in model.layers.values() if not whole else ():
             block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
         self.loss = cross_entropy_of if self.tensor else torch.compile(cross_entropy_of, backend=backend)
         self.weights: WideWeights | None = None
@@ -277,7 +283,11 @@ class Native:
         """tokens and targets (B, S); the mean loss of this rank's sequences."""
         around: AbstractContextManager[Any] = loss_parallel() if self.tensor else nullcontext()
         with around:
-            loss: Tensor = self.loss(self.model(tokens, *self.rotation), targets)
+            if self.whole is None:
+                loss: Tensor = self.loss(self.model(tokens, *self.rotation), targets)
+            else:
+                torch.compiler.cudagraph_mark_step_begin()
+                loss = self.whole(tokens, targets)
             loss.backward()
         if self.weights:
             self.weights.take_gradients()
@@ -286,6 +296,9 @@ class Native:
         if self.weights:
             self.weights.publish()
         return local_of(loss.detach())
+
+    def _loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy_of(self.model(tokens, *self.rotation), targets)
 
 
 def cross_entropy_of(logits: Tensor, targets: Tensor) -> Tensor:

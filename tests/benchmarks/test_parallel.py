@@ -36,6 +36,15 @@ VARIANTS = {
         "PyTorch, asynchronous tensor parallel",
         "rooftop, blocks compiled",
     ],
+    ("llama-135m-alone", "dp=1 tp=1"): [
+        "rooftop",
+        "PyTorch, blocks compiled",
+        "PyTorch, compiled whole, CUDA graphs",
+        "rooftop, blocks compiled",
+        "rooftop, replayed",
+        "rooftop, trained",
+        "rooftop, trained, replayed",
+    ],
 }
 
 
