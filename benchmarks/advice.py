@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import rooftop
 from rooftop.hardware import Ceilings, compare, measure_ceilings
-from rooftop.hardware.timing import Timing, captured, timing_of
+from rooftop.hardware.graphs import captured
+from rooftop.hardware.timing import Timing, timing_of
 from rooftop.kernels import layer_norm
 
 SECONDS = 1.5

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
-from rooftop.hardware.timing import captured, rotated
+from rooftop.hardware.graphs import captured
+from rooftop.hardware.timing import rotated
 from rooftop.mat import CV_8U, Mat, MatExpr, Scalar, maximum
 
 ROWS, COLUMNS, CHANNELS = 2160, 3840, 3

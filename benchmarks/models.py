@@ -40,7 +40,7 @@ from torch import Tensor, nn
 import rooftop
 from rooftop import models
 from rooftop.hardware import Ceilings, ceilings_of, compare, measure_ceilings
-from rooftop.hardware.timing import captured, waits_for_gpu
+from rooftop.hardware.graphs import captured, waits_for_gpu
 from rooftop.inference import Engine
 from rooftop.models.detr_weights import detr_state_dict
 from rooftop.models.resnet import Bottleneck

@@ -12,8 +12,8 @@ ones. Gradients are not clipped. Ours as it is and with each block compiled; PyT
 parts (`loss_parallel`) and with asynchronous tensor parallelism where it works, noted as absent where it does not.
 "rooftop, trained" is `rooftop.train.GptTrainer`, as `rooftop train gpt` makes its steps: it reads its text and takes
 the norm of the gradient. "rooftop, halves" computes the halves of a batch in turn. "Replayed" is a step from a CUDA
-graph, of the trainer all but the optimizer. Of a small model, for which the host is too slow, PyTorch's is also compiled
-as a whole with CUDA graphs (mode="reduce-overhead").
+graph, of the trainer all but the optimizer. A small model, for which the host is too slow, PyTorch also compiles whole,
+with CUDA graphs (mode="reduce-overhead").
 
     ms, spread         of a step: the median, and from the fastest to the slowest by it; of the slowest rank
     tflops             a second and GPU: matrix products and attention, of which the causal half counts
@@ -515,6 +515,8 @@ def slowest(number: float, device: torch.device) -> float:
 
 def timed(run: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
     """ms of each of some steps, of the slowest rank; nobody waits between them."""
+    run()  # some capture a graph in it
+    synchronize(device)
     begin = time.perf_counter()
     for _ in range(2):
         run()

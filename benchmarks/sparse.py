@@ -42,7 +42,8 @@ from torch import Tensor, nn
 from rooftop import models, sparse
 from rooftop.cost import Cost, CountingMode, roof
 from rooftop.hardware import Ceilings, ceilings_of, compare, measure_ceilings, track
-from rooftop.hardware.timing import captured, rotated, rotated_copies, waits_for_gpu
+from rooftop.hardware.graphs import captured, waits_for_gpu
+from rooftop.hardware.timing import rotated, rotated_copies
 from rooftop.kernels import sparse_conv
 from rooftop.models import sparse_unet
 

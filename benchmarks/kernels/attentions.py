@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rooftop.cost import Cost, CountingMode, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
-from rooftop.hardware.timing import captured
+from rooftop.hardware.graphs import captured
 from rooftop.kernels import attention, attention_plan
 
 POSITIONS = (16384, 4096, 1024, 512, 256, 128)

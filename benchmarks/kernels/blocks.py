@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import rooftop
 from rooftop.hardware import Ceilings, ceilings_of, compare, measure_ceilings
-from rooftop.hardware.timing import captured
+from rooftop.hardware.graphs import captured
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "transformer_blocks.py"
 Call = Callable[[], object]

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
-from rooftop.hardware.timing import captured, rotated
+from rooftop.hardware.graphs import captured
+from rooftop.hardware.timing import rotated
 from rooftop.kernels import trilinear_interpolate, trilinear_interpolate_cuda
 
 DRAWN = tuple(random.randint(*span) for span in ((3, 16), (16, 64), (64, 512)))

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
-from rooftop.hardware.timing import captured, rotated
+from rooftop.hardware.graphs import captured
+from rooftop.hardware.timing import rotated
 from rooftop.kernels import add_layer_norm, add_layer_norm_cuda, layer_norm
 
 DRAWN = tuple(random.randint(*span) for span in ((64, 1024), (1024, 4096), (4096, 16384)))

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
-from rooftop.hardware.timing import captured, rotated
+from rooftop.hardware.graphs import captured
+from rooftop.hardware.timing import rotated
 from rooftop.kernels import fused
 
 ELEMENTS, SMALL = 1 << 27, 1 << 20

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
-from rooftop.hardware.timing import captured, rotated, waits_for_gpu
+from rooftop.hardware.graphs import captured, waits_for_gpu
+from rooftop.hardware.timing import rotated
 from rooftop.kernels import cross_entropy, linear_cross_entropy
 
 CLASSES = (128256, 32000, 50257, 8192, 1024, 262144)

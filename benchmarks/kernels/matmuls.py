@@ -24,7 +24,8 @@ from torch.nn import functional
 
 from rooftop.cost import CountingMode, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
-from rooftop.hardware.timing import captured, rotated
+from rooftop.hardware.graphs import captured
+from rooftop.hardware.timing import rotated
 from rooftop.kernels import linear_act, linear_act_plan
 
 TORCH: dict[str, Callable[[Tensor], Tensor]] = {

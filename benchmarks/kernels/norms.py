@@ -25,7 +25,8 @@ from torch import Tensor
 
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
-from rooftop.hardware.timing import captured, rotated
+from rooftop.hardware.graphs import captured
+from rooftop.hardware.timing import rotated
 from rooftop.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 SIZES = (1024, 4096, 16384, 50257)

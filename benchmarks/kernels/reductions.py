@@ -28,7 +28,8 @@ from torch._functorch import config as functorch_config
 from rooftop import kernels
 from rooftop.cost import CountingMode, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
-from rooftop.hardware.timing import captured, rotated, rotated_copies
+from rooftop.hardware.graphs import captured
+from rooftop.hardware.timing import rotated, rotated_copies
 
 SIZES = (1 << 20, 1 << 24, 1 << 28)
 SPANS = ((10_000, 1 << 18), (1 << 18, 1 << 23), (1 << 23, 1 << 28))

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
-from rooftop.hardware.timing import captured, rotated
+from rooftop.hardware.graphs import captured
+from rooftop.hardware.timing import rotated
 from rooftop.kernels import log_softmax, softmax
 
 SIZES = (128256, 32768, 1024, 8192, 4096, 50257, 512, 16384, 65536, 128, 262144)

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from rooftop.cost import Cost, CountingMode, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
-from rooftop.hardware.timing import captured, rotated, waits_for_gpu
+from rooftop.hardware.graphs import captured, waits_for_gpu
+from rooftop.hardware.timing import rotated
 from rooftop.kernels import embedding, merge_attention_states, rope_pair, swiglu
 
 Function = Callable[..., Any]

@@ -212,7 +212,7 @@ def _timed(task: Task, candidates: Sequence[str], failed: dict[str, str]) -> dic
 
 def _prepared(task: Task, name: str, call: Call, stream: torch.cuda.Stream | None) -> Call:
     """What is timed: of a candidate `call` with its tables set, of a peer its own call."""
-    from rooftop.hardware.timing import captured
+    from rooftop.hardware.graphs import captured
 
     graph = task.graph and stream is not None
     if name in task.peers:

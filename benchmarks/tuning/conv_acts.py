@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.hardware import compare
-from rooftop.hardware.timing import captured
+from rooftop.hardware.graphs import captured
 from rooftop.kernels import conv_act_tables
 from rooftop.kernels.conv_act_launches import copied, forward, plan_of
 from rooftop.kernels.conv_act_tables import ConvPlan, ConvTile, Geometry, Problem

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.hardware import compare
-from rooftop.hardware.timing import captured
+from rooftop.hardware.graphs import captured
 from rooftop.kernels import matmul_launches
 from rooftop.kernels.matmul_launches import forward
 from rooftop.kernels.matmul_tables import LinearPlan, Tile

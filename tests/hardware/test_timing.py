@@ -11,15 +11,8 @@ from functools import partial
 import pytest
 import torch
 
-from rooftop.hardware.timing import (
-    balanced_orders,
-    collection_paused,
-    compare,
-    measure,
-    rotated,
-    rotated_copies,
-    waits_for_gpu,
-)
+from rooftop.hardware.graphs import collection_paused, waits_for_gpu
+from rooftop.hardware.timing import balanced_orders, compare, measure, rotated, rotated_copies
 
 
 def test_the_median_is_the_time_of_one_call() -> None:

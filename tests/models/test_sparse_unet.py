@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rooftop.hardware.timing import captured
+from rooftop.hardware.graphs import captured
 from rooftop.models import MinkUNet, SparseUNet, minkunet18, minkunet34
 from rooftop.models.sparse_unet import Block, Up, UShape
 from rooftop.sparse import SparseConv3d, SparseConvTensor, SparseInverseConv3d, SubMConv3d

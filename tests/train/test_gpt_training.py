@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -341,6 +343,22 @@ def test_a_replay_refuses_other_shapes() -> None:
         doubled(torch.ones(1, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"got \(3,\) torch.float32"):
         doubled(torch.ones(3))
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_is_said() -> None:
+    """In a process of its own: a capture that fails leaves traces."""
+    lines = [
+        "import torch",
+        "from rooftop.train import Replayed",
+        "said = Replayed(lambda x: (x * float(x.sum()),), torch.device('cuda'), warm_up=1)",
+        "said(torch.ones(3))",
+        "said(torch.ones(3))",
+    ]
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 1
+    assert "RuntimeError: Replayed: this cannot be captured as a CUDA graph: " in ended.stderr
+    assert "operation not permitted" in ended.stderr
 
 
 def test_a_graph_needs_a_gpu() -> None:

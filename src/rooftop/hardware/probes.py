@@ -18,7 +18,8 @@ from torch import Tensor
 from rooftop.errors import MeasurementError
 from rooftop.hardware.ceilings import Ceilings, MemoryLevel, MemoryPoint, Progress
 from rooftop.hardware.device import cpu, gpu, versions
-from rooftop.hardware.timing import Timing, captured, measure
+from rooftop.hardware.graphs import captured
+from rooftop.hardware.timing import Timing, measure
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DISTURBED_SPREAD = 0.10

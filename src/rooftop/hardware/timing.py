@@ -12,18 +12,17 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import statistics
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from rooftop.hardware.graphs import captured
 
 WARM_UP_S = 0.05
 MEASURE_S = 0.25
@@ -114,50 +113,6 @@ def balanced_orders(count: int) -> list[list[int]]:
     zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]  # 0, 1, -1, 2, -2, ...
     orders = [[(first + step) % count for step in zigzag] for first in range(count)]
     return orders if count % 2 == 0 else orders + [order[::-1] for order in orders]
-
-
-def captured(fn: Callable[[], object], stream: torch.cuda.Stream | None = None) -> Callable[[], object]:
-    """The call as a CUDA graph's replay. Its inputs and outputs stay where they were at capture.
-
-    Args:
-        stream: where it is captured. autograd runs a backward on the stream of its forward: to capture a backward, run
-            the forward on this stream before.
-    """
-    stream = stream or torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # lazy initialization must not fall into the capture
-        fn()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with collection_paused(), torch.cuda.graph(graph, stream=stream):
-        fn()
-    return graph.replay
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """No garbage collection in the `with` block: to free the memory of another graph would end a capture."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def waits_for_gpu(fn: Callable[[], object]) -> bool:
-    """Whether the host waits for the GPU in the call, so that no graph can capture it. Calls it."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            fn()
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    return any("called a synchronizing CUDA operation" in str(warning.message) for warning in told)
 
 
 def rotated(fn: Callable[..., object], argument_sets: Sequence[Sequence[Tensor]]) -> Callable[[], object]:

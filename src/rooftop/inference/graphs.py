@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from rooftop.hardware.timing import collection_paused
+from rooftop.hardware.graphs import collection_paused, first_error
 
 _capturing = threading.Lock()  # one capture at a time in a process
 
@@ -194,7 +194,7 @@ def capture(
                 raise
             except Exception as error:
                 _free_generator(stream.device)
-                raise UncapturedError(_first(error), outputs) from error
+                raise UncapturedError(first_error(error), outputs) from error
     finally:
         current.wait_stream(stream)
     held = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
@@ -241,10 +241,3 @@ def _free_generator(device: torch.device) -> None:
         torch.empty(1, device=device).uniform_(generator=generator)
     except RuntimeError:
         generator.graphsafe_set_state(generator.clone_state())
-
-
-def _first(error: BaseException) -> str:
-    """What went wrong in the capture; that the capture then cannot end is only its consequence."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

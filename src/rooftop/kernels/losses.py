@@ -296,7 +296,9 @@ def _scale_into(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
     """`gradient` and `result` are contiguous."""
     in_place = result is gradient
     if _by_reference(gradient):
-        if not in_place or float(factor) != 1.0:
+        if gradient.is_cuda:  # float64, as the factor is; the host need not wait for it
+            torch.mul(gradient, factor, out=result)
+        elif not in_place or float(factor) != 1.0:
             torch.mul(gradient, float(factor), out=result)
         return
     loss_launches.scale(gradient, factor, result)

@@ -29,7 +29,7 @@ from torch import Tensor
 from rooftop.cost import Cost, precision_of
 from rooftop.cost.roofs import roof
 from rooftop.hardware.ceilings import Ceilings
-from rooftop.hardware.timing import collection_paused
+from rooftop.hardware.graphs import collection_paused
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_configs import GptConfig
 from rooftop.models.paged_cache import PAGE, PagedCache, cache_bytes

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rooftop.hardware.timing import collection_paused
+from rooftop.hardware.graphs import collection_paused, first_error
 
 WARM_UP = 3
 """Calls before the capture: kernels are compiled in the first, and libraries and NCCL set themselves up."""
@@ -60,6 +60,8 @@ class Replayed:
 
         Raises:
             ValueError: a replay is given others.
+            OutOfMemoryError: beside what calls left in the allocator, the graph has memory of its own.
+            RuntimeError: the function cannot be captured; the message says what it does that cannot.
         """
         with torch.cuda.device(self._device):
             if self._graph is None and self._left:
@@ -83,9 +85,16 @@ class Replayed:
     def _capture(self, inputs: tuple[Tensor, ...]) -> None:
         self._inputs = [self._here(each).clone() for each in inputs]
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on meanwhile: NCCL's watchdog asks for events.
-        with collection_paused(), torch.cuda.graph(graph, None, self._stream, "thread_local"):
-            self._outputs = self._function(*self._inputs)
+        try:
+            # Other threads may go on meanwhile: NCCL's watchdog asks for events.
+            with collection_paused(), torch.cuda.graph(graph, None, self._stream, "thread_local"):
+                self._outputs = self._function(*self._inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"Replayed: this cannot be captured as a CUDA graph: {first_error(error)}; leave the graph out"
+            ) from error
         self._graph = graph
 
     def _replay(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

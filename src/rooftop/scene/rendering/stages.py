@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rooftop.hardware.timing import collection_paused
+from rooftop.hardware.graphs import collection_paused
 from rooftop.launch.warp_launch import launch_warp
 from rooftop.scene.rendering import (
     base_pass,
