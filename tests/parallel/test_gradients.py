@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rooftop.parallel import ModelGradients, gradients, targets_of_all_ranks
+from rooftop.parallel import ModelGradients, sums, targets_of_all_ranks
+from rooftop.train import MainWeights
 
 Run = Callable[..., list[Any]]
 SIZES = (3, 40, 1, 7, 64, 5)
@@ -31,29 +33,132 @@ def model_with_gradients(rank: int) -> nn.Module:
     return model
 
 
-def summed(bucket_bytes: int) -> tuple[list[Tensor | None], list[int]]:
+def summed(bucket_bytes: int, large_bytes: int) -> tuple[list[Tensor | None], list[int]]:
     """The gradients after they were summed, and the sizes of what was exchanged."""
-    model, sizes, start = model_with_gradients(dist.get_rank()), [], gradients.start_sum
+    model, sizes, start = model_with_gradients(dist.get_rank()), [], sums.start_sum
 
     def watched(x: Tensor, group: Any) -> Callable[[], Tensor]:
         sizes.append(x.nbytes)
         return start(x, group)
 
-    with patch.object(gradients, "BUCKET_BYTES", bucket_bytes), patch.object(gradients, "start_sum", watched):
+    with (
+        patch.object(sums, "BUCKET_BYTES", bucket_bytes),
+        patch.object(sums, "LARGE_BYTES", large_bytes),
+        patch.object(sums, "start_sum", watched),
+    ):
         ModelGradients(model, {"dp-cp": dist.group.WORLD}).sum_()
     return [parameter.grad for parameter in model.parameters()], sizes
 
 
-@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(1 << 20, 2), (400, 4)])
-def test_sums_in_buckets(bucket_bytes: int, buckets: int, on_ranks: Run) -> None:
+@pytest.mark.parametrize(
+    ("bucket_bytes", "large_bytes", "exchanged"),
+    [
+        (1 << 20, 1 << 20, [416, 1072]),  # of float32 40, 56 and 320 bytes, of float64 1024 and 48
+        (400, 1 << 20, [96, 1024, 320, 48]),
+        (1 << 20, 300, [1024, 320, 96, 48]),
+    ],
+)
+def test_sums_in_buckets(bucket_bytes: int, large_bytes: int, exchanged: list[int], on_ranks: Run) -> None:
     models = [model_with_gradients(rank) for rank in range(2)]
-    for found, sizes in on_ranks(2, summed, bucket_bytes):
+    for found, sizes in on_ranks(2, summed, bucket_bytes, large_bytes):
         for ours, *theirs in zip(found, *(model.parameters() for model in models), strict=True):
             assert (ours is None) == (theirs[0].grad is None)
             if ours is not None:
                 torch.testing.assert_close(ours, theirs[0].grad + theirs[1].grad)
-        assert len(sizes) == buckets
-        assert max(sizes) <= max(bucket_bytes, 64 * 2 * 8)
+        assert sorted(sizes) == sorted(exchanged)
+
+
+# ---- during backward ---------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Layers one after another; one of them is used by the second half of the steps only, one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
+        self.sometimes, self.never = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, all_of_it: bool) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (self.sometimes(x) if all_of_it else x).square().sum()
+
+
+def of_a_chain(meanwhile: bool, dtype: torch.dtype, all_of_it: bool) -> tuple[dict[str, Tensor], list[int], int]:
+    """Gradients of two micro-batches, how many sums had begun by the end of each backward, and how many there were."""
+    model, begun = Chain().double(), list[int]()
+    weights = MainWeights(model.float(), dtype, keep_narrow=True)
+    mine = ModelGradients(model, {"dp-cp": dist.group.WORLD})
+    weights.answer_for(mine)
+    with patch.object(sums, "LARGE_BYTES", 100), patch.object(sums, "start_sum", wraps=sums.start_sum) as starts:
+        for part in range(2):
+            x = torch.arange(24.0).view(3, 8).sub(2 * part + 5 * dist.get_rank()).div(9).to(dtype)
+            with mine.summing() if part and meanwhile else nullcontext():
+                model(x, all_of_it).backward()
+            begun.append(starts.call_count)
+        mine.sum_()
+    found = {name: weights.gradient_of(weight) for name, weight in weights.named.items()}
+    return {name: each for name, each in found.items() if each is not None}, begun, starts.call_count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_during_backward_the_same_is_summed(all_of_it: bool, dtype: torch.dtype, on_ranks: Run) -> None:
+    after = on_ranks(2, of_a_chain, False, dtype, all_of_it)
+    during = on_ranks(2, of_a_chain, True, dtype, all_of_it)
+    for rank in range(2):
+        expected, began, count = after[rank]
+        found, began_earlier, same = during[rank]
+        assert list(found) == list(expected)
+        assert len(found) == (12 if all_of_it else 10)
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        assert torch.equal(found["layers.0.weight"], after[1 - rank][0]["layers.0.weight"])
+        assert (began, count) == ([0, 0], 7 if all_of_it else 6)  # matrices, and all biases together
+        assert same == count
+        # `never`, the last one, has no gradient: what was made before it waits for `sum_`.
+        assert began_earlier == [0, 0]
+
+
+def of_used_layers(fail: bool) -> tuple[list[int], int]:
+    """As above without what is not used: how many sums have begun by the end of backward; hooks that are left."""
+    model = Chain().layers
+    mine = ModelGradients(model, {"dp-cp": dist.group.WORLD})
+    with patch.object(sums, "LARGE_BYTES", 100), patch.object(sums, "start_sum", wraps=sums.start_sum) as starts:
+        x = torch.ones(2, 8)
+        for layer in model:
+            x = layer(x)
+        if fail:
+            with pytest.raises(ZeroDivisionError), mine.summing():
+                1 / 0  # noqa: B018
+        with mine.summing():
+            x.sum().backward(retain_graph=True)
+            begun = [starts.call_count]
+            with pytest.raises(RuntimeError, match="sums have begun already: call sum_ once"), mine.summing():
+                pass
+        mine.sum_()
+        begun.append(starts.call_count)
+        with mine.summing():
+            x.sum().backward(retain_graph=True)
+            with pytest.raises(RuntimeError, match="a second backward within summing"):
+                x.sum().backward()
+        mine.sum_()
+    return begun, sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_sums_begin_during_backward_and_what_goes_wrong_leaves_nothing(fail: bool, on_ranks: Run) -> None:
+    assert on_ranks(2, of_used_layers, fail) == [([5, 6], 0)] * 2
+
+
+def test_alone_nothing_is_begun() -> None:
+    model = nn.Linear(2, 2)
+    mine = ModelGradients(model)
+    with mine.summing(), mine.summing():
+        model(torch.ones(1, 2)).sum().backward()
+    mine.sum_()
+    assert torch.equal(model.weight.grad, torch.ones(2, 2))
 
 
 def test_alone_the_norm_is_torch_s() -> None:

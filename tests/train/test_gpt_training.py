@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rooftop.cli.main import main
 from rooftop.cost.roofs import roof
@@ -343,6 +343,33 @@ def test_a_replay_refuses_other_shapes() -> None:
         doubled(torch.ones(1, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"got \(3,\) torch.float32"):
         doubled(torch.ones(3))
+
+
+@pytest.mark.gpu
+def test_a_loop_of_ones_own() -> None:
+    """As docs/parallel.md has it."""
+
+    def trained(with_graph: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def gradients_of(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            return (loss.detach(),)
+
+        step = Replayed(gradients_of, torch.device("cuda")) if with_graph else gradients_of
+        found = []
+        for _ in range(9):
+            x, y = torch.randn(16, 8), torch.randint(4, (16,))
+            (loss,) = step(x, y) if with_graph else step(x.cuda(), y.cuda())
+            optimizer.step()
+            found.append(loss)
+        return [float(loss) for loss in found]
+
+    assert trained(True) == pytest.approx(trained(False), abs=1e-5)
 
 
 @pytest.mark.gpu

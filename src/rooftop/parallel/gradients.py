@@ -1,7 +1,8 @@
 """Gradients of a model that is split: summed over the ranks that hold the same, and their norm over all.
 
     gradients = ModelGradients(model, layout.process_groups(), sequence_parallel=layout.sequence_parallel)
-    loss.backward()
+    with gradients.summing():
+        loss.backward()
     gradients.sum_()
     norm = gradients.clip_(1.0)
     optimizer.step()
@@ -14,13 +15,17 @@
 | heads of keys and values that several ranks hold | that of its queries | those ranks |
 | any | that of its sequences | the data ranks |
 
-They are summed in buckets after backward: once a step, however many micro-batches it has. Over the data ranks nothing
-is left to sum where these share the parameters (`fully_sharded`): backward has done it, and each rank has some rows.
+They are summed once a step, however many micro-batches it has: after backward, or over the data ranks during the last
+one (`summing`). Over these nothing is left to sum where they share the parameters (`fully_sharded`): backward has done
+it, and each rank has some rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -30,9 +35,9 @@ from torch.distributed.tensor import DTensor
 from rooftop.parallel.exchanges import Group, place_in, start_sum
 from rooftop.parallel.sharded_data import local_of, shard_here
 from rooftop.parallel.shards import shards_of
+from rooftop.parallel.sums import Sums
 
 ZERO = 1e-6  # added to a norm before it divides, as torch.nn.utils.clip_grad_norm_ does
-BUCKET_BYTES = 64 << 20  # large enough for full bandwidth, small enough to be copied beside a model
 
 
 class ModelGradients:
@@ -60,6 +65,8 @@ class ModelGradients:
         shards = shards_of(model)
         # Tied parameters come once, under the first of their names.
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._own = dict(self.parameters)
+        self._during: _During | None = None
         self.gradient_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad
         self.widen: Callable[[Tensor], None] = lambda parameter: None
         self.data_shares = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
@@ -76,6 +83,38 @@ class ModelGradients:
         ranks = dist.get_process_group_ranks(self.tensor)[start : start + holders]
         return dist.new_group(ranks, use_local_synchronization=True)  # type: ignore[no-any-return]
 
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """Within: backward begins to sum a gradient over the data ranks once it is there; `sum_` then waits for it.
+
+        For the last backward of a step, of all ranks alike. Until `sum_` nobody may touch the gradients.
+
+        Raises:
+            RuntimeError: a second backward, or the sums that another one has begun are not finished.
+        """
+        if self._during is not None:
+            raise RuntimeError("ModelGradients: sums have begun already: call sum_ once for each summing()")
+        if self.data_shares or not _are_several(self.data):
+            yield
+            return
+        self._during = _During(self._in_order(), Sums(self.data))
+        hooks = [
+            own.register_post_accumulate_grad_hook(partial(self._is_there, name)) for name, own in self._own.items()
+        ]
+        try:
+            yield
+        except BaseException:
+            self._during = None
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _is_there(self, name: str, _: Tensor) -> None:
+        """Begin with this one, and those that have waited for it: all ranks sum in one order."""
+        assert self._during is not None
+        self._during.add(name, self._changed)
+
     @torch.no_grad()
     def sum_(self) -> None:
         """Sum all gradients over the ranks that hold the same parameters, in place.
@@ -83,12 +122,21 @@ class ModelGradients:
         A loss that is a mean must be that of the whole batch: of `reduction="sum"`, divided by the targets of all ranks
         (`targets_of_all_ranks`).
         """
-        for holders, group in self._sharing.items():
-            _sum(list(self._shared(holders)), group)
-        if self.sequence_parallel and _are_several(self.tensor):
-            _sum([self._changed(name) for name, _ in self._here() if name not in self.shards], self.tensor)
+        during, self._during = self._during or _During(self._in_order(), Sums(self.data)), None
         if not self.data_shares and _are_several(self.data):
-            _sum([self._changed(name) for name, _ in self._here()], self.data)
+            there = {name for name, _ in self._here()}
+            for name in during.left:
+                if name in there:
+                    during.sums.add(self._changed(name))
+            during.sums.finish()
+        for holders, group in self._sharing.items():
+            _sum(self._shared(holders), group)
+        if self.sequence_parallel:
+            _sum((self._changed(name) for name, _ in self._here() if name not in self.shards), self.tensor)
+
+    def _in_order(self) -> list[str]:
+        """As backward mostly makes them."""
+        return [*reversed(self.parameters)]
 
     def _here(self) -> Iterator[tuple[str, Tensor]]:
         """The gradients that there are, by name; of shared ones this rank's rows."""
@@ -168,14 +216,38 @@ def _are_several(group: Group) -> bool:
     return group is not None and group.size() > 1
 
 
-def _sum(tensors: list[Tensor], group: Group) -> None:
-    """Sum each over the ranks, in place, in buckets of one dtype."""
+def _sum(tensors: Iterable[Tensor], group: Group) -> None:
+    """Sum each over the ranks, in place."""
     if not _are_several(group):
         return
-    for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        total = start_sum(flat, group)()
-        torch._foreach_copy_(bucket, [part.view_as(t) for t, part in _cut(bucket, total)])
+    sums = Sums(group)
+    for tensor in tensors:
+        sums.add(tensor)
+    sums.finish()
+
+
+class _During:
+    """What a backward has begun to sum, and what is left.
+
+    Args:
+        order: of names, in which all ranks sum.
+    """
+
+    def __init__(self, order: list[str], sums: Sums) -> None:
+        self.left, self.sums = order, sums
+        self._there: set[str] = set()
+
+    def add(self, name: str, gradient_of: Callable[[str], Tensor]) -> None:
+        """One is there: begin with all that are, up to the first that is not."""
+        if name in self._there:
+            raise RuntimeError(
+                f"ModelGradients: a second backward within summing(), for {name}: use it for the last one of a step"
+            )
+        self._there.add(name)
+        ready = list(takewhile(self._there.__contains__, self.left))
+        self.left = self.left[len(ready) :]
+        for each in ready:
+            self.sums.add(gradient_of(each))
 
 
 def _norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -184,18 +256,3 @@ def _norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     for tensor in tensors:
         of_dtypes.setdefault(tensor.dtype, []).append(tensor)
     return [norm for alike in of_dtypes.values() for norm in torch._foreach_norm(alike, 2.0, dtype)]
-
-
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    of_dtypes: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        bucket = of_dtypes.setdefault(tensor.dtype, [])
-        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > BUCKET_BYTES:
-            yield list(bucket)
-            bucket.clear()
-        bucket.append(tensor)
-    yield from (bucket for bucket in of_dtypes.values() if bucket)
-
-
-def _cut(bucket: list[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    yield from zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True)

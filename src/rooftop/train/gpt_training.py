@@ -12,6 +12,7 @@ sequence nor how many it takes at once changes them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -277,7 +278,8 @@ class GptTrainer:
             sequences[:, :-1], sequences[:, 1:], positions=self._positions, reduction="sum", step=step
         )
         loss = total / self.training.tokens_per_step
-        loss.backward()
+        with self.gradients.summing() if part == self._parts[-1] else nullcontext():
+            loss.backward()
         return loss.detach()
 
     def _sent(self, numbers: Tensor) -> Tensor:

@@ -1,0 +1,57 @@
+"""Sums of many tensors over ranks, each begun as soon as it is there.
+
+A tensor that is large enough for full bandwidth is summed where it lies. Small ones are copied together into a bucket,
+which is begun when it is full, and copied back in the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rooftop.parallel.exchanges import Group, Pending, start_sum
+
+LARGE_BYTES = 4 << 20
+BUCKET_BYTES = 32 << 20
+
+
+class Sums:
+    """Of tensors over the ranks of a group, in place.
+
+    All ranks must add tensors of the same shapes and dtypes in the same order. Nobody may touch one between `add` and
+    `finish`.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._large: list[Pending] = []
+        self._begun: list[tuple[list[Tensor], Pending]] = []
+        self._buckets: dict[torch.dtype, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def add(self, tensor: Tensor) -> None:
+        """Begin the sum of a large one, or of the bucket that has no room for a small one."""
+        if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
+            self._large.append(start_sum(tensor, self.group))
+            return
+        bucket = self._buckets.setdefault(tensor.dtype, [])
+        if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > BUCKET_BYTES:
+            self._begin(self._buckets.pop(tensor.dtype))
+        self._buckets.setdefault(tensor.dtype, []).append(tensor)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Begin what is left, and wait for all."""
+        for bucket in self._buckets.values():
+            self._begin(bucket)
+        self._buckets.clear()
+        for pending in self._large:
+            pending()
+        for bucket, pending in self._begun:
+            parts = pending().split([tensor.numel() for tensor in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(tensor) for tensor, part in zip(bucket, parts, strict=True)])
+        self._large.clear()
+        self._begun.clear()
+
+    def _begin(self, bucket: list[Tensor]) -> None:
+        self._begun.append((bucket, start_sum(torch.cat([tensor.reshape(-1) for tensor in bucket]), self.group)))
