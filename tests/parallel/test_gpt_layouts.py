@@ -27,6 +27,7 @@ from rooftop.parallel import (
     gradients,
     init_on_meta,
     shards_of,
+    sums,
     targets_of_all_ranks,
     tensor_linears,
     turns,
@@ -137,7 +138,8 @@ def trained(case: Case, groups: Mapping[str, Group], steps: int = STEPS) -> Trai
         options = {"label_smoothing": 0.1, "z_loss": 0.01, "step": step}
         loss = model(tokens, targets, reduction="sum", **options) / count
         optimizer.zero_grad()
-        loss.backward()
+        with all_gradients.summing():
+            loss.backward()
         all_gradients.sum_()
         found.norms.append(all_gradients.clip_(0.5))
         with_gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -311,7 +313,7 @@ FAULTS = {
         Case("gpt", SEQUENCE), "gradient", lambda: patch.object(gradients, "_sum", unsummed)
     ),
     "data ranks do not sum": Fault(
-        Case("llama", DATA), "gradient", lambda: patch.object(gradients, "_sum", unsummed)
+        Case("llama", DATA), "gradient", lambda: patch.object(sums, "start_sum", started)
     ),
     "a data rank divides by its own targets": Fault(
         Case("llama", DATA), "loss", lambda: patch.object(gradients, "start_sum", started)

@@ -6,7 +6,8 @@
         model = parallel_gpt(config, layout, groups, seed=1, device=world.device)
         gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel)
         loss = model(tokens, targets, reduction="sum", step=step) / targets_of_all_ranks(targets, groups["dp-cp"])
-        loss.backward()
+        with gradients.summing():  # over data ranks, during backward
+            loss.backward()
         gradients.sum_()
         gradients.clip_(1.0)
         optimizer.step()
