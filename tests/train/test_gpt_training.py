@@ -75,6 +75,49 @@ def test_without_clipping_the_norm_is_the_same_and_training_another() -> None:
     assert all(group["weight_decay"] == 0 for group in free.optimizer.param_groups[1:])
 
 
+SCHEDULED = replace(TRAINING, learning_rate=0.5, warmup=4, decay="cosine", decay_steps=12, least_rate=0.1)
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_the_rate_is_that_of_torchs_schedulers(decay: str) -> None:
+    ours = replace(SCHEDULED, decay=decay)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 4, 1.0, total_iters=3)
+    falling = (
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8, eta_min=0.1)
+        if decay == "cosine"
+        else torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1 / 0.5, total_iters=8)
+    )
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, falling], milestones=[3])
+    expected = []
+    for _ in range(12):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert [ours.rate_at(step) for step in range(1, 13)] == pytest.approx(expected)
+    assert [ours.rate_at(step) for step in (4, 12, 13, 1000)] == pytest.approx([0.5, 0.1, 0.1, 0.1])
+
+
+def test_a_constant_rate_may_warm_up() -> None:
+    assert [replace(TRAINING, learning_rate=1.0, warmup=2).rate_at(step) for step in (1, 2, 3)] == [0.5, 1.0, 1.0]
+    assert TRAINING.rate_at(1) == TRAINING.rate_at(10**6) == 0.01
+
+
+def test_each_step_is_made_with_its_rate_also_after_loading(tmp_path: Path) -> None:
+    one = trainer(SCHEDULED)
+    (reports,) = run_steps(one, 1)
+    assert reports[0].learning_rate == 0.125
+    assert {group["lr"] for group in one.optimizer.param_groups} == {0.125}
+    expected = losses(one, 4)
+    first = trainer(SCHEDULED)
+    losses(first, 3)
+    save_training(tmp_path, first)
+    second = trainer(SCHEDULED)
+    load_training(find_training(tmp_path, SCHEDULED, Layout())[0], second)
+    assert losses(second, 2) == expected[2:]
+    assert second.optimizer.param_groups[0]["lr"] == SCHEDULED.rate_at(5)
+
+
 # ---- main weights ------------------------------------------------------------------------------------------------
 
 
@@ -408,6 +451,13 @@ def test_data_ranks_that_share_the_model_have_neither_graph_nor_halves(change: d
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"decay": "steps"}, "decay must be one of constant, linear, cosine, got 'steps'"),
+        ({"decay": "cosine"}, "decay_steps .* must be more than the 0 steps of the warm-up, got None"),
+        ({"decay": "linear", "decay_steps": 5, "warmup": 5}, "must be more than the 5 steps of the warm-up, got 5"),
+        ({"decay": "linear", "decay_steps": 5, "least_rate": 1.0}, "at most the learning_rate 0.01, got 1.0"),
+        ({"least_rate": 1e-4}, r"are of a rate that falls: expected decay \(--lr-decay-style\) linear or cosine"),
+        ({"decay_steps": 7}, "are of a rate that falls"),
+        ({"warmup": -1}, "warmup must be 0 or more"),
         ({"halves": True, "micro_batch": 1}, "a micro_batch of 1 has no halves"),
         ({"halves": True, "recompute": True}, "leave out halves or recompute"),
         ({"length": 9}, "sequences of 9 tokens, but the model has 8 positions"),
@@ -480,7 +530,7 @@ def test_the_command_trains_on_a_folder_of_text_and_shows_the_roof(
         assert 0 < line["mfu"] < 1
         assert 0 < line["percent_of_roof"] < 100
         assert line["peak_bytes"] > 1 << 20
-        assert f"step {line['step']}/3  loss {line['loss']:.6f}  grad norm {line['grad_norm']:.4f}" in out
+        assert f"step {line['step']}/3  loss {line['loss']:.6f}  grad norm {line['grad_norm']:.4f}  lr 3.00e-04" in out
 
 
 @pytest.mark.parametrize(

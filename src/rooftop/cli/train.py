@@ -35,7 +35,7 @@ from rooftop.train import (
     run_steps,
     step_roof,
 )
-from rooftop.train.gpt_training import DTYPES
+from rooftop.train.gpt_training import DECAYS, DTYPES
 from rooftop.train.tokens import BYTES, KINDS
 
 LAYERS, WIDTH, HEADS, LENGTH = 4, 256, 4, 256  # of a model that a laptop trains in minutes
@@ -44,7 +44,8 @@ EXAMPLES = """\b
 Examples:
   python -m rooftop.train gpt --data-path book.txt
   torchrun --nproc-per-node 4 -m rooftop.train gpt --data-path texts/ --tensor-parallel-size 2 --sequence-parallel
-  torchrun --nproc-per-node 8 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --save run/
+  torchrun --nproc-per-node 8 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --save run/ \\
+    --train-iters 10000 --lr 4e-4 --lr-warmup-iters 500 --lr-decay-style cosine --min-lr 4e-5
   python -m rooftop.train gpt --data-path book.txt --train-iters 200 --save run/ --load run/
   torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --micro-batch-size 4 \\
     --tensor-parallel-size 2 --sequence-parallel --tp-comm-overlap --enable-cuda-graph
@@ -75,6 +76,7 @@ path = partial(click.option, type=click.Path(path_type=Path))
 choice = {
     "tokens": click.Choice(list(KINDS)),
     "presets": click.Choice(list(PRESETS)),
+    "decays": click.Choice(list(DECAYS)),
     "dtypes": click.Choice(list(DTYPES)),
     "devices": click.Choice(["cuda", "cpu"]),
 }
@@ -99,6 +101,23 @@ def command() -> None:
 @size("--global-batch-size", help="Sequences of a step.  [default: one micro-batch a data rank]")
 @size("--train-iters", default=100, show_default=True, help="Steps, with those before --load.")
 @rate("--lr", default=3e-4, help="Learning rate of AdamW.")
+@click.option(
+    "--lr-warmup-iters",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="Steps in which it grows to that.",
+)
+@click.option(
+    "--lr-decay-style",
+    type=choice["decays"],
+    default="constant",
+    show_default=True,
+    help="How it falls afterwards, to --min-lr.",
+)
+@size("--lr-decay-iters", help="The step that has --min-lr.  [default: --train-iters]")
+@rate("--min-lr", default=0.0, help="Learning rate in the end.")
 @rate("--weight-decay", default=0.1, help="Of matrices.")
 @rate("--clip-grad", default=1.0, help="The gradient's largest norm; 0: any.")
 @number("--seed", default=0, help="Of initial values, dropout and the order of the data.")
@@ -174,7 +193,7 @@ def gpt(
             ranks, tensor_parallel_size, pipeline_parallel_size, context_parallel_size, sequence_parallel
         )
         tokens = open_tokens(data_path, token_dtype)
-        training = training_of(tokens, layout, kind, **options)
+        training = training_of(tokens, layout, kind, train_iters, **options)
         training.check(layout, ranks, kind, fully_shard=use_torch_fsdp2)
         training.batches(tokens)  # there are enough
         found, before = find_training(load, training, layout) if load is not None else (None, 0)
@@ -266,6 +285,7 @@ def training_of(
     tokens: Tokens,
     layout: Layout,
     kind: str,
+    steps: int,
     *,
     preset: str | None,
     num_layers: int | None,
@@ -277,6 +297,10 @@ def training_of(
     micro_batch_size: int,
     global_batch_size: int | None,
     lr: float,
+    lr_warmup_iters: int,
+    lr_decay_style: str,
+    lr_decay_iters: int | None,
+    min_lr: float,
     weight_decay: float,
     clip_grad: float,
     seed: int,
@@ -322,6 +346,10 @@ def training_of(
         global_batch=global_batch_size or micro_batch_size * layout.dp,
         micro_batch=micro_batch_size,
         learning_rate=lr,
+        warmup=lr_warmup_iters,
+        decay=lr_decay_style,
+        decay_steps=lr_decay_iters or (None if lr_decay_style == "constant" else steps),
+        least_rate=min_lr,
         weight_decay=weight_decay,
         clip=clip_grad,
         seed=seed,
@@ -370,6 +398,7 @@ def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
         f"step {last.step:>{len(str(steps))}}/{steps}",
         f"loss {last.loss:.6f}",
         f"grad norm {last.grad_norm:.4f}",
+        f"lr {last.learning_rate:.2e}",
         f"{last.tokens_per_s:,.0f} tokens/s",
     ]
     if last.mfu is not None and last.percent_of_roof is not None:

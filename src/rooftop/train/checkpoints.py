@@ -40,7 +40,8 @@ from rooftop.train.tokens import Tokens
 
 FORMAT = 1
 LATEST, TRAINING = "latest", "training.json"
-MAY_CHANGE = {"micro_batch", "learning_rate", "weight_decay", "clip", "recompute", "halves", "cuda_graph"}
+RATES = {"learning_rate", "warmup", "decay", "decay_steps", "least_rate", "weight_decay", "clip"}
+MAY_CHANGE = RATES | {"micro_batch", "recompute", "halves", "cuda_graph"}
 """Of a training that goes on; all else must be what it was saved with."""
 
 

@@ -11,7 +11,8 @@ sequence nor how many it takes at once changes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,12 @@ from rooftop.train.replays import Replayed
 from rooftop.train.tokens import Tokens
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DECAYS: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+}
+"""Which share of the learning rate, above its least one, is left when a share of the steps is done."""
 BETAS = (0.9, 0.95)  # of Adam, as GPT-3 and Llama were trained
 
 
@@ -46,6 +53,10 @@ class GptTraining:
         global_batch: sequences of a step, of all ranks.
         micro_batch: sequences that a rank computes at once. Changes memory and speed only.
         learning_rate, weight_decay: of AdamW; weights of one dimension (norms and biases) do not decay.
+        warmup: steps in which the rate grows evenly to `learning_rate`, which the last of them has.
+        decay: how it falls afterwards: a name of `DECAYS`.
+        decay_steps: the first step, counted from 1, that has `least_rate`; all that follow have it too.
+        least_rate: at the end.
         clip: the largest norm that a step's gradient may have; 0: any.
         seed: of initial values, dropout and the order of the data.
         dtype: in which is computed; with bfloat16 weights, gradients and optimizer are float32.
@@ -56,7 +67,8 @@ class GptTraining:
 
     Raises:
         ValueError: sizes that are not positive, a negative rate, a sequence longer than the model's positions, another
-            dtype; halves of an odd micro-batch, or with `recompute`.
+            dtype; a rate that does not fall to its least one after the warm-up; halves of an odd micro-batch, or with
+            `recompute`.
     """
 
     config: GptConfig
@@ -65,6 +77,10 @@ class GptTraining:
     micro_batch: int
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
+    warmup: int = 0
+    decay: str = "constant"
+    decay_steps: int | None = None
+    least_rate: float = 0.0
     clip: float = 1.0
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -76,9 +92,10 @@ class GptTraining:
         for name in ("length", "global_batch", "micro_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"GptTraining: {name} must be positive, got {getattr(self, name)}")
-        for name in ("learning_rate", "weight_decay", "clip"):
+        for name in ("learning_rate", "weight_decay", "clip", "warmup", "least_rate"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"GptTraining: {name} must be 0 or more, got {getattr(self, name)}")
+        self._check_decay()
         if self.length > self.config.positions:
             raise ValueError(
                 f"GptTraining: sequences of {self.length} tokens, but the model has {self.config.positions} positions"
@@ -95,6 +112,36 @@ class GptTraining:
             )
         if self.dtype not in DTYPES.values():
             raise ValueError(f"GptTraining: dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
+
+    def _check_decay(self) -> None:
+        if self.decay not in DECAYS:
+            raise ValueError(f"GptTraining: decay must be one of {', '.join(DECAYS)}, got {self.decay!r}")
+        if self.decay == "constant":
+            if self.decay_steps is not None or self.least_rate:
+                raise ValueError(
+                    "GptTraining: decay_steps and least_rate (--lr-decay-iters, --min-lr) are of a rate that falls: "
+                    f"expected decay (--lr-decay-style) {' or '.join([*DECAYS][1:])}, got constant"
+                )
+            return
+        if self.decay_steps is None or self.decay_steps <= self.warmup:
+            raise ValueError(
+                f"GptTraining: decay_steps (--lr-decay-iters) must be more than the {self.warmup} steps of the "
+                f"warm-up, got {self.decay_steps}"
+            )
+        if self.least_rate > self.learning_rate:
+            raise ValueError(
+                f"GptTraining: least_rate (--min-lr) must be at most the learning_rate {self.learning_rate}, got "
+                f"{self.least_rate}"
+            )
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 1."""
+        if step <= self.warmup:
+            return self.learning_rate * step / self.warmup
+        if self.decay_steps is None:
+            return self.learning_rate
+        done = min(1.0, (step - self.warmup) / (self.decay_steps - self.warmup))
+        return self.least_rate + (self.learning_rate - self.least_rate) * DECAYS[self.decay](done)
 
     @property
     def tokens_per_step(self) -> int:
@@ -241,6 +288,8 @@ class GptTrainer:
             loss, norm, scale = self._gradients_of(text.to(self.device, non_blocking=True), self.step)
         else:
             loss, norm, scale = self._replay(self._replayed, text)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.training.rate_at(self.step + 1)
         self.optimizer.step(scale=scale if self.training.clip else None)
         self.optimizer.zero_grad()
         self.step += 1

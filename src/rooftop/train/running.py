@@ -27,6 +27,7 @@ class StepReport:
         step: from 1.
         loss: of its batch, before it.
         grad_norm: before it was clipped.
+        learning_rate: of it.
         tokens_per_s: of all ranks, on average over the steps that were read together.
         mfu, percent_of_roof: of this rank; None where the roof is not known.
         peak_bytes: the most memory of this rank so far.
@@ -35,6 +36,7 @@ class StepReport:
     step: int
     loss: float
     grad_norm: float
+    learning_rate: float
     tokens_per_s: float
     mfu: float | None
     percent_of_roof: float | None
@@ -93,6 +95,7 @@ def _told(trainer: GptTrainer, numbers: list[list[float]], seconds: float, roof:
                 step=step,
                 loss=loss,
                 grad_norm=norm,
+                learning_rate=trainer.training.rate_at(step),
                 tokens_per_s=trainer.training.tokens_per_step / seconds,
                 mfu=roof.mfu(1e3 * seconds) if roof is not None else None,
                 percent_of_roof=roof.percent(1e3 * seconds) if roof is not None else None,
