@@ -8,6 +8,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.cli.main import main
+from rooftop.cli.train import advice
 from rooftop.cost.roofs import roof
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware import ceilings_of
@@ -27,6 +29,7 @@ from rooftop.train import (
     GptTraining,
     MainWeights,
     Replayed,
+    StepReport,
     Tokens,
     checkpoints,
     find_training,
@@ -509,6 +512,19 @@ def test_the_cost_of_a_step_is_that_of_its_flops_and_weights() -> None:
 
 def called(folder: Path, *words: str) -> int:
     return main(["train", "gpt", "--device", "cpu", "--data-path", str(folder), "--train-iters", "3", *words])
+
+
+def test_a_graph_is_advised_where_steps_are_far_from_the_roof() -> None:
+    def said(step: int, percent: float | None, device: str = "cuda", graph: bool = False, shared: bool = False) -> bool:
+        report = StepReport(step, 1.0, 1.0, 1e-3, 1e4, None, percent, 0)
+        training = SimpleNamespace(cuda_graph=graph)
+        of: Any = SimpleNamespace(device=torch.device(device), training=training, fully_shard=shared)
+        words = advice(report, of)
+        return words is not None and words.startswith("4.2% of roof") and "--enable-cuda-graph" in words
+
+    assert said(10, 4.2)
+    assert not any((said(1, 4.2), said(10, 40.0), said(10, None), said(10, 4.2, "cpu"), said(10, 4.2, graph=True)))
+    assert not said(10, 4.2, shared=True)
 
 
 def test_the_command_trains_on_a_folder_of_text_and_shows_the_roof(

@@ -38,6 +38,7 @@ from rooftop.train import (
 from rooftop.train.gpt_training import DECAYS, DTYPES
 from rooftop.train.tokens import BYTES, KINDS
 
+LAUNCHED_PERCENT = 15  # of roof; Llamas of 135 M to 7 B have 4 where Python is too slow for them, and else 34 to 73
 LAYERS, WIDTH, HEADS, LENGTH = 4, 256, 4, 256  # of a model that a laptop trains in minutes
 
 EXAMPLES = """\b
@@ -233,9 +234,13 @@ def gpt(
             lines_of(metrics if first else None, load is not None) as file,
             progress_bar() if first else nullcontext(lambda what, fraction: None) as progress,
         ):
+            advised = not first
             for reports in steps:
                 if first:
                     tell(reports, train_iters, file)
+                    if not advised and (words := advice(reports[-1], trainer)):
+                        click.echo(f"note: {words}", err=True)
+                        advised = True
                     progress(f"step {reports[-1].step}", reports[-1].step / train_iters)
     if first and save is not None:
         click.echo(f"saved: {save}")
@@ -409,6 +414,22 @@ def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
     if file is not None:
         file.writelines(json.dumps(asdict(report)) + "\n" for report in reports)
         file.flush()
+
+
+def advice(report: StepReport, trainer: GptTrainer) -> str | None:
+    """What may make steps faster, once they are not the first ones any more; None if nothing is known."""
+    may_replay = trainer.device.type == "cuda" and not (trainer.training.cuda_graph or trainer.fully_shard)
+    if (
+        report.step == 1
+        or report.percent_of_roof is None
+        or report.percent_of_roof > LAUNCHED_PERCENT
+        or not may_replay
+    ):
+        return None
+    return (
+        f"{percent_text(report.percent_of_roof)} of roof: layers this small may take Python longer to launch than the "
+        "GPU to compute; --enable-cuda-graph replays steps"
+    )
 
 
 @contextmanager
