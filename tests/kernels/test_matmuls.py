@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -327,6 +328,32 @@ def test_gradients_where_rows_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("m", "n", "k"), [(700, 1001, 512), (512, 512, 1023), (300, 4095, 131)])
 def test_on_a_gpu_rows_that_are_not_aligned(m: int, n: int, k: int, activation: str) -> None:
     assert_gate(operands(m, n, k, dtype=torch.bfloat16, residual=True, device="cuda"), activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 1024, 512, 256), (4096, 264, 1000), (300, 2049, 513), (1, 4096, 4096)])
+def test_what_pytorch_computes_as_well_is_its_own(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The same bits as of the operator, which modes and compilers see; with less work for the host."""
+    x, weight, bias, _ = operands(*shape, dtype=dtype, device="cuda")
+    assert bias is not None
+    for added in (None, bias):
+        expected = torch.ops.rooftop.linear_act(x.flatten(0, -2), weight, added, "none", None, False)[0]
+        assert torch.equal(linear_act(x, weight, added).flatten(0, -2), expected)
+        with CountingMode() as counted:
+            linear_act(x, weight, added)
+        assert [record.name for record in counted.records] == ["rooftop::linear_act"]
+    aligned = not any(size * x.element_size() % 16 for size in weight.shape)
+    leaf, others = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+    with patch.object(matmuls, "_linear_act", wraps=matmuls._linear_act) as operator:
+        linear_act(x, leaf)
+        by_library = linear_act_plan(x, leaf).backend == "library"
+        assert operator.called != (by_library and aligned)
+        operator.reset_mock()
+        linear_act(x, leaf, others)  # whose gradient a kernel sums
+        linear_act(x.flatten(0, -2).t().contiguous().t(), leaf)
+        assert operator.call_count == 2
+    assert linear_act(x[:0], leaf).shape == (0, *x.shape[1:-1], len(leaf))
 
 
 # ---- laws ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, 
 from rooftop.kernels.matmul_launches import ACTIVATIONS, backward, forward
 from rooftop.kernels.matmul_tables import LinearPlan, plan_of
 from rooftop.kernels.padded_rows import LEAST_PADDED, missing_columns, padded
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator, unwatched
 from rooftop.launch.triton_launch import INTERPRETED
 
 OF_OUTPUT = ("relu", "sigmoid")  # the result says the derivative
@@ -218,6 +220,8 @@ def linear_act(
         ValueError: shapes or devices that do not fit, or an activation that there is not.
         NotImplementedError: forward-mode differentiation.
     """
+    if activation == "none" and residual is None and _is_torchs(input, weight, bias):
+        return functional.linear(input, weight, bias)
     x, weight, bias, residual, later = _prepared("linear_act", input, weight, bias, activation, residual)
     no_tangents("linear", x, weight, bias, residual)
     columns = weight.shape[0]
@@ -227,6 +231,32 @@ def linear_act(
     y = _linear_act(rows, weight, bias, activation, added, _keeps(activation, residual) and _differentiated(tensors))[0]
     y = y.reshape(*x.shape[:-1], columns)
     return y if later is None else y + later
+
+
+_known_products: dict[tuple[Any, ...], bool] = {}
+MOST_KNOWN = 4096
+
+
+def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `torch.nn.functional.linear` does all of it, and the host with less ado: a product for the library, whose
+    rows are aligned, and no bias whose gradient a kernel sums faster. Nothing is refused here."""
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    if INTERPRETED or not all(isinstance(t, Tensor) and t.is_cuda and t.layout == torch.strided for t in tensors):
+        return False
+    if not unwatched(*tensors) or not x.is_contiguous() or torch.is_autocast_enabled("cuda"):
+        return False
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        return False
+    places = ((t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors)
+    key = tuple(chain.from_iterable(places))
+    found = _known_products.get(key)
+    if found is None:
+        by_library = linear_act_plan(x, weight, bias).backend == "library"
+        found = by_library and not any(missing_columns(size, x) for size in weight.shape)
+        if len(_known_products) >= MOST_KNOWN:
+            _known_products.clear()
+        _known_products[key] = found
+    return found
 
 
 def matmul(input: Tensor, other: Tensor) -> Tensor:

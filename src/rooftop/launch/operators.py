@@ -148,6 +148,12 @@ with ThreadPoolExecutor(1) as _thread:  # a new one has neither modes, nor trans
     _UNWATCHED = _thread.submit(_include_set).result()
 
 
+def unwatched(*arguments: Any) -> bool:
+    """Whether nothing but autograd would notice by which operators something is computed with these: no compiler, mode,
+    transform or profiler, and no tensor of another kind."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level < 0 and _is_plain(arguments)
+
+
 def _is_plain(arguments: Sequence[Any]) -> bool:
     """Whether nothing but autograd has to know of a call."""
     return _include_set() == _UNWATCHED and _function_modes() == 0 and not _profiler_enabled() and _are_plain(arguments)
