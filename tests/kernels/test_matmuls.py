@@ -342,7 +342,8 @@ def test_what_pytorch_computes_as_well_is_its_own(shape: tuple[int, ...], dtype:
         assert torch.equal(linear_act(x, weight, added).flatten(0, -2), expected)
         with CountingMode() as counted:
             linear_act(x, weight, added)
-        assert [record.name for record in counted.records] == ["rooftop::linear_act"]
+        seen = [record.name for record in counted.records]
+        assert [name for name in seen if "view" not in name] == ["rooftop::linear_act"]
     aligned = not any(size * x.element_size() % 16 for size in weight.shape)
     leaf, others = weight.clone().requires_grad_(), bias.clone().requires_grad_()
     with patch.object(matmuls, "_linear_act", wraps=matmuls._linear_act) as operator:

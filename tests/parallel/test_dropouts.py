@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rooftop.models import GptConfig, parallel_gpt
 from rooftop.parallel import CounterDropouts
 
 BATCH, LENGTH, HEADS, WIDTH = 4, 6, 8, 5
@@ -46,3 +47,25 @@ def test_step_seed_name_and_mode() -> None:
     assert torch.equal(dropout(x), second)
     assert dropout.eval()(x) is x
     assert "p=0.4, a" in repr(dropout)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_model_takes_a_step_in_a_tensor_and_finds_that_it_changed(recompute: bool) -> None:
+    config = GptConfig(
+        vocabulary=31, layers=2, width=16, heads=2, kv_heads=2, hidden=16, positions=8, attention_dropout=0.5
+    )
+    model = parallel_gpt(config, seed=1, recompute=recompute, dtype=torch.float64)
+    tokens, step = torch.arange(8)[None], torch.tensor(3)
+    gradients = []
+    for given in (3, step):
+        model.zero_grad()
+        model(tokens, tokens, step=given).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    loss = model(tokens, tokens, step=step)
+    step += 1
+    with pytest.raises(
+        RuntimeError, match="changed before backward" if recompute else "modified by an inplace operation"
+    ):
+        loss.backward()

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rooftop.parallel import ModelGradients, sums, targets_of_all_ranks
+from rooftop.models import GptConfig, parallel_gpt
+from rooftop.parallel import Layout, ModelGradients, sums, targets_of_all_ranks
 from rooftop.train import MainWeights
 
 Run = Callable[..., list[Any]]
@@ -150,6 +151,55 @@ def of_used_layers(fail: bool) -> tuple[list[int], int]:
 @pytest.mark.parametrize("fail", [False, True])
 def test_sums_begin_during_backward_and_what_goes_wrong_leaves_nothing(fail: bool, on_ranks: Run) -> None:
     assert on_ranks(2, of_used_layers, fail) == [([5, 6], 0)] * 2
+
+
+def of_frozen_layers() -> list[bool]:
+    """Which parameters get the sum, where one was frozen after all was made."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mine = ModelGradients(model, {"dp-cp": dist.group.WORLD})
+    model[0].requires_grad_(False)
+    found = []
+    for frozen in (True, False):
+        model.zero_grad()
+        with mine.summing():
+            (model(torch.ones(1, 2)).sum() * (1 + dist.get_rank())).backward()
+        mine.sum_()
+        found += [model[1].bias.grad.tolist() == [3.0, 3.0], (model[0].bias.grad is None) == frozen]
+        model[0].requires_grad_(True)
+    return found
+
+
+def test_frozen_parameters_are_left_out(on_ranks: Run) -> None:
+    assert on_ranks(2, of_frozen_layers) == [[True] * 4] * 2
+
+
+def norm_of_norms() -> tuple[float, torch.dtype]:
+    """Of a model of which only what each rank has whole is trained: one rank counts it, the others nothing."""
+    config = GptConfig(vocabulary=16, layers=1, width=8, heads=2, kv_heads=2, hidden=16, positions=4)
+    layout = Layout(1, 2)
+    groups = layout.process_groups()
+    model = parallel_gpt(config, layout, groups, seed=1, dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    tokens = torch.arange(4)[None]
+    model(tokens, tokens).backward()
+    norm = ModelGradients(model, groups).norm()
+    return float(norm), norm.dtype
+
+
+def test_ranks_that_count_nothing_sum_in_the_same_dtype(on_ranks: Run) -> None:
+    first, second = on_ranks(2, norm_of_norms)
+    assert first == second
+    assert first[0] > 0
+    assert first[1] == torch.float64
+
+
+def test_of_nothing_the_norm_is_none_and_any_norm_is_left_alone() -> None:
+    assert float(ModelGradients(nn.ReLU()).norm()) == 0
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.grad = torch.full((1, 1), torch.inf)
+    norm, scale = ModelGradients(model).scale_for(float("inf"))
+    assert (float(norm), float(scale)) == (float("inf"), 1.0)
 
 
 def test_alone_nothing_is_begun() -> None:

@@ -367,6 +367,72 @@ def test_weights_that_moved_are_found() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_that_are_not_in_memory_as_they_are(device: str) -> None:
+    """A negative one of complex numbers, from autograd; a negated view; zeros that nothing holds."""
+
+    def after(make: Callable[..., torch.optim.Optimizer]) -> list[float]:
+        weights = [nn.Parameter(torch.tensor(2.0, device=device)) for _ in range(3)]
+        ones = torch.ones((), device=device)
+        (torch.complex(ones, weights[0]).conj() * torch.complex(ones, ones)).imag.sum().backward()
+        weights[1].grad = torch._neg_view(ones)
+        weights[2].grad = torch._efficientzerotensor((), device=device)
+        assert weights[0].grad is not None
+        assert weights[0].grad.is_neg()
+        make(weights, lr=0.1, weight_decay=0.5).step()
+        return [weight.item() for weight in weights]
+
+    def plain(weights: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+        for weight in weights:
+            assert weight.grad is not None
+            weight.grad = torch.zeros_like(weight) if weight.grad._is_zerotensor() else weight.grad.resolve_neg()
+        return torch.optim.AdamW(weights, **options)
+
+    assert after(AdamW) == pytest.approx(after(plain), abs=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_states_that_moved_are_found(device: str) -> None:
+    """As by `.data = .data.cpu()` and back; what lay there before belongs to others by then."""
+    ours, theirs = (parameters(torch.float32, device)[-1:] for _ in range(2))
+    one, other = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    kept = []
+    for step in range(4):
+        for optimizer, every in ((one, ours), (other, theirs)):
+            given_gradients(every, step + 2, alike=True)
+            optimizer.step()
+        for state in one.state.values():
+            for value in state.values():
+                value.data = value.data.clone()
+        kept += [torch.full((), 7.0, device=device) for _ in range(20)]
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+    assert one.state[ours[0]]["step"].item() == 4
+
+
+def test_wrong_scales_and_sparse_gradients_leave_all_as_it_was() -> None:
+    dense, embedding = nn.Parameter(torch.ones(3)), nn.Embedding(4, 2, sparse=True)
+    optimizer = AdamW([{"params": [dense]}, {"params": embedding.parameters()}])
+    (dense.sum() + embedding(torch.tensor([1])).sum()).backward()
+    before = embedding.weight.detach().clone()
+    with pytest.raises(TypeError, match="scale must be a tensor, as scale_for gives it, got float"):
+        optimizer.step(scale=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"scale must be one number, got \(3,\)"):
+        optimizer.step(scale=torch.ones(3))
+    if INTERPRETED:
+        with pytest.raises(RuntimeError, match="a gradient is sparse"):
+            optimizer.step()
+    assert torch.equal(dense, torch.ones(3))
+    assert torch.equal(embedding.weight, before)
+    assert not optimizer.state
+
+
+def test_a_gradient_of_another_shape_is_no_gradient() -> None:
+    weights = MainWeights(nn.Linear(3, 4, bias=False), NARROW, keep_narrow=True)
+    for wrong in (torch.ones(1, 3), torch.ones(4, 3, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"must be floating and \(4, 3\) as its weight is, got"):
+            weights.add(weights.named["weight"], wrong)
+
+
 def test_autograd_can_tell_that_weights_have_changed() -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = AdamW([weight], **OPTIONS)
@@ -402,7 +468,7 @@ def test_what_is_no_weight_is_refused() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
 def test_the_kernel_makes_these_steps(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__) == 24
+    assert interpreted(__file__) == 28
 
 
 @pytest.mark.gpu

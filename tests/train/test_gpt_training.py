@@ -387,8 +387,12 @@ def test_a_replay_refuses_other_shapes() -> None:
         assert doubled.captured == (number > 0)
     with pytest.raises(ValueError, match=r"captured with \(3,\) torch.int64, got \(1,\) torch.int64"):
         doubled(torch.ones(1, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"got \(3,\) torch.float32"):
-        doubled(torch.ones(3))
+    for wrong, words in (([torch.ones(3)], r"got \(3,\) torch.float32:"), ([], "got nothing: call it with the same")):
+        with pytest.raises(ValueError, match=words):
+            doubled(*wrong)
+    leaf = torch.ones(3, requires_grad=True)
+    of_leaf = Replayed(lambda x: (x * 2,), torch.device("cuda"), warm_up=0)
+    assert not any(of_leaf(leaf)[0].requires_grad for _ in range(3))
 
 
 @pytest.mark.gpu
@@ -439,6 +443,9 @@ def test_a_graph_needs_a_gpu() -> None:
         trainer(GRAPHED)
     with pytest.raises(ValueError, match="Replayed: a CUDA graph needs a GPU, got cpu: call the function itself"):
         Replayed(lambda: (), CPU)
+    with pytest.raises(ValueError, match="needs a GPU, and this is trained on cpu"):
+        GRAPHED.check(Layout(), 1, "cpu")
+    GRAPHED.check(Layout(), 1, "cuda:0")
 
 
 @pytest.mark.parametrize("change", [{"cuda_graph": True}, {"halves": True}])
@@ -460,12 +467,14 @@ def test_data_ranks_that_share_the_model_have_neither_graph_nor_halves(change: d
         ({"decay": "linear", "decay_steps": 5, "least_rate": 1.0}, "at most the learning_rate 0.01, got 1.0"),
         ({"least_rate": 1e-4}, r"are of a rate that falls: expected decay \(--lr-decay-style\) linear or cosine"),
         ({"decay_steps": 7}, "are of a rate that falls"),
-        ({"warmup": -1}, "warmup must be 0 or more"),
+        ({"warmup": -1}, "warmup must be finite and 0 or more"),
+        ({"learning_rate": float("inf")}, "learning_rate must be finite and 0 or more, got inf"),
+        ({"seed": 1 << 64}, "seed must be an int from 0"),
         ({"halves": True, "micro_batch": 1}, "a micro_batch of 1 has no halves"),
         ({"halves": True, "recompute": True}, "leave out halves or recompute"),
         ({"length": 9}, "sequences of 9 tokens, but the model has 8 positions"),
         ({"micro_batch": 0}, "micro_batch must be positive"),
-        ({"clip": -1.0}, "clip must be 0 or more"),
+        ({"clip": -1.0}, "clip must be finite and 0 or more"),
         ({"dtype": torch.float16}, "dtype must be one of float64, float32, bfloat16"),
     ],
 )

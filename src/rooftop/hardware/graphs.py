@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -23,9 +24,33 @@ def captured(fn: Callable[[], object], stream: torch.cuda.Stream | None = None) 
         fn()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with collection_paused(), torch.cuda.graph(graph, stream=stream):
+    with captured_into(graph, stream):
         fn()
-    return graph.replay
+
+    def replay(_reads_memory_of: Callable[[], object] = fn) -> None:
+        graph.replay()
+
+    return replay
+
+
+@contextmanager
+def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
+    """The `with` block as a CUDA graph. Other threads may go on meanwhile: NCCL's watchdog asks for events.
+
+    What goes wrong within is raised as it is; torch would say its consequence, that the capture cannot end.
+    """
+    within: BaseException | None = None
+    try:
+        with collection_paused(), torch.cuda.graph(graph, pool, stream, "thread_local"):
+            try:
+                yield
+            except BaseException as error:
+                within = error
+                raise
+    except BaseException as error:
+        if within is None or error is within:
+            raise
+        raise within from None
 
 
 @contextmanager
@@ -54,8 +79,6 @@ def waits_for_gpu(fn: Callable[[], object]) -> bool:
     return any("called a synchronizing CUDA operation" in str(warning.message) for warning in told)
 
 
-def first_error(error: BaseException) -> str:
-    """What went wrong in the capture; that the capture then cannot end is only its consequence."""
-    while error.__context__ is not None:
-        error = error.__context__
+def in_a_line(error: BaseException) -> str:
+    """Its kind, and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

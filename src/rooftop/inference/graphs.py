@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from rooftop.hardware.graphs import collection_paused, first_error
+from rooftop.hardware.graphs import captured_into, in_a_line
 
 _capturing = threading.Lock()  # one capture at a time in a process
 
@@ -186,7 +186,7 @@ def capture(
                     raise UncapturedError(f"the host waits for the GPU at {waits[0]}", outputs)
             graph = torch.cuda.CUDAGraph()
             try:
-                with collection_paused(), torch.inference_mode(), torch.cuda.graph(graph, pool, stream, "thread_local"):
+                with torch.inference_mode(), captured_into(graph, stream, pool):
                     reserved = torch.cuda.memory_reserved(stream.device)
                     captured = call()
                     grown = torch.cuda.memory_reserved(stream.device) - reserved
@@ -194,7 +194,7 @@ def capture(
                 raise
             except Exception as error:
                 _free_generator(stream.device)
-                raise UncapturedError(first_error(error), outputs) from error
+                raise UncapturedError(in_a_line(error), outputs) from error
     finally:
         current.wait_stream(stream)
     held = sum(tensor.numel() * tensor.element_size() for tensor in inputs)

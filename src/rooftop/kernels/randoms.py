@@ -473,7 +473,8 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
         p: from 0 to 1; of the 2^32 words of the generator round(p * 2^32) drop their element.
         key: as of `random_uniform`.
         step: of the training, from 0 to 2^63 - 1: each has another mask. A tensor, () int64 on x's device, is read
-            there: so each replay of a CUDA graph can have a mask of its own. It must not change before backward.
+            there: so each replay of a CUDA graph can have a mask of its own. It must not change before backward, and
+            nobody looks whether it is negative.
         box: which part of a whole tensor x is, as many elements in the same order; None: x is the whole.
 
     Returns:

@@ -29,7 +29,7 @@ from torch import Tensor
 from rooftop.cost import Cost, precision_of
 from rooftop.cost.roofs import roof
 from rooftop.hardware.ceilings import Ceilings
-from rooftop.hardware.graphs import collection_paused
+from rooftop.hardware.graphs import captured_into
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_configs import GptConfig
 from rooftop.models.paged_cache import PAGE, PagedCache, cache_bytes
@@ -334,7 +334,7 @@ class Generation:
             for _ in range(2):
                 self._decode()
             graph = torch.cuda.CUDAGraph()
-            with collection_paused(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with captured_into(graph, stream):
                 self._decode()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         for tensor, value in zip(state, held, strict=True):

@@ -299,7 +299,7 @@ class Gpt(nn.Module):
         recompute: keep only what goes from block to block, and compute the rest again in backward.
         halves: compute the two halves of a batch in turn: what tensor parallel ranks exchange of one is on its way
             while the other is computed (`rooftop.parallel.turns`). Without such ranks, and with a cache, the batch is
-            computed as a whole.
+            computed as a whole. Layers are called by their parts: hooks of a block and of what is in it do not run.
         device, dtype: of the parameters; PyTorch's defaults if not given. They are cast once all are there: a model
             that fits only in a narrow dtype is built on the meta device.
 
@@ -457,8 +457,11 @@ class Gpt(nn.Module):
         """As the block; in backward it is computed again, with the masks of this step."""
         masks = self.masks
         step = masks.step if masks is not None else 0
+        version = step._version if isinstance(step, Tensor) else 0
 
         def run(*given: Tensor | None) -> tuple[Tensor, Tensor]:
+            if isinstance(step, Tensor) and step._version != version:
+                raise RuntimeError("Gpt: the step, a tensor, was changed before backward, which needs the same masks")
             with masks.at(step) if masks is not None else nullcontext():
                 return block(*given, rotation)  # type: ignore[no-any-return]
 

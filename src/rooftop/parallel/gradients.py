@@ -22,6 +22,7 @@ it, and each rank has some rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -97,10 +98,12 @@ class ModelGradients:
         if self.data_shares or not _are_several(self.data):
             yield
             return
-        self._during = _During(self._in_order(), Sums(self.data))
         hooks = [
-            own.register_post_accumulate_grad_hook(partial(self._is_there, name)) for name, own in self._own.items()
+            own.register_post_accumulate_grad_hook(partial(self._is_there, name))
+            for name, own in self._own.items()
+            if own.requires_grad  # it may have been frozen since
         ]
+        self._during = _During(self._in_order(), Sums(self.data))
         try:
             yield
         except BaseException:
@@ -165,8 +168,9 @@ class ModelGradients:
         What several ranks hold counts once.
         """
         counted = list(self._counted())
-        wide = torch.float64 if any(part.dtype == torch.float64 for part in counted) else torch.float32
-        device = next(iter(self.parameters.values())).device
+        every = list(self.parameters.values())  # alike on all ranks, of which some may count nothing
+        wide = torch.float64 if any(each.dtype == torch.float64 for each in every) else torch.float32
+        device = every[0].device if every else torch.device("cpu")
         norms = _norms(counted, wide)
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=wide, device=device)
         total = start_sum(total, self.tensor)()
@@ -204,7 +208,7 @@ class ModelGradients:
         if not most > 0:
             raise ValueError(f"ModelGradients: the largest norm must be more than 0 (inf: any), got {most}")
         norm = self.norm()
-        return norm, (most / (norm + ZERO)).clamp(max=1.0)
+        return norm, (most / (norm + ZERO)).clamp(max=1.0) if most < math.inf else torch.ones_like(norm)
 
 
 def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100) -> Tensor:

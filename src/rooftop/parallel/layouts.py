@@ -15,7 +15,7 @@ Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053); the order is that of M
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -177,6 +177,7 @@ class Layout:
         sequence: int | None = None,
         batch: int | None = None,
         micro_batch: int | None = None,
+        axes: Collection[str] = AXES,
     ) -> None:
         """Refuse a layout that does not fit the world, the model or the batch. What is not given is not checked.
 
@@ -192,6 +193,7 @@ class Layout:
                 causal work is balanced; with `sequence_parallel` the tensor ranks split what a context rank has.
             batch: sequences of one optimizer step over all ranks, split among the data ranks.
             micro_batch: sequences that a rank computes at once (1 if not given).
+            axes: which may have several ranks in the layouts that are proposed instead.
 
         Raises:
             ValueError: everything that does not fit, and the nearest layouts of the world that do. Also sizes that are
@@ -219,7 +221,7 @@ class Layout:
             if self.world_size != world_size:
                 wrong.insert(0, f"it has {self.world_size} ranks and the world {world_size}")
         if wrong:
-            nearest = _nearest(self, world_size or self.world_size, sizes)
+            nearest = _nearest(self, world_size or self.world_size, sizes, axes)
             raise ValueError(f"the layout {self} does not fit: {'; '.join(wrong)}. {nearest}")
 
     def mesh(self, device_type: str | None = None) -> DeviceMesh:
@@ -326,7 +328,7 @@ def _misfits(layout: Layout, sizes: Mapping[str, int]) -> list[str]:
     return wrong
 
 
-def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int]) -> str:
+def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int], axes: Collection[str] = AXES) -> str:
     """A sentence with the layouts of the world that fit and differ least, by the ratios of their sizes; without
     pipelines and context ranks where the layout has none, if any fits so."""
     used = [axis for axis in AXES if getattr(layout, axis) > 1]
@@ -340,6 +342,7 @@ def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int]) -> str:
         other
         for tp, pp, cp, dp in _factorings(world_size, 4)
         if not _misfits(other := Layout(dp, tp, pp, cp, layout.sequence_parallel, layout.order), sizes)
+        and all(axis in axes or getattr(other, axis) == 1 for axis in AXES)
     ]
     simple = [other for other in fitting if all(getattr(other, axis) == 1 for axis in ("pp", "cp") if axis not in used)]
     fitting = simple or fitting

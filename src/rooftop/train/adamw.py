@@ -13,7 +13,7 @@ Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization" (arX
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import compress
 from operator import attrgetter, is_
@@ -28,6 +28,7 @@ from rooftop.train.adamw_launches import AdamWOptions, AdamWPlan
 from rooftop.train.main_weights import MainWeights
 
 _grad, _device = attrgetter("grad"), attrgetter("device")
+DENSE = {torch.strided}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -114,7 +115,12 @@ class AdamW(torch.optim.AdamW):
 
         Returns:
             the loss that `closure` gave.
+
+        Raises:
+            TypeError, ValueError: a scale that is no tensor of one element.
+            RuntimeError: a gradient is sparse; nothing is stepped.
         """
+        _check_scale(scale)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -124,8 +130,11 @@ class AdamW(torch.optim.AdamW):
             require_triton()
             if len(self.state) != len(self._known) or not all(map(is_, self.state.values(), self._known)):
                 self._plans.clear()  # somebody has replaced states
+            held = [self._held(group["params"]) for group in self.param_groups]
+            if not {gradient.layout for gradients in held for gradient in gradients if gradient is not None} <= DENSE:
+                raise RuntimeError("AdamW: a gradient is sparse: make the embedding with sparse=False")
             for number, group in enumerate(self.param_groups):
-                self._step_of(number, group, scale)
+                self._step_of(number, group, held[number], scale)
             self._known = [*self.state.values()]
             return loss
         if self.weights is not None:
@@ -146,9 +155,11 @@ class AdamW(torch.optim.AdamW):
                 self.weights.forget_gradient(parameter) if set_to_none else self.weights.widen(parameter)
         super().zero_grad(set_to_none)
 
-    def _step_of(self, number: int, group: dict[str, Any], scale: Tensor | None) -> None:
+    def _held(self, every: Sequence[Tensor]) -> list[Tensor | None]:
+        return [*map(_grad, every)] if self.weights is None else self.weights.gradients_of(every)
+
+    def _step_of(self, number: int, group: dict[str, Any], held: Sequence[Tensor | None], scale: Tensor | None) -> None:
         every = group["params"]
-        held = [*map(_grad, every)] if self.weights is None else self.weights.gradients_of(every)
         found = [parameter for parameter, gradient in zip(every, held, strict=True) if gradient is not None]
         gradients = [gradient for gradient in held if gradient is not None]
         options = AdamWOptions.of(group)
@@ -169,6 +180,13 @@ class AdamW(torch.optim.AdamW):
             _complete(each, self.state[each])
         models = [None if self.weights is None else self.weights.model_has(each) for each in parameters]
         return AdamWPlan(parameters, [self.state[each] for each in parameters], models)
+
+
+def _check_scale(scale: Tensor | None) -> None:
+    if scale is not None and not isinstance(scale, Tensor):
+        raise TypeError(f"AdamW: scale must be a tensor, as scale_for gives it, got {type(scale).__name__}")
+    if scale is not None and scale.numel() != 1:
+        raise ValueError(f"AdamW: scale must be one number, got {tuple(scale.shape)}")
 
 
 def _plain_step(optimizer: torch.optim.AdamW) -> None:

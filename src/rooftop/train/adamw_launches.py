@@ -30,7 +30,7 @@ from rooftop.parallel.sharded_data import local_of
 BLOCK, WARPS = 1024, 4
 WEIGHTS = 128  # of a program of `adamw_numbers`
 
-_dtype, _layout = attrgetter("dtype"), attrgetter("layout")
+_dtype = attrgetter("dtype")
 _kept = [methodcaller("get", name) for name in ("step", "exp_avg", "exp_avg_sq")]  # in the state of a parameter
 
 
@@ -118,7 +118,7 @@ class AdamWPlan:
         weights = [*map(local_of, self.parameters)] if self._shared else self.parameters
         formed = [*weights, *self._models]
         return (
-            [*map(Tensor.data_ptr, chain(formed, self.averages, self.squares))],
+            [*map(Tensor.data_ptr, chain(formed, self.steps, self.averages, self.squares))],
             [*map(Tensor.size, formed)],
             [*map(Tensor.stride, formed)],
             [*map(_dtype, formed)],
@@ -132,13 +132,11 @@ class AdamWPlan:
             options: of AdamW.
             scale: () on the device, what gradients are multiplied with, or None.
 
-        Raises:
-            RuntimeError: a gradient is sparse.
         """
-        if set(map(_layout, gradients)) != {torch.strided}:
-            raise RuntimeError("AdamW: a gradient is sparse: make the embedding with sparse=False")
         if self._shared:
             gradients = [*map(local_of, gradients)]
+        if any(map(Tensor.is_neg, gradients)) or any(map(Tensor._is_zerotensor, gradients)):
+            gradients = [*map(_written_out, gradients)]  # in memory there is something else
         if [*map(Tensor.stride, gradients)] != self._strides:
             gradients = [*map(_alike, gradients, self.weights)]
         if capturing(self.device):
@@ -276,6 +274,10 @@ def _alike(gradient: Tensor, weight: Tensor) -> Tensor:
     if gradient.stride() == weight.stride():
         return gradient
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+
+
+def _written_out(gradient: Tensor) -> Tensor:
+    return torch.zeros_like(gradient) if gradient._is_zerotensor() else gradient.resolve_neg()
 
 
 def _int64(numbers: Iterable[int], device: torch.device) -> Tensor:

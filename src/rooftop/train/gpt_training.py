@@ -63,12 +63,13 @@ class GptTraining:
         recompute: keep only what goes from block to block, and compute the rest again in backward.
         halves: compute the two halves of a micro-batch in turn: what tensor parallel ranks exchange of one is on its
             way while they compute the other. Twice as many launches: with `cuda_graph`, or the host is too slow.
-        cuda_graph: after three steps replay forward and backward from a CUDA graph (`rooftop.train.Replayed`).
+        cuda_graph: after three steps replay forward and backward from a CUDA graph (`rooftop.train.Replayed`). What is
+            then done to the model's modes, hooks or memory has no effect on its training.
 
     Raises:
-        ValueError: sizes that are not positive, a negative rate, a sequence longer than the model's positions, another
-            dtype; a rate that does not fall to its least one after the warm-up; halves of an odd micro-batch, or with
-            `recompute`.
+        ValueError: sizes that are not positive, a rate or seed out of range, a sequence longer than the model's
+            positions, another dtype; a rate that does not fall to its least one after the warm-up; halves of an odd
+            micro-batch, or with `recompute`.
     """
 
     config: GptConfig
@@ -93,8 +94,10 @@ class GptTraining:
             if getattr(self, name) < 1:
                 raise ValueError(f"GptTraining: {name} must be positive, got {getattr(self, name)}")
         for name in ("learning_rate", "weight_decay", "clip", "warmup", "least_rate"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"GptTraining: {name} must be 0 or more, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"GptTraining: {name} must be finite and 0 or more, got {getattr(self, name)}")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"GptTraining: seed must be an int from 0 to 2^64 - 1, got {self.seed}")
         self._check_decay()
         if self.length > self.config.positions:
             raise ValueError(
@@ -162,7 +165,7 @@ class GptTraining:
         Args:
             layout: of the ranks.
             world_size: that there are.
-            device: "cuda" or "cpu", where they compute.
+            device: where they compute, such as "cuda" or "cpu".
             fully_shard: whether data ranks share the model.
 
         Raises:
@@ -185,8 +188,9 @@ class GptTraining:
             sequence=self.length,
             batch=self.global_batch,
             micro_batch=self.micro_batch,
+            axes=("dp", "tp"),
         )
-        if self.cuda_graph and device != "cuda":
+        if self.cuda_graph and torch.device(device).type != "cuda":
             raise ValueError(
                 f"a CUDA graph (cuda_graph, --enable-cuda-graph) needs a GPU, and this is trained on {device}: leave "
                 "the graph out"

@@ -77,7 +77,16 @@ class MainWeights:
             self._gradients.widen(each)
 
     def add(self, main: Tensor, gradient: Tensor) -> None:
-        """Add to the gradient of one of `named`, as backward does with that of the model's own; it may be kept."""
+        """Add to the gradient of one of `named`, as backward does with that of the model's own; it may be kept.
+
+        Raises:
+            ValueError: it is of another shape, or no floating dtype.
+        """
+        if gradient.shape != main.shape or not gradient.is_floating_point():
+            raise ValueError(
+                f"MainWeights: a gradient must be floating and {tuple(main.shape)} as its weight is, got "
+                f"{gradient.dtype} {tuple(gradient.shape)}"
+            )
         self._gradients.add(main, gradient)
 
     def answer_for(self, gradients: ModelGradients) -> None:
