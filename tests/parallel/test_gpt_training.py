@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rooftop.cli.main import main
 
@@ -165,3 +166,32 @@ def test_what_is_wrong_everywhere_is_said_once_and_nobody_waits(name: str, on_ra
     assert len(errors) == 1
     assert words in errors[0]
     assert "Traceback" not in errors[0]
+
+
+# ---- on GPUs -----------------------------------------------------------------------------------------------------
+
+REPLAYED = {
+    "one": (1, ["--micro-batch-size", "4"]),
+    "dp=2": (2, ["--micro-batch-size", "2"]),
+    "tp=2 halves": (
+        2, ["--tensor-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "4", "--tp-comm-overlap"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REPLAYED)
+def test_on_gpus_steps_from_a_graph_are_those_of_one_process(
+    name: str, on_ranks: Run, data: Path, alone: list[tuple[int, float, float]], tmp_path: Path
+) -> None:
+    """On the CPU, which launches each; three of five steps are launched here too."""
+    ranks, layout = REPLAYED[name]
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    words = [*WORDS, *layout, "--device", "cuda", "--data-path", str(data), "--dtype", "float64", "--enable-cuda-graph"]
+    path = tmp_path / "metrics.jsonl"
+    said: list[Said] = on_ranks(
+        ranks, called, [*words, "--train-iters", str(STEPS), "--metrics", str(path)], joined=False, limit_s=240.0
+    )
+    assert [status for status, *_ in said] == [0] * ranks, said
+    np.testing.assert_allclose(numbers(path), alone, rtol=0, atol=1e-9)
