@@ -2,18 +2,19 @@
 
     python benchmarks/parallel.py [--out benchmarks/results/h200/parallel.json] [--only llama-1b-fsdp2 llama-7b-fsdp2]
 
-A process for each GPU, NCCL. Each case is a model of 1 or 7 billion parameters in a layout, with sequences of 4096
-tokens; those that the GPUs have room for are run, the most important first. Both sides begin with the same weights, and
-the losses of their first steps must agree, or the row fails.
+A process for each GPU, NCCL. Each case is a model of 135 million to 7 billion parameters in a layout, with sequences of
+4096 tokens; those that the GPUs have room for are run, the most important first. Both sides begin with the same
+weights, and the losses of their first steps must agree, or the row fails.
 
 The same precision on both sides: computed in bfloat16; weights, sums of gradients over data ranks and fused AdamW in
 float32. With FSDP2 the shared float32 parameters are gathered in bfloat16; without, bfloat16 parameters beside float32
-ones. Gradients are not clipped. Ours as it is and with each block compiled; PyTorch's always compiled, with the loss in
-parts (`loss_parallel`) and with asynchronous tensor parallelism where it works, noted as absent where it does not.
-"rooftop, trained" is `rooftop.train.GptTrainer`, as `rooftop train gpt` makes its steps: it reads its text and takes
-the norm of the gradient. "rooftop, halves" computes the halves of a batch in turn. "Replayed" is a step from a CUDA
-graph, of the trainer all but the optimizer. A small model, for which the host is too slow, PyTorch also compiles whole,
-with CUDA graphs (mode="reduce-overhead").
+ones, and where each data rank has the model whole ("ddp") PyTorch's sums are of bfloat16. Gradients are not clipped.
+Ours as it is and with each block compiled; PyTorch's always compiled, with the loss in parts (`loss_parallel`) and with
+asynchronous tensor parallelism where it works, noted as absent where it does not. "rooftop, trained" is
+`rooftop.train.GptTrainer`, as `rooftop train gpt` makes its steps: it reads its text and takes the norm of the
+gradient. "rooftop, halves" computes the halves of a batch in turn. "Replayed" is a step from a CUDA graph, of the
+trainer all but the optimizer. A small model, for which the host is too slow, PyTorch also compiles whole, with CUDA
+graphs (mode="reduce-overhead").
 
     ms, spread         of a step: the median, and from the fastest to the slowest by it; of the slowest rank
     tflops             a second and GPU: matrix products and attention, of which the causal half counts
@@ -66,9 +67,10 @@ OURS, COMPILED, REPLAYED = "rooftop", "rooftop, blocks compiled", "rooftop, repl
 NATIVE, ASYNC = "PyTorch, blocks compiled", "PyTorch, asynchronous tensor parallel"
 WHOLE = "PyTorch, compiled whole, CUDA graphs"
 TRAINED, TRAINED_REPLAYED = "rooftop, trained", "rooftop, trained, replayed"
+TRAINED_HALVES = "rooftop, trained, halves, replayed"
 INIT = "rooftop, initial values only"
 HALVES, HALVES_REPLAYED = "rooftop, halves", "rooftop, halves, replayed"
-OF_TENSOR_RANKS = (OURS, HALVES, HALVES_REPLAYED, REPLAYED, NATIVE)
+OF_TENSOR_RANKS = (OURS, HALVES, HALVES_REPLAYED, TRAINED_HALVES, REPLAYED, NATIVE)
 PEERS = (NATIVE, ASYNC, WHOLE)
 SEED, LEARNING_RATE = 1, 1e-4
 FIRST = 3  # steps whose losses are compared, and which compile
@@ -94,6 +96,7 @@ class Case:
         micro_batch: sequences of a data rank.
         needs_gib: memory of each GPU.
         layers: so many of the model's, where one GPU shall compute what each of several does.
+        whole: whether each data rank has the model whole, and only gradients are summed; else they share it.
     """
 
     model: str
@@ -103,10 +106,15 @@ class Case:
     variants: tuple[str, ...]
     label: str
     layers: int | None = None
+    whole: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.model}-{self.label}"
+
+    @property
+    def shared(self) -> bool:
+        return self.layout.dp > 1 and not self.whole
 
     def config(self, small: bool) -> GptConfig:
         config = SMALLEST if self.model == "llama-135m" else gpt_config(self.model)
@@ -124,9 +132,8 @@ def tensor_parallel(size: int) -> Layout:
 # each of two, beside 0.6 GiB of activations for a layer and sequence. Tensor parallel ranks have 2 bytes more for each.
 CASES = (
     Case("llama-1b", Layout(2), 4, 70, (OURS, NATIVE, COMPILED, TRAINED), "fsdp2"),
-    Case(
-        "llama-1b", tensor_parallel(2), 4, 70, (OURS, HALVES, HALVES_REPLAYED, REPLAYED, NATIVE, ASYNC, COMPILED), "tp2"
-    ),
+    Case("llama-1b", tensor_parallel(2), 4, 70, (*OF_TENSOR_RANKS, ASYNC, COMPILED), "tp2"),
+    Case("llama-1b", Layout(2), 4, 75, (OURS, NATIVE, TRAINED, TRAINED_REPLAYED), "ddp2", whole=True),
     Case("llama-7b", Layout(2), 2, 125, (COMPILED, NATIVE), "fsdp2"),
     Case("llama-7b", Layout(2), 2, 40, (INIT,), "fsdp2-init"),
     Case("llama-7b", tensor_parallel(2), 2, 125, OF_TENSOR_RANKS, "tp2"),
@@ -351,10 +358,9 @@ def measured(job: Job, device: torch.device) -> dict[str, Any]:
     if job.variant in (OURS, COMPILED, REPLAYED, HALVES, HALVES_REPLAYED):
         halves = job.variant in (HALVES, HALVES_REPLAYED)
         init_s, model = initialized(case, config, dtype, device, halves)
-        step: Step = Ours(model, case.layout, groups, dtype, device, job.variant, job.small).step
-    elif job.variant in (TRAINED, TRAINED_REPLAYED):
-        replayed = job.variant == TRAINED_REPLAYED and not job.small
-        init_s, step = 0.0, trained(case, config, dtype, device, replayed)
+        step: Step = Ours(model, case, groups, dtype, device, job.variant, job.small).step
+    elif job.variant in (TRAINED, TRAINED_REPLAYED, TRAINED_HALVES):
+        init_s, step = 0.0, trained(job, config, dtype, device)
     else:
         init_s, step = 0.0, native(job, config, dtype, device)
     tokens, targets = own_text(case, config, device)
@@ -387,7 +393,7 @@ def initialized(
     synchronize(device)
     meet(device)
     began = time.perf_counter()
-    if layout.dp > 1:
+    if case.shared:
         model = fully_sharded_gpt(config, layout, groups, seed=SEED, device=device, compute_dtype=dtype)
     else:
         model = parallel_gpt(config, layout, groups, seed=SEED, halves=halves, device=device)
@@ -401,7 +407,7 @@ class Ours:
     def __init__(
         self,
         model: Gpt,
-        layout: Layout,
+        case: Case,
         groups: Any,
         dtype: torch.dtype,
         device: torch.device,
@@ -410,8 +416,8 @@ class Ours:
     ) -> None:
         assert model.head is not None
         self.model, self.data = model, groups["dp-cp"]
-        wide = layout.dp > 1  # shared ones are float32
-        self.weights = MainWeights(model, torch.float32 if wide else dtype, keep_narrow=True)
+        layout = case.layout
+        self.weights = MainWeights(model, torch.float32 if case.shared else dtype, keep_narrow=True)
         self.gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel)
         self.weights.answer_for(self.gradients)
         self.optimizer = AdamW(
@@ -432,15 +438,17 @@ class Ours:
 
     def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.model(tokens, targets)
-        (loss / self.ranks).backward()  # every rank has as many targets
+        with self.gradients.summing():
+            (loss / self.ranks).backward()  # every rank has as many targets
         self.gradients.sum_()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
 
 
-def trained(case: Case, config: GptConfig, dtype: torch.dtype, device: torch.device, replayed: bool) -> Step:
+def trained(job: Job, config: GptConfig, dtype: torch.dtype, device: torch.device) -> Step:
     """A step that reads the same sequences itself."""
+    case = job.case
     training = GptTraining(
         config=config,
         length=config.positions,
@@ -450,11 +458,12 @@ def trained(case: Case, config: GptConfig, dtype: torch.dtype, device: torch.dev
         clip=0.0,
         seed=SEED,
         dtype=dtype,
-        cuda_graph=replayed,
+        halves=job.variant == TRAINED_HALVES,
+        cuda_graph=job.variant in (TRAINED_REPLAYED, TRAINED_HALVES) and not job.small,
     )
     tokens = Tokens([whole_text(case, config).numpy()], "random tokens")
     groups = case.layout.process_groups()
-    trainer = GptTrainer(training, tokens, case.layout, groups, device, fully_shard=case.layout.dp > 1)
+    trainer = GptTrainer(training, tokens, case.layout, groups, device, fully_shard=case.shared)
     return lambda *_: trainer.advance()[0]
 
 
@@ -475,6 +484,7 @@ def native(job: Job, config: GptConfig, dtype: torch.dtype, device: torch.device
         learning_rate=LEARNING_RATE,
         async_tensor_parallel=job.variant == ASYNC,
         whole=job.variant == WHOLE,
+        shared=job.case.shared,
     ).step
 
 

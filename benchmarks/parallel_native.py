@@ -230,6 +230,7 @@ class Native:
         backend: of torch.compile.
         async_tensor_parallel: whether products are cut so that communication goes on beside them.
         whole: whether forward and loss are compiled together, with CUDA graphs, in place of each block.
+        shared: whether data ranks share the model (FSDP2); else DistributedDataParallel sums bfloat16 gradients.
     """
 
     def __init__(
@@ -245,8 +246,9 @@ class Native:
         learning_rate: float,
         async_tensor_parallel: bool = False,
         whole: bool = False,
+        shared: bool = False,
     ) -> None:
-        shared, self.tensor = mesh["dp"].size() > 1, mesh["tp"].size() > 1
+        self.tensor = mesh["tp"].size() > 1
         with torch.device("meta"):
             model = Llama(config)
         if self.tensor:
@@ -277,7 +279,11 @@ class Native:
         stepped: Iterable[Tensor] = self.weights.wide if self.weights else model.parameters()
         self.optimizer = torch.optim.AdamW(stepped, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         self.rotation = rotation_of(torch.arange(length, device=device), config)
-        self.model = model
+        self.model: nn.Module = model
+        if mesh["dp"].size() > 1 and not shared:
+            self.model = nn.parallel.DistributedDataParallel(
+                model, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True
+            )
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """tokens and targets (B, S); the mean loss of this rank's sequences."""

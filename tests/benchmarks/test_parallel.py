@@ -31,10 +31,17 @@ VARIANTS = {
         "rooftop",
         "rooftop, halves",
         "rooftop, halves, replayed",
+        "rooftop, trained, halves, replayed",
         "rooftop, replayed",
         "PyTorch, blocks compiled",
         "PyTorch, asynchronous tensor parallel",
         "rooftop, blocks compiled",
+    ],
+    ("llama-1b-ddp2", "dp=2 tp=1"): [
+        "rooftop",
+        "PyTorch, blocks compiled",
+        "rooftop, trained",
+        "rooftop, trained, replayed",
     ],
     ("llama-135m-alone", "dp=1 tp=1"): [
         "rooftop",
