@@ -3,6 +3,7 @@ masks, dropout and saved weights."""
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ os.environ.setdefault("KERAS_HOME", tempfile.mkdtemp())
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -118,6 +119,7 @@ def test_hard_sigmoid_of_keras_2_is_the_steeper_one() -> None:
     st.booleans(),
     st.booleans(),
 )
+@example((2, 1, 4, 4, 1), (3, 3), "valid", (1, 2), False, False)
 @settings(max_examples=10, deadline=None)
 def test_any_sizes(
     shape: tuple[int, ...], kernel: tuple[int, int], padding: str, strides: tuple[int, int], dilate: bool, back: bool
@@ -125,7 +127,15 @@ def test_any_sizes(
     x = frames(*shape)
     rates = {"dilation_rate" if dilate and padding == "same" else "strides": strides}
     ours, theirs = pair(x, 2, kernel, padding=padding, go_backwards=back, return_sequences=True, **rates)
-    assert_equal(ours(x), theirs(x))
+    with torch.backends.mkldnn.flags(enabled=False):  # whose results of one column are wrong for one channel, last
+        expected = theirs(x)
+    assert_equal(ours(x), expected)
+
+
+def test_one_channel_and_results_of_one_column() -> None:
+    layer, x = ConvLSTM2D(1, 2, (9, 8), strides=(1, 2)), frames(2, 2, 11, 8, 1)
+    expected = copy.deepcopy(layer).double()(x.double())
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"go_backwards": True, "padding": "same", "activation": "relu"}], ids=str)
