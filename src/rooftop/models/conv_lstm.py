@@ -204,7 +204,7 @@ class ConvLSTM2D(nn.Module):
         if groups == 1 and memory_format == torch.channels_last and self.kernel[0].numel() <= FEW:
             gates = _convolved_as_product(flat, self.kernel, self.strides, before, self.dilation_rate)
         else:
-            gates = F.conv2d(_one_channel_first(flat), self.kernel, None, self.strides, before, self.dilation_rate, groups)
+            gates = F.conv2d(flat, self.kernel, None, self.strides, before, self.dilation_rate, groups)
         return gates.contiguous(memory_format=memory_format).unflatten(0, (steps, batch))
 
     def _memory_format(self, x: Tensor) -> torch.memory_format:
@@ -354,14 +354,6 @@ def _masks(like: Tensor, rate: float) -> Tensor:
 def _four_times(frames: Tensor, rate: float) -> Tensor:
     """Frames (T, N, C, H, W), the same elements of all steps dropped for each of four gates: (T, N, 4 C, H, W)."""
     return (frames[:, :, None] * _masks(frames[0], rate)).flatten(2, 3)
-
-
-def _one_channel_first(x: Tensor) -> Tensor:
-    """The same (N, C, H, W); of one channel, which is both first and last, in strides of the first.
-
-    In those of the last oneDNN's convolutions return wrong values where the result is one column wide (torch 2.13).
-    """
-    return x.flatten(1).view(x.shape) if x.size(1) == 1 and not x.is_cuda else x
 
 
 def _pair(name: str, value: int | Sequence[int]) -> Pair:
