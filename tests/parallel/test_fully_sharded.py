@@ -299,7 +299,7 @@ def saved_and_gone_on(training: GptTraining, folder: Path) -> tuple[list[list[fl
     save_training(folder, first)
     found += numbers(first, 2)
     second = trainer(training, layout, fully_shard=True)
-    load_training(find_training(folder, training, layout)[0], second)
+    load_training(find_training(folder, training)[0], second)
     unshared = trainer(training, layout, fully_shard=False)
     return found, numbers(second, 2), step_cost(second).write_bytes, step_cost(unshared).write_bytes
 
@@ -320,7 +320,7 @@ def gone_on_alone(training: GptTraining, folder: Path) -> list[list[float]]:
     """With tensor parallel ranks only."""
     layout = Layout(1, 2, sequence_parallel=True)
     alone = trainer(training, layout, fully_shard=False)
-    load_training(find_training(folder, training, layout)[0], alone)
+    load_training(find_training(folder, training)[0], alone)
     return numbers(alone, 2)
 
 

@@ -116,7 +116,7 @@ def test_each_step_is_made_with_its_rate_also_after_loading(tmp_path: Path) -> N
     losses(first, 3)
     save_training(tmp_path, first)
     second = trainer(SCHEDULED)
-    load_training(find_training(tmp_path, SCHEDULED, Layout())[0], second)
+    load_training(find_training(tmp_path, SCHEDULED)[0], second)
     assert losses(second, 2) == expected[2:]
     assert second.optimizer.param_groups[0]["lr"] == SCHEDULED.rate_at(5)
 
@@ -171,7 +171,7 @@ def test_what_is_loaded_goes_on_bit_for_bit(dtype: torch.dtype, tmp_path: Path) 
     first = trainer(training)
     assert losses(first, 3) == expected[:3]
     assert save_training(tmp_path, first) == tmp_path / "step-00000003"
-    found, step = find_training(tmp_path, training, Layout())
+    found, step = find_training(tmp_path, training)
     second = trainer(training)
     load_training(found, second)
     assert (step, second.step) == (3, 3)
@@ -207,11 +207,11 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pyte
         patched.setattr(checkpoints.torch, "save", torn)
         with pytest.raises(OSError, match="no space left"):
             save_training(tmp_path, one)
-    found, step = find_training(tmp_path, TRAINING, Layout())
+    found, step = find_training(tmp_path, TRAINING)
     assert step == 1
     load_training(found, trainer())
     save_training(tmp_path, one)  # what was left over does not stand in the way
-    assert find_training(tmp_path, TRAINING, Layout())[1] == 2
+    assert find_training(tmp_path, TRAINING)[1] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
 
@@ -234,7 +234,7 @@ def test_a_step_that_is_saved_again_is_there_all_the_time(
         patched.setattr(checkpoints.os, "replace", replaced)
         with nullcontext() if done == 2 else pytest.raises(OSError, match="gone"):
             save_training(tmp_path, one)
-    found, step = find_training(tmp_path, TRAINING, Layout())
+    found, step = find_training(tmp_path, TRAINING)
     assert step == 1
     load_training(found, trainer())
     unfinished = tmp_path / ".step-00000001.unfinished"
@@ -258,10 +258,10 @@ def test_a_folder_that_holds_no_training_says_so(damage: str, tmp_path: Path) ->
     found = save_training(tmp_path, trainer())
     (found / "training.json").write_text(damage)
     with pytest.raises(InputError, match="does not hold a training as --save writes it"):
-        find_training(tmp_path, TRAINING, Layout())
+        find_training(tmp_path, TRAINING)
     (tmp_path / "latest").write_text("\0")
     with pytest.raises(InputError, match="does not hold a training"):
-        find_training(tmp_path, TRAINING, Layout())
+        find_training(tmp_path, TRAINING)
 
 
 def test_no_room_is_said_with_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,26 +275,22 @@ def test_no_room_is_said_with_the_name(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_only_what_changes_no_number_may_change(tmp_path: Path) -> None:
     save_training(tmp_path, trainer())
-    find_training(
-        tmp_path, replace(TRAINING, micro_batch=1, learning_rate=0.1, recompute=True, cuda_graph=True), Layout(dp=2)
-    )
+    find_training(tmp_path, replace(TRAINING, micro_batch=1, learning_rate=0.1, recompute=True, cuda_graph=True))
     other = replace(TRAINING, seed=7, config=replace(CONFIG, layers=3))
     with pytest.raises(InputError, match="another training: layers is 2 there, 3 here; seed is 0 there, 7 here"):
-        find_training(tmp_path, other, Layout())
-    with pytest.raises(InputError, match="go on with 1 tensor parallel ranks, got 2"):
-        find_training(tmp_path, TRAINING, Layout(tp=2))
+        find_training(tmp_path, other)
 
 
 def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no training was saved"):
-        find_training(tmp_path, TRAINING, Layout())
+        find_training(tmp_path, TRAINING)
     folder = save_training(tmp_path, trainer())
     (folder / "tensor-0.pt").write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"tensor-0\.pt cannot be read"):
-        load_training(find_training(tmp_path, TRAINING, Layout())[0], trainer())
+        load_training(find_training(tmp_path, TRAINING)[0], trainer())
     (folder / "training.json").write_text("{}")
     with pytest.raises(InputError, match="does not hold a training"):
-        find_training(tmp_path, TRAINING, Layout())
+        find_training(tmp_path, TRAINING)
 
 
 @pytest.mark.gpu
@@ -306,7 +302,7 @@ def test_a_gpu_trains_as_the_cpu_and_goes_on(tmp_path: Path) -> None:
     losses(first, 3)
     save_training(tmp_path, first)
     second = trainer(narrow, gpu)
-    load_training(find_training(tmp_path, narrow, Layout())[0], second)
+    load_training(find_training(tmp_path, narrow)[0], second)
     # The sums of attention's gradient come in any order; a lost state of the optimizer would change far more.
     assert losses(second, 3) == pytest.approx(expected[3:], rel=1e-3)
 
@@ -375,7 +371,7 @@ def test_replays_go_on_with_what_is_loaded(tmp_path: Path) -> None:
     save_training(tmp_path, one)
     losses(one, 2)
     for again in (one, trainer(exact, gpu), trainer(replace(exact, cuda_graph=False), gpu)):
-        load_training(find_training(tmp_path, again.training, Layout())[0], again)
+        load_training(find_training(tmp_path, again.training)[0], again)
         assert losses(again, 3) == pytest.approx(expected[5:], abs=1e-9)
 
 

@@ -149,7 +149,7 @@ def command() -> None:
 @click.option("--device", type=choice["devices"], help="[default: cuda, if there is a GPU]")
 @path("--save", metavar="DIR", help="Write weights and optimizer after the last step, whole or not at all.")
 @size("--save-interval", help="And after every N steps.")
-@path("--load", metavar="DIR", help="Go on with what was saved there last.")
+@path("--load", metavar="DIR", help="Go on with what was saved there last, in any layout.")
 @path(
     "--metrics",
     metavar="FILE",
@@ -197,7 +197,7 @@ def gpt(
         training = training_of(tokens, layout, kind, train_iters, **options)
         training.check(layout, ranks, kind, fully_shard=use_torch_fsdp2)
         training.batches(tokens)  # there are enough
-        found, before = find_training(load, training, layout) if load is not None else (None, 0)
+        found, before = find_training(load, training) if load is not None else (None, 0)
     if before >= train_iters:
         raise click.UsageError(f"{load} has {before} steps already: expected more as --train-iters, got {train_iters}")
     first = launched().rank == 0

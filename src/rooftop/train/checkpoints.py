@@ -10,9 +10,10 @@ Data parallel ranks hold the same, so the first of each writes. The folder has a
 is renamed last. A process that is killed on the way leaves the one before; a step that is saved again has another name
 (step-00000100.2) than what it takes the place of. All ranks must see the same folder.
 
-What each tensor parallel rank holds is saved as it is: it is read again with as many of them. Any number of data
-parallel ranks fits, whether they share parameters (FSDP2), which are put together one by one, or not; and sequence
-parallelism too, which splits no parameter.
+What each tensor parallel rank holds is saved as it is, with which pieces of the whole model that are. As many of them
+read their own; of another number each takes from all files what it holds (`resharding`). Any number of data parallel
+ranks fits, whether they share parameters (FSDP2), which are put together one by one, or not; and sequence parallelism
+too, which splits no parameter.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from pickle import UnpicklingError
@@ -33,9 +34,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rooftop.errors import InputError
-from rooftop.parallel import Layout
+from rooftop.parallel import Shard, shards_of
 from rooftop.parallel.sharded_data import part_like, whole_of
 from rooftop.train.gpt_training import GptTrainer, GptTraining
+from rooftop.train.resharding import put_together, records, shards_from
 from rooftop.train.tokens import Tokens
 
 FORMAT = 1
@@ -80,29 +82,24 @@ def save_training(folder: Path, trainer: GptTrainer) -> Path:
     return folder / (folder / LATEST).read_text(encoding="utf-8").strip()
 
 
-def find_training(folder: Path, training: GptTraining, layout: Layout) -> tuple[Path, int]:
+def find_training(folder: Path, training: GptTraining) -> tuple[Path, int]:
     """The last that was saved in a folder, and its step, if it can be gone on with so. Communicates with nobody.
 
     Raises:
-        InputError: there is none, or it is of another training or number of tensor parallel ranks.
+        InputError: there is none, or it is of another training.
     """
     try:
         found = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
         saved: dict[str, Any] = json.loads((found / TRAINING).read_text(encoding="utf-8"))
         if saved["format"] != FORMAT:
             raise InputError(f"{found} has format {saved['format']}, this version of Rooftop reads {FORMAT}")
-        then, ranks, step = saved["training"], saved["layout"]["tp"], int(saved["step"])
+        then, step, _ = saved["training"], int(saved["step"]), int(saved["layout"]["tp"])
     except InputError:
         raise
     except FileNotFoundError as error:
         raise InputError(f"no training was saved in {folder}: {error.filename} is not there") from error
     except (NotADirectoryError, IsADirectoryError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"{folder} does not hold a training as --save writes it ({error!r})") from error
-    if ranks != layout.tp:
-        raise InputError(
-            f"{found} was saved in the layout {saved['layout']['words']}: go on with {ranks} tensor parallel ranks, "
-            f"got {layout.tp}; the number of data parallel ranks may differ"
-        )
     given = _plain(training)
     differing = [
         f"{name} is {then.get(name)!r} there, {value!r} here"
@@ -131,31 +128,87 @@ def other_data(found: Path, tokens: Tokens) -> str | None:
 def load_training(found: Path, trainer: GptTrainer) -> None:
     """Give a trainer what `find_training` has found. Its own learning rate and weight decay stay.
 
+    Saved by as many tensor parallel ranks, this rank's file is all that it reads; by another number, it takes from all
+    of their files what it holds.
+
     Raises:
-        InputError: this rank's part is damaged or does not fit.
+        InputError: a part is damaged or does not fit.
     """
-    path = found / _part(trainer.place["tp"])
+    ranks = json.loads((found / TRAINING).read_text(encoding="utf-8"))["layout"]["tp"]
+    path = found
     try:
-        # Of what data ranks share, none reads the whole at once.
-        where = torch.device("cpu") if trainer.fully_shard else trainer.device
-        part = torch.load(path, map_location=where, mmap=trainer.fully_shard, weights_only=True)
-        trainer.step = int(part["step"])
+        parts = []
+        for rank in [trainer.place["tp"]] if ranks == trainer.layout.tp else range(ranks):
+            path = found / _part(rank)
+            # Of what data ranks share, and of what others held, none reads the whole at once.
+            piecewise = trainer.fully_shard or ranks != trainer.layout.tp
+            where = torch.device("cpu") if piecewise else trainer.device
+            parts.append(torch.load(path, map_location=where, mmap=piecewise, weights_only=True))
+        path = path if ranks == trainer.layout.tp else found
+        saved = _OwnPart(parts[0]) if ranks == trainer.layout.tp else _PartsOfOthers(parts, shards_of(trainer.model))
+        trainer.step = int(parts[0]["step"])
         with torch.no_grad():
             for name, weight in trainer.weights.named.items():
-                saved = part["weights"][name]
-                if saved.shape != weight.shape:
-                    there, here = tuple(saved.shape), tuple(weight.shape)
+                value = saved.weight(name, weight.shape)
+                if value.shape != weight.shape:
+                    there, here = tuple(value.shape), tuple(weight.shape)
                     raise InputError(f"{path} does not fit: {name} is {there} there and {here} here")
-                weight.copy_(part_like(weight, saved))
+                weight.copy_(part_like(weight, value))
         groups = trainer.optimizer.state_dict()["param_groups"]
-        state = {number: _state_like(weight, part["optimizer"][number]) for number, weight in _stepped(trainer)}
+        names = {id(weight): name for name, weight in trainer.weights.named.items()}
+        state = {
+            number: _state_like(weight, saved.state(number, names[id(weight)], weight.shape))
+            for number, weight in _stepped(trainer)
+        }
         trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})
     except InputError:
         raise
-    except (OSError, RuntimeError, KeyError, ValueError, EOFError, UnpicklingError) as error:
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError, UnpicklingError) as error:
         kind = type(error).__name__  # torch's message is a page
         raise InputError(f"{path} cannot be read as this rank's part of a training ({kind}); is it whole?") from error
     trainer.weights.publish()
+
+
+@dataclass(frozen=True)
+class _OwnPart:
+    """What this rank holds, as it was saved."""
+
+    part: Mapping[str, Any]
+
+    def weight(self, name: str, shape: Sequence[int]) -> Tensor:
+        found: Tensor = self.part["weights"][name]
+        return found
+
+    def state(self, number: int, name: str, shape: Sequence[int]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.part["optimizer"][number]
+        return found
+
+
+class _PartsOfOthers:
+    """What this rank holds, from what all tensor parallel ranks of another layout held; a tensor at a time."""
+
+    def __init__(self, parts: Sequence[Mapping[str, Any]], here: Mapping[str, Shard]) -> None:
+        if any("shards" not in part for part in parts):
+            raise InputError(
+                f"a training of {len(parts)} tensor parallel ranks, saved before Rooftop wrote which pieces each has: "
+                "go on with as many, and save it again"
+            )
+        self.parts, self.here = parts, here
+        self.shards = [shards_from(part["shards"]) for part in parts]
+
+    def weight(self, name: str, shape: Sequence[int]) -> Tensor:
+        return self._of(name, shape, [part["weights"][name] for part in self.parts])
+
+    def state(self, number: int, name: str, shape: Sequence[int]) -> dict[str, Tensor]:
+        states, weight = [part["optimizer"][number] for part in self.parts], self.parts[0]["weights"][name]
+        return {
+            key: self._of(name, shape, [state[key] for state in states]) if value.shape == weight.shape else value
+            for key, value in states[0].items()
+        }
+
+    def _of(self, name: str, shape: Sequence[int], tensors: Sequence[Tensor]) -> Tensor:
+        held = [(shards.get(name), tensor) for shards, tensor in zip(self.shards, tensors, strict=True)]
+        return put_together(self.here.get(name), shape, held)
 
 
 def _part_of(trainer: GptTrainer) -> dict[str, Any]:
@@ -170,6 +223,7 @@ def _part_of(trainer: GptTrainer) -> dict[str, Any]:
     states = trainer.optimizer.state_dict()["state"].items()
     return {
         "step": trainer.step,
+        "shards": records(shards_of(trainer.model)),
         "weights": {name: whole(weight) for name, weight in trainer.weights.named.items()},
         "optimizer": {number: {key: whole(value) for key, value in state.items()} for number, state in states},
     }

@@ -1,0 +1,104 @@
+"""What a tensor parallel rank holds, put together from what the ranks of another layout held.
+
+    tp=2 held            tp=4 holds             each piece of ours takes from each of theirs
+    +----------+         +-----+                what both have of the whole parameter
+    | rank 0   |   ->    |  0  |  pieces of the whole,
+    |          |         |  1  |  by their boxes; padding
+    +----------+         +-----+  stays 0
+    | rank 1   |         |  2  |
+    |          |         |  3  |
+    +----------+         +-----+
+
+A file says by `records` which pieces its tensors have: gate and up of a gated MLP lie in turn in what a rank holds, and
+heads of keys that several ranks have are on each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels import Box
+from rooftop.parallel import Piece, Shard
+
+Record = tuple[list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]], int]
+"""A shard in plain values: of each piece the shape of the whole, start, size, and whether no rank before it has the
+same; then the rows of padding."""
+
+
+def records(shards: Mapping[str, Shard]) -> dict[str, Record]:
+    """Shards by parameter as a file holds them."""
+    return {name: ([_plain(piece) for piece in shard.pieces], shard.padding) for name, shard in shards.items()}
+
+
+def shards_from(found: Mapping[str, Record]) -> dict[str, Shard]:
+    """What `records` gave, read again. How many ranks hold a piece is not kept.
+
+    Raises:
+        ValueError, TypeError: they are no records.
+    """
+    return {
+        name: Shard(tuple(Piece(Box(*box), first=first) for *box, first in pieces), padding)
+        for name, (pieces, padding) in found.items()
+    }
+
+
+def put_together(here: Shard | None, shape: Sequence[int], parts: Sequence[tuple[Shard | None, Tensor]]) -> Tensor:
+    """What a rank holds of a parameter, or of what the optimizer has for it, from what all ranks of a layout held.
+
+    Args:
+        here: which part; None: the whole.
+        shape: of what the rank holds, with padding.
+        parts: of each of those ranks, in order: what it held, and its tensor. None: the whole, as they all do.
+
+    Returns:
+        A new tensor of that shape on the CPU; padding is 0.
+
+    Raises:
+        ValueError: the parts do not have all of it, or are of another whole.
+    """
+    theirs = [_checked(shard, tensor) for shard, tensor in (parts[:1] if parts[0][0] is None else parts)]
+    found = torch.zeros(tuple(shape), dtype=parts[0][1].dtype)
+    for piece, place in _checked(here, found)[0].parts(found):
+        copied = 0
+        for shard, tensor in theirs:
+            for other, source in shard.parts(tensor):
+                if other.first and (common := _common(piece.box, other.box)):
+                    to, of = common
+                    copied += place[to].copy_(source[of]).numel()
+        if copied != prod(piece.box.size):
+            raise ValueError(f"the parts have {copied} of {prod(piece.box.size)} elements of {piece.box}")
+    return found
+
+
+def _checked(shard: Shard | None, tensor: Tensor) -> tuple[Shard, Tensor]:
+    """A tensor with its pieces, which must be as many rows as it has."""
+    held = shard or Shard((Piece(Box.whole(tensor.shape)),))
+    rows = sum(piece.box.size[0] for piece in held.pieces) + held.padding
+    if tensor.dim() == 0 or rows != len(tensor) or any(piece.box.size[1:] != tensor.shape[1:] for piece in held.pieces):
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} does not have the pieces of {held}")
+    return held, tensor
+
+
+def _common(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Where the elements that both have are in each; None: they have none in common."""
+    if one.shape != other.shape:
+        raise ValueError(f"parts of different wholes, {one.shape} and {other.shape}")
+    ends = zip(one.start, one.size, other.start, other.size, strict=True)
+    ranges = [(max(a, b), min(a + n, b + m)) for a, n, b, m in ends]
+    if any(first >= end for first, end in ranges):
+        return None
+    in_one, in_other = (
+        tuple(slice(first - start, end - start) for (first, end), start in zip(ranges, box.start, strict=True))
+        for box in (one, other)
+    )
+    return in_one, in_other
+
+
+def _plain(piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]:
+    box = piece.box
+    assert box.stride is None or set(box.stride) == {1}, box
+    return tuple(box.shape), tuple(box.start), tuple(box.size), piece.first
