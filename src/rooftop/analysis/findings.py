@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from rooftop.analysis.instruments import MeasuredOperator, Plain
 from rooftop.analysis.report import Gaps, OperatorRow, Summary
 from rooftop.hardware.ceilings import Ceilings
@@ -20,7 +22,8 @@ class Findings:
         summary, gaps: the step as a whole. ceilings: what it is compared with.
         plain: the run under the profiler alone, None where nothing was run.
         host_ms: how long the host needs for the step, None where that is not known.
-        best_ms: wall time of the fastest step, None where nothing was run.
+        best_ms: wall time of the fastest steps, None where nothing was run.
+        optimizers: that stepped.
     """
 
     operators: Sequence[MeasuredOperator]
@@ -31,6 +34,21 @@ class Findings:
     plain: Plain | None = None
     host_ms: float | None = None
     best_ms: float | None = None
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+
+    @property
+    def noise_ms(self) -> float:
+        """By how much the wall time may be off; no smaller gain can be seen."""
+        low_ms, high_ms = self.summary.wall_low_ms, self.summary.wall_high_ms
+        if low_ms is None or high_ms is None:
+            return 0.0
+        return max(high_ms - self.summary.wall_ms, self.summary.wall_ms - low_ms)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold the step: the host waits for no value of it."""
+        waiting = self.plain is not None and self.plain.waiting_ms > 0
+        return not waiting and not any(waits_for_device(op) for op in self.operators)
 
     @property
     def training(self) -> bool:
@@ -64,6 +82,10 @@ class Findings:
         wall_ms = self.summary.wall_ms if self.best_ms is None else self.best_ms
         return wall_ms - max(self.host_ms + more_host_ms, wall_ms - busy_ms)
 
+    def launched_ms(self, operators: int) -> float:
+        """Time that the host needs for so many operators, at its average over the step; 0 where it is not known."""
+        return (self.host_ms or 0.0) * operators / max(1, len(self.operators))
+
     def saved_by_ms(self, after_ms: Sequence[float], more_host_ms: float = 0.0) -> float:
         """`saved_ms` where the time after the change is known of each operator (labelled, in order of execution).
 
@@ -91,6 +113,14 @@ class Findings:
         return (
             pace[min(len(pace) - 1, round(part * len(pace)) - 1)] if len(pace) > 1 and part * len(pace) >= 1 else part
         )
+
+
+def waits_for_device(op: MeasuredOperator) -> bool:
+    """Whether the host waits for an operator: of copies only for those to it, or from memory that may be paged."""
+    if not op.record.place:
+        return False
+    is_copy = op.record.name in ("aten::copy_", "aten::_to_copy")
+    return not is_copy or any("DtoH" in kernel or "Pageable" in kernel for kernel in op.kernels)
 
 
 LEAST_GAIN = 0.01

@@ -17,6 +17,12 @@ def percent_text(value: float) -> str:
     return f"{value:.0f}%" if value >= 9.95 or value == 0 else f"{value:.1f}%" if value >= 0.05 else "<0.1%"
 
 
+def percent_interval_text(value: float, low: float, high: float) -> str:
+    """ "14.9%", and its interval where that is wider than a twentieth of it: "14.9% (14.1 to 15.8)"."""
+    text = f"{value:.1f}%"
+    return f"{text} ({low:.1f} to {high:.1f})" if high - low > 0.05 * value else text
+
+
 def quantity_text(value: float) -> str:
     """ "65.7 G": with a decimal prefix, ready for a unit."""
     for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -4,8 +4,8 @@
     Labelled     every operator by name, module and time (the counting mode and, on a GPU, the profiler)
     Compiled     every operator of compiled code, from the profiler alone
 
-On a GPU an operator's time is that of its kernels, joined through the profiler's correlation ids (see `kernel_join`):
-labels slow the host down, not the kernels. On a CPU it is the host's clock around the operator.
+On a GPU an operator's time is that of its kernels, joined through the profiler's correlation ids (see `kernel_join`),
+as they run in steps without labels (see `kernel_times`). On a CPU it is the host's clock around the operator.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from rooftop.analysis.compiled.graphs import CompiledGraph
 from rooftop.analysis.compiled.joining import join_compiled
 from rooftop.analysis.compiled.reconstruction import ListedTensors, listed_tensors
 from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels, kernels_by_label
+from rooftop.analysis.kernel_times import KernelTimes, in_launch_order
 from rooftop.cost import CountingMode, Record
+from rooftop.hardware.sequences import synchronize
 
 # The profiler's native part announces itself on stderr at each start unless told not to before it is first used.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -66,11 +68,36 @@ class Plain:
 
 @dataclass(frozen=True)
 class Labelled:
-    """One step by operator: records, and for each (ms, kernel names); ms of kernels that belong to none."""
+    """One step by operator.
+
+    Attributes:
+        records: the operators in order of execution.
+        times: for each (ms, names of its kernels).
+        unattributed_ms: time of kernels that belong to none.
+        kernels: for each operator what it launched, and last what belongs to none; empty on a CPU.
+    """
 
     records: list[Record]
     times: list[tuple[float, tuple[str, ...]]]
     unattributed_ms: float
+    kernels: tuple[tuple[Kernel, ...], ...] = ()
+
+    @classmethod
+    def on_gpu(cls, records: list[Record], kernels: Sequence[Sequence[Kernel]], orphans: Sequence[Kernel]) -> Labelled:
+        """From the kernels of each operator and those of none."""
+        times = [(sum(k.ms for k in group), tuple(k.name for k in group)) for group in kernels]
+        return cls(records, times, sum(k.ms for k in orphans), (*map(tuple, kernels), tuple(orphans)))
+
+    def timed_by(self, undisturbed: KernelTimes) -> Labelled | None:
+        """The same with each kernel's time as it is without labels; None if other kernels were launched then."""
+        launched = in_launch_order([kernel for group in self.kernels for kernel in group])
+        times_ms = undisturbed.of(launched)
+        if times_ms is None:
+            return None
+        ms = {id(kernel): time_ms for kernel, time_ms in zip(launched, times_ms, strict=True)}
+        *by_operator, orphans_ms = (sum(ms[id(kernel)] for kernel in group) for group in self.kernels)
+        times = [(time_ms, names) for time_ms, (_, names) in zip(by_operator, self.times, strict=True)]
+        return Labelled(self.records, times, orphans_ms, self.kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,16 +289,11 @@ class LabelledInstrument:
             self.result = Labelled(records, [(ms, ()) for ms in self._clock.times_ms[: len(records)]], 0.0)
             return
         by_label, orphans = kernels_by_label(self._profiled.events, OPERATOR_LABEL)
-        kernels = [by_label.get(index, []) for index in range(len(records))]
-        self.result = Labelled(records, [_times(group) for group in kernels], sum(k.ms for k in orphans))
+        self.result = Labelled.on_gpu(records, [by_label.get(index, []) for index in range(len(records))], orphans)
 
 
 def _label(index: int) -> AbstractContextManager[Any]:
     return record_function(f"{OPERATOR_LABEL}{index}")
-
-
-def _times(kernels: Sequence[Kernel]) -> tuple[float, tuple[str, ...]]:
-    return sum(kernel.ms for kernel in kernels), tuple(kernel.name for kernel in kernels)
 
 
 class CompiledInstrument:
@@ -292,15 +314,23 @@ class CompiledInstrument:
             return
         profiled = self._profiled
         operators, orphans = join_compiled(profiled.events, self._graphs, str(self._device), profiled.listed_tensors)
-        on_gpu = self._device.type == "cuda"
-        times = [_times(op.kernels) if on_gpu else (op.host_ms, ()) for op in operators]
-        self.result = Labelled([op.record for op in operators], times, sum(k.ms for k in orphans))
+        records = [op.record for op in operators]
+        if self._device.type == "cuda":
+            self.result = Labelled.on_gpu(records, [op.kernels for op in operators], orphans)
+        else:
+            self.result = Labelled(records, [(op.host_ms, ()) for op in operators], 0.0)
 
 
-def medians(runs: Sequence[Labelled], notes: list[str]) -> tuple[list[MeasuredOperator], float]:
+def medians(
+    runs: Sequence[Labelled], notes: list[str], undisturbed: KernelTimes | None = None
+) -> tuple[list[MeasuredOperator], float]:
     """Each operator's median time over the runs, if all ran the same operators on the same sizes; else the last alone.
 
     Also the median time of kernels that belong to no operator. `notes` is told of runs that differ.
+
+    Args:
+        undisturbed: how long each kernel takes without labels. Where the labelled runs launched the same kernels, these
+            are the times.
     """
     last = runs[-1]
     ran = [(record.name, record.shapes) for record in last.records]
@@ -310,14 +340,17 @@ def medians(runs: Sequence[Labelled], notes: list[str]) -> tuple[list[MeasuredOp
         what = "operators on other sizes" if same else "other operators"
         notes.append(f"The step runs {what} each time; times are those of its last run.")
         runs = [last]
+    if undisturbed is not None:
+        timed = last.timed_by(undisturbed)
+        if timed is not None:
+            runs = [timed]
+        else:
+            notes.append(
+                "The step launched other kernels while its operators were labelled than without labels: the times of "
+                "operators are those with labels."
+            )
     operators = [
         MeasuredOperator(record, median(run.times[i][0] for run in runs), last.times[i][1])
         for i, record in enumerate(last.records)
     ]
     return operators, median(run.unattributed_ms for run in runs)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from rooftop.analysis.formats import percent_text, quantity_text, short_reason, time_text
+from rooftop.analysis.formats import percent_interval_text, percent_text, quantity_text, short_reason, time_text
 from rooftop.errors import MissingExtraError
 
 PARTS = (
@@ -67,6 +67,7 @@ def render_page(report: Mapping[str, Any]) -> str:
     template = environment.from_string((files / "template.html.j2").read_text(encoding="utf-8"))
     return template.render(
         report=report,
+        interval=_interval(report["summary"]),
         parts=_parts(report),
         columns=[column for column in COLUMNS if not (report["predicted"] and column[0] in MEASURED_COLUMNS)],
         ranks=_rank_bars(report["ranks"]) if report["ranks"] else None,
@@ -77,6 +78,13 @@ def render_page(report: Mapping[str, Any]) -> str:
         plotly=Markup(require_plotly().replace("</script", "<\\/script")),
         data=Markup(_embedded(report)),
     )
+
+
+def _interval(summary: Mapping[str, Any]) -> str:
+    """Where the percent of roof lies, if its interval is wide enough to matter."""
+    low, high = summary["percent_interval"]
+    text = percent_interval_text(summary["percent_of_roof"], low, high)
+    return text.partition("(")[2].removesuffix(")")
 
 
 COLUMNS = (  # of the operators: (heading, whether it holds numbers)

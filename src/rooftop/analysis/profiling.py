@@ -1,11 +1,16 @@
-"""What a step costs in time: wall, device busy, each operator, and memory over time.
+"""What a step costs in time: wall, latency, device busy, each operator, and memory over time.
 
-Three kinds of runs, because each disturbs something (see `instruments`):
+Several kinds of runs, because each disturbs something (see `instruments`):
 
-1. plain runs give the wall time;
-2. a run under the profiler alone gives the time the device is busy, and memory over time;
-3. labelled runs give each operator's own time. A compiled program cannot be labelled (PyTorch does not run compiled
-   code under a mode): its operators are taken from what the profiler saw and the compiler said (see `compiled`).
+1. steps in sequence give the wall time, single ones the latency (see `rooftop.hardware.sequences`);
+2. a run under the profiler alone gives memory over time and what the host waits for;
+3. on a GPU, steps in sequence under the profiler give the time of each kernel, and for how long the device is busy;
+4. labelled runs say which operator launched which kernel, and on a CPU give the operator's time. A compiled program
+   cannot be labelled (PyTorch does not run compiled code under a mode): its operators are taken from what the profiler
+   saw and the compiler said (see `compiled`).
+
+The first kind is repeated between the others. So all of them see the same machine, and a machine that is not the same
+all the time shows in the interval of the wall time.
 """
 
 from __future__ import annotations
@@ -30,21 +35,30 @@ from rooftop.analysis.instruments import (
     medians,
     require_folder_of,
 )
+from rooftop.analysis.kernel_times import KernelTimes, watch_kernels
 from rooftop.analysis.program import Program
 from rooftop.analysis.report import Compilation
 from rooftop.cost import distinct_bytes
 from rooftop.cost.accounting import tensors_in
-from rooftop.hardware.timing import Timing, measure
+from rooftop.hardware.load import OtherLoad, other_load
+from rooftop.hardware.sequences import StepClock, StepTime
 
 Progress = Callable[[str, float], None]
 """Called with (what is being done, fraction done from 0 to 1)."""
 
 WARM_UP_STEPS = 2
 COMPILED_WARM_UP_STEPS = 5  # compile, warm up and capture CUDA graphs, forward and backward
-LAUNCHING_RUNS = 6
+BLOCK_S = 0.25  # of steps in sequence; there are a few such blocks
+SLOW_STEP_S = 0.5  # of longer steps only two blocks are run
+AGREEMENT, MOST_BLOCKS = 0.03, 8
+"""Blocks are repeated until the interval of the wall time is at most so wide, relative to it, or there are so many."""
+ALONE_S, LEAST_ALONE, MOST_ALONE = 0.25, 2, 20  # single steps, at each of two moments
 QUEUE_LENGTH = 1000  # a GPU takes about this many launches before the host must wait
-LABELLED_SECONDS = 8.0  # bounds the labelled runs of slow programs ...
-LABELLED_RUNS = (3, 9)  # ... to at least and at most this many
+LABELLED_S = 1.5  # labelled runs of a program together, but at least ...
+LEAST_LABELLED = {"cpu": 3, "cuda": 2}  # ... so many (a GPU's kernels have their times from elsewhere) ...
+MOST_LABELLED = 9
+LONG_LABELLED_S = 4.0  # ... and one less of those that take so long
+UNEXPLAINED = 0.01  # of the wall time: kernels that together take so much more contradict it
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,8 @@ class Profile:
     Attributes:
         device: where it ran.
         operators: in order of execution.
-        wall: of a plain step.
+        wall: of a step in sequence. latency: of one step alone; None on a CPU, where the two are the same, and where
+            none was run.
         host_ms: how long the host needs to launch a step, None if it is not known (a CPU, or a step of so many kernels
             that the host must wait for a place in the queue).
         busy_ms: time during which the device works: union of its kernels (GPU), sum of the operators (CPU).
@@ -64,12 +79,14 @@ class Profile:
         tracker: what the modules and optimizers took in and gave out.
         runs: labelled runs.
         compilation: what `torch.compile` did, None if nothing is compiled.
+        load: what other programs did to the CPU meanwhile.
         notes: what a reader should know about this measurement.
     """
 
     device: torch.device
     operators: list[MeasuredOperator]
-    wall: Timing
+    wall: StepTime
+    latency: StepTime | None
     host_ms: float | None
     busy_ms: float
     kernel_launches: int
@@ -78,6 +95,7 @@ class Profile:
     tracker: ModuleTracker
     runs: int
     compilation: Compilation | None
+    load: OtherLoad
     notes: list[str]
 
 
@@ -100,75 +118,99 @@ def profile_program(
     require_folder_of(trace)
     device = program.device
     graphs = CompiledGraphs() if program.compiled else None
-    with program.preserved(), graphs or nullcontext():
+    with program.preserved(), graphs or nullcontext(), other_load() as load:
         progress("compiling" if graphs else "warming up", 0.0)
         for _ in range(COMPILED_WARM_UP_STEPS if graphs else WARM_UP_STEPS):
             program.step()
         progress("timing the step", 0.1)
-        wall = measure(program.step, device=device)
-        launching_ms = _launching_ms(program)
-        progress("profiling", 0.4)
+        clock = StepClock(program.step, device)
+        step_s = clock.run_block(BLOCK_S).ms / 1e3
+        alone = max(LEAST_ALONE, min(MOST_ALONE, int(ALONE_S / max(step_s, 1e-6)))) if device.type == "cuda" else 0
+        clock.run_alone(alone)
+        progress("profiling", 0.3)
         with PlainInstrument(device, _allocated_bytes(program), trace) as plain:
             program.step()
-        launching_ms += _launching_ms(program)
+        if step_s < SLOW_STEP_S:
+            clock.run_block(BLOCK_S)
+        times = _kernel_times(program, clock, plain.result) if device.type == "cuda" else None
         progress("profiling each operator", 0.5)
-        least, most = LABELLED_RUNS
-        runs = max(least, min(most, int(1e3 * LABELLED_SECONDS / max(wall.median_ms, 1e-3))))
-        with ModuleTracker(program.module, inside=graphs is None) as tracker:
-            labelled = []
-            for run in range(runs):
-                tracker.restart()
-                labelled.append(_labelled(program, tracker, graphs))
-                progress("profiling each operator", 0.5 + 0.5 * (run + 1) / runs)
-        launching_ms += _launching_ms(program)
-    return assembled(device, labelled, wall, plain.result, tracker, graphs, min(launching_ms, default=None))
+        labelled, tracker = _labelled_runs(program, graphs, clock, progress)
+        progress("timing the step again", 0.9)
+        clock.run_alone(alone)
+        clock.run_block(BLOCK_S)
+        while clock.wall.spread > AGREEMENT and clock.wall.blocks < MOST_BLOCKS and step_s < SLOW_STEP_S:
+            clock.run_block(BLOCK_S)
+        if times is not None and times.busy_ms > (1 + UNEXPLAINED) * clock.wall.ms:
+            times = _kernel_times(program, clock, plain.result)  # one of the two was disturbed
+            clock.run_block(BLOCK_S)
+    latency = clock.latency if alone else None
+    return assembled(
+        device, labelled, clock.wall, plain.result, tracker, graphs, clock.launching_ms, latency, times, load
+    )
 
 
-def _launching_ms(program: Program) -> list[float]:
-    """From the call of a step until it returns, the device being idle at first; nothing without a GPU.
+def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTimes | None:
+    return watch_kernels(program.step, program.device, clock.wall.ms, len(plain.kernels)) if plain.kernels else None
 
-    What else the host does only adds to it, at times for seconds: the least of several runs, some seconds apart, is
-    what the program itself needs.
+
+def _labelled_runs(
+    program: Program, graphs: CompiledGraphs | None, clock: StepClock, progress: Progress
+) -> tuple[list[Labelled], ModuleTracker]:
+    """The labelled runs, as many as their time allows, and the tracker of the last of them.
+
+    On a CPU blocks of plain steps stand between the first ones: the two are compared, so both see the same machine.
     """
-    taken = []
-    for _ in range(LAUNCHING_RUNS if program.device.type == "cuda" else 0):
-        torch.cuda.synchronize(program.device)
+    labelled: list[Labelled] = []
+    least, took_s = LEAST_LABELLED[program.device.type], 0.0
+    on_cpu = program.device.type == "cpu"
+    while len(labelled) < least or (on_cpu and len(labelled) < MOST_LABELLED and took_s < LABELLED_S):
         began = time.perf_counter()
-        program.step()
-        taken.append(1e3 * (time.perf_counter() - began))
-    if taken:
-        torch.cuda.synchronize(program.device)
-    return taken
+        run, tracker = _labelled(program, graphs)
+        labelled.append(run)
+        took_s += time.perf_counter() - began
+        if took_s > LONG_LABELLED_S:
+            least = min(least, 2)
+        progress("profiling each operator", 0.5 + 0.4 * min(1.0, max(len(labelled) / least, took_s / LABELLED_S)))
+        if on_cpu and len(labelled) < least and clock.wall.ms < 1e3 * SLOW_STEP_S:
+            clock.run_block(BLOCK_S)
+    return labelled, tracker
 
 
-def _labelled(program: Program, tracker: ModuleTracker, graphs: CompiledGraphs | None) -> Labelled:
-    if graphs is None:
-        with LabelledInstrument(program.device, tracker) as instrument:
-            program.step()
-        return instrument.result
-    with CompiledInstrument(program.device, graphs.graphs) as compiled:
-        program.step(lambda output: tracker.observe(program.module, [program.args, program.kwargs], output))
-    return compiled.result
+def _labelled(program: Program, graphs: CompiledGraphs | None) -> tuple[Labelled, ModuleTracker]:
+    with ModuleTracker(program.module, inside=graphs is None) as tracker:
+        if graphs is None:
+            with LabelledInstrument(program.device, tracker) as instrument:
+                program.step()
+            return instrument.result, tracker
+        with CompiledInstrument(program.device, graphs.graphs) as compiled:
+            program.step(lambda output: tracker.observe(program.module, [program.args, program.kwargs], output))
+        return compiled.result, tracker
 
 
 def assembled(
     device: torch.device,
     labelled: list[Labelled],
-    wall: Timing,
+    wall: StepTime,
     plain: Plain,
     tracker: ModuleTracker,
     graphs: CompiledGraphs | None,
     launching_ms: float | None = None,
+    latency: StepTime | None = None,
+    times: KernelTimes | None = None,
+    load: OtherLoad | None = None,
 ) -> Profile:
-    """What several runs of a step say together."""
+    """What several runs of a step say together.
+
+    Args:
+        times: of the kernels in steps without labels; None where there is none, or each step launches others.
+        load: what other programs did meanwhile; None if nobody looked.
+    """
     notes: list[str] = []
-    operators, unattributed_ms = medians(labelled, notes)
+    operators, unattributed_ms = medians(labelled, notes, times)
     if device.type == "cuda":
-        busy, launches = plain.busy_ms, len(plain.kernels)
+        busy, launches = times.busy_ms if times is not None else plain.busy_ms, len(plain.kernels)
     else:
         busy, launches = sum(op.measured_ms for op in operators), len(operators)
-    if wall.spread > 0.10:
-        notes.append(f"The wall time varied by {wall.spread:.0%} between runs: something else was using the machine.")
     if tracker.elsewhere:
         notes.append(
             "Modules ran in other threads than the step's own, where operators are not seen: they are missing."
@@ -177,6 +219,7 @@ def assembled(
         device=device,
         operators=operators,
         wall=wall,
+        latency=latency,
         host_ms=launching_ms if launches < QUEUE_LENGTH else None,
         busy_ms=busy,
         kernel_launches=launches,
@@ -185,6 +228,7 @@ def assembled(
         tracker=tracker,
         runs=len(labelled),
         compilation=graphs.compilation() if graphs is not None and graphs.graphs else None,
+        load=load or OtherLoad(),
         notes=notes,
     )
 

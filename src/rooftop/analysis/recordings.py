@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from statistics import median, quantiles
 from types import TracebackType
 from typing import Any
 from unittest.mock import patch
@@ -39,7 +38,6 @@ from rooftop.analysis.instruments import (
     Plain,
     PlainInstrument,
     require_folder_of,
-    synchronize,
 )
 from rooftop.analysis.profiling import COMPILED_WARM_UP_STEPS, assembled
 from rooftop.analysis.report import Report
@@ -47,7 +45,7 @@ from rooftop.analysis.reporting import report_of
 from rooftop.errors import InputError
 from rooftop.hardware import measure_ceilings
 from rooftop.hardware.ceilings import Ceilings, require_ceilings
-from rooftop.hardware.timing import Timing
+from rooftop.hardware.sequences import StepTime, synchronize
 
 WARM_UP = 3  # steps, the first of them watched as a whole: allocators, autotuners
 COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS  # where something is compiled in them
@@ -256,7 +254,7 @@ class Recording:
         first, first_ms = self._whole
         seen = self._seen["whole"]
         if self._plain is not None and len(self._durations_ms) >= LEAST_TIMED:
-            labelled, plain, wall = self._labelled, self._plain, _timing(self._durations_ms)
+            labelled, plain, wall = self._labelled, self._plain, StepTime.of([self._durations_ms])
             seen = self._seen["labelled"]
             mode = f"{self.steps} recorded steps"
         else:
@@ -265,7 +263,7 @@ class Recording:
             labelled = [first]
             plain = _plain_of(first)
             taken_off_ms = max(0.0, first_ms - _overhead_ms(first, self._device))
-            wall = Timing(max(taken_off_ms, plain.busy_ms), max(taken_off_ms, plain.busy_ms), 0.0, 1)
+            wall = StepTime.of([[max(taken_off_ms, plain.busy_ms)]])
             mode = "recorded"
             what = f"its first step of {self.steps}" if self.steps else "the block"
             if self._cut:
@@ -305,13 +303,6 @@ def _inference_mode_settled() -> Iterator[None]:
 
     with patch.object(torch.inference_mode, "__exit__", settled):
         yield
-
-
-def _timing(durations_ms: list[float]) -> Timing:
-    """The mean, as steps run ahead of the device: only together they are as long as they look."""
-    mean = sum(durations_ms) / len(durations_ms)
-    quarters = quantiles(durations_ms, n=4, method="inclusive") if len(durations_ms) > 1 else [mean, mean, mean]
-    return Timing(mean, min(durations_ms), (quarters[2] - quarters[0]) / median(durations_ms), len(durations_ms))
 
 
 def _plain_of(labelled: Labelled) -> Plain:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rooftop.analysis.ranks.merging import Ranks
 from rooftop.hardware.ceilings import Ceilings
 
 FORMAT = 1
-FLAGGED_PERCENT = 105.0
+FLAGGED_PERCENT = 102.0
 """Above this percentage of its roof a result is an error of the cost model or of the measurement, and is marked so."""
 
 
@@ -121,12 +121,20 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that would make the step faster, by how much, and what that is concluded from."""
+    """Something that would make the step faster, by how much, and what that is concluded from.
+
+    Attributes:
+        gain_ms: of a step in sequence. low_ms, high_ms: the interval that the noise of the wall time leaves it, None
+            where nothing was measured.
+        command: what to type or to write, None if there is no one line for it.
+    """
 
     title: str
     evidence: str
     gain_ms: float
     command: str | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -163,8 +171,21 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Summary:
-    """The step as a whole. `percent_of_roof` is 100 * fused roof / wall; `wall_spread` the relative spread of the wall
-    time over its runs; `kernels` the launches of one step; `samples` the first dimension of the first input."""
+    """The step as a whole.
+
+    Attributes:
+        wall_ms: of a step in a sequence of steps, as a loop runs them. wall_spread: width of its interval over itself.
+        busy_ms: time during which the device works.
+        op_roof_ms, fused_roof_ms: see `rooftop.analysis.floors`.
+        kernels: launches of one step. samples: the first dimension of the first input.
+        repeats: how often each operator was timed.
+        wall_low_ms, wall_high_ms: the interval in which the wall time lies.
+        latency_ms: of one step alone, from an idle device to the end of its work; what one request waits for.
+        latency_low_ms, latency_high_ms: its interval.
+        disturbed: other programs took what this one needed, or its times were not reproduced (a note says which).
+
+    What a report before these had no place for is None.
+    """
 
     wall_ms: float
     wall_spread: float
@@ -177,10 +198,32 @@ class Summary:
     kernels: int
     samples: int | None
     repeats: int
+    wall_low_ms: float | None = None
+    wall_high_ms: float | None = None
+    latency_ms: float | None = None
+    latency_low_ms: float | None = None
+    latency_high_ms: float | None = None
+    disturbed: bool = False
 
     @property
     def percent_of_roof(self) -> float:
+        """100 * fused roof / wall."""
         return 100 * self.fused_roof_ms / self.wall_ms
+
+    @property
+    def percent_interval(self) -> tuple[float, float]:
+        """The percent of roof at the ends of the wall time's interval, the lower one first."""
+        low_ms, high_ms = self.wall_low_ms or self.wall_ms, self.wall_high_ms or self.wall_ms
+        return 100 * self.fused_roof_ms / high_ms, 100 * self.fused_roof_ms / low_ms
+
+    @property
+    def device_bound(self) -> bool:
+        """Whether the device sets the pace of a loop of such steps, and not the host."""
+        return self.busy_ms >= DEVICE_BOUND * self.wall_ms
+
+
+DEVICE_BOUND = 0.9
+"""A device that works for this part of the wall time sets the pace."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -225,6 +268,19 @@ class Report:
         """Operators without a cost formula, by falling time."""
         return [row for row in self.ops if row.bound == "uncovered"]
 
+    @property
+    def pace(self) -> str:
+        """What sets the pace of a loop of such steps, and what one step alone waits for; "" if no GPU was timed."""
+        summary = self.summary
+        if self.predicted or summary.latency_ms is None:
+            return ""
+        share = 100 * summary.busy_ms / summary.wall_ms
+        loop = f"In a loop the {'GPU' if summary.device_bound else 'host'} sets the pace: the GPU works for {share:.0f}% of a step."
+        lead_ms = summary.latency_ms - summary.wall_ms
+        if lead_ms <= 0.05 * summary.wall_ms:
+            return f"{loop} A step alone takes as long."
+        return f"{loop} A step alone takes {time_text(summary.latency_ms)}: it begins with an idle GPU."
+
     def table(self, rows: int = 12) -> str:
         """The summary, the opportunities and the `rows` slowest operators as text."""
         from rooftop.analysis.text import render_text
@@ -235,6 +291,8 @@ class Report:
         """Plain dicts, lists, strings and numbers: the JSON form."""
         plain: dict[str, Any] = {"format": FORMAT, **asdict(self)}
         plain["summary"]["percent_of_roof"] = self.summary.percent_of_roof
+        plain["summary"]["percent_interval"] = list(self.summary.percent_interval)
+        plain["pace"] = self.pace
         plain["memory"] = {"peak_bytes": plain.pop("peak_bytes"), "timeline": [list(p) for p in self.memory]}
         plain["ranks"] = self.ranks.to_dict() if self.ranks is not None else None
         plain["ops"] = [_operator_dict(row, self.predicted) for row in self.ops]
@@ -382,15 +440,20 @@ def _compilation(plain: Mapping[str, Any] | None) -> Compilation | None:
 
 
 def _from(kind: Any, plain: Mapping[str, Any]) -> Any:
-    """A dataclass from a dict that may also hold its derived properties.
+    """A dataclass from a dict that may also hold its derived properties, and lack fields that have a default.
 
     Raises:
         KeyError, TypeError: a field is missing, or no number where one belongs.
     """
+    given = {}
     for name, declared in kind.__dataclass_fields__.items():
-        if declared.type in ("int", "float"):
+        if name not in plain and declared.default is not MISSING:
+            continue
+        given[name] = plain[name]
+        optional = declared.type in ("int | None", "float | None")
+        if declared.type in ("int", "float") or (optional and plain[name] is not None):
             _number(name, plain[name])
-    return kind(**{name: plain[name] for name in kind.__dataclass_fields__})
+    return kind(**given)
 
 
 def _number(name: str, value: Any) -> None:

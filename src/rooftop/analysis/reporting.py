@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,10 @@ from rooftop.hardware.ceilings import Ceilings
 
 MEMORY_POINTS = 2000
 """Most points of the memory curve that a report keeps."""
+NOISY = 0.05
+"""An interval of the wall time that is wider than this, relative to it, is said in a note."""
+HOST_THREADS = 2
+"""What a step on a GPU wants of the CPU: a thread for the program and one for its backward pass."""
 
 
 def report_of(
@@ -47,7 +52,17 @@ def report_of(
     rows = operator_rows(operators, ceilings)
     modules = module_tree(operators, profile.tracker, ceilings, root_type)
     summary, gaps, balance_notes = _balance(profile, modules, inputs)
-    findings = Findings(operators, rows, summary, gaps, ceilings, profile.plain, profile.host_ms, profile.wall.best_ms)
+    findings = Findings(
+        operators=operators,
+        rows=rows,
+        summary=summary,
+        gaps=gaps,
+        ceilings=ceilings,
+        plain=profile.plain,
+        host_ms=profile.host_ms,
+        best_ms=profile.wall.best_ms,
+        optimizers=profile.tracker.optimizers,
+    )
     return Report(
         target=target,
         mode=mode,
@@ -65,14 +80,14 @@ def report_of(
         memory=tuple(_thinned(profile.plain.memory, MEMORY_POINTS)),
         peak_bytes=max((size for _, size in profile.plain.memory), default=0),
         compilation=profile.compilation,
-        notes=(*profile.notes, *balance_notes, *notes, *_disturbances(ceilings)),
+        notes=(*_noise(profile), *profile.notes, *balance_notes, *notes, *_disturbances(ceilings)),
     )
 
 
 def _balance(profile: Profile, modules: ModuleNode, inputs: Sequence[Tensor]) -> tuple[Summary, Gaps, list[str]]:
     """wall = fused roof + fusion headroom + kernel gap + launch gap."""
     notes = []
-    wall_ms, busy_ms = profile.wall.median_ms, profile.busy_ms
+    wall_ms, busy_ms = profile.wall.ms, profile.busy_ms
     if busy_ms > wall_ms:
         notes.append(
             f"The operators alone took {busy_ms:.3g} ms in their labelled runs, more than the {wall_ms:.3g} ms of a "
@@ -93,6 +108,12 @@ def _balance(profile: Profile, modules: ModuleNode, inputs: Sequence[Tensor]) ->
         kernels=profile.kernel_launches,
         samples=first.size(0) if first is not None and first.dim() > 0 else None,
         repeats=profile.runs,
+        wall_low_ms=profile.wall.low_ms,
+        wall_high_ms=profile.wall.high_ms,
+        latency_ms=profile.latency.ms if profile.latency is not None else None,
+        latency_low_ms=profile.latency.low_ms if profile.latency is not None else None,
+        latency_high_ms=profile.latency.high_ms if profile.latency is not None else None,
+        disturbed=_crowded(profile) or profile.wall.spread > NOISY,
     )
     gaps = Gaps(
         kernel_gap_ms=busy_ms - modules.op_roof_ms,
@@ -100,6 +121,25 @@ def _balance(profile: Profile, modules: ModuleNode, inputs: Sequence[Tensor]) ->
         launch_gap_ms=wall_ms - busy_ms,
     )
     return summary, gaps, notes
+
+
+def _crowded(profile: Profile) -> bool:
+    """Whether other programs took cores that the step wanted."""
+    return profile.load.disturbs(torch.get_num_threads() if profile.device.type == "cpu" else HOST_THREADS)
+
+
+def _noise(profile: Profile) -> list[str]:
+    """What cannot be said, where the times of a step were not reproduced."""
+    wall = profile.wall
+    if not _crowded(profile) and wall.spread <= NOISY:
+        return []
+    cause = f"other programs used {profile.load.cores:.1f} of {os.cpu_count()} cores" if _crowded(profile) else ""
+    seen = f"{wall.steps} steps at {wall.blocks} moments took {wall.low_ms:.3g} to {wall.high_ms:.3g} ms"
+    return [
+        f"Disturbed: {'; '.join(filter(None, [cause, seen]))}. Differences and gains below "
+        f"{max(wall.high_ms - wall.low_ms, NOISY * wall.ms):.2g} ms say nothing; on a quiet machine the step may be "
+        "faster."
+    ]
 
 
 def _coverage(rows: Sequence[OperatorRow], profile: Profile) -> float:

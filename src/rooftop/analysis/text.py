@@ -8,7 +8,15 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rooftop.analysis.formats import percent_text, quantity_text, shapes_text, short_reason, shortened, time_text
+from rooftop.analysis.formats import (
+    percent_interval_text,
+    percent_text,
+    quantity_text,
+    shapes_text,
+    short_reason,
+    shortened,
+    time_text,
+)
 from rooftop.analysis.ranks.merging import Ranks
 from rooftop.analysis.report import Compilation, OperatorRow, Report
 
@@ -31,6 +39,8 @@ def render_text(report: Report, rows: int) -> str:
 def renderable(report: Report, rows: int) -> RenderableType:
     """The report for a rich console, in colour where the console has any."""
     parts: list[RenderableType] = [_heading(report), _gaps(report)]
+    if report.pace:
+        parts.append(Text(report.pace, style="dim"))
     if report.advice:
         parts.append(_advice(report))
     if report.ranks is not None:
@@ -54,8 +64,12 @@ def _heading(report: Report) -> Text:
             f"{rate.replace('(', '(at most ')}, {time_text(summary.op_roof_ms)} with every operator at its roof"
         )
     else:
-        heading.append(f"{summary.percent_of_roof:.1f}% of roof", style="bold")
+        heading.append(
+            f"{percent_interval_text(summary.percent_of_roof, *summary.percent_interval)} of roof", style="bold"
+        )
         heading.append(f": {time_text(summary.wall_ms)} a step{rate}")
+        if summary.latency_ms is not None:
+            heading.append(f", {time_text(summary.latency_ms)} alone")
     heading.append(f", roof {time_text(summary.fused_roof_ms)}; {quantity_text(summary.flops)}FLOP, ")
     of_what = "operators" if report.predicted else "operators' time"
     heading.append(f"coverage {100 * report.coverage:.1f}% of the {of_what}{_uncovered(report)}\n")

@@ -1,25 +1,38 @@
 """What would make the step faster, and by how much: computed from what was measured, never canned.
 
 Each rule looks at the measured operators, predicts a gain in ms and names its evidence. Gains are predicted one at a
-time; two that save the same time (fusion and a faster kernel) do not add up.
+time; two that save the same time (fusion and a faster kernel) do not add up. A gain that the noise of the wall time
+could hide is not offered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from rooftop.analysis.advice.format_rules import channels_last, half_precision
 from rooftop.analysis.advice.host_rules import HOST_RULES
 from rooftop.analysis.advice.kernel_rules import layer_norms, pointwise_fusion, uneven_kernels
+from rooftop.analysis.advice.optimizer_rules import fused_optimizer
 from rooftop.analysis.findings import LEAST_GAIN, Findings
 from rooftop.analysis.report import Advice
 
 
 def advise(findings: Findings) -> list[Advice]:
-    """All advice worth giving, by falling gain."""
+    """All advice worth giving, by falling gain, each with the interval that noise leaves it."""
     advice = [item for rule in RULES for item in rule(findings)]
-    worth_it = [item for item in advice if item.gain_ms >= LEAST_GAIN * findings.summary.wall_ms]
+    least_ms = max(LEAST_GAIN * findings.summary.wall_ms, findings.noise_ms)
+    worth_it = [_with_interval(item, findings) for item in advice if item.gain_ms >= least_ms]
     return sorted(worth_it, key=lambda item: -item.gain_ms)
+
+
+def _with_interval(item: Advice, findings: Findings) -> Advice:
+    """A gain is what the wall time loses, so it is as uncertain as the wall time."""
+    low_ms, high_ms = findings.summary.wall_low_ms, findings.summary.wall_high_ms
+    if low_ms is None or high_ms is None:
+        return item
+    wall_ms = findings.summary.wall_ms
+    return replace(item, low_ms=item.gain_ms - (wall_ms - low_ms), high_ms=item.gain_ms + (high_ms - wall_ms))
 
 
 RULES: tuple[Callable[[Findings], list[Advice]], ...] = (
@@ -27,6 +40,7 @@ RULES: tuple[Callable[[Findings], list[Advice]], ...] = (
     half_precision,
     channels_last,
     pointwise_fusion,
+    fused_optimizer,
     layer_norms,
     uneven_kernels,
 )

@@ -5,30 +5,42 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from rooftop.analysis.findings import Findings
+from rooftop.analysis.findings import Findings, waits_for_device
 from rooftop.analysis.report import Advice
 
 
-def cuda_graph(findings: Findings) -> list[Advice]:
-    """Replayed from a graph, the device waits only for the dispatch of each kernel, not for the host."""
-    if findings.ceilings.kind != "cuda":
+def launch_gap(findings: Findings) -> list[Advice]:
+    """A graph, or else a larger batch: both remove the same gap, so there is one item for it.
+
+    Replayed from a graph, the device waits only for the dispatch of each kernel, not for the host. Where the host waits
+    for values of the step no graph can hold it, but twice the samples cost the host as much as one.
+    """
+    if findings.ceilings.kind != "cuda" or findings.gaps.launch_gap_ms <= 0:
         return []
+    return _graph(findings) if findings.capturable else _larger_batch(findings)
+
+
+def _graph(findings: Findings) -> list[Advice]:
     per_kernel_ms = max(0.0, findings.ceilings.launch_graph_ms - findings.ceilings.kernel_floor_ms)
     kernels, gap_ms, wall_ms = findings.summary.kernels, findings.gaps.launch_gap_ms, findings.summary.wall_ms
+    evidence = (
+        f"launch gap {gap_ms:.2f} ms of {wall_ms:.2f} ms: the GPU waits while the host launches {kernels} kernels"
+    )
+    if findings.summary.samples and not findings.summary.device_bound:
+        evidence += f"; a batch of {2 * findings.summary.samples} would hide part of the same gap"
     return [
         Advice(
             "Replay the step from a CUDA graph",
-            f"launch gap {gap_ms:.2f} ms of {wall_ms:.2f} ms: the GPU waits while the host launches {kernels} kernels",
+            evidence,
             gap_ms - kernels * per_kernel_ms,
             'torch.compile(model, mode="reduce-overhead")',
         )
     ]
 
 
-def larger_batch(findings: Findings) -> list[Advice]:
-    """Twice the samples in one step cost the host as much as one: the device then has as long again to keep up."""
+def _larger_batch(findings: Findings) -> list[Advice]:
     wall_ms, busy_ms, samples = findings.summary.wall_ms, findings.summary.busy_ms, findings.summary.samples
-    if findings.ceilings.kind != "cuda" or not samples:
+    if not samples or findings.summary.device_bound:
         return []
     doubled_ms = max(wall_ms, 2 * busy_ms) / 2
     return [
@@ -46,9 +58,7 @@ def host_synchronizations(findings: Findings) -> list[Advice]:
     if findings.plain is None or not findings.plain.waiting_ms:
         return []
     places = Counter(
-        f"{_short(op.record.name)} at {op.record.place}"
-        for op in findings.operators
-        if op.record.place and _waits(op.record.name, op.kernels)
+        f"{_short(op.record.name)} at {op.record.place}" for op in findings.operators if waits_for_device(op)
     )
     named = "; ".join(f"{place} ({count} times)" if count > 1 else place for place, count in places.most_common(4))
     return [
@@ -60,13 +70,6 @@ def host_synchronizations(findings: Findings) -> list[Advice]:
             "keep values on the GPU (torch.where, masks), log them every few steps, copy with non_blocking=True",
         )
     ]
-
-
-def _waits(name: str, kernels: tuple[str, ...]) -> bool:
-    """Whether the host waits for an operator with a place: of copies only for those to it, or from memory that may be
-    paged."""
-    is_copy = name in ("aten::copy_", "aten::_to_copy")
-    return not is_copy or any("DtoH" in kernel or "Pageable" in kernel for kernel in kernels)
 
 
 def _short(name: str) -> str:
@@ -121,8 +124,7 @@ def data_loading(findings: Findings) -> list[Advice]:
 
 
 HOST_RULES: tuple[Callable[[Findings], list[Advice]], ...] = (
-    cuda_graph,
-    larger_batch,
+    launch_gap,
     host_synchronizations,
     unpinned_transfers,
     data_loading,

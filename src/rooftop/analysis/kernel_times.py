@@ -1,0 +1,90 @@
+"""How long each kernel of a step takes while nothing but the profiler watches.
+
+Labels slow the host down: between two labelled kernels the GPU stands still, runs the next one at other clocks, and
+finds other data in its cache. So labels only say which operator launched which kernel. How long it took comes from a
+sequence of steps that are not labelled: a step launches the same kernels in the same order each time, so the n-th
+launch here is the n-th launch there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels
+from rooftop.hardware.sequences import synchronize
+
+WATCHED_S, MOST_WATCHED_STEPS = 0.4, 20
+MOST_WATCHED_KERNELS = 60_000  # reading what the profiler saw takes the host some 10 us a kernel
+LEAD = 2  # steps of a watched sequence that are not counted
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """The kernels of one step, in the order of their launch.
+
+    Attributes:
+        names: of each. ms: the median time of each over the steps.
+        busy_ms: time of a step during which the device works: work that overlaps counts once.
+        steps: how many were watched.
+    """
+
+    names: tuple[str, ...]
+    ms: tuple[float, ...]
+    busy_ms: float
+    steps: int
+
+    def of(self, launched: Sequence[Kernel]) -> list[float] | None:
+        """The time in ms of each kernel of another run of the step, in launch order; None if it launched others."""
+        return list(self.ms) if tuple(kernel.name for kernel in launched) == self.names else None
+
+
+def in_launch_order(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Kernels as the host launched them; those of one CUDA graph, which is one launch, as they started."""
+    return sorted(kernels, key=lambda kernel: (kernel.correlation_id, kernel.start_ns))
+
+
+def times_of_step(kernels: Sequence[Kernel]) -> KernelTimes:
+    """The kernels of a single step."""
+    ordered = in_launch_order(kernels)
+    return KernelTimes(tuple(k.name for k in ordered), tuple(k.ms for k in ordered), busy_ms(kernels), 1)
+
+
+def times_of_sequence(kernels: Sequence[Kernel], steps: int, lead: int) -> KernelTimes | None:
+    """The kernels of the last of several steps; None if not all steps launched the same ones.
+
+    Args:
+        kernels: of all steps. steps: how many there were, of which `lead` are not counted.
+    """
+    ordered = in_launch_order(kernels)
+    period, rest = divmod(len(ordered), steps)
+    by_step = [ordered[number * period : (number + 1) * period] for number in range(steps)]
+    names = tuple(kernel.name for kernel in by_step[-1])
+    if rest or any(tuple(kernel.name for kernel in step) != names for step in by_step):
+        return None
+    counted = by_step[lead:]
+    ms = tuple(median(kernel.ms for kernel in same) for same in zip(*counted, strict=True))
+    return KernelTimes(names, ms, busy_ms(k for step in counted for k in step) / len(counted), len(counted))
+
+
+def watch_kernels(step: Callable[[], object], device: torch.device, step_ms: float, kernels: int) -> KernelTimes | None:
+    """Run some steps in sequence under the profiler; None if they launch different kernels, or none.
+
+    Args:
+        step: runs once. device: where, a GPU.
+        step_ms: how long about it takes. kernels: how many about it launches.
+    """
+    wanted = min(MOST_WATCHED_STEPS, math.ceil(1e3 * WATCHED_S / max(step_ms, 1e-3)))
+    steps = LEAD + max(1, min(wanted, MOST_WATCHED_KERNELS // max(1, kernels) - LEAD))
+    synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        for _ in range(steps):
+            step()
+        synchronize(device)
+    seen = device_kernels(profiler.profiler.kineto_results.events())
+    return times_of_sequence(seen, steps, LEAD) if seen else None

@@ -1,0 +1,67 @@
+"""How much of this machine's CPU other programs used while something was measured."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+
+DISTURBING_SHARE = 0.05
+"""Others that took more than this share of the cores that a measurement wanted may have slowed it down."""
+LEAST_S = 0.2  # the kernel counts in ticks of 10 ms: over a shorter time nothing can be said
+
+
+@dataclass
+class OtherLoad:
+    """What other programs used, over the `with` block of `other_load`.
+
+    Attributes:
+        cores: how many cores they kept busy on average.
+        seconds: length of the block.
+    """
+
+    cores: float = 0.0
+    seconds: float = 0.0
+
+    def disturbs(self, threads: int) -> bool:
+        """Whether they took cores from a measurement that wanted so many."""
+        missing = self.cores + threads - (os.cpu_count() or 1)
+        return self.seconds >= LEAST_S and missing > DISTURBING_SHARE * threads
+
+
+@contextmanager
+def other_load() -> Iterator[OtherLoad]:
+    """Watch the CPU. The result is filled in when the block ends. Processes that this one began count as its own."""
+    seen = OtherLoad()
+    began, all_before, own_before = time.perf_counter(), _busy_s(), _own_s()
+    try:
+        yield seen
+    finally:
+        seen.seconds = time.perf_counter() - began
+        others_s = (_busy_s() - all_before) - (_own_s() - own_before)
+        seen.cores = max(0.0, others_s / max(seen.seconds, 1e-9))
+
+
+def _busy_s() -> float:
+    """Seconds for which cores worked since the machine began; time taken by other guests of the host counts."""
+    times = psutil.cpu_times()
+    fields = ("user", "nice", "system", "irq", "softirq", "steal")
+    return float(sum(getattr(times, name, 0.0) for name in fields))
+
+
+def _own_s() -> float:
+    own = psutil.Process().cpu_times()
+    running = sum(_process_s(child) for child in psutil.Process().children(recursive=True))
+    return float(own.user + own.system + own.children_user + own.children_system + running)
+
+
+def _process_s(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    except psutil.Error:  # it has just ended
+        return 0.0
