@@ -1,0 +1,412 @@
+"""Whether `rooftop analyze` can be trusted: public models, analyzed in fresh processes, beside a plain timing.
+
+    python benchmarks/trust.py [--out benchmarks/results/h200/trust.json] [--processes 5] [--only TEXT ...]
+    python benchmarks/trust.py --advice [--out benchmarks/results/h200/trust_advice.json]
+
+The plain timing shares nothing with Rooftop: ten steps between two events, again and again without a synchronization
+(steady), single steps from an idle GPU by the host's clock (latency), and the union of the kernels that PyTorch's
+profiler saw of some steps (busy). It is taken before and after each analysis, in the same process.
+
+`--advice` follows the first three items of advice that a program can follow by itself, and times each in the same
+process, in turn with the program as it was.
+
+Exits with 1 if a case misses: wall within 3% of steady, latency within 5%, launch gap within 0.3 ms or 3% of the wall
+time of steady minus busy, percent of roof within 3% over the processes, no row above 102% of its roof.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from trust_models import CASES, Case, Workload
+
+TOLERANCES = {"wall": 0.03, "latency": 0.05, "gap": 0.03, "percent": 0.03}
+LEAST_GAP_MS = 0.3
+MOST_PERCENT = 102.0
+ADVICE_TOLERANCE = 0.30
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/trust.json"))
+    parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--only", default=[""], nargs="+", metavar="TEXT", help="cases whose names have one of these")
+    parser.add_argument("--advice", action="store_true", help="follow the advice and time it")
+    parser.add_argument("--quick", action="store_true", help="small models on the CPU, to try the script")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    cases = [case for case in CASES if any(text in case.name for text in options.only)]
+    device = "cpu" if options.quick else "cuda"
+    if options.worker:
+        worker(cases, device, options.out, options.advice)
+        return 0
+    runs = [fresh_process(options) for _ in range(1 if options.advice else options.processes)]
+    result = {"environment": runs[0]["environment"], "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    if options.advice:
+        rows = runs[0]["rows"]
+        print(advice_table(rows))
+        missed: list[str] = []
+    else:
+        rows = [merged(name, [run["rows"][name] for run in runs if name in run["rows"]]) for name in runs[0]["rows"]]
+        missed = [problem for row in rows for problem in problems(row)]
+        print(table(rows))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({**result, "results": rows}, indent=1) + "\n")
+    for problem in missed:
+        print("MISSED", problem)
+    return 1 if missed else 0
+
+
+def fresh_process(options: argparse.Namespace) -> dict[str, Any]:
+    """What one process of its own measures of all cases."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        flags = [flag for flag in ("--advice", "--quick") if getattr(options, flag[2:])]
+        words = [sys.executable, __file__, "--worker", "--out", str(out), *flags, "--only", *options.only]
+        subprocess.run(words, check=False)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def worker(cases: list[Case], device: str, out: Path, follow: bool) -> None:
+    from rooftop.hardware import measure_ceilings
+
+    began = time.perf_counter()
+    ceilings = measure_ceilings(device)
+    environment = {
+        "device": ceilings.device,
+        "versions": dict(ceilings.versions),
+        "ceilings_s": time.perf_counter() - began,
+        "ceilings": ceilings.to_dict(),
+    }
+    rows: dict[str, Any] = {}
+    for case in cases:
+        torch.manual_seed(0)
+        try:
+            rows[case.name] = followed(case, device) if follow else trusted(case.build(device), device)
+        except Exception as error:
+            rows[case.name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        print(case.name, json.dumps(rows[case.name])[:600], flush=True)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        out.write_text(json.dumps({"environment": environment, "rows": rows}))
+
+
+def trusted(work: Workload, device: str) -> dict[str, Any]:
+    """A case's report beside its plain timing."""
+    import rooftop
+
+    before = plainly(work.run, device)
+    began = time.perf_counter()
+    report = rooftop.analyze(work.model, *work.args, **work.kwargs, **work.analyzed())
+    seconds = time.perf_counter() - began
+    after = plainly(work.run, device)
+    summary = report.summary
+    above = [
+        {"name": r.name, "phase": r.phase, "shapes": r.shapes, "dtype": r.dtype, "percent": r.percent_of_roof}
+        | {"bound": r.bound, "calls": r.calls, "us": 1e3 * r.measured_ms / r.calls, "bytes": r.bytes // r.calls}
+        for r in report.ops
+        if (r.percent_of_roof or 0.0) > 100.0
+    ]
+    return {
+        "plain": [asdict(before), asdict(after)],
+        "wall_ms": summary.wall_ms,
+        "wall_interval_ms": [summary.wall_low_ms, summary.wall_high_ms],
+        "latency_ms": summary.latency_ms,
+        "busy_ms": summary.busy_ms,
+        "launch_gap_ms": report.gaps.launch_gap_ms,
+        "percent_of_roof": summary.percent_of_roof,
+        "disturbed": summary.disturbed,
+        "kernels": summary.kernels,
+        "operators": sum(row.calls for row in report.ops),
+        "coverage": report.coverage,
+        "analysis_s": seconds,
+        "above": sorted(above, key=lambda r: -r["percent"])[:8],
+        "advice": [[item.title, item.gain_ms] for item in report.advice],
+        "notes": list(report.notes),
+    }
+
+
+# ---- the plain timing, which shares nothing with Rooftop ------------------------------------------------------------
+
+
+@dataclass
+class Plainly:
+    """Times of a step in ms (see the top of this file)."""
+
+    steady_ms: float
+    latency_ms: float
+    busy_ms: float
+
+
+def plainly(step: Callable[[], Any], device: str) -> Plainly:
+    if device == "cpu":
+        return _plainly_on_cpu(step)
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    rough_s = time.perf_counter() - began
+    for _ in range(max(3, int(0.2 / rough_s))):
+        step()
+    tens = []
+    for _ in range(max(3, min(20, int(0.6 / (10 * rough_s))))):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(10):
+            step()
+        end.record()
+        tens.append((start, end))
+    torch.cuda.synchronize()
+    steady_ms = statistics.median(start.elapsed_time(end) / 10 for start, end in tens)
+    alone = []
+    for _ in range(max(5, min(20, int(0.3 / rough_s)))):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        alone.append(1e3 * (time.perf_counter() - began))
+    return Plainly(steady_ms, statistics.median(alone), _busy_ms(step))
+
+
+def _plainly_on_cpu(step: Callable[[], Any]) -> Plainly:
+    step()
+    times = []
+    for _ in range(7):
+        began = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - began))
+    return Plainly(statistics.median(times), statistics.median(times), 0.0)
+
+
+def _busy_ms(step: Callable[[], Any], steps: int = 5) -> float:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in profiler.profiler.kineto_results.events()
+        if "CUDA" in str(event.device_type())
+    )
+    busy_ns = reached = 0
+    for start, end in spans:
+        busy_ns += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy_ns / 1e6 / steps
+
+
+# ---- several processes together -------------------------------------------------------------------------------------
+
+
+def merged(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    failed = [row["error"] for row in rows if "error" in row]
+    if failed:
+        return {"case": name, "error": failed[0]}
+    steady = [statistics.fmean(p["steady_ms"] for p in row["plain"]) for row in rows]
+    alone = [statistics.fmean(p["latency_ms"] for p in row["plain"]) for row in rows]
+    busy = [statistics.fmean(p["busy_ms"] for p in row["plain"]) for row in rows]
+    percents = [row["percent_of_roof"] for row in rows]
+    return {
+        "case": name,
+        "steady_ms": steady,
+        "wall_ms": [row["wall_ms"] for row in rows],
+        "wall_off": [row["wall_ms"] / ms - 1 for row, ms in zip(rows, steady, strict=True)],
+        "latency_off": [(row["latency_ms"] or row["wall_ms"]) / ms - 1 for row, ms in zip(rows, alone, strict=True)],
+        "gap_ms": [row["launch_gap_ms"] for row in rows],
+        "gap_off_ms": [r["launch_gap_ms"] - (s - b) for r, s, b in zip(rows, steady, busy, strict=True)],
+        "busy_ms": [row["busy_ms"] for row in rows],
+        "percent_of_roof": percents,
+        "percent_apart": max(percents) / min(percents) - 1,
+        "most_above": max((a["percent"] for row in rows for a in row["above"]), default=100.0),
+        "above": [a for row in rows for a in row["above"]][:12],
+        "analysis_s": [row["analysis_s"] for row in rows],
+        "disturbed": [row["disturbed"] for row in rows],
+        "runs": rows,
+    }
+
+
+def problems(row: dict[str, Any]) -> Iterator[str]:
+    name = row["case"]
+    if "error" in row:
+        yield f"{name}: {row['error']}"
+        return
+    for what in ("wall", "latency"):
+        worst = max(row[f"{what}_off"], key=abs)
+        if abs(worst) > TOLERANCES[what]:
+            yield f"{name}: {what} is {100 * worst:+.1f}% off"
+    for off_ms, wall_ms in zip(row["gap_off_ms"], row["wall_ms"], strict=True):
+        if abs(off_ms) > max(LEAST_GAP_MS, TOLERANCES["gap"] * wall_ms):
+            yield f"{name}: launch gap is {off_ms:+.2f} ms off"
+    if row["percent_apart"] > TOLERANCES["percent"]:
+        yield f"{name}: percent of roof is {100 * row['percent_apart']:.1f}% apart"
+    if row["most_above"] > MOST_PERCENT:
+        yield f"{name}: a row stands at {row['most_above']:.0f}% of its roof"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"{'case':44} {'steady':>8} {'wall off':>9} {'latency off':>11} {'gap off':>8} {'% of roof':>9} {'apart':>6} {'row':>5} {'s':>5}"
+    ]
+    for row in rows:
+        if "error" in row:
+            lines.append(f"{row['case']:44} {row['error'][:100]}")
+            continue
+        lines.append(
+            f"{row['case']:44} {statistics.fmean(row['steady_ms']):8.2f} {100 * max(row['wall_off'], key=abs):+8.1f}% "
+            f"{100 * max(row['latency_off'], key=abs):+10.1f}% {max(row['gap_off_ms'], key=abs):+8.2f} "
+            f"{statistics.fmean(row['percent_of_roof']):9.2f} {100 * row['percent_apart']:5.1f}% "
+            f"{row['most_above']:5.0f} {statistics.fmean(row['analysis_s']):5.1f}"
+        )
+    return "\n".join(lines)
+
+
+# ---- the advice, followed -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Followed:
+    """One item of advice: the gain that it named and the one that it has."""
+
+    title: str
+    named_ms: float
+    interval_ms: list[float | None] = field(default_factory=list)
+    gained_ms: float | None = None
+    why_not: str = ""
+
+
+def followed(case: Case, device: str) -> dict[str, Any]:
+    import rooftop
+
+    work = case.build(device)
+    report = rooftop.analyze(work.model, *work.args, **work.kwargs, **work.analyzed())
+    named = [item for item in report.advice if way_of(item.title) is not None][:3]
+    row: dict[str, Any] = {"wall_ms": report.summary.wall_ms, "busy_ms": report.summary.busy_ms, "followed": []}
+    del work
+    for item in named:
+        result = Followed(item.title, item.gain_ms, [item.low_ms, item.high_ms])
+        try:
+            way = way_of(item.title)
+            assert way is not None
+            result.gained_ms = gained_ms(case, way, device)
+        except Exception as error:
+            result.why_not = f"{type(error).__name__}: {str(error)[:200]}"
+        row["followed"].append(asdict(result))
+        torch._dynamo.reset()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return row
+
+
+Way = Callable[[Case, str], tuple[Callable[[], Any], int]]
+"""Makes the program with the advice followed; also how many steps as they were each of its steps is."""
+
+
+def gained_ms(case: Case, way: Way, device: str) -> float:
+    """Steady time of a step before, less that after; taken in turn."""
+    changed, steps = way(case, device)
+    plain = case.build(device).run
+    before, after = [], []
+    for _ in range(3):
+        before.append(plainly(plain, device).steady_ms)
+        after.append(plainly(changed, device).steady_ms / steps)
+    return statistics.median(before) - statistics.median(after)
+
+
+def in_graph(case: Case, device: str) -> tuple[Callable[[], Any], int]:
+    work = case.build(device, capturable=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work.run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work.run()
+
+    def replay(_owner: Workload = work) -> None:
+        graph.replay()
+
+    return replay, 1
+
+
+def twice_the_batch(case: Case, device: str) -> tuple[Callable[[], Any], int]:
+    return case.build(device, batches=2).run, 2
+
+
+def channels_last(case: Case, device: str) -> tuple[Callable[[], Any], int]:
+    work = case.build(device)
+    work.model.to(memory_format=torch.channels_last)
+    work.args = tuple(
+        x.to(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.dim() == 4 else x for x in work.args
+    )
+    return work.run, 1
+
+
+def in_bfloat16(case: Case, device: str) -> tuple[Callable[[], Any], int]:
+    work = case.build(device)
+    work.around = lambda: torch.autocast(device, dtype=torch.bfloat16)
+    return work.run, 1
+
+
+def compiled(case: Case, device: str) -> tuple[Callable[[], Any], int]:
+    work = case.build(device)
+    work.called = torch.compile(work.model)
+    for _ in range(3):
+        work.run()
+    return work.run, 1
+
+
+def fused(case: Case, device: str) -> tuple[Callable[[], Any], int]:
+    return case.build(device, fused=True).run, 1
+
+
+WAYS: dict[str, Way] = {
+    "CUDA graph": in_graph,
+    "Double the batch": twice_the_batch,
+    "channels last": channels_last,
+    "bfloat16": in_bfloat16,
+    "Fuse pointwise": compiled,
+    "fused kernels": fused,
+}
+
+
+def way_of(title: str) -> Way | None:
+    return next((way for words, way in WAYS.items() if words in title), None)
+
+
+def advice_table(rows: dict[str, Any]) -> str:
+    lines, hits, count, losses = [], 0, 0, 0
+    for name, row in rows.items():
+        for item in row.get("followed", []):
+            gained = item["gained_ms"]
+            hit = gained is not None and abs(gained / item["named_ms"] - 1) <= ADVICE_TOLERANCE
+            count, hits, losses = count + 1, hits + hit, losses + (gained is not None and gained < 0)
+            text = f"{gained:8.2f}" if gained is not None else item["why_not"][:60]
+            lines.append(f"{name:44} {item['title'][:40]:40} {item['named_ms']:8.2f} {text} {'' if hit else 'x'}")
+        if "error" in row:
+            lines.append(f"{name:44} {row['error'][:100]}")
+    return "\n".join([*lines, f"{hits} of {count} within {ADVICE_TOLERANCE:.0%}; {losses} losses"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
