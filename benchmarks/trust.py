@@ -5,7 +5,8 @@
 
 The plain timing shares nothing with Rooftop: ten steps between two events, again and again without a synchronization
 (steady), single steps from an idle GPU by the host's clock (latency), and the union of the kernels that PyTorch's
-profiler saw of some steps (busy). It is taken before and after each analysis, in the same process.
+profiler saw of some steps (busy). It is taken before and after each analysis, in the same process. Of the tens and of
+the single steps the lower tenth counts: what else a shared host does only adds to them, for seconds at a time.
 
 `--advice` follows the first three items of advice that a program can follow by itself, and times each in the same
 process, in turn with the program as it was.
@@ -100,10 +101,19 @@ def worker(cases: list[Case], device: str, out: Path, follow: bool) -> None:
             rows[case.name] = followed(case, device) if follow else trusted(case.build(device), device)
         except Exception as error:
             rows[case.name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        print(case.name, json.dumps(rows[case.name])[:600], flush=True)
+        print(case.name, brief(rows[case.name]), flush=True)
         if device == "cuda":
             torch.cuda.empty_cache()
         out.write_text(json.dumps({"environment": environment, "rows": rows}))
+
+
+def brief(row: dict[str, Any]) -> str:
+    """What one process measured of a case, in a line."""
+    names = ("wall_ms", "wall_interval_ms", "latency_ms", "busy_ms", "percent_of_roof", "analysis_s", "kernels")
+    text = {name: row[name] for name in names if name in row}
+    plain = [f"{p['steady_ms']:.2f} ({p['median_ms']:.2f}), {p['latency_ms']:.2f}" for p in row.get("plain", [])]
+    above = [f"{a['name']} {a['percent']:.0f}%" for a in row.get("above", [])[:3]]
+    return f"plain {plain} {text} {above} {row.get('error', '')}"
 
 
 def trusted(work: Workload, device: str) -> dict[str, Any]:
@@ -151,6 +161,7 @@ class Plainly:
     steady_ms: float
     latency_ms: float
     busy_ms: float
+    median_ms: float  # of the tens
 
 
 def plainly(step: Callable[[], Any], device: str) -> Plainly:
@@ -174,7 +185,7 @@ def plainly(step: Callable[[], Any], device: str) -> Plainly:
         end.record()
         tens.append((start, end))
     torch.cuda.synchronize()
-    steady_ms = statistics.median(start.elapsed_time(end) / 10 for start, end in tens)
+    steady = sorted(start.elapsed_time(end) / 10 for start, end in tens)
     alone = []
     for _ in range(max(5, min(20, int(0.3 / rough_s)))):
         torch.cuda.synchronize()
@@ -182,7 +193,11 @@ def plainly(step: Callable[[], Any], device: str) -> Plainly:
         step()
         torch.cuda.synchronize()
         alone.append(1e3 * (time.perf_counter() - began))
-    return Plainly(steady_ms, statistics.median(alone), _busy_ms(step))
+    return Plainly(_lower_tenth(steady), _lower_tenth(alone), _busy_ms(step), statistics.median(steady))
+
+
+def _lower_tenth(times: list[float]) -> float:
+    return sorted(times)[(len(times) - 1) // 10]
 
 
 def _plainly_on_cpu(step: Callable[[], Any]) -> Plainly:
@@ -192,7 +207,7 @@ def _plainly_on_cpu(step: Callable[[], Any]) -> Plainly:
         began = time.perf_counter()
         step()
         times.append(1e3 * (time.perf_counter() - began))
-    return Plainly(statistics.median(times), statistics.median(times), 0.0)
+    return Plainly(_lower_tenth(times), _lower_tenth(times), 0.0, statistics.median(times))
 
 
 def _busy_ms(step: Callable[[], Any], steps: int = 5) -> float:
@@ -221,8 +236,8 @@ def merged(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     failed = [row["error"] for row in rows if "error" in row]
     if failed:
         return {"case": name, "error": failed[0]}
-    steady = [statistics.fmean(p["steady_ms"] for p in row["plain"]) for row in rows]
-    alone = [statistics.fmean(p["latency_ms"] for p in row["plain"]) for row in rows]
+    steady = [min(p["steady_ms"] for p in row["plain"]) for row in rows]
+    alone = [min(p["latency_ms"] for p in row["plain"]) for row in rows]
     busy = [statistics.fmean(p["busy_ms"] for p in row["plain"]) for row in rows]
     percents = [row["percent_of_roof"] for row in rows]
     return {
@@ -263,19 +278,22 @@ def problems(row: dict[str, Any]) -> Iterator[str]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        f"{'case':44} {'steady':>8} {'wall off':>9} {'latency off':>11} {'gap off':>8} {'% of roof':>9} {'apart':>6} {'row':>5} {'s':>5}"
-    ]
+    heads = ("steady", "wall off", "latency", "gap off", "% of roof", "apart", "row", "s")
+    lines = [f"{'case':44} " + " ".join(f"{head:>9}" for head in heads)]
     for row in rows:
         if "error" in row:
             lines.append(f"{row['case']:44} {row['error'][:100]}")
             continue
-        lines.append(
-            f"{row['case']:44} {statistics.fmean(row['steady_ms']):8.2f} {100 * max(row['wall_off'], key=abs):+8.1f}% "
-            f"{100 * max(row['latency_off'], key=abs):+10.1f}% {max(row['gap_off_ms'], key=abs):+8.2f} "
-            f"{statistics.fmean(row['percent_of_roof']):9.2f} {100 * row['percent_apart']:5.1f}% "
-            f"{row['most_above']:5.0f} {statistics.fmean(row['analysis_s']):5.1f}"
-        )
+        figures = [
+            f"{statistics.fmean(row['steady_ms']):9.2f}",
+            *(f"{100 * max(row[what], key=abs):+8.1f}%" for what in ("wall_off", "latency_off")),
+            f"{max(row['gap_off_ms'], key=abs):+9.2f}",
+            f"{statistics.fmean(row['percent_of_roof']):9.2f}",
+            f"{100 * row['percent_apart']:8.1f}%",
+            f"{row['most_above']:9.0f}",
+            f"{statistics.fmean(row['analysis_s']):9.1f}",
+        ]
+        lines.append(f"{row['case']:44} " + " ".join(figures))
     return "\n".join(lines)
 
 

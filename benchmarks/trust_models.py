@@ -148,7 +148,9 @@ def _text(kind: str, tokens: int) -> Any:
             ids = torch.randint(32000, (batch, length))
             return model, (ids,), {"labels": ids}, loss
         if kind == "t5":
-            model = t.T5ForConditionalGeneration(t.T5Config(decoder_start_token_id=0, **({"num_layers": 2} if small else {})))
+            model = t.T5ForConditionalGeneration(
+                t.T5Config(decoder_start_token_id=0, **({"num_layers": 2} if small else {}))
+            )
             ids = torch.randint(32000, (batch, length))
             return model, (), {"input_ids": ids, "labels": ids}, loss
         raise ValueError(kind)

@@ -8,7 +8,7 @@ import pytest
 
 from rooftop.analysis.advice import advise
 from rooftop.analysis.advice.format_rules import half_precision
-from rooftop.analysis.advice.host_rules import cuda_graph
+from rooftop.analysis.advice.host_rules import launch_gap
 from rooftop.analysis.advice.kernel_rules import pointwise_fusion
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import operator_rows
@@ -35,10 +35,10 @@ def findings(ceilings: Ceilings, *operators: MeasuredOperator, launch_gap_ms: fl
 def test_a_graph_saves_the_launch_gap_less_the_dispatch_of_each_kernel(ceilings: Ceilings) -> None:
     gpu = dataclasses.replace(ceilings, kind="cuda")  # 2 us a launch in a graph, 1 us of it the kernel itself
     work = operator("relu", Cost(MEGABYTE, MEGABYTE), 2.0)
-    (advice,) = cuda_graph(findings(gpu, work, launch_gap_ms=8.0))
+    (advice,) = launch_gap(findings(gpu, work, launch_gap_ms=8.0))
     assert advice.gain_ms == pytest.approx(8.0 - 100 * 0.001)
     assert "launch gap 8.00 ms of 10.00 ms" in advice.evidence
-    assert cuda_graph(findings(ceilings, work, launch_gap_ms=8.0)) == []
+    assert launch_gap(findings(ceilings, work, launch_gap_ms=8.0)) == []
 
 
 def test_half_precision_keeps_each_operators_percent_of_roof(ceilings: Ceilings) -> None:

@@ -307,7 +307,7 @@ def test_memory_over_time_rises_above_what_was_there(ceilings: Ceilings) -> None
 
 
 def test_a_slow_step_is_run_few_times(ceilings: Ceilings) -> None:
-    """Two to warm up, two of the clock's own, five timed, one profiled, at most nine labelled."""
+    """Two to warm up, one profiled, at most nine labelled, and of blocks the first with five, three more with four."""
 
     class Slow(nn.Module):
         calls = 0
@@ -318,7 +318,7 @@ def test_a_slow_step_is_run_few_times(ceilings: Ceilings) -> None:
             return x.relu()
 
     rooftop.analyze(Slow(), torch.ones(3), ceilings=ceilings)
-    assert Slow.calls <= 2 + 2 + 5 + 1 + 9
+    assert Slow.calls <= 2 + 1 + 9 + (5 + 3 * 4)
 
 
 @pytest.mark.gpu

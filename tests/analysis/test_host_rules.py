@@ -8,10 +8,9 @@ import pytest
 
 from rooftop.analysis.advice.host_rules import (
     HOST_RULES,
-    cuda_graph,
     data_loading,
     host_synchronizations,
-    larger_batch,
+    launch_gap,
     unpinned_transfers,
 )
 from rooftop.analysis.findings import Findings
@@ -64,21 +63,38 @@ def plain(waiting_ms: float = 0.0, loading_ms: float = 0.0, kernels: tuple[Kerne
 
 
 def test_a_graph_saves_the_launch_gap_less_the_dispatch_of_each_kernel(gpu: Ceilings) -> None:
-    (advice,) = cuda_graph(found(gpu))
+    (advice,) = launch_gap(found(gpu))
     assert advice.gain_ms == pytest.approx(8.0 - 100 * 0.001)
     assert "launch gap 8.00 ms of 10.00 ms" in advice.evidence
 
 
-@pytest.mark.parametrize(("busy_ms", "gain_ms"), [(2.0, 5.0), (5.0, 5.0), (8.0, 2.0), (10.0, 0.0)])
+WAITED_FOR = operator("_local_scalar_dense", "train.py:12")
+"""No graph can hold it."""
+
+
+@pytest.mark.parametrize(("busy_ms", "gain_ms"), [(2.0, 5.0), (5.0, 5.0), (8.0, 2.0)])
 def test_a_larger_batch_hides_the_host_behind_the_gpu(busy_ms: float, gain_ms: float, gpu: Ceilings) -> None:
     """Two steps' work takes as long as the host needs for one, or as long as the GPU works, whichever is more."""
-    (advice,) = larger_batch(found(gpu, busy_ms=busy_ms))
+    (advice,) = launch_gap(found(gpu, WAITED_FOR, busy_ms=busy_ms))
     assert advice.gain_ms == pytest.approx(gain_ms)
     assert advice.title == "Double the batch to 32"
 
 
 def test_a_larger_batch_of_nothing(gpu: Ceilings) -> None:
-    assert larger_batch(found(gpu, samples=None)) == larger_batch(found(gpu, samples=0)) == []
+    assert launch_gap(found(gpu, WAITED_FOR, samples=None)) == launch_gap(found(gpu, WAITED_FOR, samples=0)) == []
+
+
+def test_one_gap_has_one_item(gpu: Ceilings) -> None:
+    (graph,) = launch_gap(found(gpu, busy_ms=2.0))
+    assert graph.title == "Replay the step from a CUDA graph"
+    assert "a batch of 32 would hide part of the same gap" in graph.evidence
+    (busy,) = launch_gap(found(gpu, busy_ms=9.5))
+    assert "batch" not in busy.evidence
+
+
+@pytest.mark.parametrize("busy_ms", [9.0, 9.5, 10.0])
+def test_a_busy_gpu_hears_nothing_of_a_larger_batch(busy_ms: float, gpu: Ceilings) -> None:
+    assert launch_gap(found(gpu, WAITED_FOR, busy_ms=busy_ms)) == []
 
 
 def test_waits_are_named_with_their_lines_and_counts(gpu: Ceilings) -> None:

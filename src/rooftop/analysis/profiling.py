@@ -16,6 +16,7 @@ all the time shows in the interval of the wall time.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -48,16 +49,20 @@ Progress = Callable[[str, float], None]
 
 WARM_UP_STEPS = 2
 COMPILED_WARM_UP_STEPS = 5  # compile, warm up and capture CUDA graphs, forward and backward
-BLOCK_S = 0.25  # of steps in sequence; there are a few such blocks
-SLOW_STEP_S = 0.5  # of longer steps only two blocks are run
-AGREEMENT, MOST_BLOCKS = 0.03, 8
-"""Blocks are repeated until the interval of the wall time is at most so wide, relative to it, or there are so many."""
+BLOCK_S = 0.25  # of steps in sequence
+BLOCKS_S, LEAST_BLOCKS, MOST_BLOCKS = 2.0, 2, 10
+"""All blocks together take about so long, but there are at least and at most so many."""
+AGREEMENT, QUIET_BLOCKS = 0.03, 4
+"""Blocks after these are left out where the interval of the wall time is at most so wide, relative to it."""
 ALONE_S, LEAST_ALONE, MOST_ALONE = 0.25, 2, 20  # single steps, at each of two moments
 QUEUE_LENGTH = 1000  # a GPU takes about this many launches before the host must wait
 LABELLED_S = 1.5  # labelled runs of a program together, but at least ...
 LEAST_LABELLED = {"cpu": 3, "cuda": 2}  # ... so many (a GPU's kernels have their times from elsewhere) ...
 MOST_LABELLED = 9
 LONG_LABELLED_S = 4.0  # ... and one less of those that take so long
+_measuring = threading.RLock()
+"""Threads that analyze take turns: they would disturb each other, and a second profiler beside the first ends the
+process with a segmentation fault (PyTorch 2.13)."""
 UNEXPLAINED = 0.01  # of the wall time: kernels that together take so much more contradict it
 
 
@@ -118,27 +123,30 @@ def profile_program(
     require_folder_of(trace)
     device = program.device
     graphs = CompiledGraphs() if program.compiled else None
-    with program.preserved(), graphs or nullcontext(), other_load() as load:
+    with _measuring, program.preserved(), graphs or nullcontext(), other_load() as load:
         progress("compiling" if graphs else "warming up", 0.0)
         for _ in range(COMPILED_WARM_UP_STEPS if graphs else WARM_UP_STEPS):
             program.step()
         progress("timing the step", 0.1)
         clock = StepClock(program.step, device)
+        began = time.perf_counter()
         step_s = clock.run_block(BLOCK_S).ms / 1e3
+        blocks = max(LEAST_BLOCKS, min(MOST_BLOCKS, int(BLOCKS_S / (time.perf_counter() - began))))
         alone = max(LEAST_ALONE, min(MOST_ALONE, int(ALONE_S / max(step_s, 1e-6)))) if device.type == "cuda" else 0
         clock.run_alone(alone)
         progress("profiling", 0.3)
         with PlainInstrument(device, _allocated_bytes(program), trace) as plain:
             program.step()
-        if step_s < SLOW_STEP_S:
+        if blocks > LEAST_BLOCKS:
             clock.run_block(BLOCK_S)
         times = _kernel_times(program, clock, plain.result) if device.type == "cuda" else None
         progress("profiling each operator", 0.5)
-        labelled, tracker = _labelled_runs(program, graphs, clock, progress)
+        between = blocks - LEAST_BLOCKS if device.type == "cpu" else 0
+        labelled, tracker = _labelled_runs(program, graphs, clock, between, progress)
         progress("timing the step again", 0.9)
         clock.run_alone(alone)
         clock.run_block(BLOCK_S)
-        while clock.wall.spread > AGREEMENT and clock.wall.blocks < MOST_BLOCKS and step_s < SLOW_STEP_S:
+        while clock.wall.blocks < blocks and (clock.wall.blocks < QUIET_BLOCKS or clock.wall.spread > AGREEMENT):
             clock.run_block(BLOCK_S)
         if times is not None and times.busy_ms > (1 + UNEXPLAINED) * clock.wall.ms:
             times = _kernel_times(program, clock, plain.result)  # one of the two was disturbed
@@ -154,11 +162,14 @@ def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTim
 
 
 def _labelled_runs(
-    program: Program, graphs: CompiledGraphs | None, clock: StepClock, progress: Progress
+    program: Program, graphs: CompiledGraphs | None, clock: StepClock, blocks: int, progress: Progress
 ) -> tuple[list[Labelled], ModuleTracker]:
     """The labelled runs, as many as their time allows, and the tracker of the last of them.
 
     On a CPU blocks of plain steps stand between the first ones: the two are compared, so both see the same machine.
+
+    Args:
+        blocks: so many at most.
     """
     labelled: list[Labelled] = []
     least, took_s = LEAST_LABELLED[program.device.type], 0.0
@@ -171,8 +182,9 @@ def _labelled_runs(
         if took_s > LONG_LABELLED_S:
             least = min(least, 2)
         progress("profiling each operator", 0.5 + 0.4 * min(1.0, max(len(labelled) / least, took_s / LABELLED_S)))
-        if on_cpu and len(labelled) < least and clock.wall.ms < 1e3 * SLOW_STEP_S:
+        if len(labelled) < least and blocks > 0:
             clock.run_block(BLOCK_S)
+            blocks -= 1
     return labelled, tracker
 
 

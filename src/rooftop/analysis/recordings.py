@@ -254,7 +254,7 @@ class Recording:
         first, first_ms = self._whole
         seen = self._seen["whole"]
         if self._plain is not None and len(self._durations_ms) >= LEAST_TIMED:
-            labelled, plain, wall = self._labelled, self._plain, StepTime.of([self._durations_ms])
+            labelled, plain, wall = self._labelled, self._plain, StepTime.of_loop(self._durations_ms)
             seen = self._seen["labelled"]
             mode = f"{self.steps} recorded steps"
         else:

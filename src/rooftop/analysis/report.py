@@ -179,7 +179,7 @@ class Summary:
         op_roof_ms, fused_roof_ms: see `rooftop.analysis.floors`.
         kernels: launches of one step. samples: the first dimension of the first input.
         repeats: how often each operator was timed.
-        wall_low_ms, wall_high_ms: the interval in which the wall time lies.
+        wall_low_ms, wall_high_ms: its interval: the fastest steps, and what half of them stayed below.
         latency_ms: of one step alone, from an idle device to the end of its work; what one request waits for.
         latency_low_ms, latency_high_ms: its interval.
         disturbed: other programs took what this one needed, or its times were not reproduced (a note says which).
@@ -274,8 +274,8 @@ class Report:
         summary = self.summary
         if self.predicted or summary.latency_ms is None:
             return ""
-        share = 100 * summary.busy_ms / summary.wall_ms
-        loop = f"In a loop the {'GPU' if summary.device_bound else 'host'} sets the pace: the GPU works for {share:.0f}% of a step."
+        share, leader = 100 * summary.busy_ms / summary.wall_ms, "GPU" if summary.device_bound else "host"
+        loop = f"In a loop the {leader} sets the pace: the GPU works for {share:.0f}% of a step."
         lead_ms = summary.latency_ms - summary.wall_ms
         if lead_ms <= 0.05 * summary.wall_ms:
             return f"{loop} A step alone takes as long."

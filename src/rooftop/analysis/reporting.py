@@ -60,7 +60,7 @@ def report_of(
         ceilings=ceilings,
         plain=profile.plain,
         host_ms=profile.host_ms,
-        best_ms=profile.wall.best_ms,
+        best_ms=profile.wall.low_ms,
         optimizers=profile.tracker.optimizers,
     )
     return Report(
@@ -134,7 +134,10 @@ def _noise(profile: Profile) -> list[str]:
     if not _crowded(profile) and wall.spread <= NOISY:
         return []
     cause = f"other programs used {profile.load.cores:.1f} of {os.cpu_count()} cores" if _crowded(profile) else ""
-    seen = f"{wall.steps} steps at {wall.blocks} moments took {wall.low_ms:.3g} to {wall.high_ms:.3g} ms"
+    seen = (
+        f"of {wall.steps} steps at {wall.blocks} moments half took more than {wall.high_ms:.3g} ms, the fastest ones "
+        f"{wall.low_ms:.3g} ms"
+    )
     return [
         f"Disturbed: {'; '.join(filter(None, [cause, seen]))}. Differences and gains below "
         f"{max(wall.high_ms - wall.low_ms, NOISY * wall.ms):.2g} ms say nothing; on a quiet machine the step may be "

@@ -7,8 +7,10 @@ one request waits for. The two are measured apart and never mixed.
 - A *block* is a run of steps without a synchronization of ours between them. The first steps of a block fill the
   queue and bring the device to the clocks of lasting work; they are not counted.
 - On a GPU an event stands between steps, on a CPU the host's clock is read there.
-- Blocks are taken at several moments of an analysis, since a host is not equally fast at all times. The wall time is the
-  median over windows of steps, and its interval contains the median of each block.
+- Blocks are taken at several moments of an analysis, since a host is not equally fast at all times.
+- Ten steps in a row are a *window*, and the time is the lower tenth of all windows. What else a host does only adds to
+  a step: on a shared H100 host the median of the same program varied by 40% from process to process, the fastest
+  windows by 6%. The interval reaches from the fastest window to the median, so it shows what the others did.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ import torch
 
 LEAD_STEPS, LEAD_S = 2, 0.15
 """Steps before those that are counted: at least so many, and for at least so long. An H100 that was idle runs matrix
-products some 50 ms above the clocks that its power limit lets it keep."""
+products some 50 ms above the clocks that its power limit lets it keep. A CPU needs one."""
 LEAST_STEPS, MOST_STEPS = 3, 400  # of a block
-WINDOW_STEPS, LEAST_WINDOWS = 10, 5
-CONFIDENCE = 0.95  # of the interval around the median
+WINDOW_STEPS, LEAST_WINDOWS = 10, 10
+LOWER_TENTH = 0.1
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,13 @@ class StepTime:
     """Time of a step in ms, with the interval in which it lies.
 
     Attributes:
-        ms: median over windows of steps.
-        low_ms, high_ms: the interval. It contains the median of each block, and with 95% confidence that of all windows.
-        best_ms: the fastest window.
+        ms: the time. low_ms, high_ms: the interval: the fastest window, and the median of all.
         steps, blocks: how many steps were timed, at how many moments.
     """
 
     ms: float
     low_ms: float
     high_ms: float
-    best_ms: float
     steps: int
     blocks: int = 1
 
@@ -55,39 +54,32 @@ class StepTime:
 
     @classmethod
     def of(cls, blocks: Sequence[Sequence[float]]) -> StepTime:
-        """From the time in ms of each step of each block (at least one step in all)."""
-        counted = [list(block) for block in blocks if block]
-        steps = sum(len(block) for block in counted)
-        size = max(1, min(WINDOW_STEPS, steps // LEAST_WINDOWS))
-        by_block = [_windows(block, size) for block in counted]
-        windows = sorted(ms for block in by_block for ms in block)
-        middles = [statistics.median(block) for block in by_block]
-        low_ms, high_ms = _median_interval(windows)
-        return cls(
-            ms=statistics.median(windows),
-            low_ms=min(low_ms, *middles),
-            high_ms=max(high_ms, *middles),
-            best_ms=windows[0],
-            steps=steps,
-            blocks=len(counted),
-        )
+        """Of a step that does the same each time, from the ms of each step of each block (at least one in all)."""
+        windows, steps = _windows(blocks)
+        ms = windows[int(LOWER_TENTH * (len(windows) - 1))]
+        return cls(ms, windows[0], statistics.median(windows), steps, len(blocks))
+
+    @classmethod
+    def of_loop(cls, durations_ms: Sequence[float]) -> StepTime:
+        """Of the steps of a program's own loop, which differ (data, logging): the median of the windows counts."""
+        windows, steps = _windows([durations_ms])
+        quarter = len(windows) // 4
+        return cls(statistics.median(windows), windows[quarter], windows[len(windows) - 1 - quarter], steps)
 
 
-def _windows(block: list[float], size: int) -> list[float]:
-    """Means over successive steps; what is left at the end joins the last window."""
-    count = max(1, len(block) // size)
-    borders = [number * size for number in range(count)] + [len(block)]
-    return [statistics.fmean(block[start:end]) for start, end in pairwise(borders)]
+def _windows(blocks: Sequence[Sequence[float]]) -> tuple[list[float], int]:
+    """Means over successive steps of a block, ascending; and how many steps there are.
 
-
-def _median_interval(ascending: Sequence[float]) -> tuple[float, float]:
-    """Confidence interval of the median by order statistics, which assumes no distribution."""
-    count, rank, tail = len(ascending), 0, 0.5 ** len(ascending)
-    # So many of the smallest may lie below the interval that the median does so with 2.5% at most.
-    while rank + 1 < (count + 1) // 2 and tail + math.comb(count, rank + 1) * 0.5**count <= (1 - CONFIDENCE) / 2:
-        rank += 1
-        tail += math.comb(count, rank) * 0.5**count
-    return ascending[rank], ascending[count - 1 - rank]
+    What is left at the end of a block joins its last window.
+    """
+    steps = sum(map(len, blocks))
+    size = max(1, min(WINDOW_STEPS, steps // LEAST_WINDOWS))
+    windows = []
+    for block in blocks:
+        count = max(1, len(block) // size)
+        borders = [number * size for number in range(count)] + [len(block)]
+        windows += [statistics.fmean(block[start:end]) for start, end in pairwise(borders) if end > start]
+    return sorted(windows), steps
 
 
 class StepClock:
@@ -122,22 +114,17 @@ class StepClock:
         """
         return min(self._launching_ms, default=None) if self._device.type == "cuda" else None
 
-    @property
-    def blocks_agree(self) -> float:
-        """How far the medians of the blocks are apart, relative to the smallest."""
-        middles = [statistics.median(block) for block in self._blocks]
-        return max(middles) / min(middles) - 1 if middles and min(middles) > 0 else 0.0
-
     def run_block(self, seconds: float) -> StepTime:
         """Time one more block of about so long; returns what it alone says."""
-        took_s, lead = 0.0, 0
-        if self._blocks:
-            took_s = 1e-3 * statistics.median(self._blocks[-1])
+        on_gpu = self._device.type == "cuda"
+        least, lead = LEAD_STEPS if on_gpu else 1, 0
         began = time.perf_counter()
-        while lead < LEAD_STEPS or (lead < MOST_STEPS and time.perf_counter() - began < min(LEAD_S, seconds)):
+        while lead < least or (on_gpu and lead < MOST_STEPS and time.perf_counter() - began < min(LEAD_S, seconds)):
             self._step()
             lead += 1
-        if not took_s:  # the first block: how long a step takes is not known yet
+        if self._blocks:
+            took_s = 1e-3 * statistics.median(self._blocks[-1])
+        else:  # how long a step takes is not known yet
             synchronize(self._device)
             took_s = (time.perf_counter() - began) / lead
             self._step()

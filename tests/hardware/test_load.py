@@ -1,0 +1,62 @@
+"""Work of other programs is seen, own work is not taken for theirs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from rooftop.hardware.load import OtherLoad, other_load
+
+
+def busy(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def test_own_work_and_that_of_own_processes_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's count of busy seconds is replaced by this process's own: what is left for others is nothing."""
+    process = psutil.Process()
+
+    def own_s() -> float:
+        mine = process.cpu_times()
+        children = [child.cpu_times() for child in process.children(recursive=True)]
+        ended = mine.children_user + mine.children_system
+        return float(mine.user + mine.system + ended + sum(c.user + c.system for c in children))
+
+    monkeypatch.setattr("rooftop.hardware.load._busy_s", own_s)
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        with other_load() as seen:
+            busy(0.3)
+    finally:
+        child.kill()
+        child.wait()
+    assert seen.cores < 0.1
+    assert seen.seconds >= 0.3
+
+
+def test_work_of_others_counts_in_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.5 seconds of others' work in a block of half a second are three cores."""
+    counts = iter([100.0, 101.5])
+    monkeypatch.setattr("rooftop.hardware.load._busy_s", lambda: next(counts))
+    monkeypatch.setattr("rooftop.hardware.load._own_s", lambda: 0.0)
+    with other_load() as seen:
+        time.sleep(0.5)
+    assert seen.cores == pytest.approx(3.0, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "disturbs"),
+    [(0.05, 2, False), (0.5, 2, True), (0.5, 1, False), (1.0, 1, False), (1.2, 1, True)],
+)
+def test_others_disturb_where_they_take_cores_that_are_wanted(
+    cores: float, threads: int, disturbs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert OtherLoad(cores, 1.0).disturbs(threads) is disturbs
+    assert not OtherLoad(cores, 0.01).disturbs(threads)

@@ -1,0 +1,121 @@
+"""The time of a step in sequence is that of an undisturbed host, and its interval holds what the others did to it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rooftop.hardware.sequences import LEAST_STEPS, WINDOW_STEPS, StepClock, StepTime
+
+CPU = torch.device("cpu")
+durations = st.lists(st.floats(0.01, 1e4), min_size=1, max_size=80)
+
+
+@given(blocks=st.lists(durations, min_size=1, max_size=5))
+def test_the_time_lies_in_its_interval_and_among_the_steps(blocks: list[list[float]]) -> None:
+    seen = StepTime.of(blocks)
+    every = [ms for block in blocks for ms in block]
+    assert seen.low_ms <= seen.ms <= seen.high_ms
+    assert min(every) * (1 - 1e-9) <= seen.low_ms
+    assert seen.high_ms <= max(every) * (1 + 1e-9)
+    assert (seen.steps, seen.blocks) == (len(every), len(blocks))
+
+
+@given(block=durations)
+def test_a_loops_own_time_lies_in_its_interval(block: list[float]) -> None:
+    seen = StepTime.of_loop(block)
+    assert seen.low_ms <= seen.ms <= seen.high_ms
+    assert min(block) * (1 - 1e-9) <= seen.ms <= max(block) * (1 + 1e-9)
+
+
+def test_a_host_that_is_slow_most_of_the_time_leaves_the_time_alone() -> None:
+    """Three of four blocks were slowed down by half and more: the time is that of the fourth."""
+    blocks = [[15.0] * 100, [10.0] * 100, [17.0] * 100, [16.0] * 100]
+    seen = StepTime.of(blocks)
+    assert seen.ms == pytest.approx(10.0)
+    assert seen.high_ms == pytest.approx(15.5)
+    assert seen.spread > 0.5
+
+
+def test_one_lucky_window_is_not_the_time() -> None:
+    seen = StepTime.of([[10.0] * 300 + [5.0] * WINDOW_STEPS])
+    assert (seen.ms, seen.low_ms) == (10.0, 5.0)
+
+
+def test_what_comes_every_few_steps_belongs_to_the_step() -> None:
+    """A collection of garbage at every tenth step makes every window longer by a tenth of it."""
+    seen = StepTime.of([([10.0] * 9 + [20.0]) * 12])
+    assert seen.ms == pytest.approx(11.0)
+
+
+def test_the_steps_of_a_loop_differ_and_their_median_counts() -> None:
+    seen = StepTime.of_loop([10.0] * 4 + [30.0] * 3)
+    assert seen.ms == 10.0
+    assert StepTime.of_loop([10.0] * 3 + [30.0] * 4).ms == 30.0
+
+
+def test_a_clock_counts_what_comes_after_the_lead() -> None:
+    """The first step of each block is slow, as after a pause: it is not among those that count."""
+    calls = 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.05 if calls == 1 else 0.002)
+
+    clock = StepClock(step, CPU)
+    clock.run_block(0.02)
+    for _ in range(2):
+        clock.run_block(0.02)
+    assert clock.wall.blocks == 3
+    assert clock.wall.steps >= 3 * LEAST_STEPS
+    assert 2.0 <= clock.wall.ms < 25.0
+    assert clock.launching_ms is None
+
+
+def test_single_steps_are_timed_apart() -> None:
+    clock = StepClock(lambda: time.sleep(0.003), CPU)
+    clock.run_alone(4)
+    assert clock.latency.steps == 4
+    assert clock.latency.ms >= 3.0
+
+
+@pytest.mark.gpu
+def test_a_sequence_hides_the_host_behind_the_gpu() -> None:
+    """The host needs 2 ms for a step whose work takes the GPU longer: in sequence it is hidden, alone it is not."""
+    x = torch.randn(8192, 8192, device="cuda")
+
+    def step() -> None:
+        time.sleep(0.002)
+        for _ in range(2):
+            torch.mm(x, x)
+
+    def work_alone() -> None:
+        for _ in range(2):
+            torch.mm(x, x)
+
+    clock, bare = (StepClock(fn, torch.device("cuda")) for fn in (step, work_alone))
+    for each in (clock, bare):
+        each.run_block(0.2)
+        each.run_alone(5)
+    assert clock.wall.ms == pytest.approx(bare.wall.ms, rel=0.03)
+    assert clock.latency.ms >= bare.latency.ms + 1.5
+    assert clock.launching_ms is not None
+    assert clock.launching_ms >= 2.0
+
+
+@pytest.mark.gpu
+def test_a_slow_host_sets_the_pace() -> None:
+    x = torch.randn(64, 64, device="cuda")
+
+    def step() -> None:
+        time.sleep(0.003)
+        torch.mm(x, x)
+
+    clock = StepClock(step, torch.device("cuda"))
+    clock.run_block(0.2)
+    assert 3.0 <= clock.wall.ms < 4.0
