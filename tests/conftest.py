@@ -31,7 +31,7 @@ from typing import Any
 import pytest
 import torch
 
-from rooftop.hardware import Ceilings, measure_ceilings, probes
+from rooftop.hardware import Ceilings, cpu_probes, measure_ceilings
 from rooftop.launch import INTERPRETED, cuda, nvrtc
 
 
@@ -334,12 +334,13 @@ def measured_with_switches_turned() -> Callable[[str], Measurement]:
 def measurement(shared_builds: Path, measured_with_switches_turned: Callable[[str], Measurement]) -> Measurement:
     """That of this CPU, which takes a while: by the first worker that needs it, and into the cache of this run.
 
-    Rates need not be as exact as those of a user, and are measured in a quarter of the time.
+    Rates need not be as exact as those of a user, and are measured in a twelfth of the time.
     """
 
     def make(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(probes, "CPU_SECONDS", probes.CPU_SECONDS / 4)
+            patch.setattr(cpu_probes, "BURST_S", cpu_probes.BURST_S / 4)
+            patch.setattr(cpu_probes, "ROUNDS", 1)
             (folder / "measurement").write_bytes(pickle.dumps(measured_with_switches_turned("cpu")))
 
     folder = built_once(shared_builds / "ceilings", make)

@@ -2,8 +2,10 @@
 
     roof = max(bytes / rate, flops / peak, kernel_floor)
 
-`rate` is the fastest rate measured for a working set of this size (on a GPU: L2 or DRAM), `peak` the fastest matrix
-rate measured for the precision, `kernel_floor` the duration of an empty kernel inside a CUDA graph.
+`rate` is the fastest rate measured for a working set of this size, also right after another kernel has written the
+input: small tensors are judged by the cache that holds them. Bytes that are read and written in the same memory have a
+rate of their own. `peak` is the fastest matrix rate measured for the precision, `kernel_floor` the duration of the
+shortest kernel. An operator that is faster than its roof raises the figure that set it.
 """
 
 from __future__ import annotations
@@ -37,11 +39,54 @@ def roof(cost: Cost, ceilings: Ceilings) -> Roof:
     """
     if cost.bytes == 0 and cost.total_flops == 0:
         return Roof(0.0, "none")
-    memory_ms = 1e3 * cost.bytes / ceilings.rate(cost.working_set_bytes)
     compute_ms = max((1e3 * flops / ceilings.peak(precision) for precision, flops in cost.flops.items()), default=0.0)
     return max(
-        Roof(memory_ms, "memory"),
+        Roof(_memory_ms(cost, ceilings), "memory"),
         Roof(compute_ms, "compute"),
         Roof(ceilings.kernel_floor_ms, "launch"),
         key=lambda candidate: candidate.ms,
     )
+
+
+def _memory_ms(cost: Cost, ceilings: Ceilings) -> float:
+    shared = 2 * cost.shared_bytes  # read and written
+    in_place_s = shared / ceilings.rate(cost.working_set_bytes, in_place=True)
+    return 1e3 * ((cost.bytes - shared) / ceilings.rate(cost.working_set_bytes) + in_place_s)
+
+
+MOST_RAISE = 1.5
+"""An operator further above its roof than this has a wrong cost, or a wrong time: no ceiling is that far off."""
+
+
+def raise_ceilings(ceilings: Ceilings, cost: Cost, ms: float, by: str) -> Ceilings:
+    """Ceilings under which work that took `ms` is not above its roof.
+
+    Every figure that alone says more than `ms` is raised to what was reached. All others stay.
+
+    Args:
+        cost: of one operator. ms: its time, best of several when it ran alone.
+        by: the operator in words, for the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
+
+    Raises:
+        ValueError: it is further above its roof than ceilings can be wrong.
+    """
+    before = roof(cost, ceilings)
+    if before.ms > MOST_RAISE * ms:
+        raise ValueError(
+            f"{by} took {ms:.4g} ms, and its roof is {before.ms:.4g} ms ({before.bound}): more than {MOST_RAISE} times "
+            "above its roof, its cost formula or the measurement must be wrong, not the ceilings"
+        )
+    for precision, flops in cost.flops.items():
+        if 1e3 * flops / ceilings.peak(precision) > ms:
+            ceilings = ceilings.raised(precision, 1e3 * flops / ms, by)
+    factor = _memory_ms(cost, ceilings) / ms
+    if factor > 1:
+        size, shared = cost.working_set_bytes, 2 * cost.shared_bytes
+        rate, rate_in_place = ceilings.rate(size), ceilings.rate(size, in_place=True)
+        if cost.bytes > shared:
+            ceilings = ceilings.raised_memory(size, factor * rate, by)
+        if shared:
+            ceilings = ceilings.raised_memory(size, factor * rate_in_place, by, in_place=True)
+    if before.ms and ceilings.kernel_floor_ms > ms:
+        ceilings = ceilings.lowered_floor(ms, by)
+    return ceilings

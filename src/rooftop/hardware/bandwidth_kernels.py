@@ -1,30 +1,44 @@
-"""Triton kernels that do nothing but move memory: read, write, copy, triad.
+"""Triton kernels that do nothing but move memory: read, write, copy, triad; and two that do nothing at all.
 
 torch alone cannot read without also reducing well, nor be sure to use 16-byte accesses everywhere; a ceiling is the
-better of both.
+better of both. `copy` from one dtype to another is a cast, and within one tensor an update in place.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # 16 KiB of float32 a program: four 16-byte accesses in flight for each of 256 threads
-WARPS = 8
+
+@dataclass(frozen=True)
+class Blocks:
+    """Launch parameters: elements and warps of a program."""
+
+    elements: int
+    warps: int
 
 
-@triton.jit
-def _read(source, sums, n, BLOCK: tl.constexpr):  # source (n,), sums (programs,)
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    at = start + tl.arange(0, BLOCK)
+LARGE = Blocks(4096, 8)  # 16 KiB of float32 a program: four 16-byte accesses in flight for each of 256 threads
+SMALL = Blocks(1024, 4)  # two for each of 128 threads: a working set of 1 MiB still has a program for each processor
+
+_ORDER = ["first", "step"]  # they differ from launch to launch and decide nothing that is compiled
+
+
+@triton.jit(do_not_specialize=_ORDER)
+def _read(source, sums, n, first, step, BLOCK: tl.constexpr):  # source (n,), sums (programs,)
+    block = first + step * tl.program_id(0)
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(source + at, mask=at < n, other=0.0)
     tl.store(sums + tl.program_id(0), tl.sum(values, axis=0))
 
 
-@triton.jit
-def _write(target, value, n, BLOCK: tl.constexpr):  # target (n,)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=_ORDER)
+def _write(target, value, n, first, step, BLOCK: tl.constexpr):  # target (n,)
+    block = first + step * tl.program_id(0)
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + at, tl.zeros((BLOCK,), tl.float32) + value, mask=at < n)
 
 
@@ -46,31 +60,51 @@ def _empty():
     pass
 
 
-def programs(tensor: Tensor) -> int:
+@triton.jit
+def rooftop_marker():
+    pass
+
+
+def programs(tensor: Tensor, blocks: Blocks = LARGE) -> int:
     """Programs that cover a tensor."""
-    return int(triton.cdiv(tensor.numel(), BLOCK))
+    return int(triton.cdiv(tensor.numel(), blocks.elements))
 
 
-def read(source: Tensor, sums: Tensor) -> None:
-    """`sums[i]` is the sum of block i of `source`; float32, contiguous, `sums` has at least `programs(source)`."""
-    _read[(programs(source),)](source, sums, source.numel(), BLOCK=BLOCK, num_warps=WARPS)
+def read(source: Tensor, sums: Tensor, blocks: Blocks = LARGE, backwards: bool = False) -> None:
+    """Sum each block of `source` into `sums`; contiguous, `sums` has at least `programs(source, blocks)` elements.
+
+    Backwards, the last block comes first: what is then still in the cache is the beginning.
+    """
+    grid = programs(source, blocks)
+    first, step = (grid - 1, -1) if backwards else (0, 1)
+    _read[(grid,)](source, sums, source.numel(), first, step, BLOCK=blocks.elements, num_warps=blocks.warps)
 
 
-def write(target: Tensor, value: float) -> None:
-    """Fill; float32, contiguous."""
-    _write[(programs(target),)](target, value, target.numel(), BLOCK=BLOCK, num_warps=WARPS)
+def write(target: Tensor, value: float, blocks: Blocks = LARGE, backwards: bool = False) -> None:
+    """Fill; contiguous. Backwards, the last block comes first."""
+    grid = programs(target, blocks)
+    first, step = (grid - 1, -1) if backwards else (0, 1)
+    _write[(grid,)](target, value, target.numel(), first, step, BLOCK=blocks.elements, num_warps=blocks.warps)
 
 
-def copy(source: Tensor, target: Tensor) -> None:
-    """target = source; float32, contiguous, equal sizes."""
-    _copy[(programs(source),)](source, target, source.numel(), BLOCK=BLOCK, num_warps=WARPS)
+def copy(source: Tensor, target: Tensor, blocks: Blocks = LARGE) -> None:
+    """target = source, cast to its dtype; contiguous, equal sizes."""
+    n = source.numel()
+    _copy[(programs(source, blocks),)](source, target, n, BLOCK=blocks.elements, num_warps=blocks.warps)
 
 
-def triad(left: Tensor, right: Tensor, target: Tensor, scale: float) -> None:
-    """target = left + scale * right; float32, contiguous, equal sizes."""
-    _triad[(programs(left),)](left, right, target, scale, left.numel(), BLOCK=BLOCK, num_warps=WARPS)
+def triad(left: Tensor, right: Tensor, target: Tensor, scale: float, blocks: Blocks = LARGE) -> None:
+    """target = left + scale * right; contiguous, equal sizes."""
+    n = left.numel()
+    grid = (programs(left, blocks),)
+    _triad[grid](left, right, target, scale, n, BLOCK=blocks.elements, num_warps=blocks.warps)
 
 
 def empty() -> None:
     """A kernel that does nothing."""
     _empty[(1,)](num_warps=1)
+
+
+def marker() -> None:
+    """Another, whose name tells where a call begins and ends (see `kernel_times`)."""
+    rooftop_marker[(1,)](num_warps=1)

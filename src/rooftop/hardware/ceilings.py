@@ -1,7 +1,7 @@
 """Ceilings: what this machine can do, measured; as data and as a file.
 
-A ceiling is an upper bound: the fastest rate that was reproduced, whichever pattern or shape reached it. Figures above
-a ceiling elsewhere mean that the ceiling was measured badly, so every doubt is resolved upwards.
+A ceiling is an upper bound: the fastest rate that was ever measured, whichever pattern or shape reached it. An operator
+above a ceiling means that the ceiling was measured badly: it raises it.
 """
 
 from __future__ import annotations
@@ -9,31 +9,48 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from rooftop.errors import CeilingsFileError
+from rooftop.hardware.figures import Raise, memory_figure, part_in_words
 
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, 2)  # the first knew neither casts nor updates, neither sustained rates nor what raised a ceiling
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Bandwidths at one working set, bytes/s (read plus written): sum, fill, copy, and a = b + s * c."""
+    """Bandwidths at one working set, bytes/s (read plus written).
+
+    Sum, fill, copy, a = b + s * c, a cast between four and two bytes; a = s * a in place, which reads and writes the
+    same memory; and what operators of programs have reached, in place or not. 0 is what was not measured.
+    """
 
     working_set_bytes: int
     read: float
     write: float
     copy: float
     triad: float
+    cast: float = 0.0
+    update: float = 0.0
+    raised: float = 0.0
+    raised_in_place: float = 0.0
 
     @property
     def best(self) -> float:
-        return max(self.read, self.write, self.copy, self.triad)
+        """Of work that reads and writes different memory."""
+        return max(self.read, self.write, self.copy, self.triad, self.cast, self.raised)
+
+    @property
+    def best_in_place(self) -> float:
+        """Of work that writes what it has read: a cache serves each of its bytes twice."""
+        return max(self.best, self.update, self.raised_in_place)
 
 
 @dataclass(frozen=True)
@@ -55,12 +72,15 @@ class Ceilings:
         versions: of everything that could change the figures.
         measured_at: UTC, ISO 8601.
         memory: bandwidths over the working set, rising. levels: their summary.
-        flops: best matrix rate for each precision, flop/s.
-        kernel_floor_ms: duration of an empty kernel inside a CUDA graph; on a CPU of the cheapest operator.
+        flops: best matrix rate for each precision, flop/s. Only those that somebody has asked for.
+        kernel_floor_ms: duration of the shortest kernel; on a CPU of the cheapest operator.
         launch_eager_ms, launch_graph_ms: time for each of many tiny kernels, launched eagerly and from a graph.
         transfers: bytes/s between host and device, pageable and pinned. links: between GPUs, copies and the bus
-            bandwidth of collectives.
-        spread: relative spread of each measurement. disturbed: those above 10%.
+            bandwidth of collectives. Empty until somebody asks for them.
+        spread: by figure, the relative distance of the best two samples. disturbed: in words, the figures whose best
+            was not reproduced within 10%, or that were measured while others used the machine.
+        sustained: matrix rate for each precision of a product that runs on and on, under the power limit.
+        conditions: of the last measurement (see `conditions`). raises: what operators of programs have raised.
     """
 
     device: str
@@ -79,15 +99,22 @@ class Ceilings:
     links: Mapping[str, float]
     spread: Mapping[str, float]
     disturbed: tuple[str, ...]
+    sustained: Mapping[str, float] = field(default_factory=dict)
+    conditions: Mapping[str, float] = field(default_factory=dict)
+    raises: tuple[Raise, ...] = ()
 
-    def rate(self, working_set_bytes: int) -> float:
+    def rate(self, working_set_bytes: int, in_place: bool = False) -> float:
         """Upper bound of the bandwidth for work of this size, bytes/s.
 
         The fastest pattern at the largest measured working set that is not larger than this one, or at any larger one:
         never pessimistic, and never rising with the working set.
+
+        Args:
+            in_place: the work writes what it has read.
         """
         position = bisect_right([point.working_set_bytes for point in self.memory], working_set_bytes) - 1
-        return max(point.best for point in self.memory[max(0, position) :])
+        points = self.memory[max(0, position) :]
+        return max(point.best_in_place if in_place else point.best for point in points)
 
     def peak(self, precision: str) -> float:
         """Best matrix rate in a precision, flop/s.
@@ -98,6 +125,60 @@ class Ceilings:
         if precision not in self.flops:
             raise ValueError(f"no {precision} rate was measured on {self.device}; there are {', '.join(self.flops)}")
         return self.flops[precision]
+
+    def disturbed_of(self, parts: Collection[str]) -> tuple[str, ...]:
+        """Those of the disturbed figures that belong to some parts.
+
+        Args:
+            parts: "memory", "launches", "transfers", "links", and precisions.
+        """
+        return tuple(name for name in self.disturbed if part_in_words(name) in parts)
+
+    def raised(self, precision: str, flops_per_s: float, by: str) -> Ceilings:
+        """Ceilings under which an operator with this matrix rate is not above its roof.
+
+        Args:
+            by: the operator in words, for the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
+
+        Raises:
+            ValueError: the precision was not measured, or the rate is no positive number.
+        """
+        before = self.peak(precision)
+        flops = {**self.flops, precision: max(before, _positive(flops_per_s))}
+        return self._with(f"flops {precision}", before, flops[precision], by, flops=flops)
+
+    def raised_memory(self, working_set_bytes: int, rate: float, by: str, in_place: bool = False) -> Ceilings:
+        """Ceilings under which an operator with this working set and bandwidth, bytes/s, is not above its roof.
+
+        Raises:
+            ValueError: the rate is no positive number.
+        """
+        before, pattern = self.rate(working_set_bytes, in_place), "raised_in_place" if in_place else "raised"
+        if _positive(rate) <= before:
+            return self
+        points = {point.working_set_bytes: point for point in self.memory}
+        point = points.get(working_set_bytes, MemoryPoint(working_set_bytes, 0.0, 0.0, 0.0, 0.0))
+        points[working_set_bytes] = replace(point, raised_in_place=rate) if in_place else replace(point, raised=rate)
+        memory = tuple(points[size] for size in sorted(points))
+        caches = {level.name: level.capacity_bytes for level in self.levels if level.capacity_bytes is not None}
+        levels = levels_of(memory, caches)
+        return self._with(memory_figure(working_set_bytes, pattern), before, rate, by, memory=memory, levels=levels)
+
+    def lowered_floor(self, ms: float, by: str) -> Ceilings:
+        """Ceilings under which a kernel of this duration is not above its roof.
+
+        Raises:
+            ValueError: the duration is no positive number.
+        """
+        floor = min(self.kernel_floor_ms, _positive(ms))
+        return self._with("kernel_floor_ms", self.kernel_floor_ms, floor, by, kernel_floor_ms=floor)
+
+    def _with(self, figure: str, before: float, after: float, by: str, **changes: Any) -> Ceilings:
+        """These with a figure changed, if it has changed, and with a note of it."""
+        if before == after:
+            return self
+        at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return replace(self, raises=(*self.raises, Raise(figure, before, after, by, at)), **changes)
 
     def require_kind(self, kind: str) -> None:
         """See that a step on this kind of device can be compared with these ceilings.
@@ -118,19 +199,22 @@ class Ceilings:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Ceilings:
-        """What `to_dict` gave.
+        """What `to_dict` gave, now or in an earlier format.
 
         Raises:
             ValueError: not ceilings, or of another format version.
         """
-        if not isinstance(plain, Mapping) or plain.get("format") != FORMAT:
+        if not isinstance(plain, Mapping) or plain.get("format") not in FORMATS:
             found = plain.get("format") if isinstance(plain, Mapping) else type(plain).__name__
-            raise ValueError(f"expected ceilings of format {FORMAT}, got {found!r}")
+            raise ValueError(f"expected ceilings of format {' or '.join(map(str, FORMATS))}, got {found!r}")
         try:
-            values = {field.name: plain[field.name] for field in fields(cls)}
+            needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+            values = {name: plain[name] for name in needed}
+            values |= {f.name: plain[f.name] for f in fields(cls) if f.name in plain}
             values["memory"] = tuple(MemoryPoint(**point) for point in plain["memory"])
             values["levels"] = tuple(MemoryLevel(**level) for level in plain["levels"])
             values["disturbed"] = tuple(plain["disturbed"])
+            values["raises"] = tuple(Raise(**each) for each in plain.get("raises", ()))
             rates = [point.best for point in values["memory"]] + list(plain["flops"].values())
             if not values["memory"] or not all(rate > 0 for rate in rates):
                 raise ValueError("a rate is missing or not positive")
@@ -140,17 +224,7 @@ class Ceilings:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON form, whole or not at all."""
-        target, text = Path(path), json.dumps(self.to_dict(), indent=1) + "\n"
-        if target.exists() and not target.is_file():  # a device or a pipe: a renamed file would take its place
-            target.write_text(text, encoding="utf-8")
-            return
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, target)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_whole(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Ceilings:
@@ -167,6 +241,42 @@ class Ceilings:
                 f"{os.fspath(path)} is not a usable ceilings file ({error}); "
                 f"measure again with: rooftop ceilings --refresh"
             ) from error
+
+
+def levels_of(memory: Sequence[MemoryPoint], caches: Mapping[str, int]) -> tuple[MemoryLevel, ...]:
+    """The fastest rate among the working sets that fit each cache but not a smaller one, and beyond all of them."""
+    levels, floor = [], 0
+    for name, capacity in caches.items():
+        inside = [point.best for point in memory if floor < point.working_set_bytes <= capacity]
+        if inside:
+            levels.append(MemoryLevel(name, capacity, max(inside)))
+            floor = capacity
+    # A working set somewhat larger than the cache is still served by it in part.
+    beyond = [point.best for point in memory if point.working_set_bytes >= BEYOND * floor] or [memory[-1].best]
+    return (*levels, MemoryLevel("DRAM", None, max(beyond)))
+
+
+BEYOND = 8  # times the largest cache: less than an eighth of what is touched can be in it
+
+
+def _positive(value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise ValueError(f"expected a positive number to raise a ceiling to, got {value!r}")
+    return value
+
+
+def write_whole(target: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    if target.exists() and not target.is_file():  # a device or a pipe: a renamed file would take its place
+        target.write_text(text, encoding="utf-8")
+        return
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def require_ceilings(given: object, caller: str) -> Ceilings:

@@ -32,7 +32,7 @@ from torch.nn.functional import layer_norm, linear
 from rooftop.errors import MeasurementError
 from rooftop.hardware.ceilings import Progress
 from rooftop.hardware.device import cpu, gpu, versions
-from rooftop.hardware.probes import DISTURBED_SPREAD
+from rooftop.hardware.figures import DISTURBED_SPREAD
 from rooftop.hardware.timing import MEASURE_S, Timing, compare, measure
 
 FORMAT = 1

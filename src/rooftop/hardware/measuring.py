@@ -1,53 +1,112 @@
-"""Ceilings are measured once for each device, driver and set of versions, and kept in a cache."""
+"""Ceilings are measured once for each device, driver and set of versions, and kept with their history in a cache.
+
+Only what is asked for is measured. What is missing is added to the cache when somebody needs it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from rooftop.hardware.ceilings import Ceilings, Progress
-from rooftop.hardware.probes import identity, probe
+from rooftop.errors import CeilingsFileError
+from rooftop.hardware.ceilings import Ceilings, Progress, write_whole
+from rooftop.hardware.figures import PRECISIONS
+from rooftop.hardware.histories import History, history_of
+from rooftop.hardware.probes import identity, machine_of, parts_of, probe
 
 
 def measure_ceilings(
     device: torch.device | str | None = None,
     refresh: bool = False,
     progress: Progress = lambda what, fraction: None,
+    *,
+    precisions: Collection[str] | None = None,
+    transfers: bool = True,
+    links: bool = True,
 ) -> Ceilings:
-    """Ceilings of a device, from the cache if it was measured before under the same driver and versions.
+    """Ceilings of a device, from the cache as far as they were measured before under the same driver and versions.
+
+    Launches and bandwidths are always among them.
 
     Args:
         device: "cpu", "cuda", "cuda:1"; None is the GPU if there is one.
-        refresh: measure again (under 30 s on a GPU, under 20 s on a CPU) and replace what is cached.
+        refresh: measure again (under 30 s on a GPU, under 20 s on a CPU). The best of all measurements stays: see
+            `ceilings_history` for what came out lower, and `forget_ceilings`.
         progress: called with (what is being measured, fraction done).
+        precisions: whose matrix rates are needed ("bf16"); None for all. One that the device has not is left out.
+        transfers: whether rates between host and device are needed. links: whether those between GPUs are.
+
+    Raises:
+        ValueError: no such device here, or no such precision anywhere.
+        CeilingsFileError: the cached file is corrupt; `refresh=True` replaces it.
+    """
+    where = _device(device)
+    unknown = sorted(set(precisions or ()) - set(PRECISIONS))
+    if unknown:
+        raise ValueError(f"unknown precision {unknown[0]!r}; there are {', '.join(PRECISIONS)}")
+    path = cache_path(identity(where))
+    known = None if refresh else _read(path)
+    unwanted = {*(() if transfers else ("transfers",)), *(() if links else ("links",))}
+    if precisions is not None:
+        unwanted |= set(PRECISIONS) - set(precisions)
+    measured = known.parts if known is not None else set()
+    missing = [part for part in parts_of(where) if part not in measured | unwanted]
+    if known is not None and not missing:
+        return known.ceilings()
+    return _add(path, probe(where, missing, progress), replace_corrupt=refresh).ceilings()
+
+
+def keep(ceilings: Ceilings, device: torch.device | str | None = None) -> Ceilings:
+    """Write what operators have raised into the cache of a device; returns the best that is known now.
+
+    Two processes may do so at once: neither loses what the other found.
+
+    Raises:
+        ValueError: no such device here, or the ceilings are those of another one.
+        CeilingsFileError: the cached file is corrupt.
+    """
+    where = _device(device)
+    found = history_of(ceilings)
+    path = cache_path(identity(where))
+    known = _read(path)
+    here = machine_of(where).device_id
+    if here != found.machine.device_id:
+        raise ValueError(
+            f"the ceilings are those of {ceilings.device} ({ceilings.device_id}), not of {where} ({here}): only what "
+            "was measured on this machine is kept"
+        )
+    if known is not None:  # its measurements are there already
+        found = History(known.machine, known.measurements, found.raises)
+    return _add(path, found, replace_corrupt=False).ceilings()
+
+
+def ceilings_history(device: torch.device | str | None = None) -> History | None:
+    """All that was measured of a device under the present driver and versions; None if nothing was.
 
     Raises:
         ValueError: no such device here.
-        CeilingsFileError: the cached file is corrupt; `refresh=True` replaces it.
+        CeilingsFileError: the cached file is corrupt.
     """
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"ceilings can be measured on cpu and cuda devices, got {where}")
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"{where} is not there: torch can use {torch.cuda.device_count()} GPUs on this machine")
-    path = cache_path(identity(where))
-    if path.exists() and not refresh:
-        return Ceilings.load(path)
-    ceilings = probe(where, progress)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        ceilings.save(path)
-    except OSError as error:
-        warnings.warn(
-            f"the ceilings could not be kept in {path.parent} ({error.strerror or error}) and will be measured again "
-            "next time: set ROOFTOP_CACHE to a folder that can be written",
-            stacklevel=2,
-        )
-    return ceilings
+    return _read(cache_path(identity(_device(device))))
+
+
+def forget_ceilings(device: torch.device | str | None = None) -> bool:
+    """Delete what is kept of a device; whether there was something.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    path = cache_path(identity(_device(device)))
+    there = path.exists()
+    path.unlink(missing_ok=True)
+    return there
 
 
 def cache_path(identity: tuple[str, ...]) -> Path:
@@ -59,3 +118,72 @@ def cache_folder() -> Path:
     """What is measured or compiled once is kept in $ROOFTOP_CACHE, or rooftop/ in the user's cache."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("ROOFTOP_CACHE") or Path(home) / "rooftop")
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"ceilings can be measured on cpu and cuda devices, got {where}")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"{where} is not there: torch can use {torch.cuda.device_count()} GPUs on this machine")
+    return where
+
+
+def _read(path: Path) -> History | None:
+    """The history in a file; None where there is none, or one of the first format, which is measured anew."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise _unusable(path, error) from error
+    try:
+        plain = json.loads(text)
+        if isinstance(plain, dict) and plain.get("format") == 1:
+            Ceilings.from_dict(plain)
+            return None
+        return History.from_dict(plain)
+    except (ValueError, RecursionError) as error:
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: BaseException) -> CeilingsFileError:
+    return CeilingsFileError(
+        f"{path} is not a usable ceilings file ({error}); measure again with: rooftop ceilings --refresh"
+    )
+
+
+def _add(path: Path, found: History, replace_corrupt: bool) -> History:
+    """Merge into the file, whole or not at all; returns what is known now."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path):
+            try:
+                known = _read(path)
+            except CeilingsFileError:
+                if not replace_corrupt:
+                    raise
+                known = None
+            together = found if known is None else known.merged(found)
+            write_whole(path, json.dumps(together.to_dict(), indent=1) + "\n")
+            return together
+    except OSError as error:
+        warnings.warn(
+            f"the ceilings could not be kept in {path.parent} ({error.strerror or error}) and will be measured again "
+            "next time: set ROOFTOP_CACHE to a folder that can be written",
+            stacklevel=3,
+        )
+    return found
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time changes the file. The lock ends with the process, however that ends."""
+    with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
+        try:
+            import fcntl  # which Windows has not: there the last of two writers at the same moment wins
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except (ImportError, OSError):  # some network file systems have no locks
+            pass
+        yield

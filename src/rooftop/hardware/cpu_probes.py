@@ -1,0 +1,151 @@
+"""What a CPU can do: the cheapest operator, bandwidth over the working set, matrix rates.
+
+Each figure is the best of several bursts, spaced over the whole measurement: what disturbs one spares another. Samples
+last a millisecond or more, so that none is an accident of the clock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rooftop.hardware.figures import LAUNCHES, Samples, memory_figure
+
+KIB, MIB = 1 << 10, 1 << 20
+WORKING_SETS = (256 * KIB, 512 * KIB, *(m * MIB for m in (1, 2, 4, 8, 16, 32, 64, 128, 256)))
+
+SHAPES = (
+    *((256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (4096, 256, 1024), (512, 3072, 768), (512, 768, 3072)),
+    *((2048, 2048, 512), (2048, 2048, 2048)),
+)
+"""m, n, k of matrix products, with rising work."""
+LAYOUTS = ("nn", "nt", "tn")
+CONVOLUTIONS = ((4, 256, 14, 3), (8, 128, 28, 3), (4, 256, 28, 1))  # batch, channels in and out, side, kernel
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PARTS = ("launches", "memory", *DTYPES)
+
+ROUNDS = 3
+BURST_S = 0.015  # of each candidate in each round; there are about 150
+SAMPLE_S = 1e-3
+SLOW_S = 0.05  # what takes longer has no fast path in its dtype: it runs once in a round, and larger shapes never
+
+Call = Callable[[], object]
+
+
+Candidate = tuple[str, float, Call]
+"""One way to reach a figure: its name, the bytes or flops of a call, the call."""
+
+
+def probe_cpu(parts: Collection[str], progress: Callable[[str, float], None]) -> tuple[Samples, dict[str, float]]:
+    """Samples of the figures of some parts, and the seconds that each part took in all rounds."""
+    samples, seconds = Samples(), dict.fromkeys(parts, 0.0)
+    for round_ in range(ROUNDS):
+        for number, part in enumerate(parts):
+            began = time.perf_counter()
+            progress(_IN_WORDS.get(part, f"matrix rates, {part}"), (round_ + number / len(parts)) / ROUNDS)
+            if part == "launches":
+                _launches(samples)
+            elif part == "memory":
+                _bandwidths(samples)
+            else:
+                _race(samples, _products(part, DTYPES[part]))
+                _race(samples, _convolutions(part, DTYPES[part]))
+            seconds[part] += time.perf_counter() - began
+    return samples, seconds
+
+
+_IN_WORDS = {"launches": "launches", "memory": "memory bandwidth"}
+
+
+def _launches(samples: Samples) -> None:
+    """The cheapest operator; on a CPU it stands for all that a launch is elsewhere."""
+    times = [1e3 * seconds for seconds in _cheapest_operator_s()]
+    for name in LAUNCHES:
+        samples.add(name, times)
+
+
+def _cheapest_operator_s() -> list[float]:
+    one = torch.zeros(1)
+    return _burst(lambda: torch.neg(one, out=one), 4 * BURST_S)
+
+
+def _bandwidths(samples: Samples) -> None:
+    """What the call itself takes is taken off: in small working sets it would hide the rate of the cache."""
+    launch_s = min(_cheapest_operator_s())
+    whole = torch.rand(WORKING_SETS[-1] // 4)
+    for size in WORKING_SETS:
+        for pattern, moved, call in _patterns(whole[: size // 4]):
+            times = _burst(call, BURST_S)
+            samples.add(memory_figure(size, pattern), (moved / _without_launch(s, launch_s) for s in times))
+
+
+def _without_launch(seconds: float, launch_s: float) -> float:
+    """The time beyond what the cheapest call takes, at least half of it: below that the difference is noise."""
+    return max(seconds - launch_s, seconds / 2)
+
+
+def _patterns(whole: Tensor) -> Iterator[Candidate]:
+    """All patterns within one piece of memory, `whole` (n,) in float32."""
+    half, third = whole.numel() // 2, whole.numel() // 3
+    total = torch.empty(())
+    a, b = whole[:half], whole[half : 2 * half]
+    x, y, z = (whole[i * third : (i + 1) * third] for i in range(3))
+    halves = whole.view(torch.bfloat16)
+    narrow_after, narrow_before = halves[4 * third : 6 * third], halves[: 2 * third]
+    yield "read", whole.nbytes, lambda: torch.sum(whole, 0, out=total)
+    yield "write", whole.nbytes, lambda: whole.fill_(0.5)
+    yield "copy", 2 * a.nbytes, lambda: b.copy_(a)
+    yield "triad", 3 * x.nbytes, lambda: torch.add(x, y, alpha=0.5, out=z)
+    yield "cast", 3 * x.nbytes, lambda: narrow_after.copy_(whole[: 2 * third])
+    yield "cast", 3 * x.nbytes, lambda: whole[third : 3 * third].copy_(narrow_before)
+    yield "update", 2 * whole.nbytes, lambda: whole.mul_(1.0)
+
+
+def _race(samples: Samples, candidates: Iterator[Candidate]) -> None:
+    """Those of one figure, with rising work; none after the first that is slow."""
+    for figure, flops, call in candidates:
+        times = _burst(call, BURST_S)
+        samples.add(figure, (flops / seconds for seconds in times))
+        if min(times) > SLOW_S:
+            return
+
+
+def _products(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
+    """Matrix products on random data (zeros are faster)."""
+    for m, n, k in SHAPES:
+        for layout in LAYOUTS:
+            left = torch.randn(k, m).to(dtype).t() if layout[0] == "t" else torch.randn(m, k).to(dtype)
+            right = torch.randn(n, k).to(dtype).t() if layout[1] == "t" else torch.randn(k, n).to(dtype)
+            out = torch.empty(m, n, dtype=dtype)
+            yield f"flops {precision}", 2 * m * n * k, partial(torch.mm, left, right, out=out)
+
+
+def _convolutions(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
+    """Convolutions come from another library than products: on some CPUs they are up to twice as fast."""
+    for batch, channels, side, kernel in CONVOLUTIONS:
+        x = torch.randn(batch, channels, side, side).to(dtype)
+        weight = torch.randn(channels, channels, kernel, kernel).to(dtype)
+        flops = 2 * x.numel() * channels * kernel**2
+        yield f"flops {precision}", flops, partial(functional.conv2d, x, weight, padding=kernel // 2)
+
+
+def _burst(call: Call, seconds: float) -> list[float]:
+    """Seconds a call, of samples that together take about so long, after a first call; of slow calls one sample."""
+    began = time.perf_counter()
+    call()
+    first = time.perf_counter() - began
+    calls = max(1, math.ceil(SAMPLE_S / first))
+    times: list[float] = []
+    until = time.perf_counter() + seconds
+    while not times or time.perf_counter() < until:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) / calls)
+    return times

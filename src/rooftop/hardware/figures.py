@@ -1,0 +1,121 @@
+"""Figures of a machine by name: what a measurement of ceilings gives, and which of two figures is the better.
+
+    memory 25165824 copy              bytes/s of a pattern at a working set in bytes
+    flops bf16, sustained bf16        flop/s: in a short burst at full clocks, and for as long as one likes
+    transfers device_to_host_pinned   bytes/s between host and device
+    links all_reduce_8_gpus           bytes/s between GPUs
+    kernel_floor_ms, launch_eager_ms, launch_graph_ms
+
+A figure is the best of its samples. It is reproduced where the second best comes close.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+MIB = 1 << 20
+DISTURBED_SPREAD = 0.10
+"""Samples that differ by more than this do not confirm each other."""
+
+PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
+LAUNCHES = ("kernel_floor_ms", "launch_eager_ms", "launch_graph_ms")
+PATTERNS = ("read", "write", "copy", "triad", "cast", "update", "raised", "raised_in_place")
+"""What was done with a working set; the raised ones are what operators of programs reached."""
+
+
+def better(name: str, one: float, other: float) -> float:
+    """The better of two figures of a name: the shorter time, the higher rate."""
+    return min(one, other) if name.endswith("_ms") else max(one, other)
+
+
+def memory_figure(working_set_bytes: int, pattern: str) -> str:
+    return f"memory {working_set_bytes} {pattern}"
+
+
+def part_of(name: str) -> str:
+    """Which part of a measurement gives a figure: "memory", "launches", "transfers", "links", or a precision."""
+    kind, _, rest = name.partition(" ")
+    if kind in ("flops", "sustained"):
+        return rest
+    return kind if kind in ("memory", "transfers", "links") else "launches"
+
+
+def in_words(name: str) -> str:
+    """As people read it: "matrix bf16", "copy in 24 MiB", "device to host pinned"."""
+    kind, _, rest = name.partition(" ")
+    if kind == "memory":
+        size, _, pattern = rest.partition(" ")
+        return f"{pattern} in {size_in_words(int(size))}"
+    if kind == "flops":
+        return f"matrix {rest}"
+    return (f"sustained {rest}" if kind == "sustained" else rest or name.removesuffix("_ms")).replace("_", " ")
+
+
+def size_in_words(size: int) -> str:
+    return f"{size / MIB:.3g} MiB" if size < 1000 * MIB else f"{size / MIB:.0f} MiB"
+
+
+def part_in_words(words: str) -> str:
+    """The part (see `part_of`) of a figure in words, also as files of the first format have them ("read 2 MiB")."""
+    first, _, rest = words.partition(" ")
+    if first in ("matrix", "convolution", "sustained"):
+        return rest
+    if first == "memory" or words.endswith(("MiB", "KiB")):
+        return "memory"
+    if first in ("launch", "kernel"):
+        return "launches"
+    return "transfers" if words.replace("_", " ").startswith(("host to device", "device to host")) else "links"
+
+
+@dataclass(frozen=True)
+class Raise:
+    """A ceiling that an operator of a program passed, so that it was raised (a kernel floor: lowered).
+
+    Attributes:
+        figure: its name. before, after: its value.
+        by: the operator, in words. at: when, UTC, ISO 8601.
+    """
+
+    figure: str
+    before: float
+    after: float
+    by: str
+    at: str
+
+
+class Samples:
+    """Collects samples of figures; knows the best of each, and how far the second best is from it."""
+
+    def __init__(self) -> None:
+        self._two: dict[str, list[float]] = {}
+
+    def add(self, name: str, values: Iterable[float]) -> None:
+        """More samples of a figure. What is no positive number is no sample: a clock that did not move."""
+        found = [*self._two.get(name, ()), *(value for value in values if 0 < value < math.inf)]
+        if found:
+            self._two[name] = sorted(found, reverse=not name.endswith("_ms"))[:2]
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return {name: values[0] for name, values in self._two.items()}
+
+    @property
+    def spread(self) -> dict[str, float]:
+        """By figure: the relative distance of its best two samples. One that was sampled once has none."""
+        return {name: distance(*values) for name, values in self._two.items() if len(values) > 1}
+
+
+def distance(one: float, other: float) -> float:
+    """Relative to the larger of two positive figures."""
+    return abs(one - other) / max(one, other)
+
+
+def best_of(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The best of each figure."""
+    best: dict[str, float] = {}
+    for figures in several:
+        for name, value in figures.items():
+            best[name] = better(name, best[name], value) if name in best else value
+    return best

@@ -1,0 +1,266 @@
+"""The history of a machine's ceilings: every measurement and every raise, dated, with its conditions.
+
+A ceiling is the best of its history. So a measurement under load lowers nothing, and two processes that measure at
+once lose nothing: histories merge as sets do, in any order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from rooftop.hardware.ceilings import FORMAT, Ceilings, MemoryPoint, levels_of
+from rooftop.hardware.conditions import busy
+from rooftop.hardware.figures import (
+    DISTURBED_SPREAD,
+    LAUNCHES,
+    PATTERNS,
+    Raise,
+    best_of,
+    better,
+    distance,
+    in_words,
+    memory_figure,
+    part_of,
+    size_in_words,
+)
+
+MOST_MEASUREMENTS = 20
+"""Kept of a machine, besides those that hold the best of a figure."""
+
+LOWER_BY = 0.03
+"""A figure that comes out lower by less than this came out the same."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured. `caches`: bytes by name, rising."""
+
+    device: str
+    device_id: str
+    kind: str
+    threads: int
+    versions: Mapping[str, str]
+    caches: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Figures by name (see `figures`) that were measured together.
+
+    Attributes:
+        at: UTC, ISO 8601. spread: by figure, the relative distance of its best two samples. conditions: see there.
+    """
+
+    at: str
+    figures: Mapping[str, float]
+    spread: Mapping[str, float]
+    conditions: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Lower:
+    """A figure that came out lower than one before, which stays."""
+
+    figure: str
+    new: float
+    kept: float
+    kept_at: str
+
+
+@dataclass(frozen=True)
+class History:
+    """All that is known of one machine."""
+
+    machine: Machine
+    measurements: tuple[Measurement, ...]
+    raises: tuple[Raise, ...] = field(default=())
+
+    def merged(self, other: History) -> History:
+        """What either of them knows. The order does not matter; the machine is as the newer one describes it."""
+        newer = max(self, other, key=lambda history: (history.measurements[-1].at, _text(history.machine)))
+        measurements = _union(self.measurements, other.measurements)
+        return History(newer.machine, _kept(measurements), _union(self.raises, other.raises))
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The best of each, raises included."""
+        raised = ({each.figure: each.after} for each in self.raises)
+        return best_of([*(measurement.figures for measurement in self.measurements), *raised])
+
+    @property
+    def parts(self) -> set[str]:
+        """What was measured."""
+        return {part_of(name) for measurement in self.measurements for name in measurement.figures}
+
+    def ceilings(self) -> Ceilings:
+        """The best of each figure as ceilings."""
+        figures, last = self.figures, self.measurements[-1]
+        measured = best_of(measurement.figures for measurement in self.measurements)
+        memory, kinds = _memory(figures), _by_kind(figures)
+        return Ceilings(
+            device=self.machine.device,
+            device_id=self.machine.device_id,
+            kind=self.machine.kind,
+            threads=self.machine.threads,
+            versions=self.machine.versions,
+            measured_at=last.at,
+            memory=memory,
+            levels=levels_of(memory, self.machine.caches),
+            flops=kinds["flops"],
+            kernel_floor_ms=figures["kernel_floor_ms"],
+            launch_eager_ms=figures["launch_eager_ms"],
+            launch_graph_ms=figures["launch_graph_ms"],
+            transfers=kinds["transfers"],
+            links=kinds["links"],
+            spread={name: spread for name in measured if (spread := self._holder(name).spread.get(name)) is not None},
+            disturbed=self._disturbed_in_words(memory, measured),
+            sustained=kinds["sustained"],
+            conditions=last.conditions,
+            raises=tuple(
+                each
+                for each in self.raises
+                if figures[each.figure] == each.after != measured.get(each.figure)  # those in force
+            ),
+        )
+
+    def lower(self) -> list[Lower]:
+        """Figures of the last measurement that came out lower than the best of the history, which stays."""
+        last, best = self.measurements[-1], best_of(measurement.figures for measurement in self.measurements)
+        return [
+            Lower(name, value, best[name], self._holder(name).at)
+            for name, value in last.figures.items()
+            if value != best[name] and distance(value, best[name]) > LOWER_BY
+        ]
+
+    def _holder(self, name: str) -> Measurement:
+        """The first measurement with the best of a figure."""
+        holders = [measurement for measurement in self.measurements if name in measurement.figures]
+        best = best_of({name: measurement.figures[name]} for measurement in holders)[name]
+        return next(measurement for measurement in holders if measurement.figures[name] == best)
+
+    def _disturbed(self, name: str) -> bool:
+        """Whether the best of a figure may be wrong: it was not reproduced, or the machine was not alone."""
+        holder = self._holder(name)
+        quiet = not busy(holder.conditions, self.machine.kind)
+        if quiet and holder.spread.get(name, 0.0) <= DISTURBED_SPREAD:
+            return False
+        best = holder.figures[name]
+        others = [m for m in self.measurements if m is not holder and name in m.figures]
+        reproduced = [m for m in others if distance(best, m.figures[name]) <= DISTURBED_SPREAD]
+        return not any(quiet or not busy(m.conditions, self.machine.kind) for m in reproduced)
+
+    def _disturbed_in_words(self, memory: tuple[MemoryPoint, ...], measured: Mapping[str, float]) -> tuple[str, ...]:
+        """Of memory only the pattern that sets the rate of a working set counts; all working sets are "memory"."""
+        names = [name for name in measured if part_of(name) != "memory" and self._disturbed(name)]
+        points = []
+        for point in memory:
+            named = [
+                memory_figure(point.working_set_bytes, pattern) for pattern in PATTERNS if "in_place" not in pattern
+            ]
+            name = max(named, key=lambda name: measured.get(name, 0.0))
+            if name in measured and self._disturbed(name):
+                points.append(f"memory {size_in_words(point.working_set_bytes)}")
+        of_memory = ["memory"] if points and len(points) == len(memory) else points
+        return (*of_memory, *dict.fromkeys(in_words(name) for name in names))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form: the ceilings, which older readers and people look at, with the history beside them."""
+        plain = json.loads(json.dumps({"machine": asdict(self.machine), "raises": [asdict(r) for r in self.raises]}))
+        plain["measurements"] = [json.loads(json.dumps(asdict(measurement))) for measurement in self.measurements]
+        return {**self.ceilings().to_dict(), "history": plain}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> History:
+        """What `to_dict` gave, or what `Ceilings.to_dict` gave, which is one measurement.
+
+        Raises:
+            ValueError: something else, or ceilings of the first format, which another instrument measured.
+        """
+        ceilings = Ceilings.from_dict(plain)
+        if plain["format"] != FORMAT:
+            raise ValueError(f"expected a history of format {FORMAT}, got ceilings of format {plain['format']}")
+        if "history" not in plain:
+            return history_of(ceilings)
+        try:
+            history = plain["history"]
+            measurements = tuple(Measurement(**each) for each in history["measurements"])
+            raises = tuple(Raise(**each) for each in history["raises"])
+            found = cls(Machine(**history["machine"]), measurements, raises)
+            found.ceilings()
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        return found
+
+
+def history_of(ceilings: Ceilings) -> History:
+    """Ceilings of which nothing else is known, as a history of one measurement."""
+    figures = _figures_of(ceilings)
+    for each in reversed(ceilings.raises):  # back to what was measured
+        if part_of(each.figure) == "memory":
+            figures.pop(each.figure, None)
+        else:
+            figures[each.figure] = each.before
+    caches = {level.name: level.capacity_bytes for level in ceilings.levels if level.capacity_bytes is not None}
+    machine = Machine(ceilings.device, ceilings.device_id, ceilings.kind, ceilings.threads, ceilings.versions, caches)
+    spread = {name: value for name, value in ceilings.spread.items() if name in figures}
+    return History(machine, (Measurement(ceilings.measured_at, figures, spread, ceilings.conditions),), ceilings.raises)
+
+
+def _figures_of(ceilings: Ceilings) -> dict[str, float]:
+    figures = {name: float(getattr(ceilings, name)) for name in LAUNCHES}
+    for point in ceilings.memory:
+        for pattern in PATTERNS:
+            if value := float(getattr(point, pattern)):
+                figures[memory_figure(point.working_set_bytes, pattern)] = value
+    for kind in ("flops", "sustained", "transfers", "links"):
+        figures |= {f"{kind} {name}": value for name, value in getattr(ceilings, kind).items()}
+    return figures
+
+
+def _memory(figures: Mapping[str, float]) -> tuple[MemoryPoint, ...]:
+    points: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PATTERNS, 0.0))
+    for name, value in figures.items():
+        kind, _, rest = name.partition(" ")
+        if kind == "memory":
+            size, _, pattern = rest.partition(" ")
+            points[int(size)][pattern] = value
+    return tuple(MemoryPoint(size, **points[size]) for size in sorted(points))
+
+
+def _by_kind(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Figures of two words, by the first and the second."""
+    kinds: dict[str, dict[str, float]] = {kind: {} for kind in ("flops", "sustained", "transfers", "links")}
+    for name, value in figures.items():
+        kind, _, rest = name.partition(" ")
+        if kind in kinds:
+            kinds[kind][rest] = value
+    return kinds
+
+
+Entry = TypeVar("Entry", Measurement, Raise)
+
+
+def _union(some: Iterable[Entry], others: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Each once, in order of time."""
+    by_text = {_text(each): each for entries in (some, others) for each in entries}
+    return tuple(by_text[text] for text in sorted(by_text, key=lambda text: (by_text[text].at, text)))
+
+
+def _kept(measurements: tuple[Measurement, ...]) -> tuple[Measurement, ...]:
+    """The last ones, and those with the best of a figure."""
+    holders: dict[str, int] = {}
+    for number, measurement in enumerate(measurements):
+        for name, value in measurement.figures.items():
+            held = measurements[holders[name]].figures[name] if name in holders else None
+            if held is None or better(name, held, value) != held:
+                holders[name] = number
+    first_of_last = len(measurements) - MOST_MEASUREMENTS
+    return tuple(m for i, m in enumerate(measurements) if i >= first_of_last or i in holders.values())
+
+
+def _text(entry: Any) -> str:
+    return json.dumps(asdict(entry), sort_keys=True)

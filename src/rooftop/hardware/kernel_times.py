@@ -1,0 +1,121 @@
+"""How long the kernels of a call take, as the profiler sees them: the instrument that also times operators.
+
+Events around back-to-back launches measure something else: they hold the gaps between kernels, and a chip that is kept
+busy for long lowers its clocks. Here each call runs alone between two markers, and the profiler gives the duration of
+each kernel. All calls run on one stream, where kernels run in the order of their launches: the kernels between two
+markers are those of the call between them. No correlation of host and device is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rooftop.errors import MeasurementError
+
+# The profiler's native part announces itself on stderr at each start unless told not to before it is first used.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+MARKER = "rooftop_marker"
+"""Name of the kernel that stands before and after each call."""
+
+Kernels = tuple[float, ...]
+"""Durations in ms of the kernels of one call, in order of start."""
+
+
+def nothing() -> None:
+    """Prepares nothing."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One call to be timed.
+
+    Attributes:
+        run: the call. It must launch at least one kernel.
+        prepare: runs before each call and is not timed: it decides what the caches hold.
+        repeats: how often.
+        pause_s: how long the device rests before the first of them, so that its clocks are high again.
+    """
+
+    run: Callable[[], object]
+    prepare: Callable[[], object] = nothing
+    repeats: int = 4
+    pause_s: float = 0.0
+
+
+def kernel_times(variants: Sequence[Variant], device: torch.device) -> list[list[Kernels]]:
+    """Durations of the kernels of each repetition of each variant, all in one session of the profiler.
+
+    Raises:
+        MeasurementError: the profiler did not see all kernels.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    from rooftop.hardware.bandwidth_kernels import marker
+
+    marker()  # compiled, if it was not
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        for variant in variants:
+            if variant.pause_s:
+                torch.cuda.synchronize(device)
+                time.sleep(variant.pause_s)
+            for _ in range(variant.repeats):
+                variant.prepare()
+                marker()
+                variant.run()
+                marker()
+        torch.cuda.synchronize(device)
+    results: Any = profiler.profiler
+    return joined(results.kineto_results.events(), [variant.repeats for variant in variants])
+
+
+def joined(events: Iterable[Any], repeats: Sequence[int]) -> list[list[Kernels]]:
+    """The profiler's events as durations in ms: variant, repetition, kernels.
+
+    Raises:
+        MeasurementError: the markers are not two a repetition, or no kernel stands between two of them.
+    """
+    calls: list[Kernels] = []
+    inside: list[float] | None = None
+    for name, duration_ns in _device_work(events):
+        if name.startswith(MARKER):
+            if inside is not None:
+                calls.append(tuple(inside))
+            inside = [] if inside is None else None
+        elif inside is not None:
+            inside.append(duration_ns / 1e6)
+    if inside is not None or len(calls) != sum(repeats) or not all(calls):
+        empty = sum(not call for call in calls)
+        raise MeasurementError(
+            f"the profiler saw {len(calls)} of {sum(repeats)} calls, {empty} of them without a kernel: ceilings need "
+            "CUPTI's kernel records; end other profilers of this GPU, or look at: rooftop doctor"
+        )
+    remaining = iter(calls)
+    return [[next(remaining) for _ in range(count)] for count in repeats]
+
+
+def marker_times_ms(events: Iterable[Any]) -> list[float]:
+    """Durations of the markers, which do nothing: more samples of the shortest kernel."""
+    return [
+        duration_ns / 1e6 for name, duration_ns in _device_work(events) if name.startswith(MARKER) and duration_ns > 0
+    ]
+
+
+def _device_work(events: Iterable[Any]) -> list[tuple[str, int]]:
+    """(name, ns) of what ran on the device, in order of start; the spans that labels leave there are not work."""
+    work = [e for e in events if e.device_type().name == "CUDA" and not e.is_user_annotation() and _is_work(e)]
+    work.sort(key=lambda event: event.start_ns())
+    return [(event.name(), event.duration_ns()) for event in work]
+
+
+def _is_work(event: Any) -> bool:
+    """Newer profilers say what an event is; waiting for an event or a stream is no work."""
+    kind = event.activity_type() if hasattr(event, "activity_type") else ""
+    return not kind or kind in ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")
