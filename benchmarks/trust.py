@@ -109,7 +109,16 @@ def worker(cases: list[Case], device: str, out: Path, follow: bool) -> None:
 
 def brief(row: dict[str, Any]) -> str:
     """What one process measured of a case, in a line."""
-    names = ("wall_ms", "wall_interval_ms", "latency_ms", "busy_ms", "percent_of_roof", "analysis_s", "kernels")
+    names = (
+        "wall_ms",
+        "wall_interval_ms",
+        "latency_ms",
+        "busy_ms",
+        "percent_of_roof",
+        "analysis_s",
+        "kernels",
+        "phases_s",
+    )
     text = {name: row[name] for name in names if name in row}
     plain = [f"{p['steady_ms']:.2f} ({p['median_ms']:.2f}), {p['latency_ms']:.2f}" for p in row.get("plain", [])]
     above = [f"{a['name']} {a['percent']:.0f}%" for a in row.get("above", [])[:3]]
@@ -121,8 +130,12 @@ def trusted(work: Workload, device: str) -> dict[str, Any]:
     import rooftop
 
     before = plainly(work.run, device)
-    began = time.perf_counter()
-    report = rooftop.analyze(work.model, *work.args, **work.kwargs, **work.analyzed())
+    began, phases = time.perf_counter(), dict[str, float]()
+
+    def progress(what: str, done: float) -> None:
+        phases.setdefault(what, round(time.perf_counter() - began, 2))
+
+    report = rooftop.analyze(work.model, *work.args, **work.kwargs, **work.analyzed(), progress=progress)
     seconds = time.perf_counter() - began
     after = plainly(work.run, device)
     summary = report.summary
@@ -145,6 +158,7 @@ def trusted(work: Workload, device: str) -> dict[str, Any]:
         "operators": sum(row.calls for row in report.ops),
         "coverage": report.coverage,
         "analysis_s": seconds,
+        "phases_s": phases,
         "above": sorted(above, key=lambda r: -r["percent"])[:8],
         "advice": [[item.title, item.gain_ms] for item in report.advice],
         "notes": list(report.notes),

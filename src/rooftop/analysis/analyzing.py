@@ -12,8 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rooftop.analysis.advice.rank_rules import rank_advice
-from rooftop.analysis.profiling import Progress, profile_program
+from rooftop.analysis.profiling import Profile, Progress, profile_program
 from rooftop.analysis.program import Program
+from rooftop.analysis.raising import raised_and_kept
 from rooftop.analysis.ranks.lockstep import SharedProgram, several_ranks
 from rooftop.analysis.ranks.measuring import measure_ranks
 from rooftop.analysis.report import Report
@@ -51,7 +52,8 @@ def analyze(
             fixed random gradients.
         compile: compile the target with `torch.compile` first: True, or one of its modes ("reduce-overhead").
         trace: also write the profiler's trace of one step to this file, for Perfetto or chrome://tracing.
-        ceilings: what to compare with; None measures this machine (cached, under 30 s the first time).
+        ceilings: what to compare with; None measures what the step needs of this machine (cached, under 30 s the first
+            time) and raises what an operator has surpassed.
         name: what the report calls the target.
         progress: called with (what is being done, fraction done).
 
@@ -73,10 +75,12 @@ def analyze(
     mode = "training" if train else "inference" if program.module is not None else "callable"
 
     def report() -> Report:
-        against = ceilings or measure_ceilings(program.device, progress=lambda what, done: progress(what, 0.4 * done))
         versions = program.input_versions()
-        profile = profile_program(program, lambda what, done: progress(what, 0.4 + 0.6 * done), trace)
-        notes = []
+        profile = profile_program(program, lambda what, done: progress(what, 0.5 * done), trace)
+        against, notes = ceilings, list[str]()
+        if against is None:
+            against = ceilings_for(profile, lambda what, done: progress(what, 0.5 + 0.5 * done))
+            against, notes = raised_and_kept(against, profile.operators, program.device)
         if versions != program.input_versions():
             notes.append(
                 "The step writes to its inputs: each of its runs began with what the one before had left there."
@@ -100,6 +104,17 @@ def analyze(
     gap = "kernel gap" if program.device.type == "cuda" else "launch gap"  # NCCL's kernels keep a GPU busy
     note = f"Rank 0's {gap} contains {ranks.rows[0].exposed_ms:.3g} ms of exposed communication, waiting included."
     return replace(of_first, ranks=ranks, advice=tuple(advice), notes=(*of_first.notes, note))
+
+
+def ceilings_for(profile: Profile, progress: Progress) -> Ceilings:
+    """The ceilings of this machine that a step is compared with; measured now are only those that nobody has measured.
+
+    Besides the precisions of its operators these are the one that advice may propose, bfloat16, and the rates between
+    host and device if it copies.
+    """
+    precisions = {"bf16"}.union(*(op.record.cost.flops for op in profile.operators if op.record.cost is not None))
+    copies = any("HtoD" in kernel.name or "DtoH" in kernel.name for kernel in profile.plain.kernels)
+    return measure_ceilings(profile.device, progress=progress, precisions=precisions, transfers=copies, links=False)
 
 
 def _require_data(program: Program) -> None:

@@ -80,7 +80,7 @@ def report_of(
         memory=tuple(_thinned(profile.plain.memory, MEMORY_POINTS)),
         peak_bytes=max((size for _, size in profile.plain.memory), default=0),
         compilation=profile.compilation,
-        notes=(*_noise(profile), *profile.notes, *balance_notes, *notes, *_disturbances(ceilings)),
+        notes=(*_noise(profile), *profile.notes, *balance_notes, *notes, *_disturbances(ceilings, profile)),
     )
 
 
@@ -88,13 +88,13 @@ def _balance(profile: Profile, modules: ModuleNode, inputs: Sequence[Tensor]) ->
     """wall = fused roof + fusion headroom + kernel gap + launch gap."""
     notes = []
     wall_ms, busy_ms = profile.wall.ms, profile.busy_ms
-    if busy_ms > wall_ms:
+    if busy_ms > (1 + NOISY) * wall_ms:
         notes.append(
-            f"The operators alone took {busy_ms:.3g} ms in their labelled runs, more than the {wall_ms:.3g} ms of a "
+            f"The operators alone took {busy_ms:.3g} ms while they were watched, more than the {wall_ms:.3g} ms of a "
             "plain step (operators of microseconds, or a machine that was disturbed): the launch gap is shown as 0, "
             "and gains are taken in proportion to the plain step."
         )
-        busy_ms = wall_ms
+    busy_ms = min(busy_ms, wall_ms)
     first = next(iter(inputs), None)
     summary = Summary(
         wall_ms=wall_ms,
@@ -175,10 +175,17 @@ def _versions(ceilings: Ceilings) -> dict[str, str]:
     return {**ceilings.versions, **now}
 
 
-def _disturbances(ceilings: Ceilings) -> list[str]:
-    if not ceilings.disturbed:
+def _disturbances(ceilings: Ceilings, profile: Profile) -> list[str]:
+    """Those of the figures that this step is compared with, in one line."""
+    used = {"memory", "launches"}.union(
+        *(op.record.cost.flops for op in profile.operators if op.record.cost is not None),
+        {"transfers"} if any("HtoD" in k.name or "DtoH" in k.name for k in profile.plain.kernels) else (),
+    )
+    disturbed = ceilings.disturbed_of(used)
+    if not disturbed:
         return []
+    first = f"{', '.join(disturbed[:3])}{', ...' if len(disturbed) > 3 else ''}"
     return [
-        f"Ceilings that varied by more than 10% while measured: {', '.join(ceilings.disturbed)}. "
-        "On a quieter machine measure them again: rooftop ceilings --refresh"
+        f"{len(disturbed)} ceilings were disturbed while measured and may be too low ({first}). On a quiet machine "
+        "measure them again: rooftop ceilings --refresh"
     ]

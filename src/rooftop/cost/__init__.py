@@ -12,7 +12,7 @@ from rooftop.cost.accounting import (
 )
 from rooftop.cost.counting import CallSpec, CountingMode, Record, TensorSpec
 from rooftop.cost.registry import cost_of, covered_operators
-from rooftop.cost.roofs import Roof, roof
+from rooftop.cost.roofs import Roof, raise_ceilings, roof
 
 __all__ = [
     "FREE",
@@ -29,6 +29,7 @@ __all__ = [
     "distinct_bytes",
     "matrix_precision",
     "precision_of",
+    "raise_ceilings",
     "roof",
     "tensor_bytes",
 ]

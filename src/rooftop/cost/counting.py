@@ -86,8 +86,7 @@ class Record:
         uncovered: why there is no cost, "" if there is one.
         place: of operators that make the host wait for a GPU, or the GPU for the host's memory, the line of the program
             ("train.py:12"); "" of others, and where no line of the program is running (backward).
-        spec: of matrix products, convolutions, batch norms, pooling and attention: what it takes to time them in
-            another type or layout.
+        spec: of PyTorch's own operators, but in the optimizer: what it takes to make the call again.
         inputs, outputs: its tensors, in order; empty in the optimizer and where only the profiler saw the operator.
     """
 
@@ -197,21 +196,10 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         cost=cost,
         uncovered=uncovered,
         place=_place(name, tensors, out),
-        spec=_spec(func, args, kwargs) if name in _REPEATABLE else None,
+        spec=_spec(func, args, kwargs) if flowing and name.startswith("aten::") else None,
         inputs=tuple(_tensor_spec(t) for t in inputs) if flowing else (),
         outputs=tuple(_tensor_spec(t) for t in tensors_in(out)) if flowing else (),
     )
-
-
-_REPEATABLE = {
-    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::convolution_backward"),
-    *("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::native_batch_norm_backward"),
-    *("aten::cudnn_batch_norm_backward", "aten::_scaled_dot_product_efficient_attention"),
-    *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention"),
-    *("aten::_scaled_dot_product_efficient_attention_backward", "aten::_scaled_dot_product_flash_attention_backward"),
-    "aten::_scaled_dot_product_cudnn_attention_backward",
-    *("aten::max_pool2d_with_indices", "aten::max_pool2d_with_indices_backward"),
-}
 
 
 def _spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec:

@@ -42,13 +42,13 @@ def repeated_ratios(
     their operator.
 
     Args:
-        operators: those without a `CallSpec` are left out.
+        operators: those of other kinds than `_TIMED_AGAIN` are left out.
         dtype: in place of floating-point dtypes. channels_last: images and convolution weights lie that way.
         device: where they are timed.
     """
     times: Counter[CallSpec] = Counter()
     for op in operators:
-        if op.record.spec is not None:
+        if op.record.spec is not None and op.record.name in _TIMED_AGAIN:
             times[op.record.spec] += op.measured_ms  # type: ignore[assignment]
     ratios: dict[CallSpec | None, float] = {}
     seen_ms, total_ms = 0.0, sum(times.values())
@@ -71,6 +71,18 @@ def repeated_ratios(
     return ratios
 
 
+_TIMED_AGAIN = {
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::convolution_backward"),
+    *("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::native_batch_norm_backward"),
+    *("aten::cudnn_batch_norm_backward", "aten::_scaled_dot_product_efficient_attention"),
+    *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention"),
+    *("aten::_scaled_dot_product_efficient_attention_backward", "aten::_scaled_dot_product_flash_attention_backward"),
+    "aten::_scaled_dot_product_cudnn_attention_backward",
+    *("aten::max_pool2d_with_indices", "aten::max_pool2d_with_indices_backward"),
+}
+"""Matrix work and what has kernels of its own for a dtype or layout. What others take follows from their bytes."""
+
+
 @lru_cache(maxsize=4096)
 def repeated_ms(
     spec: CallSpec, dtype: torch.dtype | None = None, channels_last: bool = False, device: str = "cuda"
@@ -90,7 +102,7 @@ def repeated_ms(
     Raises:
         torch.AcceleratorError: the device failed; nothing measured after that would hold.
     """
-    make = partial(_tensor, dtype=dtype, channels_last=channels_last, device=device)
+    make = partial(tensor_like, dtype=dtype, channels_last=channels_last, device=device)
     family = next((part for part in _PUBLIC if part in spec.name), None)
     try:
         with torch.random.fork_rng([device] if device != "cpu" else []):
@@ -106,7 +118,10 @@ def repeated_ms(
         return None
 
 
-def _tensor(spec: TensorSpec, dtype: torch.dtype | None, channels_last: bool, device: str) -> Tensor:
+def tensor_like(
+    spec: TensorSpec, dtype: torch.dtype | None = None, channels_last: bool = False, device: str = "cuda"
+) -> Tensor:
+    """Random numbers (zeros, of integers) of the same shape; see `repeated_ms` for the other arguments."""
     kind = dtype if dtype is not None and spec.dtype.is_floating_point else spec.dtype
     if not kind.is_floating_point:
         return torch.zeros(spec.shape, dtype=kind, device=device)
