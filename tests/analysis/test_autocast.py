@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import rooftop
 from rooftop import models
 from rooftop.analysis.advice import alternatives, autocast
-from rooftop.analysis.advice.alternatives import repeated_ms, repeated_ratios
+from rooftop.analysis.advice.alternatives import repeated_ratios
 from rooftop.analysis.advice.autocast import cast_host_ms, under_autocast
 from rooftop.analysis.instruments import MeasuredOperator
-from rooftop.cost import CallSpec, CountingMode, Record
+from rooftop.analysis.repeating import AS_IT_WAS, Form, Times, times_again
+from rooftop.cost import CallSpec, CountingMode, Record, TensorSpec
 
 CASTS = {"aten::_to_copy", "aten::copy_", "aten::detach", "aten::empty", "aten::t", "aten::view", "aten::transpose"}
 
@@ -98,16 +100,19 @@ def images(channels_last: bool = False) -> list[Record]:
     return recorded(lambda: layers(x))
 
 
+CPU = torch.device("cpu")
+OTHER = Form(torch.bfloat16, channels_last=True)
+
+
 def specs(records: list[Record]) -> list[CallSpec]:
-    return [record.spec for record in records if record.spec is not None]
+    return [record.spec for record in records if record.spec is not None and record.name in alternatives._TIMED_AGAIN]
 
 
 def test_recorded_calls_run_again_in_another_type_and_layout() -> None:
     found = specs(images())
     assert len(found) == 6  # convolution, batch norm and pooling, forward and backward
-    for spec in found:
-        assert repeated_ms(spec, device="cpu") is not None
-        assert repeated_ms(spec, torch.bfloat16, channels_last=True, device="cpu") is not None
+    again = times_again([(spec, form) for spec in found for form in (AS_IT_WAS, OTHER)], CPU)
+    assert all(times is not None and 0 < times.best_ms <= times.median_ms for times in again)
 
 
 def test_attention_and_products_run_again() -> None:
@@ -118,7 +123,7 @@ def test_attention_and_products_run_again() -> None:
 
     layer = nn.Linear(16, 8)
     for spec in specs(recorded(lambda: layer(torch.randn(4, 16)))):
-        assert repeated_ms(spec, torch.bfloat16, device="cpu")
+        assert times_again([(spec, Form(torch.bfloat16))], CPU)[0] is not None
     assert all(spec["is_causal"] for spec in specs(recorded(attention)))
 
 
@@ -130,7 +135,9 @@ def test_layouts_are_recorded() -> None:
 
 
 def test_what_cannot_run_again_is_not_timed() -> None:
-    assert repeated_ms(specs(images())[0], torch.float8_e4m3fn, device="cpu") is None
+    refused, taken = times_again([(specs(images())[0], form) for form in (Form(torch.float8_e4m3fn), AS_IT_WAS)], CPU)
+    assert refused is None
+    assert taken is not None
 
 
 def test_small_calls_go_by_their_larger_likes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,29 +146,45 @@ def test_small_calls_go_by_their_larger_likes(monkeypatch: pytest.MonkeyPatch) -
     small = specs(recorded(lambda: layer(torch.randn(2, 16))))[0]
     asked = []
 
-    def fake(spec: CallSpec, dtype: object = None, *rest: object, **device: str) -> float:
-        asked.append(spec)
-        return 2.0 if dtype is None else 1.0
+    def fake(calls: list[tuple[CallSpec, Form]], device: torch.device) -> list[Times | None]:
+        asked.extend(spec for spec, _ in calls)
+        return [Times(ms, ms) for ms in (2.0 if form == AS_IT_WAS else 1.0 for _, form in calls)]
 
-    monkeypatch.setattr(alternatives, "repeated_ms", fake)
+    monkeypatch.setattr(alternatives, "times_again", fake)
     operators = [
         MeasuredOperator(record, ms, ())
         for rows, ms in ((64, 97.0), (2, 1.0))
         for record in recorded(lambda rows=rows: layer(torch.randn(rows, 16)))
         if record.spec in (large, small)
     ]
-    ratios = repeated_ratios(operators, dtype=torch.bfloat16)
+    ratios = repeated_ratios(operators, Form(torch.bfloat16))
     assert ratios[large] == ratios[small] == 0.5
     assert small not in asked
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("parameters", [0, 1, 2])
 def test_rooftops_layer_norm_is_timed_on_the_shapes_of_a_row(parameters: int) -> None:
     forward, backward = (
-        alternatives._layer_norm_ms(backward, 512, 1024, parameters, "float32", "cpu") for backward in (False, True)
+        alternatives._layer_norm_ms(backward, 512, 1024, parameters, "float32") for backward in (False, True)
     )
-    assert forward > 0
-    assert backward >= 0
+    assert 0 < forward < backward
+
+
+@pytest.mark.gpu
+def test_calls_made_again_take_as_long_on_a_gpu_as_their_kernels_in_a_step() -> None:
+    """Products and attention that were recorded, forward and backward."""
+    net = nn.Sequential(nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 2048)).cuda().half()
+    report = rooftop.analyze(net, torch.randn(4096, 2048, device="cuda").half(), train=True)
+    in_step = {row.shapes: row.measured_ms / row.calls for row in report.ops if row.name in ("aten::mm", "aten::addmm")}
+    found = specs(recorded(lambda: net(torch.randn(4096, 2048, device="cuda").half()).sum()))
+    again = times_again([(spec, AS_IT_WAS) for spec in found], torch.device("cuda"))
+    assert len(found) == 6
+    for spec, times in zip(found, again, strict=True):
+        shapes = tuple(item.shape for item in spec.args if isinstance(item, TensorSpec))
+        assert times is not None
+        if shapes in in_step:
+            assert times.median_ms == pytest.approx(in_step[shapes], rel=0.25)
 
 
 @pytest.mark.gpu

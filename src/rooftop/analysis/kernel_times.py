@@ -19,9 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels
 from rooftop.hardware.sequences import synchronize
 
-WATCHED_S, MOST_WATCHED_STEPS = 0.4, 20
-MOST_WATCHED_KERNELS = 60_000  # reading what the profiler saw takes the host some 10 us a kernel
-LEAD = 2  # steps of a watched sequence that are not counted
+WATCHED_S, MOST_WATCHED_STEPS = 0.3, 10
+MOST_WATCHED_KERNELS = 6_000  # the profiler needs some 0.2 ms for each of them
+LEAD = 1  # steps of a watched sequence that are not counted
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ AGREEMENT, QUIET_BLOCKS = 0.03, 4
 ALONE_S, LEAST_ALONE, MOST_ALONE = 0.25, 2, 20  # single steps, at each of two moments
 QUEUE_LENGTH = 1000  # a GPU takes about this many launches before the host must wait
 LABELLED_S = 1.5  # labelled runs of a program together, but at least ...
-LEAST_LABELLED = {"cpu": 3, "cuda": 2}  # ... so many (a GPU's kernels have their times from elsewhere) ...
-MOST_LABELLED = 9
-LONG_LABELLED_S = 4.0  # ... and one less of those that take so long
+LEAST_LABELLED, MOST_LABELLED = 3, 9  # ... and at most so many. On a GPU one is enough where it launched the same
+# kernels as the steps without labels: their times are known.
+LONG_LABELLED_S = 4.0  # after so long two are enough
 _measuring = threading.RLock()
 """Threads that analyze take turns: they would disturb each other, and a second profiler beside the first ends the
 process with a segmentation fault (PyTorch 2.13)."""
@@ -142,7 +142,7 @@ def profile_program(
         times = _kernel_times(program, clock, plain.result) if device.type == "cuda" else None
         progress("profiling each operator", 0.5)
         between = blocks - LEAST_BLOCKS if device.type == "cpu" else 0
-        labelled, tracker = _labelled_runs(program, graphs, clock, between, progress)
+        labelled, tracker = _labelled_runs(program, graphs, clock, between, times, progress)
         progress("timing the step again", 0.9)
         clock.run_alone(alone)
         clock.run_block(BLOCK_S)
@@ -162,7 +162,12 @@ def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTim
 
 
 def _labelled_runs(
-    program: Program, graphs: CompiledGraphs | None, clock: StepClock, blocks: int, progress: Progress
+    program: Program,
+    graphs: CompiledGraphs | None,
+    clock: StepClock,
+    blocks: int,
+    times: KernelTimes | None,
+    progress: Progress,
 ) -> tuple[list[Labelled], ModuleTracker]:
     """The labelled runs, as many as their time allows, and the tracker of the last of them.
 
@@ -170,9 +175,10 @@ def _labelled_runs(
 
     Args:
         blocks: so many at most.
+        times: of the kernels without labels, if they are known.
     """
     labelled: list[Labelled] = []
-    least, took_s = LEAST_LABELLED[program.device.type], 0.0
+    least, took_s = LEAST_LABELLED, 0.0
     on_cpu = program.device.type == "cpu"
     while len(labelled) < least or (on_cpu and len(labelled) < MOST_LABELLED and took_s < LABELLED_S):
         began = time.perf_counter()
@@ -181,6 +187,8 @@ def _labelled_runs(
         took_s += time.perf_counter() - began
         if took_s > LONG_LABELLED_S:
             least = min(least, 2)
+        if times is not None and run.timed_by(times) is not None:
+            break
         progress("profiling each operator", 0.5 + 0.4 * min(1.0, max(len(labelled) / least, took_s / LABELLED_S)))
         if len(labelled) < least and blocks > 0:
             clock.run_block(BLOCK_S)

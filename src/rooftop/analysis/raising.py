@@ -8,30 +8,24 @@ keeps its flag.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from rooftop.analysis.advice.alternatives import tensor_like
 from rooftop.analysis.floors import comparable
 from rooftop.analysis.formats import shapes_text
 from rooftop.analysis.instruments import MeasuredOperator
-from rooftop.cost import CallSpec, Cost, TensorSpec, raise_ceilings, roof
-from rooftop.errors import MeasurementError
+from rooftop.analysis.repeating import AS_IT_WAS, on_numbers, times_again
+from rooftop.cost import CallSpec, Cost, raise_ceilings, roof
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.figures import in_words
-from rooftop.hardware.kernel_times import Variant, kernel_times
 from rooftop.hardware.measuring import keep
 
 ABOVE = 1.005  # times its roof: below that the clock's resolution decides
 MOST_REPEATED = 24  # operators of one report that are measured again
 REPEATS = 8
-MOST_BYTES = 0.25  # of the free memory
 
 
 def raised_and_kept(
@@ -44,8 +38,8 @@ def raised_and_kept(
         return ceilings, []
     changed = ", ".join(dict.fromkeys(in_words(each.figure) for each in higher.raises[len(ceilings.raises) :]))
     note = (
-        f"{count} operators were faster than the ceilings allowed, also when each was measured again alone. They raised "
-        f"the ceilings, for later reports too: {changed}."
+        f"{count} operators were faster than the ceilings allowed, also when each was measured again alone. They "
+        f"raised the ceilings, for later reports too: {changed}."
     )
     return keep(higher, device), [note]
 
@@ -58,99 +52,28 @@ def raised(ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: to
     """
     above: dict[CallSpec, list[MeasuredOperator]] = defaultdict(list)
     for op in operators:
-        if _is_above(op, ceilings) and op.record.spec is not None and _repeatable(op.record.spec):
+        if _excess(op, ceilings) > ABOVE and op.record.spec is not None and on_numbers(op.record.spec):
             above[op.record.spec].append(op)
+    worst = sorted(above, key=lambda spec: -_excess(above[spec][0], ceilings))[:MOST_REPEATED]
     count = 0
-    for spec, ops in sorted(above.items(), key=lambda item: -_excess(item[1], ceilings))[:MOST_REPEATED]:
-        cost, ms = ops[0].record.cost, median(op.measured_ms for op in ops)
+    for spec, alone in zip(worst, times_again([(s, AS_IT_WAS) for s in worst], device, REPEATS), strict=True):
+        cost, ms = above[spec][0].record.cost, median(op.measured_ms for op in above[spec])
         assert cost is not None
-        if roof(cost, ceilings).ms < ABOVE * ms:  # another one has raised it already
-            continue
-        alone_ms = _alone_ms(spec, device)
-        if alone_ms is None or roof(cost, ceilings).ms < alone_ms:
+        roof_ms = roof(cost, ceilings).ms
+        if alone is None or roof_ms < alone.best_ms or roof_ms < ABOVE * ms:  # not confirmed, or raised by another
             continue
         try:
-            ceilings = raise_ceilings(ceilings, cost, min(ms, alone_ms), _in_words(ops[0]))
+            ceilings = raise_ceilings(ceilings, cost, min(ms, alone.best_ms), _in_words(above[spec][0]))
         except ValueError:  # so far above its roof that the cost must be wrong: the row is flagged
             continue
         count += 1
     return ceilings, count
 
 
-def _is_above(op: MeasuredOperator, ceilings: Ceilings) -> bool:
+def _excess(op: MeasuredOperator, ceilings: Ceilings) -> float:
+    """The roof over the time, 0 where there is none of either."""
     cost: Cost | None = op.record.cost
-    return cost is not None and op.measured_ms > 0 and roof(cost, ceilings).ms > ABOVE * op.measured_ms
-
-
-def _excess(ops: Sequence[MeasuredOperator], ceilings: Ceilings) -> float:
-    cost = ops[0].record.cost
-    return roof(cost, ceilings).ms / ops[0].measured_ms if cost is not None else 0.0
-
-
-def _repeatable(spec: CallSpec) -> bool:
-    """Whether random numbers do for its tensors: what integers point at decides how long a lookup takes."""
-    tensors = [item for item in _leaves(spec) if isinstance(item, TensorSpec)]
-    return bool(tensors) and all(t.dtype.is_floating_point and t.shape for t in tensors)
-
-
-def _leaves(spec: CallSpec) -> list[object]:
-    leaves, waiting = [], [*spec.args, *(value for _, value in spec.kwargs)]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, tuple):
-            waiting.extend(item)
-        else:
-            leaves.append(item)
-    return leaves
-
-
-def _alone_ms(spec: CallSpec, device: torch.device) -> float | None:
-    """The least time in ms of a call, alone; None where PyTorch refuses it, or there is no room for it."""
-    tensors: list[Tensor] = []
-
-    def make(item: TensorSpec) -> Tensor:
-        tensors.append(tensor_like(item, device=str(device)))
-        return tensors[-1]
-
-    try:
-        if device.type == "cuda" and _bytes(spec) > MOST_BYTES * torch.cuda.mem_get_info(device)[0]:
-            return None
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-            args, kwargs = tree_map_only(TensorSpec, make, (spec.args, dict(spec.kwargs)))
-            call = lambda: spec.func(*args, **kwargs)  # noqa: E731
-            return _least_on_gpu(call, tensors, device) if device.type == "cuda" else _least_on_cpu(call)
-    except torch.AcceleratorError:
-        raise
-    except (RuntimeError, TypeError, MeasurementError):  # refused: shapes alone do not make a valid call of it
-        return None
-
-
-def _least_on_gpu(call: Callable[[], object], tensors: Sequence[Tensor], device: torch.device) -> float:
-    """By the profiler; on tensors as they lie, and just written."""
-
-    def written() -> None:
-        for tensor in tensors:
-            tensor.mul_(1.0)
-
-    call()
-    times = kernel_times(
-        [Variant(call, repeats=REPEATS), Variant(call, prepare=written, repeats=REPEATS)], torch.device(device)
-    )
-    return min(sum(kernels) for variant in times for kernels in variant)
-
-
-def _least_on_cpu(call: Callable[[], object]) -> float:
-    times = []
-    for _ in range(2 * REPEATS):
-        began = time.perf_counter_ns()
-        call()
-        times.append((time.perf_counter_ns() - began) / 1e6)
-    return min(times)
-
-
-def _bytes(spec: CallSpec) -> int:
-    tensors = [item for item in _leaves(spec) if isinstance(item, TensorSpec)]
-    return sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in tensors)
+    return roof(cost, ceilings).ms / op.measured_ms if cost is not None and op.measured_ms > 0 else 0.0
 
 
 def _in_words(op: MeasuredOperator) -> str:

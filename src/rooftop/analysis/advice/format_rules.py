@@ -13,6 +13,7 @@ from rooftop.analysis.advice.alternatives import repeated_ratios
 from rooftop.analysis.advice.autocast import Recast, cast_host_ms, under_autocast
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.instruments import MeasuredOperator
+from rooftop.analysis.repeating import Form
 from rooftop.analysis.report import Advice
 from rooftop.cost import Cost, roof
 
@@ -28,7 +29,7 @@ def half_precision(findings: Findings) -> list[Advice]:
     ]
     if "bf16" not in ceilings.flops or not changed:
         return []
-    timed = repeated_ratios([op for op, _ in changed], dtype=torch.bfloat16) if findings.repeatable else {}
+    timed = repeated_ratios([op for op, _ in changed], Form(torch.bfloat16)) if findings.repeatable else {}
     now_ms = after_ms = timed_ms = 0.0
     ratios: dict[int, float] = {}  # by operator
     for op, recast in changed:
@@ -88,7 +89,7 @@ def channels_last(findings: Findings) -> list[Advice]:
     first = [op for op in convolutions if not any(t.channels_last for t in op.record.inputs)]
     if not findings.repeatable or 2 * _total(first) <= _total(convolutions):
         return []
-    timed = repeated_ratios(images, channels_last=True)
+    timed = repeated_ratios(images, Form(channels_last=True))
     after = {id(op): op.measured_ms * timed[op.record.spec] for op in images if op.record.spec in timed}
     now_ms, after_ms = _total([op for op in images if id(op) in after]), sum(after.values())
     return [

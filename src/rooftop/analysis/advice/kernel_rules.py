@@ -78,10 +78,11 @@ def layer_norms(findings: Findings) -> list[Advice]:
     rows = [row for row in findings.rows if row.name in LAYER_NORMS and row.measured_ms > 0]
     if sum(row.measured_ms for row in rows) < LEAST_GAIN * findings.summary.wall_ms:
         return []
-    from rooftop.analysis.advice.alternatives import layer_norm_ms
+    from rooftop.analysis.advice.alternatives import layer_norms_ms
 
     now_ms = sum(row.measured_ms for row in rows)
-    ours_ms = sum(min(row.measured_ms, row.calls * layer_norm_ms(row)) for row in rows)
+    alone_ms = layer_norms_ms(rows)
+    ours_ms = sum(min(row.measured_ms, row.calls * ms) for row, ms in zip(rows, alone_ms, strict=True))
     roof_ms = sum(row.roof_ms for row in rows)
     return [
         Advice(
