@@ -122,7 +122,10 @@ def brief(row: dict[str, Any]) -> str:
     text = {name: row[name] for name in names if name in row}
     plain = [f"{p['steady_ms']:.2f} ({p['median_ms']:.2f}), {p['latency_ms']:.2f}" for p in row.get("plain", [])]
     above = [f"{a['name']} {a['percent']:.0f}%" for a in row.get("above", [])[:3]]
-    return f"plain {plain} {text} {above} {row.get('error', '')}"
+    followed = [
+        f"{f['title'][:24]} {f['named_ms']:.2f} {f['gained_ms']} {f['why_not'][:80]}" for f in row.get("followed", [])
+    ]
+    return f"plain {plain} {text} {above} {followed} {row.get('error', '')}"
 
 
 def trusted(work: Workload, device: str) -> dict[str, Any]:
@@ -179,11 +182,30 @@ class Plainly:
 
 
 def plainly(step: Callable[[], Any], device: str) -> Plainly:
-    if device == "cpu":
-        return _plainly_on_cpu(step)
+    steady = steady_times(step, device)
+    alone = []
+    for _ in range(10):
+        synchronize(device)
+        began = time.perf_counter()
+        step()
+        synchronize(device)
+        alone.append(1e3 * (time.perf_counter() - began))
+    busy_ms = _busy_ms(step) if device == "cuda" else 0.0
+    return Plainly(_lower_tenth(steady), _lower_tenth(alone), busy_ms, statistics.median(steady))
+
+
+def steady_times(step: Callable[[], Any], device: str) -> list[float]:
+    """Times of a step, each the mean of ten in a row (a CPU's of one), for about 0.6 s."""
     for _ in range(3):
         step()
-    torch.cuda.synchronize()
+    if device == "cpu":
+        times = []
+        for _ in range(7):
+            began = time.perf_counter()
+            step()
+            times.append(1e3 * (time.perf_counter() - began))
+        return times
+    synchronize(device)
     began = time.perf_counter()
     step()
     torch.cuda.synchronize()
@@ -199,29 +221,16 @@ def plainly(step: Callable[[], Any], device: str) -> Plainly:
         end.record()
         tens.append((start, end))
     torch.cuda.synchronize()
-    steady = sorted(start.elapsed_time(end) / 10 for start, end in tens)
-    alone = []
-    for _ in range(max(5, min(20, int(0.3 / rough_s)))):
+    return [start.elapsed_time(end) / 10 for start, end in tens]
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
         torch.cuda.synchronize()
-        began = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        alone.append(1e3 * (time.perf_counter() - began))
-    return Plainly(_lower_tenth(steady), _lower_tenth(alone), _busy_ms(step), statistics.median(steady))
 
 
 def _lower_tenth(times: list[float]) -> float:
     return sorted(times)[(len(times) - 1) // 10]
-
-
-def _plainly_on_cpu(step: Callable[[], Any]) -> Plainly:
-    step()
-    times = []
-    for _ in range(7):
-        began = time.perf_counter()
-        step()
-        times.append(1e3 * (time.perf_counter() - began))
-    return Plainly(_lower_tenth(times), _lower_tenth(times), 0.0, statistics.median(times))
 
 
 def _busy_ms(step: Callable[[], Any], steps: int = 5) -> float:
@@ -356,11 +365,11 @@ def gained_ms(case: Case, way: Way, device: str) -> float:
     """Steady time of a step before, less that after; taken in turn."""
     changed, steps = way(case, device)
     plain = case.build(device).run
-    before, after = [], []
+    before, after = list[float](), list[float]()
     for _ in range(3):
-        before.append(plainly(plain, device).steady_ms)
-        after.append(plainly(changed, device).steady_ms / steps)
-    return statistics.median(before) - statistics.median(after)
+        before += steady_times(plain, device)
+        after += steady_times(changed, device)
+    return _lower_tenth(before) - _lower_tenth(after) / steps
 
 
 def in_graph(case: Case, device: str) -> tuple[Callable[[], Any], int]:

@@ -29,7 +29,7 @@ class Workload:
 
     def run(self) -> None:
         """One step as a plain loop has it."""
-        call = self.called or self.model
+        call = self.model if self.called is None else self.called
         if self.loss is None:
             with torch.no_grad(), self.around():
                 call(*self.args, **self.kwargs)

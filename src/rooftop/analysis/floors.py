@@ -105,8 +105,7 @@ def _finish(
         for name, child in node.children.items()
     ]
     everything = list(node.everything())
-    costs = [op.record.cost for op in everything if op.record.cost is not None]
-    total = sum(costs, FREE)
+    total = sum((op.record.cost for op in everything if op.record.cost is not None), FREE)
     traffic = tracker.traffic.get(scope)
     if scope == OPTIMIZER:
         fused = Cost(*_optimizer_traffic(tracker), total.flops)
@@ -118,7 +117,8 @@ def _finish(
     else:
         own = [op.record.cost for op in node.own if op.record.cost is not None]
         fused = sum([*own, *(cost for _, cost in finished)], FREE)
-    op_roof_ms = sum(roof(cost, ceilings).ms for cost in costs)
+    own_roof_ms = sum(roof(op.record.cost, ceilings).ms for op in node.own if op.record.cost is not None)
+    op_roof_ms = own_roof_ms + sum(child.op_roof_ms for child, _ in finished)
     finished_node = ModuleNode(
         name=node.name,
         type=traffic.type if traffic is not None else default_type,

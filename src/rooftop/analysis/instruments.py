@@ -22,19 +22,16 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.compiled.graphs import CompiledGraph
 from rooftop.analysis.compiled.joining import join_compiled
-from rooftop.analysis.compiled.reconstruction import ListedTensors, listed_tensors
+from rooftop.analysis.compiled.reconstruction import listed_tensors
 from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels, kernels_by_label
 from rooftop.analysis.kernel_times import KernelTimes, in_launch_order
 from rooftop.cost import CountingMode, Record
-from rooftop.hardware.sequences import synchronize
-
-# The profiler's native part announces itself on stderr at each start unless told not to before it is first used.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+from rooftop.hardware.traces import Trace
 
 STEP_LABEL = "rooftop step"
 OPERATOR_LABEL = "rooftop operator "
@@ -109,34 +106,6 @@ class MeasuredOperator:
     kernels: tuple[str, ...]
 
 
-class _Profiled:
-    """The profiler around a step, on the host and, if that is where the step runs, on the GPU."""
-
-    def __init__(self, device: torch.device, **options: Any) -> None:
-        self.device = device
-        gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-        self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True, **options)
-
-    def __enter__(self) -> _Profiled:
-        self.profiler.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        synchronize(self.device)
-        self.profiler.__exit__(kind, error, tb)
-
-    @property
-    def events(self) -> Sequence[Any]:
-        results: Any = self.profiler.profiler
-        events: Sequence[Any] = results.kineto_results.events()
-        return events
-
-    @property
-    def listed_tensors(self) -> ListedTensors:
-        results: Any = self.profiler.profiler
-        return listed_tensors(results.kineto_results)
-
-
 def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
     """See that a trace can be written before anything is run: the profiler would only print that it could not.
 
@@ -162,7 +131,7 @@ class PlainInstrument:
 
     def __init__(self, device: torch.device, base_bytes: int, trace: str | os.PathLike[str] | None = None) -> None:
         self._device, self._base_bytes, self._trace = device, base_bytes, trace
-        self._profiled = _Profiled(device, profile_memory=True, record_shapes=trace is not None)
+        self._profiled = Trace(device, profile_memory=True, record_shapes=trace is not None)
         self._stack = ExitStack()
         self.result: Plain
 
@@ -187,7 +156,7 @@ class PlainInstrument:
             launched=_launched(events),
         )
         if self._trace is not None:
-            self._profiled.profiler.export_chrome_trace(os.fspath(self._trace))
+            self._profiled.save(self._trace)
 
 
 def _waiting_ms(events: Iterable[Any], kernels: Sequence[Kernel]) -> float:
@@ -265,7 +234,7 @@ class LabelledInstrument:
 
     def __init__(self, device: torch.device, tracker: ModuleTracker, limit: int = sys.maxsize) -> None:
         self._clock = _HostClock()
-        self._profiled = _Profiled(device) if device.type == "cuda" else None
+        self._profiled = Trace(device) if device.type == "cuda" else None
         self._counted = CountingMode(tracker.locate, self._clock if self._profiled is None else _label, limit)
         self._stack = ExitStack()
         self.result: Labelled
@@ -301,7 +270,7 @@ class CompiledInstrument:
 
     def __init__(self, device: torch.device, graphs: Mapping[str, CompiledGraph]) -> None:
         self._device, self._graphs = device, graphs
-        self._profiled = _Profiled(device, record_shapes=True)
+        self._profiled = Trace(device, record_shapes=True)
         self.result: Labelled
 
     def __enter__(self) -> CompiledInstrument:
@@ -313,7 +282,9 @@ class CompiledInstrument:
         if error is not None:
             return
         profiled = self._profiled
-        operators, orphans = join_compiled(profiled.events, self._graphs, str(self._device), profiled.listed_tensors)
+        operators, orphans = join_compiled(
+            profiled.events, self._graphs, str(self._device), listed_tensors(profiled.results)
+        )
         records = [op.record for op in operators]
         if self._device.type == "cuda":
             self.result = Labelled.on_gpu(records, [op.kernels for op in operators], orphans)

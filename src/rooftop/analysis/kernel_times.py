@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels
 from rooftop.hardware.sequences import synchronize
+from rooftop.hardware.traces import Trace
 
 WATCHED_S, MOST_WATCHED_STEPS = 0.3, 10
 MOST_WATCHED_KERNELS = 6_000  # the profiler needs some 0.2 ms for each of them
@@ -82,9 +82,8 @@ def watch_kernels(step: Callable[[], object], device: torch.device, step_ms: flo
     wanted = min(MOST_WATCHED_STEPS, math.ceil(1e3 * WATCHED_S / max(step_ms, 1e-3)))
     steps = LEAD + max(1, min(wanted, MOST_WATCHED_KERNELS // max(1, kernels) - LEAD))
     synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+    with Trace(device, host=False) as trace:
         for _ in range(steps):
             step()
-        synchronize(device)
-    seen = device_kernels(profiler.profiler.kineto_results.events())
+    seen = device_kernels(trace.events)
     return times_of_sequence(seen, steps, LEAD) if seen else None

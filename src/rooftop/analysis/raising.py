@@ -31,7 +31,7 @@ REPEATS = 8
 def raised_and_kept(
     ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: torch.device
 ) -> tuple[Ceilings, list[str]]:
-    """The ceilings of this machine, raised by what `operators` show and kept so; and what a reader should know of it."""
+    """The ceilings of this machine, raised by what operators show, and kept so; with a note for the reader."""
     known = [op for op in operators if comparable(op.record, ceilings).cost is not None]
     higher, count = raised(ceilings, known, device)
     if not count:

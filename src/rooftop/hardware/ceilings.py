@@ -12,7 +12,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib import resources
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +114,18 @@ class Ceilings:
         Args:
             in_place: the work writes what it has read.
         """
-        position = bisect_right([point.working_set_bytes for point in self.memory], working_set_bytes) - 1
-        points = self.memory[max(0, position) :]
-        return max(point.best_in_place if in_place else point.best for point in points)
+        sizes, best, best_in_place = self._rates
+        position = max(0, bisect_right(sizes, working_set_bytes) - 1)
+        return (best_in_place if in_place else best)[position]
+
+    @cached_property
+    def _rates(self) -> tuple[list[int], list[float], list[float]]:
+        """Working sets, and for each the best rate there or in a larger one: not in place, and in place."""
+        falling = [
+            list(accumulate((getattr(point, name) for point in reversed(self.memory)), max))[::-1]
+            for name in ("best", "best_in_place")
+        ]
+        return [point.working_set_bytes for point in self.memory], falling[0], falling[1]
 
     def peak(self, precision: str) -> float:
         """Best matrix rate in a precision, flop/s.

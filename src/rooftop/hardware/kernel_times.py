@@ -8,7 +8,6 @@ markers are those of the call between them. No correlation of host and device is
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,7 @@ from typing import Any
 import torch
 
 from rooftop.errors import MeasurementError
-
-# The profiler's native part announces itself on stderr at each start unless told not to before it is first used.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+from rooftop.hardware.traces import Trace
 
 MARKER = "rooftop_marker"
 """Name of the kernel that stands before and after each call."""
@@ -55,13 +52,11 @@ def kernel_times(variants: Sequence[Variant], device: torch.device) -> list[list
     Raises:
         MeasurementError: the profiler did not see all kernels.
     """
-    from torch.profiler import ProfilerActivity, profile
-
     from rooftop.hardware.bandwidth_kernels import marker
 
     marker()  # compiled, if it was not
     torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+    with Trace(device, host=False) as trace:
         for variant in variants:
             if variant.pause_s:
                 torch.cuda.synchronize(device)
@@ -71,9 +66,7 @@ def kernel_times(variants: Sequence[Variant], device: torch.device) -> list[list
                 marker()
                 variant.run()
                 marker()
-        torch.cuda.synchronize(device)
-    results: Any = profiler.profiler
-    return joined(results.kineto_results.events(), [variant.repeats for variant in variants])
+    return joined(trace.events, [variant.repeats for variant in variants])
 
 
 def joined(events: Iterable[Any], repeats: Sequence[int]) -> list[list[Kernels]]:

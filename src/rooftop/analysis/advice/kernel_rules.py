@@ -81,8 +81,7 @@ def layer_norms(findings: Findings) -> list[Advice]:
     from rooftop.analysis.advice.alternatives import layer_norms_ms
 
     now_ms = sum(row.measured_ms for row in rows)
-    alone_ms = layer_norms_ms(rows)
-    ours_ms = sum(min(row.measured_ms, row.calls * ms) for row, ms in zip(rows, alone_ms, strict=True))
+    ours_ms = sum(min(row.measured_ms, ms) for row, ms in zip(rows, layer_norms_ms(rows), strict=True))
     roof_ms = sum(row.roof_ms for row in rows)
     return [
         Advice(
