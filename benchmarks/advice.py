@@ -161,7 +161,7 @@ def main() -> int:
             rows.append(row)
         if device == "cuda":
             torch.cuda.empty_cache()
-    for host_case in (waiting, unpinned, batches, loading) if "" in options.only else ():
+    for host_case in (waiting, unpinned, loading) if "" in options.only else ():
         results.add(host_case(ceilings, device))
     missed = [row for row in rows if abs(row["predicted_ms"] / row["real_ms"] - 1) > TOLERANCES.get(row["advice"], 9)]
     for row in missed:
@@ -269,14 +269,6 @@ def unpinned(ceilings: Ceilings, device: str) -> dict[str, Any]:
     report = rooftop.analyze(lambda x, weight: step(x) * weight, images, weight, ceilings=ceilings)
     times = compared(lambda: step(images), lambda: step(pinned), device)
     return row_of("256 images to the GPU", "pin", report, *times)
-
-
-def batches(ceilings: Ceilings, device: str) -> dict[str, Any]:
-    """Twice the batch, for as many samples."""
-    one, two = (resnet_step(batch, device=device, size=64 if device == "cpu" else 224) for batch in (1, 2))
-    report = rooftop.analyze(one.model, *one.args, ceilings=ceilings)
-    times = compared(one.run, two.run, device)
-    return row_of("ResNet-50 inference batch 1", "double the batch", report, *times, steps=2)
 
 
 class SlowImages(Dataset[torch.Tensor]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -111,8 +112,6 @@ def test_nothing_stands_above_its_roof_on_a_gpu() -> None:
 
     x = torch.randn(8192, 1024, device="cuda", dtype=torch.half)
     sizes = (1024, 4096, 1024, 768, 3072, 1024)
-    weights = [
-        torch.randn(k, n, device="cuda", dtype=torch.half) / k**0.5 for k, n in zip(sizes, sizes[1:], strict=False)
-    ]
+    weights = [torch.randn(k, n, device="cuda", dtype=torch.half) / k**0.5 for k, n in pairwise(sizes)]
     report = rooftop.analyze(step, x, weights)
     assert [row.name for row in report.ops if row.flagged] == []
