@@ -12,30 +12,43 @@ from rich.table import Table
 from rooftop.cli.analyze import check_writable, pick_device
 from rooftop.cli.progress import progress_bar
 from rooftop.hardware import Ceilings, measure_ceilings
+from rooftop.hardware.conditions import busy
+from rooftop.hardware.figures import in_words
+from rooftop.hardware.histories import History
+from rooftop.hardware.measuring import ceilings_history, forget_ceilings
 
 EXAMPLES = """\b
 Examples:
   rooftop ceilings                    measured once, then from the cache
-  rooftop ceilings --refresh          measure again
+  rooftop ceilings --refresh          measure again; the best of all measurements counts
+  rooftop ceilings --forget           measure anew, without what was measured before
   rooftop ceilings -o h200.json       keep them, to compare with on another machine
 """
+
+MOST_LOWER = 8
+"""Figures that came out lower are listed up to this many."""
 
 
 @click.command(epilog=EXAMPLES)
 @click.option("--refresh", is_flag=True, help="Measure again, even if this machine was measured before.")
+@click.option("--forget", is_flag=True, help="Forget what was measured before and what raised it; measure anew.")
 @click.option("--device", metavar="cpu|cuda[:N]", help="Which device.  [default: the GPU if there is one]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the ceilings to this file (JSON).")
-def command(refresh: bool, device: str | None, as_json: bool, output: Path | None) -> None:
+def command(refresh: bool, forget: bool, device: str | None, as_json: bool, output: Path | None) -> None:
     """Measure what this machine can do: bandwidth over the working set, matrix rates, launches, transfers.
 
-    Every figure is an upper bound, measured here: the fastest of several patterns and shapes. They are what
-    `rooftop analyze` compares with. Takes under 30 s, and leaves clocks and settings alone.
+    Every figure is an upper bound, measured here: the best of many patterns, shapes and short bursts, and of all
+    measurements so far. They are what `rooftop analyze` compares with. Takes under 30 s, and leaves clocks and settings
+    alone.
     """
     if output is not None:
         check_writable(output)
+    where = pick_device(device)
+    if forget:
+        forget_ceilings(where)
     with progress_bar() as progress:
-        ceilings = measure_ceilings(pick_device(device), refresh=refresh, progress=progress)
+        ceilings = measure_ceilings(where, refresh=refresh, progress=progress)
     if output is not None:
         ceilings.save(output)
     if as_json:
@@ -45,24 +58,60 @@ def command(refresh: bool, device: str | None, as_json: bool, output: Path | Non
     console.print(f"[bold]{ceilings.device}[/bold]  measured {ceilings.measured_at}, threads {ceilings.threads}")
     console.print(_memory(ceilings))
     console.print(_rates(ceilings))
-    if ceilings.disturbed:
-        console.print(
-            f"[yellow]disturbed[/yellow]: {', '.join(ceilings.disturbed)} varied by more than 10%; "
-            "something else was using the machine. Measure again with --refresh."
+    for line in _remarks(ceilings, ceilings_history(where) if refresh else None):
+        console.print(line, highlight=False)
+
+
+def _remarks(ceilings: Ceilings, refreshed: History | None) -> list[str]:
+    """What raised a ceiling, what came out lower in a refresh, and what disturbed the measurement."""
+    lines = []
+    for each in ceilings.raises:
+        lines.append(
+            f"{in_words(each.figure)} raised by {each.by} on {each.at}: {_figure(each.figure, each.before)} -> "
+            f"{_figure(each.figure, each.after)}"
         )
+    lower = refreshed.lower() if refreshed is not None else []
+    if lower:
+        lines.append(
+            "[yellow]lower this time[/yellow], so the earlier figure stays (to go by this measurement alone: "
+            "rooftop ceilings --forget):"
+        )
+    lines += [
+        f"  {in_words(each.figure)}: {_figure(each.figure, each.new)}, was {_figure(each.figure, each.kept)} on "
+        f"{each.kept_at}"
+        for each in lower[:MOST_LOWER]
+    ]
+    if len(lower) > MOST_LOWER:
+        lines.append(f"  and {len(lower) - MOST_LOWER} more")
+    if busy(ceilings.conditions, ceilings.kind):
+        lines.append(f"[yellow]others used the machine[/yellow] meanwhile: {_others(ceilings)}.")
+    if ceilings.disturbed:
+        lines.append(
+            f"[yellow]disturbed[/yellow]: {', '.join(ceilings.disturbed)} may be too low: the best was not reproduced "
+            "within 10%, or others used the machine. Measure again with --refresh when it is quiet."
+        )
+    return lines
+
+
+def _others(ceilings: Ceilings) -> str:
+    if ceilings.kind == "cpu":
+        return f"{ceilings.conditions['others_share']:.0%} of the cores"
+    return f"{ceilings.conditions['others_on_gpu_percent']:.0f}% of the GPU"
 
 
 def _memory(ceilings: Ceilings) -> Table:
     table = Table(title="\nbandwidth, GB/s, by working set", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in ("working set", "read", "write", "copy", "triad"):
+    for name in ("working set", "read", "write", "copy", "triad", "cast", "in place", "bound"):
         table.add_column(name, justify="right")
     table.add_column("")
     best = max(point.best for point in ceilings.memory)
     for point in ceilings.memory:
         size = point.working_set_bytes / (1 << 20)
-        rates = (point.read, point.write, point.copy, point.triad)
-        bar = "█" * round(30 * point.best / best)
-        table.add_row(f"{size:g} MiB", *(_gigabytes(rate) for rate in rates), bar)
+        in_place = max(point.update, point.raised_in_place)
+        rates = (point.read, point.write, point.copy, point.triad, point.cast, in_place)
+        bound = ceilings.rate(point.working_set_bytes)
+        bar = "█" * round(20 * point.best / best)
+        table.add_row(f"{size:.4g} MiB", *(_gigabytes(rate) if rate else "-" for rate in (*rates, bound)), bar)
     return table
 
 
@@ -71,13 +120,24 @@ def _rates(ceilings: Ceilings) -> Table:
     for level in ceilings.levels:
         table.add_row(f"{level.name} bandwidth", f"{_gigabytes(level.rate)} GB/s")
     for precision, rate in ceilings.flops.items():
-        table.add_row(f"matrix {precision}", f"{rate / 1e12:,.3g} TFLOP/s")
+        sustained = ceilings.sustained.get(precision)
+        beside = f", sustained {sustained / 1e12:,.3g}" if sustained is not None else ""
+        table.add_row(f"matrix {precision}", f"{rate / 1e12:,.3g} TFLOP/s{beside}")
     for name, rate in {**ceilings.transfers, **ceilings.links}.items():
         table.add_row(name.replace("_", " "), f"{rate / 1e9:,.1f} GB/s")
     table.add_row("kernel floor", f"{1e3 * ceilings.kernel_floor_ms:.2f} us")
     table.add_row("launch, eager", f"{1e3 * ceilings.launch_eager_ms:.2f} us")
     table.add_row("launch, in a graph", f"{1e3 * ceilings.launch_graph_ms:.2f} us")
     return table
+
+
+def _figure(name: str, value: float) -> str:
+    """With its unit."""
+    if name.endswith("_ms"):
+        return f"{1e3 * value:.2f} us"
+    if name.startswith(("flops", "sustained")):
+        return f"{value / 1e12:,.3g} TFLOP/s"
+    return f"{_gigabytes(value)} GB/s"
 
 
 def _gigabytes(rate: float) -> str:

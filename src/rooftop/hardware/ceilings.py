@@ -44,6 +44,10 @@ class MemoryPoint:
     raised: float = 0.0
     raised_in_place: float = 0.0
 
+    def measured(self, in_place: bool = False) -> bool:
+        """Whether anything but an operator of a program was seen here."""
+        return any((self.read, self.write, self.copy, self.triad, self.cast, in_place and self.update))
+
     @property
     def best(self) -> float:
         """Of work that reads and writes different memory."""
@@ -109,23 +113,16 @@ class Ceilings:
         """Upper bound of the bandwidth for work of this size, bytes/s.
 
         The fastest pattern at the largest measured working set that is not larger than this one, or at any larger one:
-        never pessimistic, and never rising with the working set.
+        never pessimistic, and never rising with the working set. What an operator has reached counts from the measured
+        working set below it, too.
 
         Args:
             in_place: the work writes what it has read.
         """
-        sizes, best, best_in_place = self._rates
-        position = max(0, bisect_right(sizes, working_set_bytes) - 1)
-        return (best_in_place if in_place else best)[position]
-
-    @cached_property
-    def _rates(self) -> tuple[list[int], list[float], list[float]]:
-        """Working sets, and for each the best rate there or in a larger one: not in place, and in place."""
-        falling = [
-            list(accumulate((getattr(point, name) for point in reversed(self.memory)), max))[::-1]
-            for name in ("best", "best_in_place")
-        ]
-        return [point.working_set_bytes for point in self.memory], falling[0], falling[1]
+        sizes = [point.working_set_bytes for point in self.memory if point.measured(in_place)]
+        from_size = sizes[max(0, bisect_right(sizes, working_set_bytes) - 1)]
+        points = [point for point in self.memory if point.working_set_bytes >= from_size]
+        return max(point.best_in_place if in_place else point.best for point in points)
 
     def peak(self, precision: str) -> float:
         """Best matrix rate in a precision, flop/s.
@@ -226,8 +223,8 @@ class Ceilings:
             values["levels"] = tuple(MemoryLevel(**level) for level in plain["levels"])
             values["disturbed"] = tuple(plain["disturbed"])
             values["raises"] = tuple(Raise(**each) for each in plain.get("raises", ()))
-            rates = [point.best for point in values["memory"]] + list(plain["flops"].values())
-            if not values["memory"] or not all(rate > 0 for rate in rates):
+            rates = [point.best_in_place for point in values["memory"]] + list(plain["flops"].values())
+            if not all(rate > 0 for rate in rates) or not any(point.measured() for point in values["memory"]):
                 raise ValueError("a rate is missing or not positive")
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -258,12 +255,13 @@ def levels_of(memory: Sequence[MemoryPoint], caches: Mapping[str, int]) -> tuple
     """The fastest rate among the working sets that fit each cache but not a smaller one, and beyond all of them."""
     levels, floor = [], 0
     for name, capacity in caches.items():
-        inside = [point.best for point in memory if floor < point.working_set_bytes <= capacity]
+        inside = [point.best for point in memory if floor < point.working_set_bytes <= capacity and point.best > 0]
         if inside:
             levels.append(MemoryLevel(name, capacity, max(inside)))
             floor = capacity
     # A working set somewhat larger than the cache is still served by it in part.
-    beyond = [point.best for point in memory if point.working_set_bytes >= BEYOND * floor] or [memory[-1].best]
+    rates = [(point.working_set_bytes, point.best) for point in memory if point.best > 0]
+    beyond = [rate for size, rate in rates if size >= BEYOND * floor] or [rates[-1][1]]
     return (*levels, MemoryLevel("DRAM", None, max(beyond)))
 
 

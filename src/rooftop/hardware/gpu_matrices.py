@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rooftop.errors import MeasurementError
 from rooftop.hardware.figures import Samples
 from rooftop.hardware.kernel_times import Variant, kernel_times
 
@@ -165,6 +166,12 @@ class _Operands:
         self._precision, self._dtype = precision, DTYPES[precision]
         free_bytes, _ = torch.cuda.mem_get_info(device)
         self._elements = min(MOST_ELEMENTS, free_bytes // (8 * self._dtype.itemsize))
+        if self._elements < PILOT**2:
+            needed = 8 * self._dtype.itemsize * PILOT**2
+            raise MeasurementError(
+                f"the {precision} rate of {device} needs {needed / 2**20:.0f} MiB of free memory, and there are "
+                f"{free_bytes / 2**20:.0f}: measure before the GPU is full, with: rooftop ceilings"
+            )
         self._left, self._right = (self._random(device) for _ in range(2))
         out_dtype = torch.bfloat16 if precision == "fp8" else self._dtype
         self._out = torch.empty(self._elements, dtype=out_dtype, device=device)

@@ -33,6 +33,7 @@ def probe_gpu(
     """Samples of the figures of some parts, and the seconds that each part took."""
     samples, seconds = Samples(), {}
     with torch.cuda.device(device):
+        torch.cuda.empty_cache()  # what the allocator holds for nobody is free
         for number, part in enumerate(parts):
             began, first, share = time.perf_counter(), number / len(parts), 1 / len(parts)
             if part == "launches":

@@ -117,7 +117,7 @@ class History:
             transfers=kinds["transfers"],
             links=kinds["links"],
             spread={name: spread for name in measured if (spread := self._holder(name).spread.get(name)) is not None},
-            disturbed=self._disturbed_in_words(memory, measured),
+            disturbed=self._disturbed_in_words(measured),
             sustained=kinds["sustained"],
             conditions=last.conditions,
             raises=tuple(
@@ -128,13 +128,18 @@ class History:
         )
 
     def lower(self) -> list[Lower]:
-        """Figures of the last measurement that came out lower than the best of the history, which stays."""
+        """Figures that came out lower in the last measurement than the best of the history, which stays.
+
+        Of memory only those that set the rate of a working set; the largest differences first.
+        """
         last, best = self.measurements[-1], best_of(measurement.figures for measurement in self.measurements)
-        return [
+        deciding = {name for names in _by_working_set(best).values() for name in _deciding(names, best)}
+        found = [
             Lower(name, value, best[name], self._holder(name).at)
             for name, value in last.figures.items()
-            if value != best[name] and distance(value, best[name]) > LOWER_BY
+            if distance(value, best[name]) > LOWER_BY and (part_of(name) != "memory" or name in deciding)
         ]
+        return sorted(found, key=lambda each: -distance(each.new, each.kept))
 
     def _holder(self, name: str) -> Measurement:
         """The first measurement with the best of a figure."""
@@ -153,18 +158,16 @@ class History:
         reproduced = [m for m in others if distance(best, m.figures[name]) <= DISTURBED_SPREAD]
         return not any(quiet or not busy(m.conditions, self.machine.kind) for m in reproduced)
 
-    def _disturbed_in_words(self, memory: tuple[MemoryPoint, ...], measured: Mapping[str, float]) -> tuple[str, ...]:
+    def _disturbed_in_words(self, measured: Mapping[str, float]) -> tuple[str, ...]:
         """Of memory only the pattern that sets the rate of a working set counts; all working sets are "memory"."""
         names = [name for name in measured if part_of(name) != "memory" and self._disturbed(name)]
-        points = []
-        for point in memory:
-            named = [
-                memory_figure(point.working_set_bytes, pattern) for pattern in PATTERNS if "in_place" not in pattern
-            ]
-            name = max(named, key=lambda name: measured.get(name, 0.0))
-            if name in measured and self._disturbed(name):
-                points.append(f"memory {size_in_words(point.working_set_bytes)}")
-        of_memory = ["memory"] if points and len(points) == len(memory) else points
+        by_size = _by_working_set(measured)
+        points = [
+            f"memory {size_in_words(size)}"
+            for size, patterns in by_size.items()
+            if self._disturbed(_deciding(patterns, measured)[0])
+        ]
+        of_memory = ["memory"] if points and len(points) == len(by_size) else points
         return (*of_memory, *dict.fromkeys(in_words(name) for name in names))
 
     def to_dict(self) -> dict[str, Any]:
@@ -229,6 +232,22 @@ def _memory(figures: Mapping[str, float]) -> tuple[MemoryPoint, ...]:
             size, _, pattern = rest.partition(" ")
             points[int(size)][pattern] = value
     return tuple(MemoryPoint(size, **points[size]) for size in sorted(points))
+
+
+def _by_working_set(figures: Mapping[str, float]) -> dict[int, list[str]]:
+    """The names of memory's figures by working set, rising."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for name in figures:
+        if part_of(name) == "memory":
+            found[int(name.split()[1])].append(name)
+    return {size: found[size] for size in sorted(found)}
+
+
+def _deciding(names: list[str], figures: Mapping[str, float]) -> list[str]:
+    """Of the figures of one working set, the best of those that are not in place, and the best of those that are."""
+    in_place = [name for name in names if name.endswith(("update", "in_place"))]
+    others = [name for name in names if name not in in_place]
+    return [max(group, key=lambda name: figures[name]) for group in (others, in_place) if group]
 
 
 def _by_kind(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:

@@ -133,7 +133,7 @@ def _read(path: Path) -> History | None:
     """The history in a file; None where there is none, or one of the first format, which is measured anew."""
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
         raise _unusable(path, error) from error
