@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 import rooftop
 from rooftop.cli.main import main
 from rooftop.hardware import Ceilings, measure_ceilings
-from rooftop.hardware.measuring import cache_path
+from rooftop.hardware.histories import history_of
+from rooftop.hardware.measuring import cache_path, keep
 from rooftop.hardware.probes import identity
 
 Run = Callable[..., tuple[int, str, str]]
@@ -67,7 +69,41 @@ def test_a_disturbed_measurement_is_said(run: Run, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("rooftop.cli.ceilings.measure_ceilings", lambda *_, **__: disturbed)
     status, out, _ = run("ceilings")
     assert status == 0
-    assert "matrix fp64 varied by more than 10%" in " ".join(out.split())
+    assert "disturbed: matrix fp64 may be too low" in " ".join(out.split())
+
+
+def test_a_refresh_says_what_came_out_lower_and_that_the_higher_stays(
+    run: Run, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOFTOP_CACHE", str(shutil.copytree(cache, tmp_path / "own")))
+    good = measure_ceilings("cpu")
+    loaded = replace(
+        good,
+        measured_at="2100-01-01T00:00:00Z",
+        flops={**good.flops, "fp32": good.peak("fp32") / 2},
+        conditions={"others_share": 0.43},
+    )
+    monkeypatch.setattr("rooftop.hardware.measuring.probe", lambda *_: history_of(loaded))
+    status, out, _ = run("ceilings", "--device", "cpu", "--refresh")
+    said = " ".join(out.split())
+    assert status == 0
+    assert "lower this time, so the earlier figure stays" in said
+    assert f"was {good.peak('fp32') / 1e12:,.3g} TFLOP/s on {good.measured_at}" in said
+    assert "others used the machine meanwhile: 43% of the cores" in said
+    assert measure_ceilings("cpu").flops == good.flops
+    status, out, _ = run("ceilings", "--device", "cpu", "--forget")
+    assert measure_ceilings("cpu").peak("fp32") == good.peak("fp32") / 2
+    assert "disturbed" in out
+
+
+def test_what_an_operator_raised_is_said(
+    run: Run, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOFTOP_CACHE", str(shutil.copytree(cache, tmp_path / "own")))
+    keep(measure_ceilings("cpu").raised("fp32", 9e15, "aten::mm (8, 4) x (4, 2)"), "cpu")
+    said = " ".join(run("ceilings", "--device", "cpu")[1].split())
+    assert "matrix fp32 raised by aten::mm (8, 4) x (4, 2) on" in said
+    assert "-> 9e+03 TFLOP/s" in said
 
 
 def test_ceilings_refuse_what_cannot_be_done_before_measuring(run: Run) -> None:
@@ -88,7 +124,7 @@ def test_a_corrupt_cache_is_named_and_refresh_mends_it(
     monkeypatch.setenv("ROOFTOP_CACHE", str(file.parent))
     file.write_text(json.dumps(good.to_dict())[:1000])
     assert_one_line(run("ceilings", "--device", "cpu"), 1, str(file), "rooftop ceilings --refresh")
-    monkeypatch.setattr("rooftop.hardware.measuring.probe", lambda *_: good)
+    monkeypatch.setattr("rooftop.hardware.measuring.probe", lambda *_: history_of(good))
     assert run("ceilings", "--device", "cpu", "--refresh")[0] == 0
     assert Ceilings.load(file) == good
 

@@ -34,7 +34,9 @@ NAMES = [
 MOMENTS = ("2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z", "2026-01-03T00:00:00Z")
 
 
-def measurement(figures: Mapping[str, float], at: str = MOMENTS[0], others: float = 0.0, **spread: float) -> Measurement:
+def measurement(
+    figures: Mapping[str, float], at: str = MOMENTS[0], others: float = 0.0, **spread: float
+) -> Measurement:
     return Measurement(at, {**FLOORS, f"memory {MIB} copy": 1e9, **figures}, spread, {"others_share": others})
 
 
@@ -236,7 +238,7 @@ def test_what_raised_a_ceiling_is_kept_and_survives_a_refresh(cache: Path, probe
 def test_only_ceilings_of_this_machine_are_kept(cache: Path, probes: dict[str, float]) -> None:
     measure_ceilings("cpu")
     before = cache.read_text()
-    with pytest.raises(ValueError, match="those of NVIDIA H200 .*only what was measured on this machine is kept"):
+    with pytest.raises(ValueError, match=r"those of NVIDIA H200 .*only what was measured on this machine is kept"):
         keep(ceilings_of("h200").raised("bf16", 1e15, "aten::mm"), "cpu")
     assert cache.read_text() == before
 

@@ -64,12 +64,11 @@ def command(refresh: bool, forget: bool, device: str | None, as_json: bool, outp
 
 def _remarks(ceilings: Ceilings, refreshed: History | None) -> list[str]:
     """What raised a ceiling, what came out lower in a refresh, and what disturbed the measurement."""
-    lines = []
-    for each in ceilings.raises:
-        lines.append(
-            f"{in_words(each.figure)} raised by {each.by} on {each.at}: {_figure(each.figure, each.before)} -> "
-            f"{_figure(each.figure, each.after)}"
-        )
+    lines = [
+        f"{in_words(each.figure)} raised by {each.by} on {each.at}: {_figure(each.figure, each.before)} -> "
+        f"{_figure(each.figure, each.after)}"
+        for each in ceilings.raises
+    ]
     lower = refreshed.lower() if refreshed is not None else []
     if lower:
         lines.append(

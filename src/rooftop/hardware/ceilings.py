@@ -120,7 +120,8 @@ class Ceilings:
             in_place: the work writes what it has read.
         """
         sizes = [point.working_set_bytes for point in self.memory if point.measured(in_place)]
-        from_size = sizes[max(0, bisect_right(sizes, working_set_bytes) - 1)]
+        below = bisect_right(sizes, working_set_bytes)
+        from_size = sizes[below - 1] if below else 0
         points = [point for point in self.memory if point.working_set_bytes >= from_size]
         return max(point.best_in_place if in_place else point.best for point in points)
 
