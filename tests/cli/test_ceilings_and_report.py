@@ -81,7 +81,7 @@ def test_a_refresh_says_what_came_out_lower_and_that_the_higher_stays(
         good,
         measured_at="2100-01-01T00:00:00Z",
         flops={**good.flops, "fp32": good.peak("fp32") / 2},
-        conditions={"others_share": 0.43},
+        conditions={"others_cores": 1.5, "cores": 2.0, "threads": 2.0},
     )
     monkeypatch.setattr("rooftop.hardware.measuring.probe", lambda *_: history_of(loaded))
     status, out, _ = run("ceilings", "--device", "cpu", "--refresh")
@@ -89,7 +89,7 @@ def test_a_refresh_says_what_came_out_lower_and_that_the_higher_stays(
     assert status == 0
     assert "lower this time, so the earlier figure stays" in said
     assert f"was {good.peak('fp32') / 1e12:,.3g} TFLOP/s on {good.measured_at}" in said
-    assert "others used the machine meanwhile: 43% of the cores" in said
+    assert "others used the machine meanwhile: 1.5 of 2 cores" in said
     assert measure_ceilings("cpu").flops == good.flops
     status, out, _ = run("ceilings", "--device", "cpu", "--forget")
     assert measure_ceilings("cpu").peak("fp32") == good.peak("fp32") / 2

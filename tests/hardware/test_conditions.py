@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 
 import pytest
 import torch
 
-from rooftop.hardware import conditions
-from rooftop.hardware.conditions import Watch, busy
-
-CPU = torch.device("cpu")
+from rooftop.hardware.conditions import Watch, busy, missing_cores
 
 
 def _work(seconds: float) -> None:
@@ -21,33 +17,45 @@ def _work(seconds: float) -> None:
         pass
 
 
-def test_own_work_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    used, own = iter([100.0, 100.9]), iter([50.0, 50.8])  # of the 0.9 s that the cores worked, 0.8 s were its own
-    monkeypatch.setattr(conditions, "_used_s", lambda: next(used))
-    monkeypatch.setattr(conditions, "_own_s", lambda: next(own))
-    monkeypatch.setattr(conditions, "_cores", lambda: [0, 1])
-    clock = iter([0.0, 1.0])
-    monkeypatch.setattr(conditions.time, "perf_counter", lambda: next(clock))
-    with Watch(CPU) as watch:
-        pass
-    assert watch.conditions["others_share"] == pytest.approx(0.1 / 2)
-    assert not busy({"others_share": 0.05}, "cpu")
-    assert busy({"others_share": 0.06}, "cpu")
+@pytest.mark.parametrize(
+    ("others", "threads", "cores", "disturbed"),
+    [(0.0, 2, 2, False), (0.05, 2, 2, False), (0.2, 2, 2, True), (1.0, 1, 2, False), (30.0, 16, 64, False)],
+)
+def test_others_disturb_where_they_take_cores_that_the_measurement_wants(
+    others: float, threads: float, cores: float, disturbed: bool
+) -> None:
+    assert busy({"others_cores": others, "threads": threads, "cores": cores}, "cpu") is disturbed
+
+
+def test_what_is_not_known_disturbs_nothing() -> None:
+    assert missing_cores({}) == 0
+    assert not busy({}, "cpu")
+    assert not busy({}, "cuda")
 
 
 def test_a_busy_neighbour_is_seen() -> None:
-    """Beside other tests, which are neighbours too: more than a tenth of the cores, whatever else runs."""
-    neighbour = multiprocessing.get_context("fork").Process(target=_work, args=(1.0,))
-    with Watch(CPU) as watch:
-        neighbour.start()
-        time.sleep(0.6)
-    neighbour.kill()
-    neighbour.join()
-    cores = len(os.sched_getaffinity(0))
-    assert watch.conditions["others_share"] > min(0.1, 0.5 / cores)
+    """A process that this one began counts as its own, so the neighbour is a grandchild that has lost its parent."""
+    context = multiprocessing.get_context("fork")
+    with Watch(torch.device("cpu")) as watch:
+        parent = context.Process(target=_start_neighbour)
+        parent.start()
+        parent.join()
+        time.sleep(0.7)
+    assert watch.conditions["others_cores"] > 0.3
+    assert watch.conditions["seconds"] >= 0.7
+
+
+def _start_neighbour() -> None:
+    import os
+
+    if os.fork() == 0:
+        _work(1.0)
+        os._exit(0)
+    os._exit(0)
 
 
 def test_a_gpu_is_disturbed_by_others_on_it_and_not_by_the_load_of_the_host() -> None:
-    assert not busy({"others_share": 0.9}, "cuda")
-    assert not busy({"others_share": 0.9, "others_on_gpu_percent": 3.0}, "cuda")
+    host = {"others_cores": 2.0, "threads": 2.0, "cores": 2.0}
+    assert not busy(host, "cuda")
+    assert not busy({**host, "others_on_gpu_percent": 3.0}, "cuda")
     assert busy({"others_on_gpu_percent": 60.0}, "cuda")

@@ -34,10 +34,15 @@ NAMES = [
 MOMENTS = ("2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z", "2026-01-03T00:00:00Z")
 
 
+def conditions(others: float) -> dict[str, float]:
+    """With other programs on so many of the two cores that the measurement wants."""
+    return {"others_cores": others, "threads": 2.0, "cores": 2.0}
+
+
 def measurement(
     figures: Mapping[str, float], at: str = MOMENTS[0], others: float = 0.0, **spread: float
 ) -> Measurement:
-    return Measurement(at, {**FLOORS, f"memory {MIB} copy": 1e9, **figures}, spread, {"others_share": others})
+    return Measurement(at, {**FLOORS, f"memory {MIB} copy": 1e9, **figures}, spread, conditions(others))
 
 
 def history(*measurements: Measurement) -> History:
@@ -50,7 +55,7 @@ figures = st.fixed_dictionaries(
     optional={name: st.floats(1e-3, 1e12) for name in NAMES if name not in ALWAYS},
 )
 measurements = st.builds(
-    lambda found, at, others: Measurement(at, found, dict.fromkeys(found, 0.01), {"others_share": others}),
+    lambda found, at, others: Measurement(at, found, dict.fromkeys(found, 0.01), conditions(others)),
     figures,
     st.sampled_from(MOMENTS),
     st.sampled_from([0.0, 0.5]),
@@ -179,7 +184,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         found |= FLOORS if "launches" in parts else {}
         found |= {f"memory {MIB} copy": rates.get("copy", 1e9)} if "memory" in parts else {}
         at = f"2026-03-01T00:00:{next(count):02d}Z"
-        return History(machine, (Measurement(at, found, {}, {"others_share": rates["others"]}),))
+        return History(machine, (Measurement(at, found, {}, conditions(rates["others"])),))
 
     monkeypatch.setattr(measuring_module, "probe", probe)
     return rates
@@ -194,7 +199,7 @@ def test_a_refresh_under_load_changes_no_verdict(cache: Path, probes: dict[str, 
     kept = ceilings_history("cpu")
     assert kept is not None
     assert [each.figure for each in kept.lower()] == ["flops fp32", f"memory {MIB} copy"]
-    assert kept.measurements[1].conditions == {"others_share": 0.6}
+    assert kept.measurements[1].conditions == conditions(0.6)
 
 
 def test_a_first_measurement_under_load_is_used_with_a_mark(cache: Path, probes: dict[str, float]) -> None:

@@ -94,7 +94,7 @@ def _remarks(ceilings: Ceilings, refreshed: History | None) -> list[str]:
 
 def _others(ceilings: Ceilings) -> str:
     if ceilings.kind == "cpu":
-        return f"{ceilings.conditions['others_share']:.0%} of the cores"
+        return f"{ceilings.conditions['others_cores']:.1f} of {ceilings.conditions['cores']:.0f} cores"
     return f"{ceilings.conditions['others_on_gpu_percent']:.0f}% of the GPU"
 
 

@@ -119,11 +119,20 @@ class Ceilings:
         Args:
             in_place: the work writes what it has read.
         """
-        sizes = [point.working_set_bytes for point in self.memory if point.measured(in_place)]
-        below = bisect_right(sizes, working_set_bytes)
-        from_size = sizes[below - 1] if below else 0
-        points = [point for point in self.memory if point.working_set_bytes >= from_size]
-        return max(point.best_in_place if in_place else point.best for point in points)
+        sizes, rates = self._rates[in_place]
+        return rates[bisect_right(sizes, working_set_bytes)]
+
+    @cached_property
+    def _rates(self) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
+        """Measured working sets; the best rate of any, then of any from each of them on. The same in place."""
+        found = []
+        for in_place in (False, True):
+            best = [point.best_in_place if in_place else point.best for point in self.memory]
+            onwards = list(accumulate(reversed(best), max))[::-1]
+            measured = [number for number, point in enumerate(self.memory) if point.measured(in_place)]
+            sizes = [self.memory[number].working_set_bytes for number in measured]
+            found.append((sizes, [onwards[0], *(onwards[number] for number in measured)]))
+        return found[0], found[1]
 
     def peak(self, precision: str) -> float:
         """Best matrix rate in a precision, flop/s.
