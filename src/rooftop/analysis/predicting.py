@@ -4,8 +4,8 @@ The step is run on fake tensors, which have shapes and no data, so neither the o
 model of 7 billion parameters is counted on a laptop. Each operator takes its roof on the other machine, so the report
 is a lower bound: the kernel gap is zero, and the launch gap is what eager launches cost beyond the kernels.
 
-What a GPU does otherwise than a CPU is taken into account: attention in one kernel, TF32 where PyTorch allows it, the
-optimizer on lists of tensors. Recurrent layers are counted step by step, as a CPU runs them.
+For ceilings of a GPU the step runs by the operators that PyTorch chooses there (`rooftop.analysis.as_on_gpu`), and
+products take TF32 where PyTorch allows it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.nn.utils.rnn import PackedSequence
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from rooftop.analysis.advice import advise
+from rooftop.analysis.as_on_gpu import as_on_gpu
 from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import comparable, module_tree, operator_rows
@@ -87,15 +89,13 @@ def predict(
         stepper = None
         if optimizer is not None:
             stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
-            if on_gpu:
-                _step_on_lists(stepper)
         program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
         tracker = ModuleTracker(program.module)
-        with _Untouched(mode), counted_for(ceilings.kind), _DeviceAttention() if on_gpu else nullcontext():
+        with _Untouched(mode), counted_for(ceilings.kind):
             if program.module is None or (train and (stepper is not None or loss is None)):
                 # The first step makes the optimizer's state, or draws the gradients that are sent back.
-                _counted(program, ModuleTracker(program.module))
-            records = _counted(program, tracker)
+                _counted(program, ModuleTracker(program.module), on_gpu)
+            records = _counted(program, tracker, on_gpu)
     if not any(record.cost is not None and _works(record) for record in records):
         raise InputError(
             f"nothing to predict: no operator that {program.name} runs moves or computes anything that has a formula"
@@ -160,10 +160,11 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def _counted(program: Program, tracker: ModuleTracker) -> list[Any]:
-    with program.preserved(), tracker, CountingMode(tracker.locate) as counted:
+def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Record]:
+    with program.preserved(), tracker, _DeviceCounting(tracker.locate) as counted:
         try:
-            program.step()
+            with as_on_gpu() if on_gpu else nullcontext():
+                program.step()
         except Exception as error:
             cause = error.__cause__ or error
             looks = type(cause).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
@@ -174,6 +175,16 @@ def _counted(program: Program, tracker: ModuleTracker) -> list[Any]:
                 ) from error
             raise
     return counted.records
+
+
+class _DeviceCounting(CountingMode):
+    """Counts what the device does. Numbers that the host keeps, an optimizer's count of steps, are no work of it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = list(tensors_in([args, kwargs]))
+        if tensors and all(isinstance(t, FakeTensor) and t.constant is not None for t in tensors):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _faked(values: tuple[Any, ...], mode: FakeTensorMode, dtype: torch.dtype | None) -> tuple[Any, ...]:
@@ -205,20 +216,16 @@ def _fake(value: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> Any:
         return FakeTensor(mode, meta, torch.device("cpu")).requires_grad_(value.requires_grad)
     if isinstance(value, dict):
         return {key: _fake(item, mode, dtype) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_fake(item, mode, dtype) for item in value)
+    if isinstance(value, PackedSequence):  # the sizes of its batches belong to its shape
+        return value._replace(data=_fake(value.data, mode, dtype))
+    if isinstance(value, (list, tuple)):
+        make = getattr(type(value), "_make", type(value))  # of named tuples
+        return make(_fake(item, mode, dtype) for item in value)
     return value
 
 
 def _parameters(target: Any) -> Iterable[nn.Parameter]:
     return target.parameters() if isinstance(target, nn.Module) else ()
-
-
-def _step_on_lists(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer take its parameters as lists where that is left to PyTorch: so it does on a GPU."""
-    for group in optimizer.param_groups:
-        if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True
 
 
 class _FakeCopies(TorchFunctionMode):
@@ -248,9 +255,11 @@ class _Untouched(TorchDispatchMode):
         self._twins: dict[int, tuple[Tensor, FakeTensor, Tensor | None]] = {}  # id -> real, fake, its gradient before
         self._states: dict[torch.optim.Optimizer, dict[Any, Any]] = {}
         self._hooks = ExitStack()
+        self._scales = False  # whether an optimizer steps whose numbers scale its steps and choose nothing
 
     def __enter__(self) -> _Untouched:
         self._hooks.callback(register_optimizer_step_pre_hook(self._optimizer_entering).remove)
+        self._hooks.callback(register_optimizer_step_post_hook(self._optimizer_leaving).remove)
         super().__enter__()
         return self
 
@@ -267,13 +276,15 @@ class _Untouched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in self._mode.lift_fns:  # torch.tensor(...): FakeTensorMode makes what is new a fake tensor itself
             args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
+        if func is torch.ops.aten._local_scalar_dense.default and self._scales and args[0].constant is None:
+            return 1.0
         return func(*args, **(kwargs or {}))
 
     def _twin(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
         if id(tensor) not in self._twins:
-            if tensor.numel() == 1 and tensor.device.type == "cpu":  # an optimizer's count of steps: it is looked at
+            if _is_looked_at(tensor):
                 with _disable_current_modes():
                     value = tensor.detach().clone()
                 fake = self._mode.fake_tensor_converter.from_real_tensor(self._mode, value, make_constant=True)
@@ -283,39 +294,15 @@ class _Untouched(TorchDispatchMode):
         return self._twins[id(tensor)][1]
 
     def _optimizer_entering(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._scales = isinstance(optimizer, (torch.optim.Adafactor, torch.optim.ASGD))
         if optimizer not in self._states:
             self._states[optimizer] = {parameter: dict(state) for parameter, state in optimizer.state.items()}
 
-
-class _DeviceAttention(TorchFunctionMode):
-    """Scaled dot-product attention as a GPU runs it: in one kernel, also where a CPU takes it apart (dropout)."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def _optimizer_leaving(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._scales = False
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    # (B, H, S, D); fewer key heads than query heads are shared, without a copy of them being needed
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), float("-inf"))
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    if enable_gqa and key.shape[1] != query.shape[1]:
-        heads = query.shape[1] // key.shape[1]
-        key, value = (t.unsqueeze(2).expand(-1, -1, heads, -1, -1).flatten(1, 2) for t in (key, value))
-    result = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, torch.is_grad_enabled() and query.requires_grad, dropout_p, is_causal, scale=scale
-    )
-    output: Tensor = result[0]
-    return output
+def _is_looked_at(tensor: Tensor) -> bool:
+    """Whether PyTorch itself looks at the values: an optimizer's count of steps, the batch sizes of packed sequences."""
+    is_list_of_sizes = tensor.dim() == 1 and tensor.dtype == torch.int64
+    return tensor.device.type == "cpu" and (tensor.numel() == 1 or is_list_of_sizes)

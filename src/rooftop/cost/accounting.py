@@ -295,13 +295,18 @@ def counted_for(device_type: str) -> Iterator[None]:
         _COUNTED_FOR.reset(token)
 
 
+def counted_device_type() -> str | None:
+    """The type of device that costs are counted for, None for that of each tensor."""
+    return _COUNTED_FOR.get()
+
+
 def matrix_precision(tensor: Tensor, *, convolution: bool = False) -> str:
     """The precision whose peak bounds a matrix product or convolution on this tensor.
 
     fp32 on a GPU counts as tf32 where PyTorch's own switches let the back end use it
     (by default for convolutions, on request for matrix products).
     """
-    device_type = _COUNTED_FOR.get() or tensor.device.type
+    device_type = counted_device_type() or tensor.device.type
     if tensor.dtype in (torch.float32, torch.complex64) and device_type == "cuda":
         # `allow_tf32` raises once a program has used these newer switches; they follow the older ones too.
         switch = torch.backends.cudnn.conv if convolution else torch.backends.cuda.matmul  # type: ignore[attr-defined]

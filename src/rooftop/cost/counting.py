@@ -24,7 +24,7 @@ from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftop.cost.accounting import PRECISIONS, Call, Cost, distinct_bytes, tensors_in
+from rooftop.cost.accounting import PRECISIONS, Call, Cost, counted_device_type, distinct_bytes, tensors_in
 from rooftop.cost.registry import formula_for
 from rooftop.hardware.source_lines import current_user_line
 
@@ -140,7 +140,7 @@ class CountingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if (
             _has_decomposition(func)
-            and not _has_kernel(func, _device_type((args, kwargs)))
+            and not _has_kernel(func, counted_device_type() or _device_type((args, kwargs)))
             and not any(tensor.is_nested for tensor in tensors_in((args, kwargs)))  # these have kernels of their own
         ):
             # Under inference_mode composite operators (linear, conv2d) arrive whole: take them apart as autograd does.
@@ -165,8 +165,14 @@ def _has_decomposition(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
+_WHOLE_ON_CUDA = {"aten::_fused_rms_norm"}
+"""Composite operators that have a kernel in PyTorch for CUDA, which one for CPUs does not know."""
+
+
 @cache
 def _has_kernel(func: Any, device_type: str) -> bool:
+    if device_type == "cuda" and func._schema.name in _WHOLE_ON_CUDA:
+        return True
     key = torch._C._dispatch_key_for_device(device_type)
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 

@@ -1,0 +1,134 @@
+"""Run a program on fake CPU tensors by the operators that PyTorch would choose on a GPU.
+
+`rooftop.predict` counts a step on fake tensors of the CPU, as a PyTorch without CUDA cannot differentiate fake tensors
+of a GPU. Nearly all operators are the same on both. Some composite operators look at the device and call other
+operators; `rooftop.analysis.gpu_operators.CHOSEN_BY_DEVICE` holds what each of them does on a GPU.
+
+Where the table takes effect, so that no caller is missed:
+
+    dispatcher      a kernel for the autograd key of the CPU: calls from Python, C++ (`F.multi_head_attention_forward`,
+                    TorchScript) and the backward pass all pass through it
+    dispatch mode   the same under `torch.inference_mode`, where composite operators skip autograd
+    foreach         optimizers and `clip_grad_norm_` ask PyTorch which devices have kernels for lists of tensors
+
+All of it holds for one thread and one `with` block. Programs in other threads get their usual operators.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._C import DispatchKey
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.library import Library
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rooftop.analysis.gpu_operators import CHOSEN_BY_DEVICE, SHAPES
+
+_THREAD = threading.local()
+_LOCK = threading.Lock()  # of the two below: kernels and lists of types belong to the process
+_users = 0
+_registered = ExitStack()
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Inside, composite operators on CPU tensors of this thread call what they would call on an NVIDIA GPU.
+
+    Enter it after every other dispatch mode that is to see the operators.
+    """
+    _acquire()
+    before = _is_active()
+    _THREAD.active = True
+    try:
+        with _WholeComposites():
+            yield
+    finally:
+        _THREAD.active = before
+        _release()
+
+
+def _is_active() -> bool:
+    return getattr(_THREAD, "active", False)
+
+
+class _WholeComposites(TorchDispatchMode):
+    """Composite operators that arrive whole, as they do under `torch.inference_mode`."""
+
+    supports_higher_order_operators = True  # without it PyTorch ends the program at the first of them
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        instead = CHOSEN_BY_DEVICE.get(func)
+        if instead is None:
+            return func(*args, **(kwargs or {}))
+        with self:  # one may call another: attention calls dropout
+            return instead(func, *args, **(kwargs or {}))
+
+
+def _acquire() -> None:
+    """Register the kernels for the first of several nested or concurrent users."""
+    global _users, _registered
+    with _LOCK:
+        if _users == 0:
+            with ExitStack() as stack:
+                _register_kernels(stack)
+                _let_lists_be_taken(stack)
+                _registered = stack.pop_all()
+        _users += 1
+
+
+def _release() -> None:
+    global _users
+    with _LOCK:
+        _users -= 1
+        if _users == 0:
+            _registered.close()
+
+
+def _register_kernels(stack: ExitStack) -> None:
+    library = Library("aten", "IMPL")
+    stack.callback(library._destroy)
+    for func, instead in CHOSEN_BY_DEVICE.items():
+        library.impl(func, _for_this_thread(func, instead), "AutogradCPU")
+    for func, shapes in SHAPES.items():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Meta"):
+            library.impl(func, shapes, "Meta")
+
+
+def _for_this_thread(func: Any, instead: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if _is_active():
+            return instead(func, *args, **kwargs)
+        return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+    return kernel
+
+
+def _let_lists_be_taken(stack: ExitStack) -> None:
+    """PyTorch takes a list of tensors at once if it knows their device and their type for it."""
+    devices = _foreach_utils._get_foreach_kernels_supported_devices
+
+    def with_this_threads_cpu() -> list[str]:
+        return [*devices(), *(["cpu"] if _is_active() else [])]
+
+    optimizers, averages = (import_module(f"torch.optim.{name}") for name in ("optimizer", "swa_utils"))
+    for module in (_foreach_utils, optimizers, averages):
+        stack.enter_context(mock.patch.object(module, "_get_foreach_kernels_supported_devices", with_this_threads_cpu))
+    for module in (_foreach_utils, optimizers):
+        types = _Types(module._foreach_supported_types)
+        stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
+
+
+class _Types(list[type]):
+    """Types of tensors that operators on lists take; fake ones stand for real ones."""
+
+    def __contains__(self, kind: object) -> bool:
+        return super().__contains__(kind) or (kind in (FakeTensor, nn.Parameter) and _is_active())
