@@ -1,0 +1,160 @@
+"""Which operators of PyTorch's own test suite call others on a GPU than `rooftop.predict` counts for one.
+
+    python benchmarks/operators_by_device.py [--out FILE.json]
+
+Every sample of `torch.testing` (some 600 functions, 100 modules) runs twice: on fake CPU tensors as a prediction does
+(`rooftop.analysis.as_on_gpu`), and on the GPU. The operators that move or compute anything must be the same. Without
+a GPU the second run is on fake tensors of one and forward only; what needs cuDNN or a choice of kernel at run time
+then differs and is named. Needs `expecttest`, which `torch.testing` imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils._pytree import tree_map_only
+
+from rooftop.analysis.as_on_gpu import as_on_gpu
+from rooftop.cost import CountingMode, counted_for
+from rooftop.cost.accounting import tensors_in
+
+ON_GPU = torch.cuda.is_available()
+SAMPLES = 30  # of each function and dtype
+SAME_COST = {"cudnn_batch_norm": "native_batch_norm", "cudnn_batch_norm_backward": "native_batch_norm_backward"}
+TRANSFERS = {"_to_copy", "lift_fresh"}  # constants that the program makes on the host
+
+
+def names_of(records: list[Any]) -> Counter[str]:
+    working = [r for r in records if r.cost is None or r.cost.bytes or r.cost.total_flops]
+    names = [r.name.removeprefix("aten::") for r in working]
+    return Counter(SAME_COST.get(name, name) for name in names if name not in TRANSFERS)
+
+
+def counted(run: Callable[[], Any], as_gpu: bool) -> Counter[str] | str:
+    """The operators that a call runs, with those of its backward pass on a machine with a GPU; why, if it cannot."""
+    try:
+        with counted_for("cuda"), CountingMode() as mode, as_on_gpu() if as_gpu else nullcontext():
+            with torch.enable_grad() if ON_GPU else torch.no_grad():
+                roots = [t for t in tensors_in(run()) if ON_GPU and t.requires_grad]
+                if roots:
+                    torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+    return names_of(mode.records)
+
+
+def faked(mode: FakeTensorMode, device: str) -> Callable[[Tensor], Tensor]:
+    def fake(tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            raise NotImplementedError
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, meta, torch.device(device)).requires_grad_(tensor.requires_grad and ON_GPU)
+
+    return fake
+
+
+def on_gpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cuda").requires_grad_(tensor.requires_grad)
+
+
+def difference(call: Callable[[Any], Any], values: Any) -> tuple[Any, Any] | None:
+    """(as predicted, on the GPU), None if they are the same or cannot be run."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    predicted_values = tree_map_only(Tensor, faked(mode, "cpu"), values)
+    with mode:
+        predicted = counted(lambda: call(predicted_values), as_gpu=True)
+    if ON_GPU:
+        gpu_values = tree_map_only(Tensor, on_gpu, values)
+        actual = counted(lambda: call(gpu_values), as_gpu=False)
+    else:
+        gpu_values = tree_map_only(Tensor, faked(mode, "cuda:0"), values)
+        with mode:
+            actual = counted(lambda: call(gpu_values), as_gpu=False)
+    if predicted == actual or (isinstance(predicted, str) and isinstance(actual, str)):
+        return None
+    return predicted, actual
+
+
+def functions(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for info in op_db:
+        if dtype not in info.dtypes:
+            continue
+        try:
+            samples = list(info.sample_inputs("cpu", dtype, requires_grad=ON_GPU and info.supports_autograd))[:SAMPLES]
+        except Exception:
+            continue
+        for sample in samples:
+            values = (sample.input, sample.args, {k: v for k, v in sample.kwargs.items() if k != "device"})
+            yield info.name, lambda given, info=info: info.op(given[0], *given[1], **given[2]), values
+
+
+def modules(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
+    from torch.testing._internal.common_modules import module_db
+
+    for info in module_db:
+        if issubclass(info.module_cls, LazyModuleMixin):  # after the first call these are the others
+            continue
+        for training in (False, True):
+            try:
+                inputs = info.module_inputs_func(info, "cpu", dtype, ON_GPU, training)
+                for sample in inputs[:SAMPLES]:
+                    built = sample.constructor_input
+                    module = info.module_cls(*built.args, **built.kwargs).to(dtype).train(training)
+                    given = sample.forward_input
+                    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+                    yield info.name, _called(module), (given.args, given.kwargs, state)
+            except Exception as error:
+                print(f"left out: {info.name} ({type(error).__name__})")
+
+
+def _called(module: nn.Module) -> Callable[[Any], Any]:
+    def call(values: Any) -> Any:
+        args, kwargs, state = values
+        return torch.func.functional_call(module, state, args, kwargs)
+
+    return call
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    found: dict[str, dict[str, Any]] = {}
+    calls = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        for source in (functions, modules):
+            for name, call, values in source(dtype):
+                calls += 1
+                try:
+                    differing = difference(call, values)
+                except NotImplementedError:
+                    continue
+                key = f"{name} {str(dtype).removeprefix('torch.')}"
+                if differing is not None and key not in found:
+                    predicted, actual = (dict(d) if isinstance(d, Counter) else d for d in differing)
+                    found[key] = {"predicted": predicted, "gpu": actual}
+                    print(f"{key}\n    predicted {predicted}\n    on a GPU  {actual}", flush=True)
+    print(f"{calls} calls, {len(found)} functions and modules that differ")
+    if options.out is not None:
+        where = torch.cuda.get_device_name() if ON_GPU else "fake tensors of a GPU, forward only"
+        result = {"torch": torch.__version__, "device": where, "calls": calls, "differ": found}
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
