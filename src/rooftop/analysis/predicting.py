@@ -33,6 +33,7 @@ from rooftop.analysis.floors import comparable, module_tree, operator_rows
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.program import Program, describe_tensor
 from rooftop.analysis.report import Gaps, Report, Summary
+from rooftop.analysis.without_values import answered_without_values
 from rooftop.cost import CountingMode, Record, counted_for, roof
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError
@@ -91,7 +92,7 @@ def predict(
             stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
         program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
         tracker = ModuleTracker(program.module)
-        with _Untouched(mode), counted_for(ceilings.kind):
+        with answered_without_values(), _Untouched(mode), counted_for(ceilings.kind):
             if program.module is None or (train and (stepper is not None or loss is None)):
                 # The first step makes the optimizer's state, or draws the gradients that are sent back.
                 _counted(program, ModuleTracker(program.module), on_gpu)
@@ -156,7 +157,7 @@ def _works(record: Record) -> bool:
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Inside, tensors have no data: a model that is built here takes no memory, however large it is."""
     active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    with active if active is not None else FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with answered_without_values(), active if active is not None else FakeTensorMode(allow_non_fake_inputs=True) as mode:
         yield mode
 
 
