@@ -33,7 +33,7 @@ from rooftop.analysis.floors import comparable, module_tree, operator_rows
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.program import Program, describe_tensor
 from rooftop.analysis.report import Gaps, Report, Summary
-from rooftop.analysis.without_values import answered_without_values
+from rooftop.analysis.without_values import RESULTS, answered_without_values
 from rooftop.cost import CountingMode, Record, counted_for, roof
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError
@@ -89,7 +89,8 @@ def predict(
         fake_target, fake_args, fake_kwargs = _faked((target, args, kwargs), mode, dtype)
         stepper = None
         if optimizer is not None:
-            stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
+            with _Untouched(mode):  # it looks at a learning rate that is a tensor
+                stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
         program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
         tracker = ModuleTracker(program.module)
         with answered_without_values(), _Untouched(mode), counted_for(ceilings.kind):
@@ -169,7 +170,9 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
         except Exception as error:
             cause = error.__cause__ or error
             looks = type(cause).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
-            if looks or "() is not supported for tensor subclasses" in str(cause):  # .numpy(), .tolist()
+            # .numpy(), .tolist(); what C++ reads
+            looks = looks or "() is not supported for tensor subclasses" in str(cause)
+            if looks or "its data is not allocated yet" in str(cause):
                 raise InputError(
                     f"{program.name} cannot be predicted: what it runs depends on values ({cause}), and a prediction "
                     "has only shapes; analyze it on a machine instead"
@@ -179,12 +182,13 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
 
 
 class _DeviceCounting(CountingMode):
-    """Counts what the device does. Numbers that the host keeps, an optimizer's count of steps, are no work of it."""
+    """Counts what the device does. An optimizer's counts of steps are the host's: numbers that fake tensors know."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = list(tensors_in([args, kwargs]))
-        if tensors and all(isinstance(t, FakeTensor) and t.constant is not None for t in tensors):
-            return func(*args, **(kwargs or {}))
+        if self._locate()[1] == "optimizer":
+            tensors = list(tensors_in([args, kwargs]))
+            if tensors and all(isinstance(t, FakeTensor) and t.constant is not None for t in tensors):
+                return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -279,7 +283,7 @@ class _Untouched(TorchDispatchMode):
             args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
         if func is torch.ops.aten._local_scalar_dense.default and self._scales and args[0].constant is None:
             return 1.0
-        return func(*args, **(kwargs or {}))
+        return RESULTS.get(func, func)(*args, **(kwargs or {}))
 
     def _twin(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):

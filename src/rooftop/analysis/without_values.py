@@ -5,6 +5,8 @@
 | `torch.nn.init.trunc_normal_` | draws until all values fit | draws nothing, as it does for meta tensors |
 | `find_packed_sequence_indices` of transformers | several sequences in one row need another mask than a causal one | one |
 
+| `_ctc_loss` and its backward pass | its table has a row for each label of the longest target | padded targets, or their mean |
+
 Left to itself transformers builds a mask for every fake tensor, and a decoder is counted without its causal kernel.
 """
 
@@ -16,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -51,3 +54,34 @@ ANSWERED = (
     ("transformers.masking_utils", "find_packed_sequence_indices", _find_one_sequence),
 )
 """(module, function, what to put in its place)"""
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    """(loss of each sequence, logarithms of the probabilities of all states at all steps)"""
+    steps, batch, _ = log_probs.shape  # (T, N, C)
+    if isinstance(target_lengths, Tensor):
+        labels = targets.shape[1] if targets.dim() == 2 else -(-targets.shape[0] // batch)
+    else:
+        labels = max(target_lengths)
+    return log_probs.new_empty(batch), log_probs.new_empty((batch, steps, 2 * labels + 1))
+
+
+def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+def _thnn_fused_lstm_cell(input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, *biases: Any) -> Any:
+    """(h', c', workspace). PyTorch's own expects biases."""
+    return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(input_gates)
+
+
+RESULTS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._ctc_loss.default: _ctc_loss,
+    torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
+    torch.ops.aten._ctc_loss_backward.default: _ctc_loss_backward,
+    torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    torch.ops.aten._thnn_fused_lstm_cell.default: _thnn_fused_lstm_cell,
+}
+"""Operators that give PyTorch's fake tensors no result: what gives one in their place."""

@@ -87,28 +87,39 @@ for _name, _taps in ANTIALIASED_RESIZES.items():
     cost_of(f"aten::{_name}", f"aten::{_name}_backward")(_antialiased(_taps))
 
 
-@cost_of(*aten("grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback"))
+@cost_of(*aten("grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback cudnn_grid_sampler"))
 def grid_sampler(call: Call) -> Cost:
     """Reads the grid, and of the input at most the neighbourhood of each grid point; 2 flops for each coordinate."""
     out, grid = call.out, call["grid"]  # (N, C, *spatial), (N, *spatial, dimensions)
-    taps, dimensions = GRID_TAPS[call["interpolation_mode"]], grid.shape[-1]
+    taps, dimensions = _grid_taps(call), grid.shape[-1]
     flops = _weighing(taps, dimensions) * out.numel() + 2 * grid.numel()
-    read = tensor_bytes(grid) + _sampled_bytes(call["input"], grid, taps**dimensions)
+    read = tensor_bytes(grid) + _sampled_bytes(_sampled(call), grid, taps**dimensions)
     return Cost(read, tensor_bytes(out), arithmetic(flops, [out]))
 
 
-@cost_of(*aten("grid_sampler_2d_backward grid_sampler_3d_backward"))
+@cost_of(*aten("grid_sampler_2d_backward grid_sampler_3d_backward cudnn_grid_sampler_backward"))
 def grid_sampler_backward(call: Call) -> Cost:
     """The gradient of the input needs the grid alone, that of the grid the input too, along each dimension."""
     gradient, grid = call["grad_output"], call["grid"]
-    taps, dimensions = GRID_TAPS[call["interpolation_mode"]], grid.shape[-1]
-    to_input, to_grid = call["output_mask"]
+    taps, dimensions = _grid_taps(call), grid.shape[-1]
+    mask = call.get("output_mask", (True, True))
+    to_input, to_grid = mask
     per_result = to_input * (_weighing(taps, dimensions) or 1) + to_grid * dimensions * _weighing(taps, dimensions)
     read = distinct_bytes([gradient, grid])
     if to_grid and taps > 1:  # the nearest neighbour does not change with the grid
-        read += _sampled_bytes(call["input"], grid, taps**dimensions)
+        read += _sampled_bytes(_sampled(call), grid, taps**dimensions)
     flops = per_result * gradient.numel() + 2 * grid.numel()
-    return Cost(read, distinct_bytes(requested(call.results, call["output_mask"])), arithmetic(flops, [gradient]))
+    return Cost(read, distinct_bytes(requested(call.results, mask)), arithmetic(flops, [gradient]))
+
+
+def _grid_taps(call: Call) -> int:
+    """cuDNN has the bilinear mode alone."""
+    return GRID_TAPS[call.get("interpolation_mode", 0)]
+
+
+def _sampled(call: Call) -> Tensor:
+    source: Tensor = call["input"] if "input" in call else call["self"]
+    return source
 
 
 def _sampled_bytes(source: Tensor, grid: Tensor, neighbours: int) -> int:

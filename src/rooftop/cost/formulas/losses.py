@@ -95,3 +95,17 @@ def ctc_loss_backward(call: Call) -> Cost:
     log_probability, alpha = call["log_probs"], call["log_alpha"]
     flops = (CTC_STATE + 3) * alpha.numel() + 6 * log_probability.numel()
     return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, [log_probability]))
+
+
+@cost_of("aten::_cudnn_ctc_loss")
+def ctc_loss_and_gradient(call: Call) -> Cost:
+    """Both recursions at once, as cuDNN writes the gradient with the loss; S is the labels' number of a sequence."""
+    log_probability, targets = call["log_probs"], call["targets"]  # (T, N, C), (N, S) or those of all sequences
+    steps, batch, _ = log_probability.shape
+    states = steps * (2 * targets.numel() + batch)  # 2 S + 1 of each sequence
+    flops = (2 * CTC_STATE + 3) * states + 6 * log_probability.numel()
+    return Cost(
+        distinct_bytes(call.read_tensors),
+        distinct_bytes(call.written_tensors),
+        arithmetic(flops, [log_probability]),
+    )
