@@ -21,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ class Generator(nn.Sequential):
     def __init__(self, noise: int = 100, width: int = 64, colours: int = 3) -> None:
         sizes = [noise, 8 * width, 4 * width, 2 * width, width, colours]
         layers: list[nn.Module] = []
-        for index, (inputs, outputs) in enumerate(zip(sizes, sizes[1:], strict=False)):
+        for index, (inputs, outputs) in enumerate(pairwise(sizes)):
             stride, padding = (1, 0) if index == 0 else (2, 1)
             layers += [nn.ConvTranspose2d(inputs, outputs, 4, stride, padding, bias=False)]
             layers += [nn.BatchNorm2d(outputs), nn.ReLU()] if outputs != colours else [nn.Tanh()]
@@ -214,7 +215,7 @@ def whisper_attention(answer: int) -> int:
 
 
 def vit_base(batch: int, tokens: int) -> int:
-    """Patches, 12 layers of 12 products of 768 x 768 for each token (4 of attention, 8 around the hidden layer), head."""
+    """Patches; 12 layers of 12 products of 768 x 768 a token (4 of attention, 8 around the hidden layer); head."""
     layer = 2 * batch * tokens * 12 * 768 * 768
     return convolution(batch, 3, 768, tokens - 1, 256) + 12 * layer + vit_attention(batch, tokens) + 2 * batch * 768_000
 
@@ -322,7 +323,13 @@ def by_flop_counter(module: nn.Module, inputs: Inputs, train: bool) -> int:
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     state, (args, kwargs) = tree_map_only(Tensor, fake, (state, inputs))
     module.train(train)
-    with answered_without_values(), fakes, FlopCounterMode(display=False) as counter, as_on_gpu(), torch.set_grad_enabled(train):
+    with (
+        answered_without_values(),
+        fakes,
+        FlopCounterMode(display=False) as counter,
+        as_on_gpu(),
+        torch.set_grad_enabled(train),
+    ):
         output = torch.func.functional_call(module, state, args, kwargs)
         roots = [t for t in tensors_in(output) if t.requires_grad]
         torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])

@@ -44,11 +44,11 @@ def names_of(records: list[Any]) -> Counter[str]:
 def counted(run: Callable[[], Any], as_gpu: bool) -> Counter[str] | str:
     """The operators that a call runs, with those of its backward pass on a machine with a GPU; why, if it cannot."""
     try:
-        with counted_for("cuda"), CountingMode() as mode, as_on_gpu() if as_gpu else nullcontext():
-            with torch.enable_grad() if ON_GPU else torch.no_grad():
-                roots = [t for t in tensors_in(run()) if ON_GPU and t.requires_grad]
-                if roots:
-                    torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        chosen = as_on_gpu() if as_gpu else nullcontext()
+        with counted_for("cuda"), CountingMode() as mode, chosen, torch.set_grad_enabled(ON_GPU):
+            roots = [t for t in tensors_in(run()) if t.requires_grad]
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
     except Exception as error:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
     return names_of(mode.records)

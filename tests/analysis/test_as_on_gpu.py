@@ -110,7 +110,9 @@ def test_without_cudnn_steps_are_counted(h200: Ceilings) -> None:
     assert "_cudnn_rnn" not in names(report)
 
 
-@pytest.mark.parametrize(("cell", "fused"), [(nn.LSTMCell, "_thnn_fused_lstm_cell"), (nn.GRUCell, "_thnn_fused_gru_cell")])
+@pytest.mark.parametrize(
+    ("cell", "fused"), [(nn.LSTMCell, "_thnn_fused_lstm_cell"), (nn.GRUCell, "_thnn_fused_gru_cell")]
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_cells_have_a_kernel_for_their_gates(cell: type[nn.Module], fused: str, bias: bool, h200: Ceilings) -> None:
     report = rooftop.predict(cell(16, 32, bias=bias), torch.randn(4, 16), ceilings=h200, train=True)
@@ -210,9 +212,7 @@ def test_the_kernel_is_the_one_that_a_gpu_has(
     """What PyTorch's sdp_utils.cpp says of dtypes and widths, and what the user switched off."""
     query = torch.randn(2, 4, 64, width)
     with sdpa_kernel(allowed):
-        report = rooftop.predict(
-            lambda q: F.scaled_dot_product_attention(q, q, q), query, ceilings=h200, dtype=dtype
-        )
+        report = rooftop.predict(lambda q: F.scaled_dot_product_attention(q, q, q), query, ceilings=h200, dtype=dtype)
     expected = set() if kernel is None else {f"_scaled_dot_product_{kernel}_attention"}
     assert {name for name in names(report) if "attention" in name} == expected
     assert ("bmm" in names(report)) == (kernel is None)
@@ -335,9 +335,7 @@ def test_an_optimizer_keeps_what_its_user_chose(h200: Ceilings) -> None:
 
 
 def test_the_hosts_count_of_steps_is_no_work_of_the_gpu(h200: Ceilings) -> None:
-    report = rooftop.predict(
-        small_network(), torch.randn(2, 8), ceilings=h200, train=True, optimizer=torch.optim.AdamW
-    )
+    report = rooftop.predict(small_network(), torch.randn(2, 8), ceilings=h200, train=True, optimizer=torch.optim.AdamW)
     optimizer = [row for row in report.ops if row.phase == "optimizer" and row.bytes]
     assert {row.name for row in optimizer if not row.name.startswith("aten::_foreach_")} == set()
     assert all(len(row.shapes) % 5 == 0 for row in optimizer)  # of the five weights, none of their five counts
@@ -356,6 +354,19 @@ def test_gradients_are_clipped_as_lists_in_a_loop_of_ones_own(h200: Ceilings) ->
     report = rooftop.predict(step, torch.randn(2, 8), ceilings=h200)
     calls = Counter({row.name: row.calls for row in report.ops if "foreach" in row.name})
     assert calls == {"aten::_foreach_norm": 1, "aten::_foreach_mul_": 1, "aten::_foreach_add_": 1}
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (None, "fp16")])
+def test_autocast_of_a_gpu_casts(dtype: torch.dtype | None, precision: str, h200: Ceilings) -> None:
+    """Without a GPU PyTorch ignores it, and all products counted as float32."""
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.GRU(32, 8)), torch.randn(5, 4, 16)
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=dtype):
+            return model(x)[0].float().sum()
+
+    report = rooftop.predict(run, x, ceilings=h200, train=True)
+    assert products(report, precision) == 20 * 2 * (2 * 16 * 32 + 3 * 3 * 8 * (32 + 8))
 
 
 def real_step() -> None:

@@ -10,6 +10,7 @@ Where the table takes effect, so that no caller is missed:
                     TorchScript) and the backward pass all pass through it
     dispatch mode   the same under `torch.inference_mode`, where composite operators skip autograd
     foreach         optimizers and `clip_grad_norm_` ask PyTorch which devices have kernels for lists of tensors
+    autocast        `torch.autocast("cuda")` casts, by the CPU's list of operators, as the tensors are the CPU's
 
 All of it holds for one thread and one `with` block. Programs in other threads get their usual operators.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -49,7 +50,7 @@ def as_on_gpu() -> Iterator[None]:
     before = _is_active()
     _THREAD.active = True
     try:
-        with _WholeComposites():
+        with _WholeComposites(), _autocast_in_force():
             yield
     finally:
         _THREAD.active = before
@@ -81,6 +82,7 @@ def _acquire() -> None:
             with ExitStack() as stack:
                 _register_kernels(stack)
                 _let_lists_be_taken(stack)
+                _let_autocast_reach_the_cpu(stack)
                 _registered = stack.pop_all()
         _users += 1
 
@@ -132,3 +134,21 @@ class _Types(list[type]):
 
     def __contains__(self, kind: object) -> bool:
         return super().__contains__(kind) or (kind in (FakeTensor, nn.Parameter) and _is_active())
+
+
+def _let_autocast_reach_the_cpu(stack: ExitStack) -> None:
+    construct = torch.autocast.__init__
+
+    def constructed(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if _is_active() and device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        construct(self, device_type, dtype, *args, **kwargs)
+
+    stack.enter_context(mock.patch.object(torch.autocast, "__init__", constructed))
+
+
+def _autocast_in_force() -> AbstractContextManager[Any]:
+    """The GPU's autocast that a prediction stands in, for the CPU."""
+    if not torch.is_autocast_enabled("cuda"):
+        return nullcontext()
+    return torch.autocast("cpu", torch.get_autocast_dtype("cuda"))

@@ -1,14 +1,14 @@
 """What composite operators call on an NVIDIA GPU, where that differs from the CPU.
 
 Each entry of `CHOSEN_BY_DEVICE` is called with the operator and its arguments and does what the branch for CUDA in
-PyTorch's C++ source does. `benchmarks/gpu_operators.py` runs all operators of PyTorch's own test suite on fake tensors
-of both devices and lists those that differ: no other was found (torch 2.13, 2.14).
+PyTorch's C++ source does. `benchmarks/operators_by_device.py` runs all operators of PyTorch's own test suite on fake
+tensors of both devices and lists those that differ.
 
 | operator | CPU | CUDA |
 |---|---|---|
-| `lstm`, `gru`, `rnn_tanh`, `rnn_relu`, also packed | a product for each time step, or oneDNN | `_cudnn_rnn` |
+| `lstm`, `gru`, `rnn_tanh`, `rnn_relu`, also packed | products step by step, or oneDNN | `_cudnn_rnn` |
 | `lstm_cell`, `gru_cell` | gates by elementwise operators | `_thnn_fused_lstm_cell`, `_thnn_fused_gru_cell` |
-| `scaled_dot_product_attention` | one kernel without dropout and gradient of a mask | flash, efficient or cuDNN attention |
+| `scaled_dot_product_attention` | one kernel, not with dropout | flash, efficient or cuDNN attention |
 | `rms_norm` | elementwise operators | `_fused_rms_norm` |
 | `dropout` | random numbers, division, product | `native_dropout` |
 """
@@ -95,7 +95,9 @@ def _cudnn_layers(
     batch_first: bool,
     batch_sizes: list[int],
 ) -> Any:
-    hidden, cell = hx if mode == _LSTM else (hx, None)  # (layers · directions, B, H) each
+    hidden: Tensor
+    cell: Tensor | None
+    hidden, cell = hx if mode == _LSTM else (hx, None)  # type: ignore[assignment]  # (layers · directions, B, H) each
     if torch.is_autocast_enabled("cpu"):
         lower = torch.get_autocast_dtype("cpu")
         input, hidden = input.to(lower), hidden.to(lower)
@@ -205,13 +207,11 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """In one kernel where a GPU has one for these shapes, types and masks, else product by product."""
-    if query.dim() == 3 and all(t.dim() == 3 for t in (key, value)) and TorchVersion(torch.__version__) >= (2, 14):
+    if query.dim() == 3 and all(t.dim() == 3 for t in (key, value)) and torch.__version__ >= TorchVersion("2.14"):
         # (H, S, D): from this release on a batch of one
         mask = attn_mask.unsqueeze(0) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
         query, key, value = (t.unsqueeze(0) for t in (query, key, value))
-        output = _attention(
-            func, query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        output = _attention(func, query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return output.squeeze(0)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         shown, hidden = (torch.scalar_tensor(v, dtype=query.dtype) for v in (0.0, float("-inf")))
@@ -226,9 +226,7 @@ def _attention(
         output = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0][..., :width]
     elif kernel == "math":
         math = aten._scaled_dot_product_attention_math
-        output = math(
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-        )[0]
+        output = math(query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
     else:
         bias = _bias(attn_mask, query, key)
         if kernel == "cudnn":

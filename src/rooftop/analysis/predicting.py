@@ -158,7 +158,10 @@ def _works(record: Record) -> bool:
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Inside, tensors have no data: a model that is built here takes no memory, however large it is."""
     active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    with answered_without_values(), active if active is not None else FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with (
+        answered_without_values(),
+        active if active is not None else FakeTensorMode(allow_non_fake_inputs=True) as mode,
+    ):
         yield mode
 
 
@@ -308,6 +311,6 @@ class _Untouched(TorchDispatchMode):
 
 
 def _is_looked_at(tensor: Tensor) -> bool:
-    """Whether PyTorch itself looks at the values: an optimizer's count of steps, the batch sizes of packed sequences."""
+    """Whether PyTorch itself looks at the values: an optimizer's count of steps, batch sizes of packed sequences."""
     is_list_of_sizes = tensor.dim() == 1 and tensor.dtype == torch.int64
     return tensor.device.type == "cpu" and (tensor.numel() == 1 or is_list_of_sizes)

@@ -2,10 +2,9 @@
 
 | function | why it looks | for fake tensors |
 |---|---|---|
-| `torch.nn.init.trunc_normal_` | draws until all values fit | draws nothing, as it does for meta tensors |
-| `find_packed_sequence_indices` of transformers | several sequences in one row need another mask than a causal one | one |
-
-| `_ctc_loss` and its backward pass | its table has a row for each label of the longest target | padded targets, or their mean |
+| `torch.nn.init.trunc_normal_` | draws until all values fit | draws nothing, as for meta tensors |
+| transformers' `find_packed_sequence_indices` | several sequences in a row need a mask of their own | one |
+| `_ctc_loss`, and backward | the longest target has as many states in its table | padded targets, or their mean |
 
 Left to itself transformers builds a mask for every fake tensor, and a decoder is counted without its causal kernel.
 """
