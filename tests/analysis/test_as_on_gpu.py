@@ -19,7 +19,7 @@ import rooftop
 from rooftop.analysis import Report
 from rooftop.analysis.as_on_gpu import as_on_gpu
 from rooftop.analysis.gpu_operators import CHOSEN_BY_DEVICE
-from rooftop.cost import CountingMode
+from rooftop.cost import CountingMode, counted_for
 from rooftop.hardware import ceilings_of
 from rooftop.hardware.ceilings import Ceilings
 
@@ -245,7 +245,7 @@ def fakes(mode: FakeTensorMode, device: str) -> Callable[[Tensor], Tensor]:
 
 
 def counted(run: Callable[[], Any], as_gpu: bool) -> Counter[str]:
-    with torch.no_grad(), CountingMode() as mode:
+    with torch.no_grad(), counted_for("cuda"), CountingMode() as mode:
         if as_gpu:
             with as_on_gpu():
                 run()

@@ -1,0 +1,112 @@
+"""What libraries ask of values, answered for fake tensors as a real run of the same program would be."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rooftop
+from rooftop.analysis import fake_tensors
+from rooftop.analysis.without_values import answered_without_values
+from rooftop.cost import CountingMode
+from rooftop.errors import InputError
+from rooftop.hardware import ceilings_of
+from rooftop.hardware.ceilings import Ceilings
+
+
+@pytest.fixture(scope="module")
+def h200() -> Ceilings:
+    return ceilings_of("h200")
+
+
+@pytest.mark.parametrize("bounds", [(-2.0, 2.0), (1.0, 1.5)], ids=["wide", "narrow"])
+def test_networks_that_draw_truncated_normals_can_be_built_without_values(bounds: tuple[float, float]) -> None:
+    """PyTorch draws until all values fit, and asks the tensor whether they do."""
+    with fake_tensors():
+        layer = nn.Linear(8, 8)
+        nn.init.trunc_normal_(layer.weight, 0.0, 1.0, *bounds)
+    real = torch.empty(1000)
+    with answered_without_values():
+        nn.init.trunc_normal_(real, 0.0, 1.0, *bounds)
+    assert bounds[0] <= float(real.min()) <= float(real.max()) <= bounds[1]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
+def test_a_decoder_is_causal_as_it_is_when_run(family: str, transformers: ModuleType, h200: Ceilings) -> None:
+    """Left to itself transformers makes a mask for fake tensors: all pairs were counted, and shared heads copied."""
+    heads, shared, length, layers, width = 4, 2, 128, 2, 64
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=width,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=shared,
+        vocab_size=100,
+        use_cache=False,
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    tokens = torch.randint(100, (2, length))
+    with torch.no_grad(), CountingMode() as run:
+        model(tokens)
+    report = rooftop.predict(model, tokens, ceilings=h200, dtype=torch.bfloat16)
+    predicted = [row for row in report.ops if "attention" in row.name]
+    # Pairs of a query and a key that it sees, for each two products of 16 features.
+    products = layers * 2 * heads * (length * (length + 1) // 2) * 2 * 2 * (width // heads)
+    assert sum(row.flops_by_precision["bf16"] for row in predicted) == products
+    actual = [r.cost.total_flops for r in run.records if r.cost is not None and "attention" in r.name]
+    assert sum(row.flops for row in predicted) == sum(actual)
+
+
+def test_positions_of_several_sequences_in_a_row_are_still_found(transformers: ModuleType) -> None:
+    from transformers import masking_utils
+
+    with answered_without_values():
+        found = masking_utils.find_packed_sequence_indices(torch.tensor([[0, 1, 2, 0, 1]]))
+    assert found.tolist() == [[0, 0, 0, 1, 1]]
+
+
+def ctc(log_probs: Tensor, targets: Tensor, inputs: Any, labels: Any) -> Tensor:
+    return F.ctc_loss(log_probs, targets, inputs, labels)
+
+
+@pytest.mark.parametrize("concatenated", [False, True])
+def test_the_ctc_loss_is_counted_as_when_run(concatenated: bool, h200: Ceilings) -> None:
+    log_probs = torch.randn(50, 4, 20).log_softmax(-1).requires_grad_()
+    targets = torch.randint(1, 20, (40,) if concatenated else (4, 10))
+    lengths = torch.full((4,), 50), torch.full((4,), 10)
+    report = rooftop.predict(ctc, log_probs, targets, *lengths, ceilings=h200, train=True)
+    with CountingMode() as run:
+        ctc(log_probs, targets, *lengths).backward()
+    for direction in ("aten::_ctc_loss", "aten::_ctc_loss_backward"):
+        (row,) = [row for row in report.ops if row.name == direction]
+        (actual,) = [r.cost for r in run.records if r.name == direction]
+        assert actual is not None
+        assert row.flops == actual.total_flops
+
+
+def test_what_pytorch_reads_on_its_own_is_named_as_such(h200: Ceilings) -> None:
+    """Lengths in lists: PyTorch puts them into a tensor and reads that."""
+    log_probs, targets = torch.randn(50, 4, 20, requires_grad=True), torch.randint(1, 20, (4, 10))
+    with pytest.raises(InputError, match="cannot be predicted: what it runs depends on values"):
+        rooftop.predict(lambda x, y: ctc(x, y, [50] * 4, [10] * 4), log_probs, targets, ceilings=h200, train=True)
+
+
+def test_a_network_without_values_is_predicted_as_one_with_them(h200: Ceilings) -> None:
+    class Drawn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            nn.init.trunc_normal_(self.linear.weight, std=0.02)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    real = rooftop.predict(Drawn(), torch.randn(2, 8), ceilings=h200)
+    with fake_tensors():
+        fake = rooftop.predict(Drawn(), torch.randn(2, 8), ceilings=h200)
+    assert real.summary == fake.summary
