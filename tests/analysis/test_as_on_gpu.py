@@ -288,6 +288,8 @@ FORWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 @pytest.mark.parametrize("name", FORWARD)
 def test_the_operators_are_those_of_tensors_of_a_gpu(name: str) -> None:
     """PyTorch itself as the judge: forward, it runs fake tensors of a GPU that is not there."""
+    if name == "rms_norm" and not torch.backends.cuda.is_built():
+        pytest.skip("a build for CPUs does not know that CUDA has a kernel for it")
     call, tensors = FORWARD[name]
     results = []
     for device, as_gpu in (("cpu", True), ("cuda:0", False)):
