@@ -32,7 +32,8 @@ from torch.library import Library
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftop.analysis.gpu_operators import CHOSEN_BY_DEVICE, SHAPES
+from rooftop.analysis.gpu_operators import CHOSEN_BY_DEVICE
+from rooftop.analysis.gpu_recurrent import RECURRENT_SHAPES
 
 _THREAD = threading.local()
 _LOCK = threading.Lock()  # of the two below: kernels and lists of types belong to the process
@@ -100,7 +101,7 @@ def _register_kernels(stack: ExitStack) -> None:
     stack.callback(library._destroy)
     for func, instead in CHOSEN_BY_DEVICE.items():
         library.impl(func, _for_this_thread(func, instead), "AutogradCPU")
-    for func, shapes in SHAPES.items():
+    for func, shapes in RECURRENT_SHAPES.items():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Meta"):
             library.impl(func, shapes, "Meta")
 
