@@ -179,7 +179,7 @@ def test_calls_made_again_take_as_long_on_a_gpu_as_their_kernels_in_a_step() -> 
     in_step = {row.shapes: row.measured_ms / row.calls for row in report.ops if row.name in ("aten::mm", "aten::addmm")}
     found = specs(recorded(lambda: net(torch.randn(4096, 2048, device="cuda").half()).sum()))
     again = times_again([(spec, AS_IT_WAS) for spec in found], torch.device("cuda"))
-    assert len(found) == 6
+    assert len(found) == 5  # the input of the first layer needs no gradient
     for spec, times in zip(found, again, strict=True):
         shapes = tuple(item.shape for item in spec.args if isinstance(item, TensorSpec))
         assert times is not None

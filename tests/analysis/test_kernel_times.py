@@ -90,6 +90,6 @@ def test_operators_add_up_to_the_busy_time_of_a_sequence_on_a_gpu() -> None:
     """Many small operators, which labels would slow down."""
     net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(40)))
     report = rooftop.analyze(net.cuda(), torch.randn(256, 512, device="cuda"))
-    assert sum(row.measured_ms for row in report.ops) == pytest.approx(report.summary.busy_ms, rel=0.02)
+    assert sum(row.measured_ms for row in report.ops) == pytest.approx(report.summary.busy_ms, rel=0.05)
     assert report.summary.latency_ms is not None
     assert not any("other kernels" in note for note in report.notes)

@@ -86,26 +86,29 @@ def test_single_steps_are_timed_apart() -> None:
 
 @pytest.mark.gpu
 def test_a_sequence_hides_the_host_behind_the_gpu() -> None:
-    """The host needs 2 ms for a step whose work takes the GPU longer: in sequence it is hidden, alone it is not."""
+    """The host needs 30 ms for a step whose work takes the GPU 40: in sequence it is hidden, alone it is not.
+
+    Other tests may share the GPU, so both are timed in turn.
+    """
     x = torch.randn(8192, 8192, device="cuda")
 
+    def work() -> None:
+        for _ in range(2):
+            torch.mm(x, x)
+
     def step() -> None:
-        time.sleep(0.002)
-        for _ in range(2):
-            torch.mm(x, x)
+        time.sleep(0.03)
+        work()
 
-    def work_alone() -> None:
-        for _ in range(2):
-            torch.mm(x, x)
-
-    clock, bare = (StepClock(fn, torch.device("cuda")) for fn in (step, work_alone))
-    for each in (clock, bare):
-        each.run_block(0.2)
-        each.run_alone(5)
-    assert clock.wall.ms == pytest.approx(bare.wall.ms, rel=0.03)
-    assert clock.latency.ms >= bare.latency.ms + 1.5
+    clock, bare = (StepClock(fn, torch.device("cuda")) for fn in (step, work))
+    for _ in range(3):
+        for each in (clock, bare):
+            each.run_block(0.2)
+    clock.run_alone(5)
+    assert clock.wall.ms < 1.4 * bare.wall.ms
+    assert clock.latency.ms > 60.0
     assert clock.launching_ms is not None
-    assert clock.launching_ms >= 2.0
+    assert clock.launching_ms >= 30.0
 
 
 @pytest.mark.gpu

@@ -30,7 +30,7 @@ class KernelTimes:
 
     Attributes:
         names: of each. ms: the median time of each over the steps.
-        busy_ms: time of a step during which the device works: work that overlaps counts once.
+        busy_ms: time of a step during which the device works, the median too: work that overlaps counts once.
         steps: how many were watched.
     """
 
@@ -69,7 +69,7 @@ def times_of_sequence(kernels: Sequence[Kernel], steps: int, lead: int) -> Kerne
         return None
     counted = by_step[lead:]
     ms = tuple(median(kernel.ms for kernel in same) for same in zip(*counted, strict=True))
-    return KernelTimes(names, ms, busy_ms(k for step in counted for k in step) / len(counted), len(counted))
+    return KernelTimes(names, ms, median(map(busy_ms, counted)), len(counted))
 
 
 def watch_kernels(step: Callable[[], object], device: torch.device, step_ms: float, kernels: int) -> KernelTimes | None:
