@@ -16,7 +16,7 @@ import rooftop
 from rooftop.analysis.advice import advise
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import comparable, module_tree, operator_rows
-from rooftop.analysis.profiling import Profile
+from rooftop.analysis.profiling import UNEXPLAINED, Profile
 from rooftop.analysis.program import describe_tensor
 from rooftop.analysis.report import Gaps, ModuleNode, OperatorRow, Report, Summary
 from rooftop.hardware import devices
@@ -88,11 +88,13 @@ def _balance(profile: Profile, modules: ModuleNode, inputs: Sequence[Tensor]) ->
     """wall = fused roof + fusion headroom + kernel gap + launch gap."""
     notes = []
     wall_ms, busy_ms = profile.wall.ms, profile.busy_ms
-    if busy_ms > (1 + NOISY) * wall_ms:
+    on_gpu = profile.device.type == "cuda"
+    if busy_ms > (1 + (UNEXPLAINED if on_gpu else NOISY)) * wall_ms:
+        what = "kernels of a step under the profiler" if on_gpu else "operators of a labelled step"
         notes.append(
-            f"The operators alone took {busy_ms:.3g} ms while they were watched, more than the {wall_ms:.3g} ms of a "
-            "plain step (operators of microseconds, or a machine that was disturbed): the launch gap is shown as 0, "
-            "and gains are taken in proportion to the plain step."
+            f"Unexplained: the {what} took {busy_ms:.3g} ms, more than the {wall_ms:.3g} ms of a plain step (a machine "
+            "that was disturbed, or operators of microseconds). The launch gap is shown as 0, and gains are taken in "
+            "proportion to the plain step."
         )
     busy_ms = min(busy_ms, wall_ms)
     first = next(iter(inputs), None)
@@ -133,7 +135,7 @@ def _noise(profile: Profile) -> list[str]:
     wall = profile.wall
     if not _crowded(profile) and wall.spread <= NOISY:
         return []
-    cause = f"other programs used {profile.load.cores:.1f} of {os.cpu_count()} cores" if _crowded(profile) else ""
+    cause = f"other processes used {profile.load.cores:.1f} of {os.cpu_count()} cores" if _crowded(profile) else ""
     seen = (
         f"of {wall.steps} steps at {wall.blocks} moments half took more than {wall.high_ms:.3g} ms, the fastest ones "
         f"{wall.low_ms:.3g} ms"

@@ -1,4 +1,4 @@
-"""How much of this machine's CPU other programs used while something was measured."""
+"""How much of this machine's CPU other processes used while something was measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_S = 0.2  # the kernel counts in ticks of 10 ms: over a shorter time nothin
 
 @dataclass
 class OtherLoad:
-    """What other programs used, over the `with` block of `other_load`.
+    """What other processes used, over the `with` block of `other_load`.
 
     Attributes:
         cores: how many cores they kept busy on average.
@@ -35,7 +35,7 @@ class OtherLoad:
 
 @contextmanager
 def other_load() -> Iterator[OtherLoad]:
-    """Watch the CPU. The result is filled in when the block ends. Processes that this one began count as its own."""
+    """Watch the CPU. The result is filled in when the block ends."""
     seen = OtherLoad()
     began, all_before, own_before = time.perf_counter(), _busy_s(), _own_s()
     try:
@@ -54,14 +54,6 @@ def _busy_s() -> float:
 
 
 def _own_s() -> float:
+    """Of all threads of this process. What it began takes cores from it as any other program does."""
     own = psutil.Process().cpu_times()
-    running = sum(_process_s(child) for child in psutil.Process().children(recursive=True))
-    return float(own.user + own.system + own.children_user + own.children_system + running)
-
-
-def _process_s(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
-        return float(times.user + times.system)
-    except psutil.Error:  # it has just ended
-        return 0.0
+    return float(own.user + own.system)

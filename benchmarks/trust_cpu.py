@@ -1,0 +1,162 @@
+"""Whether reports of a CPU repeat: on a quiet machine, and beside busy loops of other programs.
+
+    python benchmarks/trust_cpu.py [--out benchmarks/results/cpu/trust.json] [--repeats 10]
+
+Five models are analyzed again and again, first as the machine is, then with as many busy loops beside them as there
+are cores (a third as often, since they take long). A report must be within 5% of the median of the undisturbed ones, or say that it was disturbed. Then the
+ceilings are measured again beside the loops: no percent of roof may change by that.
+
+Exits with 1 if a report misses. What the machine did by itself while the first reports were made counts as well: they
+are marked if it disturbed them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import rooftop
+from rooftop.hardware import devices, measure_ceilings
+from rooftop.models import resnet18, swin_t
+
+TOLERANCE = 0.05
+LOOP = "while True: pass"
+
+
+class UNet(nn.Module):
+    """Four levels of two convolutions each, down and up."""
+
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        widths = [channels * 2**level for level in range(4)]
+        self.down = nn.ModuleList(_pair(before, after) for before, after in zip([3, *widths], widths, strict=False))
+        self.up = nn.ModuleList(_pair(3 * width, width) for width in reversed(widths[:-1]))
+        self.head = nn.Conv2d(channels, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips: list[Tensor] = []
+        for level, block in enumerate(self.down):
+            x = block(nn.functional.max_pool2d(x, 2) if level else x)
+            skips.append(x)
+        for block, skip in zip(self.up, reversed(skips[:-1]), strict=True):
+            x = block(torch.cat([nn.functional.interpolate(x, scale_factor=2.0), skip], 1))
+        head: Tensor = self.head(x)
+        return head
+
+
+def _pair(before: int, after: int) -> nn.Sequential:
+    layers = (nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU())
+    return nn.Sequential(*layers, nn.Conv2d(after, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU())
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
+    "U-Net 2x128x128": (UNet, (2, 3, 128, 128), False),
+    "ResNet-18 4x224x224": (resnet18, (4, 3, 224, 224), False),
+    "ResNet-18 4x96x96 training": (resnet18, (4, 3, 96, 96), True),
+    "Swin-T 1x224x224": (swin_t, (1, 3, 224, 224), False),
+    "transformer encoder 4x128": (encoder, (4, 128, 256), False),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu/trust.json"))
+    parser.add_argument("--repeats", type=int, default=10)
+    options = parser.parse_args()
+    measure_ceilings("cpu")
+    rows = [analyzed(name, options.repeats, beside=False) for name in CASES]
+    with busy_loops():
+        rows += [analyzed(name, max(2, options.repeats // 3), beside=True) for name in CASES]
+    name = next(iter(CASES))
+    refreshed = {"case": name, "before": percent(name)}
+    with busy_loops():
+        measure_ceilings("cpu", refresh=True)
+    refreshed["after"] = percent(name)
+    machine = next(d for d in devices() if d.kind == "cpu").to_dict()
+    result = {"machine": machine, "torch": torch.__version__, "repeats": rows, "refreshed_beside_loops": refreshed}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    missed = list(problems(rows, refreshed))
+    for problem in missed:
+        print("MISSED", problem)
+    return 1 if missed else 0
+
+
+def analyzed(name: str, repeats: int, beside: bool) -> dict[str, Any]:
+    """The same model so many times."""
+    reports = [report_of(name) for _ in range(repeats)]
+    row = {
+        "case": name,
+        "beside_loops": beside,
+        "wall_ms": [report.summary.wall_ms for report in reports],
+        "percent_of_roof": [report.summary.percent_of_roof for report in reports],
+        "launch_gap_ms": [report.gaps.launch_gap_ms for report in reports],
+        "disturbed": [report.summary.disturbed for report in reports],
+        "above": max((r.percent_of_roof or 0.0 for report in reports for r in report.ops), default=0.0),
+    }
+    percents = " ".join(
+        f"{p:.1f}{'*' if d else ''}" for p, d in zip(row["percent_of_roof"], row["disturbed"], strict=True)
+    )
+    print(f"{name:30} {'beside loops' if beside else 'alone':12} {percents} (* disturbed)", flush=True)
+    return row
+
+
+def report_of(name: str) -> rooftop.Report:
+    build, shape, train = CASES[name]
+    torch.manual_seed(0)
+    return rooftop.analyze(build(), torch.randn(shape), train=train)
+
+
+def percent(name: str) -> float:
+    return statistics.median(report_of(name).summary.percent_of_roof for _ in range(3))
+
+
+@contextmanager
+def busy_loops() -> Iterator[None]:
+    loops = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(os.cpu_count() or 1)]
+    time.sleep(0.5)
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def problems(rows: list[dict[str, Any]], refreshed: dict[str, Any]) -> Iterator[str]:
+    for name in CASES:
+        alone, beside = (next(r for r in rows if r["case"] == name and r["beside_loops"] is b) for b in (False, True))
+        quiet = [p for p, d in zip(alone["percent_of_roof"], alone["disturbed"], strict=True) if not d]
+        if not quiet:
+            yield f"{name}: no report was undisturbed"
+            continue
+        right = statistics.median(quiet)
+        for row in (alone, beside):
+            unmarked = zip(row["percent_of_roof"], row["disturbed"], strict=True)
+            worst = max((abs(p / right - 1) for p, d in unmarked if not d), default=0.0)
+            if worst > TOLERANCE:
+                where = "beside loops" if row["beside_loops"] else "alone"
+                yield f"{name} {where}: an unmarked report is {100 * worst:.1f}% off"
+    if abs(refreshed["after"] / refreshed["before"] - 1) > TOLERANCE:
+        yield f"a refresh beside loops changed {refreshed['before']:.1f}% of roof to {refreshed['after']:.1f}%"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
