@@ -3,8 +3,8 @@
     python benchmarks/trust_cpu.py [--out benchmarks/results/cpu/trust.json] [--repeats 10]
 
 Five models are analyzed again and again, first as the machine is, then with as many busy loops beside them as there
-are cores (a third as often, since they take long). A report must be within 5% of the median of the undisturbed ones, or say that it was disturbed. Then the
-ceilings are measured again beside the loops: no percent of roof may change by that.
+are cores (a third as often, since they take long). A report must be within 5% of the median of the undisturbed ones, or
+say that it was disturbed. Then the ceilings are measured again beside the loops: no percent of roof may change by that.
 
 Exits with 1 if a report misses. What the machine did by itself while the first reports were made counts as well: they
 are marked if it disturbed them.
