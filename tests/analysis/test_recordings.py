@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.data import DataLoader, Dataset
 
 import rooftop
-from rooftop.analysis import Recording, recordings
+from rooftop.analysis import Recording, stages
 from rooftop.analysis.recordings import NEEDED
 from rooftop.errors import InputError
 from rooftop.hardware.ceilings import Ceilings
@@ -81,20 +81,26 @@ def test_a_step_of_a_loop_is_counted_as_one_step_of_analyze(ceilings: Ceilings) 
         assert ours.fused_roof_ms == pytest.approx(theirs.fused_roof_ms)
     assert (report.modules.type, report.modules.calls) == ("Sequential", 1)
     assert report.mode == f"{NEEDED + 30} recorded steps"
-    assert report.summary.repeats == recordings.LABELLED
-    assert not any("first step" in note for note in report.notes)
+    assert report.summary.repeats == stages.LABELLED
+    assert not any("There were only" in note for note in report.notes)
 
 
-def test_too_few_steps_are_a_report_of_the_first_one_that_says_so(ceilings: Ceilings) -> None:
-    """Of the first alone: not of a later one that was under way when the block ended."""
+def test_too_few_steps_are_a_report_of_those_that_there_were(ceilings: Ceilings) -> None:
+    """The wall time is that of the last ones, which nothing watched; not that of one under way at the end."""
+    slow = [0.2, 0.02, 0.02, 0.02]
     with rooftop.recording(ceilings=ceilings) as recorded:
-        train(5, recorded)
-    (note,) = [note for note in recorded.report.notes if "first step" in note]
-    assert "its first step of 5, run once and labelled" in note
+        for seconds in slow:
+            time.sleep(seconds)
+            train(1, recorded)
+        time.sleep(0.3)
+    report = recorded.report
+    (note,) = [note for note in report.notes if "There were only" in note]
+    assert "There were only 4 steps" in note
     assert f"With {NEEDED} steps or more" in note
-    assert (recorded.report.mode, recorded.report.summary.repeats) == ("recorded", 1)
-    assert recorded.report.modules.find("4").calls == 1
-    assert recorded.report.modules.find("(optimizer)").parameters == 0
+    assert (report.mode, report.summary.repeats) == ("recorded", 1)
+    assert 20 < report.summary.wall_ms < 100
+    assert report.modules.find("4").calls == 1
+    assert report.modules.find("(optimizer)").parameters == 0
 
 
 def test_a_block_without_steps_is_one_step(ceilings: Ceilings) -> None:
@@ -148,8 +154,8 @@ def test_hooks_are_there_only_while_operators_are_labelled(ceilings: Ceilings) -
             torch.ones(3).relu()
             hooked.append(bool(_has_any_global_hook()))
             recorded.step()
-    first_labelled = recordings.WARM_UP + 1
-    expected = [0, *range(first_labelled, first_labelled + recordings.LABELLED)]
+    first_labelled = stages.WARM_UP + 1
+    expected = [0, *range(first_labelled, first_labelled + stages.LABELLED)]
     assert [step for step, there in enumerate(hooked) if there] == expected
     rooftop.analyze(nn.ReLU(), torch.ones(3), ceilings=ceilings)
     assert not _has_any_global_hook()
@@ -190,7 +196,7 @@ def test_inference_mode_may_begin_and_end_in_any_stage(first: int, ceilings: Cei
 
 def test_every_step_of_the_first_optimizer_can_end_a_step(ceilings: Ceilings) -> None:
     first, second = (torch.optim.SGD(nn.Linear(2, 2).parameters()) for _ in range(2))
-    with rooftop.recording(ceilings=ceilings, every_optimizer_step=True) as recorded:
+    with rooftop.recording(ceilings=ceilings, find_steps=True) as recorded:
         for _ in range(NEEDED):
             torch.ones(3).relu()
             first.step()
@@ -255,7 +261,7 @@ def test_wrong_arguments(ceilings: Ceilings, tmp_path: Path) -> None:
 
 
 def test_steps_of_another_thread_are_refused_and_its_optimizers_end_none(ceilings: Ceilings) -> None:
-    with rooftop.recording(ceilings=ceilings, every_optimizer_step=True) as recorded, ThreadPoolExecutor(1) as pool:
+    with rooftop.recording(ceilings=ceilings, find_steps=True) as recorded, ThreadPoolExecutor(1) as pool:
         with pytest.raises(RuntimeError, match="the thread that opened the recording"):
             pool.submit(recorded.step).result()
         weight = nn.Parameter(torch.ones(3))
@@ -267,7 +273,7 @@ def test_steps_of_another_thread_are_refused_and_its_optimizers_end_none(ceiling
 
 def test_recordings_end_in_the_opposite_order_of_their_beginning(ceilings: Ceilings) -> None:
     patched = torch.inference_mode.__exit__
-    with rooftop.recording(ceilings=ceilings, every_optimizer_step=True) as outer:
+    with rooftop.recording(ceilings=ceilings, find_steps=True) as outer:
         with rooftop.recording(ceilings=ceilings) as inner:
             with pytest.raises(RuntimeError, match="another recording is open inside this one"):
                 outer.step()

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rooftop.analysis.advice.rank_rules import rank_advice
 from rooftop.analysis.profiling import Profile, Progress, profile_program
 from rooftop.analysis.program import Program
 from rooftop.analysis.raising import raised_and_kept
 from rooftop.analysis.ranks.lockstep import SharedProgram, several_ranks
 from rooftop.analysis.ranks.measuring import measure_ranks
+from rooftop.analysis.ranks.recorded import with_ranks
 from rooftop.analysis.report import Report
 from rooftop.analysis.reporting import report_of
 from rooftop.cost.accounting import tensors_in
@@ -100,10 +99,7 @@ def analyze(
     of_first = program.lead(report)  # rank 0 measures, the others run each of its steps with it; all get its report
     ranks = measure_ranks(program, program.device)
     assert ranks is not None
-    advice = sorted([*of_first.advice, *rank_advice(ranks)], key=lambda item: -item.gain_ms)
-    gap = "kernel gap" if program.device.type == "cuda" else "launch gap"  # NCCL's kernels keep a GPU busy
-    note = f"Rank 0's {gap} contains {ranks.rows[0].exposed_ms:.3g} ms of exposed communication, waiting included."
-    return replace(of_first, ranks=ranks, advice=tuple(advice), notes=(*of_first.notes, note))
+    return with_ranks(of_first, ranks)
 
 
 def ceilings_for(profile: Profile, progress: Progress) -> Ceilings:

@@ -4,7 +4,8 @@ Forward: hooks on every module keep a stack of the modules that are running.
 Backward: autograd numbers its nodes in the order in which the forward pass makes them. The tracker notes the number at
 each entry and exit of a module, so the node that is running in the backward pass tells the module that made it; the
 node that accumulates a gradient tells its parameter, and thereby the parameter's owner.
-Optimizer: hooks around `Optimizer.step`.
+Optimizer: hooks around `Optimizer.step`. What a closure passed to it runs (as LBFGS and Lightning do) is forward and
+backward all the same: the closure runs outside the optimizer's phase.
 
 The same hooks add up what each module takes in and gives out, which is what its fused roof counts.
 """
@@ -88,6 +89,7 @@ class ModuleTracker:
         self._numbers: list[int] = []  # autograd sequence number at each entry and exit of a module ...
         self._scopes: list[str] = []  # ... and the scope that is active from there on
         self._optimizing = 0
+        self._is_following = False
         self._inside = inside
         self._hooks = ExitStack()
         if root is not None:
@@ -118,6 +120,8 @@ class ModuleTracker:
             # `remove` does not know of this one, and while it is there torch takes the slow way through each module.
             hooks.callback(_global_forward_hooks_with_kwargs.pop, leaving.id, None)
             hooks.enter_context(_unwarned())
+            self._is_following = True
+            hooks.callback(setattr, self, "_is_following", False)
             yield
 
     def snapshot(self) -> ModuleTracker:
@@ -217,12 +221,36 @@ class ModuleTracker:
         traffic.grad_input_bytes += distinct_bytes(t for t in inputs if t.requires_grad)
         traffic.output_bytes += distinct_bytes(outputs)
 
-    def _optimizer_entering(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _optimizer_entering(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the hooks are not to become part of a compiled step
+            return None
         self._optimizing += 1
         self.optimizers.append(optimizer)
+        return self._closure_outside(args, kwargs) if self._is_following else None
 
     def _optimizer_leaving(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._optimizing -= 1
+        if not torch.compiler.is_compiling():
+            self._optimizing -= 1
+
+    def _closure_outside(self, args: Any, kwargs: Any) -> Any:
+        """The arguments of `Optimizer.step`, the optimizer first, with a closure that knows it is no optimizer.
+
+        None, which changes nothing, if there is no closure.
+        """
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return None
+
+        def outside(*inner: Any, **named: Any) -> Any:
+            optimizing, self._optimizing = self._optimizing, 0
+            try:
+                return closure(*inner, **named)
+            finally:
+                self._optimizing = optimizing
+
+        if len(args) > 1:
+            return (args[0], outside, *args[2:]), kwargs
+        return args, {**kwargs, "closure": outside}
 
 
 @contextmanager

@@ -6,11 +6,12 @@
             r.step()
     r.report.to_html("report.html")
 
-With `step()` at the end of each iteration, the first steps warm up, one runs under the profiler alone, a few are
-labelled, the next are timed undisturbed, and the rest run as if nobody were watching. A block without steps is one
-step: it is labelled as a whole, which slows the host down, so what the labels cost is measured and taken off its wall
-time. So is the first step of others, in case there are too few of them. Nothing is compiled in it: PyTorch would not
-compile later what it had met under labels.
+With `step()` at the end of each iteration, or where steps are found (`step_finding`), each step has its stage
+(`stages`): the first ones warm up, one runs under the profiler alone, a few are labelled, the next are timed
+undisturbed, and the rest run as if nobody were watching. A block without steps is one step: it is labelled as a whole,
+which slows the host down, so what the labels cost is measured and taken off its wall time. So is the first step of
+others, in case there are too few of them. Nothing is compiled while it is labelled: PyTorch would not compile later
+what it had met under labels.
 """
 
 from __future__ import annotations
@@ -18,63 +19,64 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch import nn
 
 from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.compiled.graphs import CompiledGraphs
 from rooftop.analysis.instruments import (
     CompiledInstrument,
-    Labelled,
     LabelledInstrument,
-    Plain,
     PlainInstrument,
     require_folder_of,
 )
-from rooftop.analysis.profiling import COMPILED_WARM_UP_STEPS, assembled
+from rooftop.analysis.ranks.merging import RankRow
+from rooftop.analysis.ranks.recorded import RankInstrument
+from rooftop.analysis.recorded_report import StartUp, recorded_report
 from rooftop.analysis.report import Report
-from rooftop.analysis.reporting import report_of
-from rooftop.errors import InputError
+from rooftop.analysis.settled_modes import modes_settled
+from rooftop.analysis.stages import (
+    COMPILED_WARM_UP,
+    LEAST_TIMED,
+    MOST_REPEATS,
+    NEEDED,
+    NO_STEP,
+    TIMED_SECONDS,
+    TIMED_STEPS,
+    Calls,
+    Lap,
+    Laps,
+    Stage,
+    StepClock,
+    Watched,
+    stages,
+    steps_needed,
+)
+from rooftop.analysis.step_finding import Level, StepFinder
 from rooftop.hardware import measure_ceilings
 from rooftop.hardware.ceilings import Ceilings, require_ceilings
-from rooftop.hardware.sequences import StepTime, synchronize
+from rooftop.hardware.sequences import synchronize
 
-WARM_UP = 3  # steps, the first of them watched as a whole: allocators, autotuners
-COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS  # where something is compiled in them
-LABELLED = 3
-LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 200, 3.0  # undisturbed steps: at least, and until either is reached
+__all__ = ["NEEDED", "Recording", "recording"]
+
 MOST_OPERATORS = 200_000  # of a block without steps: about 1 GB of records
-NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
-"""Steps after which a recording has all that it wants (more where something is compiled)."""
-
+MOST_LAPS = 64  # steps of which the host's clock is kept
 
 _open_recordings: list[Recording] = []
 """What they put in place must be taken away in the opposite order, so only the last of them may go on a step."""
-
-
-@dataclass
-class _Stage:
-    """What the recording does during the step that runs now: "whole", "warm", "plain", "labelled", "settling",
-    "timed", "off"."""
-
-    name: str
-    steps: int = 0
-    began: float = 0.0
 
 
 class Recording:
     """What runs inside the `with` block; `report` afterwards. Made by `rooftop.recording`.
 
     Attributes:
-        steps: how many times `step()` was called.
+        steps: that have ended: calls of `step()`, or steps that were found.
+        rank_row: this rank's part of some steps, if it is one of several and there were enough.
+        notes: what the report is to say besides.
     """
 
     def __init__(
@@ -84,61 +86,98 @@ class Recording:
         ceilings: Ceilings | None,
         name: str,
         trace: str | os.PathLike[str] | None,
-        every_optimizer_step: bool,
+        find_steps: bool,
+        one_of_ranks: bool,
     ) -> None:
-        self.steps = 0
-        self._module, self._device, self._ceilings = module, device, ceilings
+        self.notes: list[str] = []
+        self.rank_row: RankRow | None = None
+        self._device, self._ceilings = device, ceilings
         self._name, self._trace = name, trace
-        self._every_optimizer_step = every_optimizer_step
-        self._leading_optimizer: int | None = None
+        self._finder = StepFinder(self) if find_steps else None
+        self._one_of_ranks = one_of_ranks
         self._graphs = CompiledGraphs()
         self._tracker = ModuleTracker(module, inside=False)
-        self._seen: dict[str, ModuleTracker] = {}  # stage -> its traffic
         self._open = False
         self._thread = 0
+        self._began = 0.0
         self._around = ExitStack()
-        self._now = ExitStack()  # what watches the step that runs now
+        self._now = ExitStack()  # what watches the stage that runs now
         self._instrument: Any = None
-        self._stage = _Stage("whole")
-        self._durations_ms: list[float] = []
-        self._plain: Plain | None = None
-        self._labelled: list[Labelled] = []
-        self._whole: tuple[Labelled, float] | None = None
-        self._cut = False  # whether the block went on after what was recorded
+        self._clock: StepClock | None = None
+        self._stage, self._left = Stage("off", 0), 0
+        self._stage_began = self._step_began = 0.0
+        self._following: list[Stage] = []
+        self._compiles = False
+        self._laps = Laps()
+        self._earlier: list[Laps] = []
+        self._start_up_operators = 0
         self._report: Report | None = None
-        self._failed = False
+        self._served = self._failed = False
+
+    # ---- the block -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Recording:
-        if self._open or self._whole is not None or self._failed:
+        if self._open or self._served:
             raise RuntimeError("a recording serves one block: call rooftop.recording() again for another")
-        if self._ceilings is None:
+        if self._ceilings is None and not (self._one_of_ranks and os.environ.get("RANK", "0") != "0"):
             self._ceilings = measure_ceilings(self._device)
-        self._around.enter_context(_inference_mode_settled())
+        self._around.enter_context(modes_settled())
         self._around.enter_context(self._graphs)
         self._around.enter_context(self._tracker)
-        if self._every_optimizer_step:
-            handle = register_optimizer_step_post_hook(self._optimizer_stepped)
-            self._around.callback(handle.remove)
+        if self._finder is not None:
+            self._around.enter_context(self._finder)
         synchronize(self._device)
-        self._open, self._thread = True, threading.get_ident()
+        self._open, self._served, self._thread = True, True, threading.get_ident()
         _open_recordings.append(self)
-        self._begin("whole")
+        self._following = self._planned()
+        self._next_stage()
+        self._began = self._step_began = time.perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._failed = error is not None and not isinstance(error, SystemExit)
+        self.close()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def close(self) -> None:
+        """End what is under way, as the end of the block does: where a program ends its process inside the block.
+
+        In another thread than the block's, the stage that runs now is given up.
+        """
+        if not self._open:
+            return
         self._open = False
         _open_recordings.remove(self)
         try:
-            self._end()
+            if self._thread == threading.get_ident():
+                self._end_stage(keep=self._stage.name in ("whole", "compiling", "timed"))
         finally:
             self._around.close()
+
+    def _abandon(self) -> None:
+        """In a process that was forked: the program goes on alone, there is one report, the first process's."""
+        self._open, self._stage = False, Stage("off", 0)
+        for undo in (self._now, self._around):
+            try:
+                undo.close()
+            except Exception:  # the profiler's threads are not there in this process; nobody is to hear of it
+                continue
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        return self._laps.steps
 
     def step(self) -> None:
         """Say that one step of the program has ended (call it last in the loop's body).
 
         Raises:
-            RuntimeError: outside the `with` block, in another thread than the block's, or inside another recording.
+            RuntimeError: outside the `with` block, in another thread than the block's, inside another recording, or
+                where the recording finds the steps by itself.
         """
         if not self._open:
             raise RuntimeError("step() belongs inside the block: with rooftop.recording() as r: ... r.step()")
@@ -146,92 +185,175 @@ class Recording:
             raise RuntimeError("step() belongs to the thread that opened the recording: it sees no other")
         if _open_recordings[-1] is not self:
             raise RuntimeError("step() while another recording is open inside this one: end that one first")
-        self.steps += 1
-        stage = self._stage
-        if stage.name == "off":
+        if self._finder is not None:
+            raise RuntimeError("step() in a recording with find_steps=True, which finds them: leave out one of the two")
+        self._step_ended((0, 0))
+
+    def work_begins(self, compiled: bool) -> None:
+        """See `step_finding.Watcher`. What came before is the start-up."""
+        if compiled:
+            self.compiles()
+        if self._stage.name == "whole":
+            self._start_up_operators = len(self._watched_until_now().labelled.records)
+            self._begin()
+        elif self._stage.name == "compiling":
+            self._now.close()
+            self._stage, self._instrument = Stage("unwatched", 1), None
+
+    def leader_changes(self) -> None:
+        """See `step_finding.Watcher`. What watches the first step as a whole goes on: the step is not over yet."""
+        if self._stage.name != "whole":
+            self._end_stage(keep=self._stage.name == "timed")
+            self._following = self._planned()[1:]
+            self._stage, self._left = Stage("unwatched", 1), 1
+        self._earlier.append(self._laps)
+        self._laps = Laps()
+
+    def step_ends(self, calls: Calls, whole: bool) -> None:
+        """See `step_finding.Watcher`."""
+        self._step_ended(calls if whole or not self._laps.steps else NO_STEP)
+
+    def compiles(self) -> None:
+        """See `step_finding.Watcher`. What is compiled must not be labelled first: nothing is, until it has warmed up.
+
+        A program that only calls compiled functions has no steps to be found: the profiler watches the rest of it.
+        """
+        if self._compiles or not self.in_charge:
             return
-        stage.steps += 1
-        if stage.name == "timed":
-            self._durations_ms.append(self._elapsed_ms())
-            stage.began = time.perf_counter()
-        following = self._following()
-        if following != stage.name or stage.name in ("labelled", "plain"):
-            self._end()
-            self._begin(following)
+        self._compiles = True
+        if self._stage.name in ("whole", "early", "labelled"):
+            watched_all = self._stage.name == "whole" and self._finder is not None and self._finder.began_at is None
+            self._now.close()
+            self._stage, self._left, self._instrument = Stage("unwatched", 1), 1, None
+            self._following = self._planned()[1:]
+            if watched_all:
+                self._stage = Stage("compiling", 1)
+                self._begin()
 
-    def _following(self) -> str:
-        """What happens in the next step. The first step was watched as a whole, and warmed up."""
-        name, steps = self._stage.name, self._stage.steps
-        if name == "whole":
-            return "warm"
-        if name == "warm":
-            return "warm" if steps < (COMPILED_WARM_UP if self._graphs.graphs else WARM_UP) - 1 else "plain"
-        if name == "plain":
-            return "labelled"
-        if name == "labelled":
-            return "labelled" if len(self._labelled) + 1 < LABELLED else "settling"
-        if name == "settling":
-            return "timed"
-        enough = steps >= TIMED_STEPS or sum(self._durations_ms) >= 1e3 * TIMED_SECONDS
-        return "off" if enough and steps >= LEAST_TIMED else "timed"
+    @property
+    def in_charge(self) -> bool:
+        """Whether this recording may act now: no other is open inside it, and no GPU work is being captured."""
+        if not self._open or _open_recordings[-1] is not self:
+            return False
+        return self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
-    def _begin(self, name: str) -> None:
-        if name != self._stage.name:
-            self._stage = _Stage(name)
+    def _step_ended(self, calls: Calls) -> None:
+        now, laps, name = time.perf_counter(), self._laps, self._stage.name
+        laps.steps += 1
+        if len(laps.laps) < MOST_LAPS:
+            laps.laps.append(Lap(laps.steps, name, 1e3 * (now - self._began_step()), calls))
+        if name == "whole" and self._is_undecided():
+            self._step_began = now
+            return
+        if self._clock is not None:
+            self._clock.mark()
+            laps.timed_calls.append(calls)
+            self._left = 0 if self._clock.steps >= LEAST_TIMED and self._has_timed_enough(self._clock) else 1
+        elif name != "off":
+            self._count_step(calls)
+        self._step_began = time.perf_counter()
+
+    def _count_step(self, calls: Calls) -> None:
+        """Go on in the stage, or to the next one. A step that is no example of the others is watched again."""
+        laps, name = self._laps, self._stage.name
+        by_step = name in ("early", "plain", "labelled")
+        unusual = by_step and laps.repeats < MOST_REPEATS and (calls == NO_STEP or laps.is_unusual(calls))
+        laps.repeats += unusual
+        self._left -= not unusual
+        if name == "warm" and not self._left and self._graphs.graphs:  # it compiled in them
+            self._left = max(0, COMPILED_WARM_UP - laps.steps)
+        if name == "ranks" and self._left:
+            self._instrument.step_ended()
+        if by_step or not self._left:
+            self._end_stage(keep=not unusual)
+            self._begin() if self._left else self._next_stage()
+
+    def _is_undecided(self) -> bool:
+        """Whether something coarser than the marker of this first step may be the real one."""
+        coarsest = self._finder is None or self._finder.level == Level.OPTIMIZER
+        return not coarsest and self._laps.steps < 2
+
+    def _began_step(self) -> float:
+        began_at = self._finder.began_at if self._finder is not None and self._laps.steps == 1 else None
+        return began_at or self._step_began
+
+    def _has_timed_enough(self, clock: StepClock) -> bool:
+        return clock.steps >= TIMED_STEPS or clock.elapsed_s >= TIMED_SECONDS
+
+    # ---- stages ----------------------------------------------------------------------------------------------------
+
+    def _planned(self) -> list[Stage]:
+        return stages(found=self._finder is not None, compiled=self._compiles, ranks=self._one_of_ranks)
+
+    def _next_stage(self) -> None:
+        self._stage = self._following.pop(0) if self._following else Stage("off", 0)
+        self._left = self._stage.steps
+        self._begin()
+
+    def _begin(self) -> None:
+        name = self._stage.name
         if name == "plain":
             self._watch(PlainInstrument(self._device, self._allocated_bytes(), self._trace))
-        elif name in ("whole", "labelled"):
+        elif name == "ranks":
+            self._watch(RankInstrument(self._device))
+        elif name == "compiling" or (name in ("early", "labelled") and self._runs_compiled):
             self._tracker.restart()
-            if self._plain is not None and self._plain.compiled:
-                self._watch(CompiledInstrument(self._device, self._graphs.graphs))
-            else:
-                if name == "whole":
-                    self._now.enter_context(torch.compiler.set_stance("force_eager"))
-                self._now.enter_context(self._tracker.following())
-                self._watch(LabelledInstrument(self._device, self._tracker, MOST_OPERATORS))
+            self._watch(CompiledInstrument(self._device, self._graphs.graphs))
+        elif name in ("whole", "early", "labelled"):
+            self._tracker.restart()
+            if name != "labelled":
+                self._now.enter_context(torch.compiler.set_stance("force_eager"))
+            self._now.enter_context(self._tracker.following())
+            self._watch(LabelledInstrument(self._device, self._tracker, MOST_OPERATORS))
         elif name == "timed":
-            synchronize(self._device)
-        self._stage.began = time.perf_counter()
+            self._clock = StepClock(self._device)
+        self._stage_began = time.perf_counter()
+
+    @property
+    def _runs_compiled(self) -> bool:
+        if self._laps.plain is not None:
+            return self._laps.plain.compiled
+        return self._compiles or bool(self._graphs.graphs)
 
     def _watch(self, instrument: Any) -> None:
         self._instrument = instrument
         self._now.enter_context(instrument)
 
-    def _end(self) -> None:
-        name = self._stage.name
-        if name == "timed" and self._durations_ms:
+    def _end_stage(self, keep: bool) -> None:
+        name, laps = self._stage.name, self._laps
+        if self._clock is not None:
             synchronize(self._device)
-            self._durations_ms[-1] += self._elapsed_ms()  # what the device had yet to do belongs to the steps
-        if name in ("whole", "labelled", "plain"):
-            synchronize(self._device)
-            elapsed_ms = self._elapsed_ms()
+            laps.timed_ms, self._clock = self._clock.durations_ms(), None
+        elif not keep:
             self._now.close()
-            result = self._instrument.result
-            self._seen[name] = self._tracker.snapshot()
-            if name == "plain":
-                self._plain = result
-            elif name == "labelled" and result.records:
-                self._labelled.append(result)
-            elif name == "whole":
-                full_at = self._instrument.full_at
-                self._cut = full_at is not None
-                self._whole = (result, 1e3 * (full_at - self._stage.began) if full_at is not None else elapsed_ms)
-        self._stage = _Stage("off")
+        elif name == "plain":
+            laps.plain = self._ended_instrument().result
+        elif name == "ranks":
+            self.rank_row = self._ended_instrument().row(int(os.environ.get("RANK", "0")))
+        elif name in ("whole", "compiling"):
+            laps.whole = self._watched_until_now()
+        elif name == "early":
+            laps.early = self._watched_until_now()
+        elif name == "labelled":
+            laps.labelled.append(self._watched_until_now())
 
-    def _elapsed_ms(self) -> float:
-        return 1e3 * (time.perf_counter() - self._stage.began)
+    def _ended_instrument(self) -> Any:
+        synchronize(self._device)
+        self._now.close()
+        return self._instrument
+
+    def _watched_until_now(self) -> Watched:
+        synchronize(self._device)
+        ms = 1e3 * (time.perf_counter() - self._stage_began)
+        self._now.close()
+        full_at = getattr(self._instrument, "full_at", None)
+        ms = ms if full_at is None else 1e3 * (full_at - self._stage_began)
+        return Watched(self._instrument.result, self._tracker.snapshot(), ms, self._laps.steps, full_at is not None)
 
     def _allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Every step of the first optimizer ends a step, but where `step()` would be refused."""
-        if self._thread != threading.get_ident() or _open_recordings[-1] is not self:
-            return
-        if self._leading_optimizer is None:
-            self._leading_optimizer = id(optimizer)
-        if id(optimizer) == self._leading_optimizer:
-            self.step()
+    # ---- the report ------------------------------------------------------------------------------------------------
 
     @property
     def report(self) -> Report:
@@ -241,91 +363,65 @@ class Recording:
             RuntimeError: the block has not ended, or ended with an exception.
             InputError: nothing ran in it.
         """
+        if self._failed or self._open or not self._served:
+            raise RuntimeError("there is no report: the recorded block has not ended, or ended with an exception")
+        return self._made_report()
+
+    @property
+    def report_so_far(self) -> Report | None:
+        """The report of a block that ended with an exception, if enough steps had been recorded before."""
+        return self._made_report() if any(laps.is_complete for laps in self._recorded) else None
+
+    @property
+    def _recorded(self) -> list[Laps]:
+        """By the marker that led: the last, which is the coarsest, first."""
+        return [self._laps, *reversed(self._earlier)]
+
+    def _made_report(self) -> Report:
         if self._report is None:
-            if self._failed or self._whole is None:
-                raise RuntimeError("there is no report: the recorded block has not ended, or ended with an exception")
-            self._report = self._assembled()
+            assert self._ceilings is not None
+            self._report = recorded_report(
+                self._recorded,
+                self._device,
+                self._ceilings,
+                self._graphs,
+                name=self._name,
+                start_up=self._start_up(),
+                needed=steps_needed(
+                    found=self._finder is not None, compiled=self._runs_compiled, ranks=self._one_of_ranks
+                ),
+                traced=self._trace is not None,
+                notes=self.notes,
+            )
         return self._report
 
-    def _assembled(self) -> Report:
-        assert self._whole is not None
-        assert self._ceilings is not None
-        notes: list[str] = []
-        first, first_ms = self._whole
-        seen = self._seen["whole"]
-        if self._plain is not None and len(self._durations_ms) >= LEAST_TIMED:
-            labelled, plain, wall = self._labelled, self._plain, StepTime.of_loop(self._durations_ms)
-            seen = self._seen["labelled"]
-            mode = f"{self.steps} recorded steps"
-        else:
-            if not first.records:
-                raise InputError("nothing to report: no operator of PyTorch ran in the recorded block's own thread")
-            labelled = [first]
-            plain = _plain_of(first)
-            taken_off_ms = max(0.0, first_ms - _overhead_ms(first, self._device))
-            wall = StepTime.of([[max(taken_off_ms, plain.busy_ms)]])
-            mode = "recorded"
-            what = f"its first step of {self.steps}" if self.steps else "the block"
-            if self._cut:
-                what = f"the first {len(first.records):,} operators of {what}"
-            more = COMPILED_WARM_UP - WARM_UP if self._graphs.graphs else 0
-            notes.append(
-                f"The report is of {what}, run once and labelled, start-up included and without torch.compile; what "
-                f"the labels cost is taken off the wall time. With {NEEDED + more} steps or more (r.step() after each) "
-                "steps are timed undisturbed."
-            )
-        if self._trace is not None and self._plain is None:
-            notes.append(
-                "No trace was written: it is of one step after the warm-up, recorded without labels, and there were "
-                f"only {self.steps}."
-            )
-        profile = assembled(self._device, labelled, wall, plain, seen, self._graphs)
-        inputs: list[Tensor] = []
-        return report_of(
-            profile, self._ceilings, target=self._name, mode=mode, inputs=inputs, root_type="step", notes=notes
+    @property
+    def said_of_threads(self) -> str:
+        """What modules did in other threads, as a sentence; "" if they did nothing there."""
+        threads = self._finder.threads if self._finder is not None else {}
+        if not threads:
+            return ""
+        names = ", ".join(list(threads)[:4]) + (", ..." if len(threads) > 4 else "")
+        return (
+            f"{len(threads)} other {'thread' if len(threads) == 1 else 'threads'} ran modules ({names}) for "
+            f"{sum(threads.values()):.1f} s of CPU time: their operators are not in the report."
         )
 
-
-@contextmanager
-def _inference_mode_settled() -> Iterator[None]:
-    """Lets `torch.inference_mode` end in another stage than it began in.
-
-    At its end it puts back which dispatch modes PyTorch asks, as that was at its beginning: modes that have ended since
-    would be called, and those that have begun would not.
-    """
-    original = torch.inference_mode.__exit__
-
-    def settled(self: torch.inference_mode, *error: Any) -> None:
-        original(self, *error)
-        active = torch._C._len_torch_dispatch_stack() > 0
-        for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
-            torch._C._dispatch_tls_set_dispatch_key_included(key, active)
-
-    with patch.object(torch.inference_mode, "__exit__", settled):
-        yield
+    def _start_up(self) -> StartUp | None:
+        """None where no step began that can be told from what came before."""
+        began_at = self._finder.began_at if self._finder is not None else None
+        if began_at is None:
+            return None
+        return StartUp(1e3 * (began_at - self._began), self._start_up_operators)
 
 
-def _plain_of(labelled: Labelled) -> Plain:
-    """What a labelled run alone tells: the operators' time as busy time."""
-    busy_ms = sum(ms for ms, _ in labelled.times) + labelled.unattributed_ms
-    return Plain(busy_ms, [], [], 0.0, 0.0, compiled=False)
+def _leave_the_child_alone() -> None:
+    for recorded in list(_open_recordings):
+        recorded._abandon()
+    _open_recordings.clear()
 
 
-def _overhead_ms(labelled: Labelled, device: torch.device) -> float:
-    """What labelling cost the host: measured on an operator that does nothing, times the operators that ran."""
-    count = len(labelled.records)
-    one, samples = torch.zeros(1), 50
-    tracker = ModuleTracker()
-    began = time.perf_counter()
-    for _ in range(samples):
-        one.view(1)
-    bare_s = time.perf_counter() - began
-    with LabelledInstrument(torch.device("cpu"), tracker):
-        began = time.perf_counter()
-        for _ in range(samples):
-            one.view(1)
-        labelled_s = time.perf_counter() - began
-    return 1e3 * count * max(0.0, labelled_s - bare_s) / samples
+os.register_at_fork(after_in_child=_leave_the_child_alone)
 
 
 def recording(
@@ -335,7 +431,8 @@ def recording(
     ceilings: Ceilings | None = None,
     name: str = "recording",
     trace: str | os.PathLike[str] | None = None,
-    every_optimizer_step: bool = False,
+    find_steps: bool = False,
+    one_of_ranks: bool = False,
 ) -> Recording:
     """Record what runs inside a `with` block, for a report.
 
@@ -345,7 +442,8 @@ def recording(
         ceilings: what to compare with; None measures this machine before the block begins (cached).
         name: what the report calls the program.
         trace: also write the profiler's trace of one step to this file, for Perfetto (if there are enough steps).
-        every_optimizer_step: each step of the first optimizer ends a step, without calls of `step()`.
+        find_steps: the block does not call `step()`: its steps are found (see `step_finding`).
+        one_of_ranks: the block runs in each of several processes; some steps are watched for communication.
 
     Raises:
         TypeError: `module` is no module, `ceilings` are none.
@@ -373,4 +471,4 @@ def recording(
     if module is not None and not isinstance(module, nn.Module):
         raise TypeError(f"recording(module={module!r}): expected a module, or None for the first that is called")
     require_folder_of(trace)
-    return Recording(module, where, ceilings, name, trace, every_optimizer_step)
+    return Recording(module, where, ceilings, name, trace, find_steps, one_of_ranks)

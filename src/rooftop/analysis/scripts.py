@@ -1,4 +1,8 @@
-"""A Python script, run as it is and recorded: `rooftop analyze train.py -- --epochs 1`."""
+"""A Python script, run as it is and recorded: `rooftop analyze train.py -- --epochs 1`.
+
+The script must not notice: what it prints, its random numbers, its exit status and how it ends stay as they are. A
+report is made of it however it ends, also by `os._exit` and by Ctrl-C, if enough steps were recorded.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,41 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 
+from rooftop.analysis.other_processes import OtherProcesses
 from rooftop.analysis.ranks.lockstep import process_groups_kept
-from rooftop.analysis.recordings import recording
+from rooftop.analysis.ranks.recorded import gathered_rows, with_ranks
+from rooftop.analysis.recordings import Recording, recording
 from rooftop.analysis.report import Report
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware.ceilings import Ceilings
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """How a script ended, and what was seen of it.
+
+    Attributes:
+        report: None if too little ran, and at all ranks but the first.
+        status: its exit status.
+        problem: in one line why it failed, or why there is no report; "" if all is well.
+        error: what it raised; a KeyboardInterrupt is the user's.
+        traceback: what Python would have printed of the error.
+    """
+
+    report: Report | None
+    status: int
+    problem: str = ""
+    error: BaseException | None = None
+    traceback: str = ""
 
 
 def analyze_script(
@@ -30,8 +57,8 @@ def analyze_script(
 ) -> Report:
     """Run a script as `python SCRIPT ARGUMENTS` would and report on it.
 
-    A script with an optimizer is recorded step by step (each step of its first optimizer ends one); any other is one
-    step, recorded as a whole.
+    Its steps are found (see `step_finding`): by its optimizer, by its backward passes, or by the calls of its outermost
+    module; a script with none of these is one step, recorded as a whole.
 
     Args:
         path: the script. arguments: what it finds in `sys.argv[1:]`.
@@ -41,21 +68,119 @@ def analyze_script(
         InputError: no such file, or no operator of PyTorch ran in it.
         ModelRunError: the script raised, or ended with an exit status other than 0.
     """
+    run = run_script(path, arguments, device=device, ceilings=ceilings, trace=trace)
+    if isinstance(run.error, KeyboardInterrupt):
+        raise run.error
+    if run.status != 0:
+        raise ModelRunError(run.problem) from run.error
+    if run.report is None:
+        raise InputError(run.problem)
+    return run.report
+
+
+def run_script(
+    path: str | os.PathLike[str],
+    arguments: Sequence[str] = (),
+    *,
+    device: torch.device | str | None = None,
+    ceilings: Ceilings | None = None,
+    trace: str | os.PathLike[str] | None = None,
+    before_exit: Callable[[ScriptRun], None] = lambda run: None,
+) -> ScriptRun:
+    """Run a script as `python SCRIPT ARGUMENTS` would; what it raises is part of the result.
+
+    Args:
+        before_exit: called with the result where the script ends the process itself, with `os._exit`.
+        The others: see `analyze_script`.
+
+    Raises:
+        InputError: no such file.
+    """
     script = Path(path)
     if not script.is_file():
         raise InputError(f"{os.fspath(path)}: there is no such script")
-    recorded = recording(device=device, ceilings=ceilings, name=script.name, trace=trace, every_optimizer_step=True)
-    with recorded, _as_main(script, arguments), process_groups_kept():
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    recorded = recording(
+        device=_device_of_rank(device) if several else device,
+        ceilings=ceilings,
+        name=script.name,
+        trace=trace,
+        find_steps=True,
+        one_of_ranks=several,
+    )
+    others = OtherProcesses()
+    process = os.getpid()
+    end_process = os._exit
+
+    def exit_now(status: int) -> NoReturn:
+        """As `os._exit`, which runs no `finally` and no `atexit`; before it, the report."""
+        if os.getpid() == process and recorded.is_open:
+            recorded.close()
+            others.__exit__(None, None, None)
+            try:
+                before_exit(_reported(recorded, others, several, status))
+                sys.stdout.flush()
+            except Exception:
+                traceback.print_exc()
+        end_process(status)
+
+    status, problem, error = 0, "", None
+    with recorded, others, _as_main(script, arguments), process_groups_kept(), patch.object(os, "_exit", exit_now):
         try:
             _run(script)
         except SystemExit as end:
-            if isinstance(end.code, str):  # Python prints it and ends with status 1
-                raise ModelRunError(f"{script} ended with exit status 1: {end.code}") from end
-            if end.code not in (None, 0):
-                raise ModelRunError(f"{script} ended with exit status {end.code}") from end
-        except Exception as error:
-            raise ModelRunError(f"{script} raised {type(error).__name__}: {error}{_line(error, script)}") from error
-    return recorded.report
+            status, problem, error = *_status(end, script), end
+        except KeyboardInterrupt as interrupted:
+            status, problem, error = 130, "interrupted", interrupted
+        except Exception as raised:
+            status, error = 1, raised
+            problem = f"{script} raised {type(raised).__name__}: {raised}{_line(raised, script)}"
+    run = _reported(recorded, others, several, status, problem, error)
+    raised = error is not None and not isinstance(error, SystemExit)
+    return replace(run, traceback=_traceback(error, script)) if raised else run
+
+
+def _status(end: SystemExit, script: Path) -> tuple[int, str]:
+    """What Python makes of `sys.exit(code)`: a text is printed, and means 1."""
+    if end.code is None or isinstance(end.code, int):
+        status = end.code or 0
+        return status, f"{script} ended with exit status {status}" if status else ""
+    return 1, f"{script} ended with exit status 1: {end.code}"
+
+
+def _reported(
+    recorded: Recording,
+    others: OtherProcesses,
+    several: bool,
+    status: int,
+    problem: str = "",
+    error: BaseException | None = None,
+) -> ScriptRun:
+    """The report of a script that has ended, with what else ran, and with all ranks at the first one."""
+    recorded.notes += [said for said in (others.said, recorded.said_of_threads) if said]
+    ranks = None
+    if several:
+        why_none = problem or f"its script ended after {recorded.steps} steps, too few to watch some for communication"
+        ranks, notes = gathered_rows(recorded.rank_row, why_none)
+        recorded.notes += notes
+        if os.environ["RANK"] != "0":
+            return ScriptRun(None, status, problem, error)
+    try:
+        report = recorded.report if status == 0 else recorded.report_so_far
+    except InputError as nothing:
+        what = f"{nothing}. {others.said}" if others.said else str(nothing)
+        return ScriptRun(None, status, problem or what, error)
+    if report is not None and ranks is not None:
+        report = with_ranks(report, ranks)
+    return ScriptRun(report, status, problem, error)
+
+
+def _device_of_rank(device: torch.device | str | None) -> torch.device | str | None:
+    """The GPU of this rank, as programs under `torchrun` choose it. A GPU named by its number stays."""
+    if str(device) == "cpu" or not torch.cuda.is_available() or torch.device(device or "cuda").index is not None:
+        return device
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local if local < torch.cuda.device_count() else 0)
 
 
 def _run(script: Path) -> None:
@@ -104,3 +229,11 @@ def _line(error: BaseException, script: Path) -> str:
             line = trace.tb_lineno
         trace = trace.tb_next
     return f" ({script}:{line})" if line is not None else ""
+
+
+def _traceback(error: BaseException, script: Path) -> str:
+    """The traceback from the script's first frame on."""
+    trace = error.__traceback__
+    while trace is not None and os.path.basename(trace.tb_frame.f_code.co_filename) != script.name:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))

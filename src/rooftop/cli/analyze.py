@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from rooftop.analysis import Report, analyze, fake_tensors, predict
-from rooftop.analysis.counters import KernelCounters, counted_step, hardware_counters, kernel_rows
+from rooftop.analysis.counters import KernelCounters, KernelRow, counted_step, hardware_counters, kernel_rows
 from rooftop.analysis.counters_table import counters_table
 from rooftop.analysis.program import Program
 from rooftop.analysis.ranks.lockstep import (
@@ -29,11 +29,11 @@ from rooftop.analysis.ranks.lockstep import (
     process_group,
     several_ranks,
 )
-from rooftop.analysis.scripts import analyze_script
+from rooftop.analysis.scripts import ScriptRun, run_script
 from rooftop.analysis.text import WIDTH, renderable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, FLOATS, Target, resolve_target
-from rooftop.errors import CeilingsFileError, MeasurementError
+from rooftop.errors import CeilingsFileError, InputError, MeasurementError, ModelRunError
 from rooftop.hardware.ceilings import Ceilings, ceilings_of
 
 EXAMPLES = """\b
@@ -130,7 +130,7 @@ def command(
     output: Path | None,
     no_html: bool,
     rows: int,
-) -> None:
+) -> int | None:
     """Show how far TARGET is from what this machine can do, and why.
 
     TARGET is a built-in model (resnet50), package.module:callable, where the callable returns a module or
@@ -161,15 +161,23 @@ def command(
         found = resolve_target(target, inputs, pick_device(device), kind, channels_last)
         training = _training(found) if train else {}
         counted_step(Program(found.model, found.args, {}, **training, compile=compile_mode or False))
-        return
+        return None
+    if target.endswith(".py"):
+        show = partial(_show_script, json_path=json_path, html_path=html_path, trace=trace, rows=rows)
+        run = run_script(
+            target,
+            script_arguments,
+            device=pick_device(device),
+            ceilings=given_ceilings,
+            trace=trace,
+            before_exit=show,
+        )
+        show(run)
+        return run.status
     launches = _counted(words) if counters else []
     with progress_bar() as progress:
         if machine is not None:
             report = _predicted(target, inputs, train, kind, machine)
-        elif target.endswith(".py"):
-            report = analyze_script(
-                target, script_arguments, device=pick_device(device), ceilings=given_ceilings, trace=trace
-            )
         else:
             with process_group(pick_device(device)) as where, _told_once():
                 found = _on_each_rank(lambda: resolve_target(target, inputs, where, kind, channels_last))
@@ -184,18 +192,55 @@ def command(
                     progress=progress,
                 )
     if not first_rank():
-        return
+        return None
+    _show(report, json_path, html_path, trace, rows, kernel_rows(launches) if counters else None)
+    return None
+
+
+def _show(
+    report: Report,
+    json_path: Path | None,
+    html_path: Path | None,
+    trace: Path | None,
+    rows: int,
+    counted: list[KernelRow] | None = None,
+) -> None:
+    """Write the files, print the table, and say what was written."""
     if json_path is not None:
         report.to_json(json_path)
     if html_path is not None:
         report.to_html(html_path)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(renderable(report, rows))
-    if counters:
-        console.print(counters_table(kernel_rows(launches), report, rows))
+    if counted is not None:
+        console.print(counters_table(counted, report, rows))
     for what, path in (("report", json_path), ("report", html_path), ("trace", trace)):
         if path is not None and path.exists():  # a recording of few steps has no trace; a note says so
             click.echo(f"{what}: {path}")
+
+
+def _show_script(
+    run: ScriptRun, json_path: Path | None, html_path: Path | None, trace: Path | None, rows: int
+) -> None:
+    """The report of a script, after what Python itself would print of how it ended.
+
+    Raises:
+        InputError: it ended well, but nothing in it could be reported.
+        ModelRunError: it raised.
+        KeyboardInterrupt: it was interrupted.
+    """
+    if isinstance(run.error, SystemExit) and isinstance(run.error.code, str):
+        click.echo(run.error.code, err=True)
+    if run.traceback:
+        click.echo(run.traceback, err=True, nl=False)
+    if run.report is not None:
+        _show(run.report, json_path, html_path, trace, rows)
+    if isinstance(run.error, KeyboardInterrupt):
+        raise run.error
+    if run.error is not None and not isinstance(run.error, SystemExit):
+        raise ModelRunError(run.problem) from run.error
+    if run.report is None and run.status == 0 and first_rank():
+        raise InputError(run.problem)
 
 
 def _on_each_rank(work: Callable[[], Target]) -> Target:

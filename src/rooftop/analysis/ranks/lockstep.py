@@ -62,16 +62,24 @@ def first_to_say(message: str) -> bool:
     Needs no process group. `torchrun` ends all ranks as soon as one has ended: the first to fail has to say why,
     whichever rank it is.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the store that `torchrun` itself serves
+    try:
+        store = agent_store()
+        return store is None or bool(store.add(f"rooftop/said/{message}", 1) == 1)
+    except RuntimeError:  # better said twice than not at all
         return True
+
+
+def agent_store() -> Any:
+    """The store that `torchrun` itself serves, which needs no process group; None if there is none or it is gone."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(  # type: ignore[attr-defined]
+        return dist.TCPStore(  # type: ignore[attr-defined]
             address, port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False
         )
-        return bool(store.add(f"rooftop/said/{message}", 1) == 1)
-    except (KeyError, ValueError, RuntimeError):  # better said twice than not at all
-        return True
+    except (KeyError, ValueError, RuntimeError):
+        return None
 
 
 @contextmanager

@@ -1,0 +1,161 @@
+"""What a script runs outside its own process, and for how long: a report of the script does not have it.
+
+Processes are noted where the script starts them: `multiprocessing` (hogwild, `mp.spawn`), the workers of a
+`DataLoader`, other programs. Their CPU time is read now and then while they live. What ended in between is part of what
+the operating system has counted for all processes that were waited for.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.process
+import os
+import resource
+import subprocess
+import threading
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+
+LOOK_EVERY_S = 0.5
+LEAST_SHARE = 0.02  # of the CPU time of all: what used less is not worth a word, unless it is many seconds
+LEAST_S = 0.5
+WORKER, LOADER, PROGRAM = "multiprocessing", "DataLoader", "program"
+
+
+@dataclass
+class _Child:
+    """A process that the script started: what kind, its name ("fork", "gcc"), its CPU seconds when last looked at."""
+
+    kind: str
+    name: str
+    cpu_s: float = 0.0
+
+
+class OtherProcesses:
+    """While active (`with`), notes the processes that this one starts; `said` and `cpu_s` afterwards.
+
+    Attributes:
+        children: by process id.
+        own_s, cpu_s: CPU seconds of this process, and of all that it started, inside the block.
+    """
+
+    def __init__(self) -> None:
+        self.children: dict[int, _Child] = {}
+        self.own_s = self.cpu_s = 0.0
+        self._around = ExitStack()
+        self._done = threading.Event()
+        self._watch: threading.Thread | None = None
+        self._before = (0.0, 0.0)
+
+    def __enter__(self) -> OtherProcesses:
+        self._before = (time.process_time(), _waited_for_s())
+        started = multiprocessing.process.BaseProcess.start
+        self._around.enter_context(patch.object(multiprocessing.process.BaseProcess, "start", self._starting(started)))
+        opened = subprocess.Popen.__init__
+        self._around.enter_context(patch.object(subprocess.Popen, "__init__", self._opening(opened)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._around.close()
+        self._done.set()
+        if self._watch is not None:
+            self._watch.join()
+        self._look()
+        ended_s = _waited_for_s() - self._before[1]
+        living_s = sum(child.cpu_s for pid, child in self.children.items() if psutil.pid_exists(pid))
+        self.own_s = time.process_time() - self._before[0]
+        self.cpu_s = max(ended_s + living_s, sum(child.cpu_s for child in self.children.values()))
+
+    def _starting(self, original: Any) -> Any:
+        @wraps(original)
+        def start(process: Any, *args: Any, **kwargs: Any) -> Any:
+            target = getattr(process, "_target", None)
+            kind = LOADER if getattr(target, "__name__", "") == "_worker_loop" else WORKER
+            result = original(process, *args, **kwargs)
+            method = type(process).__name__.removesuffix("Process").lower() or multiprocessing.get_start_method()
+            self._note(process.pid, _Child(kind, method))
+            return result
+
+        return start
+
+    def _opening(self, original: Any) -> Any:
+        @wraps(original)
+        def __init__(process: Any, *args: Any, **kwargs: Any) -> None:
+            original(process, *args, **kwargs)
+            self._note(process.pid, _Child(PROGRAM, _program(process.args)))
+
+        return __init__
+
+    def _note(self, pid: int | None, child: _Child) -> None:
+        if pid is None or os.getpid() == pid:
+            return
+        self.children[pid] = child
+        if self._watch is None:
+            self._watch = threading.Thread(target=self._keep_looking, name="rooftop processes", daemon=True)
+            self._watch.start()
+
+    def _keep_looking(self) -> None:
+        while not self._done.wait(LOOK_EVERY_S):
+            self._look()
+
+    def _look(self) -> None:
+        for pid, child in list(self.children.items()):
+            try:
+                process = psutil.Process(pid)
+                if process.ppid() == os.getpid():  # else the number is another process's by now
+                    child.cpu_s = max(child.cpu_s, sum(_cpu_s(each) for each in (process, *process.children(True))))
+            except psutil.Error:
+                continue
+
+    @property
+    def said(self) -> str:
+        """What ran in other processes, as a sentence; "" if nothing worth a word did."""
+        only_programs = all(child.kind == PROGRAM for child in self.children.values())
+        if only_programs and self.cpu_s < max(LEAST_S, LEAST_SHARE * self.own_s):
+            return ""
+        groups: defaultdict[tuple[str, str], list[_Child]] = defaultdict(list)
+        for child in self.children.values():
+            groups[child.kind, child.name].append(child)
+        parts = [_named(kind, name, group) for (kind, name), group in groups.items()]
+        most = any(child.kind == WORKER for child in self.children.values()) and self.cpu_s > self.own_s
+        return (
+            f"{'Most of the work is in other processes: the' if most else 'The'} script started {'; '.join(parts)}. "
+            f"Together they used {self.cpu_s:.1f} s of CPU time, this process {self.own_s:.1f} s. What they compute is "
+            "not in the report."
+        )
+
+
+def _named(kind: str, name: str, group: list[_Child]) -> str:
+    count = len(group)
+    seen_s = sum(child.cpu_s for child in group)
+    time_said = f" ({seen_s:.1f} s of CPU time)" if seen_s >= 0.05 else ""
+    plural = "es" if count > 1 else ""
+    if kind == LOADER:
+        return f"{count} DataLoader worker{'s' if count > 1 else ''}{time_said}"
+    if kind == WORKER:
+        return f"{count} process{plural} of multiprocessing ({name}){time_said}"
+    return f"{count} process{plural} of {name}{time_said}"
+
+
+def _program(arguments: Any) -> str:
+    """The name of the program that is started."""
+    first = arguments if isinstance(arguments, (str, bytes, os.PathLike)) else next(iter(arguments), "")
+    return os.path.basename(os.fsdecode(first).split(" ")[0])
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _waited_for_s() -> float:
+    """CPU seconds of all processes that have ended and were waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -1,0 +1,123 @@
+"""The ranks of a script, each of which records its own steps.
+
+A script's steps cannot be repeated in lockstep as those of `rooftop.analyze` are. But its ranks are in step, through
+their collectives: the same steps by number are watched at all of them, and nothing is added to what they send each
+other. At the end each rank leaves its row, or why it has none, in the store of `torchrun`; the first rank waits for the
+others' rows, and names those that did not come.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rooftop.analysis.advice.rank_rules import rank_advice
+from rooftop.analysis.ranks.lockstep import agent_store
+from rooftop.analysis.ranks.measuring import RANK_STEP_LABEL, rank_row
+from rooftop.analysis.ranks.merging import RankRow, Ranks, compared
+from rooftop.analysis.report import Report
+
+STEPS_BETWEEN_WAITS = 2  # of a stretch that ends when the GPU is done: alone, each would show its launches exposed
+ROW_TIMEOUT = timedelta(seconds=60)  # for all other ranks together to end after the first one
+
+
+class RankInstrument:
+    """The profiler around some steps of this rank; `row` afterwards."""
+
+    def __init__(self, device: torch.device) -> None:
+        gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+        self._device = device
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
+        self._label = ExitStack()
+        self._steps = 0
+
+    def __enter__(self) -> RankInstrument:
+        self._profiler.__enter__()
+        self._label.enter_context(record_function(RANK_STEP_LABEL))
+        return self
+
+    def step_ended(self) -> None:
+        """Say that a step has ended, unless the block ends with it."""
+        self._steps += 1
+        if self._steps % STEPS_BETWEEN_WAITS == 0:
+            self._end_stretch()
+            self._label.enter_context(record_function(RANK_STEP_LABEL))
+
+    def _end_stretch(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._label.close()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._end_stretch()
+        self._profiler.__exit__(kind, error, tb)
+
+    def row(self, rank: int) -> RankRow:
+        """This rank's part of a step, from stretches of `STEPS_BETWEEN_WAITS` steps."""
+        results: Any = self._profiler.profiler
+        row = rank_row(results.kineto_results.events(), rank, self._device)
+        times = {name: value / STEPS_BETWEEN_WAITS for name, value in asdict(row).items() if name.endswith("_ms")}
+        return replace(row, **times)
+
+
+def gathered_rows(row: RankRow | None, why_none: str) -> tuple[Ranks | None, list[str]]:
+    """Leave this rank's row; at the first rank, also the rows of all, and a note on each rank that has none.
+
+    Args:
+        row: what was seen at this rank. why_none: the reason, if nothing was.
+    """
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    store = agent_store() or _own_store()
+    if store is None:
+        return None, ["The ranks could not be compared: the store of torchrun is gone. The report is of rank 0 alone."]
+    try:
+        store.set(f"rooftop/row/{rank}", json.dumps([asdict(row) if row is not None else None, why_none]))
+    except RuntimeError as error:
+        return None, [f"The ranks could not be compared: rank {rank} cannot reach the store of torchrun ({error})."]
+    return _collected(store, ranks) if rank == 0 else (None, [])
+
+
+def _collected(store: Any, ranks: int) -> tuple[Ranks | None, list[str]]:
+    rows, notes = [], []
+    patience = ROW_TIMEOUT
+    for rank in range(ranks):
+        key = f"rooftop/row/{rank}"
+        try:
+            store.wait([key], patience)
+            plain, why_none = json.loads(store.get(key))
+        except RuntimeError:  # a timeout is one, and so is a lost connection
+            patience = timedelta(seconds=1)  # the others have had as long
+            notes.append(f"Rank {rank} of {ranks} is not in the report: it did not say what it saw before it ended.")
+            continue
+        if plain is None:
+            notes.append(f"Rank {rank} of {ranks} is not in the report: {why_none}.")
+        else:
+            rows.append(RankRow(**plain))
+    return (compared(rows) if rows else None), notes
+
+
+def _own_store() -> Any:
+    """The store of the program's process group, where torchrun serves none and the group is still there."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    return None
+
+
+def with_ranks(report: Report, ranks: Ranks) -> Report:
+    """The report of the first rank with all ranks beside it, and the advice that follows from them."""
+    advice = sorted([*report.advice, *rank_advice(ranks)], key=lambda item: -item.gain_ms)
+    gap = "kernel gap" if report.device["kind"] == "cuda" else "launch gap"  # NCCL's kernels keep a GPU busy
+    first = ranks.rows[0]
+    note = (
+        f"Rank {first.rank}'s {gap} contains {first.exposed_ms:.3g} ms of exposed communication, waiting included."
+    )
+    return replace(report, ranks=ranks, advice=tuple(advice), notes=(*report.notes, note))

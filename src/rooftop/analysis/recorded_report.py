@@ -1,0 +1,160 @@
+"""The report of a recording: of its steady steps where there were enough of them, else the best that can be said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rooftop.analysis.attribution import ModuleTracker
+from rooftop.analysis.compiled.graphs import CompiledGraphs
+from rooftop.analysis.formats import time_text
+from rooftop.analysis.instruments import Labelled, LabelledInstrument, Plain
+from rooftop.analysis.profiling import assembled
+from rooftop.analysis.report import Report
+from rooftop.analysis.reporting import report_of
+from rooftop.analysis.stages import UNDISTURBED, Laps, Watched
+from rooftop.errors import InputError
+from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.sequences import StepTime
+
+FIRST_STEPS = 3  # whose durations a note gives
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """What a program did before its first step: ms by the host's clock, and operators that were labelled in it."""
+
+    ms: float
+    operators: int
+
+
+def recorded_report(
+    recorded: Sequence[Laps],
+    device: torch.device,
+    ceilings: Ceilings,
+    graphs: CompiledGraphs,
+    *,
+    name: str,
+    start_up: StartUp | None,
+    needed: int,
+    traced: bool,
+    notes: Sequence[str],
+) -> Report:
+    """The report of what was recorded.
+
+    Args:
+        recorded: of the steps by each marker that led, the coarsest first.
+        start_up: what came before the first step, if that is known.
+        needed: steps after which a recording has all that it wants.
+        traced: whether a trace was asked for. notes: what the report is to say first.
+
+    Raises:
+        InputError: no operator was seen.
+    """
+    laps = _chosen(recorded)
+    label_ms = _label_ms()
+    if laps.is_complete:
+        labelled, plain, wall = laps.labelled, laps.plain, StepTime.of_loop(laps.steady_ms)
+        mode = f"{laps.steps} recorded steps"
+        which = []
+    else:
+        labelled, wall, which = _of_few(laps, label_ms, device, needed)
+        plain = laps.plain if laps.plain is not None and laps.labelled else _plain_of(labelled[-1].labelled)
+        if wall.ms < plain.busy_ms:
+            wall = StepTime.of_loop([plain.busy_ms])
+        mode = "recorded"
+    assert plain is not None
+    said = [*notes, *_beginning(laps, start_up, label_ms), *which]
+    if traced and laps.plain is None:
+        said.append(
+            "No trace was written: it is of one step after the warm-up, recorded without labels, and there were only "
+            f"{laps.steps}."
+        )
+    profile = assembled(device, [each.labelled for each in labelled], wall, plain, labelled[-1].seen, graphs)
+    return report_of(profile, ceilings, target=name, mode=mode, inputs=[], root_type="step", notes=said)
+
+
+def _chosen(recorded: Sequence[Laps]) -> Laps:
+    """The coarsest kind of step that came at least twice, else whatever was watched."""
+    for laps in recorded:
+        if laps.is_complete or (laps.steps > 1 and _watched(laps)):
+            return laps
+    for laps in recorded:
+        if _watched(laps):
+            return laps
+    raise InputError("nothing to report: no operator of PyTorch ran in the recorded block's own thread")
+
+
+def _watched(laps: Laps) -> list[Watched]:
+    """Labelled stretches in which an operator ran; the later ones are better examples."""
+    candidates = [laps.labelled, [laps.early] if laps.early else [], [laps.whole] if laps.whole else []]
+    return next((found for found in candidates if found and found[-1].labelled.records), [])
+
+
+def _of_few(
+    laps: Laps, label_ms: float, device: torch.device, needed: int
+) -> tuple[list[Watched], StepTime, list[str]]:
+    """The labelled steps, the wall time and notes of a program that ended before enough steps were timed."""
+    labelled = _watched(laps)
+    last = labelled[-1]
+    if laps.undisturbed_ms and last.steps > 1 - (last is laps.whole):
+        wall = StepTime.of_loop(laps.undisturbed_ms)
+        how = f"The wall time is that of {_steps(wall.steps)} that ran undisturbed; the operators' times are those of "
+        how += f"{_steps(len(labelled))} that ran under labels."
+    else:
+        ms = max(0.0, last.ms - label_ms * len(last.labelled.records))
+        wall = StepTime.of_loop([ms])
+        how = "What ran was labelled; what the labels cost is taken off the wall time."
+    if not laps.steps:
+        what = "the block" if last.cut is False else f"the first {len(last.labelled.records):,} operators of the block"
+        how = f"The report is of {what}, run once, start-up included, and without torch.compile. {how}"
+    elif last is laps.whole and last.steps > 1:
+        how = f"The report is of {_steps(last.steps)} together. {how}"
+    else:
+        how = f"There were only {_steps(laps.steps)}. {how}"
+    return labelled, wall, [f"{how} With {needed} steps or more, steps are timed undisturbed."]
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def _beginning(laps: Laps, start_up: StartUp | None, label_ms: float) -> list[str]:
+    """What the wall time leaves out: the start-up and the first steps, with their time."""
+    first = laps.laps[:FIRST_STEPS]
+    if not first:
+        return []
+    said = []
+    if start_up is not None:
+        ms = max(0.0, start_up.ms - label_ms * start_up.operators)
+        said.append(f"Before the first step the program needed {time_text(ms)} (imports, data, weights).")
+    durations = ", ".join(
+        f"{time_text(lap.ms)}{'' if lap.stage in (*UNDISTURBED, 'unwatched') else ' (watched)'}" for lap in first
+    )
+    said.append(f"Its first steps took {durations}{', the first with the start-up' if start_up is None else ''}.")
+    return [f"{' '.join(said)} The wall time is of later steps."] if laps.is_complete else [" ".join(said)]
+
+
+def _plain_of(labelled: Labelled) -> Plain:
+    """What a labelled run alone tells: the operators' time as busy time."""
+    busy_ms = sum(ms for ms, _ in labelled.times) + labelled.unattributed_ms
+    return Plain(busy_ms, [], [], 0.0, 0.0, compiled=False)
+
+
+def _label_ms() -> float:
+    """What a label costs the host, measured on an operator that does nothing."""
+    one, samples = torch.zeros(1), 50
+    tracker = ModuleTracker()
+    began = time.perf_counter()
+    for _ in range(samples):
+        one.view(1)
+    bare_s = time.perf_counter() - began
+    with LabelledInstrument(torch.device("cpu"), tracker):
+        began = time.perf_counter()
+        for _ in range(samples):
+            one.view(1)
+        labelled_s = time.perf_counter() - began
+    return 1e3 * max(0.0, labelled_s - bare_s) / samples

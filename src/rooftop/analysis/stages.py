@@ -1,0 +1,185 @@
+"""What a recording does during which step, and what it keeps of the steps of one kind.
+
+    step of a script        1      2      3     4      5-7       8         9 and on
+                            whole  early  warm  plain  labelled  settling  timed
+
+`whole` and `early` are labelled: they are what a report is made of if no more steps come. `warm` lets caches settle,
+`plain` runs under the profiler alone, `labelled` steps give each operator's time, `settling` lets the host run ahead
+again, and `timed` steps are undisturbed. Of a program that compiles, the first steps compile and are left alone. Of one
+of several ranks, some steps more run under the profiler (`ranks`). A step that does more than the others, as the last
+one before an evaluation, is no example of them: a stage that met it is repeated, and it is not timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from rooftop.analysis.attribution import ModuleTracker
+from rooftop.analysis.instruments import Labelled, Plain
+from rooftop.analysis.profiling import COMPILED_WARM_UP_STEPS
+
+LABELLED = 3
+WARM_UP = 3  # steps before the first that counts: allocators, autotuners
+COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS  # where something is compiled in them
+LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 1000, 10.0  # undisturbed steps: at least, and until either is reached
+NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
+"""Steps after which a recording has all that it wants (more where something is compiled, and of several ranks)."""
+RANK_STEPS = 6  # of a rank under the profiler
+MOST_REPEATS = 5  # of steps that were watched, and then turned out to be no example of the others
+
+UNDISTURBED = ("warm", "settling", "timed")
+Calls = tuple[int, int]
+"""Of modules and of backward in a step: what tells a step with an evaluation in it from one without."""
+NO_STEP: Calls = (-1, -1)
+"""Of a stretch between two steps that holds something else, as where one training ends and another begins."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A name, and for how many steps (0: until enough were timed)."""
+
+    name: str
+    steps: int
+
+
+def stages(*, found: bool, compiled: bool, ranks: bool) -> list[Stage]:
+    """The stages of the steps, from the first one on.
+
+    Args:
+        found: the steps were found, not told: only then is it known at the first one whether something is compiled.
+        compiled: something is compiled. ranks: this is one of several ranks.
+    """
+    first = "unwatched" if compiled else "whole"
+    warm_up = COMPILED_WARM_UP if compiled else WARM_UP
+    early = [Stage("early", 1)] if found else []
+    return [
+        Stage(first, 1),
+        *early,
+        Stage("warm", warm_up - 1 - len(early)),
+        *([Stage("ranks", RANK_STEPS)] if ranks else []),
+        Stage("plain", 1),
+        Stage("labelled", LABELLED),
+        Stage("settling", 1),
+        Stage("timed", 0),
+    ]
+
+
+def steps_needed(*, found: bool, compiled: bool, ranks: bool) -> int:
+    """Steps after which a recording has all that it wants."""
+    return LEAST_TIMED + sum(stage.steps for stage in stages(found=found, compiled=compiled, ranks=ranks))
+
+
+@dataclass(frozen=True)
+class Lap:
+    """A step as the host's clock saw it: its number from 1, the stage, ms, what it called."""
+
+    number: int
+    stage: str
+    ms: float
+    calls: Calls
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A labelled stretch, what its modules took in and gave out, how long it took, how many steps it is (0: a block
+    without steps), and whether records ran out before its end."""
+
+    labelled: Labelled
+    seen: ModuleTracker
+    ms: float
+    steps: int = 1
+    cut: bool = False
+
+
+@dataclass
+class Laps:
+    """What was recorded of steps of one kind.
+
+    Attributes:
+        steps: that have ended.
+        laps: the first ones by the host's clock.
+        whole, early: labelled steps for a program that ends soon.
+        plain, labelled: the step under the profiler, and the labelled ones.
+        timed_ms: durations of undisturbed steps, and what each called.
+    """
+
+    steps: int = 0
+    laps: list[Lap] = field(default_factory=list)
+    whole: Watched | None = None
+    early: Watched | None = None
+    plain: Plain | None = None
+    labelled: list[Watched] = field(default_factory=list)
+    timed_ms: list[float] = field(default_factory=list)
+    timed_calls: list[Calls] = field(default_factory=list)
+    repeats: int = 0
+
+    @property
+    def usual_calls(self) -> Calls | None:
+        """What most steps call; None while no two have called the same."""
+        counts = Counter([*(lap.calls for lap in self.laps if lap.number > 1), *self.timed_calls])
+        calls, times = counts.most_common(1)[0] if counts else ((0, 0), 0)
+        return calls if times > 1 else None
+
+    def is_unusual(self, calls: Calls) -> bool:
+        usual = self.usual_calls
+        return usual is not None and calls != usual
+
+    @property
+    def steady_ms(self) -> list[float]:
+        """The timed steps that are like most others."""
+        usual, timed = self.usual_calls, list(zip(self.timed_ms, self.timed_calls, strict=True))
+        return [ms for ms, calls in timed if usual is None or calls == usual] or self.timed_ms
+
+    @property
+    def is_complete(self) -> bool:
+        return self.plain is not None and bool(self.labelled) and len(self.steady_ms) >= LEAST_TIMED
+
+    @property
+    def undisturbed_ms(self) -> list[float]:
+        """Steps that nothing watched, from the third one on, else from the second."""
+        usual = self.usual_calls
+        laps = [lap for lap in self.laps if lap.stage in UNDISTURBED and (usual is None or lap.calls == usual)]
+        return [lap.ms for lap in laps if lap.number > 2] or [lap.ms for lap in laps if lap.number > 1]
+
+
+class StepClock:
+    """Times steps from mark to mark. It never waits for the device: on a GPU the marks are events of its stream.
+
+    A host that runs ahead of its GPU passes some marks early and is held up at others; the GPU passes each when it has
+    done what came before it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+        self.began = time.perf_counter()
+        self.mark()
+
+    def mark(self) -> None:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    @property
+    def steps(self) -> int:
+        return len(self._marks) - 1
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.began
+
+    def durations_ms(self) -> list[float]:
+        """Of each step; the device must have passed the last mark."""
+        pairs = pairwise(self._marks)
+        if self._device.type == "cuda":
+            return [begin.elapsed_time(end) for begin, end in pairs]
+        return [1e3 * (end - begin) for begin, end in pairs]
