@@ -1,0 +1,63 @@
+"""The clock and the losses of a loop, as the loop itself takes them: nothing here knows of Rooftop.
+
+    clock = LoopClock(device)
+    for batch in loader:
+        ...
+        clock.step(loss)
+    clock.finish()
+
+The clock starts at the end of the second step and waits for the device there, at pauses (an evaluation) and at the end,
+as loops that print their speed do. `finish` prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch
+
+WARM_UP = 2
+MARK = "LOOP "
+
+
+class LoopClock:
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self.steps = 0
+        self.seconds = 0.0
+        self.losses: list[Any] = []
+        self._since: float | None = None
+        self._timed = 0
+
+    def step(self, loss: Any = None) -> None:
+        """One step has ended. The loss may stay on the device until the end."""
+        self.steps += 1
+        self._timed += self._since is not None
+        if loss is not None:
+            self.losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        if self.steps == WARM_UP:
+            self.go_on()
+
+    def pause(self) -> None:
+        """What follows is no step: an evaluation."""
+        if self._since is not None:
+            self._wait()
+            self.seconds += time.perf_counter() - self._since
+            self._since = None
+
+    def go_on(self) -> None:
+        if self.steps >= WARM_UP:
+            self._wait()
+            self._since = time.perf_counter()
+
+    def finish(self) -> None:
+        self.pause()
+        losses = [float(loss) for loss in self.losses]
+        ms = 1e3 * self.seconds / self._timed if self._timed else None
+        print(MARK + json.dumps({"steps": self.steps, "step_ms": ms, "losses": losses}), flush=True)
+
+    def _wait(self) -> None:
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
