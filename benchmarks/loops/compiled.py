@@ -17,7 +17,7 @@ def main() -> None:
     options = parser.parse_args()
     device, large = options.device, options.device == "cuda"
     torch.manual_seed(4)
-    width, batch = (4096, 1024) if large else (384, 128)
+    width, batch = (4096, 1024) if large else (768, 256)
     net = nn.Sequential(
         nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10)
     ).to(device)

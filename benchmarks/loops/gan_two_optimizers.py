@@ -17,7 +17,7 @@ def main() -> None:
     options = parser.parse_args()
     device, large = options.device, options.device == "cuda"
     torch.manual_seed(9)
-    batch, channels = (128, 64) if large else (16, 8)
+    batch, channels = (128, 64) if large else (64, 16)
     generator = nn.Sequential(
         nn.ConvTranspose2d(32, 2 * channels, 4),
         nn.BatchNorm2d(2 * channels),

@@ -17,7 +17,7 @@ def main() -> None:
     options = parser.parse_args()
     device, large = options.device, options.device == "cuda"
     torch.manual_seed(2)
-    width, batch, size = (64, 64, 224) if large else (8, 4, 64)
+    width, batch, size = (64, 64, 224) if large else (16, 8, 64)
     layers: list[nn.Module] = []
     for index in range(6):
         layers += [nn.Conv2d(3 if index == 0 else width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]

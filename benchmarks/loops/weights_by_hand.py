@@ -16,7 +16,7 @@ def main() -> None:
     options = parser.parse_args()
     device, large = options.device, options.device == "cuda"
     torch.manual_seed(6)
-    batch, width, hidden = (4096, 4096, 4096) if large else (64, 512, 256)
+    batch, width, hidden = (4096, 4096, 4096) if large else (256, 1024, 512)
     x, y = torch.randn(batch, width, device=device), torch.randn(batch, 10, device=device)
     w1 = (torch.randn(width, hidden, device=device) / width**0.5).requires_grad_()
     w2 = (torch.randn(hidden, 10, device=device) / hidden**0.5).requires_grad_()
