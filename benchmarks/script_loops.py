@@ -147,7 +147,9 @@ def tried(loop: Loop, device: str, ceilings: Path) -> Result:
         report = json.loads(report_path.read_text()) if report_path.exists() else None
     result.longer_by_s = round(analyzed.seconds - fmean([before.seconds, after.seconds]), 1)
     result.same_status = before.status == analyzed.status == loop.status
-    result.same_output = printed_by_loop(before.printed) == printed_by_loop(analyzed.printed)[: len(printed_by_loop(before.printed))]
+    result.same_output = (
+        printed_by_loop(before.printed) == printed_by_loop(analyzed.printed)[: len(printed_by_loop(before.printed))]
+    )
     if before.said.get("losses"):
         result.same_losses = before.said["losses"] == analyzed.said.get("losses")
         if not result.same_losses and before.said["losses"] != after.said["losses"]:
@@ -211,7 +213,9 @@ def printed_by_loop(text: str) -> list[str]:
 
 def line(result: Result) -> str:
     own = " ".join(f"{ms:8.2f}" for ms in result.own_ms) or f"{'-':>8}"
-    reported = f"{result.reported_ms:8.2f}" if result.reported_ms is not None and result.ratio is not None else f"{'-':>8}"
+    reported = (
+        f"{result.reported_ms:8.2f}" if result.reported_ms is not None and result.ratio is not None else f"{'-':>8}"
+    )
     ratio = f"{result.ratio:5.2f}" if result.ratio is not None else "    -"
     answers = {True: "same", False: "OTHER", None: "-"}
     return (

@@ -19,7 +19,12 @@ def main() -> None:
     torch.manual_seed(4)
     width, batch = (4096, 1024) if large else (768, 256)
     net = nn.Sequential(
-        nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10)
+        nn.Linear(width, width),
+        nn.LayerNorm(width),
+        nn.GELU(),
+        nn.Linear(width, width),
+        nn.GELU(),
+        nn.Linear(width, 10),
     ).to(device)
     model = torch.compile(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

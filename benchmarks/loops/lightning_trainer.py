@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 class Classifier(lightning.LightningModule):
     def __init__(self, width: int, clock: LoopClock) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+        self.net = nn.Sequential(
+            nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+        )
         self.clock = clock
 
     def training_step(self, batch: Any, index: int) -> Tensor:

@@ -36,7 +36,9 @@ def digits() -> tuple[Tensor, Tensor]:
     return F.interpolate(images, size=(28, 28), mode="bilinear"), torch.tensor(found.target)
 
 
-def train(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, device: str, clock: LoopClock) -> None:
+def train(
+    model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, device: str, clock: LoopClock
+) -> None:
     model.train()
     for index, (images, targets) in enumerate(loader):
         images, targets = images.to(device), targets.to(device)

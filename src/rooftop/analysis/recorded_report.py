@@ -58,8 +58,7 @@ def recorded_report(
     label_ms = _label_ms()
     if laps.is_complete:
         labelled, plain, wall = laps.labelled, laps.plain, StepTime.of_loop(laps.steady_ms)
-        mode = f"{laps.steps} recorded steps"
-        which = []
+        mode, which = f"{laps.steps} recorded steps", list[str]()
     else:
         labelled, wall, which = _of_few(laps, label_ms, device, needed)
         plain = laps.plain if laps.plain is not None and laps.labelled else _plain_of(labelled[-1].labelled)

@@ -416,7 +416,7 @@ class Recording:
 
 
 def _leave_the_child_alone() -> None:
-    for recorded in list(_open_recordings):
+    for recorded in _open_recordings:
         recorded._abandon()
     _open_recordings.clear()
 

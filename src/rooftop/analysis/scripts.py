@@ -124,20 +124,22 @@ def run_script(
                 traceback.print_exc()
         end_process(status)
 
-    status, problem, error = 0, "", None
+    status, problem = 0, ""
+    error: BaseException | None = None
     with recorded, others, _as_main(script, arguments), process_groups_kept(), patch.object(os, "_exit", exit_now):
         try:
             _run(script)
         except SystemExit as end:
-            status, problem, error = *_status(end, script), end
+            (status, problem), error = _status(end, script), end
         except KeyboardInterrupt as interrupted:
             status, problem, error = 130, "interrupted", interrupted
         except Exception as raised:
             status, error = 1, raised
             problem = f"{script} raised {type(raised).__name__}: {raised}{_line(raised, script)}"
     run = _reported(recorded, others, several, status, problem, error)
-    raised = error is not None and not isinstance(error, SystemExit)
-    return replace(run, traceback=_traceback(error, script)) if raised else run
+    if error is None or isinstance(error, SystemExit):
+        return run
+    return replace(run, traceback=_traceback(error, script))
 
 
 def _status(end: SystemExit, script: Path) -> tuple[int, str]:

@@ -1,7 +1,7 @@
 """Contexts of the program that begin in one stage of a recording and end in another.
 
-A recording pushes a dispatch mode for a labelled step and takes it away after it, wherever in the program's own contexts
-that is. PyTorch expects contexts to end in the opposite order of their beginning. Two of them would go wrong:
+A recording pushes a dispatch mode for a labelled step and takes it away after it, wherever in the program's own
+contexts that is. PyTorch expects contexts to end in the opposite order of their beginning. Two of them would go wrong:
 
     torch.inference_mode    puts back which modes are asked as that was at its beginning
     TorchDispatchMode       takes away whichever mode is the last one, and puts back flags as they were
@@ -58,7 +58,11 @@ def _modes_above(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
 
 _FLAGS = (  # each mode keeps what they were before it; (where, the global, what a mode makes of it)
     ("old_dispatch_mode_flags", "_is_in_torch_dispatch_mode", lambda mode: True),
-    ("old_non_infra_dispatch_mode_flags", "_is_in_non_infra_torch_dispatch_mode", lambda mode: not mode.is_infra_mode()),
+    (
+        "old_non_infra_dispatch_mode_flags",
+        "_is_in_non_infra_torch_dispatch_mode",
+        lambda mode: not mode.is_infra_mode(),
+    ),
     (
         "old_without_ignore_compile_internals_dispatch_mode_flags",
         "_is_in_any_mode_without_ignore_compile_internals",
@@ -77,4 +81,4 @@ def _flags_without(ended: TorchDispatchMode, above: list[TorchDispatchMode]) -> 
             flag = flag or turns_on(mode)
         setattr(_python_dispatch, name, flag)
     if len(known) == len(_FLAGS):
-        _python_dispatch.set_is_in_mode_without_ignore_compile_internals(flag)
+        _python_dispatch.set_is_in_mode_without_ignore_compile_internals(flag)  # type: ignore[attr-defined]

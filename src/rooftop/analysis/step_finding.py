@@ -112,7 +112,7 @@ class StepFinder:
         ):
             around.callback(handle.remove)
         around.enter_context(patch.object(torch.amp.GradScaler, "step", self._scaled(torch.amp.GradScaler.step)))
-        backward = self._differentiating(torch.autograd._engine_run_backward)
+        backward = self._differentiating(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
         around.enter_context(patch.object(torch.autograd, "_engine_run_backward", backward))
         around.enter_context(patch.object(torch, "compile", self._compiling(torch.compile)))
         self._calls_patched.enter_context(patch.object(nn.Module, "__call__", self._calling(nn.Module.__call__)))

@@ -219,9 +219,7 @@ def _show(
             click.echo(f"{what}: {path}")
 
 
-def _show_script(
-    run: ScriptRun, json_path: Path | None, html_path: Path | None, trace: Path | None, rows: int
-) -> None:
+def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None, trace: Path | None, rows: int) -> None:
     """The report of a script, after what Python itself would print of how it ended.
 
     Raises:

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from rooftop.analysis.kernel_join import device_kernels
 from rooftop.analysis.program import Program
 from rooftop.analysis.ranks.lockstep import barrier, exchange, on_all_ranks, rank_name, several_ranks
 from rooftop.analysis.ranks.merging import RankRow, Ranks, compared
+from rooftop.hardware.sequences import synchronize
+from rooftop.hardware.traces import Trace
 
 RANK_STEP_LABEL = "rooftop step of a rank"
 STEPS = 10
@@ -67,20 +69,19 @@ def measure_rank(program: Program, device: torch.device, steps: int = STEPS) -> 
     """
     if steps < 1:
         raise ValueError(f"measure_rank expects at least one step, got steps={steps}")
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with program.preserved():
         for _ in range(RANK_WARM_UP_STEPS):
             program.step()
-        _synchronize(device)
-        with profile(activities=activities, acc_events=True) as profiler:
+        synchronize(device)
+        with Trace(device) as trace:
             if several_ranks():
                 barrier(device)  # the profiler starts sooner on one rank than on another
             for _ in range(steps):
                 with record_function(RANK_STEP_LABEL):
                     program.step()
-                    _synchronize(device)
+                    synchronize(device)
     rank = dist.get_rank() if several_ranks() else 0
-    return rank_row(profiler.profiler.kineto_results.events(), rank, device)
+    return rank_row(trace.events, rank, device)
 
 
 def rank_row(events: Sequence[Any], rank: int, device: torch.device) -> RankRow:
@@ -150,11 +151,6 @@ def _work_on_cpu(events: Sequence[Any]) -> tuple[list[Interval], list[Interval]]
 
 def _span(event: Any) -> Interval:
     return event.start_ns(), event.start_ns() + event.duration_ns()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # ---- intervals ---------------------------------------------------------------------------------------------------

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from rooftop.analysis.advice.rank_rules import rank_advice
 from rooftop.analysis.ranks.lockstep import agent_store
 from rooftop.analysis.ranks.measuring import RANK_STEP_LABEL, rank_row
 from rooftop.analysis.ranks.merging import RankRow, Ranks, compared
 from rooftop.analysis.report import Report
+from rooftop.hardware.traces import Trace
 
 STEPS_BETWEEN_WAITS = 2  # of a stretch that ends when the GPU is done: alone, each would show its launches exposed
 ROW_TIMEOUT = timedelta(seconds=60)  # for all other ranks together to end after the first one
@@ -34,14 +35,13 @@ class RankInstrument:
     """The profiler around some steps of this rank; `row` afterwards."""
 
     def __init__(self, device: torch.device) -> None:
-        gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
         self._device = device
-        self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
+        self._trace = Trace(device)
         self._label = ExitStack()
         self._steps = 0
 
     def __enter__(self) -> RankInstrument:
-        self._profiler.__enter__()
+        self._trace.__enter__()
         self._label.enter_context(record_function(RANK_STEP_LABEL))
         return self
 
@@ -59,12 +59,11 @@ class RankInstrument:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._end_stretch()
-        self._profiler.__exit__(kind, error, tb)
+        self._trace.__exit__(kind, error, tb)
 
     def row(self, rank: int) -> RankRow:
         """This rank's part of a step, from stretches of `STEPS_BETWEEN_WAITS` steps."""
-        results: Any = self._profiler.profiler
-        row = rank_row(results.kineto_results.events(), rank, self._device)
+        row = rank_row(self._trace.events, rank, self._device)
         times = {name: value / STEPS_BETWEEN_WAITS for name, value in asdict(row).items() if name.endswith("_ms")}
         return replace(row, **times)
 
@@ -117,7 +116,5 @@ def with_ranks(report: Report, ranks: Ranks) -> Report:
     advice = sorted([*report.advice, *rank_advice(ranks)], key=lambda item: -item.gain_ms)
     gap = "kernel gap" if report.device["kind"] == "cuda" else "launch gap"  # NCCL's kernels keep a GPU busy
     first = ranks.rows[0]
-    note = (
-        f"Rank {first.rank}'s {gap} contains {first.exposed_ms:.3g} ms of exposed communication, waiting included."
-    )
+    note = f"Rank {first.rank}'s {gap} contains {first.exposed_ms:.3g} ms of exposed communication, waiting included."
     return replace(report, ranks=ranks, advice=tuple(advice), notes=(*report.notes, note))
