@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,8 @@ def test_events_of_the_host_are_seen_and_no_tree_is_made(monkeypatch: pytest.Mon
 
 
 def test_events_are_saved_for_perfetto(tmp_path: Path) -> None:
-    with Trace(CPU) as trace:
+    with Trace(CPU, save_to=tmp_path / "trace.json"):
         torch.ones(3).relu()
-    trace.save(tmp_path / "trace.json")
     assert "aten::relu" in (tmp_path / "trace.json").read_text()
 
 
@@ -36,3 +37,23 @@ def test_an_error_inside_passes_and_ends_the_profiler() -> None:
     with Trace(CPU) as trace:
         torch.ones(3).relu()
     assert len(trace.events) > 0
+
+
+def test_the_native_result_does_not_outlive_the_block() -> None:
+    """Kineto's destructor must not run when the next profiler has begun, as it does where a collection frees it."""
+    freed: list[bool] = []
+    seen: list[weakref.ref[Any]] = []
+
+    def read(results: Any) -> str:
+        seen.append(weakref.ref(results, lambda _: freed.append(True)))
+        return "read"
+
+    gc.disable()
+    try:
+        with Trace(CPU, read=read) as trace:
+            torch.ones(3).relu()
+        assert freed == [True]
+    finally:
+        gc.enable()
+    assert trace.found == "read"
+    assert "aten::relu" in {event.name() for event in trace.events}

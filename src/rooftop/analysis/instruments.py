@@ -130,8 +130,8 @@ class PlainInstrument:
     """
 
     def __init__(self, device: torch.device, base_bytes: int, trace: str | os.PathLike[str] | None = None) -> None:
-        self._device, self._base_bytes, self._trace = device, base_bytes, trace
-        self._profiled = Trace(device, profile_memory=True, record_shapes=trace is not None)
+        self._device, self._base_bytes = device, base_bytes
+        self._profiled = Trace(device, save_to=trace, profile_memory=True, record_shapes=trace is not None)
         self._stack = ExitStack()
         self.result: Plain
 
@@ -155,8 +155,6 @@ class PlainInstrument:
             compiled=any(e.name().startswith(("## Call CompiledFxGraph", "Torch-Compiled Region")) for e in events),
             launched=_launched(events),
         )
-        if self._trace is not None:
-            self._profiled.save(self._trace)
 
 
 def _waiting_ms(events: Iterable[Any], kernels: Sequence[Kernel]) -> float:
@@ -270,7 +268,7 @@ class CompiledInstrument:
 
     def __init__(self, device: torch.device, graphs: Mapping[str, CompiledGraph]) -> None:
         self._device, self._graphs = device, graphs
-        self._profiled = Trace(device, record_shapes=True)
+        self._profiled = Trace(device, read=listed_tensors, record_shapes=True)
         self.result: Labelled
 
     def __enter__(self) -> CompiledInstrument:
@@ -282,9 +280,7 @@ class CompiledInstrument:
         if error is not None:
             return
         profiled = self._profiled
-        operators, orphans = join_compiled(
-            profiled.events, self._graphs, str(self._device), listed_tensors(profiled.results)
-        )
+        operators, orphans = join_compiled(profiled.events, self._graphs, str(self._device), profiled.found)
         records = [op.record for op in operators]
         if self._device.type == "cuda":
             self.result = Labelled.on_gpu(records, [op.kernels for op in operators], orphans)
