@@ -237,8 +237,10 @@ def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None,
         raise run.error
     if run.error is not None and not isinstance(run.error, SystemExit):
         raise ModelRunError(run.problem) from run.error
-    if run.report is None and run.status == 0 and first_rank():
-        raise InputError(run.problem)
+    if run.report is None and first_rank():
+        if run.status == 0:
+            raise InputError(run.problem)
+        click.echo(f"rooftop: no report: {run.problem}", err=True)
 
 
 def _on_each_rank(work: Callable[[], Target]) -> Target:
