@@ -86,7 +86,7 @@ class Record:
         uncovered: why there is no cost, "" if there is one.
         place: of operators that make the host wait for a GPU, or the GPU for the host's memory, the line of the program
             ("train.py:12"); "" of others, and where no line of the program is running (backward).
-        spec: of PyTorch's own operators, but in the optimizer: what it takes to make the call again.
+        spec: of PyTorch's own operators: what it takes to make the call again.
         inputs, outputs: its tensors, in order; empty in the optimizer and where only the profiler saw the operator.
     """
 
@@ -202,7 +202,7 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         cost=cost,
         uncovered=uncovered,
         place=_place(name, tensors, out),
-        spec=_spec(func, args, kwargs) if flowing and name.startswith("aten::") else None,
+        spec=_spec(func, args, kwargs) if name.startswith("aten::") else None,
         inputs=tuple(_tensor_spec(t) for t in inputs) if flowing else (),
         outputs=tuple(_tensor_spec(t) for t in tensors_in(out)) if flowing else (),
     )
