@@ -12,7 +12,9 @@ the single steps the lower tenth counts: what else a shared host does only adds 
 process, in turn with the program as it was.
 
 Exits with 1 if a case misses: wall within 3% of steady, latency within 5%, launch gap within 0.3 ms or 3% of the wall
-time of steady minus busy, percent of roof within 3% over the processes, no row above 102% of its roof.
+time of steady minus busy, percent of roof within 3% over the processes, no row above 102% of its roof. Where the plain
+timings before and after an analysis differ by more than 3% themselves, the host was not the same machine: such a run
+cannot judge a time, is counted as `varied`, and must have said that it was disturbed or lie between the two.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -262,7 +264,8 @@ def merged(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     steady = [min(p["steady_ms"] for p in row["plain"]) for row in rows]
     alone = [min(p["latency_ms"] for p in row["plain"]) for row in rows]
     busy = [statistics.fmean(p["busy_ms"] for p in row["plain"]) for row in rows]
-    percents = [row["percent_of_roof"] for row in rows]
+    varied = [apart(p["steady_ms"] for p in row["plain"]) > TOLERANCES["wall"] for row in rows]
+    percents = [row["percent_of_roof"] for row, v in zip(rows, varied, strict=True) if not (v or row["disturbed"])]
     return {
         "case": name,
         "steady_ms": steady,
@@ -272,8 +275,9 @@ def merged(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "gap_ms": [row["launch_gap_ms"] for row in rows],
         "gap_off_ms": [r["launch_gap_ms"] - (s - b) for r, s, b in zip(rows, steady, busy, strict=True)],
         "busy_ms": [row["busy_ms"] for row in rows],
-        "percent_of_roof": percents,
-        "percent_apart": max(percents) / min(percents) - 1,
+        "varied": varied,
+        "percent_of_roof": [row["percent_of_roof"] for row in rows],
+        "percent_apart": apart(percents),
         "most_above": max((a["percent"] for row in rows for a in row["above"]), default=100.0),
         "above": [a for row in rows for a in row["above"]][:12],
         "analysis_s": [row["analysis_s"] for row in rows],
@@ -282,16 +286,31 @@ def merged(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def apart(values: Iterable[float]) -> float:
+    """How much the largest is above the smallest, relative to that."""
+    found = list(values)
+    return max(found) / min(found) - 1 if found else 0.0
+
+
+def judged(row: dict[str, Any], what: str) -> list[float]:
+    """Of the runs in which the host was the same before and after."""
+    return [value for value, varied in zip(row[what], row["varied"], strict=True) if not varied]
+
+
 def problems(row: dict[str, Any]) -> Iterator[str]:
     name = row["case"]
     if "error" in row:
         yield f"{name}: {row['error']}"
         return
     for what in ("wall", "latency"):
-        worst = max(row[f"{what}_off"], key=abs)
+        worst = max(judged(row, f"{what}_off"), key=abs, default=0.0)
         if abs(worst) > TOLERANCES[what]:
             yield f"{name}: {what} is {100 * worst:+.1f}% off"
-    for off_ms, wall_ms in zip(row["gap_off_ms"], row["wall_ms"], strict=True):
+    for run, varied in zip(row["runs"], row["varied"], strict=True):
+        low, high = sorted(p["steady_ms"] for p in run["plain"])
+        if varied and not (run["disturbed"] or low * 0.97 <= run["wall_ms"] <= high * 1.03):
+            yield f"{name}: the host varied from {low:.2f} to {high:.2f} ms, and {run['wall_ms']:.2f} ms has no mark"
+    for off_ms, wall_ms in zip(judged(row, "gap_off_ms"), judged(row, "wall_ms"), strict=True):
         if abs(off_ms) > max(LEAST_GAP_MS, TOLERANCES["gap"] * wall_ms):
             yield f"{name}: launch gap is {off_ms:+.2f} ms off"
     if row["percent_apart"] > TOLERANCES["percent"]:
@@ -301,7 +320,7 @@ def problems(row: dict[str, Any]) -> Iterator[str]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    heads = ("steady", "wall off", "latency", "gap off", "% of roof", "apart", "row", "s")
+    heads = ("steady", "wall off", "latency", "gap off", "% of roof", "apart", "row", "s", "varied")
     lines = [f"{'case':44} " + " ".join(f"{head:>9}" for head in heads)]
     for row in rows:
         if "error" in row:
@@ -309,12 +328,13 @@ def table(rows: list[dict[str, Any]]) -> str:
             continue
         figures = [
             f"{statistics.fmean(row['steady_ms']):9.2f}",
-            *(f"{100 * max(row[what], key=abs):+8.1f}%" for what in ("wall_off", "latency_off")),
-            f"{max(row['gap_off_ms'], key=abs):+9.2f}",
+            *(f"{100 * max(judged(row, what), key=abs, default=0.0):+8.1f}%" for what in ("wall_off", "latency_off")),
+            f"{max(judged(row, 'gap_off_ms'), key=abs, default=0.0):+9.2f}",
             f"{statistics.fmean(row['percent_of_roof']):9.2f}",
             f"{100 * row['percent_apart']:8.1f}%",
             f"{row['most_above']:9.0f}",
             f"{statistics.fmean(row['analysis_s']):9.1f}",
+            f"{sum(row['varied']):7d}/{len(row['varied'])}",
         ]
         lines.append(f"{row['case']:44} " + " ".join(figures))
     return "\n".join(lines)
