@@ -16,6 +16,7 @@ import rooftop
 from rooftop.analysis.advice import advise
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import comparable, module_tree, operator_rows
+from rooftop.analysis.formats import time_text
 from rooftop.analysis.profiling import UNEXPLAINED, Profile
 from rooftop.analysis.program import describe_tensor
 from rooftop.analysis.report import Gaps, ModuleNode, OperatorRow, Report, Summary
@@ -136,14 +137,12 @@ def _noise(profile: Profile) -> list[str]:
     if not _crowded(profile) and wall.spread <= NOISY:
         return []
     cause = f"other processes used {profile.load.cores:.1f} of {os.cpu_count()} cores" if _crowded(profile) else ""
-    seen = (
-        f"of {wall.steps} steps at {wall.blocks} moments half took more than {wall.high_ms:.3g} ms, the fastest ones "
-        f"{wall.low_ms:.3g} ms"
-    )
+    fastest, half = time_text(wall.low_ms), time_text(wall.high_ms)
+    seen = f"of {wall.steps} steps at {wall.blocks} moments half took more than {half}, the fastest ones {fastest}"
+    unsure = time_text(max(wall.high_ms - wall.low_ms, NOISY * wall.ms))
     return [
-        f"Disturbed: {'; '.join(filter(None, [cause, seen]))}. Differences and gains below "
-        f"{max(wall.high_ms - wall.low_ms, NOISY * wall.ms):.2g} ms say nothing; on a quiet machine the step may be "
-        "faster."
+        f"Disturbed: {'; '.join(filter(None, [cause, seen]))}. Differences and gains below {unsure} say nothing; on a "
+        "quiet machine the step may be faster."
     ]
 
 

@@ -27,7 +27,7 @@ import torch
 LEAD_STEPS, LEAD_S = 2, 0.15
 """Steps before those that are counted: at least so many, and for at least so long. An H100 that was idle runs matrix
 products some 50 ms above the clocks that its power limit lets it keep. A CPU needs one."""
-LEAST_STEPS, MOST_STEPS = 3, 400  # of a block
+LEAST_STEPS, MOST_STEPS = 3, 2000  # of a block
 WINDOW_STEPS, LEAST_WINDOWS = 10, 10
 LOWER_TENTH = 0.1
 
