@@ -1,0 +1,130 @@
+"""A report says how sure its times are, which figure is which, and what it cannot say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from rooftop.analysis.profiling import Profile, profile_program
+from rooftop.analysis.program import Program
+from rooftop.analysis.report import Report
+from rooftop.analysis.reporting import report_of
+from rooftop.cost import roof
+from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.load import OtherLoad
+from rooftop.hardware.sequences import StepTime
+
+QUIET = OtherLoad(0.0, 10.0)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Profile:
+    net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).eval()
+    return profile_program(Program(net, (torch.randn(32, 64),), {}))
+
+
+def reported(
+    measured: Profile, ceilings: Ceilings, wall: StepTime, load: OtherLoad = QUIET, **changes: object
+) -> Report:
+    """The same step with other times."""
+    profile = dataclasses.replace(measured, wall=wall, load=load, notes=[], **changes)  # type: ignore[arg-type]
+    return report_of(profile, ceilings, target="net", mode="inference")
+
+
+def steps(ms: float, low_ms: float | None = None, high_ms: float | None = None) -> StepTime:
+    return StepTime(ms, low_ms or ms, high_ms or ms, 200, 4)
+
+
+def test_a_quiet_machine_has_no_note_and_a_narrow_interval(measured: Profile, ceilings: Ceilings) -> None:
+    report = reported(measured, ceilings, steps(100.0, 99.0, 101.0))
+    assert not report.summary.disturbed
+    assert not any("Disturbed" in note for note in report.notes)
+    low, high = report.summary.percent_interval
+    assert low == pytest.approx(report.summary.percent_of_roof * 100 / 101)
+    assert high == pytest.approx(report.summary.percent_of_roof * 100 / 99)
+    assert f"{report.summary.percent_of_roof:.1f}% of roof: " in report.table()
+
+
+def test_steps_that_were_not_reproduced_are_said_in_one_line(measured: Profile, ceilings: Ceilings) -> None:
+    report = reported(measured, ceilings, steps(100.0, 98.0, 140.0))
+    assert report.summary.disturbed
+    (note,) = [note for note in report.notes if note.startswith("Disturbed: ")]
+    assert "of 200 steps at 4 moments half took more than 140 ms, the fastest ones 98 ms" in note
+    assert "Differences and gains below 42 ms say nothing" in note
+    assert " to " in report.table().split("of roof")[0]  # the interval stands beside the percentage
+
+
+def test_other_processes_are_named(measured: Profile, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    report = reported(measured, ceilings, steps(100.0), OtherLoad(1.9, 10.0))
+    assert report.summary.disturbed
+    assert any("other processes used 1.9 of 4 cores" in note for note in report.notes)
+
+
+def test_a_gain_that_noise_could_hide_is_not_offered(measured: Profile, ceilings: Ceilings) -> None:
+    """bfloat16 gains some of the operators' time: offered on a quiet machine, with its interval; not in 90% noise.
+
+    Operators take twice their roofs on the machine of these ceilings, casts once theirs.
+    """
+    slow = [
+        dataclasses.replace(op, measured_ms=2 * roof(op.record.cost, ceilings).ms if op.record.cost else 0.0)
+        for op in measured.operators
+    ]
+    measured = dataclasses.replace(measured, operators=slow)
+    busy_ms = sum(op.measured_ms for op in slow)
+    quiet = reported(measured, ceilings, steps(busy_ms, 0.99 * busy_ms, 1.01 * busy_ms))
+    (half,) = [item for item in quiet.advice if "bfloat16" in item.title]
+    assert half.low_ms == pytest.approx(half.gain_ms - 0.01 * busy_ms)
+    assert half.high_ms == pytest.approx(half.gain_ms + 0.01 * busy_ms)
+    noisy = reported(measured, ceilings, steps(busy_ms, 0.99 * busy_ms, 1.9 * busy_ms))
+    assert not [item for item in noisy.advice if "bfloat16" in item.title]
+
+
+def test_latency_is_a_figure_of_its_own(measured: Profile, ceilings: Ceilings) -> None:
+    alone = reported(measured, ceilings, steps(100.0), latency=steps(130.0), busy_ms=97.0)
+    assert alone.summary.latency_ms == 130.0
+    assert alone.summary.percent_of_roof == pytest.approx(alone.summary.fused_roof_ms)  # of 100 ms: of the wall time
+    assert alone.gaps.launch_gap_ms == pytest.approx(3.0)
+    assert "the GPU sets the pace: the GPU works for 97% of a step. A step alone takes 130 ms" in alone.pace
+    waiting = reported(measured, ceilings, steps(100.0), latency=steps(101.0), busy_ms=40.0)
+    assert "the host sets the pace: the GPU works for 40% of a step. A step alone takes as long." in waiting.pace
+
+
+def test_operators_beyond_the_plain_step_are_named(measured: Profile, ceilings: Ceilings) -> None:
+    report = reported(measured, ceilings, steps(100.0), busy_ms=120.0)
+    assert report.gaps.launch_gap_ms == 0.0
+    (note,) = [note for note in report.notes if note.startswith("Unexplained: ")]
+    assert "took 120 ms, more than the 100 ms of a plain step" in note
+
+
+def test_disturbed_ceilings_are_counted_and_only_those_that_the_step_uses(
+    measured: Profile, ceilings: Ceilings
+) -> None:
+    names = (
+        "host to device pageable",
+        "matrix bf16",
+        "copy in 24 MiB",
+        "matrix fp32",
+        "read in 2 MiB",
+        "write in 2 MiB",
+    )
+    report = reported(measured, dataclasses.replace(ceilings, disturbed=names), steps(100.0))
+    (note,) = [note for note in report.notes if "ceilings were disturbed" in note]
+    assert note.startswith("4 ceilings were disturbed")
+    assert "pageable" not in note
+    assert "bf16" not in note
+
+
+def test_the_new_figures_survive_their_file(measured: Profile, ceilings: Ceilings, tmp_path: object) -> None:
+    report = reported(measured, ceilings, steps(100.0, 98.0, 140.0), latency=steps(130.0))
+    plain = report.to_dict()
+    assert Report.from_dict(plain).summary == report.summary
+    old = {**plain, "summary": {k: v for k, v in plain["summary"].items() if not k.startswith(("latency", "wall_l"))}}
+    assert Report.from_dict(old).summary.latency_ms is None
+    broken = {**plain, "summary": {**plain["summary"], "latency_ms": "fast"}}
+    with pytest.raises(ValueError, match="latency_ms is 'fast', expected a number"):
+        Report.from_dict(broken)
