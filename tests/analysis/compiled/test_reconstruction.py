@@ -133,6 +133,30 @@ def test_what_the_profiler_records_is_made_again(func: Any, args: tuple[Any, ...
     assert counted(call) == (record.cost, "")
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(3, 4),
+        lambda: torch.rand(5, dtype=torch.float64),
+        lambda: torch.randint(10, (8,)),
+        lambda: torch.randperm(6),
+        lambda: torch.empty(4).normal_(),
+    ],
+    ids=["randn", "rand", "randint", "randperm", "normal_"],
+)
+def test_random_numbers_are_not_drawn_again(make: Callable[[], Tensor]) -> None:
+    """The program's generator would go on from somewhere else, and large tensors would take the program's memory."""
+    made: list[Tensor] = []
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
+        made.append(make())
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name().startswith("aten::")]
+    before = torch.get_rng_state()
+    calls = [reconstructed(event) for event in events]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert any(described(call.out) == described(made[0]) for call in calls)
+    assert all(call.out.is_meta for call in calls if isinstance(call.out, Tensor))
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 5), min_size=0, max_size=4), st.sampled_from(sorted(DTYPES)), st.data())
 def test_shapes_strides_and_types_are_those_of_the_tensor(shape: list[int], kind: str, data: st.DataObject) -> None:

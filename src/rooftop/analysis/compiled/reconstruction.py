@@ -99,8 +99,14 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None  # what a collective of c10d fills is among its arguments
     if func.namespace == "_c10d_functional":  # names of groups and reductions are not recorded, and change no shape
         args = tuple("" if value is None else value for value in args)
+    placed = {name: value for name, value in _ON_META.items() if name in kwargs}
     with torch.no_grad():
-        return func(*args, **kwargs)
+        return func(*args, **{**kwargs, **placed})
+
+
+_ON_META: dict[str, Any] = {"device": torch.device("meta"), "pin_memory": False}
+"""What makes a tensor out of nothing (`randn`) makes it on the meta device, too: elsewhere it would take memory, and
+numbers of the program's random generator."""
 
 
 @lru_cache(maxsize=4096)
