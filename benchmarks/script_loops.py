@@ -69,6 +69,7 @@ class Result:
     reported_ms: float | None = None
     ratio: float | None = None
     percent_of_roof: float | None = None
+    statuses: list[int] = field(default_factory=list)
     same_losses: bool | None = None
     same_status: bool = False
     same_output: bool | None = None
@@ -146,6 +147,7 @@ def tried(loop: Loop, device: str, ceilings: Path) -> Result:
         after = ended(loop, device)
         report = json.loads(report_path.read_text()) if report_path.exists() else None
     result.longer_by_s = round(analyzed.seconds - fmean([before.seconds, after.seconds]), 1)
+    result.statuses = [before.status, analyzed.status, after.status]
     result.same_status = before.status == analyzed.status == loop.status
     result.same_output = (
         printed_by_loop(before.printed) == printed_by_loop(analyzed.printed)[: len(printed_by_loop(before.printed))]
