@@ -1,0 +1,324 @@
+"""Where the steps of a program end that does not say so: each kind of loop, and what changes its habit midway."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rooftop.analysis.step_finding import Level, StepFinder
+
+Calls = tuple[int, int]
+
+
+class Told:
+    """What a finder told: the steps since a coarser marker last took the lead, and all before."""
+
+    def __init__(self) -> None:
+        self.steps: list[Calls] = []
+        self.whole: list[bool] = []
+        self.earlier: list[int] = []
+        self.begins = 0
+        self.compiled = 0
+        self.in_charge = True
+
+    def work_begins(self, compiled: bool) -> None:
+        self.begins += 1
+
+    def leader_changes(self) -> None:
+        self.earlier.append(len(self.steps))
+        self.steps, self.whole = [], []
+
+    def step_ends(self, calls: Calls, whole: bool) -> None:
+        self.steps.append(calls)
+        self.whole.append(whole)
+
+    def compiles(self) -> None:
+        self.compiled += 1
+
+
+def found(program: Callable[[], Any]) -> tuple[Told, StepFinder]:
+    told = Told()
+    with StepFinder(told) as finder:
+        program()
+    return told, finder
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+
+
+def loss_of(model: nn.Module, factor: float = 1.0) -> Tensor:
+    value: Tensor = factor * model(torch.ones(2, 3)).sum()
+    return value
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, accumulated: int = 1) -> None:
+    for _ in range(steps):
+        for _ in range(accumulated):
+            loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluate(model: nn.Module, calls: int) -> None:
+    with torch.no_grad():
+        for _ in range(calls):
+            model(torch.ones(2, 3))
+
+
+# ---- each kind of loop -------------------------------------------------------------------------------------------
+
+
+def test_each_step_of_the_optimizer_ends_one() -> None:
+    model = net()
+    told, finder = found(lambda: train(model, sgd(model), 6))
+    assert told.steps == [(0, 0)] + [(1, 1)] * 5  # in the first, the call and the backward pass led before it
+    assert told.whole == [False] + [True] * 5
+    assert (finder.level, told.begins) == (Level.OPTIMIZER, 1)
+
+
+def test_micro_batches_are_one_step() -> None:
+    model = net()
+    told, _ = found(lambda: train(model, sgd(model), 5, accumulated=4))
+    assert told.steps[1:] == [(4, 4)] * 4
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SGD])
+def test_forward_and_backward_in_a_closure_belong_to_the_optimizers_step(make: Callable[..., Any]) -> None:
+    """LBFGS calls its closure several times; Lightning hands one to every optimizer."""
+    model = net()
+    optimizer = make(model.parameters(), lr=1e-3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model).square()
+        loss.backward()
+        return loss
+
+    told, finder = found(lambda: [optimizer.step(closure) for _ in range(4)])
+    assert (len(told.steps), finder.level) == (4, Level.OPTIMIZER)
+    assert all(modules == backwards >= 1 for modules, backwards in told.steps)
+    assert told.earlier == []  # no call in the closure was taken for a step
+
+
+def test_of_two_optimizers_the_first_leads() -> None:
+    one, other = net(), net()
+    optimizers = [sgd(one), sgd(other)]
+
+    def gan() -> None:
+        for _ in range(5):
+            for model, optimizer in zip((one, other), optimizers, strict=True):
+                train(model, optimizer, 1)
+
+    told, _ = found(gan)
+    assert told.steps[1:] == [(2, 2)] * 4
+
+
+def test_an_optimizer_that_steps_once_for_several_of_another_leads() -> None:
+    """A critic that trains three times a generator."""
+    critic, generator = net(), net()
+    optimizers = sgd(critic), sgd(generator)
+
+    def gan() -> None:
+        for _ in range(6):
+            train(critic, optimizers[0], 3)
+            train(generator, optimizers[1], 1)
+
+    told, _ = found(gan)
+    assert told.earlier[-1] == 6  # of the critic, until the generator had come twice after three of them
+    assert told.steps[1:] == [(4, 4)] * 4
+
+
+def test_a_step_that_a_scaler_skips_is_a_step() -> None:
+    model = net()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0)
+    stepped = []
+    optimizer.register_step_post_hook(lambda *given: stepped.append(1))
+
+    def loop() -> None:
+        for step in range(6):
+            scaler.scale(loss_of(model, float("inf") if step in (1, 3) else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    told, _ = found(loop)
+    assert len(stepped) == 4
+    assert told.steps[1:] == [(1, 1)] * 5
+
+
+@pytest.mark.parametrize(
+    ("differentiate", "level"),
+    [
+        (lambda model: loss_of(model).backward(), Level.BACKWARD),
+        (lambda model: torch.autograd.grad(loss_of(model), list(model.parameters())), Level.GRADIENT),
+    ],
+)
+def test_weights_updated_by_hand(differentiate: Callable[[nn.Module], object], level: Level) -> None:
+    model = net()
+    told, finder = found(lambda: [differentiate(model) for _ in range(7)])
+    assert (told.steps[1:], finder.level) == ([(1, 1)] * 6, level)
+
+
+def test_matrices_alone_trained_by_hand() -> None:
+    weight = torch.ones(3, 3, requires_grad=True)
+    told, finder = found(lambda: [(torch.ones(2, 3) @ weight).sum().backward() for _ in range(7)])
+    assert (told.steps, finder.level) == ([(0, 1)] * 7, Level.BACKWARD)
+
+
+def test_inference_is_one_step_for_each_call_of_the_outermost_module() -> None:
+    model = net()
+    told, finder = found(lambda: evaluate(model, 15))
+    assert (told.steps, finder.level) == ([(1, 0)] * 15, Level.CALL)
+
+
+def test_modules_without_parameters_count_where_there_is_no_other() -> None:
+    told, finder = found(lambda: [nn.ReLU()(torch.ones(3)) for _ in range(1)])
+    assert (len(told.steps), finder.level) == (1, Level.BARE_CALL)
+    model, scale = net(), nn.Softmax(dim=0)
+    told, finder = found(lambda: [scale(model(torch.ones(2, 3))) for _ in range(5)])
+    assert (told.steps, finder.level) == ([(1, 0)] * 5, Level.CALL)
+
+
+def test_a_program_without_any_of_these_has_no_steps() -> None:
+    told, finder = found(lambda: torch.ones(3) + 1)
+    assert (told.steps, finder.level, finder.began_at) == ([], None, None)
+
+
+# ---- what changes or interferes ----------------------------------------------------------------------------------
+
+
+def test_evaluation_after_training_ends_no_step_of_it() -> None:
+    model = net()
+    optimizer = sgd(model)
+
+    def program() -> None:
+        train(model, optimizer, 4)
+        evaluate(model, 9)
+        train(model, optimizer, 4)
+
+    told, _ = found(program)
+    assert told.steps[1:4] + told.steps[5:] == [(1, 1)] * 6
+    assert told.steps[4] == (10, 1)  # which tells it from the others
+
+
+def test_a_program_that_evaluates_first_is_judged_by_its_training() -> None:
+    model = net()
+    optimizer = sgd(model)
+
+    def program() -> None:
+        evaluate(model, 5)
+        train(model, optimizer, 4)
+
+    told, finder = found(program)
+    assert told.earlier[0] == 6  # five calls, and that of the first training step
+    assert (len(told.steps), finder.level) == (4, Level.OPTIMIZER)
+    assert not told.whole[0]
+
+
+def test_training_goes_on_with_a_new_optimizer() -> None:
+    def program() -> None:
+        for _ in range(2):
+            model = net()
+            train(model, sgd(model), 5)
+
+    told, _ = found(program)
+    assert len(told.steps) == 10
+    assert told.whole == [False, *[True] * 4] * 2
+
+
+def test_a_leading_optimizer_that_is_used_no_more_is_forgotten() -> None:
+    first, second = net(), net()
+    optimizers = sgd(first), sgd(second)
+
+    def program() -> None:
+        train(first, optimizers[0], 4)
+        train(second, optimizers[1], 40)
+
+    told, _ = found(program)
+    assert 4 + 10 < len(told.steps) < 44
+    assert told.steps[-3:] == [(1, 1)] * 3
+
+
+def test_what_backward_computes_again_is_no_call() -> None:
+    model = net()
+    optimizer = sgd(model)
+
+    def program() -> None:
+        for _ in range(4):
+            checkpoint(model, torch.ones(2, 3, requires_grad=True), use_reentrant=False).sum().backward()
+            optimizer.step()
+
+    told, _ = found(program)
+    assert told.steps[1:] == [(1, 1)] * 3
+
+
+def test_a_gradient_inside_a_module_ends_no_step() -> None:
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x)[0]
+
+    model = Force()
+    told, finder = found(lambda: [model(torch.ones(2, 3)) for _ in range(5)])
+    assert (told.steps, finder.level) == ([(1, 1)] * 5, Level.CALL)
+
+
+def test_other_threads_end_no_step_and_are_counted() -> None:
+    model = net()
+    optimizer = sgd(model)
+
+    def elsewhere() -> None:
+        evaluate(model, 3)
+        train(model, optimizer, 2)
+
+    def program() -> None:
+        thread = threading.Thread(target=elsewhere, name="loader")
+        thread.start()
+        thread.join()
+        evaluate(model, 2)
+
+    told, finder = found(program)
+    assert (told.steps, finder.level) == ([(1, 0)] * 2, Level.CALL)
+    assert list(finder.threads) == ["loader"]
+
+
+def test_nothing_is_told_to_a_watcher_that_is_not_in_charge() -> None:
+    told, model = Told(), net()
+    told.in_charge = False
+    with StepFinder(told):
+        train(model, sgd(model), 3)
+    assert (told.steps, told.begins) == ([], 0)
+
+
+def test_pytorch_is_as_it_was_afterwards() -> None:
+    names = [
+        (nn.Module, "__call__"),
+        (torch, "compile"),
+        (torch.autograd, "_engine_run_backward"),
+        (torch.amp.GradScaler, "step"),
+    ]
+    before = [getattr(*name) for name in names]
+    told = Told()
+    with pytest.raises(KeyError), StepFinder(told):
+        assert torch.compile(net()) is not None
+        raise KeyError
+    assert told.compiled == 1
+    assert [getattr(*name) for name in names] == before
+    model = net()
+    train(model, sgd(model), 1)
+    assert told.steps == []
