@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rooftop.analysis.profiling import Profile, Progress, profile_program
+from rooftop.analysis.machine_ceilings import machine_ceilings
+from rooftop.analysis.profiling import Progress, profile_program
 from rooftop.analysis.program import Program
-from rooftop.analysis.raising import raised_and_kept
 from rooftop.analysis.ranks.lockstep import SharedProgram, several_ranks
 from rooftop.analysis.ranks.measuring import measure_ranks
 from rooftop.analysis.ranks.recorded import with_ranks
 from rooftop.analysis.report import Report
 from rooftop.analysis.reporting import report_of
 from rooftop.cost.accounting import tensors_in
-from rooftop.hardware import measure_ceilings
 from rooftop.hardware.ceilings import Ceilings, require_ceilings
 
 
@@ -78,8 +77,7 @@ def analyze(
         profile = profile_program(program, lambda what, done: progress(what, 0.5 * done), trace)
         against, notes = ceilings, list[str]()
         if against is None:
-            against = ceilings_for(profile, lambda what, done: progress(what, 0.5 + 0.5 * done))
-            against, notes = raised_and_kept(against, profile.operators, program.device)
+            against, notes = machine_ceilings(profile, lambda what, done: progress(what, 0.5 + 0.5 * done))
         if versions != program.input_versions():
             notes.append(
                 "The step writes to its inputs: each of its runs began with what the one before had left there."
@@ -100,17 +98,6 @@ def analyze(
     ranks = measure_ranks(program, program.device)
     assert ranks is not None
     return with_ranks(of_first, ranks)
-
-
-def ceilings_for(profile: Profile, progress: Progress) -> Ceilings:
-    """The ceilings of this machine that a step is compared with; measured now are only those that nobody has measured.
-
-    Besides the precisions of its operators these are the one that advice may propose, bfloat16, and the rates between
-    host and device if it copies.
-    """
-    precisions = {"bf16"}.union(*(op.record.cost.flops for op in profile.operators if op.record.cost is not None))
-    copies = any("HtoD" in kernel.name or "DtoH" in kernel.name for kernel in profile.plain.kernels)
-    return measure_ceilings(profile.device, progress=progress, precisions=precisions, transfers=copies, links=False)
 
 
 def _require_data(program: Program) -> None:

@@ -12,6 +12,7 @@ from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.compiled.graphs import CompiledGraphs
 from rooftop.analysis.formats import time_text
 from rooftop.analysis.instruments import Labelled, LabelledInstrument, Plain
+from rooftop.analysis.machine_ceilings import completed_ceilings
 from rooftop.analysis.profiling import assembled
 from rooftop.analysis.report import Report
 from rooftop.analysis.reporting import report_of
@@ -37,6 +38,7 @@ def recorded_report(
     ceilings: Ceilings,
     graphs: CompiledGraphs,
     *,
+    measures: bool,
     name: str,
     start_up: StartUp | None,
     needed: int,
@@ -47,6 +49,7 @@ def recorded_report(
 
     Args:
         recorded: of the steps by each marker that led, the coarsest first.
+        measures: the ceilings are this machine's: what is missing among them is measured, and operators raise them.
         start_up: what came before the first step, if that is known.
         needed: steps after which a recording has all that it wants.
         traced: whether a trace was asked for. notes: what the report is to say first.
@@ -73,6 +76,9 @@ def recorded_report(
             f"{laps.steps}."
         )
     profile = assembled(device, [each.labelled for each in labelled], wall, plain, labelled[-1].seen, graphs)
+    if measures:
+        ceilings, about_ceilings = completed_ceilings(ceilings, profile)
+        said += about_ceilings
     return report_of(profile, ceilings, target=name, mode=mode, inputs=[], root_type="step", notes=said)
 
 
@@ -145,7 +151,7 @@ def _plain_of(labelled: Labelled) -> Plain:
 
 def _label_ms() -> float:
     """What a label costs the host, measured on an operator that does nothing."""
-    one, samples = torch.zeros(1), 50
+    one, samples = torch.zeros(1, device="cpu"), 50
     tracker = ModuleTracker()
     began = time.perf_counter()
     for _ in range(samples):

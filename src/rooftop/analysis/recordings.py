@@ -34,6 +34,7 @@ from rooftop.analysis.instruments import (
     PlainInstrument,
     require_folder_of,
 )
+from rooftop.analysis.machine_ceilings import likely_ceilings
 from rooftop.analysis.ranks.merging import RankRow
 from rooftop.analysis.ranks.recorded import RankInstrument
 from rooftop.analysis.recorded_report import StartUp, recorded_report
@@ -57,7 +58,6 @@ from rooftop.analysis.stages import (
     steps_needed,
 )
 from rooftop.analysis.step_finding import Level, StepFinder
-from rooftop.hardware import measure_ceilings
 from rooftop.hardware.ceilings import Ceilings, require_ceilings
 from rooftop.hardware.sequences import synchronize
 
@@ -92,6 +92,7 @@ class Recording:
         self.notes: list[str] = []
         self.rank_row: RankRow | None = None
         self._device, self._ceilings = device, ceilings
+        self._measures = False  # the ceilings are this machine's
         self._name, self._trace = name, trace
         self._finder = StepFinder(self) if find_steps else None
         self._one_of_ranks = one_of_ranks
@@ -120,7 +121,7 @@ class Recording:
         if self._open or self._served:
             raise RuntimeError("a recording serves one block: call rooftop.recording() again for another")
         if self._ceilings is None and not (self._one_of_ranks and os.environ.get("RANK", "0") != "0"):
-            self._ceilings = measure_ceilings(self._device)
+            self._ceilings, self._measures = likely_ceilings(self._device), True
         self._around.enter_context(modes_settled())
         self._around.enter_context(self._graphs)
         self._around.enter_context(self._tracker)
@@ -385,6 +386,7 @@ class Recording:
                 self._device,
                 self._ceilings,
                 self._graphs,
+                measures=self._measures,
                 name=self._name,
                 start_up=self._start_up(),
                 needed=steps_needed(
@@ -439,7 +441,8 @@ def recording(
     Args:
         module: the model whose modules are named without a prefix; None: the first that is called.
         device: where the work is; None is the GPU if there is one.
-        ceilings: what to compare with; None measures this machine before the block begins (cached).
+        ceilings: what to compare with; None measures this machine before the block begins, and after it what else the
+            program needs (cached), and raises what an operator has surpassed.
         name: what the report calls the program.
         trace: also write the profiler's trace of one step to this file, for Perfetto (if there are enough steps).
         find_steps: the block does not call `step()`: its steps are found (see `step_finding`).
