@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -314,7 +315,7 @@ def test_pytorch_is_as_it_was_afterwards() -> None:
     ]
     before = [getattr(*name) for name in names]
     told = Told()
-    with pytest.raises(KeyError), StepFinder(told):
+    with suppress(KeyError), StepFinder(told):
         assert torch.compile(net()) is not None
         raise KeyError
     assert told.compiled == 1

@@ -17,7 +17,7 @@ from typing import Any
 
 from rooftop.analysis.formats import time_text
 from rooftop.analysis.ranks.merging import Ranks
-from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.ceilings import Ceilings, write_whole
 
 FORMAT = 1
 FLAGGED_PERCENT = 102.0
@@ -389,18 +389,8 @@ class Report:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file whole or not at all: to a temporary name beside it, then renamed; a device or a pipe as it is."""
-    target = Path(path)
-    if target.exists() and not target.is_file():  # renamed onto /dev/null, a file would take its place
-        target.write_text(text, encoding="utf-8")
-        return
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, target)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Write a file whole or not at all; a device or a pipe as it is."""
+    write_whole(Path(path), text)
 
 
 def _operator_dict(row: OperatorRow, predicted: bool) -> dict[str, Any]:
