@@ -56,6 +56,16 @@ def test_a_labelled_step_that_launches_other_kernels_keeps_its_times_and_says_so
     assert any("other kernels while its operators were labelled" in note for note in notes)
 
 
+def test_runs_that_a_busy_host_slowed_down_do_not_count() -> None:
+    """Six of nine runs took three times as long."""
+    records = [record("a"), record("b")]
+    runs = [
+        Labelled(records, [(factor * 1.0, ()), (factor * 2.0, ())], 0.0) for factor in (3, 1, 3, 3, 1.1, 3, 3, 1.2, 3)
+    ]
+    operators, _ = medians(runs, [])
+    assert [op.measured_ms for op in operators] == pytest.approx([1.1, 2.2])
+
+
 @given(order=st.permutations(range(4)))
 def test_the_order_of_launch_is_found_again(order: list[int]) -> None:
     kernels = step_of(NAMES, 1.0)

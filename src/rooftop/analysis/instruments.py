@@ -288,12 +288,18 @@ class CompiledInstrument:
             self.result = Labelled(records, [(op.host_ms, ()) for op in operators], 0.0)
 
 
+FASTER = 3
+"""Of the labelled runs of a step one in so many counts, the fastest ones."""
+
+
 def medians(
     runs: Sequence[Labelled], notes: list[str], undisturbed: KernelTimes | None = None
 ) -> tuple[list[MeasuredOperator], float]:
-    """Each operator's median time over the runs, if all ran the same operators on the same sizes; else the last alone.
+    """Each operator's median time over the faster runs, if all ran the same operators on the same sizes; else the last
+    alone.
 
-    Also the median time of kernels that belong to no operator. `notes` is told of runs that differ.
+    What else a host does only adds to a run, as it does to the steps of which the lower tenth is the wall time. Also the
+    median time of kernels that belong to no operator. `notes` is told of runs that differ.
 
     Args:
         undisturbed: how long each kernel takes without labels. Where the labelled runs launched the same kernels, these
@@ -316,6 +322,7 @@ def medians(
                 "The step launched other kernels while its operators were labelled than without labels: the times of "
                 "operators are those with labels."
             )
+    runs = sorted(runs, key=lambda run: sum(ms for ms, _ in run.times))[: -(-len(runs) // FASTER)]
     operators = [
         MeasuredOperator(record, median(run.times[i][0] for run in runs), last.times[i][1])
         for i, record in enumerate(last.records)
