@@ -298,7 +298,7 @@ def medians(
     """Each operator's median time over the faster runs, if all ran the same operators on the same sizes; else the last
     alone.
 
-    What else a host does only adds to a run, as it does to the steps of which the lower tenth is the wall time. Also the
+    What else a host does only adds to a run, as to the steps of which the lower tenth is the wall time. Also the
     median time of kernels that belong to no operator. `notes` is told of runs that differ.
 
     Args:
