@@ -160,11 +160,11 @@ def _reported(
 ) -> ScriptRun:
     """The report of a script that has ended, with what else ran, and with all ranks at the first one."""
     recorded.notes += [said for said in (others.said, recorded.said_of_threads) if said]
-    ranks = None
+    ranks, missing = None, list[str]()
     if several:
         why_none = problem or f"its script ended after {recorded.steps} steps, too few to watch some for communication"
-        ranks, notes = gathered_rows(recorded.rank_row, why_none)
-        recorded.notes += notes
+        ranks, missing = gathered_rows(recorded.rank_row, why_none)
+        recorded.notes += missing
         if os.environ["RANK"] != "0":
             return ScriptRun(None, status, problem, error)
     try:
@@ -172,9 +172,9 @@ def _reported(
     except InputError as nothing:
         what = f"{nothing}. {others.said}" if others.said else str(nothing)
         return ScriptRun(None, status, problem or what, error)
-    if report is not None and ranks is not None:
-        report = with_ranks(report, ranks)
-    return ScriptRun(report, status, problem, error)
+    if report is None:
+        return ScriptRun(None, status, " ".join([f"{problem}." if missing else problem, *missing]), error)
+    return ScriptRun(with_ranks(report, ranks) if ranks is not None else report, status, problem, error)
 
 
 def _device_of_rank(device: torch.device | str | None) -> torch.device | str | None:
