@@ -37,7 +37,10 @@ from rooftop.analysis.ranks.measuring import (
     without,
 )
 from rooftop.analysis.ranks.merging import RankRow, Ranks, compared
+from rooftop.analysis.report import Report
+from rooftop.analysis.stages import steps_needed
 from rooftop.analysis.text import ranks_table
+from rooftop.hardware.ceilings import Ceilings
 
 # ---- intervals ---------------------------------------------------------------------------------------------------
 
@@ -461,6 +464,112 @@ def test_a_model_that_outlives_its_group_does_not_hang(launch: Launch) -> None:
         write("ended")
     """)
     assert (found, status) == (["ended"] * 2, 0), errors
+
+
+# ---- scripts -----------------------------------------------------------------------------------------------------
+
+TRAIN = """
+import os, signal, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+rank = int(os.environ["RANK"])
+
+def train():
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        time.sleep(0.03 * rank)
+        if rank == 1 and step == WRONG:
+            raise KeyError("no such voxel")
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+
+dist.init_process_group("gloo")
+train()
+dist.destroy_process_group()
+"""
+RUN = """
+    from datetime import timedelta
+    from rooftop.analysis.ranks import recorded
+    from rooftop.analysis.scripts import run_script
+    from rooftop.hardware.ceilings import Ceilings
+
+    recorded.ROW_TIMEOUT = timedelta(seconds=10)
+    began = time.monotonic()
+    folder = sys.argv[1]
+    ceilings = Ceilings.load(os.path.join(folder, "ceilings.json"))
+    ended = run_script(os.path.join(folder, "train.py"), device="cpu", ceilings=ceilings)
+    report = ended.report.to_dict() if ended.report is not None else None
+    write([ended.status, ended.problem, report, time.monotonic() - began])
+    os._exit(0)
+"""
+NEEDED_OF_RANKS = steps_needed(found=True, compiled=False, ranks=True)
+
+
+def write_script(folder: Path, ceilings: Ceilings, steps: int, wrong: int = -1, end: str = "") -> None:
+    ceilings.save(folder / "ceilings.json")
+    (folder / "train.py").write_text(TRAIN.replace("STEPS", str(steps)).replace("WRONG", str(wrong)) + end)
+
+
+def test_all_ranks_of_a_script_are_in_its_report(launch: Launch, tmp_path: Path, ceilings: Ceilings) -> None:
+    write_script(tmp_path, ceilings, NEEDED_OF_RANKS + 3)
+    (first, second), status, errors = launch(RUN)
+    assert status == 0, errors
+    assert (first[:2], second[:3]) == ([0, ""], [0, "", None])
+    report = Report.from_dict(first[2])
+    assert report.mode == f"{NEEDED_OF_RANKS + 3} recorded steps"
+    assert report.ranks is not None
+    prompt, late = report.ranks.rows
+    assert (prompt.rank, late.rank, report.ranks.straggler) == (0, 1, 1)
+    assert prompt.waited_ms > 20
+    assert late.own_ms > 29 > prompt.own_ms
+    assert prompt.wall_ms == pytest.approx(late.wall_ms, rel=0.2)
+    assert report.summary.wall_ms == pytest.approx(prompt.wall_ms, rel=0.3)
+    assert any(item.title == "Make rank 1 (cpu) as fast as the others" for item in report.advice)
+    assert any("of exposed communication, waiting included" in note for note in report.notes)
+
+
+def test_ranks_that_end_before_they_could_be_compared_say_so(
+    launch: Launch, tmp_path: Path, ceilings: Ceilings
+) -> None:
+    write_script(tmp_path, ceilings, 5)
+    (first, _), status, errors = launch(RUN)
+    assert status == 0, errors
+    report = Report.from_dict(first[2])
+    assert report.ranks is None
+    for rank in range(2):
+        (note,) = [note for note in report.notes if note.startswith(f"Rank {rank} of 2 is not in the report")]
+        assert "its script ended after 5 steps" in note
+
+
+def test_a_rank_of_a_script_that_raises_is_named_by_the_first(
+    launch: Launch, tmp_path: Path, ceilings: Ceilings
+) -> None:
+    write_script(tmp_path, ceilings, NEEDED_OF_RANKS, wrong=4)
+    (first, second), _, errors = launch(RUN)
+    assert second[0] == 1, errors
+    assert "raised KeyError: 'no such voxel'" in second[1]
+    assert first[0] == 1
+    assert "Rank 1 of 2 is not in the report" in first[1]
+    assert "no such voxel" in first[1]
+    assert max(first[3], second[3]) < 30
+
+
+def test_a_rank_of_a_script_that_is_killed_is_named_and_nothing_hangs(
+    launch: Launch, tmp_path: Path, ceilings: Ceilings
+) -> None:
+    kill = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)"
+    write_script(tmp_path, ceilings, NEEDED_OF_RANKS + 1, end=kill)
+    (first, second), _, errors = launch(RUN.replace("seconds=10", "seconds=2"))
+    assert second is None
+    assert first[0] == 0, errors
+    report = Report.from_dict(first[2])
+    assert report.ranks is not None
+    assert [row.rank for row in report.ranks.rows] == [0]
+    assert any(note.startswith("Rank 1 of 2 is not in the report: it did not say") for note in report.notes)
+    assert first[3] < 30
 
 
 @pytest.mark.gpu

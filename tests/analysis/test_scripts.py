@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
+import textwrap
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from rooftop.analysis import Report
 from rooftop.analysis.recordings import NEEDED
-from rooftop.analysis.scripts import analyze_script
+from rooftop.analysis.scripts import analyze_script, run_script
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware.ceilings import Ceilings
 
@@ -132,3 +137,177 @@ def test_the_folder_is_that_of_before(tmp_path: Path, ceilings: Ceilings) -> Non
     before = Path.cwd()
     run(tmp_path, "import os, torch\nos.chdir('/')\ntorch.ones(3) + 1", ceilings)
     assert Path.cwd() == before
+
+
+# ---- how it ends -------------------------------------------------------------------------------------------------
+
+LOOP = f"""
+import os, random, sys
+import numpy, torch
+
+torch.manual_seed(3), random.seed(3), numpy.random.seed(3)
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(net.parameters())
+for step in range({NEEDED} + 3):
+    loss = net(torch.randn(6, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"step {{step}}: loss {{loss.item():.9f}}")
+print(torch.rand(1).item(), random.random(), numpy.random.rand(), flush=True)
+print("not all is well", file=sys.stderr, flush=True)
+"""
+ENDS = {
+    "": 0,
+    "sys.exit(3)": 3,
+    "sys.exit('no data')": 1,
+    "os._exit(4)": 4,
+    "def f():\n    raise ValueError('not now')\nf()": 1,
+    "raise KeyboardInterrupt": 130,
+}
+
+
+@pytest.mark.parametrize(("end", "status"), ENDS.items(), ids=["end", "exit", "text", "_exit", "error", "interrupted"])
+def test_a_script_ends_as_it_would_and_prints_what_it_would(
+    end: str, status: int, tmp_path: Path, ceilings: Ceilings, fork: Callable[..., BaseProcess]
+) -> None:
+    """On the command line; with a report of its steps, which ends the process where the script wants it to."""
+    path = script(tmp_path, LOOP + end)
+    ceilings.save(tmp_path / "ceilings.json")
+    options = ["--device", "cpu", "--ceilings", "ceilings.json", "--no-html", "--json", "report.json"]
+    printed = {}
+    for name, program, words in [
+        ("plain", LOOP, []),
+        ("analyzed", "from rooftop.cli.main import run; run()", ["analyze", str(path), *options]),
+    ]:
+        files = {"output": tmp_path / f"{name}.out", "errors": tmp_path / f"{name}.err"}
+        process = fork(program, *words, environment={}, folder=tmp_path, **files)
+        process.join(60)
+        printed[name] = files["output"].read_text(), files["errors"].read_text()
+    assert process.exitcode == status
+    lines = printed["plain"][0].splitlines()
+    assert len(lines) == NEEDED + 4
+    assert printed["analyzed"][0].splitlines()[: len(lines)] == lines
+    assert f"train.py  {NEEDED + 3} recorded steps" in printed["analyzed"][0]
+    of_profiler = "Memory block of unknown size"  # PyTorch's word on tensors older than its profiler
+    errors = "".join(line for line in printed["analyzed"][1].splitlines(keepends=True) if of_profiler not in line)
+    assert errors.startswith("not all is well\n")
+    assert ("no data" in errors.splitlines()) == ("no data" in end)
+    if "ValueError" in end:
+        traceback = errors[errors.index("Traceback") :]
+        assert traceback.index("train.py") < traceback.index("in f\n") < traceback.index("ValueError: not now")
+        assert "runpy" not in traceback
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["mode"] == f"{NEEDED + 3} recorded steps"
+
+
+def test_a_report_is_made_before_what_runs_at_the_end_of_python(tmp_path: Path, ceilings: Ceilings) -> None:
+    """As a process of its own: `atexit` runs last, and sees that the script has ended."""
+    path = script(tmp_path, LOOP + "import atexit\natexit.register(lambda: print('goodbye'))\nsys.exit(5)")
+    ceilings.save(tmp_path / "ceilings.json")
+    done = subprocess.run(
+        [sys.executable, "-m", "rooftop", "analyze", str(path), "--ceilings", "ceilings.json", "--no-html"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 5, done.stderr
+    assert done.stdout.rstrip().endswith("goodbye")
+    assert "of roof:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "problem"),
+    [
+        ("raise ValueError('early')", 1, "raised ValueError: early"),
+        ("sys.exit(2)", 2, "ended with exit status 2"),
+        ("raise KeyboardInterrupt", 130, "interrupted"),
+    ],
+)
+def test_a_script_that_fails_early_has_no_report(
+    end: str, status: int, problem: str, tmp_path: Path, ceilings: Ceilings
+) -> None:
+    ended = run_script(script(tmp_path, ONE + end), ceilings=ceilings, device="cpu")
+    assert (ended.report, ended.status) == (None, status)
+    assert problem in ended.problem
+
+
+def test_a_process_that_ends_at_once_has_its_report_made_before(
+    tmp_path: Path, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`os._exit` runs no `finally`; in a forked process it stays what it is."""
+
+    class EndedError(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        raise EndedError(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    seen = []
+    with pytest.raises(EndedError, match="6"):
+        run_script(
+            script(tmp_path, LOOP + "os._exit(6)"),
+            ceilings=ceilings,
+            device="cpu",
+            before_exit=lambda run: seen.append((run.status, run.report is not None)),
+        )
+    assert seen == [(6, True)]
+
+
+# ---- what else runs ----------------------------------------------------------------------------------------------
+
+
+def test_a_training_in_other_processes_is_not_reported_without_a_word(tmp_path: Path, ceilings: Ceilings) -> None:
+    """Hogwild: this process makes the model and waits."""
+    hogwild = """
+    import time
+    import torch
+    import torch.multiprocessing as mp
+
+    def train(net):
+        until = time.process_time() + 0.4
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        while time.process_time() < until:
+            net(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+
+    net = torch.nn.Linear(8, 4)
+    net.share_memory()
+    context = mp.get_context("fork")
+    processes = [context.Process(target=train, args=(net,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert not any(process.exitcode for process in processes)
+    net(torch.ones(2, 8))
+    """
+    report = run(tmp_path, textwrap.dedent(hogwild), ceilings)
+    (note,) = [note for note in report.notes if "other processes" in note]
+    assert note.startswith("Most of the work is in other processes")
+    assert "2 processes of multiprocessing (fork)" in note
+    assert "What they compute is not in the report" in note
+
+
+def test_modules_in_other_threads_are_named(tmp_path: Path, ceilings: Ceilings) -> None:
+    threads = """
+    import threading
+    import torch
+
+    net = torch.nn.Linear(8, 4)
+    for index in range(2):
+        thread = threading.Thread(target=net, args=(torch.ones(2, 8),), name=f"worker {index}")
+        thread.start()
+        thread.join()
+    net(torch.ones(2, 8))
+    """
+    report = run(tmp_path, textwrap.dedent(threads), ceilings)
+    (note,) = [note for note in report.notes if "other threads ran modules" in note]
+    assert note.startswith("2 other threads ran modules (worker 0, worker 1)")
+
+
+def test_a_script_that_starts_nothing_has_no_word_on_it(tmp_path: Path, ceilings: Ceilings) -> None:
+    report = run(tmp_path, LOOP, ceilings)
+    assert not any("process" in note or "thread" in note for note in report.notes)

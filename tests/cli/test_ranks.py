@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -51,13 +50,15 @@ def unbuilt():
 """
 
 SCRIPT = """
+import time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(12):
+for _ in range(20):
+    time.sleep(0.02 * dist.get_rank())
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
 dist.destroy_process_group()
@@ -191,10 +192,13 @@ def test_a_wrong_call_is_said_once(run: Run, tmp_path: Path, words: tuple[str, .
     assert (out, files(tmp_path)) == ("", set())
 
 
-def test_a_distributed_script_is_reported_by_its_first_rank(run: Run, tmp_path: Path) -> None:
+def test_a_script_is_one_report_of_all_ranks(run: Run, tmp_path: Path) -> None:
     status, out, err = run("script.py", "--json", "r.json", "--no-html", "--trace", "t.json")
     assert status == 0, err
     assert files(tmp_path) == {"r.json", "t.json"}
-    assert out.count("of roof: ") == 1
-    operators = {op["name"] for op in json.loads((tmp_path / "work" / "r.json").read_text())["ops"]}
-    assert "c10d::allreduce_" in operators
+    assert out.count("of roof: ") == out.count("ranks, a step of each") == 1
+    report = Report.from_json(tmp_path / "work" / "r.json")
+    assert "c10d::allreduce_" in {row.name for row in report.ops}
+    assert report.ranks is not None
+    assert [row.rank for row in report.ranks.rows] == [0, 1]
+    assert report.ranks.straggler == 1
