@@ -19,7 +19,7 @@ def train(device: str, steps: int, large: bool) -> LoopClock:
     net = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
     model = DistributedDataParallel(net.to(device), device_ids=[device] if large else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    batch = (256 if large else 64) * (1 + (rank == last))
+    batch = 256 * (1 + (rank == last))
     clock = LoopClock(device)
     for _ in range(steps):
         loss = model(torch.randn(batch, width, device=device)).square().mean()

@@ -480,7 +480,7 @@ def train():
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
-        time.sleep(0.03 * rank)
+        time.sleep(0.1 * rank)
         if rank == 1 and step == WRONG:
             raise KeyError("no such voxel")
         model(torch.randn(4, 64)).sum().backward()
@@ -523,10 +523,10 @@ def test_all_ranks_of_a_script_are_in_its_report(launch: Launch, tmp_path: Path,
     assert report.ranks is not None
     prompt, late = report.ranks.rows
     assert (prompt.rank, late.rank, report.ranks.straggler) == (0, 1, 1)
-    assert prompt.waited_ms > 20
-    assert late.own_ms > 29 > prompt.own_ms
-    assert prompt.wall_ms == pytest.approx(late.wall_ms, rel=0.2)
-    assert report.summary.wall_ms == pytest.approx(prompt.wall_ms, rel=0.3)
+    assert prompt.waited_ms > 50
+    assert late.own_ms > 99 > prompt.own_ms
+    assert prompt.wall_ms == pytest.approx(late.wall_ms, rel=0.3)
+    assert report.summary.wall_ms == pytest.approx(prompt.wall_ms, rel=0.5)
     assert any(item.title == "Make rank 1 (cpu) as fast as the others" for item in report.advice)
     assert any("of exposed communication, waiting included" in note for note in report.notes)
 

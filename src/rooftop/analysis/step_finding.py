@@ -92,6 +92,7 @@ class StepFinder:
         self._parameters: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._optimizing = 0
         self._optimizer_steps = 0
+        self._stepped: torch.optim.Optimizer | None = None  # it has, and its label has not ended yet
         self._led = 0  # steps of the leading marker
         self._others: dict[int, _Other] = {}
         self._around = ExitStack()
@@ -114,6 +115,8 @@ class StepFinder:
         around.enter_context(patch.object(torch.amp.GradScaler, "step", self._scaled(torch.amp.GradScaler.step)))
         backward = self._differentiating(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
         around.enter_context(patch.object(torch.autograd, "_engine_run_backward", backward))
+        label = torch.autograd.profiler.record_function
+        around.enter_context(patch.object(label, "__exit__", self._leaving_label(label.__exit__)))
         around.enter_context(patch.object(torch, "compile", self._compiling(torch.compile)))
         self._calls_patched.enter_context(patch.object(nn.Module, "__call__", self._calling(nn.Module.__call__)))
         around.enter_context(self._calls_patched)
@@ -212,7 +215,24 @@ class StepFinder:
             return
         self._optimizing = max(0, self._optimizing - 1)
         self._optimizer_steps += 1
-        self._marked(Level.OPTIMIZER, optimizer)
+        self._stepped = optimizer
+
+    def _leaving_label(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The step ends where the optimizer's label for the profiler does, which its hooks run inside.
+
+        A label that begins under one profiler and ends under the next writes to memory of the first, which is gone
+        (seen with PyTorch 2.13 and 2.14: segmentation faults).
+        """
+
+        @wraps(original)
+        def __exit__(label: Any, *error: Any) -> Any:
+            result = original(label, *error)
+            if self._stepped is not None and not self._is_elsewhere():
+                optimizer, self._stepped = self._stepped, None
+                self._marked(Level.OPTIMIZER, optimizer)
+            return result
+
+        return __exit__
 
     def _is_elsewhere(self) -> bool:
         """Whether this is another thread, or inside a backward pass."""

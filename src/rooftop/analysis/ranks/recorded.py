@@ -27,7 +27,8 @@ from rooftop.analysis.ranks.merging import RankRow, Ranks, compared
 from rooftop.analysis.report import Report
 from rooftop.hardware.traces import Trace
 
-STEPS_BETWEEN_WAITS = 2  # of a stretch that ends when the GPU is done: alone, each would show its launches exposed
+STEPS_BETWEEN_WAITS = {"cpu": 1, "cuda": 2}
+"""Steps of a stretch that ends when the device is done: on a GPU each step alone would show its launches exposed."""
 ROW_TIMEOUT = timedelta(seconds=60)  # for all other ranks together to end after the first one
 
 
@@ -36,6 +37,7 @@ class RankInstrument:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._together = STEPS_BETWEEN_WAITS[device.type]
         self._trace = Trace(device)
         self._label = ExitStack()
         self._steps = 0
@@ -48,7 +50,7 @@ class RankInstrument:
     def step_ended(self) -> None:
         """Say that a step has ended, unless the block ends with it."""
         self._steps += 1
-        if self._steps % STEPS_BETWEEN_WAITS == 0:
+        if self._steps % self._together == 0:
             self._end_stretch()
             self._label.enter_context(record_function(RANK_STEP_LABEL))
 
@@ -62,9 +64,9 @@ class RankInstrument:
         self._trace.__exit__(kind, error, tb)
 
     def row(self, rank: int) -> RankRow:
-        """This rank's part of a step, from stretches of `STEPS_BETWEEN_WAITS` steps."""
+        """This rank's part of a step, the median over its stretches."""
         row = rank_row(self._trace.events, rank, self._device)
-        times = {name: value / STEPS_BETWEEN_WAITS for name, value in asdict(row).items() if name.endswith("_ms")}
+        times = {name: value / self._together for name, value in asdict(row).items() if name.endswith("_ms")}
         return replace(row, **times)
 
 
