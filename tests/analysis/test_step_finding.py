@@ -87,6 +87,35 @@ def test_each_step_of_the_optimizer_ends_one() -> None:
     assert (finder.level, told.begins) == (Level.OPTIMIZER, 1)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_ends_after_the_optimizers_label(scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A label that ends under another profiler than it began under writes to memory that is gone."""
+    order: list[str] = []
+    label = torch.autograd.profiler.record_function
+    leave = label.__exit__
+
+    def left(self: Any, *error: Any) -> None:
+        leave(self, *error)
+        if "Optimizer.step" in self.name:
+            order.append("label")
+
+    monkeypatch.setattr(label, "__exit__", left)
+
+    class Ordered(Told):
+        def step_ends(self, calls: Calls, whole: bool) -> None:
+            order.append("step")
+
+    model = net()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", enabled=scaled)
+    loss_of(model).backward()
+    with StepFinder(Ordered()):
+        for _ in range(3):
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update()
+    assert order == ["label", "step"] * 3
+
+
 def test_micro_batches_are_one_step() -> None:
     model = net()
     told, _ = found(lambda: train(model, sgd(model), 5, accumulated=4))
@@ -311,6 +340,7 @@ def test_pytorch_is_as_it_was_afterwards() -> None:
         (torch, "compile"),
         (torch.autograd, "_engine_run_backward"),
         (torch.amp.GradScaler, "step"),
+        (torch.autograd.profiler.record_function, "__exit__"),
     ]
     before = [getattr(*name) for name in names]
     told = Told()
