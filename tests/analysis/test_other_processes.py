@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.process
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from rooftop.analysis.other_processes import OtherProcesses
+
+BUSY = "import time\nwhile time.process_time() < 0.7: pass"
 
 
 def busy(seconds: float) -> None:
@@ -33,6 +36,24 @@ def test_forked_processes_are_named_with_their_time() -> None:
     assert others.cpu_s > others.own_s
     assert others.said.startswith("Most of the work is in other processes: the script started")
     assert "2 processes of multiprocessing (fork)" in others.said
+
+
+def test_what_os_fork_starts_is_named() -> None:
+    with OtherProcesses() as others:
+        for _ in range(2):
+            child = os.fork()
+            if child == 0:
+                busy(0.4)
+                os._exit(0)
+            os.waitpid(child, 0)
+    assert "2 processes by os.fork()" in others.said
+    assert others.said.startswith("Most of the work is in other processes")
+
+
+def test_what_starts_unseen_is_named_by_its_time() -> None:
+    with OtherProcesses() as others:
+        os.waitpid(os.posix_spawn(sys.executable, [sys.executable, "-c", BUSY], dict(os.environ)), 0)
+    assert others.said.startswith("The script started other processes. Together they used")
 
 
 def test_a_spawned_process_is_named() -> None:
@@ -56,8 +77,7 @@ def test_programs_are_named_if_they_took_time() -> None:
         subprocess.run(["true"], check=True)
     assert others.said == ""
     with OtherProcesses() as others:
-        work = "import time\nwhile time.process_time() < 0.7: pass"
-        subprocess.run([sys.executable, "-c", work], check=True)
+        subprocess.run([sys.executable, "-c", BUSY], check=True)
     assert "1 process of python" in others.said
 
 

@@ -26,7 +26,7 @@ import psutil
 LOOK_EVERY_S = 0.5
 LEAST_SHARE = 0.02  # of the CPU time of all: what used less is not worth a word, unless it is many seconds
 LEAST_S = 0.5
-WORKER, LOADER, PROGRAM = "multiprocessing", "DataLoader", "program"
+WORKER, LOADER, PROGRAM, FORK = "multiprocessing", "DataLoader", "program", "fork"
 
 
 @dataclass
@@ -53,6 +53,7 @@ class OtherProcesses:
         self._done = threading.Event()
         self._watch: threading.Thread | None = None
         self._before = (0.0, 0.0)
+        self._process = os.getpid()
 
     def __enter__(self) -> OtherProcesses:
         self._before = (time.process_time(), _waited_for_s())
@@ -60,6 +61,7 @@ class OtherProcesses:
         self._around.enter_context(patch.object(multiprocessing.process.BaseProcess, "start", self._starting(started)))
         opened = subprocess.Popen.__init__
         self._around.enter_context(patch.object(subprocess.Popen, "__init__", self._opening(opened)))
+        self._around.enter_context(patch.object(os, "fork", self._forking(os.fork)))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -93,8 +95,17 @@ class OtherProcesses:
 
         return __init__
 
+    def _forking(self, original: Any) -> Any:
+        @wraps(original)
+        def fork() -> int:
+            pid: int = original()
+            self._note(pid, _Child(FORK, FORK))  # multiprocessing, which forks too, says later what it is
+            return pid
+
+        return fork
+
     def _note(self, pid: int | None, child: _Child) -> None:
-        if pid is None or os.getpid() == pid:
+        if not pid or os.getpid() != self._process:  # a forked process is on its own
             return
         self.children[pid] = child
         if self._watch is None:
@@ -123,8 +134,8 @@ class OtherProcesses:
         groups: defaultdict[tuple[str, str], list[_Child]] = defaultdict(list)
         for child in self.children.values():
             groups[child.kind, child.name].append(child)
-        parts = [_named(kind, name, group) for (kind, name), group in groups.items()]
-        most = any(child.kind == WORKER for child in self.children.values()) and self.cpu_s > self.own_s
+        parts = [_named(kind, name, group) for (kind, name), group in groups.items()] or ["other processes"]
+        most = any(child.kind in (WORKER, FORK) for child in self.children.values()) and self.cpu_s > self.own_s
         return (
             f"{'Most of the work is in other processes: the' if most else 'The'} script started {'; '.join(parts)}. "
             f"Together they used {self.cpu_s:.1f} s of CPU time, this process {self.own_s:.1f} s. What they compute is "
@@ -141,6 +152,8 @@ def _named(kind: str, name: str, group: list[_Child]) -> str:
         return f"{count} DataLoader worker{'s' if count > 1 else ''}{time_said}"
     if kind == WORKER:
         return f"{count} process{plural} of multiprocessing ({name}){time_said}"
+    if kind == FORK:
+        return f"{count} process{plural} by os.fork(){time_said}"
     return f"{count} process{plural} of {name}{time_said}"
 
 

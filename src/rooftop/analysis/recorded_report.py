@@ -43,6 +43,7 @@ def recorded_report(
     start_up: StartUp | None,
     needed: int,
     traced: bool,
+    profiled: bool,
     notes: Sequence[str],
 ) -> Report:
     """The report of what was recorded.
@@ -52,15 +53,17 @@ def recorded_report(
         measures: the ceilings are this machine's: what is missing among them is measured, and operators raise them.
         start_up: what came before the first step, if that is known.
         needed: steps after which a recording has all that it wants.
-        traced: whether a trace was asked for. notes: what the report is to say first.
+        traced: whether a trace was asked for. profiled: whether the program used PyTorch's profiler itself.
+        notes: what the report is to say first.
 
     Raises:
         InputError: no operator was seen.
     """
-    laps = _chosen(recorded)
+    laps = _chosen(recorded, profiled)
     label_ms = _label_ms()
     if laps.is_complete:
-        labelled, plain, wall = laps.labelled, laps.plain, StepTime.of_loop(laps.steady_ms)
+        labelled, plain = laps.labelled, laps.plain or _plain_of(laps.labelled[-1].labelled)
+        wall = StepTime.of_loop(laps.steady_ms)
         mode, which = f"{laps.steps} recorded steps", list[str]()
     else:
         labelled, wall, which = _of_few(laps, label_ms, device, needed)
@@ -68,9 +71,13 @@ def recorded_report(
         if wall.ms < plain.busy_ms:
             wall = StepTime.of_loop([plain.busy_ms])
         mode = "recorded"
-    assert plain is not None
     said = [*notes, *_beginning(laps, start_up, label_ms), *which]
-    if traced and laps.plain is None:
+    if profiled and laps.plain is None:
+        said.append(
+            "The program uses PyTorch's profiler itself, beside which there can be no other: memory, waits and the "
+            f"loading of data were not watched{', and no trace was written' if traced else ''}."
+        )
+    elif traced and laps.plain is None:
         said.append(
             "No trace was written: it is of one step after the warm-up, recorded without labels, and there were only "
             f"{laps.steps}."
@@ -82,7 +89,7 @@ def recorded_report(
     return report_of(profile, ceilings, target=name, mode=mode, inputs=[], root_type="step", notes=said)
 
 
-def _chosen(recorded: Sequence[Laps]) -> Laps:
+def _chosen(recorded: Sequence[Laps], profiled: bool) -> Laps:
     """The coarsest kind of step that came at least twice, else whatever was watched."""
     for laps in recorded:
         if laps.is_complete or (laps.steps > 1 and _watched(laps)):
@@ -90,6 +97,11 @@ def _chosen(recorded: Sequence[Laps]) -> Laps:
     for laps in recorded:
         if _watched(laps):
             return laps
+    if profiled and any(laps.steps for laps in recorded):
+        raise InputError(
+            "nothing to report: the program uses PyTorch's profiler itself, beside which there can be no other, and on "
+            "a GPU and in compiled code nothing is seen without one; run it without its profiler"
+        )
     raise InputError("nothing to report: no operator of PyTorch ran in the recorded block's own thread")
 
 

@@ -35,6 +35,7 @@ from rooftop.analysis.instruments import (
     require_folder_of,
 )
 from rooftop.analysis.machine_ceilings import likely_ceilings
+from rooftop.analysis.program_profilers import ProgramProfilers
 from rooftop.analysis.ranks.merging import RankRow
 from rooftop.analysis.ranks.recorded import RankInstrument
 from rooftop.analysis.recorded_report import StartUp, recorded_report
@@ -43,6 +44,7 @@ from rooftop.analysis.settled_modes import modes_settled
 from rooftop.analysis.stages import (
     COMPILED_WARM_UP,
     LEAST_TIMED,
+    LONG_LABELLED_MS,
     MOST_REPEATS,
     NEEDED,
     NO_STEP,
@@ -96,6 +98,7 @@ class Recording:
         self._name, self._trace = name, trace
         self._finder = StepFinder(self) if find_steps else None
         self._one_of_ranks = one_of_ranks
+        self._profilers = ProgramProfilers(self._program_profiles)
         self._graphs = CompiledGraphs()
         self._tracker = ModuleTracker(module, inside=False)
         self._open = False
@@ -127,6 +130,7 @@ class Recording:
         self._around.enter_context(self._tracker)
         if self._finder is not None:
             self._around.enter_context(self._finder)
+        self._around.enter_context(self._profilers)
         synchronize(self._device)
         self._open, self._served, self._thread = True, True, threading.get_ident()
         _open_recordings.append(self)
@@ -231,6 +235,19 @@ class Recording:
                 self._stage = Stage("compiling", 1)
                 self._begin()
 
+    def _program_profiles(self) -> None:
+        """The program wants PyTorch's profiler for itself: what we watch with it ends, and begins no more."""
+        if self._profiles(self._stage.name) and self._thread == threading.get_ident():
+            self._now.close()
+            self._stage, self._left, self._instrument = Stage("unwatched", 1), 1, None
+
+    def _profiles(self, name: str) -> bool:
+        """Whether a stage of that name uses PyTorch's profiler."""
+        labelled = name in ("whole", "early", "labelled")
+        return name in ("plain", "ranks", "compiling") or (
+            labelled and (self._device.type == "cuda" or (name != "whole" and self._runs_compiled))
+        )
+
     @property
     def in_charge(self) -> bool:
         """Whether this recording may act now: no other is open inside it, and no GPU work is being captured."""
@@ -289,9 +306,13 @@ class Recording:
     def _next_stage(self) -> None:
         self._stage = self._following.pop(0) if self._following else Stage("off", 0)
         self._left = self._stage.steps
+        if self._stage.name == "labelled" and self._laps.early is not None and self._laps.early.ms > LONG_LABELLED_MS:
+            self._left = 1
         self._begin()
 
     def _begin(self) -> None:
+        if self._profilers.used and self._profiles(self._stage.name):
+            self._stage, self._left = Stage("unwatched", 1), 1
         name = self._stage.name
         if name == "plain":
             self._watch(PlainInstrument(self._device, self._allocated_bytes(), self._trace))
@@ -393,9 +414,17 @@ class Recording:
                     found=self._finder is not None, compiled=self._runs_compiled, ranks=self._one_of_ranks
                 ),
                 traced=self._trace is not None,
+                profiled=self._profilers.used,
                 notes=self.notes,
             )
         return self._report
+
+    @property
+    def why_no_row(self) -> str:
+        """Why `rank_row` is None, after "its script"."""
+        if self._profilers.used:
+            return "has a profiler of its own, beside which there can be none"
+        return f"ended after {self.steps} steps, too few to watch some for communication"
 
     @property
     def said_of_threads(self) -> str:

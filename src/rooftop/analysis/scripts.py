@@ -162,7 +162,7 @@ def _reported(
     recorded.notes += [said for said in (others.said, recorded.said_of_threads) if said]
     ranks, missing = None, list[str]()
     if several:
-        why_none = problem or f"its script ended after {recorded.steps} steps, too few to watch some for communication"
+        why_none = problem or f"its script {recorded.why_no_row}"
         ranks, missing = gathered_rows(recorded.rank_row, why_none)
         recorded.notes += missing
         if os.environ["RANK"] != "0":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.profiler_util import EventList
@@ -34,7 +34,10 @@ class Trace:
     Attributes:
         events: all events, of host and device, in no order; after the block.
         found: what `read` returned.
+        beginning: whether one begins now, and so the profiler that begins is no other's.
     """
+
+    beginning: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -55,7 +58,11 @@ class Trace:
         self._profiler = profile(activities=activities, acc_events=True, **options)
 
     def __enter__(self) -> Trace:
-        self._profiler.__enter__()
+        Trace.beginning = True
+        try:
+            self._profiler.__enter__()
+        finally:
+            Trace.beginning = False
         inner: Any = self._profiler.profiler
         inner._parse_kineto_results = lambda *results, **options: EventList([])
         return self
