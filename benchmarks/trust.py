@@ -57,18 +57,22 @@ def main() -> int:
     if options.worker:
         worker(cases, device, options.out, options.advice)
         return 0
-    runs = [fresh_process(options) for _ in range(1 if options.advice else options.processes)]
-    result = {"environment": runs[0]["environment"], "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    if options.advice:
-        rows = runs[0]["rows"]
-        print(advice_table(rows))
-        missed: list[str] = []
-    else:
-        rows = [merged(name, [run["rows"][name] for run in runs if name in run["rows"]]) for name in runs[0]["rows"]]
-        missed = [problem for row in rows for problem in problems(row)]
-        print(table(rows))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({**result, "results": rows}, indent=1) + "\n")
+    runs: list[dict[str, Any]] = []
+    rows: Any = []
+    for _ in range(1 if options.advice else options.processes):
+        runs.append(fresh_process(options))
+        names = list(runs[0]["rows"])
+        rows = (
+            runs[0]["rows"]
+            if options.advice
+            else [merged(name, [run["rows"][name] for run in runs if name in run["rows"]]) for name in names]
+        )
+        measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        result = {"environment": runs[0]["environment"], "measured_at": measured_at, "results": rows}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")  # after each, so that one that fails costs no other
+    print(advice_table(rows) if options.advice else table(rows))
+    missed = [] if options.advice else [problem for row in rows for problem in problems(row)]
     for problem in missed:
         print("MISSED", problem)
     return 1 if missed else 0
@@ -80,7 +84,9 @@ def fresh_process(options: argparse.Namespace) -> dict[str, Any]:
         out = Path(folder) / "rows.json"
         flags = [flag for flag in ("--advice", "--quick") if getattr(options, flag[2:])]
         words = [sys.executable, __file__, "--worker", "--out", str(out), *flags, "--only", *options.only]
-        subprocess.run(words, check=False)
+        status = subprocess.run(words, check=False).returncode
+        if not out.exists():
+            raise RuntimeError(f"A process ended with {status} before its first case: see what it printed.")
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
@@ -99,11 +105,12 @@ def worker(cases: list[Case], device: str, out: Path, follow: bool) -> None:
     rows: dict[str, Any] = {}
     for case in cases:
         torch.manual_seed(0)
+        began = time.perf_counter()
         try:
             rows[case.name] = followed(case, device) if follow else trusted(case.build(device), device)
         except Exception as error:
             rows[case.name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        print(case.name, brief(rows[case.name]), flush=True)
+        print(f"{case.name} in {time.perf_counter() - began:.1f} s", brief(rows[case.name]), flush=True)
         if device == "cuda":
             torch.cuda.empty_cache()
         out.write_text(json.dumps({"environment": environment, "rows": rows}))

@@ -69,7 +69,8 @@ class Case:
         """
         small = device == "cpu"
         torch.manual_seed(0)
-        model, args, kwargs, loss = self.make(batches * (2 if small else self.batch), small)
+        with torch.device(device):
+            model, args, kwargs, loss = self.make(batches * (2 if small else self.batch), small)
         layout: dict[str, Any] = {"memory_format": torch.channels_last} if self.channels_last else {}
         model = model.to(device=device, dtype=torch.float32 if small else self.dtype, **layout).train(self.train)
 
