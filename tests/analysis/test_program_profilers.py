@@ -39,7 +39,7 @@ def found(ceilings: Ceilings, trace: Path | None = None) -> Recording:
 
 
 def test_a_profiler_around_the_whole_program_sees_all_of_it(ceilings: Ceilings, tmp_path: Path) -> None:
-    with found(ceilings, tmp_path / "trace.json") as recorded, profile() as profiled:
+    with found(ceilings, tmp_path / "trace.json") as recorded, profile(acc_events=True) as profiled:
         train(NEEDED + 10)
     assert seen(profiled) == NEEDED + 10
     report = recorded.report
@@ -54,7 +54,7 @@ def test_a_profiler_around_the_whole_program_sees_all_of_it(ceilings: Ceilings, 
 def test_a_profiler_that_begins_in_any_stage_sees_all_that_follows(before: int, ceilings: Ceilings) -> None:
     with found(ceilings) as recorded:
         train(before)
-        with profile() as profiled:
+        with profile(acc_events=True) as profiled:
             train(3)
         train(NEEDED)
     assert seen(profiled) == 3

@@ -7,15 +7,17 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
 
 import rooftop
-from rooftop.analysis import Recording, stages
+from rooftop.analysis import Recording, instruments, stages
 from rooftop.analysis.recordings import NEEDED
 from rooftop.errors import InputError
 from rooftop.hardware.ceilings import Ceilings
@@ -48,6 +50,30 @@ def train(steps: int, recorded: Recording | None = None) -> tuple[list[float], d
         if recorded is not None:
             recorded.step()
     return losses, net.state_dict(), torch.get_rng_state()
+
+
+class Labelling(instruments._HostClock):
+    """Also labels each operator, as is done on a GPU, where the end of a label is an operator too."""
+
+    def __enter__(self) -> None:
+        self._label = record_function("an operator")
+        self._label.__enter__()
+        super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._label.__exit__(*error)
+
+
+@pytest.mark.parametrize("find_steps", [False, True])
+def test_steps_end_where_they_do_without_labels(
+    find_steps: bool, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instruments, "_HostClock", Labelling)
+    with rooftop.recording(ceilings=ceilings, find_steps=find_steps) as recorded:
+        train(NEEDED + 10, None if find_steps else recorded)
+    assert recorded.report.mode == f"{NEEDED + 10} recorded steps"
+    assert recorded.report.modules.find("(optimizer)").calls == 1
 
 
 @pytest.mark.parametrize("steps", [1, NEEDED - 1, NEEDED, NEEDED + 30])

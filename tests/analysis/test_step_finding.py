@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rooftop.analysis.step_finding import Level, StepFinder
@@ -114,6 +115,62 @@ def test_a_step_ends_after_the_optimizers_label(scaled: bool, monkeypatch: pytes
             scaler.step(optimizer)
             scaler.update()
     assert order == ["label", "step"] * 3
+
+
+class LabelsEachOperator(TorchDispatchMode):
+    """As operators are labelled on a GPU. The end of a label is an operator as well."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch.autograd.profiler.record_function("an operator"):
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_step_does_not_end_inside_a_label_of_an_operator() -> None:
+    depths: list[int] = []
+
+    class Deep(Told):
+        def step_ends(self, calls: Calls, whole: bool) -> None:
+            depths.append(torch._C._len_torch_dispatch_stack())
+
+    model = net()
+    with StepFinder(Deep()), LabelsEachOperator():
+        train(model, sgd(model), 3)
+    assert set(depths) == {1}  # inside an operator the mode is away
+
+
+class Nested(torch.optim.Optimizer):
+    """Steps another optimizer, as sharpness-aware and look-ahead optimizers do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.inner.step()
+
+
+def test_an_optimizer_that_steps_another_one_is_one() -> None:
+    model = net()
+    told, _ = found(lambda: train(model, Nested(sgd(model)), 4))
+    assert told.whole == [False, True, True, True]
+
+
+def test_after_an_optimizer_that_raised_steps_are_found_as_before() -> None:
+    model = net()
+    optimizer = sgd(model)
+
+    def impossible() -> float:
+        raise ArithmeticError("no loss")
+
+    def program() -> None:
+        train(model, optimizer, 2)
+        with pytest.raises(ArithmeticError):
+            optimizer.step(impossible)
+        train(model, optimizer, 2)
+
+    told, _ = found(program)
+    assert len(told.steps) == 4
 
 
 def test_micro_batches_are_one_step() -> None:

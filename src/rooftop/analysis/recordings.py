@@ -35,6 +35,7 @@ from rooftop.analysis.instruments import (
     require_folder_of,
 )
 from rooftop.analysis.machine_ceilings import likely_ceilings
+from rooftop.analysis.program_labels import ProgramLabels
 from rooftop.analysis.program_profilers import ProgramProfilers
 from rooftop.analysis.ranks.merging import RankRow
 from rooftop.analysis.ranks.recorded import RankInstrument
@@ -126,6 +127,7 @@ class Recording:
         if self._ceilings is None and not (self._one_of_ranks and os.environ.get("RANK", "0") != "0"):
             self._ceilings, self._measures = likely_ceilings(self._device), True
         self._around.enter_context(modes_settled())
+        self._around.enter_context(ProgramLabels())
         self._around.enter_context(self._graphs)
         self._around.enter_context(self._tracker)
         if self._finder is not None:

@@ -35,6 +35,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 MOST_INNER_STEPS = 16  # of the leading marker in one step of a coarser one; more is an epoch
+OPTIMIZER_LABEL = "Optimizer.step#"  # how PyTorch's label around an optimizer's step begins
 FORGOTTEN_AFTER = 24  # markers of another optimizer without one of the leading: the program has gone on without it
 
 
@@ -220,16 +221,18 @@ class StepFinder:
     def _leaving_label(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The step ends where the optimizer's label for the profiler does, which its hooks run inside.
 
-        A label that begins under one profiler and ends under the next writes to memory of the first, which is gone
-        (seen with PyTorch 2.13 and 2.14: segmentation faults).
+        An optimizer that steps another one steps when it is done itself.
         """
 
         @wraps(original)
         def __exit__(label: Any, *error: Any) -> Any:
             result = original(label, *error)
-            if self._stepped is not None and not self._is_elsewhere():
-                optimizer, self._stepped = self._stepped, None
-                self._marked(Level.OPTIMIZER, optimizer)
+            if label.name.startswith(OPTIMIZER_LABEL) and not self._is_elsewhere():
+                if error[:1] != (None,):  # it raised, so its last hook did not run
+                    self._optimizing = max(0, self._optimizing - 1)
+                elif self._stepped is not None and not self._optimizing:
+                    optimizer, self._stepped = self._stepped, None
+                    self._marked(Level.OPTIMIZER, optimizer)
             return result
 
         return __exit__

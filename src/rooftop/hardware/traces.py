@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -35,9 +36,11 @@ class Trace:
         events: all events, of host and device, in no order; after the block.
         found: what `read` returned.
         beginning: whether one begins now, and so the profiler that begins is no other's.
+        switching: makes a context that stands around each beginning and each end of a profiler.
     """
 
     beginning: ClassVar[bool] = False
+    switching: ClassVar[Callable[[], AbstractContextManager[Any]]] = nullcontext
 
     def __init__(
         self,
@@ -60,7 +63,8 @@ class Trace:
     def __enter__(self) -> Trace:
         Trace.beginning = True
         try:
-            self._profiler.__enter__()
+            with Trace.switching():
+                self._profiler.__enter__()
         finally:
             Trace.beginning = False
         inner: Any = self._profiler.profiler
@@ -70,7 +74,8 @@ class Trace:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._profiler.__exit__(kind, error, tb)
+        with Trace.switching():
+            self._profiler.__exit__(kind, error, tb)
         inner: Any = self._profiler.profiler
         try:
             if error is None:

@@ -1,0 +1,76 @@
+"""Labels of an observed program for PyTorch's profiler, where profilers of ours begin and end inside them.
+
+A label (`torch.profiler.record_function`) that begins under one profiler and ends under the next writes to memory of
+the first, which is gone (seen with PyTorch 2.11 to 2.14: segmentation faults). A program may have labels open wherever
+one of its steps ends: around a call of the model, around the step, around the whole loop. So they end before a profiler
+of ours begins or ends, and begin anew after it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+from torch.autograd.profiler import record_function
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rooftop.hardware.traces import Trace
+
+
+class ProgramLabels:
+    """While active (`with`), knows the open labels of this thread, the only one that profilers of ours see."""
+
+    def __init__(self) -> None:
+        self._thread = 0
+        self._open: list[record_function] = []
+        self._around = ExitStack()
+
+    def __enter__(self) -> ProgramLabels:
+        self._thread = threading.get_ident()
+        if Trace.switching is not nullcontext:  # another one is active, and sees all that this one would
+            return self
+        self._enter, self._exit = record_function.__enter__, record_function.__exit__
+        self._around.enter_context(patch.object(Trace, "switching", self._interrupted))
+        self._around.enter_context(patch.object(record_function, "__enter__", self._entering()))
+        self._around.enter_context(patch.object(record_function, "__exit__", self._leaving()))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._around.close()
+
+    def _entering(self) -> Any:
+        @wraps(self._enter)
+        def __enter__(label: record_function) -> Any:
+            entered = self._enter(label)
+            if threading.get_ident() == self._thread:
+                self._open.append(label)
+            return entered
+
+        return __enter__
+
+    def _leaving(self) -> Any:
+        @wraps(self._exit)
+        def __exit__(label: record_function, *error: Any) -> Any:
+            if threading.get_ident() == self._thread:
+                self._open = [other for other in self._open if other is not label]
+            return self._exit(label, *error)
+
+        return __exit__
+
+    @contextmanager
+    def _interrupted(self) -> Iterator[None]:
+        """All open labels end before the block and begin again after it."""
+        labels = list(self._open) if threading.get_ident() == self._thread else []
+        with _disable_current_modes():  # a label is two operators, which the program's modes are not to see
+            for label in reversed(labels):
+                self._exit(label, None, None, None)
+        try:
+            yield
+        finally:
+            with _disable_current_modes():
+                for label in labels:
+                    self._enter(label)
