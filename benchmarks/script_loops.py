@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -114,17 +115,15 @@ def main() -> int:
         result = tried(loop, device, ceilings)
         results.append(result)
         print(line(result), flush=True)
-    import torch
-
-    plain = {
-        "device": described.name,
-        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
-        "tolerance": TOLERANCE[device],
-        "left_out": left_out,
-        "results": [asdict(result) for result in results],
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(plain, indent=1) + "\n")
+        plain = {
+            "device": described.name,
+            "versions": {"torch": version("torch"), "python": sys.version.split()[0]},
+            "tolerance": TOLERANCE[device],
+            "left_out": left_out,
+            "results": [asdict(result) for result in results],
+        }
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(plain, indent=1) + "\n")
     return 1 if any(result.problems for result in results) else 0
 
 

@@ -24,7 +24,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -69,7 +68,6 @@ def main() -> int:
         )
         measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         result = {"environment": runs[0]["environment"], "measured_at": measured_at, "results": rows}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")  # after each, so that one that fails costs no other
     print(advice_table(rows) if options.advice else table(rows))
     missed = [] if options.advice else [problem for row in rows for problem in problems(row)]
@@ -80,15 +78,17 @@ def main() -> int:
 
 def fresh_process(options: argparse.Namespace) -> dict[str, Any]:
     """What one process of its own measures of all cases."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        flags = [flag for flag in ("--advice", "--quick") if getattr(options, flag[2:])]
-        words = [sys.executable, __file__, "--worker", "--out", str(out), *flags, "--only", *options.only]
-        status = subprocess.run(words, check=False).returncode
-        if not out.exists():
-            raise RuntimeError(f"A process ended with {status} before its first case: see what it printed.")
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+    out = options.out.with_suffix(".running.json")  # case by case; stays where this process is ended
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.unlink(missing_ok=True)
+    flags = [flag for flag in ("--advice", "--quick") if getattr(options, flag[2:])]
+    words = [sys.executable, __file__, "--worker", "--out", str(out), *flags, "--only", *options.only]
+    status = subprocess.run(words, check=False).returncode
+    if not out.exists():
+        raise RuntimeError(f"A process ended with {status} before its first case: see what it printed.")
+    found: dict[str, Any] = json.loads(out.read_text())
+    out.unlink()
+    return found
 
 
 def worker(cases: list[Case], device: str, out: Path, follow: bool) -> None:
