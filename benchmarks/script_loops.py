@@ -65,8 +65,12 @@ CASES = (
 
 @dataclass
 class Result:
+    """Of a loop. `own_ms` is what its clock said in the plain runs, `analyzed_ms` in the analyzed one, with the steps
+    that were watched."""
+
     loop: str
     own_ms: list[float] = field(default_factory=list)
+    analyzed_ms: float | None = None
     reported_ms: float | None = None
     ratio: float | None = None
     percent_of_roof: float | None = None
@@ -159,6 +163,7 @@ def tried(loop: Loop, device: str, ceilings: Path) -> Result:
         result.problems.append("there is no report")
         return result
     result.own_ms = [run.said["step_ms"] for run in (before, after) if "step_ms" in run.said]
+    result.analyzed_ms = analyzed.said.get("step_ms")
     result.notes = report["notes"]
     result.percent_of_roof = report["summary"]["percent_of_roof"]
     result.reported_ms = report["summary"]["wall_ms"]

@@ -5,16 +5,17 @@
 
 The plain timing shares nothing with Rooftop: ten steps between two events, again and again without a synchronization
 (steady), single steps from an idle GPU by the host's clock (latency), and the union of the kernels that PyTorch's
-profiler saw of some steps (busy). It is taken before and after each analysis, in the same process. Of the tens and of
-the single steps the lower tenth counts: what else a shared host does only adds to them, for seconds at a time.
+profiler saw of some steps (busy). It is taken before and after each analysis, in the same process, and steady also
+between the phases of the analysis. Of the tens and of the single steps the lower tenth counts: what else a shared host
+does only adds to them, for seconds at a time.
 
 `--advice` follows the first three items of advice that a program can follow by itself, and times each in the same
 process, in turn with the program as it was.
 
 Exits with 1 if a case misses: wall within 3% of steady, latency within 5%, launch gap within 0.3 ms or 3% of the wall
 time of steady minus busy, percent of roof within 3% over the processes, no row above 102% of its roof. Where the plain
-timings before and after an analysis differ by more than 3% themselves, the host was not the same machine: such a run
-cannot judge a time, is counted as `varied`, and must have said that it was disturbed or lie between the two.
+timings of different moments differ by more than that themselves, the host was not the same machine: such a run cannot
+judge a time, is counted as `varied`, and must have said that it was disturbed or lie between the two.
 """
 
 from __future__ import annotations
@@ -142,13 +143,21 @@ def trusted(work: Workload, device: str) -> dict[str, Any]:
     import rooftop
 
     before = plainly(work.run, device)
-    began, phases = time.perf_counter(), dict[str, float]()
+    began, aside_s = time.perf_counter(), 0.0
+    phases, between = dict[str, float](), list[float]()
 
     def progress(what: str, done: float) -> None:
-        phases.setdefault(what, round(time.perf_counter() - began, 2))
+        nonlocal aside_s
+        if what in phases:
+            return
+        asked = time.perf_counter()
+        phases[what] = round(asked - began - aside_s, 2)
+        if what in ("profiling", "timing the step again"):
+            between.append(_lower_tenth(steady_times(work.run, device, 0.1, 0.3)))
+            aside_s += time.perf_counter() - asked
 
     report = rooftop.analyze(work.model, *work.args, **work.kwargs, **work.analyzed(), progress=progress)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - began - aside_s
     after = plainly(work.run, device)
     summary = report.summary
     above = [
@@ -159,6 +168,7 @@ def trusted(work: Workload, device: str) -> dict[str, Any]:
     ]
     return {
         "plain": [asdict(before), asdict(after)],
+        "steady_ms": [before.steady_ms, *between, after.steady_ms],
         "wall_ms": summary.wall_ms,
         "wall_interval_ms": [summary.wall_low_ms, summary.wall_high_ms],
         "latency_ms": summary.latency_ms,
@@ -203,8 +213,8 @@ def plainly(step: Callable[[], Any], device: str) -> Plainly:
     return Plainly(_lower_tenth(steady), _lower_tenth(alone), busy_ms, statistics.median(steady))
 
 
-def steady_times(step: Callable[[], Any], device: str) -> list[float]:
-    """Times of a step, each the mean of ten in a row (a CPU's of one), for about 0.6 s."""
+def steady_times(step: Callable[[], Any], device: str, lead_s: float = 0.2, seconds: float = 0.6) -> list[float]:
+    """Times of a step, each the mean of ten in a row (a CPU's of one), for about so many seconds."""
     for _ in range(3):
         step()
     if device == "cpu":
@@ -219,10 +229,10 @@ def steady_times(step: Callable[[], Any], device: str) -> list[float]:
     step()
     torch.cuda.synchronize()
     rough_s = time.perf_counter() - began
-    for _ in range(max(3, int(0.2 / rough_s))):
+    for _ in range(max(3, int(lead_s / rough_s))):
         step()
     tens = []
-    for _ in range(max(3, min(20, int(0.6 / (10 * rough_s))))):
+    for _ in range(max(2, min(20, int(seconds / (10 * rough_s))))):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(10):
@@ -242,10 +252,15 @@ def _lower_tenth(times: list[float]) -> float:
     return sorted(times)[(len(times) - 1) // 10]
 
 
-def _busy_ms(step: Callable[[], Any], steps: int = 5) -> float:
+def _busy_ms(step: Callable[[], Any], steps: int = 5, lead_s: float = 0.3) -> float:
+    """Of the last steps of a row: under a power limit the clocks of the first ones are higher, and then lower."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        lead, began = 0, time.perf_counter()
+        while time.perf_counter() - began < lead_s:
+            step()
+            lead += 1
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
@@ -254,6 +269,7 @@ def _busy_ms(step: Callable[[], Any], steps: int = 5) -> float:
         for event in profiler.profiler.kineto_results.events()
         if "CUDA" in str(event.device_type())
     )
+    spans = spans[round(len(spans) * lead / (lead + steps)) :]
     busy_ns = reached = 0
     for start, end in spans:
         busy_ns += max(0, end - max(start, reached))
@@ -268,10 +284,11 @@ def merged(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     failed = [row["error"] for row in rows if "error" in row]
     if failed:
         return {"case": name, "error": failed[0]}
-    steady = [min(p["steady_ms"] for p in row["plain"]) for row in rows]
+    steady = [min(row["steady_ms"]) for row in rows]
     alone = [min(p["latency_ms"] for p in row["plain"]) for row in rows]
     busy = [statistics.fmean(p["busy_ms"] for p in row["plain"]) for row in rows]
-    varied = [apart(p["steady_ms"] for p in row["plain"]) > TOLERANCES["wall"] for row in rows]
+    varied = [apart(row["steady_ms"]) > TOLERANCES["wall"] for row in rows]
+    latency_varied = [apart(p["latency_ms"] for p in row["plain"]) > TOLERANCES["latency"] for row in rows]
     percents = [row["percent_of_roof"] for row, v in zip(rows, varied, strict=True) if not (v or row["disturbed"])]
     return {
         "case": name,
@@ -283,6 +300,7 @@ def merged(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "gap_off_ms": [r["launch_gap_ms"] - (s - b) for r, s, b in zip(rows, steady, busy, strict=True)],
         "busy_ms": [row["busy_ms"] for row in rows],
         "varied": varied,
+        "latency_varied": latency_varied,
         "percent_of_roof": [row["percent_of_roof"] for row in rows],
         "percent_apart": apart(percents),
         "most_above": max((a["percent"] for row in rows for a in row["above"]), default=100.0),
@@ -300,8 +318,9 @@ def apart(values: Iterable[float]) -> float:
 
 
 def judged(row: dict[str, Any], what: str) -> list[float]:
-    """Of the runs in which the host was the same before and after."""
-    return [value for value, varied in zip(row[what], row["varied"], strict=True) if not varied]
+    """Of the runs in which the host was the same at all moments."""
+    otherwise = row["latency_varied" if what == "latency_off" else "varied"]
+    return [value for value, varied in zip(row[what], otherwise, strict=True) if not varied]
 
 
 def problems(row: dict[str, Any]) -> Iterator[str]:
@@ -314,7 +333,7 @@ def problems(row: dict[str, Any]) -> Iterator[str]:
         if abs(worst) > TOLERANCES[what]:
             yield f"{name}: {what} is {100 * worst:+.1f}% off"
     for run, varied in zip(row["runs"], row["varied"], strict=True):
-        low, high = sorted(p["steady_ms"] for p in run["plain"])
+        low, high = min(run["steady_ms"]), max(run["steady_ms"])
         if varied and not (run["disturbed"] or low * 0.97 <= run["wall_ms"] <= high * 1.03):
             yield f"{name}: the host varied from {low:.2f} to {high:.2f} ms, and {run['wall_ms']:.2f} ms has no mark"
     for off_ms, wall_ms in zip(judged(row, "gap_off_ms"), judged(row, "wall_ms"), strict=True):
@@ -391,7 +410,7 @@ Way = Callable[[Case, str], tuple[Callable[[], Any], int]]
 def gained_ms(case: Case, way: Way, device: str) -> float:
     """Steady time of a step before, less that after; taken in turn."""
     changed, steps = way(case, device)
-    plain = case.build(device).run
+    plain = case.build(device, fused=way is in_graph).run  # the gain of the fused optimizer is an item of its own
     before, after = list[float](), list[float]()
     for _ in range(3):
         before += steady_times(plain, device)
@@ -400,7 +419,7 @@ def gained_ms(case: Case, way: Way, device: str) -> float:
 
 
 def in_graph(case: Case, device: str) -> tuple[Callable[[], Any], int]:
-    work = case.build(device, capturable=True)
+    work = case.build(device, capturable=True, fused=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

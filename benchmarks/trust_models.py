@@ -91,7 +91,7 @@ class Case:
             labels = torch.randint(1000, (args[0].shape[0],), device=device)
             loss = lambda logits: cross_entropy(logits, labels)  # noqa: E731
         work.loss = loss
-        options: dict[str, Any] = {"capturable": True} if capturable else {"fused": True} if fused else {}
+        options = {name: True for name, chosen in (("capturable", capturable), ("fused", fused)) if chosen}
         work.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
         return work
 

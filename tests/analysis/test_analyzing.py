@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import rooftop
 from rooftop.analysis.instruments import PlainInstrument
+from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware.ceilings import Ceilings
 
@@ -148,6 +149,30 @@ def test_a_nested_input_has_no_shape_to_show(train: bool, ceilings: Ceilings) ->
     report = rooftop.analyze(nn.Linear(3, 4), ragged, train=train, ceilings=ceilings)
     assert report.inputs == ("nested float32",)
     assert report.summary.samples == 2
+
+
+class Sums(nn.Module):
+    """Takes whatever there is."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.stack([t.sum() for t in tensors_in([args, kwargs])]).sum()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "samples"),
+    [
+        ([torch.ones(4, 3)], 4),
+        ([[torch.ones(3, 8, 8), torch.ones(3, 8, 8)]], 2),  # images of a detector
+        ([[torch.ones(5), torch.ones(7), torch.ones(6)]], 3),  # sentences
+        ([[torch.ones(2, 16, 8, 8), torch.ones(2, 16, 4, 4)]], 2),  # feature maps of one batch
+        ([(torch.ones(6, 3), torch.ones(6, 5))], 6),
+        ([{"x": torch.ones(7, 3)}], 7),
+        ([torch.ones(()), torch.ones(9)], 9),
+        ([torch.ones(())], None),
+    ],
+)
+def test_samples_of_a_step(arguments: list[Any], samples: int | None, ceilings: Ceilings) -> None:
+    assert rooftop.analyze(Sums(), *arguments, ceilings=ceilings).summary.samples == samples
 
 
 @dataclass(slots=True)

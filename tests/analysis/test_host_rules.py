@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from rooftop.analysis.advice.host_rules import (
     HOST_RULES,
@@ -66,6 +67,14 @@ def test_a_graph_saves_the_launch_gap_less_the_dispatch_of_each_kernel(gpu: Ceil
     (advice,) = launch_gap(found(gpu))
     assert advice.gain_ms == pytest.approx(8.0 - 100 * 0.001)
     assert "launch gap 8.00 ms of 10.00 ms" in advice.evidence
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_graph_with_an_optimizer_says_what_that_needs(capturable: bool, gpu: Ceilings) -> None:
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    adam = torch.optim.Adam([torch.ones(1)], capturable=capturable)
+    (advice,) = launch_gap(dataclasses.replace(found(gpu), optimizers=[optimizer, adam]))
+    assert ("capturable=True" in advice.evidence) is not capturable
 
 
 WAITED_FOR = operator("_local_scalar_dense", "train.py:12")

@@ -88,6 +88,7 @@ def analyze(
             target=name or program.name,
             mode=mode,
             inputs=list(tensors_in([args, kwargs])),
+            samples=program.samples,
             root_type=type(target).__name__ if program.module is not None else "step",
             notes=notes,
         )

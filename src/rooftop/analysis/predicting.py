@@ -108,7 +108,6 @@ def predict(
     modules = module_tree(operators, tracker, ceilings, type(target).__name__)
     launches = sum(1 for op in operators if op.measured_ms > 0)
     wall_ms = max(modules.op_roof_ms, launches * ceilings.launch_eager_ms)
-    first = next(iter(tensors_in([args, kwargs])), None)
     summary = Summary(
         wall_ms=wall_ms,
         wall_spread=0.0,
@@ -119,7 +118,7 @@ def predict(
         bytes=modules.bytes,
         parameters=modules.parameters,
         kernels=launches,
-        samples=first.shape[0] if first is not None and first.dim() > 0 else None,
+        samples=program.samples,
         repeats=0,
     )
     gaps = Gaps(0.0, modules.op_roof_ms - modules.fused_roof_ms, wall_ms - modules.op_roof_ms)

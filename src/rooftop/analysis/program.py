@@ -19,6 +19,8 @@ from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError, ModelRunError, RooftopError
 from rooftop.hardware.source_lines import LIBRARIES
 
+IMAGE_CHANNELS = (1, 3, 4)
+
 
 class Program:
     """A step that can be repeated.
@@ -91,6 +93,25 @@ class Program:
         ]
         devices = [t.device for t in tensors]
         return next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.device("cpu"))
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples a step takes, as the first argument with tensors tells; None if it tells nothing.
+
+        A tensor has them in its first dimension. In a list each tensor is one, if they differ in their first dimensions
+        (sentences, point clouds) or are images (channels, height, width), as detectors take them; else they are parts
+        of one batch (feature maps).
+        """
+        for argument in (*self.args, *self.kwargs.values()):
+            tensors = list(tensors_in(argument))
+            if not tensors or tensors[0].dim() == 0:
+                continue
+            first = [t.size(0) if t.dim() else 0 for t in tensors]
+            images = all(t.dim() == 3 and t.size(0) in IMAGE_CHANNELS for t in tensors)
+            if isinstance(argument, list) and (images or len(set(first)) > 1):
+                return len(tensors)
+            return first[0]
+        return None
 
     def step(self, observe: Callable[[Any], None] = lambda output: None) -> None:
         """Run once.

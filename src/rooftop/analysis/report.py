@@ -177,7 +177,8 @@ class Summary:
         wall_ms: of a step in a sequence of steps, as a loop runs them. wall_spread: width of its interval over itself.
         busy_ms: time during which the device works.
         op_roof_ms, fused_roof_ms: see `rooftop.analysis.floors`.
-        kernels: launches of one step. samples: the first dimension of the first input.
+        kernels: launches of one step. samples: of one step, as its first input tells
+            (see `Program.samples`).
         repeats: how often each operator was timed.
         wall_low_ms, wall_high_ms: its interval: the fastest steps, and what half of them stayed below.
         latency_ms: of one step alone, from an idle device to the end of its work; what one request waits for.

@@ -38,6 +38,7 @@ def report_of(
     target: str,
     mode: str,
     inputs: Sequence[Tensor] = (),
+    samples: int | None = None,
     root_type: str = "step",
     notes: Sequence[str] = (),
 ) -> Report:
@@ -46,13 +47,14 @@ def report_of(
     Args:
         profile: what was measured. ceilings: what it is compared with.
         target, mode, inputs: what was measured, as the report shows it.
+        samples: that one step takes, if it is known.
         root_type: the class of the outermost module.
         notes: what a reader should know besides what the profile says itself.
     """
     operators = [replace(op, record=comparable(op.record, ceilings)) for op in profile.operators]
     rows = operator_rows(operators, ceilings)
     modules = module_tree(operators, profile.tracker, ceilings, root_type)
-    summary, gaps, balance_notes = _balance(profile, modules, inputs)
+    summary, gaps, balance_notes = _balance(profile, modules, samples)
     findings = Findings(
         operators=operators,
         rows=rows,
@@ -85,7 +87,7 @@ def report_of(
     )
 
 
-def _balance(profile: Profile, modules: ModuleNode, inputs: Sequence[Tensor]) -> tuple[Summary, Gaps, list[str]]:
+def _balance(profile: Profile, modules: ModuleNode, samples: int | None) -> tuple[Summary, Gaps, list[str]]:
     """wall = fused roof + fusion headroom + kernel gap + launch gap."""
     notes = []
     wall_ms, busy_ms = profile.wall.ms, profile.busy_ms
@@ -98,7 +100,6 @@ def _balance(profile: Profile, modules: ModuleNode, inputs: Sequence[Tensor]) ->
             "proportion to the plain step."
         )
     busy_ms = min(busy_ms, wall_ms)
-    first = next(iter(inputs), None)
     summary = Summary(
         wall_ms=wall_ms,
         wall_spread=profile.wall.spread,
@@ -109,7 +110,7 @@ def _balance(profile: Profile, modules: ModuleNode, inputs: Sequence[Tensor]) ->
         bytes=modules.bytes,
         parameters=modules.parameters,
         kernels=profile.kernel_launches,
-        samples=first.size(0) if first is not None and first.dim() > 0 else None,
+        samples=samples,
         repeats=profile.runs,
         wall_low_ms=profile.wall.low_ms,
         wall_high_ms=profile.wall.high_ms,

@@ -28,6 +28,8 @@ def _graph(findings: Findings) -> list[Advice]:
     )
     if findings.summary.samples and not findings.summary.device_bound:
         evidence += f"; a batch of {2 * findings.summary.samples} would hide part of the same gap"
+    if any(group.get("capturable") is False for o in findings.optimizers for group in o.param_groups):
+        evidence += "; the optimizer needs capturable=True for it, and fused=True to launch no more kernels then"
     return [
         Advice(
             "Replay the step from a CUDA graph",
