@@ -69,6 +69,14 @@ def test_a_graph_saves_the_launch_gap_less_the_dispatch_of_each_kernel(gpu: Ceil
     assert "launch gap 8.00 ms of 10.00 ms" in advice.evidence
 
 
+def test_what_a_program_does_otherwise_while_it_is_captured_is_taken_off(gpu: Ceilings) -> None:
+    (advice,) = launch_gap(dataclasses.replace(found(gpu), traced_more_ms=3.0))
+    assert advice.gain_ms == pytest.approx(8.0 - 100 * 0.001 - 3.0)
+    assert "take 3.00 ms more" in advice.evidence
+    (refused,) = launch_gap(dataclasses.replace(found(gpu), traced_more_ms=None))
+    assert refused.title == "Double the batch to 32"
+
+
 @pytest.mark.parametrize("capturable", [False, True])
 def test_a_graph_with_an_optimizer_says_what_that_needs(capturable: bool, gpu: Ceilings) -> None:
     optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)

@@ -24,6 +24,8 @@ class Findings:
         host_ms: how long the host needs for the step, None where that is not known.
         best_ms: wall time of the fastest steps, None where nothing was run.
         optimizers: that stepped.
+        traced_more_ms: by how much the device is busy longer where the program believes that it is compiled or
+            captured; None if it fails then.
     """
 
     operators: Sequence[MeasuredOperator]
@@ -35,6 +37,7 @@ class Findings:
     host_ms: float | None = None
     best_ms: float | None = None
     optimizers: Sequence[torch.optim.Optimizer] = ()
+    traced_more_ms: float | None = 0.0
 
     @property
     def noise_ms(self) -> float:
@@ -46,9 +49,20 @@ class Findings:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold the step: the host waits for no value of it."""
+        """Whether a CUDA graph can hold the step: the host waits for no value of it, and it does not refuse."""
+        if self.traced_more_ms is None:
+            return False
         waiting = self.plain is not None and self.plain.waiting_ms > 0
         return not waiting and not any(waits_for_device(op) for op in self.operators)
+
+    @property
+    def said_of_tracing(self) -> str:
+        """What the evidence for compiling or capturing adds, "" if nothing."""
+        if not self.traced_more_ms:
+            return ""
+        return (
+            f"; compiled or captured this program chooses other operators, which take {self.traced_more_ms:.2f} ms more"
+        )
 
     @property
     def training(self) -> bool:

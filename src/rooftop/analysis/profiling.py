@@ -39,8 +39,10 @@ from rooftop.analysis.instruments import (
 from rooftop.analysis.kernel_times import KernelTimes, watch_kernels
 from rooftop.analysis.program import Program
 from rooftop.analysis.report import Compilation
+from rooftop.analysis.traced_steps import TracingQuestions
 from rooftop.cost import distinct_bytes
 from rooftop.cost.accounting import tensors_in
+from rooftop.errors import ModelRunError
 from rooftop.hardware.load import OtherLoad, other_load
 from rooftop.hardware.sequences import StepClock, StepTime
 
@@ -80,6 +82,8 @@ class Profile:
         busy_ms: time during which the device works: union of its kernels (GPU), sum of the operators (CPU).
         kernel_launches: kernels, copies and fills on the device in one step (GPU), operators (CPU).
         unattributed_ms: device time of kernels that no operator launched, already part of `busy_ms`.
+        traced_more_ms: for how much longer the device is busy where the program believes that it is compiled or
+            captured (see `traced_steps`); None if it fails then.
         plain: the run under the profiler alone.
         tracker: what the modules and optimizers took in and gave out.
         runs: labelled runs.
@@ -96,6 +100,7 @@ class Profile:
     busy_ms: float
     kernel_launches: int
     unattributed_ms: float
+    traced_more_ms: float | None
     plain: Plain
     tracker: ModuleTracker
     runs: int
@@ -135,7 +140,8 @@ def profile_program(
         alone = max(LEAST_ALONE, min(MOST_ALONE, int(ALONE_S / max(step_s, 1e-6)))) if device.type == "cuda" else 0
         clock.run_alone(alone)
         progress("profiling", 0.3)
-        with PlainInstrument(device, _allocated_bytes(program), trace) as plain:
+        questions = TracingQuestions()
+        with PlainInstrument(device, _allocated_bytes(program), trace) as plain, questions.noticed():
             program.step()
         if blocks > LEAST_BLOCKS:
             clock.run_block(BLOCK_S)
@@ -151,14 +157,32 @@ def profile_program(
         if times is not None and times.busy_ms > (1 + UNEXPLAINED) * clock.wall.ms:
             times = _kernel_times(program, clock, plain.result)  # one of the two was disturbed
             clock.run_block(BLOCK_S)
+        more_ms: float | None = 0.0
+        if times is not None and questions.asked and not graphs:
+            more_ms = _traced_more_ms(program, clock, plain.result, times, questions)
     latency = clock.latency if alone else None
     return assembled(
-        device, labelled, clock.wall, plain.result, tracker, graphs, clock.launching_ms, latency, times, load
+        device, labelled, clock.wall, plain.result, tracker, graphs, clock.launching_ms, latency, times, load, more_ms
     )
 
 
 def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTimes | None:
     return watch_kernels(program.step, program.device, clock.wall.ms, len(plain.kernels)) if plain.kernels else None
+
+
+def _traced_more_ms(
+    program: Program, clock: StepClock, plain: Plain, times: KernelTimes, questions: TracingQuestions
+) -> float | None:
+    """See `Profile.traced_more_ms`. A program that fails fails there only, and is no worse for it."""
+    try:
+        with questions.affirmed():
+            program.step()
+            traced = _kernel_times(program, clock, plain)
+    except ModelRunError:
+        return None
+    if traced is None or traced.names == times.names:
+        return 0.0
+    return max(0.0, traced.busy_ms - times.busy_ms)
 
 
 def _labelled_runs(
@@ -218,12 +242,14 @@ def assembled(
     latency: StepTime | None = None,
     times: KernelTimes | None = None,
     load: OtherLoad | None = None,
+    traced_more_ms: float | None = 0.0,
 ) -> Profile:
     """What several runs of a step say together.
 
     Args:
         times: of the kernels in steps without labels; None where there is none, or each step launches others.
         load: what other programs did meanwhile; None if nobody looked.
+        traced_more_ms: see `Profile`.
     """
     notes: list[str] = []
     operators, unattributed_ms = medians(labelled, notes, times)
@@ -244,6 +270,7 @@ def assembled(
         busy_ms=busy,
         kernel_launches=launches,
         unattributed_ms=unattributed_ms,
+        traced_more_ms=traced_more_ms,
         plain=plain,
         tracker=tracker,
         runs=len(labelled),

@@ -65,6 +65,7 @@ def report_of(
         host_ms=profile.host_ms,
         best_ms=profile.wall.low_ms,
         optimizers=profile.tracker.optimizers,
+        traced_more_ms=profile.traced_more_ms,
     )
     return Report(
         target=target,

@@ -33,8 +33,8 @@ def _graph(findings: Findings) -> list[Advice]:
     return [
         Advice(
             "Replay the step from a CUDA graph",
-            evidence,
-            gap_ms - kernels * per_kernel_ms,
+            evidence + findings.said_of_tracing,
+            gap_ms - kernels * per_kernel_ms - (findings.traced_more_ms or 0.0),
             'torch.compile(model, mode="reduce-overhead")',
         )
     ]

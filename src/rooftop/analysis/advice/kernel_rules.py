@@ -30,14 +30,14 @@ def pointwise_fusion(findings: Findings) -> list[Advice]:
         now_ms += op.measured_ms
         left_ms += min(op.measured_ms, 1e3 * second_operand / findings.ceilings.rate(cost.bytes))
         count += 1
-    if not count:
+    if not count or findings.traced_more_ms is None:
         return []
     return [
         Advice(
             "Fuse pointwise operators into their neighbours",
             f"{count} activations, sums and norms take {now_ms:.2f} ms to move what the operators beside them have in "
-            f"registers already",
-            findings.saved_ms(now_ms - left_ms, -findings.launched_ms(count)),
+            f"registers already{findings.said_of_tracing}",
+            findings.saved_ms(now_ms - left_ms, -findings.launched_ms(count)) - (findings.traced_more_ms or 0.0),
             "torch.compile(model)",
         )
     ]
