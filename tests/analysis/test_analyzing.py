@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import rooftop
 from rooftop.analysis.instruments import PlainInstrument
+from rooftop.analysis.program import Program
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware.ceilings import Ceilings
@@ -159,20 +160,21 @@ class Sums(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "samples"),
+    ("arguments", "samples", "batched"),
     [
-        ([torch.ones(4, 3)], 4),
-        ([[torch.ones(3, 8, 8), torch.ones(3, 8, 8)]], 2),  # images of a detector
-        ([[torch.ones(5), torch.ones(7), torch.ones(6)]], 3),  # sentences
-        ([[torch.ones(2, 16, 8, 8), torch.ones(2, 16, 4, 4)]], 2),  # feature maps of one batch
-        ([(torch.ones(6, 3), torch.ones(6, 5))], 6),
-        ([{"x": torch.ones(7, 3)}], 7),
-        ([torch.ones(()), torch.ones(9)], 9),
-        ([torch.ones(())], None),
+        ([torch.ones(4, 3)], 4, True),
+        ([[torch.ones(3, 8, 8), torch.ones(3, 8, 8)]], 2, False),  # images of a detector
+        ([[torch.ones(5), torch.ones(7), torch.ones(6)]], 3, False),  # sentences
+        ([[torch.ones(2, 16, 8, 8), torch.ones(2, 16, 4, 4)]], 2, True),  # feature maps of one batch
+        ([(torch.ones(6, 3), torch.ones(6, 5))], 6, True),
+        ([{"x": torch.ones(7, 3)}], 7, True),
+        ([torch.ones(()), torch.ones(9)], 9, True),
+        ([torch.ones(())], None, True),
     ],
 )
-def test_samples_of_a_step(arguments: list[Any], samples: int | None, ceilings: Ceilings) -> None:
+def test_samples_of_a_step(arguments: list[Any], samples: int | None, batched: bool, ceilings: Ceilings) -> None:
     assert rooftop.analyze(Sums(), *arguments, ceilings=ceilings).summary.samples == samples
+    assert Program(Sums(), tuple(arguments), {}).is_batched is batched
 
 
 @dataclass(slots=True)

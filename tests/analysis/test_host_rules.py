@@ -69,6 +69,13 @@ def test_a_graph_saves_the_launch_gap_less_the_dispatch_of_each_kernel(gpu: Ceil
     assert "launch gap 8.00 ms of 10.00 ms" in advice.evidence
 
 
+@pytest.mark.parametrize(("host_ms", "low_ms"), [(None, 7.9), (8.0, 5.9), (1.0, 0.1), (12.0, 7.9)])
+def test_a_graph_gains_less_where_the_host_can_be_faster(host_ms: float | None, low_ms: float, gpu: Ceilings) -> None:
+    """Of a GPU busy for 2 ms with 100 kernels, 2 us from one to the next."""
+    (advice,) = launch_gap(dataclasses.replace(found(gpu), host_ms=host_ms))
+    assert advice.low_ms == pytest.approx(low_ms)
+
+
 def test_what_a_program_does_otherwise_while_it_is_captured_is_taken_off(gpu: Ceilings) -> None:
     (advice,) = launch_gap(dataclasses.replace(found(gpu), traced_more_ms=3.0))
     assert advice.gain_ms == pytest.approx(8.0 - 100 * 0.001 - 3.0)
@@ -99,6 +106,12 @@ def test_a_larger_batch_hides_the_host_behind_the_gpu(busy_ms: float, gain_ms: f
 
 def test_a_larger_batch_of_nothing(gpu: Ceilings) -> None:
     assert launch_gap(found(gpu, WAITED_FOR, samples=None)) == launch_gap(found(gpu, WAITED_FOR, samples=0)) == []
+
+
+def test_a_list_of_samples_costs_the_host_more_for_more_of_them(gpu: Ceilings) -> None:
+    assert launch_gap(dataclasses.replace(found(gpu, WAITED_FOR), batched=False)) == []
+    (graph,) = launch_gap(dataclasses.replace(found(gpu), batched=False))
+    assert "a batch of" not in graph.evidence
 
 
 def test_one_gap_has_one_item(gpu: Ceilings) -> None:

@@ -89,6 +89,7 @@ def analyze(
             mode=mode,
             inputs=list(tensors_in([args, kwargs])),
             samples=program.samples,
+            batched=program.is_batched,
             root_type=type(target).__name__ if program.module is not None else "step",
             notes=notes,
         )

@@ -26,6 +26,7 @@ class Findings:
         optimizers: that stepped.
         traced_more_ms: by how much the device is busy longer where the program believes that it is compiled or
             captured; None if it fails then.
+        batched: more samples are no more launches; those of a detector, a list of images, are.
     """
 
     operators: Sequence[MeasuredOperator]
@@ -38,6 +39,7 @@ class Findings:
     best_ms: float | None = None
     optimizers: Sequence[torch.optim.Optimizer] = ()
     traced_more_ms: float | None = 0.0
+    batched: bool = True
 
     @property
     def noise_ms(self) -> float:
@@ -46,6 +48,18 @@ class Findings:
         if low_ms is None or high_ms is None:
             return 0.0
         return max(high_ms - self.summary.wall_ms, self.summary.wall_ms - low_ms)
+
+    @property
+    def quiet_wall_ms(self) -> float:
+        """Wall time with the host as fast as at its fastest: the GPU goes from kernel to kernel, or waits for it.
+
+        From one kernel to the next of a stream the GPU needs about as long as inside a graph.
+        """
+        least_ms = self.summary.wall_ms if self.best_ms is None else self.best_ms
+        if self.host_ms is None:
+            return least_ms
+        following_ms = self.summary.busy_ms + self.summary.kernels * self.ceilings.launch_graph_ms
+        return min(least_ms, max(following_ms, self.host_ms))
 
     @property
     def capturable(self) -> bool:

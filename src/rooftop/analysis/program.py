@@ -102,16 +102,22 @@ class Program:
         (sentences, point clouds) or are images (channels, height, width), as detectors take them; else they are parts
         of one batch (feature maps).
         """
-        for argument in (*self.args, *self.kwargs.values()):
-            tensors = list(tensors_in(argument))
-            if not tensors or tensors[0].dim() == 0:
-                continue
-            first = [t.size(0) if t.dim() else 0 for t in tensors]
-            images = all(t.dim() == 3 and t.size(0) in IMAGE_CHANNELS for t in tensors)
-            if isinstance(argument, list) and (images or len(set(first)) > 1):
-                return len(tensors)
-            return first[0]
-        return None
+        listed = self._listed_samples
+        if listed is not None:
+            return len(listed)
+        return next((t.size(0) for t in tensors_in([self.args, self.kwargs]) if t.dim() > 0), None)
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether the samples of a step are in one tensor, so that the host launches no more for more of them."""
+        return self._listed_samples is None
+
+    @property
+    def _listed_samples(self) -> list[Tensor] | None:
+        given = next((a for a in (*self.args, *self.kwargs.values()) if any(t.dim() for t in tensors_in(a))), None)
+        tensors = list(tensors_in(given)) if isinstance(given, list) else []
+        images = all(t.dim() == 3 and t.size(0) in IMAGE_CHANNELS for t in tensors)
+        return tensors if tensors and (images or len({t.shape[:1] for t in tensors}) > 1) else None
 
     def step(self, observe: Callable[[Any], None] = lambda output: None) -> None:
         """Run once.

@@ -39,6 +39,7 @@ def report_of(
     mode: str,
     inputs: Sequence[Tensor] = (),
     samples: int | None = None,
+    batched: bool = True,
     root_type: str = "step",
     notes: Sequence[str] = (),
 ) -> Report:
@@ -47,7 +48,7 @@ def report_of(
     Args:
         profile: what was measured. ceilings: what it is compared with.
         target, mode, inputs: what was measured, as the report shows it.
-        samples: that one step takes, if it is known.
+        samples: that one step takes, if it is known. batched: see `Findings`.
         root_type: the class of the outermost module.
         notes: what a reader should know besides what the profile says itself.
     """
@@ -66,6 +67,7 @@ def report_of(
         best_ms=profile.wall.low_ms,
         optimizers=profile.tracker.optimizers,
         traced_more_ms=profile.traced_more_ms,
+        batched=batched,
     )
     return Report(
         target=target,

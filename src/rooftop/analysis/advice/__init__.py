@@ -30,9 +30,12 @@ def _with_interval(item: Advice, findings: Findings) -> Advice:
     """A gain is what the wall time loses, so it is as uncertain as the wall time."""
     low_ms, high_ms = findings.summary.wall_low_ms, findings.summary.wall_high_ms
     if low_ms is None or high_ms is None:
-        return item
+        return replace(item, low_ms=None)
     wall_ms = findings.summary.wall_ms
-    return replace(item, low_ms=item.gain_ms - (wall_ms - low_ms), high_ms=item.gain_ms + (high_ms - wall_ms))
+    least_ms = item.gain_ms - (wall_ms - low_ms)
+    if item.low_ms is not None:
+        least_ms = min(least_ms, item.low_ms)
+    return replace(item, low_ms=least_ms, high_ms=item.gain_ms + (high_ms - wall_ms))
 
 
 RULES: tuple[Callable[[Findings], list[Advice]], ...] = (

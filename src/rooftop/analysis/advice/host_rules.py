@@ -26,23 +26,25 @@ def _graph(findings: Findings) -> list[Advice]:
     evidence = (
         f"launch gap {gap_ms:.2f} ms of {wall_ms:.2f} ms: the GPU waits while the host launches {kernels} kernels"
     )
-    if findings.summary.samples and not findings.summary.device_bound:
+    if findings.summary.samples and findings.batched and not findings.summary.device_bound:
         evidence += f"; a batch of {2 * findings.summary.samples} would hide part of the same gap"
     if any(group.get("capturable") is False for o in findings.optimizers for group in o.param_groups):
         evidence += "; the optimizer needs capturable=True for it, and fused=True to launch no more kernels then"
+    gain_ms = gap_ms - kernels * per_kernel_ms - (findings.traced_more_ms or 0.0)
     return [
         Advice(
             "Replay the step from a CUDA graph",
             evidence + findings.said_of_tracing,
-            gap_ms - kernels * per_kernel_ms - (findings.traced_more_ms or 0.0),
+            gain_ms,
             'torch.compile(model, mode="reduce-overhead")',
+            low_ms=gain_ms - (wall_ms - findings.quiet_wall_ms),
         )
     ]
 
 
 def _larger_batch(findings: Findings) -> list[Advice]:
     wall_ms, busy_ms, samples = findings.summary.wall_ms, findings.summary.busy_ms, findings.summary.samples
-    if not samples or findings.summary.device_bound:
+    if not samples or not findings.batched or findings.summary.device_bound:
         return []
     doubled_ms = max(wall_ms, 2 * busy_ms) / 2
     return [
