@@ -27,6 +27,7 @@ RUN: dict[str, Any] = {
         {"steady_ms": 10.0, "latency_ms": 12.0, "busy_ms": 8.0, "median_ms": 10.1},
         {"steady_ms": 10.1, "latency_ms": 12.1, "busy_ms": 8.0, "median_ms": 10.2},
     ],
+    "steady_ms": [10.0, 10.05, 10.0, 10.1],
     "wall_ms": 10.0,
     "latency_ms": 12.0,
     "busy_ms": 8.0,
@@ -65,11 +66,21 @@ def test_what_is_off_is_named(changes: dict[str, Any], miss: str, trust: Any) ->
 
 def test_a_host_that_varied_judges_no_time_but_must_be_said(trust: Any) -> None:
     plain = [{**RUN["plain"][0]}, {**RUN["plain"][1], "steady_ms": 14.0, "latency_ms": 16.0}]
-    varied = {"plain": plain, "percent_of_roof": 22.0}
+    varied = {"plain": plain, "steady_ms": [10.0, 12.0, 14.0], "percent_of_roof": 22.0}
     assert misses(trust, **varied, wall_ms=13.0) == []
     assert misses(trust, **varied, wall_ms=18.0, disturbed=True) == []
     (miss,) = misses(trust, **varied, wall_ms=18.0)
     assert "the host varied from 10.00 to 14.00 ms, and 18.00 ms has no mark" in miss
+
+
+def test_between_the_phases_of_an_analysis_a_host_can_vary_as_well(trust: Any) -> None:
+    assert misses(trust, steady_ms=[10.0, 11.0, 10.0], wall_ms=10.8) == []
+
+
+def test_latencies_are_judged_by_latencies(trust: Any) -> None:
+    plain = [{**RUN["plain"][0]}, {**RUN["plain"][1], "latency_ms": 15.0}]
+    assert misses(trust, plain=plain, latency_ms=14.5) == []
+    assert misses(trust, plain=plain, latency_ms=14.5, wall_ms=10.4) == ["a model: wall is +4.0% off"]
 
 
 def test_an_error_in_one_process_is_a_miss(trust: Any) -> None:
