@@ -21,6 +21,7 @@ judge a time, is counted as `varied`, and must have said that it was disturbed o
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import subprocess
@@ -264,6 +265,7 @@ def _busy_ms(step: Callable[[], Any], steps: int = 5, lead_s: float = 0.3) -> fl
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
+    _detach_profiler()
     spans = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns())
         for event in profiler.profiler.kineto_results.events()
@@ -275,6 +277,14 @@ def _busy_ms(step: Callable[[], Any], steps: int = 5, lead_s: float = 0.3) -> fl
         busy_ns += max(0, end - max(start, reached))
         reached = max(reached, end)
     return busy_ns / 1e6 / steps
+
+
+def _detach_profiler() -> None:
+    """PyTorch's profiler leaves CUPTI attached, and a step that is bound by its host would be slower from then on."""
+    with open("/proc/self/maps") as maps:
+        path = next((line.split()[-1] for line in maps if "libcupti.so" in line), None)
+    if path is not None:
+        ctypes.CDLL(path).cuptiFinalize()
 
 
 # ---- several processes together -------------------------------------------------------------------------------------

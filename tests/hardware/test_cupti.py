@@ -1,0 +1,102 @@
+"""CUPTI is found where it is loaded, and a process goes on without it: traced again, in threads, in CUDA graphs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rooftop.hardware import cupti
+from rooftop.hardware.traces import Trace
+
+THREADS = """
+import threading, torch
+from rooftop.hardware.traces import Trace
+
+device, over = torch.device("cuda"), threading.Event()
+def work():
+    a = torch.randn(256, 256, device=device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        while not over.is_set():
+            for _ in range(20):
+                torch.mm(a, a)
+            torch.zeros(1000, pin_memory=True).to(device, non_blocking=True)
+            stream.synchronize()
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads: thread.start()
+b = torch.randn(64, 64, device=device, requires_grad=True)
+for _ in range(60):
+    with Trace(device):
+        (b @ b).sum().backward()
+over.set()
+for thread in threads: thread.join()
+torch.cuda.synchronize()
+print("went on")
+"""
+
+
+def test_a_library_of_this_process_is_found_by_its_name() -> None:
+    python = Path(sys.executable).resolve().name
+    found = cupti._loaded("libc.so") or cupti._loaded(python)
+    assert found is not None
+    assert Path(found).exists()
+    assert cupti._loaded("libnobody_has_this.so") is None
+
+
+def test_without_cupti_there_is_nothing_to_detach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cupti, "_library", None)
+    monkeypatch.setattr(cupti, "_MAPS", tmp_path / "maps")
+    assert not cupti.detach()
+    (tmp_path / "maps").write_text("7f00-7f01 r-xp 00000000 08:01 12    /lib/libnothing.so\n7f02-7f03 rw-p 0 00:00 0\n")
+    assert not cupti.detach()
+
+
+@pytest.mark.gpu
+def test_every_trace_sees_all_kernels_also_those_of_graphs() -> None:
+    device = torch.device("cuda")
+    a = torch.randn(64, 64, device=device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.mm(a, a)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with Trace(device):
+        torch.mm(a, a)
+    with torch.cuda.graph(graph):
+        for _ in range(5):
+            torch.relu(a)
+    seen = []
+    for _ in range(8):
+        with Trace(device) as trace:
+            graph.replay()
+            torch.sin(a)
+        seen.append(sum("CUDA" in str(event.device_type()) for event in trace.events))
+        graph.replay()
+    assert seen == [6] * 8
+    assert cupti._library is not None
+
+
+@pytest.mark.gpu
+def test_the_program_s_own_profiler_sees_its_kernels_after_ours() -> None:
+    device = torch.device("cuda")
+    a = torch.randn(64, 64, device=device)
+    with Trace(device):
+        torch.relu(a)
+    with torch.profiler.profile(acc_events=True) as profiler:
+        for _ in range(3):
+            torch.relu(a)
+        torch.cuda.synchronize()
+    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 3
+
+
+@pytest.mark.gpu
+def test_other_threads_launch_kernels_while_it_is_detached() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "went on" in done.stdout
