@@ -4,40 +4,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from rooftop.analysis.advice.fusion import fused
 from rooftop.analysis.findings import LEAST_GAIN, Findings
 from rooftop.analysis.formats import percent_text
 from rooftop.analysis.report import Advice, OperatorRow
 
-POINTWISE_OPERATORS = {
-    *("add", "sub", "mul", "div", "neg", "exp", "clamp", "where", "native_dropout", "native_dropout_backward"),
-    *("relu", "gelu", "silu", "sigmoid", "tanh", "elu", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid"),
-    *("threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward"),
-    *("hardtanh_backward", "_native_batch_norm_legit_no_training"),
-}
-"""Operators that a compiler folds into their neighbours (batch norm in inference is a scale and a shift)."""
-
 
 def pointwise_fusion(findings: Findings) -> list[Advice]:
-    """Folded into the operator before it, a pointwise operator still reads its second operand, and nothing else."""
-    now_ms, left_ms, count = 0.0, 0.0, 0
-    for op in findings.operators:
-        cost = op.record.cost
-        plain = op.record.name.removeprefix("aten::").removesuffix("_")
-        inference_norm = plain in ("native_batch_norm", "cudnn_batch_norm") and not findings.training
-        if cost is None or op.record.phase == "optimizer" or not (plain in POINTWISE_OPERATORS or inference_norm):
-            continue
-        second_operand = max(0, cost.read_bytes - cost.write_bytes)
-        now_ms += op.measured_ms
-        left_ms += min(op.measured_ms, 1e3 * second_operand / findings.ceilings.rate(cost.bytes))
-        count += 1
-    if not count or findings.traced_more_ms is None:
+    """What a compiler joins reads its inputs once, and writes its results once (see `fusion`)."""
+    found = fused(findings.operators, findings.ceilings)
+    if not found.operators or findings.traced_more_ms is None:
         return []
+    kernels = f"{found.kernels} fused kernels" if found.kernels > 1 else "one fused kernel"
+    saved_ms = findings.saved_ms(found.now_ms - found.after_ms, -findings.launched_ms(found.operators - found.kernels))
     return [
         Advice(
             "Fuse pointwise operators into their neighbours",
-            f"{count} activations, sums and norms take {now_ms:.2f} ms to move what the operators beside them have in "
-            f"registers already{findings.said_of_tracing}",
-            findings.saved_ms(now_ms - left_ms, -findings.launched_ms(count)) - (findings.traced_more_ms or 0.0),
+            f"{found.operators} activations, sums, norms and casts take {found.now_ms:.2f} ms; {kernels} would "
+            f"take {found.after_ms:.2f} ms and move only what others need{findings.said_of_tracing}",
+            saved_ms - (findings.traced_more_ms or 0.0),
             "torch.compile(model)",
         )
     ]

@@ -1,0 +1,280 @@
+"""What a compiler would put into one kernel, and the memory traffic that this leaves.
+
+Operators on single elements, and reductions along rows, join their neighbours in the flow of the data: what one writes
+and the other reads stays in registers. Products, convolutions and attention are kernels of libraries, and everything
+else that moves elements about is a kernel of its own: what comes before one of them must be in memory, and so must what
+comes after. So an activation between two products saves nothing, and one beside a norm or a sum does.
+
+A group of joined operators reads each value from outside once, and writes what others read or the program keeps. What
+the backward pass needs of a forward group it computes again from what the group read, where that moves less.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from rooftop.analysis.instruments import MeasuredOperator
+from rooftop.cost import TensorSpec
+from rooftop.cost.roofs import roof
+from rooftop.hardware.ceilings import Ceilings
+
+ROW_REDUCTIONS = {
+    *("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
+    *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
+    *("nll_loss_forward", "nll_loss_backward", "mse_loss", "mse_loss_backward"),
+    *("native_group_norm", "native_group_norm_backward"),
+    *("native_batch_norm", "native_batch_norm_backward", "cudnn_batch_norm", "cudnn_batch_norm_backward"),
+    *("_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "batch_norm_with_update"),
+    *("batch_norm_backward",),
+}
+"""Operators that keep the number of elements of their input in view, and join those on single elements."""
+READ_TWICE = {
+    *("native_layer_norm_backward", "_fused_rms_norm_backward", "native_batch_norm_backward", "batch_norm_backward"),
+    *("cudnn_batch_norm_backward", "native_group_norm_backward"),
+}
+"""They need sums over all rows before, or beside, what they write: another pass over what their kernel reads."""
+BATCH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "batch_norm_with_update"}
+"""In training they do, too."""
+LONGEST_ROW_BYTES = 64 * 1024  # of a row that one block keeps on the chip; longer ones are read again
+REDUCTIONS_OF_CHOICE = {"sum", "mean", "amax", "amin", "var", "var_mean"}
+"""Along rows they join; over columns they are kernels of their own."""
+OTHERS_ON_ELEMENTS = {
+    *("_to_copy", "copy_", "clone", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "new_zeros"),
+    *("native_dropout", "native_dropout_backward", "bernoulli_", "masked_fill_", "constant_pad_nd"),
+}
+"""On single elements, though PyTorch does not tag them so."""
+LEAST_SHARE = 0.5  # of roof, that a compiled kernel reaches even where the operators of this step do not
+
+
+@dataclass
+class Fused:
+    """What joins: so many operators in so many kernels, their time now and then, in ms."""
+
+    operators: int = 0
+    kernels: int = 0
+    now_ms: float = 0.0
+    after_ms: float = 0.0
+
+
+Value = tuple[int, int]
+"""What an operator (its place; -1: it was there before the step) wrote into some memory."""
+
+
+@dataclass
+class _Node:
+    """One operator in the flow of the data."""
+
+    reads: dict[Value, int] = field(default_factory=dict)  # and its bytes
+    writes: dict[Value, int] = field(default_factory=dict)
+    joins: bool = False
+    elements: int = 0
+    level: int = 0  # kernels of their own on the longest way to it
+
+
+def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
+    """What a compiler would join of a step; groups that gain nothing are left out.
+
+    Args:
+        operators: in order of execution. Without a record of their tensors (the optimizer's, those of compiled code)
+            they stay as they are.
+    """
+    nodes = _flow(operators)
+    groups = _groups(nodes)
+    traffic = _Traffic(operators, nodes, groups)
+    share = _share_of_roof(operators, nodes, ceilings)
+    found = Fused()
+    for group, members in groups.items():
+        moved = traffic.of(group)
+        now_ms = sum(operators[place].measured_ms for place in members)
+        after_ms = 1e3 * moved / ceilings.rate(moved) / share if moved else 0.0
+        after_ms = max(after_ms, ceilings.kernel_floor_ms)
+        if len(members) < 2 or after_ms >= now_ms:
+            continue
+        found.operators += len(members)
+        found.kernels += 1
+        found.now_ms += now_ms
+        found.after_ms += after_ms
+    return found
+
+
+def _flow(operators: Sequence[MeasuredOperator]) -> list[_Node]:
+    """Who reads what who wrote. A view is the memory that it shows, and moves nothing."""
+    writers: dict[int, int] = {}
+    nodes: list[_Node] = []
+    for place, op in enumerate(operators):
+        record, node = op.record, _Node()
+        nodes.append(node)
+        if record.cost is not None and not record.cost.bytes:
+            continue
+        for spec in record.inputs:
+            if spec.memory:
+                value = (writers.get(spec.memory, -1), spec.memory)
+                node.reads[value] = max(node.reads.get(value, 0), _bytes(spec))
+        for spec in record.outputs:
+            if spec.memory:
+                writers[spec.memory] = place
+                node.writes[place, spec.memory] = _bytes(spec)
+        node.joins = record.cost is not None and _joins(op)
+        node.elements = max((prod(s.shape) for s in (*record.inputs, *record.outputs)), default=0)
+        node.level = max(
+            (nodes[writer].level + (not nodes[writer].joins) for writer, _ in node.reads if writer >= 0), default=0
+        )
+    return nodes
+
+
+def _joins(op: MeasuredOperator) -> bool:
+    spec, record = op.record.spec, op.record
+    if spec is None or not record.inputs or record.phase == "optimizer":
+        return False
+    name = _plain(op)
+    if name in REDUCTIONS_OF_CHOICE:
+        return _along_rows(op)
+    on_elements = torch.Tag.pointwise in spec.func.tags or name in OTHERS_ON_ELEMENTS
+    return on_elements or name in ROW_REDUCTIONS
+
+
+def _plain(op: MeasuredOperator) -> str:
+    name = op.record.name.removeprefix("aten::")
+    return name if name in OTHERS_ON_ELEMENTS else name.removesuffix("_")
+
+
+def _along_rows(op: MeasuredOperator) -> bool:
+    """Whether a reduction takes whole rows: its last dimension, or all."""
+    spec, rank = op.record.spec, len(op.record.inputs[0].shape)
+    assert spec is not None
+    declared = {argument.name for argument in spec.func._schema.arguments}
+    dims = spec["dim"] if "dim" in declared else None
+    if dims is None or dims == ():
+        return True
+    return any(dim % max(1, rank) == rank - 1 for dim in (dims if isinstance(dims, (tuple, list)) else (dims,)))
+
+
+def _groups(nodes: Sequence[_Node]) -> dict[int, list[int]]:
+    """Places of operators that join, by the first of each group.
+
+    They follow each other in the flow, work on as many elements, and no kernel of its own lies on any way between them.
+    """
+    first = list(range(len(nodes)))
+
+    def root(place: int) -> int:
+        while first[place] != place:
+            first[place] = first[first[place]]
+            place = first[place]
+        return place
+
+    for place, node in enumerate(nodes):
+        for writer, _ in node.reads:
+            other = nodes[writer] if writer >= 0 else None
+            if other is None or not (node.joins and other.joins):
+                continue
+            if node.level == other.level and node.elements == other.elements:
+                one, another = sorted((root(writer), root(place)))
+                first[another] = one
+    groups: dict[int, list[int]] = defaultdict(list)
+    for place, node in enumerate(nodes):
+        if node.joins:
+            groups[root(place)].append(place)
+    return groups
+
+
+class _Traffic:
+    """The bytes that groups of operators must move."""
+
+    def __init__(
+        self, operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], groups: Mapping[int, list[int]]
+    ) -> None:
+        self._operators, self._nodes, self._groups = operators, nodes, groups
+        self._group_of = {place: number for number, members in groups.items() for place in members}
+        self._readers: dict[Value, list[int]] = defaultdict(list)
+        for place, node in enumerate(nodes):
+            for value in node.reads:
+                self._readers[value].append(place)
+        self._again: dict[tuple[int, int], bool] = {}
+
+    def of(self, group: int) -> int:
+        """Each value from outside read once, and what is needed outside written."""
+        read = dict[Value, int]()
+        for value, size in self._read(group).items():
+            source = self._group_of.get(value[0])
+            again = source is not None and self._computed_again(source, group)
+            read |= self._read(source) if source is not None and again else {value: size}
+        written = sum(
+            size
+            for place in self._groups[group]
+            for value, size in self._nodes[place].writes.items()
+            if self._is_kept(value, group)
+        )
+        moved = sum(read.values()) + written
+        if any(self._reads_twice(place) for place in self._groups[group]):
+            moved += sum(size for size in read.values() if size >= self._nodes[group].elements)
+        return moved
+
+    def _read(self, group: int) -> dict[Value, int]:
+        """The values from outside, with their bytes."""
+        read = dict[Value, int]()
+        for place in self._groups[group]:
+            for value, size in self._nodes[place].reads.items():
+                if self._group_of.get(value[0]) != group:
+                    read[value] = max(size, read.get(value, 0))
+        return read
+
+    def _is_kept(self, value: Value, group: int) -> bool:
+        """Whether somebody outside the group reads it from memory; or nobody at all, so it is a result of the step."""
+        readers = [self._group_of.get(place) for place in self._readers[value]]
+        return not readers or any(
+            reader is None or (reader != group and not self._computed_again(group, reader)) for reader in readers
+        )
+
+    def _computed_again(self, forward: int, backward: int) -> bool:
+        """Whether a backward group computes what it needs of a forward one again, from what that one read."""
+        if self._operators[forward].record.phase != "forward" or self._operators[backward].record.phase != "backward":
+            return False
+        known = self._again.get((forward, backward))
+        if known is None:
+            read, sources = self._read(backward), self._read(forward)
+            more = sum(size for value, size in sources.items() if value not in read)
+            saved = 0
+            for value, size in read.items():
+                if self._group_of.get(value[0]) == forward:
+                    in_memory_anyway = any(place not in self._group_of for place in self._readers[value])
+                    saved += size if in_memory_anyway else 2 * size
+            known = self._again[forward, backward] = more < saved
+        return known
+
+    def _reads_twice(self, place: int) -> bool:
+        """Whether an operator needs whole sums first, of more than a block keeps on the chip."""
+        op, name = self._operators[place], _plain(self._operators[place])
+        first = op.record.inputs[0]
+        row_bytes = (first.shape[-1:] or (1,))[0] * first.dtype.itemsize
+        long_rows = name in ROW_REDUCTIONS and row_bytes > LONGEST_ROW_BYTES
+        return name in READ_TWICE or long_rows or (name in BATCH_STATISTICS and _trains(op))
+
+
+def _trains(op: MeasuredOperator) -> bool:
+    spec = op.record.spec
+    assert spec is not None
+    declared = {argument.name for argument in spec.func._schema.arguments}
+    name = next((each for each in ("training", "train") if each in declared), None)
+    return name is None or bool(spec[name])
+
+
+def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], ceilings: Ceilings) -> float:
+    """How near to their roof the operators on single elements come in this step: so will compiled kernels."""
+    roof_ms = measured_ms = 0.0
+    for op, node in zip(operators, nodes, strict=True):
+        if not node.joins or op.record.cost is None or _plain(op) in ROW_REDUCTIONS | REDUCTIONS_OF_CHOICE:
+            continue
+        bound = roof(op.record.cost, ceilings)
+        if bound.bound != "launch":
+            roof_ms += bound.ms
+            measured_ms += op.measured_ms
+    return min(1.0, max(LEAST_SHARE, roof_ms / measured_ms)) if measured_ms > 0 else 1.0
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return int(prod(spec.shape)) * spec.dtype.itemsize

@@ -1,0 +1,142 @@
+"""What a compiler joins, counted by hand: who reads what, what is written for others, what is computed again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rooftop.analysis.advice.fusion import Fused, fused
+from rooftop.analysis.instruments import MeasuredOperator
+from rooftop.cost import CountingMode
+from rooftop.hardware.ceilings import Ceilings
+
+ROWS, WIDTH = 500, 500
+UNIT_MS = 1.0  # one tensor of ROWS x WIDTH float32 at 1 GB/s
+
+
+def counted(forward: Callable[[], Tensor], backward: bool = False) -> list[MeasuredOperator]:
+    """The operators, each taking as long as its bytes at 1 GB/s."""
+    with CountingMode() as mode:
+        output = forward()
+        forwards = len(mode.records)
+        if backward:
+            output.backward(torch.ones_like(output))
+    phases = ["forward"] * forwards + ["backward"] * (len(mode.records) - forwards)
+    records = [dataclasses.replace(r, phase=phase) for r, phase in zip(mode.records, phases, strict=True)]
+    return [MeasuredOperator(r, r.cost.bytes / 1e6 if r.cost else 0.0, ()) for r in records]
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(ROWS, WIDTH)
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    return torch.randn(WIDTH, WIDTH)
+
+
+def seen(found: Fused) -> tuple[int, int, float, float]:
+    return found.operators, found.kernels, round(found.now_ms, 2), round(found.after_ms, 2)
+
+
+def test_an_activation_between_two_products_saves_nothing(ceilings: Ceilings, x: Tensor, weight: Tensor) -> None:
+    operators = counted(lambda: functional.gelu(x @ weight) @ weight)
+    assert fused(operators, ceilings) == Fused()
+
+
+def test_a_chain_reads_once_and_writes_once(ceilings: Ceilings, x: Tensor, weight: Tensor) -> None:
+    """Three on single elements after a product: 2 units each, then 1 read and 1 written."""
+    operators = counted(lambda: ((x @ weight).mul(2).relu() - 1) @ weight)
+    assert seen(fused(operators, ceilings)) == (3, 1, 6.0, 2.0)
+
+
+def test_in_place_and_through_views_it_is_the_same(ceilings: Ceilings, x: Tensor, weight: Tensor) -> None:
+    operators = counted(lambda: ((x @ weight).mul_(2).view(-1).relu_().sub_(1)).view(ROWS, WIDTH) @ weight)
+    assert seen(fused(operators, ceilings)) == (3, 1, 6.0, 2.0)
+
+
+def test_a_residual_sum_joins_the_norm_after_it_and_is_kept_for_the_next(
+    ceilings: Ceilings, x: Tensor, weight: Tensor
+) -> None:
+    """Sum 3, norm 2; joined: product and x read, sum and normalized written. The last sum stands behind a product."""
+
+    def block() -> Tensor:
+        y = x + x @ weight
+        return y + functional.layer_norm(y, (WIDTH,)) @ weight
+
+    found = fused(counted(block), ceilings)
+    assert (found.operators, found.kernels) == (2, 1)
+    assert (found.now_ms, found.after_ms) == pytest.approx((5 * UNIT_MS, 4 * UNIT_MS), rel=0.01)
+
+
+def test_a_sum_over_columns_is_a_kernel_of_its_own(ceilings: Ceilings, x: Tensor, weight: Tensor) -> None:
+    over_columns = counted(lambda: (x @ weight).relu().sum(0))
+    over_rows = counted(lambda: (x @ weight).relu().sum(-1))
+    assert fused(over_columns, ceilings) == Fused()
+    found = fused(over_rows, ceilings)
+    assert (found.operators, found.kernels) == (2, 1)
+    assert (found.now_ms, found.after_ms) == pytest.approx((3 * UNIT_MS, UNIT_MS), rel=0.01)
+
+
+def test_backward_computes_a_formula_again_rather_than_read_what_it_left(ceilings: Ceilings, weight: Tensor) -> None:
+    """Forward of x * sigmoid(x) after a product: sigmoid 2, product 3; joined 2. Backward: of the five units that its
+    operators move beyond the gradient and the result, joined only x is left."""
+    leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def forward() -> Tensor:
+        y = leaf @ weight
+        return (y * torch.sigmoid(y)) @ weight
+
+    operators = counted(forward, backward=True)
+    joined = [op for op in operators if "mm" not in op.record.name and op.record.cost and op.record.cost.bytes]
+    assert [op.record.phase for op in joined].count("forward") >= 2
+    found = fused(operators, ceilings)
+    assert found.kernels == 2
+    assert found.after_ms == pytest.approx((2 + 3) * UNIT_MS, rel=0.01)
+
+
+def test_statistics_of_a_batch_take_another_pass(ceilings: Ceilings) -> None:
+    image, kernel = torch.randn(4, 64, 31, 31), torch.randn(64, 64, 1, 1)
+    norm = nn.BatchNorm2d(64)
+    size_ms = image.numel() * 4 / 1e6
+    found = fused(counted(lambda: norm(functional.conv2d(image, kernel)).relu()), ceilings)
+    assert (found.operators, found.kernels) == (2, 1)
+    assert found.after_ms == pytest.approx(3 * size_ms, rel=0.01)
+    norm.eval()
+    with torch.no_grad():
+        found = fused(counted(lambda: norm(functional.conv2d(image, kernel)).relu()), ceilings)
+    assert found.after_ms == pytest.approx(2 * size_ms, rel=0.01)
+
+
+def test_a_loss_over_long_rows_reads_them_twice(ceilings: Ceilings) -> None:
+    hidden, table = torch.randn(16, 8), torch.randn(8, 40_000)
+    targets = torch.randint(40_000, (16,))
+    size_ms = 16 * 40_000 * 4 / 1e6
+    found = fused(counted(lambda: functional.cross_entropy((hidden @ table) * 0.5, targets)), ceilings)
+    assert (found.operators, found.kernels) == (3, 1)
+    assert found.now_ms == pytest.approx(4 * size_ms, rel=0.01)
+    assert found.after_ms == pytest.approx(2 * size_ms, rel=0.01)
+
+
+def test_compiled_kernels_come_as_near_to_their_roof_as_those_of_the_step(
+    ceilings: Ceilings, x: Tensor, weight: Tensor
+) -> None:
+    operators = counted(lambda: ((x @ weight).mul(2).relu() - 1) @ weight)
+    slower = [dataclasses.replace(op, measured_ms=op.measured_ms / 0.8) for op in operators]
+    assert fused(slower, ceilings).after_ms == pytest.approx(2 / 0.8)
+
+
+def test_what_left_no_tensors_stays_as_it_is(ceilings: Ceilings, x: Tensor) -> None:
+    operators = counted(lambda: x.mul(2).relu())
+    bare = [
+        MeasuredOperator(dataclasses.replace(op.record, spec=None, inputs=(), outputs=()), op.measured_ms, ())
+        for op in operators
+    ]
+    assert fused(bare, ceilings) == Fused()
+    assert fused([], ceilings) == Fused()
