@@ -132,6 +132,18 @@ def test_compiled_kernels_come_as_near_to_their_roof_as_those_of_the_step(
     assert fused(slower, ceilings).after_ms == pytest.approx(2 / 0.8)
 
 
+def test_small_operators_are_no_faster_fused_than_others_of_the_step(ceilings: Ceilings, weight: Tensor) -> None:
+    """Two kilobytes move in 2 us; each of these took 0.1 ms, so one kernel in their place takes as long."""
+    small = torch.randn(1, WIDTH)
+    operators = [
+        dataclasses.replace(op, measured_ms=0.1 if op.record.cost and op.record.cost.bytes else 0.0)
+        for op in counted(lambda: ((small @ weight).mul(2).relu() - 1) @ weight)
+    ]
+    found = fused(operators, ceilings)
+    assert (found.operators, found.kernels) == (3, 1)
+    assert found.after_ms == pytest.approx(0.1)
+
+
 def test_what_left_no_tensors_stays_as_it_is(ceilings: Ceilings, x: Tensor) -> None:
     operators = counted(lambda: x.mul(2).relu())
     bare = [

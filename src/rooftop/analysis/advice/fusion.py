@@ -48,7 +48,6 @@ OTHERS_ON_ELEMENTS = {
     *("native_dropout", "native_dropout_backward", "bernoulli_", "masked_fill_", "constant_pad_nd"),
 }
 """On single elements, though PyTorch does not tag them so."""
-LEAST_SHARE = 0.5  # of roof, that a compiled kernel reaches even where the operators of this step do not
 
 
 @dataclass
@@ -91,8 +90,7 @@ def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
     for group, members in groups.items():
         moved = traffic.of(group)
         now_ms = sum(operators[place].measured_ms for place in members)
-        after_ms = 1e3 * moved / ceilings.rate(moved) / share if moved else 0.0
-        after_ms = max(after_ms, ceilings.kernel_floor_ms)
+        after_ms = max(1e3 * moved / ceilings.rate(moved) if moved else 0.0, ceilings.kernel_floor_ms) / share
         if len(members) < 2 or after_ms >= now_ms:
             continue
         found.operators += len(members)
@@ -269,11 +267,9 @@ def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node]
     for op, node in zip(operators, nodes, strict=True):
         if not node.joins or op.record.cost is None or _plain(op) in ROW_REDUCTIONS | REDUCTIONS_OF_CHOICE:
             continue
-        bound = roof(op.record.cost, ceilings)
-        if bound.bound != "launch":
-            roof_ms += bound.ms
-            measured_ms += op.measured_ms
-    return min(1.0, max(LEAST_SHARE, roof_ms / measured_ms)) if measured_ms > 0 else 1.0
+        roof_ms += roof(op.record.cost, ceilings).ms
+        measured_ms += op.measured_ms
+    return min(1.0, roof_ms / measured_ms) if roof_ms > 0 and measured_ms > 0 else 1.0
 
 
 def _bytes(spec: TensorSpec) -> int:
