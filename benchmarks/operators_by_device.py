@@ -31,7 +31,12 @@ from rooftop.cost.accounting import tensors_in
 
 ON_GPU = torch.cuda.is_available()
 SAMPLES = 30  # of each function and dtype
-SAME_COST = {"cudnn_batch_norm": "native_batch_norm", "cudnn_batch_norm_backward": "native_batch_norm_backward"}
+SAME_COST = {
+    "cudnn_batch_norm": "native_batch_norm",
+    "cudnn_batch_norm_backward": "native_batch_norm_backward",
+    "cudnn_grid_sampler": "grid_sampler_2d",
+    "cudnn_grid_sampler_backward": "grid_sampler_2d_backward",
+}
 TRANSFERS = {"_to_copy", "lift_fresh"}  # constants that the program makes on the host
 
 
