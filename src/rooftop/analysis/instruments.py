@@ -10,11 +10,12 @@ as they run in steps without labels (see `kernel_times`). On a CPU it is the hos
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -244,6 +245,7 @@ class LabelledInstrument:
     def __enter__(self) -> LabelledInstrument:
         if self._profiled is not None:
             self._stack.enter_context(self._profiled)
+        self._stack.enter_context(_seldom_collecting())
         self._stack.enter_context(self._counted)
         return self
 
@@ -257,6 +259,24 @@ class LabelledInstrument:
             return
         by_label, orphans = kernels_by_label(self._profiled.events, OPERATOR_LABEL)
         self.result = Labelled.on_gpu(records, [by_label.get(index, []) for index in range(len(records))], orphans)
+
+
+RECORDED_OBJECTS = 200_000  # of some 15,000 operators
+
+
+@contextmanager
+def _seldom_collecting() -> Iterator[None]:
+    """Python looks for garbage after so many new objects, not after the usual 700: our records are none, and to go
+    through them again and again takes longer than to make them."""
+    first, *others = gc.get_threshold()
+    ours = (max(first, RECORDED_OBJECTS), *others)
+    if first:  # 0: the program wants no collections
+        gc.set_threshold(*ours)
+    try:
+        yield
+    finally:
+        if first and gc.get_threshold() == ours:  # else the program has set it meanwhile
+            gc.set_threshold(first, *others)
 
 
 def _label(index: int) -> AbstractContextManager[Any]:

@@ -25,7 +25,7 @@ from rooftop.analysis.instruments import Labelled, Plain
 from rooftop.analysis.profiling import COMPILED_WARM_UP_STEPS
 
 LABELLED = 3
-LONG_LABELLED_MS = 4000.0  # where a labelled step takes longer, there is one of these
+LONG_LABELLED_MS = 2000.0  # where a labelled step takes longer, there is one of these
 WARM_UP = 3  # steps before the first that counts: allocators, autotuners
 COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS  # where something is compiled in them
 LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 1000, 10.0  # undisturbed steps: at least, and until either is reached

@@ -157,19 +157,32 @@ def _signature(func: torch._ops.OpOverload) -> _Signature:
     )
 
 
-def tensors_in(value: Any, _inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in a nest of tuples, lists, dicts and dataclasses (which may name one another), in order."""
+    found: list[Tensor] = []
+    _collect(value, found, ())
+    return iter(found)
+
+
+_WITHOUT_TENSORS = frozenset({int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.Size})
+
+
+def _collect(value: Any, found: list[Tensor], inside: tuple[int, ...]) -> None:
+    """No generator, and little for what is no tensor: this runs several times for each operator that is counted."""
+    kind = type(value)
+    if kind in _WITHOUT_TENSORS:
+        return
     if isinstance(value, Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors_in(item, _inside)
+            _collect(item, found, inside)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item, _inside)
-    elif hasattr(type(value), "__dataclass_fields__") and id(value) not in _inside:
+            _collect(item, found, inside)
+    elif hasattr(kind, "__dataclass_fields__") and id(value) not in inside:
         for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name, None), (*_inside, id(value)))
+            _collect(getattr(value, name, None), found, (*inside, id(value)))
 
 
 def is_sparse(tensor: Tensor) -> bool:

@@ -191,6 +191,7 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         cost, uncovered = counted(call)
     tensors = inputs or list(tensors_in(out))
     flowing = phase != "optimizer"
+    specs: dict[int, TensorSpec] = {}
     leading = next((t for t in tensors if t.is_floating_point() or t.is_complex()), tensors[0] if tensors else None)
     return Record(
         name=name,
@@ -202,24 +203,36 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         cost=cost,
         uncovered=uncovered,
         place=_place(name, tensors, out),
-        spec=_spec(func, args, kwargs) if name.startswith("aten::") else None,
-        inputs=tuple(_tensor_spec(t) for t in inputs) if flowing else (),
-        outputs=tuple(_tensor_spec(t) for t in tensors_in(out)) if flowing else (),
+        spec=_spec(func, args, kwargs, specs) if name.startswith("aten::") else None,
+        inputs=tuple([_tensor_spec(t, specs) for t in inputs]) if flowing else (),
+        outputs=tuple([_tensor_spec(t, specs) for t in tensors_in(out)]) if flowing else (),
     )
 
 
-def _spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec:
-    def described(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return _tensor_spec(value)
-        if isinstance(value, (list, tuple)):
-            return tuple(described(item) for item in value)
-        return value
-
-    return CallSpec(func, described(args), tuple((name, described(value)) for name, value in kwargs.items()))
+def _spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[int, TensorSpec]) -> CallSpec:
+    return CallSpec(
+        func, _without_data(args, specs), tuple((name, _without_data(v, specs)) for name, v in kwargs.items())
+    )
 
 
-def _tensor_spec(tensor: Tensor) -> TensorSpec:
+def _without_data(value: Any, specs: dict[int, TensorSpec]) -> Any:
+    """A nest with a spec for each tensor, and tuples for lists."""
+    if isinstance(value, Tensor):
+        return _tensor_spec(value, specs)
+    if isinstance(value, (list, tuple)):
+        return tuple([_without_data(item, specs) for item in value])
+    return value
+
+
+def _tensor_spec(tensor: Tensor, known: dict[int, TensorSpec]) -> TensorSpec:
+    """What a tensor is; `known`: those of this call by their id, since most occur twice."""
+    spec = known.get(id(tensor))
+    if spec is None:
+        known[id(tensor)] = spec = _described(tensor)
+    return spec
+
+
+def _described(tensor: Tensor) -> TensorSpec:
     if tensor.is_nested or tensor.layout != torch.strided:
         return TensorSpec((), tensor.dtype)
     channels_last = (
