@@ -2,7 +2,8 @@
 
     python benchmarks/trust_cpu.py [--out benchmarks/results/cpu/trust.json] [--repeats 10]
 
-Five models are analyzed again and again, first as the machine is, then with as many busy loops beside them as there
+Five models are analyzed again and again, each time in a process of its own (what the heap of a process holds decides
+whether freed memory stays in it, and so how fast its steps are), first as the machine is, then with as many busy loops beside them as there
 are cores (a third as often, since they take long). A report must be within 5% of the median of the undisturbed ones, or
 say that it was disturbed. Then the ceilings are measured again beside the loops: no percent of roof may change by that.
 
@@ -79,7 +80,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu/trust.json"))
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(report_of(options.worker)))
+        return 0
     measure_ceilings("cpu")
     rows = [analyzed(name, options.repeats, beside=False) for name in CASES]
     with busy_loops():
@@ -101,16 +106,9 @@ def main() -> int:
 
 def analyzed(name: str, repeats: int, beside: bool) -> dict[str, Any]:
     """The same model so many times."""
-    reports = [report_of(name) for _ in range(repeats)]
-    row = {
-        "case": name,
-        "beside_loops": beside,
-        "wall_ms": [report.summary.wall_ms for report in reports],
-        "percent_of_roof": [report.summary.percent_of_roof for report in reports],
-        "launch_gap_ms": [report.gaps.launch_gap_ms for report in reports],
-        "disturbed": [report.summary.disturbed for report in reports],
-        "above": max((r.percent_of_roof or 0.0 for report in reports for r in report.ops), default=0.0),
-    }
+    reports = [fresh_report(name) for _ in range(repeats)]
+    row: dict[str, Any] = {"case": name, "beside_loops": beside}
+    row |= {figure: [report[figure] for report in reports] for figure in reports[0]}
     percents = " ".join(
         f"{p:.1f}{'*' if d else ''}" for p, d in zip(row["percent_of_roof"], row["disturbed"], strict=True)
     )
@@ -118,14 +116,31 @@ def analyzed(name: str, repeats: int, beside: bool) -> dict[str, Any]:
     return row
 
 
-def report_of(name: str) -> rooftop.Report:
+def fresh_report(name: str) -> dict[str, Any]:
+    """`report_of` in a process of its own."""
+    words = [sys.executable, __file__, "--worker", name]
+    printed = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return found
+
+
+def report_of(name: str) -> dict[str, Any]:
     build, shape, train = CASES[name]
     torch.manual_seed(0)
-    return rooftop.analyze(build(), torch.randn(shape), train=train)
+    report = rooftop.analyze(build(), torch.randn(shape), train=train)
+    return {
+        "wall_ms": report.summary.wall_ms,
+        "percent_of_roof": report.summary.percent_of_roof,
+        "launch_gap_ms": report.gaps.launch_gap_ms,
+        "disturbed": report.summary.disturbed,
+        "above": max((row.percent_of_roof or 0.0 for row in report.ops), default=0.0),
+        "advice": [[item.title, item.gain_ms] for item in report.advice],
+        "notes": list(report.notes),
+    }
 
 
 def percent(name: str) -> float:
-    return statistics.median(report_of(name).summary.percent_of_roof for _ in range(3))
+    return statistics.median(fresh_report(name)["percent_of_roof"] for _ in range(3))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from rooftop.analysis.advice.host_rules import (
     HOST_RULES,
     data_loading,
+    freed_memory,
     host_synchronizations,
     launch_gap,
     unpinned_transfers,
@@ -20,6 +21,7 @@ from rooftop.analysis.kernel_join import Kernel
 from rooftop.analysis.report import Gaps, Summary
 from rooftop.cost import Cost, Record
 from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.page_faults import PageFaults
 
 PAGEABLE_IN, PAGEABLE_OUT = "Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pageable)"
 PINNED_IN = "Memcpy HtoD (Pinned -> Device)"
@@ -206,3 +208,16 @@ def test_a_step_that_keeps_the_gpu_busy_hears_nothing_about_its_host(gpu: Ceilin
 def test_what_was_not_run_hears_nothing_about_waits_copies_and_data(gpu: Ceilings, ceilings: Ceilings) -> None:
     assert [rule(found(gpu)) for rule in (host_synchronizations, unpinned_transfers, data_loading)] == [[], [], []]
     assert [item for rule in HOST_RULES for item in rule(found(ceilings))] == []
+
+
+def test_memory_that_is_taken_again_in_each_step_is_advice(ceilings: Ceilings) -> None:
+    """Of the moment with the fewest pages: the wall time is of such steps."""
+    on_two = dataclasses.replace(ceilings, threads=2)
+    steady = dataclasses.replace(found(on_two), faults=[PageFaults(7000.0, 5.0), PageFaults(6000.0, 4.0)])
+    (advice,) = freed_memory(steady)
+    assert advice.gain_ms == pytest.approx(3.0)
+    assert advice.low_ms == pytest.approx(2.0)
+    assert "takes 6,000 pages of memory from the system again, which works for them 4.00 ms" in advice.evidence
+    once = dataclasses.replace(steady, faults=[PageFaults(7000.0, 5.0), PageFaults(0.0, 0.0)])
+    assert all(item.gain_ms == 0 for item in freed_memory(once))
+    assert freed_memory(found(on_two)) == []

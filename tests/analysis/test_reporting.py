@@ -15,6 +15,7 @@ from rooftop.analysis.reporting import report_of
 from rooftop.cost import roof
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.load import OtherLoad
+from rooftop.hardware.page_faults import PageFaults
 from rooftop.hardware.sequences import StepTime
 
 QUIET = OtherLoad(0.0, 10.0)
@@ -128,3 +129,15 @@ def test_the_new_figures_survive_their_file(measured: Profile, ceilings: Ceiling
     broken = {**plain, "summary": {**plain["summary"], "latency_ms": "fast"}}
     with pytest.raises(ValueError, match="latency_ms is 'fast', expected a number"):
         Report.from_dict(broken)
+
+
+def test_two_states_of_the_heap_are_no_noise(measured: Profile, ceilings: Ceilings) -> None:
+    def noted(*faults: PageFaults) -> list[str]:
+        return [n for n in reported(measured, ceilings, steps(100.0), faults=faults).notes if "pages of memory" in n]
+
+    (note,) = noted(PageFaults(7000.0, 12.0), PageFaults(3.0, 0.1), PageFaults(7001.0, 11.0))
+    assert note.startswith("At some moments a step took 7,001 pages of memory from the system, at others 3:")
+    assert "MALLOC_TRIM_THRESHOLD_" in note
+    assert noted(PageFaults(7000.0, 12.0), PageFaults(6000.0, 10.0)) == []  # that is advice
+    assert noted(PageFaults(200.0, 1.0), PageFaults(0.0, 0.0)) == []
+    assert noted() == []

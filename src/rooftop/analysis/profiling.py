@@ -18,9 +18,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,6 +44,7 @@ from rooftop.cost import distinct_bytes
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import ModelRunError
 from rooftop.hardware.load import OtherLoad, other_load
+from rooftop.hardware.page_faults import PageFaults
 from rooftop.hardware.sequences import StepClock, StepTime
 
 Progress = Callable[[str, float], None]
@@ -89,6 +90,7 @@ class Profile:
         runs: labelled runs.
         compilation: what `torch.compile` did, None if nothing is compiled.
         load: what other programs did to the CPU meanwhile.
+        faults: pages that a step took from the system, at each moment; none on a GPU.
         notes: what a reader should know about this measurement.
     """
 
@@ -107,6 +109,7 @@ class Profile:
     compilation: Compilation | None
     load: OtherLoad
     notes: list[str]
+    faults: Sequence[PageFaults] = ()
 
 
 def profile_program(
@@ -161,9 +164,10 @@ def profile_program(
         if times is not None and questions.asked and not graphs:
             more_ms = _traced_more_ms(program, clock, plain.result, times, questions)
     latency = clock.latency if alone else None
-    return assembled(
+    profile = assembled(
         device, labelled, clock.wall, plain.result, tracker, graphs, clock.launching_ms, latency, times, load, more_ms
     )
+    return replace(profile, faults=tuple(clock.faults))
 
 
 def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTimes | None:

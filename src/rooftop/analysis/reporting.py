@@ -22,11 +22,14 @@ from rooftop.analysis.program import describe_tensor
 from rooftop.analysis.report import Gaps, ModuleNode, OperatorRow, Report, Summary
 from rooftop.hardware import devices
 from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.page_faults import KEEP_MEMORY
 
 MEMORY_POINTS = 2000
 """Most points of the memory curve that a report keeps."""
 NOISY = 0.05
 """An interval of the wall time that is wider than this, relative to it, is said in a note."""
+MANY_FAULTS = 500
+"""Pages (2 MB) that a step takes from the system: fewer are not worth a word."""
 HOST_THREADS = 2
 """What a step on a GPU wants of the CPU: a thread for the program and one for its backward pass."""
 
@@ -68,6 +71,7 @@ def report_of(
         optimizers=profile.tracker.optimizers,
         traced_more_ms=profile.traced_more_ms,
         batched=batched,
+        faults=profile.faults,
     )
     return Report(
         target=target,
@@ -86,7 +90,14 @@ def report_of(
         memory=tuple(_thinned(profile.plain.memory, MEMORY_POINTS)),
         peak_bytes=max((size for _, size in profile.plain.memory), default=0),
         compilation=profile.compilation,
-        notes=(*_noise(profile), *profile.notes, *balance_notes, *notes, *_disturbances(ceilings, profile)),
+        notes=(
+            *_noise(profile),
+            *profile.notes,
+            *balance_notes,
+            *notes,
+            *_two_states(profile),
+            *_disturbances(ceilings, profile),
+        ),
     )
 
 
@@ -147,6 +158,20 @@ def _noise(profile: Profile) -> list[str]:
     return [
         f"Disturbed: {'; '.join(filter(None, [cause, seen]))}. Differences and gains below {unsure} say nothing; on a "
         "quiet machine the step may be faster."
+    ]
+
+
+def _two_states(profile: Profile) -> list[str]:
+    """Where steps took pages from the system at some moments only: that is no noise, but two states of the heap."""
+    if not profile.faults:
+        return []
+    least, most = (choose(profile.faults, key=lambda f: f.count) for choose in (min, max))
+    if most.count < MANY_FAULTS or most.count < 2 * least.count:
+        return []
+    return [
+        f"At some moments a step took {most.count:,.0f} pages of memory from the system, at others {least.count:,.0f}: "
+        "malloc gives back what is freed, depending on what else it holds. The time of a step differs by that; the "
+        f"wall time is of the faster ones. Started so, a program is always fast: {KEEP_MEMORY}"
     ]
 
 

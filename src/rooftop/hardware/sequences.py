@@ -24,6 +24,8 @@ from itertools import pairwise
 
 import torch
 
+from rooftop.hardware.page_faults import PageFaults, page_faults
+
 LEAD_STEPS, LEAD_S = 2, 0.15
 """Steps before those that are counted: at least so many, and for at least so long. An H100 that was idle runs matrix
 products some 50 ms above the clocks that its power limit lets it keep. A CPU needs one."""
@@ -97,6 +99,7 @@ class StepClock:
         self._blocks: list[list[float]] = []
         self._alone_ms: list[float] = []
         self._launching_ms: list[float] = []
+        self.faults: list[PageFaults] = []  # of a step, at each moment; none on a GPU
 
     @property
     def wall(self) -> StepTime:
@@ -147,10 +150,12 @@ class StepClock:
 
     def _durations_ms(self, count: int) -> list[float]:
         if self._device.type != "cuda":
+            before = page_faults()
             ticks = [time.perf_counter_ns()]
             for _ in range(count):
                 self._step()
                 ticks.append(time.perf_counter_ns())
+            self.faults.append(page_faults().since(before, count))
             return [(after - before) / 1e6 for before, after in pairwise(ticks)]
         with torch.cuda.device(self._device):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from rooftop.analysis.findings import Findings, waits_for_device
 from rooftop.analysis.report import Advice
+from rooftop.hardware.page_faults import KEEP_MEMORY
 
 
 def launch_gap(findings: Findings) -> list[Advice]:
@@ -127,9 +128,31 @@ def data_loading(findings: Findings) -> list[Advice]:
     ]
 
 
+def freed_memory(findings: Findings) -> list[Advice]:
+    """On a CPU: pages that malloc gives back and takes again in each step, at all moments at which it was timed.
+
+    The system works for all threads; whether the others wait meanwhile is not known. The gain is the middle between its
+    share of each thread and all of it.
+    """
+    if not findings.faults:
+        return []
+    least, threads = min(findings.faults, key=lambda faults: faults.count), findings.ceilings.threads
+    return [
+        Advice(
+            "Keep memory that is freed",
+            f"each step takes {least.count:,.0f} pages of memory from the system again, which works for them "
+            f"{least.system_ms:.2f} ms, all threads together",
+            least.system_ms * (1 + 1 / threads) / 2,
+            KEEP_MEMORY,
+            low_ms=least.system_ms / threads,
+        )
+    ]
+
+
 HOST_RULES: tuple[Callable[[Findings], list[Advice]], ...] = (
     launch_gap,
     host_synchronizations,
     unpinned_transfers,
     data_loading,
+    freed_memory,
 )
