@@ -3,9 +3,10 @@
     python benchmarks/trust_cpu.py [--out benchmarks/results/cpu/trust.json] [--repeats 10]
 
 Five models are analyzed again and again, each time in a process of its own (what the heap of a process holds decides
-whether freed memory stays in it, and so how fast its steps are), first as the machine is, then with as many busy loops beside them as there
-are cores (a third as often, since they take long). A report must be within 5% of the median of the undisturbed ones, or
-say that it was disturbed. Then the ceilings are measured again beside the loops: no percent of roof may change by that.
+whether freed memory stays in it, and so how fast its steps are). First they have the machine for themselves, then there
+are as many busy loops beside them as cores (a third as often, since they take long). A report must be within 5% of the
+median of the undisturbed ones, or say that it was disturbed. Then the ceilings are measured again beside the loops: no
+percent of roof may change by that.
 
 Exits with 1 if a report misses. What the machine did by itself while the first reports were made counts as well: they
 are marked if it disturbed them.
