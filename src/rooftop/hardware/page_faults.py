@@ -1,8 +1,9 @@
 """Pages of memory that a program takes from the system anew.
 
 The C library's `malloc` gives large pieces back to the system when they are freed. A step on a CPU that allocates and
-frees its activations then takes the same pages again each time, and the system fills each with zeros first: a fifth of
-the time of a ResNet-18 here. Whether it does depends on what else lies in the heap, so two runs of one step may differ.
+frees its activations then takes the same pages again each time, and the system fills each with zeros first, which shows
+in the time of a convolutional network. Whether malloc does so depends on what else lies in the heap, so two runs of one
+step may differ.
 """
 
 from __future__ import annotations
