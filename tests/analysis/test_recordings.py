@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Iterator
@@ -87,6 +88,30 @@ def test_nothing_of_a_loop_changes(steps: int, ceilings: Ceilings) -> None:
     assert recorded.steps == steps
     recorded.report.table()
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_before_the_timed_steps_where_the_program_collects(
+    collects: bool, ceilings: Ceilings
+) -> None:
+    """Else our records bring a whole collection on in one of them."""
+    whole: list[str] = []
+
+    def seen(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            whole.append(recorded._stage.name)
+
+    if not collects:
+        gc.disable()
+    try:
+        with rooftop.recording(device="cpu", ceilings=ceilings) as recorded:
+            gc.callbacks.append(seen)
+            train(NEEDED + 20, recorded)
+    finally:
+        gc.callbacks.remove(seen)
+        gc.enable()
+    assert ("settling" in whole) == collects
+    assert "timed" not in whole
 
 
 def test_a_step_of_a_loop_is_counted_as_one_step_of_analyze(ceilings: Ceilings) -> None:

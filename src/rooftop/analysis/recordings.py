@@ -32,6 +32,7 @@ from rooftop.analysis.instruments import (
     CompiledInstrument,
     LabelledInstrument,
     PlainInstrument,
+    collect_garbage,
     require_folder_of,
 )
 from rooftop.analysis.machine_ceilings import likely_ceilings
@@ -329,6 +330,8 @@ class Recording:
                 self._now.enter_context(torch.compiler.set_stance("force_eager"))
             self._now.enter_context(self._tracker.following())
             self._watch(LabelledInstrument(self._device, self._tracker, MOST_OPERATORS))
+        elif name == "settling":
+            collect_garbage()
         elif name == "timed":
             self._clock = StepClock(self._device)
         self._stage_began = time.perf_counter()

@@ -153,7 +153,11 @@ def _noise(profile: Profile) -> list[str]:
         return []
     cause = f"other processes used {profile.load.cores:.1f} of {os.cpu_count()} cores" if _crowded(profile) else ""
     fastest, half = time_text(wall.low_ms), time_text(wall.high_ms)
-    seen = f"of {wall.steps} steps at {wall.blocks} moments half took more than {half}, the fastest ones {fastest}"
+    if wall.mean:
+        seen = f"most of {wall.steps} steps took {fastest} to {half}, {time_text(wall.ms)} in the mean"
+    else:
+        moments = f"{wall.blocks} moments" if wall.blocks > 1 else "one moment"
+        seen = f"of {wall.steps} steps at {moments} half took more than {half}, the fastest ones {fastest}"
     unsure = time_text(max(wall.high_ms - wall.low_ms, NOISY * wall.ms))
     return [
         f"Disturbed: {'; '.join(filter(None, [cause, seen]))}. Differences and gains below {unsure} say nothing; on a "

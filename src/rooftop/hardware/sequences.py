@@ -41,6 +41,7 @@ class StepTime:
     Attributes:
         ms: the time. low_ms, high_ms: the interval: the fastest window, and the median of all.
         steps, blocks: how many steps were timed, at how many moments.
+        mean: whether the time is the mean of all steps.
     """
 
     ms: float
@@ -48,6 +49,7 @@ class StepTime:
     high_ms: float
     steps: int
     blocks: int = 1
+    mean: bool = False
 
     @property
     def spread(self) -> float:
@@ -68,7 +70,7 @@ class StepTime:
         windows, steps = _windows([durations_ms])
         mean, quarter = statistics.fmean(durations_ms), len(windows) // 4
         low_ms, high_ms = windows[quarter], windows[len(windows) - 1 - quarter]
-        return cls(mean, min(mean, low_ms), max(mean, high_ms), steps)
+        return cls(mean, min(mean, low_ms), max(mean, high_ms), steps, mean=True)
 
 
 def _windows(blocks: Sequence[Sequence[float]]) -> tuple[list[float], int]:
