@@ -139,6 +139,37 @@ def test_the_folder_is_that_of_before(tmp_path: Path, ceilings: Ceilings) -> Non
     assert Path.cwd() == before
 
 
+def test_a_script_knows_where_it_lies(tmp_path: Path, ceilings: Ceilings, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python gives `__file__` and tracebacks the whole path, and leaves `sys.argv[0]` as it was typed."""
+    text = "import os, sys, torch\nprint(__file__, sys.argv[0])\nos.chdir('/')\nos.stat(__file__)\n1 / 0"
+    path, folder = script(tmp_path, text), Path.cwd()
+    typed = os.path.relpath(path, folder)
+    ended = run_script(typed, device="cpu", ceilings=ceilings)
+    assert capsys.readouterr().out == f"{path} {typed}\n"
+    assert isinstance(ended.error, ZeroDivisionError)
+    assert f'File "{path}", line 5' in ended.traceback
+
+
+def test_errors_that_are_no_exceptions_end_with_a_report(tmp_path: Path, ceilings: Ceilings) -> None:
+    text = LOOP + "import asyncio\nraise asyncio.CancelledError('stop')"
+    ended = run_script(script(tmp_path, text), device="cpu", ceilings=ceilings)
+    assert ended.status == 1
+    assert ended.report is not None
+    assert "raised CancelledError: stop" in ended.problem
+    assert "scripts.py" not in ended.traceback
+
+
+def test_the_script_s_own_hook_tells_of_its_error(
+    tmp_path: Path, ceilings: Ceilings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "sys.excepthook = lambda kind, error, trace: print('HOOK', error, trace.tb_lineno)\nraise ValueError('hi')"
+    before = sys.excepthook
+    ended = run_script(script(tmp_path, ONE + text), device="cpu", ceilings=ceilings)
+    assert sys.excepthook is before
+    assert capsys.readouterr().out == "HOOK hi 4\n"
+    assert ended.traceback == ""
+
+
 # ---- how it ends -------------------------------------------------------------------------------------------------
 
 LOOP = f"""
@@ -161,13 +192,16 @@ ENDS = {
     "": 0,
     "sys.exit(3)": 3,
     "sys.exit('no data')": 1,
+    "sys.exit(('no data', 2))": 1,
     "os._exit(4)": 4,
     "def f():\n    raise ValueError('not now')\nf()": 1,
     "raise KeyboardInterrupt": 130,
 }
 
 
-@pytest.mark.parametrize(("end", "status"), ENDS.items(), ids=["end", "exit", "text", "_exit", "error", "interrupted"])
+@pytest.mark.parametrize(
+    ("end", "status"), ENDS.items(), ids=["end", "exit", "text", "tuple", "_exit", "error", "interrupted"]
+)
 def test_a_script_ends_as_it_would_and_prints_what_it_would(
     end: str, status: int, tmp_path: Path, ceilings: Ceilings, fork: Callable[..., BaseProcess]
 ) -> None:
@@ -192,7 +226,9 @@ def test_a_script_ends_as_it_would_and_prints_what_it_would(
     of_profiler = "Memory block of unknown size"  # PyTorch's word on tensors older than its profiler
     errors = "".join(line for line in printed["analyzed"][1].splitlines(keepends=True) if of_profiler not in line)
     assert errors.startswith("not all is well\n")
-    assert ("no data" in errors.splitlines()) == ("no data" in end)
+    said = {"sys.exit('no data')": "no data", "sys.exit(('no data', 2))": "('no data', 2)"}.get(end)
+    assert said is None or said in errors.splitlines()
+    assert said is not None or "no data" not in errors
     if "ValueError" in end:
         traceback = errors[errors.index("Traceback") :]
         assert traceback.index("train.py") < traceback.index("in f\n") < traceback.index("ValueError: not now")
@@ -246,13 +282,14 @@ def test_a_process_that_ends_at_once_has_its_report_made_before(
 
     monkeypatch.setattr(os, "_exit", end)
     seen = []
+    ended = run_script(
+        script(tmp_path, LOOP + "os._exit(6)"),
+        ceilings=ceilings,
+        device="cpu",
+        before_exit=lambda run: seen.append((run.status, run.report is not None)),
+    )
     with pytest.raises(EndedError, match="6"):
-        run_script(
-            script(tmp_path, LOOP + "os._exit(6)"),
-            ceilings=ceilings,
-            device="cpu",
-            before_exit=lambda run: seen.append((run.status, run.report is not None)),
-        )
+        raise ended.error or AssertionError("the process went on")
     assert seen == [(6, True)]
 
 

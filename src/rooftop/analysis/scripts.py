@@ -6,14 +6,15 @@ report is made of it however it ends, also by `os._exit` and by Ctrl-C, if enoug
 
 from __future__ import annotations
 
+import builtins
 import os
-import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -37,7 +38,7 @@ class ScriptRun:
         status: its exit status.
         problem: in one line why it failed, or why there is no report; "" if all is well.
         error: what it raised; a KeyboardInterrupt is the user's.
-        traceback: what Python would have printed of the error.
+        traceback: what Python would have printed of the error; "" where the script's own `sys.excepthook` has said it.
     """
 
     report: Report | None
@@ -125,6 +126,7 @@ def run_script(
         end_process(status)
 
     status, problem = 0, ""
+    hook = sys.excepthook
     error: BaseException | None = None
     with recorded, others, _as_main(script, arguments), process_groups_kept(), patch.object(os, "_exit", exit_now):
         try:
@@ -133,13 +135,17 @@ def run_script(
             (status, problem), error = _status(end, script), end
         except KeyboardInterrupt as interrupted:
             status, problem, error = 130, "interrupted", interrupted
-        except Exception as raised:
+        except BaseException as raised:  # also asyncio.CancelledError and others that are no Exception
             status, error = 1, raised
             problem = f"{script} raised {type(raised).__name__}: {raised}{_line(raised, script)}"
+    scripts_hook, sys.excepthook = sys.excepthook, hook
+    failure = error if not isinstance(error, SystemExit) else None
+    if failure is not None and scripts_hook is not hook:
+        scripts_hook(type(failure), failure, _from_script_on(failure, script))
     run = _reported(recorded, others, several, status, problem, error)
-    if error is None or isinstance(error, SystemExit):
+    if failure is None or scripts_hook is not hook:
         return run
-    return replace(run, traceback=_traceback(error, script))
+    return replace(run, traceback=_traceback(failure, script))
 
 
 def _status(end: SystemExit, script: Path) -> tuple[int, str]:
@@ -189,13 +195,19 @@ def _run(script: Path) -> None:
     """Run it. A process that it forked and that comes to its end ends here: there is one report, the first one's."""
     process = os.getpid()
     status = 1
+    path = os.path.abspath(script)  # as Python sets `__file__`, and names the script in tracebacks
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=path, __builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = main
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+        exec(code, main.__dict__)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise
-    except Exception:
+    except BaseException:
         if os.getpid() != process:
             traceback.print_exc()
         raise
@@ -234,8 +246,12 @@ def _line(error: BaseException, script: Path) -> str:
 
 
 def _traceback(error: BaseException, script: Path) -> str:
+    return "".join(traceback.format_exception(type(error), error, _from_script_on(error, script)))
+
+
+def _from_script_on(error: BaseException, script: Path) -> TracebackType | None:
     """The traceback from the script's first frame on."""
     trace = error.__traceback__
     while trace is not None and os.path.basename(trace.tb_frame.f_code.co_filename) != script.name:
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
+    return trace

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import click
@@ -227,8 +228,8 @@ def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None,
         ModelRunError: it raised.
         KeyboardInterrupt: it was interrupted.
     """
-    if isinstance(run.error, SystemExit) and isinstance(run.error.code, str):
-        click.echo(run.error.code, err=True)
+    if isinstance(run.error, SystemExit) and not isinstance(run.error.code, (int, NoneType)):
+        click.echo(str(run.error.code), err=True)
     if run.traceback:
         click.echo(run.traceback, err=True, nl=False)
     if run.report is not None:
