@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from rooftop.analysis.attribution import LOSS, OPTIMIZER, ModuleTracker
@@ -141,3 +146,97 @@ def test_an_exception_in_forward_leaves_no_hook_and_no_open_scope() -> None:
     calls = tracker.traffic["0"].calls
     net[0](x)
     assert tracker.traffic["0"].calls == calls
+
+
+# ---- an observer ends nothing and changes nothing ------------------------------------------------------------------
+
+
+def test_modules_under_transforms_move_what_all_samples_move() -> None:
+    """`torch.func` wraps tensors: the wrapper shows one sample, and memory holds all."""
+    layer, x = nn.Linear(16, 4), torch.randn(32, 16)
+    weights = {name: weight.detach() for name, weight in layer.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return functional_call(layer, weights, (sample,)).square().sum()
+
+    for step in (
+        lambda: vmap(layer)(x),
+        lambda: vmap(grad(loss), (None, 0))(weights, x),
+        lambda: grad(loss)(weights, x),
+        lambda: jvp(layer, (x,), (x,)),
+    ):
+        tracker, expected = ModuleTracker(layer), step()
+        with tracker, CountingMode(tracker.locate):
+            found = step()
+        torch.testing.assert_close(found, expected)
+        assert tracker.uncounted == {}
+        assert (tracker.traffic[""].input_bytes, tracker.traffic[""].output_bytes) == (4 * 32 * 16, 4 * 32 * 4)
+
+
+def _graph(traced: torch.jit.ScriptModule) -> str:
+    """Without the numbers that TorchScript gives to the types of a process."""
+    return re.sub(r"___torch_mangle_\d+\.", "", str(traced.graph))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_what_is_traced_has_the_graph_that_it_has_without_us() -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4)
+    expected = _graph(torch.jit.trace(net, x))
+    tracker = ModuleTracker(net)
+    with tracker, CountingMode(tracker.locate):
+        traced = torch.jit.trace(net, x)
+    assert _graph(traced) == expected
+    assert "traced by torch.jit.trace" in tracker.uncounted["Linear"]
+
+
+def test_tensors_of_an_unknown_kind_end_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(tensors: object) -> int:
+        raise NotImplementedError("no storage")
+
+    net, x = nn.Linear(4, 4), torch.randn(3, 4)
+    monkeypatch.setattr("rooftop.analysis.attribution.distinct_bytes", refused)
+    monkeypatch.setattr("rooftop.cost.counting._described", refused)
+    tracker = ModuleTracker(net)
+    records = run(tracker, lambda: net(x))
+    assert tracker.uncounted == {"Linear": "NotImplementedError: no storage"}
+    assert tracker.traffic == {}
+    assert [r.cost for r in records] == [None] * len(records)
+    assert "tensors cannot be read: NotImplementedError: no storage" in records[-1].uncovered
+    tracker.restart()
+    assert tracker.uncounted == {}
+
+
+def test_after_an_optimizer_that_raised_forward_is_forward() -> None:
+    class Refusing(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            raise RuntimeError("not now")
+
+    net, x = Net(), torch.randn(3, 4)
+    optimizer = Refusing(net.parameters(), lr=0.1)
+
+    def step() -> None:
+        with pytest.raises(RuntimeError, match="not now"):
+            optimizer.step()
+        net(x)
+
+    records = run(ModuleTracker(net), step)
+    assert {r.phase for r in records} == {"forward"}
+
+
+def test_labels_for_the_profiler_are_no_operators() -> None:
+    def step() -> None:
+        with torch.profiler.record_function("mine"):
+            torch.ones(3).sin()
+
+    assert {r.name.partition("::")[0] for r in run(ModuleTracker(), step)} == {"aten"}
+
+
+def test_a_warning_that_was_shown_is_not_shown_again() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            warnings.warn("mine", stacklevel=1)
+            with ModuleTracker():
+                pass
+    assert len(shown) == 1

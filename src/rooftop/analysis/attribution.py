@@ -12,6 +12,7 @@ The same hooks add up what each module takes in and gives out, which is what its
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from bisect import bisect_right
@@ -30,6 +31,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from rooftop.analysis.optimizer_labels import optimizer_ends
 from rooftop.cost import distinct_bytes
 from rooftop.cost.accounting import tensors_in
 
@@ -75,12 +77,14 @@ class ModuleTracker:
         traffic: scope -> ModuleTraffic of this step. `restart()` clears it for the next.
         optimizers: optimizers whose `step` ran.
         elsewhere: whether modules ran in threads of their own, where operators are not seen.
+        uncounted: class of each module whose inputs and outputs could not be counted -> why.
     """
 
     def __init__(self, root: nn.Module | None = None, inside: bool = True) -> None:
         self.traffic: dict[str, ModuleTraffic] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
         self.elsewhere = False
+        self.uncounted: dict[str, str] = {}
         self._thread = threading.get_ident()
         self._paths: dict[nn.Module, str] = {}
         self._owners: dict[int, str] = {}  # id(parameter) -> scope of the module that owns it
@@ -101,6 +105,7 @@ class ModuleTracker:
             register_optimizer_step_post_hook(self._optimizer_leaving),
         ):
             self._hooks.callback(handle.remove)
+        self._hooks.enter_context(optimizer_ends(self._optimizer_ended))
         if self._inside:
             self._hooks.enter_context(self.following())
         return self
@@ -130,6 +135,7 @@ class ModuleTracker:
         kept.traffic = {scope: replace(traffic) for scope, traffic in self.traffic.items()}
         kept.optimizers = list(self.optimizers)
         kept.elsewhere = self.elsewhere
+        kept.uncounted = dict(self.uncounted)
         return kept
 
     def observe(self, module: nn.Module | None, inputs: Any, output: Any) -> None:
@@ -143,6 +149,7 @@ class ModuleTracker:
     def restart(self) -> None:
         """Forget the last step: its traffic, and the nodes that its forward pass made."""
         self.traffic.clear()
+        self.uncounted.clear()
         self.optimizers.clear()
         self._stack.clear()
         self._numbers.clear()
@@ -199,7 +206,13 @@ class ModuleTracker:
             return
         scope = self._stack.pop()
         self._mark(self._stack[-1] if self._stack else LOSS)
-        self._add_traffic(scope, module, list(tensors_in([args, kwargs])), list(tensors_in(output)))
+        if torch._C._get_tracing_state() is not None:  # whoever looks at a size becomes part of the traced graph
+            self.uncounted[type(module).__name__] = "it was being traced by torch.jit.trace"
+            return
+        try:
+            self._add_traffic(scope, module, list(tensors_in([args, kwargs])), list(tensors_in(output)))
+        except Exception as error:  # tensors of a kind that is not known here must not end the program
+            self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
 
     def _mark(self, scope: str) -> None:
         if torch._C._current_autograd_node() is None:
@@ -207,6 +220,8 @@ class ModuleTracker:
             self._scopes.append(scope if scope != LOSS else AUTOGRAD)
 
     def _add_traffic(self, scope: str, module: nn.Module, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        taken, given = distinct_bytes(inputs), distinct_bytes(outputs)
+        with_gradients = distinct_bytes(t for t in inputs if t.requires_grad)
         traffic = self.traffic.get(scope)
         if traffic is None:
             parameters = list(module.parameters())
@@ -217,9 +232,9 @@ class ModuleTracker:
                 parameters=sum(p.numel() for p in parameters),
             )
         traffic.calls += 1
-        traffic.input_bytes += distinct_bytes(inputs)
-        traffic.grad_input_bytes += distinct_bytes(t for t in inputs if t.requires_grad)
-        traffic.output_bytes += distinct_bytes(outputs)
+        traffic.input_bytes += taken
+        traffic.grad_input_bytes += with_gradients
+        traffic.output_bytes += given
 
     def _optimizer_entering(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the hooks are not to become part of a compiled step
@@ -231,6 +246,10 @@ class ModuleTracker:
     def _optimizer_leaving(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             self._optimizing -= 1
+
+    def _optimizer_ended(self, raised: bool) -> None:
+        if raised:  # the hook above did not run
+            self._optimizing = max(0, self._optimizing - 1)
 
     def _closure_outside(self, args: Any, kwargs: Any) -> Any:
         """The arguments of `Optimizer.step`, the optimizer first, with a closure that knows it is no optimizer.
@@ -255,9 +274,13 @@ class ModuleTracker:
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """Without the warning that a compiled module runs under hooks: they are ours. Other filters stay the program's."""
-    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
-    ours = warnings.filters[0]
+    """Without the warning that a compiled module runs under hooks: they are ours. Other filters stay the program's.
+
+    `warnings.filterwarnings` would make Python forget which warnings it has shown, and show them again.
+    """
+    message = re.compile(r"Using `torch\.compile\(module\)` when there are global hooks", re.IGNORECASE)
+    ours = ("ignore", message, Warning, None, 0)
+    warnings.filters.insert(0, ours)  # type: ignore[attr-defined]
     try:
         yield
     finally:

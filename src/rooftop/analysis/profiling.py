@@ -33,6 +33,7 @@ from rooftop.analysis.instruments import (
     MeasuredOperator,
     Plain,
     PlainInstrument,
+    collect_garbage,
     medians,
     require_folder_of,
 )
@@ -153,6 +154,7 @@ def profile_program(
         between = blocks - LEAST_BLOCKS if device.type == "cpu" else 0
         labelled, tracker = _labelled_runs(program, graphs, clock, between, times, progress)
         progress("timing the step again", 0.9)
+        collect_garbage()
         clock.run_alone(alone)
         clock.run_block(BLOCK_S)
         while clock.wall.blocks < blocks and (clock.wall.blocks < QUIET_BLOCKS or clock.wall.spread > AGREEMENT):
@@ -264,6 +266,12 @@ def assembled(
     if tracker.elsewhere:
         notes.append(
             "Modules ran in other threads than the step's own, where operators are not seen: they are missing."
+        )
+    if tracker.uncounted:
+        (name, why), *others = tracker.uncounted.items()
+        notes.append(
+            f"What {name}{f' and {len(others)} other classes of modules' if others else ''} took in and gave out could "
+            f"not be counted ({why}): their fused roof is that of their parts."
         )
     return Profile(
         device=device,

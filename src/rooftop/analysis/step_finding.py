@@ -34,8 +34,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from rooftop.analysis.optimizer_labels import optimizer_ends
+
 MOST_INNER_STEPS = 16  # of the leading marker in one step of a coarser one; more is an epoch
-OPTIMIZER_LABEL = "Optimizer.step#"  # how PyTorch's label around an optimizer's step begins
 FORGOTTEN_AFTER = 24  # markers of another optimizer without one of the leading: the program has gone on without it
 
 
@@ -116,8 +117,7 @@ class StepFinder:
         around.enter_context(patch.object(torch.amp.GradScaler, "step", self._scaled(torch.amp.GradScaler.step)))
         backward = self._differentiating(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
         around.enter_context(patch.object(torch.autograd, "_engine_run_backward", backward))
-        label = torch.autograd.profiler.record_function
-        around.enter_context(patch.object(label, "__exit__", self._leaving_label(label.__exit__)))
+        around.enter_context(optimizer_ends(self._optimizer_ended))
         around.enter_context(patch.object(torch, "compile", self._compiling(torch.compile)))
         self._calls_patched.enter_context(patch.object(nn.Module, "__call__", self._calling(nn.Module.__call__)))
         around.enter_context(self._calls_patched)
@@ -218,24 +218,15 @@ class StepFinder:
         self._optimizer_steps += 1
         self._stepped = optimizer
 
-    def _leaving_label(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The step ends where the optimizer's label for the profiler does, which its hooks run inside.
-
-        An optimizer that steps another one steps when it is done itself.
-        """
-
-        @wraps(original)
-        def __exit__(label: Any, *error: Any) -> Any:
-            result = original(label, *error)
-            if label.name.startswith(OPTIMIZER_LABEL) and not self._is_elsewhere():
-                if error[:1] != (None,):  # it raised, so its last hook did not run
-                    self._optimizing = max(0, self._optimizing - 1)
-                elif self._stepped is not None and not self._optimizing:
-                    optimizer, self._stepped = self._stepped, None
-                    self._marked(Level.OPTIMIZER, optimizer)
-            return result
-
-        return __exit__
+    def _optimizer_ended(self, raised: bool) -> None:
+        """The step of the program ends here. An optimizer that steps another one steps when it is done itself."""
+        if self._is_elsewhere():
+            return
+        if raised:  # its last hook did not run
+            self._optimizing = max(0, self._optimizing - 1)
+        elif self._stepped is not None and not self._optimizing:
+            optimizer, self._stepped = self._stepped, None
+            self._marked(Level.OPTIMIZER, optimizer)
 
     def _is_elsewhere(self) -> bool:
         """Whether this is another thread, or inside a backward pass."""

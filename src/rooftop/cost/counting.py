@@ -135,8 +135,7 @@ class CountingMode(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper (DTensor, a nested tensor) comes first and calls operators on what it wraps: those are counted.
             return NotImplemented
-        if func.namespace == "prim":
-            # Fake tensors are asked for their device through the dispatcher, real ones are not: no part of the program.
+        if func.namespace in _NO_PART_OF_THE_PROGRAM or torch._C._get_tracing_state() is not None:
             return func(*args, **kwargs)
         if (
             _has_decomposition(func)
@@ -153,8 +152,18 @@ class CountingMode(TorchDispatchMode):
         scope, phase = self._locate()
         with self._around(index):
             out = func(*args, **kwargs)
-        self.records.append(_record(func, args, kwargs, out, scope, phase))
+        try:
+            record = _record(func, args, kwargs, out, scope, phase)
+        except Exception as error:  # tensors of a kind that is not known here must not end the program
+            why = f"its tensors cannot be read: {type(error).__name__}: {error}"
+            record = Record(str(func), (), "", "", scope, phase, None, why)
+        self.records.append(record)
         return out
+
+
+_NO_PART_OF_THE_PROGRAM = {"prim", "profiler"}
+"""Fake tensors are asked for their device through the dispatcher, and labels for the profiler are operators. Nor is
+anything counted under torch.jit.trace: whoever looks at a size becomes part of the traced graph."""
 
 
 @cache

@@ -1,0 +1,33 @@
+"""Where a step of an optimizer ends, also where it raises.
+
+PyTorch puts a label for its profiler around each `Optimizer.step`. The hooks of an optimizer run inside that label, and
+those for the end of the step do not run where it raises. The label always ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+from torch.autograd.profiler import record_function
+
+OPTIMIZER_LABEL = "Optimizer.step#"  # how the name of the label begins
+
+
+@contextmanager
+def optimizer_ends(tell: Callable[[bool], None]) -> Iterator[None]:
+    """Inside, call `tell` after each label of an optimizer, in whatever thread, with whether the step raised."""
+    original = record_function.__exit__
+
+    @wraps(original)
+    def __exit__(label: Any, *error: Any) -> Any:
+        result = original(label, *error)
+        if label.name.startswith(OPTIMIZER_LABEL):
+            tell(error[:1] != (None,))
+        return result
+
+    with patch.object(record_function, "__exit__", __exit__):
+        yield
