@@ -65,12 +65,12 @@ CASES = (
 
 @dataclass
 class Result:
-    """Of a loop. `own_ms` is what its clock said in the plain runs, `analyzed_ms` in the analyzed one, with the steps
-    that were watched."""
+    """Of a loop. `own_ms` is what its clock said in the plain runs, `late_ms` in the last half of the steps of each
+    run, the analyzed one between the two others."""
 
     loop: str
     own_ms: list[float] = field(default_factory=list)
-    analyzed_ms: float | None = None
+    late_ms: list[float] = field(default_factory=list)
     reported_ms: float | None = None
     ratio: float | None = None
     percent_of_roof: float | None = None
@@ -163,7 +163,7 @@ def tried(loop: Loop, device: str, ceilings: Path) -> Result:
         result.problems.append("there is no report")
         return result
     result.own_ms = [run.said["step_ms"] for run in (before, after) if "step_ms" in run.said]
-    result.analyzed_ms = analyzed.said.get("step_ms")
+    result.late_ms = [run.said["late_ms"] for run in (before, analyzed, after) if run.said.get("late_ms")]
     result.notes = report["notes"]
     result.percent_of_roof = report["summary"]["percent_of_roof"]
     result.reported_ms = report["summary"]["wall_ms"]

@@ -1,6 +1,6 @@
 """Whether `rooftop analyze` can be trusted: public models, analyzed in fresh processes, beside a plain timing.
 
-    python benchmarks/trust.py [--out benchmarks/results/h200/trust.json] [--processes 5] [--only TEXT ...]
+    python benchmarks/trust.py [--out benchmarks/results/h200/trust.json] [--processes 5] [--more] [--only TEXT ...]
     python benchmarks/trust.py --advice [--out benchmarks/results/h200/trust_advice.json]
 
 The plain timing shares nothing with Rooftop: ten steps between two events, again and again without a synchronization
@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/trust.json"))
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--only", default=[""], nargs="+", metavar="TEXT", help="cases whose names have one of these")
+    parser.add_argument("--more", action="store_true", help="add these processes to those that --out has already")
     parser.add_argument("--advice", action="store_true", help="follow the advice and time it")
     parser.add_argument("--quick", action="store_true", help="small models on the CPU, to try the script")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -58,10 +59,12 @@ def main() -> int:
     if options.worker:
         worker(cases, device, options.out, options.advice)
         return 0
-    runs: list[dict[str, Any]] = []
+    runs = earlier_processes(options.out) if options.more else []
     rows: Any = []
     for _ in range(1 if options.advice else options.processes):
         runs.append(fresh_process(options))
+        if runs[-1]["environment"]["device"] != runs[0]["environment"]["device"]:
+            raise RuntimeError(f"{options.out} is of another device than this: choose another --out.")
         names = list(runs[0]["rows"])
         rows = (
             runs[0]["rows"]
@@ -76,6 +79,16 @@ def main() -> int:
     for problem in missed:
         print("MISSED", problem)
     return 1 if missed else 0
+
+
+def earlier_processes(path: Path) -> list[dict[str, Any]]:
+    """What a file of results has, a process at a time."""
+    found = json.loads(path.read_text())
+    count = max(len(row["runs"]) for row in found["results"])
+    return [
+        {"environment": found["environment"], "rows": {r["case"]: r["runs"][i] for r in found["results"]}}
+        for i in range(count)
+    ]
 
 
 def fresh_process(options: argparse.Namespace) -> dict[str, Any]:

@@ -7,13 +7,15 @@
     clock.finish()
 
 The clock starts at the end of the second step and waits for the device there, at pauses (an evaluation) and at the end,
-as loops that print their speed do. `finish` prints one line of JSON.
+as loops that print their speed do. `finish` prints one line of JSON, in which `late_ms` is the mean of the last half of
+the steps alone: those in which nobody watches the loop any more.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ class LoopClock:
         self.losses: list[Any] = []
         self._since: float | None = None
         self._timed = 0
+        self._marks: list[Any] = []  # the ends of steps; None: a pause
 
     def step(self, loss: Any = None) -> None:
         """One step has ended. The loss may stay on the device until the end."""
@@ -37,11 +40,13 @@ class LoopClock:
         self._timed += self._since is not None
         if loss is not None:
             self.losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        self._marks.append(self._mark())
         if self.steps == WARM_UP:
             self.go_on()
 
     def pause(self) -> None:
         """What follows is no step: an evaluation."""
+        self._marks.append(None)
         if self._since is not None:
             self._wait()
             self.seconds += time.perf_counter() - self._since
@@ -56,7 +61,25 @@ class LoopClock:
         self.pause()
         losses = [float(loss) for loss in self.losses]
         ms = 1e3 * self.seconds / self._timed if self._timed else None
-        print(MARK + json.dumps({"steps": self.steps, "step_ms": ms, "losses": losses}), flush=True)
+        said = {"steps": self.steps, "step_ms": ms, "late_ms": self._late_ms(), "losses": losses}
+        print(MARK + json.dumps(said), flush=True)
+
+    def _late_ms(self) -> float | None:
+        pairs = [(begin, end) for begin, end in pairwise(self._marks) if begin is not None and end is not None]
+        late = pairs[len(pairs) // 2 :]
+        if self.device.startswith("cuda"):
+            durations = [begin.elapsed_time(end) for begin, end in late]
+        else:
+            durations = [1e3 * (end - begin) for begin, end in late]
+        return sum(durations) / len(durations) if durations else None
+
+    def _mark(self) -> Any:
+        """Now, in the order of what runs on the device; nothing waits for it."""
+        if not self.device.startswith("cuda"):
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _wait(self) -> None:
         if self.device.startswith("cuda"):

@@ -110,7 +110,7 @@ def test_what_it_costs_to_be_compiled(
     times = KernelTimes(("add",), (before_ms,), before_ms, 3)
     clock = StepClock(program.step, torch.device("cpu"))
     plain = Plain(1.0, [], [], 0.0, 0.0, compiled=False)
-    assert profiling._traced_more_ms(program, clock, plain, times, TracingQuestions()) == more_ms
+    assert profiling._traced_more_ms(program, clock, plain, times) == more_ms
 
 
 @pytest.mark.gpu

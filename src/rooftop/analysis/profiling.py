@@ -44,6 +44,7 @@ from rooftop.analysis.traced_steps import TracingQuestions
 from rooftop.cost import distinct_bytes
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import ModelRunError
+from rooftop.hardware import cupti
 from rooftop.hardware.load import OtherLoad, other_load
 from rooftop.hardware.page_faults import PageFaults
 from rooftop.hardware.sequences import StepClock, StepTime
@@ -144,8 +145,7 @@ def profile_program(
         alone = max(LEAST_ALONE, min(MOST_ALONE, int(ALONE_S / max(step_s, 1e-6)))) if device.type == "cuda" else 0
         clock.run_alone(alone)
         progress("profiling", 0.3)
-        questions = TracingQuestions()
-        with PlainInstrument(device, _allocated_bytes(program), trace) as plain, questions.noticed():
+        with PlainInstrument(device, _allocated_bytes(program), trace) as plain:
             program.step()
         if blocks > LEAST_BLOCKS:
             clock.run_block(BLOCK_S)
@@ -163,8 +163,8 @@ def profile_program(
             times = _kernel_times(program, clock, plain.result)  # one of the two was disturbed
             clock.run_block(BLOCK_S)
         more_ms: float | None = 0.0
-        if times is not None and questions.asked and not graphs:
-            more_ms = _traced_more_ms(program, clock, plain.result, times, questions)
+        if times is not None and not (graphs or plain.result.compiled):
+            more_ms = _traced_more_ms(program, clock, plain.result, times)
     latency = clock.latency if alone else None
     profile = assembled(
         device, labelled, clock.wall, plain.result, tracker, graphs, clock.launching_ms, latency, times, load, more_ms
@@ -176,10 +176,13 @@ def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTim
     return watch_kernels(program.step, program.device, clock.wall.ms, len(plain.kernels)) if plain.kernels else None
 
 
-def _traced_more_ms(
-    program: Program, clock: StepClock, plain: Plain, times: KernelTimes, questions: TracingQuestions
-) -> float | None:
+def _traced_more_ms(program: Program, clock: StepClock, plain: Plain, times: KernelTimes) -> float | None:
     """See `Profile.traced_more_ms`. A program that fails fails there only, and is no worse for it."""
+    questions = TracingQuestions()
+    with questions.noticed():
+        program.step()
+    if not questions.asked:
+        return 0.0
     try:
         with questions.affirmed():
             program.step()
@@ -266,6 +269,11 @@ def assembled(
     if tracker.elsewhere:
         notes.append(
             "Modules ran in other threads than the step's own, where operators are not seen: they are missing."
+        )
+    if device.type == "cuda" and cupti.stays_for:
+        notes.append(
+            f"CUPTI, through which the profiler watched, stays attached, as {cupti.stays_for} may be in a call of the "
+            "CUDA runtime. Launches take longer with it: a step that its host bounds would be up to a quarter faster."
         )
     if tracker.uncounted:
         (name, why), *others = tracker.uncounted.items()

@@ -62,6 +62,7 @@ from rooftop.analysis.stages import (
     steps_needed,
 )
 from rooftop.analysis.step_finding import Level, StepFinder
+from rooftop.hardware import cupti
 from rooftop.hardware.ceilings import Ceilings, require_ceilings
 from rooftop.hardware.sequences import synchronize
 
@@ -332,6 +333,8 @@ class Recording:
             self._watch(LabelledInstrument(self._device, self._tracker, MOST_OPERATORS))
         elif name == "settling":
             collect_garbage()
+            if self._device.type == "cuda":
+                cupti.detach()
         elif name == "timed":
             self._clock = StepClock(self._device)
         self._stage_began = time.perf_counter()

@@ -4,7 +4,8 @@ A program may ask whether it is, and run other operators then: transformers leav
 nothing, but not where looking at it would break the capture, and attention with a mask is slower. Advice to compile or
 to capture must know. So it is noticed whether a program asks, and if it does, some steps run with "yes" for an answer.
 
-PyTorch itself asks as well (its optimizers refuse to be captured unprepared): it is told the truth.
+PyTorch itself asks as well (its optimizers refuse to be captured unprepared): it is told the truth. A program with
+compiled parts is not asked: what is put in place here would be compiled into them, in a graph of its own.
 """
 
 from __future__ import annotations

@@ -4,37 +4,93 @@ PyTorch's profiler attaches CUPTI when it first begins and leaves it there. Atta
 through it: a program that is bound by its host is slower for the rest of its life, though nobody profiles it any more
 (the GPU's own times stay). PyTorch has a switch against that, `TEARDOWN_CUPTI=1`, under which every second profiler
 misses kernels. So CUPTI is detached here, where the device is idle and all records have been read.
+
+No other thread may be in a call of the CUDA runtime meanwhile. Threads of Python cannot begin one, since the GIL is
+held, and those that wait in the standard library are in none. NCCL's threads are always in one, and a process that
+detaches beside them may stop for good. So CUPTI stays where another thread may be in a call.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["detach"]
+__all__ = ["detach", "others_in_calls", "stays_for"]
+
+PATIENCE_S = 0.05  # for other threads to come out of their calls
 
 _MAPS = Path("/proc/self/maps")  # what is loaded into this process, with paths
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+_OTHER_PACKAGES = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))  # some lie inside it
 
-_library: ctypes.CDLL | None = None
+_library: ctypes.PyDLL | None = None
+stays_for = ""
+"""Whose calls CUPTI stayed for at the last `detach`; "" where it did not."""
 
 
 def detach() -> bool:
-    """Take CUPTI off this process until a profiler begins again. True if it was there.
+    """Take CUPTI off this process until a profiler begins again. True if it was there and is gone.
 
-    No profiler may be active. What runs on the devices is waited for, as CUPTI requires.
+    No profiler may be active. What runs on the devices is waited for, as CUPTI requires. Where another thread stays in
+    what may be a call of the CUDA runtime, CUPTI stays.
     """
-    global _library
+    global _library, stays_for
+    stays_for = ""
     if _library is None:
         path = _loaded("libcupti.so")
         if path is None:
             return False
-        _library = ctypes.CDLL(path)
+        _library = ctypes.PyDLL(path)  # which holds the GIL in its calls
     for device in range(torch.cuda.device_count()):
         if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]
             torch.cuda.synchronize(device)
-    return bool(_library.cuptiFinalize() == 0)
+    began = time.perf_counter()
+    while True:
+        with _keeping_the_gil():
+            stays_for = others_in_calls()
+            if not stays_for:
+                return bool(_library.cuptiFinalize() == 0)
+        if time.perf_counter() - began > PATIENCE_S:
+            return False
+        time.sleep(1e-3)
+
+
+def others_in_calls() -> str:
+    """Whose thread may be in a call of the CUDA runtime, of others than this one; "" if there is none."""
+    if dist.is_available() and dist.is_initialized():
+        groups = dist.distributed_c10d._world
+        if any("nccl" in str(groups.pg_backend_config.get(group)) for group in groups.pg_map):
+            return "NCCL"
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident() and not _is_standard(frame.f_code.co_filename):
+            return f"the thread {names[ident]}" if ident in names else "a thread that Python did not start"
+    return ""
+
+
+def _is_standard(path: str) -> bool:
+    """Whether code is of Python's standard library, which knows nothing of CUDA."""
+    return path.startswith((_STANDARD_LIBRARY, "<frozen ")) and not path.startswith(_OTHER_PACKAGES)
+
+
+@contextmanager
+def _keeping_the_gil() -> Iterator[None]:
+    """No other thread of Python gets its turn inside, unless what runs here releases the GIL."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _loaded(name: str) -> str | None:
