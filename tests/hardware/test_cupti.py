@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +58,64 @@ def test_without_cupti_there_is_nothing_to_detach(monkeypatch: pytest.MonkeyPatc
     assert not cupti.detach()
     (tmp_path / "maps").write_text("7f00-7f01 r-xp 00000000 08:01 12    /lib/libnothing.so\n7f02-7f03 rw-p 0 00:00 0\n")
     assert not cupti.detach()
+
+
+def test_threads_that_wait_in_the_standard_library_are_in_no_call() -> None:
+    over, waiting = threading.Event(), queue.Queue[int]()
+    idle = ThreadPoolExecutor(1)
+    idle.submit(int).result()
+    threads = [threading.Thread(target=over.wait), threading.Thread(target=waiting.get)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert cupti.others_in_calls() == ""
+    finally:
+        over.set()
+        waiting.put(0)
+        idle.shutdown()
+
+
+def test_a_thread_that_computes_may_be_in_a_call() -> None:
+    began, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        a = torch.ones(300, 300)
+        while not over.is_set():
+            began.set() if float((a @ a).sum()) else None
+
+    thread = threading.Thread(target=work, name="work")
+    thread.start()
+    began.wait(10)
+    try:
+        assert "the thread work" in {cupti.others_in_calls() for _ in range(200) if time.sleep(1e-3) is None}
+    finally:
+        over.set()
+        thread.join()
+    assert cupti.others_in_calls() == ""
+
+
+def test_cupti_stays_where_a_thread_may_be_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    finalized = list[None]()
+    monkeypatch.setattr(cupti, "_library", SimpleNamespace(cuptiFinalize=lambda: finalized.append(None) or 0))
+    monkeypatch.setattr(cupti, "others_in_calls", lambda: "the thread work")
+    monkeypatch.setattr(cupti, "PATIENCE_S", 0.01)
+    assert not cupti.detach()
+    assert (cupti.stays_for, finalized) == ("the thread work", [])
+    answers = iter(["the thread work", ""])
+    monkeypatch.setattr(cupti, "others_in_calls", lambda: next(answers))
+    switches = sys.getswitchinterval()
+    assert cupti.detach()
+    assert (cupti.stays_for, finalized) == ("", [None])
+    assert sys.getswitchinterval() == switches
+
+
+def test_nccl_is_always_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SimpleNamespace(pg_map=["group"], pg_backend_config={"group": "cpu:gloo"})
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_world", world)
+    assert cupti.others_in_calls() == ""
+    world.pg_backend_config["group"] = "cpu:gloo,cuda:nccl"
+    assert cupti.others_in_calls() == "NCCL"
 
 
 @pytest.mark.gpu

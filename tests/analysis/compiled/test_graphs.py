@@ -296,6 +296,28 @@ def test_a_recompilation_is_listed_with_its_function_and_its_reason(ceilings: Ce
 # Nothing is left behind.
 
 
+class Watchable(nn.Module):
+    """Uses what an analysis looks at: calls of modules, labels for the profiler, and whether it is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.profiler.record_function("layer"):
+            x = self.layer(x)
+        return x.sin() if torch.compiler.is_compiling() else x.cos()
+
+
+def test_what_is_watched_is_compiled_as_ever(round_ceilings: Ceilings) -> None:
+    """What an analysis puts in place of PyTorch's functions does not become part of the graphs, or breaks them."""
+    report = rooftop.analyze(Watchable(), torch.ones(4, 8), compile=True, ceilings=round_ceilings)
+    assert report.compilation is not None
+    assert report.compilation.graphs == 1
+    assert report.compilation.graph_breaks == ()
+    assert report.compilation.recompilations == ()
+
+
 def test_the_model_and_the_compiler_are_as_before(both: Analyzed) -> None:
     assert both.compiled.compilation is not None
     assert both.hooks_after == both.hooks_before
