@@ -95,8 +95,13 @@ def test_a_thread_that_computes_may_be_in_a_call() -> None:
 
 
 def test_cupti_stays_where_a_thread_may_be_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    finalized = list[None]()
-    monkeypatch.setattr(cupti, "_library", SimpleNamespace(cuptiFinalize=lambda: finalized.append(None) or 0))
+    finalized = list[int]()
+
+    def finalize() -> int:
+        finalized.append(0)
+        return 0
+
+    monkeypatch.setattr(cupti, "_library", SimpleNamespace(cuptiFinalize=finalize))
     monkeypatch.setattr(cupti, "others_in_calls", lambda: "the thread work")
     monkeypatch.setattr(cupti, "PATIENCE_S", 0.01)
     assert not cupti.detach()
@@ -105,7 +110,7 @@ def test_cupti_stays_where_a_thread_may_be_in_a_call(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cupti, "others_in_calls", lambda: next(answers))
     switches = sys.getswitchinterval()
     assert cupti.detach()
-    assert (cupti.stays_for, finalized) == ("", [None])
+    assert (cupti.stays_for, finalized) == ("", [0])
     assert sys.getswitchinterval() == switches
 
 
