@@ -211,13 +211,11 @@ def test_what_was_not_run_hears_nothing_about_waits_copies_and_data(gpu: Ceiling
 
 
 def test_memory_that_is_taken_again_in_each_step_is_advice(ceilings: Ceilings) -> None:
-    """Of the moment with the fewest pages: the wall time is of such steps."""
     on_two = dataclasses.replace(ceilings, threads=2)
-    steady = dataclasses.replace(found(on_two), faults=[PageFaults(7000.0, 5.0), PageFaults(6000.0, 4.0)])
+    steady = dataclasses.replace(found(on_two), faults=PageFaults(6000.0, 4.0))
     (advice,) = freed_memory(steady)
     assert advice.gain_ms == pytest.approx(3.0)
     assert advice.low_ms == pytest.approx(2.0)
     assert "takes 6,000 pages of memory from the system again, which works for them 4.00 ms" in advice.evidence
-    once = dataclasses.replace(steady, faults=[PageFaults(7000.0, 5.0), PageFaults(0.0, 0.0)])
-    assert all(item.gain_ms == 0 for item in freed_memory(once))
+    assert freed_memory(dataclasses.replace(steady, faults=PageFaults(100.0, 4.0))) == []  # the system did other work
     assert freed_memory(found(on_two)) == []

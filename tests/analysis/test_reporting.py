@@ -16,7 +16,7 @@ from rooftop.cost import roof
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.load import OtherLoad
 from rooftop.hardware.page_faults import PageFaults
-from rooftop.hardware.sequences import StepTime
+from rooftop.hardware.sequences import OtherState, StepTime
 
 QUIET = OtherLoad(0.0, 10.0)
 
@@ -132,12 +132,15 @@ def test_the_new_figures_survive_their_file(measured: Profile, ceilings: Ceiling
 
 
 def test_two_states_of_the_heap_are_no_noise(measured: Profile, ceilings: Ceilings) -> None:
-    def noted(*faults: PageFaults) -> list[str]:
-        return [n for n in reported(measured, ceilings, steps(100.0), faults=faults).notes if "pages of memory" in n]
+    def noted(otherwise: OtherState | None) -> list[str]:
+        report = reported(measured, ceilings, steps(100.0), faults=PageFaults(7001.0, 12.0), otherwise=otherwise)
+        return [note for note in report.notes if "pages of memory" in note]
 
-    (note,) = noted(PageFaults(7000.0, 12.0), PageFaults(3.0, 0.1), PageFaults(7001.0, 11.0))
-    assert note.startswith("At some moments a step took 7,001 pages of memory from the system, at others 3:")
+    (note,) = noted(OtherState(PageFaults(3.0, 0.1), steps(80.0)))
+    assert note.startswith("A step took 7,001 pages of memory from the system at first, and 3 later,")
+    assert "lasted 80 ms" in note
+    assert "so 20 ms of the launch gap are this" in note
     assert "MALLOC_TRIM_THRESHOLD_" in note
-    assert noted(PageFaults(7000.0, 12.0), PageFaults(6000.0, 10.0)) == []  # that is advice
-    assert noted(PageFaults(200.0, 1.0), PageFaults(0.0, 0.0)) == []
-    assert noted() == []
+    (slower_later,) = noted(OtherState(PageFaults(20_000.0, 30.0), steps(120.0)))
+    assert "launch gap" not in slower_later
+    assert noted(None) == []

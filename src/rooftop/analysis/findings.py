@@ -11,7 +11,7 @@ import torch
 from rooftop.analysis.instruments import MeasuredOperator, Plain
 from rooftop.analysis.report import Gaps, OperatorRow, Summary
 from rooftop.hardware.ceilings import Ceilings
-from rooftop.hardware.page_faults import PageFaults
+from rooftop.hardware.page_faults import NO_FAULTS, PageFaults
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Findings:
         optimizers: that stepped.
         traced_more_ms: by how much the device is busy longer where the program believes that it is compiled or
             captured; None if it fails then.
-        faults: pages that a step took from the system, at each moment at which it was timed; none on a GPU.
+        faults: pages that a step took from the system; none on a GPU.
         batched: more samples are no more launches; those of a detector, a list of images, are.
     """
 
@@ -42,7 +42,7 @@ class Findings:
     optimizers: Sequence[torch.optim.Optimizer] = ()
     traced_more_ms: float | None = 0.0
     batched: bool = True
-    faults: Sequence[PageFaults] = ()
+    faults: PageFaults = NO_FAULTS
 
     @property
     def noise_ms(self) -> float:

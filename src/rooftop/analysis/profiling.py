@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -46,8 +46,8 @@ from rooftop.cost.accounting import tensors_in
 from rooftop.errors import ModelRunError
 from rooftop.hardware import cupti
 from rooftop.hardware.load import OtherLoad, other_load
-from rooftop.hardware.page_faults import PageFaults
-from rooftop.hardware.sequences import StepClock, StepTime
+from rooftop.hardware.page_faults import NO_FAULTS, PageFaults
+from rooftop.hardware.sequences import OtherState, StepClock, StepTime
 
 Progress = Callable[[str, float], None]
 """Called with (what is being done, fraction done from 0 to 1)."""
@@ -92,7 +92,8 @@ class Profile:
         runs: labelled runs.
         compilation: what `torch.compile` did, None if nothing is compiled.
         load: what other programs did to the CPU meanwhile.
-        faults: pages that a step took from the system, at each moment; none on a GPU.
+        faults: pages that a step took from the system; none on a GPU.
+        otherwise: what a step was like later, when the operators were timed, if it took others (a CPU).
         notes: what a reader should know about this measurement.
     """
 
@@ -111,7 +112,8 @@ class Profile:
     compilation: Compilation | None
     load: OtherLoad
     notes: list[str]
-    faults: Sequence[PageFaults] = ()
+    faults: PageFaults = NO_FAULTS
+    otherwise: OtherState | None = None
 
 
 def profile_program(
@@ -157,7 +159,7 @@ def profile_program(
         collect_garbage()
         clock.run_alone(alone)
         clock.run_block(BLOCK_S)
-        while clock.wall.blocks < blocks and (clock.wall.blocks < QUIET_BLOCKS or clock.wall.spread > AGREEMENT):
+        while clock.blocks < blocks and (clock.wall.blocks < QUIET_BLOCKS or clock.wall.spread > AGREEMENT):
             clock.run_block(BLOCK_S)
         if times is not None and times.busy_ms > (1 + UNEXPLAINED) * clock.wall.ms:
             times = _kernel_times(program, clock, plain.result)  # one of the two was disturbed
@@ -169,7 +171,7 @@ def profile_program(
     profile = assembled(
         device, labelled, clock.wall, plain.result, tracker, graphs, clock.launching_ms, latency, times, load, more_ms
     )
-    return replace(profile, faults=tuple(clock.faults))
+    return replace(profile, faults=clock.faults, otherwise=clock.otherwise)
 
 
 def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTimes | None:

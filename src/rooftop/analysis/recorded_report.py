@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -83,6 +83,7 @@ def recorded_report(
             f"{laps.steps}."
         )
     profile = assembled(device, [each.labelled for each in labelled], wall, plain, labelled[-1].seen, graphs)
+    profile = replace(profile, faults=laps.faults)
     if measures:
         ceilings, about_ceilings = completed_ceilings(ceilings, profile)
         said += about_ceilings

@@ -353,7 +353,7 @@ class Recording:
         name, laps = self._stage.name, self._laps
         if self._clock is not None:
             synchronize(self._device)
-            laps.timed_ms, self._clock = self._clock.durations_ms(), None
+            laps.timed_ms, laps.faults, self._clock = self._clock.durations_ms(), self._clock.faults(), None
         elif not keep:
             self._now.close()
         elif name == "plain":

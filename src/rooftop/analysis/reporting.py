@@ -28,8 +28,6 @@ MEMORY_POINTS = 2000
 """Most points of the memory curve that a report keeps."""
 NOISY = 0.05
 """An interval of the wall time that is wider than this, relative to it, is said in a note."""
-MANY_FAULTS = 500
-"""Pages (2 MB) that a step takes from the system: fewer are not worth a word."""
 HOST_THREADS = 2
 """What a step on a GPU wants of the CPU: a thread for the program and one for its backward pass."""
 
@@ -166,16 +164,17 @@ def _noise(profile: Profile) -> list[str]:
 
 
 def _two_states(profile: Profile) -> list[str]:
-    """Where steps took pages from the system at some moments only: that is no noise, but two states of the heap."""
-    if not profile.faults:
+    """Where steps took other numbers of pages later on: that is no noise, but two states of the heap."""
+    later = profile.otherwise
+    if later is None:
         return []
-    least, most = (choose(profile.faults, key=lambda f: f.count) for choose in (min, max))
-    if most.count < MANY_FAULTS or most.count < 2 * least.count:
-        return []
+    part_ms = profile.wall.ms - later.wall.ms
+    gap = f"; operators were timed later, so {time_text(part_ms)} of the launch gap are this" if part_ms > 0 else ""
     return [
-        f"At some moments a step took {most.count:,.0f} pages of memory from the system, at others {least.count:,.0f}: "
-        "malloc gives back what is freed, depending on what else it holds. The time of a step differs by that; the "
-        f"wall time is of the faster ones. Started so, a program is always fast: {KEEP_MEMORY}"
+        f"A step took {profile.faults.count:,.0f} pages of memory from the system at first, and "
+        f"{later.faults.count:,.0f} later, beside the records of this analysis, when it lasted "
+        f"{time_text(later.wall.ms)}: malloc keeps what is freed, or gives it back, depending on what else it holds. "
+        f"The wall time is of the first steps{gap}. Started so, a program always keeps its memory: {KEEP_MEMORY}"
     ]
 
 

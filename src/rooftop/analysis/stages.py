@@ -23,6 +23,7 @@ import torch
 from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.instruments import Labelled, Plain
 from rooftop.analysis.profiling import COMPILED_WARM_UP_STEPS
+from rooftop.hardware.page_faults import NO_FAULTS, PageFaults, page_faults
 
 LABELLED = 3
 LONG_LABELLED_MS = 2000.0  # where a labelled step takes longer, there is one of these
@@ -108,6 +109,7 @@ class Laps:
         whole, early: labelled steps for a program that ends soon.
         plain, labelled: the step under the profiler, and the labelled ones.
         timed_ms: durations of undisturbed steps, and what each called.
+        faults: pages that one of these took from the system; none on a GPU.
     """
 
     steps: int = 0
@@ -118,6 +120,7 @@ class Laps:
     labelled: list[Watched] = field(default_factory=list)
     timed_ms: list[float] = field(default_factory=list)
     timed_calls: list[Calls] = field(default_factory=list)
+    faults: PageFaults = NO_FAULTS
     repeats: int = 0
 
     @property
@@ -160,6 +163,7 @@ class StepClock:
         self._device = device
         self._marks: list[Any] = []
         self.began = time.perf_counter()
+        self._faults = page_faults()
         self.mark()
 
     def mark(self) -> None:
@@ -177,6 +181,12 @@ class StepClock:
     @property
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.began
+
+    def faults(self) -> PageFaults:
+        """Of a step until now, in the mean. None on a GPU."""
+        if self._device.type == "cuda" or not self.steps:
+            return NO_FAULTS
+        return page_faults().since(self._faults, self.steps)
 
     def durations_ms(self) -> list[float]:
         """Of each step; the device must have passed the last mark."""

@@ -1,9 +1,9 @@
 """Pages of memory that a program takes from the system anew.
 
 The C library's `malloc` gives large pieces back to the system when they are freed. A step on a CPU that allocates and
-frees its activations then takes the same pages again each time, and the system fills each with zeros first, which shows
-in the time of a convolutional network. Whether malloc does so depends on what else lies in the heap, so two runs of one
-step may differ.
+frees its activations then takes the same pages again each time, and the system fills each page with zeros first. A
+convolutional network is slower by that. Whether malloc gives memory back depends on what else lies in the heap: a step
+is in one of two states, and the records of an analysis can move it from one to the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ try:
 except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
-__all__ = ["KEEP_MEMORY", "PageFaults", "page_faults"]
+__all__ = ["KEEP_MEMORY", "NO_FAULTS", "PageFaults", "page_faults"]
+
+MANY = 500  # pages of a step: 2 MB, which take a few tenths of a millisecond
 
 KEEP_MEMORY = "MALLOC_TRIM_THRESHOLD_=10000000000 MALLOC_MMAP_THRESHOLD_=10000000000 python ..."
 """How to start a program so that glibc's malloc keeps what is freed."""
@@ -23,10 +25,10 @@ KEEP_MEMORY = "MALLOC_TRIM_THRESHOLD_=10000000000 MALLOC_MMAP_THRESHOLD_=1000000
 
 @dataclass(frozen=True)
 class PageFaults:
-    """Of this process and all its threads; differences and quotients of them are per step.
+    """Of this process and all its threads.
 
     Attributes:
-        count: pages taken without reading a disk.
+        count: pages that the system gave it without reading a disk (minor faults).
         system_ms: time that the system worked for the process, most of it for those pages.
     """
 
@@ -34,13 +36,21 @@ class PageFaults:
     system_ms: float = 0.0
 
     def since(self, before: PageFaults, steps: int) -> PageFaults:
-        """Of each of so many steps since then."""
+        """The mean of so many steps since then."""
         return PageFaults((self.count - before.count) / steps, (self.system_ms - before.system_ms) / steps)
+
+    def is_like(self, other: PageFaults) -> bool:
+        """Whether steps with these faults are in the same state: few pages in both, or about as many."""
+        least, most = sorted((self.count, other.count))
+        return most < MANY or most < 2 * least
+
+
+NO_FAULTS = PageFaults()
 
 
 def page_faults() -> PageFaults:
-    """Until now; none where the system does not count them."""
+    """Those since the process began. All are 0 where the system does not count them."""
     if resource is None:
-        return PageFaults()
+        return NO_FAULTS
     used = resource.getrusage(resource.RUSAGE_SELF)
     return PageFaults(used.ru_minflt, 1e3 * used.ru_stime)

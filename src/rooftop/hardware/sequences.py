@@ -7,7 +7,8 @@ one request waits for. The two are measured apart and never mixed.
 - A *block* is a run of steps without a synchronization of ours between them. The first steps of a block fill the
   queue and bring the device to the clocks of lasting work; they are not counted.
 - On a GPU an event stands between steps, on a CPU the host's clock is read there.
-- Blocks are taken at several moments of an analysis, since a host is not equally fast at all times.
+- Blocks are taken at several moments of an analysis, since a host is not equally fast at all times. On a CPU the
+  records of an analysis can make steps faster (see `page_faults`): blocks that are not like the first do not count.
 - Ten steps in a row are a *window*, and the time is the lower tenth of all windows. What else a host does only adds to
   a step: on a shared H100 host the median of the same program varied by 40% from process to process, the fastest
   windows by 6%. The interval reaches from the fastest window to the median, so it shows what the others did.
@@ -24,7 +25,7 @@ from itertools import pairwise
 
 import torch
 
-from rooftop.hardware.page_faults import PageFaults, page_faults
+from rooftop.hardware.page_faults import NO_FAULTS, PageFaults, page_faults
 
 LEAD_STEPS, LEAD_S = 2, 0.15
 """Steps before those that are counted: at least so many, and for at least so long. An H100 that was idle runs matrix
@@ -88,6 +89,14 @@ def _windows(blocks: Sequence[Sequence[float]]) -> tuple[list[float], int]:
     return sorted(windows), steps
 
 
+@dataclass(frozen=True)
+class OtherState:
+    """A step whose memory comes from the system otherwise (see `page_faults`): its pages, and its wall time."""
+
+    faults: PageFaults
+    wall: StepTime
+
+
 class StepClock:
     """Times one step, again and again, at the moments at which it is asked to.
 
@@ -101,12 +110,38 @@ class StepClock:
         self._blocks: list[list[float]] = []
         self._alone_ms: list[float] = []
         self._launching_ms: list[float] = []
-        self.faults: list[PageFaults] = []  # of a step, at each moment; none on a GPU
+        self._faults: list[PageFaults] = []  # of a step, block by block
+
+    @property
+    def blocks(self) -> int:
+        """How many were run, those that do not count among them."""
+        return len(self._blocks)
 
     @property
     def wall(self) -> StepTime:
         """Of a step in sequence. At least one block was run."""
-        return StepTime.of(self._blocks)
+        return StepTime.of(self._alike(True))
+
+    @property
+    def faults(self) -> PageFaults:
+        """Of a step in the first block, which the others must be like. None on a GPU."""
+        return self._faults[0]
+
+    @property
+    def otherwise(self) -> OtherState | None:
+        """What a step was like in the blocks that do not count; None where all of them do."""
+        blocks = self._alike(False)
+        if not blocks:
+            return None
+        faults = next(found for found in reversed(self._faults) if not found.is_like(self.faults))
+        return OtherState(faults, StepTime.of(blocks))
+
+    def _alike(self, wanted: bool) -> list[list[float]]:
+        return [
+            block
+            for block, found in zip(self._blocks, self._faults, strict=True)
+            if found.is_like(self._faults[0]) is wanted
+        ]
 
     @property
     def latency(self) -> StepTime:
@@ -157,8 +192,9 @@ class StepClock:
             for _ in range(count):
                 self._step()
                 ticks.append(time.perf_counter_ns())
-            self.faults.append(page_faults().since(before, count))
+            self._faults.append(page_faults().since(before, count))
             return [(after - before) / 1e6 for before, after in pairwise(ticks)]
+        self._faults.append(NO_FAULTS)
         with torch.cuda.device(self._device):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
             events[0].record()

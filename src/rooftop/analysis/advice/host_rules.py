@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rooftop.analysis.findings import Findings, waits_for_device
 from rooftop.analysis.report import Advice
-from rooftop.hardware.page_faults import KEEP_MEMORY
+from rooftop.hardware.page_faults import KEEP_MEMORY, MANY
 
 
 def launch_gap(findings: Findings) -> list[Advice]:
@@ -129,22 +129,22 @@ def data_loading(findings: Findings) -> list[Advice]:
 
 
 def freed_memory(findings: Findings) -> list[Advice]:
-    """On a CPU: pages that malloc gives back and takes again in each step, at all moments at which it was timed.
+    """On a CPU: pages that malloc gives back to the system, and takes again, in each step.
 
     The system works for all threads; whether the others wait meanwhile is not known. The gain is the middle between its
     share of each thread and all of it.
     """
-    if not findings.faults:
+    faults, threads = findings.faults, findings.ceilings.threads
+    if faults.count < MANY:
         return []
-    least, threads = min(findings.faults, key=lambda faults: faults.count), findings.ceilings.threads
     return [
         Advice(
             "Keep memory that is freed",
-            f"each step takes {least.count:,.0f} pages of memory from the system again, which works for them "
-            f"{least.system_ms:.2f} ms, all threads together",
-            least.system_ms * (1 + 1 / threads) / 2,
+            f"each step takes {faults.count:,.0f} pages of memory from the system again, which works for them "
+            f"{faults.system_ms:.2f} ms, all threads together",
+            faults.system_ms * (1 + 1 / threads) / 2,
             KEEP_MEMORY,
-            low_ms=least.system_ms / threads,
+            low_ms=faults.system_ms / threads,
         )
     ]
 
