@@ -62,7 +62,7 @@ def counted(run: Callable[[], Any], as_gpu: bool) -> Counter[str] | str:
 def faked(mode: FakeTensorMode, device: str) -> Callable[[Tensor], Tensor]:
     def fake(tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-            raise NotImplementedError
+            raise NotImplementedError(f"no fake tensor stands for a {tensor.layout} one on another device")
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return FakeTensor(mode, meta, torch.device(device)).requires_grad_(tensor.requires_grad and ON_GPU)
 

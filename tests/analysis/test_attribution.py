@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +104,44 @@ def test_optimizer_operators_are_their_own_phase() -> None:
     assert updates
     assert {r.scope for r in updates} == {OPTIMIZER}
     assert tracker.optimizers == [optimizer]
+
+
+def test_no_model_and_no_optimizer_is_kept_alive() -> None:
+    """A program drops one to have its memory for the next: a new model of the same kind has a name of its own."""
+    x, tracker = torch.randn(3, 4), ModuleTracker()
+
+    def trained() -> tuple[list[weakref.ref[Any]], list[Record], ModuleTracker]:
+        net = Net()
+        optimizer = torch.optim.Adam(net.parameters())
+        with CountingMode(tracker.locate) as counted:
+            net(x).sum().backward()
+            optimizer.step()
+        seen = tracker.snapshot()
+        return [weakref.ref(each) for each in (net, net.head, net.head.weight, optimizer)], counted.records, seen
+
+    with tracker:
+        first, records, seen = trained()
+        gc.collect()
+        assert [each() for each in first] == [None] * 4
+        others = trained()[1]
+    assert scopes(records, "sin", "forward") == [""]
+    assert scopes(others, "sin", "forward") == ["Net"]
+    weights = sum(4 * p.numel() for p in Net().parameters())
+    assert seen.optimizer_traffic().read >= 4 * weights  # with gradients and two states
+    assert seen.optimizer_traffic().refuses_capture
+
+
+def test_an_optimizer_counts_as_often_as_it_steps() -> None:
+    weight = torch.ones(100, requires_grad=True)
+    weight.grad = torch.ones(100)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    tracker = ModuleTracker()
+    with tracker:
+        optimizer.step()
+        once = tracker.optimizer_traffic()
+        optimizer.step()
+    assert (once.read, once.written) == (800, 400)
+    assert tracker.optimizer_traffic().read == 1600
 
 
 def test_traffic_counts_inputs_outputs_and_parameters() -> None:

@@ -8,6 +8,8 @@ Optimizer: hooks around `Optimizer.step`. What a closure passed to it runs (as L
 backward all the same: the closure runs outside the optimizer's phase.
 
 The same hooks add up what each module takes in and gives out, which is what its fused roof counts.
+
+A program may drop a model or an optimizer so as to have its memory. So nothing here keeps one alive.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from rooftop.analysis.optimizer_labels import optimizer_ends
 from rooftop.cost import distinct_bytes
@@ -62,6 +65,15 @@ class ModuleTraffic:
     parameters: int = 0
 
 
+@dataclass(frozen=True)
+class OptimizerTraffic:
+    """What the optimizers of one step move in one piece, in bytes, and whether one of them refuses to be captured."""
+
+    read: int = 0
+    written: int = 0
+    refuses_capture: bool = False
+
+
 class ModuleTracker:
     """While active (`with`), knows the scope and phase of the operator that is being dispatched.
 
@@ -75,20 +87,20 @@ class ModuleTracker:
 
     Attributes:
         traffic: scope -> ModuleTraffic of this step. `restart()` clears it for the next.
-        optimizers: optimizers whose `step` ran.
         elsewhere: whether modules ran in threads of their own, where operators are not seen.
         uncounted: class of each module whose inputs and outputs could not be counted -> why.
     """
 
     def __init__(self, root: nn.Module | None = None, inside: bool = True) -> None:
         self.traffic: dict[str, ModuleTraffic] = {}
-        self.optimizers: list[torch.optim.Optimizer] = []
         self.elsewhere = False
         self.uncounted: dict[str, str] = {}
         self._thread = threading.get_ident()
-        self._paths: dict[nn.Module, str] = {}
-        self._owners: dict[int, str] = {}  # id(parameter) -> scope of the module that owns it
-        self._roots: list[nn.Module] = []
+        self._optimizers = WeakIdKeyDictionary()  # those whose `step` ran -> how often
+        self._optimizer_traffic: OptimizerTraffic | None = None  # of a snapshot
+        self._paths = WeakIdKeyDictionary()  # module -> scope
+        self._taken: set[str] = set()  # scopes, also of modules that are gone
+        self._owners = WeakIdKeyDictionary()  # parameter -> scope of the module that owns it
         self._stack: list[str] = []
         self._numbers: list[int] = []  # autograd sequence number at each entry and exit of a module ...
         self._scopes: list[str] = []  # ... and the scope that is active from there on
@@ -130,13 +142,33 @@ class ModuleTracker:
             yield
 
     def snapshot(self) -> ModuleTracker:
-        """A tracker that is never active and keeps the `traffic` and `optimizers` of now."""
+        """A tracker that is never active and keeps what this one knows of the step now."""
         kept = ModuleTracker()
         kept.traffic = {scope: replace(traffic) for scope, traffic in self.traffic.items()}
-        kept.optimizers = list(self.optimizers)
+        kept._optimizer_traffic = self.optimizer_traffic()
         kept.elsewhere = self.elsewhere
         kept.uncounted = dict(self.uncounted)
         return kept
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those whose `step` ran, and that are still there."""
+        return list(self._optimizers)
+
+    def optimizer_traffic(self) -> OptimizerTraffic:
+        """In: parameters, gradients and state. Out: all of these but the gradients."""
+        if self._optimizer_traffic is not None:
+            return self._optimizer_traffic
+        read = written = 0
+        refuses = False
+        for optimizer, steps in self._optimizers.items():
+            groups = optimizer.param_groups
+            parameters = distinct_bytes(p for group in groups for p in group["params"] if p.requires_grad)
+            state = distinct_bytes(tensors_in(list(optimizer.state.values())))
+            read += steps * (2 * parameters + state)
+            written += steps * (parameters + state)
+            refuses |= any(group.get("capturable") is False for group in groups)
+        return OptimizerTraffic(read, written, refuses)
 
     def observe(self, module: nn.Module | None, inputs: Any, output: Any) -> None:
         """Count what one call of the root took in and gave out."""
@@ -150,7 +182,7 @@ class ModuleTracker:
         """Forget the last step: its traffic, and the nodes that its forward pass made."""
         self.traffic.clear()
         self.uncounted.clear()
-        self.optimizers.clear()
+        self._optimizers = WeakIdKeyDictionary()
         self._stack.clear()
         self._numbers.clear()
         self._scopes.clear()
@@ -169,22 +201,20 @@ class ModuleTracker:
     def _maker_of(self, node: Any) -> str:
         variable = getattr(node, "variable", None)  # of an AccumulateGrad node
         if isinstance(variable, Tensor):
-            return self._owners.get(id(variable), AUTOGRAD)
+            return str(self._owners.get(variable, AUTOGRAD))
         position = bisect_right(self._numbers, node._sequence_nr()) - 1
         return self._scopes[position] if position >= 0 else AUTOGRAD
 
     def _adopt(self, module: nn.Module) -> None:
         """Name a module called from outside any module, and everything below it."""
-        prefix = "" if not self._roots else type(module).__name__
-        taken = set(self._paths.values())
-        while prefix in taken:
+        prefix = "" if not self._taken else type(module).__name__
+        while prefix in self._taken:
             prefix += "'"
-        self._roots.append(module)
         for name, child in module.named_modules():
-            path = ".".join(part for part in (prefix, name) if part)
-            self._paths.setdefault(child, path)
+            path = self._paths.setdefault(child, ".".join(part for part in (prefix, name) if part))
+            self._taken.add(path)
             for parameter in child.parameters(recurse=False):
-                self._owners.setdefault(id(parameter), self._paths[child])
+                self._owners.setdefault(parameter, path)
 
     def _is_elsewhere(self) -> bool:
         """Whether this is another thread than the step's, and not one of autograd's, which recompute modules."""
@@ -240,7 +270,7 @@ class ModuleTracker:
         if torch.compiler.is_compiling():  # the hooks are not to become part of a compiled step
             return None
         self._optimizing += 1
-        self.optimizers.append(optimizer)
+        self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
         return self._closure_outside(args, kwargs) if self._is_following else None
 
     def _optimizer_leaving(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

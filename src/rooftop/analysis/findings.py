@@ -24,7 +24,7 @@ class Findings:
         plain: the run under the profiler alone, None where nothing was run.
         host_ms: how long the host needs for the step, None where that is not known.
         best_ms: wall time of the fastest steps, None where nothing was run.
-        optimizers: that stepped.
+        optimizers: that stepped, and are still there. refuses_capture: one of them refuses to be captured as it is.
         traced_more_ms: by how much the device is busy longer where the program believes that it is compiled or
             captured; None if it fails then.
         faults: pages that a step took from the system; none on a GPU.
@@ -40,6 +40,7 @@ class Findings:
     host_ms: float | None = None
     best_ms: float | None = None
     optimizers: Sequence[torch.optim.Optimizer] = ()
+    refuses_capture: bool = False
     traced_more_ms: float | None = 0.0
     batched: bool = True
     faults: PageFaults = NO_FAULTS

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from rooftop.analysis.attribution import OPTIMIZER, ModuleTracker, ModuleTraffic
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.report import ModuleNode, OperatorRow
-from rooftop.cost import FREE, Cost, Record, distinct_bytes, roof
-from rooftop.cost.accounting import tensors_in
+from rooftop.cost import FREE, Cost, Record, roof
 from rooftop.hardware.ceilings import Ceilings
 
 
@@ -108,7 +107,8 @@ def _finish(
     total = sum((op.record.cost for op in everything if op.record.cost is not None), FREE)
     traffic = tracker.traffic.get(scope)
     if scope == OPTIMIZER:
-        fused = Cost(*_optimizer_traffic(tracker), total.flops)
+        optimizers = tracker.optimizer_traffic()
+        fused = Cost(optimizers.read, optimizers.written, total.flops)
     elif traffic is not None:
         moved = _module_traffic(traffic, any(op.record.phase == "backward" for op in everything))
         outside = [cost for child, cost in finished if child.name.startswith("(")]
@@ -141,16 +141,4 @@ def _module_traffic(traffic: ModuleTraffic, backward: bool) -> tuple[int, int]:
     if backward:
         read += traffic.output_bytes + traffic.input_bytes + traffic.parameter_bytes
         written += traffic.grad_input_bytes + traffic.trainable_bytes
-    return read, written
-
-
-def _optimizer_traffic(tracker: ModuleTracker) -> tuple[int, int]:
-    """(read, written) bytes of the optimizers' step in one piece: parameters, gradients and state in, all but the
-    gradients out."""
-    read = written = 0
-    for optimizer in tracker.optimizers:
-        parameters = distinct_bytes(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-        state = distinct_bytes(tensors_in(list(optimizer.state.values())))
-        read += 2 * parameters + state
-        written += parameters + state
     return read, written

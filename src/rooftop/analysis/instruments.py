@@ -266,8 +266,10 @@ RECORDED_OBJECTS = 200_000  # of some 15,000 operators
 
 @contextmanager
 def _seldom_collecting() -> Iterator[None]:
-    """Python looks for garbage after so many new objects, not after the usual 700: our records are none, and to go
-    through them again and again takes longer than to make them."""
+    """Inside, Python looks for garbage after 200,000 new objects instead of 700.
+
+    Each search goes through all records made so far, which are no garbage, and takes longer than to make them.
+    """
     first, *others = gc.get_threshold()
     ours = (max(first, RECORDED_OBJECTS), *others)
     if first:  # 0: the program wants no collections
@@ -280,7 +282,7 @@ def _seldom_collecting() -> Iterator[None]:
 
 
 def collect_garbage() -> None:
-    """Have the collection now that our records would bring on later, inside a step that is timed (0.2 s of it)."""
+    """Search for garbage now, so that our records cause no search in a step that is timed (up to 0.2 s)."""
     if gc.isenabled():
         gc.collect()
 

@@ -67,6 +67,7 @@ def report_of(
         host_ms=profile.host_ms,
         best_ms=profile.wall.low_ms,
         optimizers=profile.tracker.optimizers,
+        refuses_capture=profile.tracker.optimizer_traffic().refuses_capture,
         traced_more_ms=profile.traced_more_ms,
         batched=batched,
         faults=profile.faults,

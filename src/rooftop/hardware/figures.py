@@ -31,6 +31,7 @@ def better(name: str, one: float, other: float) -> float:
 
 
 def memory_figure(working_set_bytes: int, pattern: str) -> str:
+    """The name of a bandwidth: of a pattern ("read", "copy", ...) over a working set of so many bytes."""
     return f"memory {working_set_bytes} {pattern}"
 
 
@@ -54,6 +55,7 @@ def in_words(name: str) -> str:
 
 
 def size_in_words(size: int) -> str:
+    """A number of bytes as people read it: "24 MiB"."""
     return f"{size / MIB:.3g} MiB" if size < 1000 * MIB else f"{size / MIB:.0f} MiB"
 
 

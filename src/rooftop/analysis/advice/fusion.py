@@ -1,12 +1,12 @@
 """What a compiler would put into one kernel, and the memory traffic that this leaves.
 
-Operators on single elements, and reductions along rows, join their neighbours in the flow of the data: what one writes
-and the other reads stays in registers. Products, convolutions and attention are kernels of libraries, and everything
-else that moves elements about is a kernel of its own: what comes before one of them must be in memory, and so must what
-comes after. So an activation between two products saves nothing, and one beside a norm or a sum does.
+Elementwise operators and reductions along rows are joined with their neighbours in the flow of the data: a value that
+one operator of a kernel writes and another reads stays in registers. Products, convolutions, attention and operators
+that move elements about stay kernels of their own, which read their inputs from memory and write their results there.
+So an activation between two products saves nothing; one beside a norm or a sum saves a write and a read.
 
-A group of joined operators reads each value from outside once, and writes what others read or the program keeps. What
-the backward pass needs of a forward group it computes again from what the group read, where that moves less.
+A kernel of joined operators reads each input once, and writes the results that other kernels read or the program keeps.
+A backward kernel may compute a value of the forward pass again instead of reading it, where that moves less memory.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ROW_REDUCTIONS = {
     *("_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "batch_norm_with_update"),
     *("batch_norm_backward",),
 }
-"""Operators that keep the number of elements of their input in view, and join those on single elements."""
+"""Reductions over part of a tensor whose results are used beside all its elements."""
 READ_TWICE = {
     *("native_layer_norm_backward", "_fused_rms_norm_backward", "native_batch_norm_backward", "batch_norm_backward"),
     *("cudnn_batch_norm_backward", "native_group_norm_backward"),
 }
-"""They need sums over all rows before, or beside, what they write: another pass over what their kernel reads."""
+"""They also need sums over all rows: a second pass over what their kernel reads."""
 BATCH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "batch_norm_with_update"}
-"""In training they do, too."""
+"""In training they need sums over all rows, too."""
 LONGEST_ROW_BYTES = 64 * 1024  # of a row that one block keeps on the chip; longer ones are read again
 REDUCTIONS_OF_CHOICE = {"sum", "mean", "amax", "amin", "var", "var_mean"}
 """Along rows they join; over columns they are kernels of their own."""
@@ -47,12 +47,12 @@ OTHERS_ON_ELEMENTS = {
     *("_to_copy", "copy_", "clone", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "new_zeros"),
     *("native_dropout", "native_dropout_backward", "bernoulli_", "masked_fill_", "constant_pad_nd"),
 }
-"""On single elements, though PyTorch does not tag them so."""
+"""Elementwise operators that PyTorch does not tag as such."""
 
 
 @dataclass
 class Fused:
-    """What joins: so many operators in so many kernels, their time now and then, in ms."""
+    """How many operators would be joined, in how many kernels, and their time before and after, in ms."""
 
     operators: int = 0
     kernels: int = 0
@@ -61,7 +61,7 @@ class Fused:
 
 
 Value = tuple[int, int]
-"""What an operator (its place; -1: it was there before the step) wrote into some memory."""
+"""What was written into some memory: the place of the operator that wrote it (-1: before the step), and the memory."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
 
 
 def _flow(operators: Sequence[MeasuredOperator]) -> list[_Node]:
-    """Who reads what who wrote. A view is the memory that it shows, and moves nothing."""
+    """What each operator reads and writes. A view stands for the memory that it shows, and moves nothing."""
     writers: dict[int, int] = {}
     nodes: list[_Node] = []
     for place, op in enumerate(operators):
@@ -142,7 +142,7 @@ def _plain(op: MeasuredOperator) -> str:
 
 
 def _along_rows(op: MeasuredOperator) -> bool:
-    """Whether a reduction takes whole rows: its last dimension, or all."""
+    """Whether a reduction is over the last dimension, or over all."""
     spec, rank = op.record.spec, len(op.record.inputs[0].shape)
     assert spec is not None
     declared = {argument.name for argument in spec.func._schema.arguments}
@@ -153,9 +153,9 @@ def _along_rows(op: MeasuredOperator) -> bool:
 
 
 def _groups(nodes: Sequence[_Node]) -> dict[int, list[int]]:
-    """Places of operators that join, by the first of each group.
+    """The places of the operators of each group, by the place of its first.
 
-    They follow each other in the flow, work on as many elements, and no kernel of its own lies on any way between them.
+    The operators of a group are connected, work on the same number of elements, and have no other kernel between them.
     """
     first = list(range(len(nodes)))
 
@@ -181,7 +181,7 @@ def _groups(nodes: Sequence[_Node]) -> dict[int, list[int]]:
 
 
 class _Traffic:
-    """The bytes that groups of operators must move."""
+    """The bytes that each group of operators must move."""
 
     def __init__(
         self, operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], groups: Mapping[int, list[int]]
@@ -195,7 +195,7 @@ class _Traffic:
         self._again: dict[tuple[int, int], bool] = {}
 
     def of(self, group: int) -> int:
-        """Each value from outside read once, and what is needed outside written."""
+        """Bytes: each input is read once, and each result that is needed outside is written once."""
         read = dict[Value, int]()
         for value, size in self._read(group).items():
             source = self._group_of.get(value[0])
@@ -213,7 +213,7 @@ class _Traffic:
         return moved
 
     def _read(self, group: int) -> dict[Value, int]:
-        """The values from outside, with their bytes."""
+        """The inputs of a group, with their bytes."""
         read = dict[Value, int]()
         for place in self._groups[group]:
             for value, size in self._nodes[place].reads.items():
@@ -222,14 +222,14 @@ class _Traffic:
         return read
 
     def _is_kept(self, value: Value, group: int) -> bool:
-        """Whether somebody outside the group reads it from memory; or nobody at all, so it is a result of the step."""
+        """Whether a value is written: another kernel reads it, or no operator does, so that the program keeps it."""
         readers = [self._group_of.get(place) for place in self._readers[value]]
         return not readers or any(
             reader is None or (reader != group and not self._computed_again(group, reader)) for reader in readers
         )
 
     def _computed_again(self, forward: int, backward: int) -> bool:
-        """Whether a backward group computes what it needs of a forward one again, from what that one read."""
+        """Whether a backward group computes the values of a forward group again, from the inputs of that group."""
         if self._operators[forward].record.phase != "forward" or self._operators[backward].record.phase != "backward":
             return False
         known = self._again.get((forward, backward))
@@ -245,7 +245,7 @@ class _Traffic:
         return known
 
     def _reads_twice(self, place: int) -> bool:
-        """Whether an operator needs whole sums first, of more than a block keeps on the chip."""
+        """Whether an operator passes twice over what it reads: it needs sums of more than a block keeps on the chip."""
         op, name = self._operators[place], _plain(self._operators[place])
         first = op.record.inputs[0]
         row_bytes = (first.shape[-1:] or (1,))[0] * first.dtype.itemsize
@@ -262,7 +262,7 @@ def _trains(op: MeasuredOperator) -> bool:
 
 
 def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], ceilings: Ceilings) -> float:
-    """How near to their roof the operators on single elements come in this step: so will compiled kernels."""
+    """The share of their roof that elementwise operators reach in this step, taken for compiled kernels as well."""
     roof_ms = measured_ms = 0.0
     for op, node in zip(operators, nodes, strict=True):
         if not node.joins or op.record.cost is None or _plain(op) in ROW_REDUCTIONS | REDUCTIONS_OF_CHOICE:

@@ -29,7 +29,7 @@ def _graph(findings: Findings) -> list[Advice]:
     )
     if findings.summary.samples and findings.batched and not findings.summary.device_bound:
         evidence += f"; a batch of {2 * findings.summary.samples} would hide part of the same gap"
-    if any(group.get("capturable") is False for o in findings.optimizers for group in o.param_groups):
+    if findings.refuses_capture:
         evidence += "; the optimizer needs capturable=True for it, and fused=True to launch no more kernels then"
     gain_ms = gap_ms - kernels * per_kernel_ms - (findings.traced_more_ms or 0.0)
     return [

@@ -11,7 +11,7 @@ from rooftop.analysis.report import Advice, OperatorRow
 
 
 def pointwise_fusion(findings: Findings) -> list[Advice]:
-    """What a compiler joins reads its inputs once, and writes its results once (see `fusion`)."""
+    """Operators that a compiler would join into kernels that move less memory (see `fusion`)."""
     found = fused(findings.operators, findings.ceilings)
     if not found.operators or findings.traced_more_ms is None:
         return []
