@@ -48,7 +48,7 @@ def test_half_precision_keeps_each_operators_percent_of_roof(ceilings: Ceilings)
     moved = operator("relu", Cost(MEGABYTE, MEGABYTE), 3.0)
     (advice,) = half_precision(findings(ceilings, product, moved))
     assert advice.gain_ms == pytest.approx(8.0 * 3 / 4 + 3.0 / 2)
-    assert "2 operators that take 11.00 ms in float32 would take 3.50 ms, at their percent of roof" in advice.evidence
+    assert "2 operators of 11.00 ms in float32 would take 3.50 ms, at their percent of roof" in advice.evidence
 
 
 def test_half_precision_is_silent_about_half_precision(ceilings: Ceilings) -> None:

@@ -77,6 +77,18 @@ def test_another_machine_input_or_version_is_said(before: Report) -> None:
     assert "new: none -> 1" in said
 
 
+def test_other_ceilings_are_said(before: Report, ceilings: Ceilings) -> None:
+    """A percent of roof may change by its roof alone."""
+    rates = {precision: 1.5 * rate for precision, rate in ceilings.flops.items()}
+    after = replace(before, ceilings=replace(ceilings, flops=rates).to_dict())
+    (said,) = compare_reports(before, after).differences
+    assert said.startswith("ceilings: matrix ")
+    assert "+50.0%" in said
+    almost = {precision: 1.001 * rate for precision, rate in ceilings.flops.items()}
+    same = replace(before, ceilings=replace(ceilings, flops=almost).to_dict())
+    assert compare_reports(before, same).differences == ()
+
+
 def test_the_verb(before: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     before.to_json(one)

@@ -101,7 +101,8 @@ def test_a_slow_first_step_is_not_in_the_wall_time(ceilings: Ceilings) -> None:
 def test_few_steps_are_told_with_the_duration_of_each(steps: int, ceilings: Ceilings) -> None:
     model = net()
     report = report_of(lambda: train(model, steps, pause_s=0.03), ceilings)
-    assert f"There were only {'1 step' if steps == 1 else f'{steps} steps'}." in note_of(report, "There were only")
+    said = "There was only 1 step." if steps == 1 else f"There were only {steps} steps."
+    assert said in note_of(report, said)
     told = note_of(report, "Its first steps took").partition("first steps took")[2]
     durations = times_in(told)
     assert len(durations) == min(steps, 3)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 import rooftop
 from rooftop.analysis import Recording, instruments, stages
 from rooftop.analysis.recordings import NEEDED
+from rooftop.analysis.report import Report
 from rooftop.errors import InputError
 from rooftop.hardware.ceilings import Ceilings
 
@@ -112,6 +113,37 @@ def test_garbage_is_collected_before_the_timed_steps_where_the_program_collects(
         gc.enable()
     assert ("settling" in whole) == collects
     assert "timed" not in whole
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_so_many_steps_are_enough_as_a_report_of_fewer_says(training: bool, ceilings: Ceilings) -> None:
+    """Where calls are the steps, the first two are watched together: one more is needed."""
+
+    def report_of(steps: int) -> Report:
+        net, x = small_net(), torch.randn(6, 8)
+        with rooftop.recording(ceilings=ceilings, find_steps=True) as recorded, torch.set_grad_enabled(training):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for _ in range(steps):
+                loss = net(x).sum()
+                if training:
+                    loss.backward()
+                    optimizer.step()
+        return recorded.report
+
+    (said,) = [note for note in report_of(4).notes if "There were only" in note]
+    needed = int(said.partition("With ")[2].split()[0])
+    assert report_of(needed).mode == f"{needed} recorded steps"
+    assert report_of(needed - 1).mode == "recorded"
+
+
+def test_what_is_on_the_meta_device_costs_nothing(ceilings: Ceilings) -> None:
+    """As where a model is built there, before it has its memory."""
+    with rooftop.recording(ceilings=ceilings) as recorded:
+        nn.Linear(4096, 4096, device="meta")(torch.ones(512, 4096, device="meta"))
+        torch.ones(64, 64) @ torch.ones(64, 64)
+    report = recorded.report
+    assert report.summary.flops == 2 * 64**3
+    assert report.summary.percent_of_roof < 100
 
 
 def test_a_step_of_a_loop_is_counted_as_one_step_of_analyze(ceilings: Ceilings) -> None:

@@ -58,6 +58,17 @@ def run(folder: Path, text: str, ceilings: Ceilings, *arguments: str) -> Report:
     return analyze_script(script(folder, text), arguments, device="cpu", ceilings=ceilings)
 
 
+@pytest.mark.parametrize(
+    "end", ["sys.stdout = open(os.devnull, 'w')", "sys.stdout = io.StringIO()", "sys.stdout.close()"]
+)
+def test_the_report_is_printed_where_the_script_has_put_away_its_output(end: str, tmp_path: Path) -> None:
+    path = script(tmp_path, f"import io, os, sys, torch\ntorch.ones(4) + 1\n{end}\n")
+    words = [sys.executable, "-m", "rooftop", "analyze", str(path), "--no-html", "--device", "cpu"]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "of roof" in (ended.stderr if "close" in end else ended.stdout)
+
+
 def test_a_training_script_is_recorded_step_by_step(tmp_path: Path, ceilings: Ceilings) -> None:
     beside = f"net_{abs(hash(tmp_path))}"
     (tmp_path / f"{beside}_beside.py").write_text("def double(x): return x * 2\n")

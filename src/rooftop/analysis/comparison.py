@@ -11,7 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rooftop.analysis.report import ModuleNode, Report
+from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.figures import in_words
+from rooftop.hardware.histories import figures_of
 
+SAME_CEILING = 0.01  # relative
 LEAST_NOISE = 0.01  # of the wall time: what two runs of one program differ by on a quiet machine
 
 
@@ -126,3 +130,16 @@ def _differences(before: Report, after: Report) -> Iterator[str]:
         old, new = before.versions.get(package), after.versions.get(package)
         if old != new:
             yield f"{package}: {old or 'none'} -> {new or 'none'}"
+    yield from _ceilings_changed(before, after)
+
+
+def _ceilings_changed(before: Report, after: Report) -> Iterator[str]:
+    """Figures that both were compared with, and that are not the same."""
+    old, new = (figures_of(Ceilings.from_dict(report.ceilings)) for report in (before, after))
+    both = [name for name in old if old[name] and new.get(name) and not name.startswith("sustained")]
+    changes = {name: new[name] / old[name] - 1 for name in both}
+    changed = sorted((name for name in changes if abs(changes[name]) > SAME_CEILING), key=lambda n: -abs(changes[n]))
+    if changed:
+        largest = ", ".join(f"{in_words(name)} {changes[name]:+.1%}" for name in changed[:3])
+        others = f" and {len(changed) - 3} others" if len(changed) > 3 else ""
+        yield f"ceilings: {largest}{others}; roofs, percents and gaps differ by that, too"

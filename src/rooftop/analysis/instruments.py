@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -32,6 +32,7 @@ from rooftop.analysis.compiled.reconstruction import listed_tensors
 from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels, kernels_by_label
 from rooftop.analysis.kernel_times import KernelTimes, in_launch_order
 from rooftop.cost import CountingMode, Record
+from rooftop.cost.accounting import FREE
 from rooftop.hardware.traces import Trace
 
 STEP_LABEL = "rooftop step"
@@ -253,12 +254,17 @@ class LabelledInstrument:
         self._stack.close()
         if error is not None:
             return
-        records = self._counted.records
+        records = [_as_it_ran(record) for record in self._counted.records]
         if self._profiled is None:
             self.result = Labelled(records, [(ms, ()) for ms in self._clock.times_ms[: len(records)]], 0.0)
             return
         by_label, orphans = kernels_by_label(self._profiled.events, OPERATOR_LABEL)
         self.result = Labelled.on_gpu(records, [by_label.get(index, []) for index in range(len(records))], orphans)
+
+
+def _as_it_ran(record: Record) -> Record:
+    """On the meta device nothing is moved or computed: an operator there costs nothing."""
+    return replace(record, cost=FREE) if record.device == "meta" and record.cost is not None else record
 
 
 RECORDED_OBJECTS = 200_000  # of some 15,000 operators

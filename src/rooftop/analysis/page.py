@@ -28,6 +28,8 @@ PREDICTED_PARTS = (  # kernels at their roofs have no gap
     PARTS[1],
     ("launch gap", "launch_gap_ms", "launched eagerly the device would wait for the host: graphs, larger batches"),
 )
+ON_CPU = {"launch_gap_ms": "between operators, in Python, PyTorch and the system: larger batches, fewer operators"}
+"""What is said otherwise of a CPU, which waits for no host."""
 RANK_PARTS = (
     ("own", "what the rank needs by itself"),
     ("transfer", "exposed communication that is nobody's waiting: collectives that nothing else runs beside"),
@@ -105,7 +107,7 @@ def _parts(report: Mapping[str, Any]) -> list[dict[str, Any]]:
             "label": label,
             "ms": values[name],
             "share": max(0.0, values[name] / wall_ms),
-            "meaning": meaning,
+            "meaning": ON_CPU.get(name, meaning) if report["device"]["kind"] == "cpu" else meaning,
             "colour": colours[name],
         }
         for label, name, meaning in (PREDICTED_PARTS if report["predicted"] else PARTS)

@@ -37,9 +37,10 @@ def raised_and_kept(
     if not count:
         return ceilings, []
     changed = ", ".join(dict.fromkeys(in_words(each.figure) for each in higher.raises[len(ceilings.raises) :]))
+    who = "One operator was" if count == 1 else f"{count} operators were"
     note = (
-        f"{count} operators were faster than the ceilings allowed, also when each was measured again alone. They "
-        f"raised the ceilings, for later reports too: {changed}."
+        f"{who} faster than the ceilings allowed, also measured again alone. That raised ceilings, for later reports "
+        f"too: {changed}."
     )
     return keep(higher, device), [note]
 

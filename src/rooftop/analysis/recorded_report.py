@@ -75,7 +75,8 @@ def recorded_report(
     if profiled and laps.plain is None:
         said.append(
             "The program uses PyTorch's profiler itself, beside which there can be no other: memory, waits and the "
-            f"loading of data were not watched{', and no trace was written' if traced else ''}."
+            f"loading of data were not watched{', and no trace was written' if traced else ''}. Where both watched a "
+            "step, that step took longer, also in its profile."
         )
     elif traced and laps.plain is None:
         said.append(
@@ -132,7 +133,7 @@ def _of_few(
     elif last is laps.whole and last.steps > 1:
         how = f"The report is of {_steps(last.steps)} together. {how}"
     else:
-        how = f"There were only {_steps(laps.steps)}. {how}"
+        how = f"There {'was' if laps.steps == 1 else 'were'} only {_steps(laps.steps)}. {how}"
     return labelled, wall, [f"{how} With {needed} steps or more, steps are timed undisturbed."]
 
 

@@ -418,14 +418,19 @@ class Recording:
                 measures=self._measures,
                 name=self._name,
                 start_up=self._start_up(),
-                needed=steps_needed(
-                    found=self._finder is not None, compiled=self._runs_compiled, ranks=self._one_of_ranks
-                ),
+                needed=self._needed,
                 traced=self._trace is not None,
                 profiled=self._profilers.used,
                 notes=self.notes,
             )
         return self._report
+
+    @property
+    def _needed(self) -> int:
+        """Steps after which there is all that is wanted; one more where the first was watched with the second."""
+        finder = self._finder
+        needed = steps_needed(found=finder is not None, compiled=self._runs_compiled, ranks=self._one_of_ranks)
+        return needed + (finder is not None and finder.level != Level.OPTIMIZER)
 
     @property
     def why_no_row(self) -> str:

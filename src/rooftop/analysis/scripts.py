@@ -126,7 +126,7 @@ def run_script(
         end_process(status)
 
     status, problem = 0, ""
-    hook = sys.excepthook
+    hook, stdout = sys.excepthook, sys.stdout
     error: BaseException | None = None
     with recorded, others, _as_main(script, arguments), process_groups_kept(), patch.object(os, "_exit", exit_now):
         try:
@@ -139,6 +139,7 @@ def run_script(
             status, error = 1, raised
             problem = f"{script} raised {type(raised).__name__}: {raised}{_line(raised, script)}"
     scripts_hook, sys.excepthook = sys.excepthook, hook
+    sys.stdout = sys.stderr if stdout.closed else stdout  # the script may have closed its output, or put another there
     failure = error if not isinstance(error, SystemExit) else None
     if failure is not None and scripts_hook is not hook:
         scripts_hook(type(failure), failure, _from_script_on(failure, script))

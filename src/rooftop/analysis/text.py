@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rooftop.analysis.formats import (
+    counted,
     percent_interval_text,
     percent_text,
     quantity_text,
@@ -18,7 +19,7 @@ from rooftop.analysis.formats import (
     time_text,
 )
 from rooftop.analysis.ranks.merging import Ranks
-from rooftop.analysis.report import Compilation, OperatorRow, Report
+from rooftop.analysis.report import Advice, Compilation, OperatorRow, Report
 
 WIDTH = 110
 PARTS = (  # of the wall time, in the order in which they stack up; with the colour of their bar
@@ -27,6 +28,7 @@ PARTS = (  # of the wall time, in the order in which they stack up; with the col
     ("kernel gap", "kernel_gap_ms", "yellow", "kernels slower than this machine allows"),
     ("launch gap", "launch_gap_ms", "magenta", "the device waits for the host"),
 )
+GAP_OF_A_CPU = "between operators: Python, PyTorch, and the system"
 
 
 def render_text(report: Report, rows: int) -> str:
@@ -89,7 +91,10 @@ def _gaps(report: Report) -> Table:
         table.add_column(no_wrap=True)
     wall_ms = report.summary.wall_ms
     values = {"fused_roof_ms": report.summary.fused_roof_ms, **vars(report.gaps)}
+    on_cpu = report.device["kind"] == "cpu"
     for label, name, colour, meaning in PARTS:
+        if on_cpu and name == "launch_gap_ms":
+            meaning = GAP_OF_A_CPU
         if report.predicted and name == "kernel_gap_ms":
             continue  # each kernel takes its roof
         share = max(0.0, values[name] / wall_ms)
@@ -106,16 +111,25 @@ def _advice(report: Report) -> Table:
     table.add_column("what")
     table.add_column("evidence", style="dim")
     for item in report.advice[:5]:
-        table.add_row(f"-{time_text(item.gain_ms)}", item.title, item.evidence)
+        said = Text(item.evidence)
+        if item.command:
+            said.append(f"\n{item.command}", style="bold")
+        table.add_row(_gain(item), item.title, said)
     return table
+
+
+def _gain(item: Advice) -> str:
+    """With its interval, if the two ends of that read differently."""
+    gain, low, high = (time_text(ms) if ms is not None else "" for ms in (item.gain_ms, item.low_ms, item.high_ms))
+    return gain if not low or not high or low == high else f"{gain}\n{low} to\n{high}"
 
 
 def _compilation(compilation: Compilation) -> Text:
     lines = [
         "\ncompiled: "
-        f"{_counted(compilation.graphs, 'graph')} of {_counted(compilation.kernels, 'kernel')} in "
-        f"{compilation.seconds:.1f} s, {_counted(len(compilation.graph_breaks), 'graph break')}, "
-        f"{_counted(len(compilation.recompilations), 'recompilation')}"
+        f"{counted(compilation.graphs, 'graph')} of {counted(compilation.kernels, 'kernel')} in "
+        f"{compilation.seconds:.1f} s, {counted(len(compilation.graph_breaks), 'graph break')}, "
+        f"{counted(len(compilation.recompilations), 'recompilation')}"
     ]
     lines += [
         f"  break at {b.line}: {short_reason(b.reason)} ({b.seconds:.1f} s to compile what follows)"
@@ -142,10 +156,6 @@ def ranks_table(ranks: Ranks) -> Table:
         mark = "the straggler" if late else ""
         table.add_row(str(row.rank), row.device, *map(time_text, times), mark, style="bold" if late else "")
     return table
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _operators(report: Report, rows: int) -> Table:

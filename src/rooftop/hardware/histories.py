@@ -201,7 +201,7 @@ class History:
 
 def history_of(ceilings: Ceilings) -> History:
     """Ceilings of which nothing else is known, as a history of one measurement."""
-    figures = _figures_of(ceilings)
+    figures = figures_of(ceilings)
     for each in reversed(ceilings.raises):  # back to what was measured
         if part_of(each.figure) == "memory":
             figures.pop(each.figure, None)
@@ -213,7 +213,8 @@ def history_of(ceilings: Ceilings) -> History:
     return History(machine, (Measurement(ceilings.measured_at, figures, spread, ceilings.conditions),), ceilings.raises)
 
 
-def _figures_of(ceilings: Ceilings) -> dict[str, float]:
+def figures_of(ceilings: Ceilings) -> dict[str, float]:
+    """All figures by name: rates per second, launches in ms."""
     figures = {name: float(getattr(ceilings, name)) for name in LAUNCHES}
     for point in ceilings.memory:
         for pattern in PATTERNS:

@@ -12,6 +12,7 @@ import torch
 from rooftop.analysis.advice.alternatives import repeated_ratios
 from rooftop.analysis.advice.autocast import Recast, cast_host_ms, under_autocast
 from rooftop.analysis.findings import Findings
+from rooftop.analysis.formats import counted
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.repeating import Form
 from rooftop.analysis.report import Advice
@@ -48,10 +49,10 @@ def half_precision(findings: Findings) -> list[Advice]:
     return [
         Advice(
             "Run in bfloat16",
-            f"{len(changed)} operators that take {now_ms:.2f} ms in float32 would take {after_ms:.2f} ms"
+            f"{counted(len(changed), 'operator')} of {now_ms:.2f} ms in float32 would take {after_ms:.2f} ms"
             + (f", {100 * timed_ms / now_ms:.0f}% of it timed here on their shapes" if timed_ms else "")
             + (", at their percent of roof" if not timed_ms else "")
-            + (f"; {casts} casts would take {sum(casts_ms):.2f} ms" if casts else ""),
+            + (f"; {counted(casts, 'cast')} would take {sum(casts_ms):.2f} ms" if casts else ""),
             findings.saved_by_ms(with_casts_ms, host_ms),
             f'with torch.autocast("{ceilings.kind}", dtype=torch.bfloat16): ...',
         )
