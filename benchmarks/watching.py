@@ -1,0 +1,109 @@
+"""What an open recording costs the steps of a loop that it only times, or no longer watches at all.
+
+    python benchmarks/watching.py [--out benchmarks/results/h200/watching.json] [--rounds 20] [--quick]
+
+A loop of a small model, which its host bounds, runs in turn plainly, with the steps found and nothing else
+(`StepFinder`), and inside `rooftop.recording`, after the steps that this watches. Each is timed over as many steps, and
+what else the host does meets all three. `--quick` tries the script on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import rooftop
+from rooftop.analysis.stages import Calls
+from rooftop.analysis.step_finding import StepFinder
+from rooftop.hardware import devices, measure_ceilings
+from rooftop.hardware.sequences import synchronize
+
+WATCHED, TIMED = 12, 60  # steps of a recording that are watched, and those after them
+
+
+class Nobody:
+    """Is told where steps end, and does nothing."""
+
+    in_charge = True
+
+    def work_begins(self, compiled: bool) -> None: ...
+
+    def leader_changes(self) -> None: ...
+
+    def step_ends(self, calls: Calls, whole: bool) -> None: ...
+
+    def compiles(self) -> None: ...
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/watching.json"))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="two rounds on the CPU")
+    options = parser.parse_args()
+    device = torch.device("cpu" if options.quick else "cuda")
+    step, ceilings = training(device), measure_ceilings(device)
+    around: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "plain": nullcontext,
+        "steps found": lambda: StepFinder(Nobody()),
+        "recorded": lambda: rooftop.recording(ceilings=ceilings, device=device, find_steps=True),
+    }
+    times: dict[str, list[float]] = {name: [] for name in around}
+    for _ in range(2 if options.quick else options.rounds):
+        for name, make in around.items():
+            with make():
+                times[name] += steps_us(step, device)
+    rows = {name: {"median_us": statistics.median(us), "tenth_us": lower_tenth(us)} for name, us in times.items()}
+    for name, row in rows.items():
+        more = row["tenth_us"] / rows["plain"]["tenth_us"] - 1
+        print(f"{name:12} median {row['median_us']:8.1f} us, lower tenth {row['tenth_us']:8.1f} us ({more:+.1%})")
+    here = next(each for each in devices() if each.kind == device.type)
+    result = {"device": here.to_dict(), "torch": torch.__version__, "results": rows}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def training(device: torch.device) -> Callable[[], None]:
+    layers = [each for _ in range(8) for each in (nn.Linear(64, 64), nn.ReLU())]
+    model, x = nn.Sequential(*layers).to(device), torch.randn(32, 64, device=device)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def steps_us(step: Callable[[], None], device: torch.device) -> list[float]:
+    """Times of steps by the host's clock, each the mean of ten in a row; those that may be watched come before."""
+    for _ in range(WATCHED):
+        step()
+    times = []
+    for _ in range(TIMED // 10):
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(10):
+            step()
+        synchronize(device)
+        times.append(1e6 * (time.perf_counter() - began) / 10)
+    return times
+
+
+def lower_tenth(times: list[float]) -> float:
+    return sorted(times)[len(times) // 10]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
