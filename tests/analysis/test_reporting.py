@@ -16,6 +16,7 @@ from rooftop.cost import roof
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.load import OtherLoad
 from rooftop.hardware.page_faults import PageFaults
+from rooftop.hardware.pulse import Pulse
 from rooftop.hardware.sequences import OtherState, StepTime
 
 QUIET = OtherLoad(0.0, 10.0)
@@ -129,6 +130,23 @@ def test_the_new_figures_survive_their_file(measured: Profile, ceilings: Ceiling
     broken = {**plain, "summary": {**plain["summary"], "latency_ms": "fast"}}
     with pytest.raises(ValueError, match="latency_ms is 'fast', expected a number"):
         Report.from_dict(broken)
+
+
+@pytest.mark.parametrize(("rate", "said"), [(97.0, ""), (80.0, "a fixed matrix product ran at 80% of the rate")])
+def test_a_cpu_that_was_slower_all_the_time_is_said(
+    rate: float, said: str, measured: Profile, ceilings: Ceilings
+) -> None:
+    """Its steps agree with each other, and yet the percent of roof is not that of this CPU at its best."""
+    pulse = Pulse()
+    pulse.rates = {"product": rate, "read": 100.0}
+    known = dataclasses.replace(ceilings, pulse={"product": 100.0, "read": 100.0}, threads=torch.get_num_threads())
+    report = reported(measured, known, steps(100.0), pulse=pulse)
+    disturbed = [note for note in report.notes if note.startswith("Disturbed")]
+    assert report.summary.disturbed is bool(said)
+    assert bool(disturbed) is bool(said)
+    assert all(said in note and "below 20 ms say nothing" in note for note in disturbed)
+    others = dataclasses.replace(known, threads=torch.get_num_threads() + 1)
+    assert not reported(measured, others, steps(100.0), pulse=pulse).summary.disturbed
 
 
 def test_two_states_of_the_heap_are_no_noise(measured: Profile, ceilings: Ceilings) -> None:

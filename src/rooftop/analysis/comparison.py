@@ -136,7 +136,7 @@ def _differences(before: Report, after: Report) -> Iterator[str]:
 def _ceilings_changed(before: Report, after: Report) -> Iterator[str]:
     """Figures that both were compared with, and that are not the same."""
     old, new = (figures_of(Ceilings.from_dict(report.ceilings)) for report in (before, after))
-    both = [name for name in old if old[name] and new.get(name) and not name.startswith("sustained")]
+    both = [name for name in old if old[name] and new.get(name) and not name.startswith(("sustained", "pulse"))]
     changes = {name: new[name] / old[name] - 1 for name in both}
     changed = sorted((name for name in changes if abs(changes[name]) > SAME_CEILING), key=lambda n: -abs(changes[n]))
     if changed:

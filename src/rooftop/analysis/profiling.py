@@ -47,6 +47,7 @@ from rooftop.errors import ModelRunError
 from rooftop.hardware import cupti
 from rooftop.hardware.load import OtherLoad, other_load
 from rooftop.hardware.page_faults import NO_FAULTS, PageFaults
+from rooftop.hardware.pulse import Pulse
 from rooftop.hardware.sequences import OtherState, StepClock, StepTime
 
 Progress = Callable[[str, float], None]
@@ -93,6 +94,7 @@ class Profile:
         compilation: what `torch.compile` did, None if nothing is compiled.
         load: what other programs did to the CPU meanwhile.
         faults: pages that a step took from the system; none on a GPU.
+        pulse: how fast a CPU was meanwhile; None on a GPU, and where the step is a program's own.
         otherwise: what a step was like later, when the operators were timed, if it took others (a CPU).
         notes: what a reader should know about this measurement.
     """
@@ -114,6 +116,7 @@ class Profile:
     notes: list[str]
     faults: PageFaults = NO_FAULTS
     otherwise: OtherState | None = None
+    pulse: Pulse | None = None
 
 
 def profile_program(
@@ -146,6 +149,9 @@ def profile_program(
         blocks = max(LEAST_BLOCKS, min(MOST_BLOCKS, int(BLOCKS_S / (time.perf_counter() - began))))
         alone = max(LEAST_ALONE, min(MOST_ALONE, int(ALONE_S / max(step_s, 1e-6)))) if device.type == "cuda" else 0
         clock.run_alone(alone)
+        pulse = Pulse() if device.type == "cpu" else None
+        if pulse is not None:
+            pulse.take()
         progress("profiling", 0.3)
         with PlainInstrument(device, _allocated_bytes(program), trace) as plain:
             program.step()
@@ -161,6 +167,8 @@ def profile_program(
         clock.run_block(BLOCK_S)
         while clock.blocks < blocks and (clock.wall.blocks < QUIET_BLOCKS or clock.wall.spread > AGREEMENT):
             clock.run_block(BLOCK_S)
+        if pulse is not None:
+            pulse.take()
         if times is not None and times.busy_ms > (1 + UNEXPLAINED) * clock.wall.ms:
             times = _kernel_times(program, clock, plain.result)  # one of the two was disturbed
             clock.run_block(BLOCK_S)
@@ -171,7 +179,7 @@ def profile_program(
     profile = assembled(
         device, labelled, clock.wall, plain.result, tracker, graphs, clock.launching_ms, latency, times, load, more_ms
     )
-    return replace(profile, faults=clock.faults, otherwise=clock.otherwise)
+    return replace(profile, faults=clock.faults, otherwise=clock.otherwise, pulse=pulse)
 
 
 def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTimes | None:

@@ -56,7 +56,7 @@ def report_of(
     operators = [replace(op, record=comparable(op.record, ceilings)) for op in profile.operators]
     rows = operator_rows(operators, ceilings)
     modules = module_tree(operators, profile.tracker, ceilings, root_type)
-    summary, gaps, balance_notes = _balance(profile, modules, samples)
+    summary, gaps, balance_notes = _balance(profile, modules, ceilings, samples)
     findings = Findings(
         operators=operators,
         rows=rows,
@@ -90,7 +90,7 @@ def report_of(
         peak_bytes=max((size for _, size in profile.plain.memory), default=0),
         compilation=profile.compilation,
         notes=(
-            *_noise(profile),
+            *_noise(profile, ceilings),
             *profile.notes,
             *balance_notes,
             *notes,
@@ -100,7 +100,9 @@ def report_of(
     )
 
 
-def _balance(profile: Profile, modules: ModuleNode, samples: int | None) -> tuple[Summary, Gaps, list[str]]:
+def _balance(
+    profile: Profile, modules: ModuleNode, ceilings: Ceilings, samples: int | None
+) -> tuple[Summary, Gaps, list[str]]:
     """wall = fused roof + fusion headroom + kernel gap + launch gap."""
     notes = []
     wall_ms, busy_ms = profile.wall.ms, profile.busy_ms
@@ -130,7 +132,7 @@ def _balance(profile: Profile, modules: ModuleNode, samples: int | None) -> tupl
         latency_ms=profile.latency.ms if profile.latency is not None else None,
         latency_low_ms=profile.latency.low_ms if profile.latency is not None else None,
         latency_high_ms=profile.latency.high_ms if profile.latency is not None else None,
-        disturbed=_crowded(profile) or profile.wall.spread > NOISY,
+        disturbed=_crowded(profile) or profile.wall.spread > NOISY or _slowed(profile, ceilings) is not None,
     )
     gaps = Gaps(
         kernel_gap_ms=busy_ms - modules.op_roof_ms,
@@ -145,22 +147,35 @@ def _crowded(profile: Profile) -> bool:
     return profile.load.disturbs(torch.get_num_threads() if profile.device.type == "cpu" else HOST_THREADS)
 
 
-def _noise(profile: Profile) -> list[str]:
+def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
+    """What a CPU did more slowly than when it was at its best, and its rate beside that; None if nothing was slower."""
+    if profile.pulse is None or torch.get_num_threads() != ceilings.threads:
+        return None
+    found = profile.pulse.share_of(ceilings.pulse)
+    return found if found is not None and found[1] < 1 - NOISY else None
+
+
+def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
     """What cannot be said, where the times of a step were not reproduced."""
-    wall = profile.wall
-    if not _crowded(profile) and wall.spread <= NOISY:
+    wall, slowed = profile.wall, _slowed(profile, ceilings)
+    if not (_crowded(profile) or slowed) and wall.spread <= NOISY:
         return []
-    cause = f"other processes used {profile.load.cores:.1f} of {os.cpu_count()} cores" if _crowded(profile) else ""
+    seen, unsure_ms = list[str](), max(wall.high_ms - wall.low_ms, NOISY * wall.ms)
+    if _crowded(profile):
+        seen.append(f"other processes used {profile.load.cores:.1f} of {os.cpu_count()} cores")
+    if slowed is not None:
+        what = {"product": "a fixed matrix product ran", "read": "memory was read"}[slowed[0]]
+        seen.append(f"{what} at {100 * slowed[1]:.0f}% of the rate that this CPU has reached")
+        unsure_ms = max(unsure_ms, (1 - slowed[1]) * wall.ms)
     fastest, half = time_text(wall.low_ms), time_text(wall.high_ms)
     if wall.mean:
-        seen = f"most of {wall.steps} steps took {fastest} to {half}, {time_text(wall.ms)} in the mean"
+        seen.append(f"most of {wall.steps} steps took {fastest} to {half}, {time_text(wall.ms)} in the mean")
     else:
         moments = f"{wall.blocks} moments" if wall.blocks > 1 else "one moment"
-        seen = f"of {wall.steps} steps at {moments} half took more than {half}, the fastest ones {fastest}"
-    unsure = time_text(max(wall.high_ms - wall.low_ms, NOISY * wall.ms))
+        seen.append(f"of {wall.steps} steps at {moments} half took more than {half}, the fastest ones {fastest}")
     return [
-        f"Disturbed: {'; '.join(filter(None, [cause, seen]))}. Differences and gains below {unsure} say nothing; on a "
-        "quiet machine the step may be faster."
+        f"Disturbed: {'; '.join(seen)}. Differences and gains below {time_text(unsure_ms)} say nothing; on a quiet "
+        "machine the step may be faster."
     ]
 
 

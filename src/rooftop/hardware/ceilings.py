@@ -86,6 +86,7 @@ class Ceilings:
         spread: by figure, the relative distance of the best two samples. disturbed: in words, the figures whose best
             was not reproduced within 10%, or that were measured while others used the machine.
         sustained: matrix rate for each precision of a product that runs on and on, under the power limit.
+        pulse: of a CPU, how fast it has been (see `pulse`).
         conditions: of the last measurement (see `conditions`). raises: what operators of programs have raised.
     """
 
@@ -106,6 +107,7 @@ class Ceilings:
     spread: Mapping[str, float]
     disturbed: tuple[str, ...]
     sustained: Mapping[str, float] = field(default_factory=dict)
+    pulse: Mapping[str, float] = field(default_factory=dict)
     conditions: Mapping[str, float] = field(default_factory=dict)
     raises: tuple[Raise, ...] = ()
 

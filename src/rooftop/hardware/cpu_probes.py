@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.hardware.figures import LAUNCHES, Samples, memory_figure
+from rooftop.hardware.pulse import Pulse
 
 KIB, MIB = 1 << 10, 1 << 20
 WORKING_SETS = (256 * KIB, 512 * KIB, *(m * MIB for m in (1, 2, 4, 8, 16, 32, 64, 128, 256)))
@@ -64,10 +65,14 @@ _IN_WORDS = {"launches": "launches", "memory": "memory bandwidth"}
 
 
 def _launches(samples: Samples) -> None:
-    """The cheapest operator; on a CPU it stands for all that a launch is elsewhere."""
+    """The cheapest operator, which on a CPU stands for all that a launch is elsewhere; and the machine's pulse."""
     times = [1e3 * seconds for seconds in _cheapest_operator_s()]
     for name in LAUNCHES:
         samples.add(name, times)
+    pulse = Pulse()
+    pulse.take()
+    for name, rate in pulse.rates.items():
+        samples.add(f"pulse {name}", [rate])
 
 
 def _cheapest_operator_s() -> list[float]:

@@ -4,6 +4,7 @@
     flops bf16, sustained bf16        flop/s: in a short burst at full clocks, and for as long as one likes
     transfers device_to_host_pinned   bytes/s between host and device
     links all_reduce_8_gpus           bytes/s between GPUs
+    pulse product                     how fast a CPU is at the moment (see `pulse`), no ceiling of anything
     kernel_floor_ms, launch_eager_ms, launch_graph_ms
 
 A figure is the best of its samples. It is reproduced where the second best comes close.

@@ -31,6 +31,7 @@ from rooftop.hardware.figures import (
 MOST_MEASUREMENTS = 20
 """Kept of a machine, besides those that hold the best of a figure."""
 
+KINDS = ("flops", "sustained", "pulse", "transfers", "links")  # of figures of two words
 LOWER_BY = 0.03
 """A figure that comes out lower by less than this came out the same."""
 
@@ -119,6 +120,7 @@ class History:
             spread={name: spread for name in measured if (spread := self._holder(name).spread.get(name)) is not None},
             disturbed=self._disturbed_in_words(measured),
             sustained=kinds["sustained"],
+            pulse=kinds["pulse"],
             conditions=last.conditions,
             raises=tuple(
                 each
@@ -137,7 +139,9 @@ class History:
         found = [
             Lower(name, value, best[name], self._holder(name).at)
             for name, value in last.figures.items()
-            if distance(value, best[name]) > LOWER_BY and (part_of(name) != "memory" or name in deciding)
+            if distance(value, best[name]) > LOWER_BY
+            and (part_of(name) != "memory" or name in deciding)
+            and not name.startswith("pulse")
         ]
         return sorted(found, key=lambda each: -distance(each.new, each.kept))
 
@@ -160,7 +164,8 @@ class History:
 
     def _disturbed_in_words(self, measured: Mapping[str, float]) -> tuple[str, ...]:
         """Of memory only the pattern that sets the rate of a working set counts; all working sets are "memory"."""
-        names = [name for name in measured if part_of(name) != "memory" and self._disturbed(name)]
+        others = [name for name in measured if part_of(name) != "memory" and not name.startswith("pulse")]
+        names = [name for name in others if self._disturbed(name)]
         by_size = _by_working_set(measured)
         points = [
             f"memory {size_in_words(size)}"
@@ -220,7 +225,7 @@ def figures_of(ceilings: Ceilings) -> dict[str, float]:
         for pattern in PATTERNS:
             if value := float(getattr(point, pattern)):
                 figures[memory_figure(point.working_set_bytes, pattern)] = value
-    for kind in ("flops", "sustained", "transfers", "links"):
+    for kind in KINDS:
         figures |= {f"{kind} {name}": value for name, value in getattr(ceilings, kind).items()}
     return figures
 
@@ -253,7 +258,7 @@ def _deciding(names: list[str], figures: Mapping[str, float]) -> list[str]:
 
 def _by_kind(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Figures of two words, by the first and the second."""
-    kinds: dict[str, dict[str, float]] = {kind: {} for kind in ("flops", "sustained", "transfers", "links")}
+    kinds: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
     for name, value in figures.items():
         kind, _, rest = name.partition(" ")
         if kind in kinds:
