@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch
 
 from rooftop.analysis.report import Report
 from rooftop.hardware.ceilings import Ceilings, MemoryLevel, MemoryPoint
@@ -202,3 +204,27 @@ def test_a_script_is_one_report_of_all_ranks(run: Run, tmp_path: Path) -> None:
     assert report.ranks is not None
     assert [row.rank for row in report.ranks.rows] == [0, 1]
     assert report.ranks.straggler == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.usefixtures("options")
+def test_a_script_with_nccl_ends_and_is_told_that_cupti_stays(tmp_path: Path) -> None:
+    """To detach CUPTI beside NCCL's threads stopped both processes for good."""
+    ceilings = replace(Ceilings.load(tmp_path / "ceilings.json"), kind="cuda")
+    ceilings.save(tmp_path / "ceilings.json")
+    script = SCRIPT.replace("(8, 8)", "(8, 8).cuda()").replace("(4, 8)", "(4, 8).cuda()").replace('"gloo"', '"nccl"')
+    script = script.replace("import time", "import os, time").replace(
+        "dist.init", "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\ndist.init", 1
+    )
+    (tmp_path / "work" / "script.py").write_text(script)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["script.py", "--no-html", "--json", "r.json", "--device", "cuda", "--ceilings", "../ceilings.json"]
+    done = subprocess.run(
+        [*start, "-m", "rooftop", "analyze", *words], cwd=tmp_path / "work", capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    report = Report.from_json(tmp_path / "work" / "r.json")
+    assert report.ranks is not None
+    assert [row.rank for row in report.ranks.rows] == [0, 1]
+    assert any("CUPTI" in note and "NCCL" in note for note in report.notes)
