@@ -7,8 +7,8 @@
     clock.finish()
 
 The clock starts at the end of the second step and waits for the device there, at pauses (an evaluation) and at the end,
-as loops that print their speed do. `finish` prints one line of JSON, in which `late_ms` is the mean of the last half of
-the steps alone: those in which nobody watches the loop any more.
+as loops that print their speed do. `finish` prints one line of JSON. Its `late_ms` is the mean of the steps after the
+first 12, in which nobody watches the loop any more.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 WARM_UP = 2
+WATCHED = 12
 MARK = "LOOP "
 
 
@@ -66,7 +67,7 @@ class LoopClock:
 
     def _late_ms(self) -> float | None:
         pairs = [(begin, end) for begin, end in pairwise(self._marks) if begin is not None and end is not None]
-        late = pairs[len(pairs) // 2 :]
+        late = pairs[WATCHED:]
         if self.device.startswith("cuda"):
             durations = [begin.elapsed_time(end) for begin, end in late]
         else:
