@@ -150,15 +150,21 @@ def test_a_cpu_that_was_slower_all_the_time_is_said(
 
 
 def test_two_states_of_the_heap_are_no_noise(measured: Profile, ceilings: Ceilings) -> None:
-    def noted(otherwise: OtherState | None) -> list[str]:
-        report = reported(measured, ceilings, steps(100.0), faults=PageFaults(7001.0, 12.0), otherwise=otherwise)
-        return [note for note in report.notes if "pages of memory" in note]
+    first = PageFaults(7001.0, 12.0)
+
+    def noted(otherwise: OtherState | None, labelled: PageFaults = first) -> list[str]:
+        changes = {"faults": first, "labelled_faults": labelled, "otherwise": otherwise, "busy_ms": 50.0}
+        return [n for n in reported(measured, ceilings, steps(100.0), **changes).notes if "pages of memory" in n]
 
     (note,) = noted(OtherState(PageFaults(3.0, 0.1), steps(80.0)))
     assert note.startswith("A step took 7,001 pages of memory from the system at first, and 3 later,")
     assert "lasted 80 ms" in note
-    assert "so 20 ms of the launch gap are this" in note
+    assert "which makes some 20 ms of launch gap" in note
     assert "MALLOC_TRIM_THRESHOLD_" in note
     (slower_later,) = noted(OtherState(PageFaults(20_000.0, 30.0), steps(120.0)))
     assert "launch gap" not in slower_later
+    (only_labelled,) = noted(None, PageFaults(12.0, 0.0))
+    threads = torch.get_num_threads()
+    assert f"which makes some {12 * (1 + 1 / threads) / 2:.3g} ms of launch gap" in only_labelled
     assert noted(None) == []
+    assert noted(None, PageFaults(20_000.0, 30.0)) == []  # the records of a long step have pages of their own

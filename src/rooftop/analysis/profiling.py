@@ -46,7 +46,7 @@ from rooftop.cost.accounting import tensors_in
 from rooftop.errors import ModelRunError
 from rooftop.hardware import cupti
 from rooftop.hardware.load import OtherLoad, other_load
-from rooftop.hardware.page_faults import NO_FAULTS, PageFaults
+from rooftop.hardware.page_faults import NO_FAULTS, PageFaults, page_faults
 from rooftop.hardware.pulse import Pulse
 from rooftop.hardware.sequences import OtherState, StepClock, StepTime
 
@@ -93,9 +93,9 @@ class Profile:
         runs: labelled runs.
         compilation: what `torch.compile` did, None if nothing is compiled.
         load: what other programs did to the CPU meanwhile.
-        faults: pages that a step took from the system; none on a GPU.
+        faults: pages that a step took from the system; labelled_faults: a labelled one. None on a GPU.
         pulse: how fast a CPU was meanwhile; None on a GPU, and where the step is a program's own.
-        otherwise: what a step was like later, when the operators were timed, if it took others (a CPU).
+        otherwise: what a step was like later, when the operators were timed, if it took other numbers of pages.
         notes: what a reader should know about this measurement.
     """
 
@@ -115,6 +115,7 @@ class Profile:
     load: OtherLoad
     notes: list[str]
     faults: PageFaults = NO_FAULTS
+    labelled_faults: PageFaults = NO_FAULTS
     otherwise: OtherState | None = None
     pulse: Pulse | None = None
 
@@ -160,7 +161,7 @@ def profile_program(
         times = _kernel_times(program, clock, plain.result) if device.type == "cuda" else None
         progress("profiling each operator", 0.5)
         between = blocks - LEAST_BLOCKS if device.type == "cpu" else 0
-        labelled, tracker = _labelled_runs(program, graphs, clock, between, times, progress)
+        labelled, tracker, labelled_faults = _labelled_runs(program, graphs, clock, between, times, progress)
         progress("timing the step again", 0.9)
         collect_garbage()
         clock.run_alone(alone)
@@ -179,7 +180,9 @@ def profile_program(
     profile = assembled(
         device, labelled, clock.wall, plain.result, tracker, graphs, clock.launching_ms, latency, times, load, more_ms
     )
-    return replace(profile, faults=clock.faults, otherwise=clock.otherwise, pulse=pulse)
+    return replace(
+        profile, faults=clock.faults, labelled_faults=labelled_faults, otherwise=clock.otherwise, pulse=pulse
+    )
 
 
 def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTimes | None:
@@ -211,8 +214,8 @@ def _labelled_runs(
     blocks: int,
     times: KernelTimes | None,
     progress: Progress,
-) -> tuple[list[Labelled], ModuleTracker]:
-    """The labelled runs, as many as their time allows, and the tracker of the last of them.
+) -> tuple[list[Labelled], ModuleTracker, PageFaults]:
+    """The labelled runs, as many as their time allows; the tracker and the pages of the last of them.
 
     On a CPU blocks of plain steps stand between the first ones: the two are compared, so both see the same machine.
 
@@ -224,8 +227,9 @@ def _labelled_runs(
     least, took_s = LEAST_LABELLED, 0.0
     on_cpu = program.device.type == "cpu"
     while len(labelled) < least or (on_cpu and len(labelled) < MOST_LABELLED and took_s < LABELLED_S):
-        began = time.perf_counter()
+        began, before = time.perf_counter(), page_faults() if on_cpu else NO_FAULTS
         run, tracker = _labelled(program, graphs)
+        faults = page_faults().since(before, 1) if on_cpu else NO_FAULTS
         labelled.append(run)
         took_s += time.perf_counter() - began
         if took_s > LONG_LABELLED_S:
@@ -236,7 +240,7 @@ def _labelled_runs(
         if len(labelled) < least and blocks > 0:
             clock.run_block(BLOCK_S)
             blocks -= 1
-    return labelled, tracker
+    return labelled, tracker, faults
 
 
 def _labelled(program: Program, graphs: CompiledGraphs | None) -> tuple[Labelled, ModuleTracker]:

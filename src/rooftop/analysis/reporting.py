@@ -180,17 +180,25 @@ def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
 
 
 def _two_states(profile: Profile) -> list[str]:
-    """Where steps took other numbers of pages later on: that is no noise, but two states of the heap."""
-    later = profile.otherwise
-    if later is None:
+    """Where operators were timed in steps that took fewer pages: that is no noise, but two states of the heap."""
+    faults, labelled, later = profile.faults, profile.labelled_faults, profile.otherwise
+    if later is None and (labelled.count >= faults.count or faults.is_like(labelled)):
         return []
-    part_ms = profile.wall.ms - later.wall.ms
-    gap = f"; operators were timed later, so {time_text(part_ms)} of the launch gap are this" if part_ms > 0 else ""
+    others = later.faults if later is not None else labelled
+    if later is not None:
+        part_ms, lasted = profile.wall.ms - later.wall.ms, f", when it lasted {time_text(later.wall.ms)}"
+    else:
+        threads = torch.get_num_threads()
+        part_ms, lasted = (faults.system_ms - labelled.system_ms) * (1 + 1 / threads) / 2, ""
+    part_ms = min(part_ms, profile.wall.ms - profile.busy_ms)
+    gap = (
+        f"; operators were timed later, so some {time_text(part_ms)} of the launch gap are this" if part_ms > 0 else ""
+    )
     return [
-        f"A step took {profile.faults.count:,.0f} pages of memory from the system at first, and "
-        f"{later.faults.count:,.0f} later, beside the records of this analysis, when it lasted "
-        f"{time_text(later.wall.ms)}: malloc keeps what is freed, or gives it back, depending on what else it holds. "
-        f"The wall time is of the first steps{gap}. Started so, a program always keeps its memory: {KEEP_MEMORY}"
+        f"A step took {faults.count:,.0f} pages of memory from the system at first, and {others.count:,.0f} later, "
+        f"beside the records of this analysis{lasted}: malloc keeps what is freed, or gives it back, depending on what "
+        f"else it holds. The wall time is of the first steps{gap}. Started so, a program always keeps its memory: "
+        f"{KEEP_MEMORY}"
     ]
 
 
