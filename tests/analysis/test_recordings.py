@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import rooftop
@@ -134,6 +135,31 @@ def test_so_many_steps_are_enough_as_a_report_of_fewer_says(training: bool, ceil
     needed = int(said.partition("With ")[2].split()[0])
     assert report_of(needed).mode == f"{needed} recorded steps"
     assert report_of(needed - 1).mode == "recorded"
+
+
+class Seeing(TorchDispatchMode):
+    """Keeps the names of all operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_program_sees_the_program_alone(ceilings: Ceilings) -> None:
+    """The labels for the profiler, which are operators, are ours."""
+
+    def seen(recorded: Recording | None) -> list[str]:
+        with Seeing() as mode:
+            train(NEEDED + 2, recorded)
+        return mode.names
+
+    alone = seen(None)
+    with rooftop.recording(ceilings=ceilings) as recorded:
+        assert seen(recorded) == alone
 
 
 def test_what_is_on_the_meta_device_costs_nothing(ceilings: Ceilings) -> None:

@@ -23,7 +23,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.compiled.graphs import CompiledGraph
@@ -33,7 +32,7 @@ from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels, kernel
 from rooftop.analysis.kernel_times import KernelTimes, in_launch_order
 from rooftop.cost import CountingMode, Record
 from rooftop.cost.accounting import FREE
-from rooftop.hardware.traces import Trace
+from rooftop.hardware.traces import Label, Trace
 
 STEP_LABEL = "rooftop step"
 OPERATOR_LABEL = "rooftop operator "
@@ -139,7 +138,7 @@ class PlainInstrument:
 
     def __enter__(self) -> PlainInstrument:
         self._stack.enter_context(self._profiled)
-        self._stack.enter_context(record_function(STEP_LABEL))
+        self._stack.enter_context(Label(STEP_LABEL))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -294,7 +293,7 @@ def collect_garbage() -> None:
 
 
 def _label(index: int) -> AbstractContextManager[Any]:
-    return record_function(f"{OPERATOR_LABEL}{index}")
+    return Label(f"{OPERATOR_LABEL}{index}")
 
 
 class CompiledInstrument:

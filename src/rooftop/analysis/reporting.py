@@ -191,9 +191,7 @@ def _two_states(profile: Profile) -> list[str]:
         threads = torch.get_num_threads()
         part_ms, lasted = (faults.system_ms - labelled.system_ms) * (1 + 1 / threads) / 2, ""
     part_ms = min(part_ms, profile.wall.ms - profile.busy_ms)
-    gap = (
-        f"; operators were timed later, so some {time_text(part_ms)} of the launch gap are this" if part_ms > 0 else ""
-    )
+    gap = f"; operators were timed later, which makes some {time_text(part_ms)} of launch gap" if part_ms > 0 else ""
     return [
         f"A step took {faults.count:,.0f} pages of memory from the system at first, and {others.count:,.0f} later, "
         f"beside the records of this analysis{lasted}: malloc keeps what is freed, or gives it back, depending on what "

@@ -6,7 +6,7 @@ through it: a program that is bound by its host is slower for the rest of its li
 misses kernels. So CUPTI is detached here, where the device is idle and all records have been read.
 
 No other thread may be in a call of the CUDA runtime meanwhile. Threads of Python cannot begin one, since the GIL is
-held, and those that wait in the standard library are in none. NCCL's threads are always in one, and a process that
+held, and those that wait in the standard library are in no such call. NCCL's threads are always in one, and a process that
 detaches beside them may stop for good. So CUPTI stays where another thread may be in a call.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -29,8 +28,8 @@ __all__ = ["detach", "others_in_calls", "stays_for"]
 PATIENCE_S = 0.05  # for other threads to come out of their calls
 
 _MAPS = Path("/proc/self/maps")  # what is loaded into this process, with paths
-_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
-_OTHER_PACKAGES = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))  # some lie inside it
+_WITHOUT_CUDA = {*sys.stdlib_module_names, "debugpy", "execnet", "ipykernel", "rich", "tornado", "tqdm", "zmq"}
+"""Packages whose own code calls no CUDA: Python's standard library, and those whose threads notebooks and consoles have."""
 
 _library: ctypes.PyDLL | None = None
 stays_for = ""
@@ -72,14 +71,10 @@ def others_in_calls() -> str:
             return "NCCL"
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
-        if ident != threading.get_ident() and not _is_standard(frame.f_code.co_filename):
-            return f"the thread {names[ident]}" if ident in names else "a thread that Python did not start"
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if ident != threading.get_ident() and package not in _WITHOUT_CUDA:
+            return f"the thread {names[ident]}" if ident in names else f"a thread of {package or 'unknown code'}"
     return ""
-
-
-def _is_standard(path: str) -> bool:
-    """Whether code is of Python's standard library, which knows nothing of CUDA."""
-    return path.startswith((_STANDARD_LIBRARY, "<frozen ")) and not path.startswith(_OTHER_PACKAGES)
 
 
 @contextmanager

@@ -18,12 +18,35 @@ from typing import Any, ClassVar
 
 import torch
 from torch.autograd.profiler_util import EventList
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftop.hardware import cupti
 
 # The profiler's native part announces itself on stderr at each start unless told not to before it is first used.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+class Label:
+    """A label for the profiler around a `with` block, as `torch.profiler.record_function`.
+
+    A label begins and ends by operators: no dispatch mode of the program sees these.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._label = record_function(name)
+
+    def __enter__(self) -> None:
+        with _unseen():
+            self._label.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with _unseen():
+            self._label.__exit__(kind, error, tb)
+
+
+def _unseen() -> AbstractContextManager[Any]:
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 class Trace:

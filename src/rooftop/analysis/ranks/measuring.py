@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from rooftop.analysis.kernel_join import device_kernels
 from rooftop.analysis.program import Program
 from rooftop.analysis.ranks.lockstep import barrier, exchange, on_all_ranks, rank_name, several_ranks
 from rooftop.analysis.ranks.merging import RankRow, Ranks, compared
 from rooftop.hardware.sequences import synchronize
-from rooftop.hardware.traces import Trace
+from rooftop.hardware.traces import Label, Trace
 
 RANK_STEP_LABEL = "rooftop step of a rank"
 STEPS = 10
@@ -77,7 +76,7 @@ def measure_rank(program: Program, device: torch.device, steps: int = STEPS) -> 
             if several_ranks():
                 barrier(device)  # the profiler starts sooner on one rank than on another
             for _ in range(steps):
-                with record_function(RANK_STEP_LABEL):
+                with Label(RANK_STEP_LABEL):
                     program.step()
                     synchronize(device)
     rank = dist.get_rank() if several_ranks() else 0

@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from rooftop.analysis.advice.rank_rules import rank_advice
 from rooftop.analysis.ranks.lockstep import agent_store
 from rooftop.analysis.ranks.measuring import RANK_STEP_LABEL, rank_row
 from rooftop.analysis.ranks.merging import RankRow, Ranks, compared
 from rooftop.analysis.report import Report
-from rooftop.hardware.traces import Trace
+from rooftop.hardware.traces import Label, Trace
 
 STEPS_BETWEEN_WAITS = {"cpu": 1, "cuda": 2}
 """Steps of a stretch that ends when the device is done: on a GPU each step alone would show its launches exposed."""
@@ -44,7 +43,7 @@ class RankInstrument:
 
     def __enter__(self) -> RankInstrument:
         self._trace.__enter__()
-        self._label.enter_context(record_function(RANK_STEP_LABEL))
+        self._label.enter_context(Label(RANK_STEP_LABEL))
         return self
 
     def step_ended(self) -> None:
@@ -52,7 +51,7 @@ class RankInstrument:
         self._steps += 1
         if self._steps % self._together == 0:
             self._end_stretch()
-            self._label.enter_context(record_function(RANK_STEP_LABEL))
+            self._label.enter_context(Label(RANK_STEP_LABEL))
 
     def _end_stretch(self) -> None:
         if self._device.type == "cuda":
