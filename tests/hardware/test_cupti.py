@@ -94,6 +94,17 @@ def test_a_thread_that_computes_may_be_in_a_call() -> None:
     assert cupti.others_in_calls() == ""
 
 
+def test_what_a_pool_calls_may_be_in_a_call_also_without_a_frame_of_its_own() -> None:
+    """Of an operator that a pool runs, the standard library has the innermost frame of Python."""
+    a = torch.ones(2000, 2000)
+    with ThreadPoolExecutor(1) as pool:
+        product = pool.submit(torch.mm, a, a)
+        seen = set[str]()
+        while not product.done():
+            seen.add(cupti.others_in_calls())
+    assert any(who.startswith("the thread ThreadPoolExecutor") for who in seen)
+
+
 def test_cupti_stays_where_a_thread_may_be_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     finalized = list[int]()
 

@@ -6,7 +6,7 @@ through it: a program that is bound by its host is slower for the rest of its li
 misses kernels. So CUPTI is detached here, where the device is idle and all records have been read.
 
 No other thread may be in a call of the CUDA runtime meanwhile. Threads of Python cannot begin one, since the GIL is
-held, and those that wait in the standard library are in no such call. NCCL's threads are always in one, and a process that
+held, and those that wait in the standard library are in none. NCCL's threads are always in one, and a process that
 detaches beside them may stop for good. So CUPTI stays where another thread may be in a call.
 """
 
@@ -28,8 +28,13 @@ __all__ = ["detach", "others_in_calls", "stays_for"]
 PATIENCE_S = 0.05  # for other threads to come out of their calls
 
 _MAPS = Path("/proc/self/maps")  # what is loaded into this process, with paths
-_WITHOUT_CUDA = {*sys.stdlib_module_names, "debugpy", "execnet", "ipykernel", "rich", "tornado", "tqdm", "zmq"}
-"""Packages whose own code calls no CUDA: Python's standard library, and those whose threads notebooks and consoles have."""
+_WITHOUT_CUDA = {"debugpy", "execnet", "ipykernel", "rich", "tornado", "tqdm", "zmq"}
+"""Packages of which consoles, notebooks and debuggers have threads."""
+_WAITING = {
+    *("wait", "join", "acquire", "_wait_for_tstate_lock", "get", "put", "_worker", "select", "poll", "_poll", "_wait"),
+    *("recv", "_recv", "read", "readinto", "accept", "communicate", "_communicate", "sleep"),
+}
+"""Functions of the standard library that wait; others, as `Thread.run`, may be calling anything."""
 
 _library: ctypes.PyDLL | None = None
 stays_for = ""
@@ -72,7 +77,8 @@ def others_in_calls() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if ident != threading.get_ident() and package not in _WITHOUT_CUDA:
+        waits = package in sys.stdlib_module_names and frame.f_code.co_name in _WAITING
+        if ident != threading.get_ident() and not waits and package not in _WITHOUT_CUDA:
             return f"the thread {names[ident]}" if ident in names else f"a thread of {package or 'unknown code'}"
     return ""
 
