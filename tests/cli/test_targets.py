@@ -67,6 +67,18 @@ def test_callables_bring_their_inputs_or_take_those_given(net: str) -> None:
     assert {half.model.weight.dtype, half.args[0].dtype} == {torch.bfloat16}  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("path", ["{}.py", "./{}.py", "inner/{}_inner.py", "../beside/{}_beside.py", "{tmp}/{}.py"])
+def test_a_module_may_be_named_by_its_file(path: str, net: str, tmp_path: Path) -> None:
+    """As people type it with the help of their shell."""
+    here = tmp_path / "here"
+    for folder, name in ((here, net), (here / "inner", f"{net}_inner"), (tmp_path / "beside", f"{net}_beside")):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.py").write_text(NET)
+    os.chdir(here)
+    found = resolve_target(f"{path.format(net, tmp=here)}:pair", (), CPU, None)
+    assert isinstance(found.model, nn.Linear)
+
+
 def test_channels_last_is_for_images(net: str) -> None:
     found = resolve_target(f"{net}:Net", ["2x3x8x8"], CPU, None, channels_last=True)
     assert found.model.convolution.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[attr-defined]
@@ -88,6 +100,7 @@ def test_builtin_models_have_an_example() -> None:
         ("NET:raises", ModelRunError, "raised KeyError: 'weights'"),
         ("NET:leaves", ModelRunError, "raised SystemExit: 0"),
         ("NET_leaves:Net", ModelRunError, "raised SystemExit"),
+        ("nowhere/NET.py:Net", TargetError, "there is no such file"),
         ("../NET:Net", TargetError, "expected package.module:callable"),
         ("NET:empty", TargetError, "has no 'empty'; it has Net, pair, several"),
         ("NET:missing", TargetError, "has no 'missing'"),
@@ -193,7 +206,7 @@ def test_a_trace_is_one_that_chrome_reads(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["NET:pair", "--predict", "b9000"], "'b9000' is neither a known machine (h200) nor a ceilings file"),
+        (["NET:pair", "--predict", "b9000"], "'b9000' is neither a known machine (h100, h200) nor a ceilings file"),
         (["NET:pair", "--predict", "h200", "--compile"], "nothing to compile"),
         (["NET:pair", "--predict", "h200", "--trace", "t.json"], "nothing to compile or to trace"),
         (["NET:pair", "--predict", "h200", "--channels-last"], "--channels-last with --predict: nothing is run"),

@@ -311,6 +311,8 @@ class Report:
         Raises:
             ValueError: not a report, or of another format version.
         """
+        if "levels" in plain and "flops" in plain:
+            raise ValueError("it holds ceilings of a machine; reports are what `rooftop analyze --json FILE` writes")
         if plain.get("format") != FORMAT:
             raise ValueError(f"expected a rooftop report of format {FORMAT}, got format {plain.get('format')!r}")
         try:

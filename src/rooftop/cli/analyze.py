@@ -91,7 +91,7 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
     "--predict",
     "machine",
     metavar="MACHINE",
-    help="Run nothing: predict the roofs on another machine, a known one (h200) or a ceilings file from there.",
+    help="Run nothing: predict the roofs on another machine, a known one (h100, h200) or a ceilings file from there.",
 )
 @click.option(
     "--ceilings",

@@ -144,12 +144,14 @@ def _find(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None, tuple[
 
 
 def _imported(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
-    """`package.module:name`, looked up from the current directory first."""
-    module_name, _, attribute = text.partition(":")
-    if not module_name or not attribute or module_name.startswith("."):
+    """`package.module:name`, looked up from the current directory first; also `package/module.py:name`."""
+    module_name, _, attribute = text.rpartition(":")
+    if not module_name or not attribute or (module_name.startswith(".") and not module_name.endswith(".py")):
         raise TargetError(f"{text!r}: expected package.module:callable, e.g. my_pkg.net:build")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if module_name.endswith(".py"):
+        module_name = _module_of(Path(module_name))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -180,6 +182,22 @@ def _imported(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
     if args is not None and not isinstance(args, (tuple, list)):
         args = (args,)
     return model, None if args is None else tuple(args)
+
+
+def _module_of(path: Path) -> str:
+    """The module that a file is: by its folders below the current directory, else alone, beside what is there.
+
+    Raises:
+        TargetError: there is no such file.
+    """
+    if not path.is_file():
+        raise TargetError(f"{os.fspath(path)}: there is no such file")
+    whole = path.resolve()
+    here = Path.cwd().resolve()
+    if whole.is_relative_to(here):
+        return ".".join(whole.relative_to(here).with_suffix("").parts)
+    sys.path.insert(0, str(whole.parent))
+    return whole.stem
 
 
 def _placed(value: Any, device: torch.device, dtype: torch.dtype | None, channels_last: bool) -> Any:

@@ -224,6 +224,8 @@ class Ceilings:
         Raises:
             ValueError: not ceilings, or of another format version.
         """
+        if isinstance(plain, Mapping) and "ops" in plain and "ceilings" in plain:
+            raise ValueError("it holds a report; ceilings are what `rooftop ceilings -o FILE` writes")
         if not isinstance(plain, Mapping) or plain.get("format") not in FORMATS:
             found = plain.get("format") if isinstance(plain, Mapping) else type(plain).__name__
             raise ValueError(f"expected ceilings of format {' or '.join(map(str, FORMATS))}, got {found!r}")
@@ -315,7 +317,7 @@ def require_ceilings(given: object, caller: str) -> Ceilings:
 
 
 def known_machines() -> list[str]:
-    """Names of the machines whose measured ceilings come with Rooftop ("h200")."""
+    """Names of the machines whose measured ceilings come with Rooftop ("h100", "h200")."""
     folder = resources.files("rooftop.hardware") / "machines"
     return sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json"))
 
