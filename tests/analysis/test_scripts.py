@@ -359,3 +359,167 @@ def test_modules_in_other_threads_are_named(tmp_path: Path, ceilings: Ceilings) 
 def test_a_script_that_starts_nothing_has_no_word_on_it(tmp_path: Path, ceilings: Ceilings) -> None:
     report = run(tmp_path, LOOP, ceilings)
     assert not any("process" in note or "thread" in note for note in report.notes)
+
+
+STRANGE = """
+import torch
+from torch import nn
+
+class Strange(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.weights = [p for p in self.inner._parameters.values()]
+
+    def forward(self, x):
+        return self.inner(x)
+
+    {strange}
+
+net = Strange()
+optimizer = torch.optim.SGD(net.weights, lr=0.1)
+for _ in range(14):
+    loss = net(torch.ones(2, 4)).square().sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        "def parameters(self): return self.weights",
+        "def named_modules(self, *args, **kwargs): raise RuntimeError('not mine')",
+        "def named_parameters(self, *args, **kwargs): raise RuntimeError('not mine')",
+        "def __eq__(self, other): return NotImplemented",
+    ],
+)
+def test_modules_that_are_unlike_others_train_as_ever(strange: str, tmp_path: Path, ceilings: Ceilings) -> None:
+    report = run(tmp_path, STRANGE.format(strange=strange), ceilings)
+    assert report.mode == "14 recorded steps"
+    assert report.modules.find("inner").parameters == 20
+
+
+WRAPPED = """
+import torch
+weight = torch.ones(4, requires_grad=True)
+
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, base):
+        self.base = base
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = dict(), dict()
+        self._patch_step_function()
+
+    def step(self):
+        self.base.step()
+
+class Locked(torch.optim.Optimizer):
+    def __init__(self):
+        super().__init__([weight], dict())
+
+    @property
+    def state(self):
+        raise RuntimeError("not yours")
+
+    @state.setter
+    def state(self, value):
+        pass
+
+    @torch.no_grad()
+    def step(self):
+        weight.sub_(0.1 * weight.grad)
+
+optimizer = OPTIMIZER
+for _ in range(14):
+    weight.square().sum().backward()
+    optimizer.step()
+    weight.grad = None
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["Wrapper(torch.optim.SGD([weight], lr=0.1))", "Locked()"])
+def test_optimizers_that_are_unlike_others_step_as_ever(optimizer: str, tmp_path: Path, ceilings: Ceilings) -> None:
+    report = run(tmp_path, WRAPPED.replace("OPTIMIZER", optimizer), ceilings)
+    assert report.mode == "14 recorded steps"
+    name = optimizer.partition("(")[0]
+    assert any(f"What {name} took in and gave out could not be counted" in note for note in report.notes)
+
+
+AT_HOME = """
+import atexit, gc, io, os, sys, threading, weakref
+import torch
+
+print(__annotations__, type(__loader__).__name__, sys.path[0] == os.path.dirname(__file__))
+
+def deep(n):
+    return 0 if n == 0 else deep(n - 1)
+
+deep(sys.getrecursionlimit() - 60)
+torch.compiler.set_stance("eager_on_recompile")
+storage = torch.UntypedStorage(64)
+alive = weakref.ref(storage)
+kept = torch.empty(0).set_(storage)
+storage = kept = None
+gc.collect()
+print("freed", alive() is None)
+net = torch.nn.Linear(4, 4)
+for _ in range(14):
+    net(torch.ones(2, 4))
+print(torch._dynamo.eval_frame._stance.stance)
+if os.fork() == 0:
+    file = open("child.txt", "w")
+    file.write("written")
+    atexit.register(lambda: print("child at exit"))
+    sys.exit("child says bye")
+os.wait()
+os.makedirs("inner")
+os.chdir("inner")
+
+def after():
+    threading.main_thread().join()
+    print("thread in", os.path.basename(os.getcwd()), sys.argv[1:])
+
+threading.Thread(target=after).start()
+atexit.register(lambda: print("exit in", os.path.basename(os.getcwd())))
+sys.stdout = io.TextIOWrapper(sys.stdout.detach(), encoding="utf-8", line_buffering=True)
+print("the end")
+"""
+
+
+def test_a_script_finds_what_it_would_find_alone(tmp_path: Path, ceilings: Ceilings) -> None:
+    """Until its threads have ended, and what it has registered for its exit has run."""
+    path = script(tmp_path, AT_HOME)
+    ceilings.save(tmp_path / "ceilings.json")
+    analysis = ["-m", "rooftop", "analyze", "--no-html", "--ceilings", "ceilings.json", "--device", "cpu"]
+    outputs = []
+    for words in ([str(path), "--word"], [*analysis, str(path), "--", "--word"]):
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "child.txt").read_text() == "written"
+        assert "child says bye" in done.stderr
+        assert "Error" not in done.stderr
+        outputs.append(done.stdout)
+        (tmp_path / "child.txt").unlink()
+        (tmp_path / "inner").rmdir()
+    alone, analyzed = outputs
+    assert alone.splitlines()[0] == "{} SourceFileLoader True"
+    assert "freed True" in alone
+    assert "thread in inner ['--word']" in alone
+    assert [line for line in analyzed.splitlines() if line in alone.splitlines()] == alone.splitlines()
+    assert "of roof" in analyzed
+
+
+@pytest.mark.parametrize(
+    ("hook", "status", "said"),
+    [("sys.exit(7)", 7, ""), ("raise RuntimeError('in the hook')", 1, "Error in sys.excepthook:")],
+)
+def test_a_hook_may_end_the_script_otherwise(
+    hook: str, status: int, said: str, tmp_path: Path, ceilings: Ceilings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"import sys, torch\ntorch.ones(4) + 1\ndef hook(*error):\n    {hook}\nsys.excepthook = hook\n1 / 0\n"
+    ended = run_script(script(tmp_path, text), device="cpu", ceilings=ceilings)
+    assert ended.status == status
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert not said or "Original exception was:" in printed

@@ -155,6 +155,12 @@ def test_measuring_a_gpu_leaves_switches_and_random_numbers_as_they_were(
     assert after == before
 
 
+@pytest.mark.parametrize("pulse", [[1], {"product": "x"}, {"product": -1.0}, 3, {"product": None}])
+def test_a_pulse_that_is_none_is_refused(pulse: object) -> None:
+    with pytest.raises(ValueError, match=r"AttributeError|could not convert|not positive|TypeError"):
+        Ceilings.from_dict({**ceilings_of("h100").to_dict(), "pulse": pulse})
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"format": 3}', '{"format": 2}', '{"format": 1}', "\x00\xff"])
 def test_any_other_file_is_refused_by_name(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"

@@ -88,7 +88,7 @@ class ModuleTracker:
     Attributes:
         traffic: scope -> ModuleTraffic of this step. `restart()` clears it for the next.
         elsewhere: whether modules ran in threads of their own, where operators are not seen.
-        uncounted: class of each module whose inputs and outputs could not be counted -> why.
+        uncounted: class of each module and optimizer whose memory traffic could not be counted -> why.
     """
 
     def __init__(self, root: nn.Module | None = None, inside: bool = True) -> None:
@@ -162,12 +162,16 @@ class ModuleTracker:
         read = written = 0
         refuses = False
         for optimizer, steps in self._optimizers.items():
-            groups = optimizer.param_groups
-            parameters = distinct_bytes(p for group in groups for p in group["params"] if p.requires_grad)
-            state = distinct_bytes(tensors_in(list(optimizer.state.values())))
+            try:
+                groups = optimizer.param_groups
+                parameters = distinct_bytes(p for group in groups for p in group["params"] if p.requires_grad)
+                state = distinct_bytes(tensors_in(list(optimizer.state.values())))
+                refuses |= any(group.get("capturable") is False for group in groups)
+            except Exception as error:  # an optimizer of a kind that is not known here must not end the program
+                self.uncounted[type(optimizer).__name__] = f"{type(error).__name__}: {error}"
+                continue
             read += steps * (2 * parameters + state)
             written += steps * (parameters + state)
-            refuses |= any(group.get("capturable") is False for group in groups)
         return OptimizerTraffic(read, written, refuses)
 
     def observe(self, module: nn.Module | None, inputs: Any, output: Any) -> None:
@@ -210,10 +214,10 @@ class ModuleTracker:
         prefix = "" if not self._taken else type(module).__name__
         while prefix in self._taken:
             prefix += "'"
-        for name, child in module.named_modules():
+        for name, child in inner_modules(module):
             path = self._paths.setdefault(child, ".".join(part for part in (prefix, name) if part))
             self._taken.add(path)
-            for parameter in child.parameters(recurse=False):
+            for parameter in own_parameters(child):
                 self._owners.setdefault(parameter, path)
 
     def _is_elsewhere(self) -> bool:
@@ -254,10 +258,12 @@ class ModuleTracker:
         with_gradients = distinct_bytes(t for t in inputs if t.requires_grad)
         traffic = self.traffic.get(scope)
         if traffic is None:
-            parameters = list(module.parameters())
+            inner = [child for _, child in inner_modules(module)]
+            parameters = list({id(p): p for child in inner for p in own_parameters(child)}.values())
+            buffers = [each for child in inner for each in child._buffers.values() if each is not None]
             traffic = self.traffic[scope] = ModuleTraffic(
                 type=type(module).__name__,
-                parameter_bytes=distinct_bytes([*parameters, *module.buffers()]),
+                parameter_bytes=distinct_bytes([*parameters, *buffers]),
                 trainable_bytes=distinct_bytes(p for p in parameters if p.requires_grad),
                 parameters=sum(p.numel() for p in parameters),
             )
@@ -270,7 +276,10 @@ class ModuleTracker:
         if torch.compiler.is_compiling():  # the hooks are not to become part of a compiled step
             return None
         self._optimizing += 1
-        self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
+        try:
+            self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
+        except Exception as error:  # one that cannot be held weakly
+            self.uncounted[type(optimizer).__name__] = f"{type(error).__name__}: {error}"
         return self._closure_outside(args, kwargs) if self._is_following else None
 
     def _optimizer_leaving(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -300,6 +309,25 @@ class ModuleTracker:
         if len(args) > 1:
             return (args[0], outside, *args[2:]), kwargs
         return args, {**kwargs, "closure": outside}
+
+
+def inner_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A module and all below it, each once with its path, whatever a subclass makes of `named_modules`."""
+    seen = set[int]()
+    left = [("", module)]
+    while left:
+        path, current = left.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield path, current
+        children = [(name, child) for name, child in current._modules.items() if child is not None]
+        left += [(f"{path}.{name}" if path else name, child) for name, child in reversed(children)]
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Those of the module itself, whatever a subclass makes of `parameters`."""
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
 @contextmanager

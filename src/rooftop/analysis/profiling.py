@@ -292,8 +292,8 @@ def assembled(
     if tracker.uncounted:
         (name, why), *others = tracker.uncounted.items()
         notes.append(
-            f"What {name}{f' and {len(others)} other classes of modules' if others else ''} took in and gave out could "
-            f"not be counted ({why}): their fused roof is that of their parts."
+            f"What {name}{f' and {len(others)} other classes' if others else ''} took in and gave out could not be "
+            f"counted ({why}): their fused roof is that of their parts."
         )
     return Profile(
         device=device,

@@ -6,15 +6,21 @@ report is made of it however it ends, also by `os._exit` and by Ctrl-C, if enoug
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import gc
+import inspect
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from importlib.machinery import SourceFileLoader
+from io import UnsupportedOperation
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType, NoneType, TracebackType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -39,6 +45,8 @@ class ScriptRun:
         problem: in one line why it failed, or why there is no report; "" if all is well.
         error: what it raised; a KeyboardInterrupt is the user's.
         traceback: what Python would have printed of the error; "" where the script's own `sys.excepthook` has said it.
+        resume: puts back what the script has made of its surroundings (`sys.argv`, `sys.path`, `sys.stdout`, the
+            current folder, `__main__`): for threads and functions that run after it, when the process exits.
     """
 
     report: Report | None
@@ -46,6 +54,7 @@ class ScriptRun:
     problem: str = ""
     error: BaseException | None = None
     traceback: str = ""
+    resume: Callable[[], None] = field(default=lambda: None, compare=False)
 
 
 def analyze_script(
@@ -127,10 +136,11 @@ def run_script(
 
     status, problem = 0, ""
     hook, stdout = sys.excepthook, sys.stdout
+    surroundings = _Surroundings(script, arguments)
     error: BaseException | None = None
-    with recorded, others, _as_main(script, arguments), process_groups_kept(), patch.object(os, "_exit", exit_now):
+    with recorded, others, surroundings, process_groups_kept(), patch.object(os, "_exit", exit_now):
         try:
-            _run(script)
+            _run(script, several)
         except SystemExit as end:
             (status, problem), error = _status(end, script), end
         except KeyboardInterrupt as interrupted:
@@ -139,14 +149,39 @@ def run_script(
             status, error = 1, raised
             problem = f"{script} raised {type(raised).__name__}: {raised}{_line(raised, script)}"
     scripts_hook, sys.excepthook = sys.excepthook, hook
-    sys.stdout = sys.stderr if stdout.closed else stdout  # the script may have closed its output, or put another there
+    surroundings.stdout = sys.stdout
+    sys.stdout = next((each for each in (stdout, sys.stdout) if _is_open(each)), sys.stderr)
     failure = error if not isinstance(error, SystemExit) else None
+    said = failure is None
     if failure is not None and scripts_hook is not hook:
-        scripts_hook(type(failure), failure, _from_script_on(failure, script))
-    run = _reported(recorded, others, several, status, problem, error)
-    if failure is None or scripts_hook is not hook:
-        return run
-    return replace(run, traceback=_traceback(failure, script))
+        status, said = _hooked(scripts_hook, failure, _from_script_on(failure, script)), True
+    run = replace(_reported(recorded, others, several, status, problem, error), resume=surroundings.again)
+    return run if said or failure is None else replace(run, traceback=_traceback(failure, script))
+
+
+def _hooked(hook: Callable[..., Any], failure: BaseException, trace: TracebackType | None) -> int:
+    """The exit status after the script's own `sys.excepthook`; one that raises is treated as Python treats it."""
+    try:
+        hook(type(failure), failure, trace)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exception(type(error), error, error.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        traceback.print_exception(type(failure), failure, trace)
+    return 1
+
+
+def _is_open(stream: Any) -> bool:
+    """Whether a stream can still be written to: the script may have closed it, detached it, or closed its file."""
+    try:
+        stream.flush()
+        return not stream.closed and os.fstat(stream.fileno()) is not None
+    except UnsupportedOperation:  # no file is behind it
+        return True
+    except (ValueError, OSError, AttributeError):
+        return False
 
 
 def _status(end: SystemExit, script: Path) -> tuple[int, str]:
@@ -154,7 +189,11 @@ def _status(end: SystemExit, script: Path) -> tuple[int, str]:
     if end.code is None or isinstance(end.code, int):
         status = end.code or 0
         return status, f"{script} ended with exit status {status}" if status else ""
-    return 1, f"{script} ended with exit status 1: {end.code}"
+    try:
+        said = str(end.code)
+    except Exception as error:  # Python prints nothing then
+        said = f"its exit value cannot be printed ({type(error).__name__})"
+    return 1, f"{script} ended with exit status 1: {said}"
 
 
 def _reported(
@@ -192,47 +231,117 @@ def _device_of_rank(device: torch.device | str | None) -> torch.device | str | N
     return torch.device("cuda", local if local < torch.cuda.device_count() else 0)
 
 
-def _run(script: Path) -> None:
-    """Run it. A process that it forked and that comes to its end ends here: there is one report, the first one's."""
+def _run(script: Path, one_of_ranks: bool) -> None:
+    """Run it. A process that it forked and that comes to its end ends here: there is one report, the first one's.
+
+    Args:
+        one_of_ranks: its variables go with its end: what uses a process group must be gone before that is (see
+            `process_groups_kept`).
+    """
     process = os.getpid()
     status = 1
     path = os.path.abspath(script)  # as Python sets `__file__`, and names the script in tracebacks
     main = ModuleType("__main__")
-    main.__dict__.update(__file__=path, __builtins__=builtins, __cached__=None)
+    loader = SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __builtins__=builtins, __cached__=None, __loader__=loader, __annotations__={})
     sys.modules["__main__"] = main
     try:
         with open(path, "rb") as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)
-        exec(code, main.__dict__)
+        with _room_below():
+            exec(code, main.__dict__)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if os.getpid() != process and not isinstance(end.code, (int, NoneType)):
+            print(end.code, file=sys.stderr)
         raise
-    except BaseException:
+    except BaseException as error:
         if os.getpid() != process:
-            traceback.print_exc()
+            traceback.print_exception(type(error), error, _from_script_on(error, script))
         raise
     finally:
         if os.getpid() != process:
-            sys.stdout.flush()
-            os._exit(status)
+            _end_of_child(main, status)
+        if one_of_ranks:
+            main.__dict__.clear()
+
+
+def _end_of_child(main: ModuleType, status: int) -> NoReturn:
+    """As Python ends a process: threads end, what is registered for the exit runs, open files are written."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        main.__dict__.clear()
+        gc.collect()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
 
 
 @contextmanager
-def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """`sys.argv`, `sys.path` and `sys.modules["__main__"]` as the script expects them; the folder put back, too."""
-    folder = os.getcwd()
-    argv, path, main = sys.argv, list(sys.path), sys.modules.get("__main__")
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
+def _room_below() -> Iterator[None]:
+    """The script has as many frames for itself as it would have alone."""
+    limit, depth = sys.getrecursionlimit(), len(inspect.stack(0))
+    sys.setrecursionlimit(limit + depth)
     try:
         yield
     finally:
+        if sys.getrecursionlimit() == limit + depth:
+            sys.setrecursionlimit(limit)
+
+
+class _Surroundings:
+    """`sys.argv`, `sys.path`, the current folder and `sys.modules["__main__"]`, inside as the script expects them.
+
+    Attributes:
+        stdout: where the script's output goes, if it has put another stream there.
+    """
+
+    def __init__(self, script: Path, arguments: Sequence[str]) -> None:
+        self._script, self._arguments = script, arguments
+        self.stdout: Any = sys.stdout
+        self._before: tuple[Any, ...] = ()
+        self._after: tuple[Any, ...] = ()
+
+    def __enter__(self) -> None:
+        self._before = self._now()
+        sys.argv = [str(self._script), *self._arguments]
+        own = [str(self._script.resolve().parent)]
+        sys.path[:] = own + (sys.path[1:] if _started_by_rooftop() else sys.path)
+
+    def __exit__(self, *error: object) -> None:
+        self._after = self._now()
+        self._put(self._before)
+
+    def again(self) -> None:
+        """As the script left them."""
+        self._put(self._after)
+        sys.stdout = self.stdout
+
+    def _now(self) -> tuple[Any, ...]:
+        try:
+            folder = os.getcwd()
+        except FileNotFoundError:  # the script has deleted it
+            folder = ""
+        return sys.argv, list(sys.path), sys.modules.get("__main__"), folder
+
+    def _put(self, what: tuple[Any, ...]) -> None:
+        argv, path, main, folder = what
         sys.argv, sys.path[:] = argv, path
         if main is not None:
             sys.modules["__main__"] = main
-        with suppress(FileNotFoundError):  # the script may have deleted it
+        with suppress(FileNotFoundError):
             os.chdir(folder)
+
+
+def _started_by_rooftop() -> bool:
+    """Whether this process is the command `rooftop`, whose own folder Python has put first into `sys.path`."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    name = spec.name if spec is not None else Path(getattr(main, "__file__", None) or "").stem
+    return str(name).partition(".")[0] == "rooftop" and bool(sys.path)
 
 
 def _line(error: BaseException, script: Path) -> str:

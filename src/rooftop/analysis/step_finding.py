@@ -33,7 +33,9 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
+from rooftop.analysis.attribution import inner_modules, own_parameters
 from rooftop.analysis.optimizer_labels import optimizer_ends
 
 MOST_INNER_STEPS = 16  # of the leading marker in one step of a coarser one; more is an epoch
@@ -91,7 +93,7 @@ class StepFinder:
         self._calls = [0, 0]
         self._first_call_at: float | None = None
         self._first_training_at: float | None = None
-        self._parameters: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._parameters = WeakIdKeyDictionary()  # module -> whether it has any
         self._optimizing = 0
         self._optimizer_steps = 0
         self._stepped: torch.optim.Optimizer | None = None  # it has, and its label has not ended yet
@@ -160,7 +162,8 @@ class StepFinder:
     def _entering(self, module: nn.Module) -> Level:
         with_parameters = self._parameters.get(module)
         if with_parameters is None:
-            with_parameters = self._parameters[module] = next(module.parameters(), None) is not None
+            with_parameters = any(own_parameters(inner) for _, inner in inner_modules(module))
+            self._parameters[module] = with_parameters
         if with_parameters:
             self._calls[0] += 1
             if self._first_training_at is None and torch.is_grad_enabled():

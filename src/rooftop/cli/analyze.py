@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -173,7 +173,10 @@ def command(
             trace=trace,
             before_exit=show,
         )
-        show(run)
+        try:
+            show(run)
+        finally:
+            run.resume()
         return run.status
     launches = _counted(words) if counters else []
     with progress_bar() as progress:
@@ -229,7 +232,8 @@ def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None,
         KeyboardInterrupt: it was interrupted.
     """
     if isinstance(run.error, SystemExit) and not isinstance(run.error.code, (int, NoneType)):
-        click.echo(str(run.error.code), err=True)
+        with suppress(Exception):  # Python says nothing either where the value cannot be printed
+            click.echo(str(run.error.code), err=True)
     if run.traceback:
         click.echo(run.traceback, err=True, nl=False)
     if run.report is not None:

@@ -225,9 +225,11 @@ def _spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[
 
 
 def _without_data(value: Any, specs: dict[int, TensorSpec]) -> Any:
-    """A nest with a spec for each tensor, and tuples for lists."""
+    """A nest with a spec for each tensor, and tuples for lists. Nothing that holds memory stays in it."""
     if isinstance(value, Tensor):
         return _tensor_spec(value, specs)
+    if isinstance(value, (torch.UntypedStorage, torch.TypedStorage, torch.ScriptObject)):
+        return type(value).__name__
     if isinstance(value, (list, tuple)):
         return tuple([_without_data(item, specs) for item in value])
     return value

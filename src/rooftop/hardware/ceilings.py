@@ -238,6 +238,7 @@ class Ceilings:
             values["disturbed"] = tuple(plain["disturbed"])
             values["raises"] = tuple(Raise(**each) for each in plain.get("raises", ()))
             rates = [point.best_in_place for point in values["memory"]] + list(plain["flops"].values())
+            rates += [float(rate) for rate in values.get("pulse", {}).values()]
             if not all(rate > 0 for rate in rates) or not any(point.measured() for point in values["memory"]):
                 raise ValueError("a rate is missing or not positive")
         except (KeyError, TypeError, AttributeError) as error:
