@@ -28,11 +28,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
 from rooftop.hardware import Ceilings, cpu_probes, measure_ceilings
 from rooftop.launch import INTERPRETED, cuda, nvrtc
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # a first call imports and compiles
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
