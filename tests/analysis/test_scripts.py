@@ -283,7 +283,8 @@ def test_a_script_that_fails_early_has_no_report(
 def test_a_process_that_ends_at_once_has_its_report_made_before(
     tmp_path: Path, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`os._exit` runs no `finally`; in a forked process it stays what it is."""
+    """`os._exit` runs no `finally`; in a forked process it stays what it is. The report is made where the command was,
+    wherever the script has gone."""
 
     class EndedError(BaseException):
         pass
@@ -292,16 +293,16 @@ def test_a_process_that_ends_at_once_has_its_report_made_before(
         raise EndedError(status)
 
     monkeypatch.setattr(os, "_exit", end)
-    seen = []
+    seen, before = [], os.getcwd()
     ended = run_script(
-        script(tmp_path, LOOP + "os._exit(6)"),
+        script(tmp_path, LOOP + "os.chdir('/')\nos._exit(6)"),
         ceilings=ceilings,
         device="cpu",
-        before_exit=lambda run: seen.append((run.status, run.report is not None)),
+        before_exit=lambda run: seen.append((run.status, run.report is not None, os.getcwd())),
     )
     with pytest.raises(EndedError, match="6"):
         raise ended.error or AssertionError("the process went on")
-    assert seen == [(6, True)]
+    assert seen == [(6, True, before)]
 
 
 # ---- what else runs ----------------------------------------------------------------------------------------------

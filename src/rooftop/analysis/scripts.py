@@ -6,19 +6,13 @@ report is made of it however it ends, also by `os._exit` and by Ctrl-C, if enoug
 
 from __future__ import annotations
 
-import atexit
 import builtins
-import gc
-import inspect
 import os
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
-from io import UnsupportedOperation
 from pathlib import Path
 from types import ModuleType, NoneType, TracebackType
 from typing import Any, NoReturn
@@ -31,6 +25,7 @@ from rooftop.analysis.ranks.lockstep import process_groups_kept
 from rooftop.analysis.ranks.recorded import gathered_rows, with_ranks
 from rooftop.analysis.recordings import Recording, recording
 from rooftop.analysis.report import Report
+from rooftop.analysis.script_surroundings import Surroundings, end_of_child, room_below
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware.ceilings import Ceilings
 
@@ -127,6 +122,7 @@ def run_script(
         if os.getpid() == process and recorded.is_open:
             recorded.close()
             others.__exit__(None, None, None)
+            surroundings.__exit__(None, None, None)
             try:
                 before_exit(_reported(recorded, others, several, status))
                 sys.stdout.flush()
@@ -134,29 +130,33 @@ def run_script(
                 traceback.print_exc()
         end_process(status)
 
-    status, problem = 0, ""
-    hook, stdout = sys.excepthook, sys.stdout
-    surroundings = _Surroundings(script, arguments)
+    status, problem, told = 0, "", False
+    hook = sys.excepthook
+    surroundings = Surroundings(script, arguments)
     error: BaseException | None = None
     with recorded, others, surroundings, process_groups_kept(), patch.object(os, "_exit", exit_now):
         try:
             _run(script, several)
         except SystemExit as end:
-            (status, problem), error = _status(end, script), end
+            (status, problem), error, told = _status(end, script), end, True
         except KeyboardInterrupt as interrupted:
             status, problem, error = 130, "interrupted", interrupted
         except BaseException as raised:  # also asyncio.CancelledError and others that are no Exception
             status, error = 1, raised
-            problem = f"{script} raised {type(raised).__name__}: {raised}{_line(raised, script)}"
-    scripts_hook, sys.excepthook = sys.excepthook, hook
-    surroundings.stdout = sys.stdout
-    sys.stdout = next((each for each in (stdout, sys.stdout) if _is_open(each)), sys.stderr)
-    failure = error if not isinstance(error, SystemExit) else None
-    said = failure is None
-    if failure is not None and scripts_hook is not hook:
-        status, said = _hooked(scripts_hook, failure, _from_script_on(failure, script)), True
+            problem = f"{script} raised {type(raised).__name__}: {_said(raised)}{_line(raised, script)}"
+        if error is not None and not told and sys.excepthook is not hook:
+            after_hook, told = _hooked(sys.excepthook, error, _from_script_on(error, script)), True
+            status = status if isinstance(error, KeyboardInterrupt) else after_hook
+    sys.excepthook = hook
     run = replace(_reported(recorded, others, several, status, problem, error), resume=surroundings.again)
-    return run if said or failure is None else replace(run, traceback=_traceback(failure, script))
+    return run if told or error is None else replace(run, traceback=_traceback(error, script))
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "<it cannot be printed>"
 
 
 def _hooked(hook: Callable[..., Any], failure: BaseException, trace: TracebackType | None) -> int:
@@ -171,17 +171,6 @@ def _hooked(hook: Callable[..., Any], failure: BaseException, trace: TracebackTy
         print("\nOriginal exception was:", file=sys.stderr)
         traceback.print_exception(type(failure), failure, trace)
     return 1
-
-
-def _is_open(stream: Any) -> bool:
-    """Whether a stream can still be written to: the script may have closed it, detached it, or closed its file."""
-    try:
-        stream.flush()
-        return not stream.closed and os.fstat(stream.fileno()) is not None
-    except UnsupportedOperation:  # no file is behind it
-        return True
-    except (ValueError, OSError, AttributeError):
-        return False
 
 
 def _status(end: SystemExit, script: Path) -> tuple[int, str]:
@@ -248,7 +237,7 @@ def _run(script: Path, one_of_ranks: bool) -> None:
     try:
         with open(path, "rb") as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)
-        with _room_below():
+        with room_below():
             exec(code, main.__dict__)
         status = 0
     except SystemExit as end:
@@ -262,86 +251,9 @@ def _run(script: Path, one_of_ranks: bool) -> None:
         raise
     finally:
         if os.getpid() != process:
-            _end_of_child(main, status)
+            end_of_child(main, status)
         if one_of_ranks:
             main.__dict__.clear()
-
-
-def _end_of_child(main: ModuleType, status: int) -> NoReturn:
-    """As Python ends a process: threads end, what is registered for the exit runs, open files are written."""
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        main.__dict__.clear()
-        gc.collect()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(status)
-
-
-@contextmanager
-def _room_below() -> Iterator[None]:
-    """The script has as many frames for itself as it would have alone."""
-    limit, depth = sys.getrecursionlimit(), len(inspect.stack(0))
-    sys.setrecursionlimit(limit + depth)
-    try:
-        yield
-    finally:
-        if sys.getrecursionlimit() == limit + depth:
-            sys.setrecursionlimit(limit)
-
-
-class _Surroundings:
-    """`sys.argv`, `sys.path`, the current folder and `sys.modules["__main__"]`, inside as the script expects them.
-
-    Attributes:
-        stdout: where the script's output goes, if it has put another stream there.
-    """
-
-    def __init__(self, script: Path, arguments: Sequence[str]) -> None:
-        self._script, self._arguments = script, arguments
-        self.stdout: Any = sys.stdout
-        self._before: tuple[Any, ...] = ()
-        self._after: tuple[Any, ...] = ()
-
-    def __enter__(self) -> None:
-        self._before = self._now()
-        sys.argv = [str(self._script), *self._arguments]
-        own = [str(self._script.resolve().parent)]
-        sys.path[:] = own + (sys.path[1:] if _started_by_rooftop() else sys.path)
-
-    def __exit__(self, *error: object) -> None:
-        self._after = self._now()
-        self._put(self._before)
-
-    def again(self) -> None:
-        """As the script left them."""
-        self._put(self._after)
-        sys.stdout = self.stdout
-
-    def _now(self) -> tuple[Any, ...]:
-        try:
-            folder = os.getcwd()
-        except FileNotFoundError:  # the script has deleted it
-            folder = ""
-        return sys.argv, list(sys.path), sys.modules.get("__main__"), folder
-
-    def _put(self, what: tuple[Any, ...]) -> None:
-        argv, path, main, folder = what
-        sys.argv, sys.path[:] = argv, path
-        if main is not None:
-            sys.modules["__main__"] = main
-        with suppress(FileNotFoundError):
-            os.chdir(folder)
-
-
-def _started_by_rooftop() -> bool:
-    """Whether this process is the command `rooftop`, whose own folder Python has put first into `sys.path`."""
-    main = sys.modules.get("__main__")
-    spec = getattr(main, "__spec__", None)
-    name = spec.name if spec is not None else Path(getattr(main, "__file__", None) or "").stem
-    return str(name).partition(".")[0] == "rooftop" and bool(sys.path)
 
 
 def _line(error: BaseException, script: Path) -> str:

@@ -1,0 +1,116 @@
+"""What a script finds around itself as it runs: arguments, module path, current folder, output, room on the stack.
+
+The report is made when the script's last line has run, in the folder and with the output of before. After it the script
+has its own again, since its threads and exit functions are not over.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import UnsupportedOperation
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+
+@dataclass(frozen=True)
+class _State:
+    """`sys.argv`, `sys.path`, `sys.stdout`, `sys.modules["__main__"]` and the current folder ("" if it is gone)."""
+
+    argv: list[str]
+    path: list[str]
+    stdout: Any
+    main: ModuleType | None
+    folder: str
+
+    @classmethod
+    def now(cls) -> _State:
+        try:
+            folder = os.getcwd()
+        except FileNotFoundError:
+            folder = ""
+        return cls(sys.argv, list(sys.path), sys.stdout, sys.modules.get("__main__"), folder)
+
+    def put(self) -> None:
+        sys.argv, sys.path[:], sys.stdout = self.argv, self.path, self.stdout
+        if self.main is not None:
+            sys.modules["__main__"] = self.main
+        with suppress(FileNotFoundError):
+            os.chdir(self.folder)
+
+
+class Surroundings:
+    """Inside the `with` block, what a script expects; after it, what was there before; from `again` on, what the script
+    left.
+
+    Where the output of before is closed after the block, it is the script's, or else stderr.
+    """
+
+    def __init__(self, script: Path, arguments: Sequence[str]) -> None:
+        self._script, self._arguments = script, arguments
+        self._before = self._after = _State.now()
+
+    def __enter__(self) -> None:
+        self._before = _State.now()
+        sys.argv = [str(self._script), *self._arguments]
+        sys.path[:] = [str(self._script.resolve().parent), *(sys.path[1:] if _started_by_rooftop() else sys.path)]
+
+    def __exit__(self, *error: object) -> None:
+        self._after = _State.now()
+        self._before.put()
+        sys.stdout = next((each for each in (sys.stdout, self._after.stdout) if _is_open(each)), sys.stderr)
+
+    def again(self) -> None:
+        self._after.put()
+
+
+def _started_by_rooftop() -> bool:
+    """Whether this process is the command `rooftop`, whose own folder Python has put first into `sys.path`."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    name = spec.name if spec is not None else Path(getattr(main, "__file__", None) or "").stem
+    return str(name).partition(".")[0] == "rooftop" and bool(sys.path)
+
+
+def _is_open(stream: Any) -> bool:
+    """Whether a stream can still be written to: the script may have closed it, detached it, or closed its file."""
+    try:
+        stream.flush()
+        return not stream.closed and os.fstat(stream.fileno()) is not None
+    except UnsupportedOperation:  # no file is behind it
+        return True
+    except (ValueError, OSError, AttributeError):
+        return False
+
+
+@contextmanager
+def room_below() -> Iterator[None]:
+    """The script has as many frames for itself as it would have alone."""
+    limit, depth = sys.getrecursionlimit(), len(inspect.stack(0))
+    sys.setrecursionlimit(limit + depth)
+    try:
+        yield
+    finally:
+        if sys.getrecursionlimit() == limit + depth:
+            sys.setrecursionlimit(limit)
+
+
+def end_of_child(main: ModuleType, status: int) -> NoReturn:
+    """As Python ends a process: threads end, what is registered for the exit runs, open files are written."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        main.__dict__.clear()
+        gc.collect()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
