@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.errors import CeilingsFileError
-from rooftop.hardware.figures import Raise, memory_figure, part_in_words
+from rooftop.hardware.figures import PRECISIONS, Raise, memory_figure, part_in_words
 
 FORMAT = 2
 FORMATS = (1, 2)  # the first knew neither casts nor updates, neither sustained rates nor what raised a ceiling
@@ -143,7 +143,8 @@ class Ceilings:
             ValueError: not measured on this device.
         """
         if precision not in self.flops:
-            raise ValueError(f"no {precision} rate was measured on {self.device}; there are {', '.join(self.flops)}")
+            known = ", ".join(each for each in PRECISIONS if each in self.flops)
+            raise ValueError(f"no {precision} rate was measured on {self.device}; there are {known}")
         return self.flops[precision]
 
     def disturbed_of(self, parts: Collection[str]) -> tuple[str, ...]:
