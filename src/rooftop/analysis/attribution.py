@@ -67,7 +67,7 @@ class ModuleTraffic:
 
 @dataclass(frozen=True)
 class OptimizerTraffic:
-    """What the optimizers of one step move in one piece, in bytes, and whether one of them refuses to be captured."""
+    """Bytes that the optimizers of one step read and write at least, and whether one refuses CUDA graph capture."""
 
     read: int = 0
     written: int = 0
@@ -156,7 +156,7 @@ class ModuleTracker:
         return list(self._optimizers)
 
     def optimizer_traffic(self) -> OptimizerTraffic:
-        """In: parameters, gradients and state. Out: all of these but the gradients."""
+        """The optimizers read parameters, gradients and state, and write parameters and state."""
         if self._optimizer_traffic is not None:
             return self._optimizer_traffic
         read = written = 0

@@ -24,7 +24,8 @@ class Findings:
         plain: the run under the profiler alone, None where nothing was run.
         host_ms: how long the host needs for the step, None where that is not known.
         best_ms: wall time of the fastest steps, None where nothing was run.
-        optimizers: that stepped, and are still there. refuses_capture: one of them refuses to be captured as it is.
+        optimizers: those that stepped in the step and still exist.
+        refuses_capture: whether an optimizer refuses to run inside a CUDA graph as it is configured.
         traced_more_ms: by how much the device is busy longer where the program believes that it is compiled or
             captured; None if it fails then.
         faults: pages that a step took from the system; none on a GPU.

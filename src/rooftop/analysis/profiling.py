@@ -93,9 +93,9 @@ class Profile:
         runs: labelled runs.
         compilation: what `torch.compile` did, None if nothing is compiled.
         load: what other programs did to the CPU meanwhile.
-        faults: pages that a step took from the system; labelled_faults: a labelled one. None on a GPU.
-        pulse: how fast a CPU was meanwhile; None on a GPU, and where the step is a program's own.
-        otherwise: what a step was like later, when the operators were timed, if it took other numbers of pages.
+        faults: page faults of a plain step. labelled_faults: those of a labelled step. Both are 0 on a GPU.
+        pulse: how fast the CPU was during the measurement; None on a GPU and for a recorded program.
+        otherwise: page faults and time of plain steps that ran later, if their page faults differ from the first ones.
         notes: what a reader should know about this measurement.
     """
 
@@ -215,7 +215,7 @@ def _labelled_runs(
     times: KernelTimes | None,
     progress: Progress,
 ) -> tuple[list[Labelled], ModuleTracker, PageFaults]:
-    """The labelled runs, as many as their time allows; the tracker and the pages of the last of them.
+    """As many labelled runs as their time allows, with the tracker and the page faults of the last run.
 
     On a CPU blocks of plain steps stand between the first ones: the two are compared, so both see the same machine.
 

@@ -428,7 +428,7 @@ class Recording:
 
     @property
     def _needed(self) -> int:
-        """Steps after which there is all that is wanted; one more where the first was watched with the second."""
+        """Number of steps for a complete recording. Without an optimizer the first two steps are watched as one."""
         finder = self._finder
         needed = steps_needed(found=finder is not None, compiled=self._runs_compiled, ranks=self._one_of_ranks)
         return needed + (finder is not None and finder.level != Level.OPTIMIZER)

@@ -148,7 +148,7 @@ def _crowded(profile: Profile) -> bool:
 
 
 def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
-    """What a CPU did more slowly than when it was at its best, and its rate beside that; None if nothing was slower."""
+    """The part of the CPU's pulse that fell most, and its share of its best; None if the CPU was as fast as ever."""
     if profile.pulse is None or torch.get_num_threads() != ceilings.threads:
         return None
     found = profile.pulse.share_of(ceilings.pulse)
@@ -180,7 +180,7 @@ def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
 
 
 def _two_states(profile: Profile) -> list[str]:
-    """Where operators were timed in steps that took fewer pages: that is no noise, but two states of the heap."""
+    """A note if operators were timed in steps with fewer page faults than the first ones: another state of the heap."""
     faults, labelled, later = profile.faults, profile.labelled_faults, profile.otherwise
     if later is None and (labelled.count >= faults.count or faults.is_like(labelled)):
         return []

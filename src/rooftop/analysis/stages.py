@@ -109,7 +109,7 @@ class Laps:
         whole, early: labelled steps for a program that ends soon.
         plain, labelled: the step under the profiler, and the labelled ones.
         timed_ms: durations of undisturbed steps, and what each called.
-        faults: pages that one of these took from the system; none on a GPU.
+        faults: page faults of a timed step; 0 on a GPU.
     """
 
     steps: int = 0
@@ -183,7 +183,7 @@ class StepClock:
         return time.perf_counter() - self.began
 
     def faults(self) -> PageFaults:
-        """Of a step until now, in the mean. None on a GPU."""
+        """Mean page faults of the steps so far; 0 on a GPU."""
         if self._device.type == "cuda" or not self.steps:
             return NO_FAULTS
         return page_faults().since(self._faults, self.steps)

@@ -193,7 +193,7 @@ def is_sparse(tensor: Tensor) -> bool:
 def parts(tensor: Tensor) -> list[Tensor]:
     """The strided tensors that hold a tensor's data: of a sparse one its indices and, last, its values; else itself.
 
-    A tensor inside `torch.func` (vmap, grad) is a wrapper around one of all samples, which is what lies in memory.
+    Inside `torch.func` (vmap, grad) a tensor wraps the batched tensor that lies in memory: that one counts.
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)

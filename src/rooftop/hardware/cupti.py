@@ -5,9 +5,9 @@ through it: a program that is bound by its host is slower for the rest of its li
 (the GPU's own times stay). PyTorch has a switch against that, `TEARDOWN_CUPTI=1`, under which every second profiler
 misses kernels. So CUPTI is detached here, where the device is idle and all records have been read.
 
-No other thread may be in a call of the CUDA runtime meanwhile. Threads of Python cannot begin one, since the GIL is
-held, and those that wait in the standard library are in none. NCCL's threads are always in one, and a process that
-detaches beside them may stop for good. So CUPTI stays where another thread may be in a call.
+While CUPTI is being detached, no other thread may be inside a CUDA call. The GIL is held, so no Python thread can begin
+one, and a thread that waits in the standard library is not inside one. NCCL's threads call CUDA all the time: a process
+that detaches CUPTI beside them can hang. So CUPTI stays attached where another thread may be inside a CUDA call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATIENCE_S = 0.05  # for other threads to come out of their calls
 
 _MAPS = Path("/proc/self/maps")  # what is loaded into this process, with paths
 _WITHOUT_CUDA = {"debugpy", "execnet", "ipykernel", "rich", "tornado", "tqdm", "zmq"}
-"""Packages of which consoles, notebooks and debuggers have threads."""
+"""Consoles, notebooks and debuggers run threads of these packages, which call no CUDA."""
 _WAITING = {
     *("wait", "join", "acquire", "_wait_for_tstate_lock", "get", "put", "_worker", "select", "poll", "_poll", "_wait"),
     *("recv", "_recv", "read", "readinto", "accept", "communicate", "_communicate", "sleep"),
@@ -38,7 +38,7 @@ _WAITING = {
 
 _library: ctypes.PyDLL | None = None
 stays_for = ""
-"""Whose calls CUPTI stayed for at the last `detach`; "" where it did not."""
+"""The thread because of which the last `detach` left CUPTI attached; "" if it did not."""
 
 
 def detach() -> bool:
@@ -69,7 +69,7 @@ def detach() -> bool:
 
 
 def others_in_calls() -> str:
-    """Whose thread may be in a call of the CUDA runtime, of others than this one; "" if there is none."""
+    """Names another thread that may be inside a CUDA call; "" if there is none."""
     if dist.is_available() and dist.is_initialized():
         groups = dist.distributed_c10d._world
         if any("nccl" in str(groups.pg_backend_config.get(group)) for group in groups.pg_map):

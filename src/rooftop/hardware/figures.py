@@ -56,7 +56,7 @@ def in_words(name: str) -> str:
 
 
 def size_in_words(size: int) -> str:
-    """A number of bytes as people read it: "24 MiB"."""
+    """Formats a number of bytes: "24 MiB"."""
     return f"{size / MIB:.3g} MiB" if size < 1000 * MIB else f"{size / MIB:.0f} MiB"
 
 

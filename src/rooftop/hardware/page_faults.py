@@ -25,7 +25,7 @@ KEEP_MEMORY = "MALLOC_TRIM_THRESHOLD_=10000000000 MALLOC_MMAP_THRESHOLD_=1000000
 
 @dataclass(frozen=True)
 class PageFaults:
-    """Of this process and all its threads.
+    """Page faults of this process, all its threads included.
 
     Attributes:
         count: pages that the system gave it without reading a disk (minor faults).

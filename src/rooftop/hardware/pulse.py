@@ -1,4 +1,4 @@
-"""How fast this CPU is at the moment, beside how fast it has been.
+"""How fast this CPU is now, compared with its best so far.
 
 Other guests of its host slow a virtual machine down, which is not told of it; a laptop that is warm lowers its clocks.
 Steps then take longer from the first to the last, so that their times agree. So two fixed pieces of work are timed with
@@ -42,7 +42,7 @@ class Pulse:
                 self.rates[name] = max(self.rates.get(name, 0.0), amount / _best_s(call))
 
     def share_of(self, best: Mapping[str, float]) -> tuple[str, float] | None:
-        """The slower of the two beside rates of before: its name and its share of them, None where there are none."""
+        """Name of the rate that fell most below its earlier best, and its share of it; None without earlier rates."""
         shares = {name: rate / best[name] for name, rate in self.rates.items() if best.get(name)}
         return min(shares.items(), key=lambda share: share[1]) if shares else None
 

@@ -8,7 +8,8 @@ one request waits for. The two are measured apart and never mixed.
   queue and bring the device to the clocks of lasting work; they are not counted.
 - On a GPU an event stands between steps, on a CPU the host's clock is read there.
 - Blocks are taken at several moments of an analysis, since a host is not equally fast at all times. On a CPU the
-  records of an analysis can make steps faster (see `page_faults`): blocks that are not like the first do not count.
+  records of an analysis can make steps faster (see `page_faults`). Blocks whose page faults differ from those of the
+  first block are left out.
 - Ten steps in a row are a *window*, and the time is the lower tenth of all windows. What else a host does only adds to
   a step: on a shared H100 host the median of the same program varied by 40% from process to process, the fastest
   windows by 6%. The interval reaches from the fastest window to the median, so it shows what the others did.
@@ -91,7 +92,7 @@ def _windows(blocks: Sequence[Sequence[float]]) -> tuple[list[float], int]:
 
 @dataclass(frozen=True)
 class OtherState:
-    """A step whose memory comes from the system otherwise (see `page_faults`): its pages, and its wall time."""
+    """Page faults and wall time of a step in the other state of the heap (see `page_faults`)."""
 
     faults: PageFaults
     wall: StepTime
@@ -114,7 +115,7 @@ class StepClock:
 
     @property
     def blocks(self) -> int:
-        """How many were run, those that do not count among them."""
+        """How many blocks were run, including those that were left out."""
         return len(self._blocks)
 
     @property
@@ -124,12 +125,12 @@ class StepClock:
 
     @property
     def faults(self) -> PageFaults:
-        """Of a step in the first block, which the others must be like. None on a GPU."""
+        """Page faults of a step in the first block; 0 on a GPU."""
         return self._faults[0]
 
     @property
     def otherwise(self) -> OtherState | None:
-        """What a step was like in the blocks that do not count; None where all of them do."""
+        """Page faults and time of a step in the blocks that were left out; None if none was."""
         blocks = self._alike(False)
         if not blocks:
             return None

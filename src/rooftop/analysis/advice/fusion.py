@@ -39,7 +39,7 @@ READ_TWICE = {
 }
 """They also need sums over all rows: a second pass over what their kernel reads."""
 BATCH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "batch_norm_with_update"}
-"""In training they need sums over all rows, too."""
+"""Operators that also need sums over all rows when they train."""
 LONGEST_ROW_BYTES = 64 * 1024  # of a row that one block keeps on the chip; longer ones are read again
 REDUCTIONS_OF_CHOICE = {"sum", "mean", "amax", "amin", "var", "var_mean"}
 """Along rows they join; over columns they are kernels of their own."""
@@ -181,7 +181,7 @@ def _groups(nodes: Sequence[_Node]) -> dict[int, list[int]]:
 
 
 class _Traffic:
-    """The bytes that each group of operators must move."""
+    """Memory traffic of each group of joined operators, in bytes."""
 
     def __init__(
         self, operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], groups: Mapping[int, list[int]]
