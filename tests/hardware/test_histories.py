@@ -104,10 +104,19 @@ def test_a_history_survives_its_file(found: History) -> None:
 
 
 @given(histories())
-def test_ceilings_alone_are_a_history_with_the_same_figures(found: History) -> None:
+def test_ceilings_alone_are_a_history_that_gives_the_same_ceilings(found: History) -> None:
     ceilings = found.ceilings()
     assert history_of(ceilings).figures == found.figures
-    assert replace(history_of(ceilings).ceilings(), disturbed=()) == replace(ceilings, disturbed=())
+    assert history_of(ceilings).ceilings() == ceilings
+
+
+def test_ceilings_alone_stay_disturbed_where_they_were() -> None:
+    """Their best memory rate is of a measurement under load, the rest of a later quiet one."""
+    loaded = history(measurement({"flops fp32": 1e9, f"memory {MIB} read": 9e9}, others=0.5))
+    quiet = measurement({"flops fp32": 2e9, f"memory {MIB} read": 5e9}, at=MOMENTS[1])
+    ceilings = loaded.merged(history(quiet)).ceilings()
+    assert ceilings.disturbed == ("memory",)
+    assert history_of(ceilings).ceilings() == ceilings
 
 
 def test_the_best_of_a_figure_is_never_pruned() -> None:

@@ -54,12 +54,26 @@ class Measurement:
 
     Attributes:
         at: UTC, ISO 8601. spread: by figure, the relative distance of its best two samples. conditions: see there.
+        disturbed: the figures that were disturbed, where that is known; None where spread and conditions decide.
     """
 
     at: str
     figures: Mapping[str, float]
     spread: Mapping[str, float]
     conditions: Mapping[str, float]
+    disturbed: tuple[str, ...] | None = None
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Measurement:
+        """What `asdict` gave, also after a way through JSON."""
+        disturbed = plain.get("disturbed")
+        return cls(**{**plain, "disturbed": None if disturbed is None else tuple(disturbed)})
+
+    def is_disturbed(self, name: str, kind: str) -> bool:
+        """Whether a figure of a machine of one kind may be wrong: samples differ, or the machine was not alone."""
+        if self.disturbed is not None:
+            return name in self.disturbed
+        return busy(self.conditions, kind) or self.spread.get(name, 0.0) > DISTURBED_SPREAD
 
 
 @dataclass(frozen=True)
@@ -153,18 +167,18 @@ class History:
 
     def _disturbed(self, name: str) -> bool:
         """Whether the best of a figure may be wrong: it was not reproduced, or the machine was not alone."""
-        holder = self._holder(name)
-        quiet = not busy(holder.conditions, self.machine.kind)
-        if quiet and holder.spread.get(name, 0.0) <= DISTURBED_SPREAD:
+        holder, kind = self._holder(name), self.machine.kind
+        if not holder.is_disturbed(name, kind):
             return False
         best = holder.figures[name]
         others = [m for m in self.measurements if m is not holder and name in m.figures]
         reproduced = [m for m in others if distance(best, m.figures[name]) <= DISTURBED_SPREAD]
-        return not any(quiet or not busy(m.conditions, self.machine.kind) for m in reproduced)
+        alone = not busy(holder.conditions, kind)
+        return not any(alone or not busy(m.conditions, kind) for m in reproduced)
 
     def _disturbed_in_words(self, measured: Mapping[str, float]) -> tuple[str, ...]:
         """Of memory only the pattern that sets the rate of a working set counts; all working sets are "memory"."""
-        others = [name for name in measured if part_of(name) != "memory" and not name.startswith("pulse")]
+        others = sorted(name for name in measured if part_of(name) != "memory" and not name.startswith("pulse"))
         names = [name for name in others if self._disturbed(name)]
         by_size = _by_working_set(measured)
         points = [
@@ -195,7 +209,7 @@ class History:
             return history_of(ceilings)
         try:
             history = plain["history"]
-            measurements = tuple(Measurement(**each) for each in history["measurements"])
+            measurements = tuple(Measurement.from_dict(each) for each in history["measurements"])
             raises = tuple(Raise(**each) for each in history["raises"])
             found = cls(Machine(**history["machine"]), measurements, raises)
             found.ceilings()
@@ -215,7 +229,16 @@ def history_of(ceilings: Ceilings) -> History:
     caches = {level.name: level.capacity_bytes for level in ceilings.levels if level.capacity_bytes is not None}
     machine = Machine(ceilings.device, ceilings.device_id, ceilings.kind, ceilings.threads, ceilings.versions, caches)
     spread = {name: value for name, value in ceilings.spread.items() if name in figures}
-    return History(machine, (Measurement(ceilings.measured_at, figures, spread, ceilings.conditions),), ceilings.raises)
+    disturbed = tuple(name for name in figures if _words_of(name) & {*ceilings.disturbed})
+    measurement = Measurement(ceilings.measured_at, figures, spread, ceilings.conditions, disturbed)
+    return History(machine, (measurement,), ceilings.raises)
+
+
+def _words_of(name: str) -> set[str]:
+    """The words under which `Ceilings.disturbed` has a figure."""
+    if part_of(name) == "memory":
+        return {"memory", f"memory {size_in_words(int(name.split()[1]))}"}
+    return {in_words(name)}
 
 
 def figures_of(ceilings: Ceilings) -> dict[str, float]:
