@@ -90,6 +90,144 @@ def test_recomputed_operators_are_backward_work_of_their_module() -> None:
     assert scopes(records, "tanh", "backward") == ["blocks.0"]
 
 
+class Checkpointed(nn.Module):
+    """Two layers whose activations are computed again, the first with a function around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda y: self.layers[0](y.sin()).tanh(), x, use_reentrant=True)
+        return checkpoint(self.layers[1], x, use_reentrant=True)
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Checkpointed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x * 2)
+
+
+def test_what_a_reentrant_checkpoint_makes_belongs_to_the_module_that_makes_it() -> None:
+    net, x = Wrapped(), torch.randn(3, 4, requires_grad=True)
+    records = run(ModuleTracker(net), lambda: net(x).sum().backward())
+    products = scopes(records, "addmm", "backward") + scopes(records, "mm", "backward")
+    assert sorted(products) == ["body.layers.0"] * 3 + ["body.layers.1"] * 3
+    assert scopes(records, "tanh_backward", "backward") == ["body"]
+    assert scopes(records, "cos", "backward") == ["body"]
+    assert scopes(records, "sin", "backward") == ["body"]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_a_checkpoint_inside_a_checkpoint_is_told_as_well() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Linear(4, 4), inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.whole, x, use_reentrant=True)
+
+        def whole(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, self.first(x), use_reentrant=True)
+
+    net, x = nn.Sequential(Outer(), nn.Sigmoid()), torch.randn(3, 4, requires_grad=True)
+    records = run(ModuleTracker(net), lambda: net(x).sum().backward())
+    assert scopes(records, "tanh_backward", "backward") == ["0.inner.1"]
+    assert scopes(records, "sigmoid_backward", "backward") == ["1"]
+    assert sorted(scopes(records, "mm", "backward")) == ["0.first"] * 2 + ["0.inner.0"] * 2
+
+
+def test_the_graph_of_a_backward_pass_belongs_to_the_modules_that_it_differentiates() -> None:
+    """A gradient penalty: what the first backward pass computes is differentiated by the second."""
+    net, x = Net(), torch.randn(3, 4, requires_grad=True)
+
+    def penalty() -> None:
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+
+    records = run(ModuleTracker(net), penalty)
+    tanh = scopes(records, "tanh_backward", "backward")
+    assert set(tanh) == {"blocks.0", "blocks.1"}
+    second = [r.scope for r in records if r.phase == "backward" and r.name in ("aten::mm", "aten::addmm")]
+    assert set(second) == {"head", *(f"blocks.{i}.{name}" for i in (0, 1) for name in ("up", "down"))}
+    assert not [r for r in records if r.scope == "(autograd)" and r.name == "aten::mm"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_work_belongs_to_its_module_on_a_gpu(reentrant: bool) -> None:
+    """There the backward pass, and so what it makes, is of another thread with numbers of its own."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant).tanh()
+            return x
+
+    net, x = Two().cuda(), torch.randn(3, 4, device="cuda", requires_grad=True)
+    for _ in range(5):
+        records = run(ModuleTracker(net), lambda: net(x).sum().backward())
+        assert sorted(scopes(records, "mm", "backward")) == ["layers.0"] * 2 + ["layers.1"] * 2
+        assert scopes(records, "tanh_backward", "backward") == ["", ""]
+
+
+def test_a_module_of_several_parents_runs_under_each_of_them() -> None:
+    shared = nn.Linear(100, 100)
+    net = nn.Sequential(*(nn.Sequential(shared, nn.ReLU()) for _ in range(3)))
+    tracker, x = ModuleTracker(net), torch.randn(1, 100, requires_grad=True)
+    records = run(tracker, lambda: net(x).sum().backward())
+    assert scopes(records, "addmm", "forward") == ["0.0", "1.0", "2.0"]
+    assert scopes(records, "mm", "backward") == ["2.0", "2.0", "1.0", "1.0", "0.0", "0.0"]
+    assert [tracker.traffic[f"{i}.0"].calls for i in range(3)] == [1, 1, 1]
+
+
+def test_a_module_that_its_caller_does_not_hold_is_named_by_who_holds_it() -> None:
+    class Caller(nn.Module):
+        def __init__(self, called: nn.Module) -> None:
+            super().__init__()
+            self.called = [called]  # not registered
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.called[0](x)
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleDict({"a": nn.Sequential(nn.Linear(4, 4))})
+            self.caller = Caller(self.blocks["a"][0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.caller(x)
+
+    net, x = nn.Sequential(Pair(), Pair()), torch.randn(3, 4)
+    records = run(ModuleTracker(net), lambda: net(x))
+    assert scopes(records, "addmm", "forward") == ["0.blocks.a.0", "1.blocks.a.0"]
+
+
+def test_a_module_that_calls_itself_is_one_scope() -> None:
+    class Tree(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.join = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+            return self.join(self(x, depth - 1) if depth else x)
+
+    net, x = nn.Sequential(Tree()), torch.randn(3, 4)
+    records = run(ModuleTracker(net), lambda: net(x))
+    assert scopes(records, "addmm", "forward") == ["0.join"] * 3
+
+
 def test_optimizer_operators_are_their_own_phase() -> None:
     net, x = Net(), torch.randn(3, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -149,7 +287,7 @@ def test_traffic_counts_inputs_outputs_and_parameters() -> None:
     tracker = ModuleTracker(net)
     run(tracker, lambda: net(x))
     up = tracker.traffic["blocks.0.up"]
-    assert (up.type, up.calls, up.parameters) == ("Linear", 1, 4 * 8 + 8)
+    assert (up.type, up.calls, sum(up.parameters.values())) == ("Linear", 1, 4 * 8 + 8)
     assert (up.input_bytes, up.output_bytes, up.parameter_bytes) == (4 * 3 * 4, 4 * 3 * 8, 4 * (4 * 8 + 8))
     assert up.grad_input_bytes == 0  # x asks for no gradient
     assert tracker.traffic["blocks.0.down"].grad_input_bytes == 4 * 3 * 8

@@ -130,3 +130,24 @@ def test_each_level_of_the_tree_holds_all_time_flops_and_floors_below_it(ceiling
         assert node.fused_roof_ms <= node.op_roof_ms + 1e-12
     with pytest.raises(KeyError, match="no module"):
         tree.find("0.7")
+
+
+def test_a_module_of_several_parents_works_in_each_and_has_its_parameters_once(ceilings: Ceilings) -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shared = nn.Linear(WIDTH, WIDTH)
+            self.blocks = nn.ModuleList(nn.Sequential(shared, nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    tree = tree_of(Blocks(), ceilings, train=False)
+    one = WIDTH * WIDTH + WIDTH
+    for number in range(3):
+        shared = tree.find(f"blocks.{number}.0")
+        assert (shared.flops, shared.parameters, shared.calls) == (tree.find(f"blocks.{number}.1").flops, one, 1)
+    assert tree.find("blocks").parameters == tree.parameters == 4 * one
+    assert tree.flops == 6 * tree.find("blocks.0.0").flops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -175,23 +176,47 @@ class Block(nn.Module):
 
 def test_the_running_module_is_marked_and_unmarked_again() -> None:
     net, loss = nn.Sequential(Block()), nn.MSELoss()
-    names, optimizers, marks = out_of_memory._ModuleNames(), [], []  # type: ignore[var-annotated]
+    watched, marks = out_of_memory._Watched(), list[str]()
     optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
-    with out_of_memory._marking(names, optimizers, marks.append):
+    with out_of_memory._marking(watched, marks.append):
         loss(net(torch.ones(1, 2)), torch.ones(1, 2)).backward()
         optimizer.step()
         optimizer.step()
     inside = ["module Sequential", "module 0", "module 0.linear", "module 0", "module Sequential", ""]
     assert marks == [*inside, "module MSELoss", "", "optimizer", "", "optimizer", "", ""]
-    assert optimizers == [optimizer]
+    assert watched.optimizers == [optimizer]
     net(torch.ones(1, 2))
     assert marks[-2:] == ["", ""]
 
 
+def test_a_module_of_several_parents_is_marked_under_each() -> None:
+    shared, marks = nn.Linear(2, 2), list[str]()
+    net = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
+    with out_of_memory._marking(out_of_memory._Watched(), marks.append):
+        net(torch.ones(1, 2))
+    assert [mark for mark in marks if mark.endswith(".0")] == ["module 0.0", "module 1.0"]
+
+
+def test_no_model_and_no_optimizer_is_kept_alive() -> None:
+    watched = out_of_memory._Watched()
+
+    def train() -> None:
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters())
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert [scope for scope, _ in watched.roots] == [""]
+        assert watched.optimizers == [optimizer]
+
+    with out_of_memory._marking(watched, lambda mark: None):
+        train()
+    gc.collect()
+    assert (watched.roots, watched.optimizers) == ([], [])
+
+
 def test_an_error_in_a_module_leaves_no_mark() -> None:
     marks: list[str] = []
-    names = out_of_memory._ModuleNames()
-    with out_of_memory._marking(names, [], marks.append), pytest.raises(ValueError, match="3"):
+    with out_of_memory._marking(out_of_memory._Watched(), marks.append), pytest.raises(ValueError, match="3"):
         nn.Sequential(Block())(torch.ones(3, 2))
     assert marks == ["module Sequential", "module 0", "module Sequential", "", ""]
 

@@ -1,9 +1,8 @@
 """Which module, and which phase of the step, an operator belongs to: forward, backward or optimizer.
 
 Forward: hooks on every module keep a stack of the modules that are running.
-Backward: autograd numbers its nodes in the order in which the forward pass makes them. The tracker notes the number at
-each entry and exit of a module, so the node that is running in the backward pass tells the module that made it; the
-node that accumulates a gradient tells its parameter, and thereby the parameter's owner.
+Backward: the node that is running tells the module that made it (see `node_makers`); the node that accumulates a
+gradient tells its parameter, and thereby the parameter's owner.
 Optimizer: hooks around `Optimizer.step`. What a closure passed to it runs (as LBFGS and Lightning do) is forward and
 backward all the same: the closure runs outside the optimizer's phase.
 
@@ -17,10 +16,9 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -34,9 +32,11 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from rooftop.analysis.node_makers import NodeMakers
 from rooftop.analysis.optimizer_labels import optimizer_ends
 from rooftop.cost import distinct_bytes
 from rooftop.cost.accounting import tensors_in
+from rooftop.hardware.module_paths import ModulePaths, inner_modules, own_parameters
 
 LOSS, AUTOGRAD, OPTIMIZER = "(loss)", "(autograd)", "(optimizer)"
 """Scopes of operators outside any module: forward, backward, and in the optimizer."""
@@ -52,7 +52,7 @@ class ModuleTraffic:
         input_bytes: distinct bytes of the tensors passed in; `grad_input_bytes` of those that require a gradient.
         output_bytes: distinct bytes of the tensors returned.
         parameter_bytes: parameters and buffers, counted once; `trainable_bytes` of those that receive a gradient.
-        parameters: elements of the parameters.
+        parameters: elements of each parameter, by its id.
     """
 
     type: str
@@ -62,7 +62,7 @@ class ModuleTraffic:
     output_bytes: int = 0
     parameter_bytes: int = 0
     trainable_bytes: int = 0
-    parameters: int = 0
+    parameters: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class OptimizerTraffic:
 class ModuleTracker:
     """While active (`with`), knows the scope and phase of the operator that is being dispatched.
 
-    A scope is a module's path in its root ("layer1.0.conv1"; "" is the root) or one of LOSS, AUTOGRAD, OPTIMIZER.
-    The first module called from outside any module is the root; later ones have their class name as a prefix.
+    A scope is the path of a module's call ("layer1.0.conv1"; "" is the root; see `module_paths`) or one of LOSS,
+    AUTOGRAD, OPTIMIZER.
 
     Args:
         root: the module to name others from; None: the first that is called.
@@ -98,18 +98,15 @@ class ModuleTracker:
         self._thread = threading.get_ident()
         self._optimizers = WeakIdKeyDictionary()  # those whose `step` ran -> how often
         self._optimizer_traffic: OptimizerTraffic | None = None  # of a snapshot
-        self._paths = WeakIdKeyDictionary()  # module -> scope
-        self._taken: set[str] = set()  # scopes, also of modules that are gone
-        self._owners = WeakIdKeyDictionary()  # parameter -> scope of the module that owns it
+        self._paths = ModulePaths()
         self._stack: list[str] = []
-        self._numbers: list[int] = []  # autograd sequence number at each entry and exit of a module ...
-        self._scopes: list[str] = []  # ... and the scope that is active from there on
+        self._makers = NodeMakers()
         self._optimizing = 0
         self._is_following = False
         self._inside = inside
         self._hooks = ExitStack()
         if root is not None:
-            self._adopt(root)
+            self._paths.adopt(root)
 
     def __enter__(self) -> ModuleTracker:
         for handle in (
@@ -129,6 +126,7 @@ class ModuleTracker:
         Code that is compiled meanwhile would contain the hooks, or not compile at all.
         """
         self._thread = threading.get_ident()
+        self._makers.clear()
         with ExitStack() as hooks:
             entering = register_module_forward_pre_hook(self._entering)
             leaving = register_module_forward_hook(self._leaving, with_kwargs=True, always_call=True)
@@ -188,8 +186,7 @@ class ModuleTracker:
         self.uncounted.clear()
         self._optimizers = WeakIdKeyDictionary()
         self._stack.clear()
-        self._numbers.clear()
-        self._scopes.clear()
+        self._makers.clear()
         self._optimizing = 0
 
     def locate(self) -> tuple[str, str]:
@@ -197,28 +194,19 @@ class ModuleTracker:
         node = torch._C._current_autograd_node()
         if node is not None:
             # A module that runs inside a backward node is being recomputed (activation checkpointing).
-            return (self._stack[-1] if self._stack else self._maker_of(node)), "backward"
+            scope = self._stack[-1] if self._stack else self._maker_of(node)
+            if torch.is_grad_enabled():
+                self._makers.operator(scope)
+            return scope, "backward"
+        self._makers.operator()
         if self._optimizing:
             return OPTIMIZER, "optimizer"
         return (self._stack[-1] if self._stack else LOSS), "forward"
 
     def _maker_of(self, node: Any) -> str:
         variable = getattr(node, "variable", None)  # of an AccumulateGrad node
-        if isinstance(variable, Tensor):
-            return str(self._owners.get(variable, AUTOGRAD))
-        position = bisect_right(self._numbers, node._sequence_nr()) - 1
-        return self._scopes[position] if position >= 0 else AUTOGRAD
-
-    def _adopt(self, module: nn.Module) -> None:
-        """Name a module called from outside any module, and everything below it."""
-        prefix = "" if not self._taken else type(module).__name__
-        while prefix in self._taken:
-            prefix += "'"
-        for name, child in inner_modules(module):
-            path = self._paths.setdefault(child, ".".join(part for part in (prefix, name) if part))
-            self._taken.add(path)
-            for parameter in own_parameters(child):
-                self._owners.setdefault(parameter, path)
+        maker = self._paths.owner(variable) if isinstance(variable, Tensor) else self._makers.of(node)
+        return AUTOGRAD if maker is None else maker
 
     def _is_elsewhere(self) -> bool:
         """Whether this is another thread than the step's, and not one of autograd's, which recompute modules."""
@@ -228,10 +216,8 @@ class ModuleTracker:
         if self._is_elsewhere():
             self.elsewhere = True
             return
-        if module not in self._paths:
-            self._adopt(module)
-        self._stack.append(self._paths[module])
-        self._mark(self._stack[-1])
+        self._stack.append(self._paths.of_call(module, self._stack))
+        self._makers.runs(self._stack[-1])
 
     def _leaving(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         # After an exception (also the one that ends a recomputation early) torch passes the output alone.
@@ -239,7 +225,7 @@ class ModuleTracker:
         if not self._stack or self._is_elsewhere():  # entered before the tracker was, or in another thread
             return
         scope = self._stack.pop()
-        self._mark(self._stack[-1] if self._stack else LOSS)
+        self._makers.runs(self._stack[-1] if self._stack else self._outside())
         if torch._C._get_tracing_state() is not None:  # whoever looks at a size becomes part of the traced graph
             self.uncounted[type(module).__name__] = "it was being traced by torch.jit.trace"
             return
@@ -248,10 +234,10 @@ class ModuleTracker:
         except Exception as error:  # tensors of a kind that is not known here must not end the program
             self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
 
-    def _mark(self, scope: str) -> None:
-        if torch._C._current_autograd_node() is None:
-            self._numbers.append(torch._C._autograd._get_sequence_nr())
-            self._scopes.append(scope if scope != LOSS else AUTOGRAD)
+    def _outside(self) -> str:
+        """The maker of nodes that are made outside all modules."""
+        node = torch._C._current_autograd_node()
+        return self._maker_of(node) if node is not None else AUTOGRAD
 
     def _add_traffic(self, scope: str, module: nn.Module, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         taken, given = distinct_bytes(inputs), distinct_bytes(outputs)
@@ -265,7 +251,7 @@ class ModuleTracker:
                 type=type(module).__name__,
                 parameter_bytes=distinct_bytes([*parameters, *buffers]),
                 trainable_bytes=distinct_bytes(p for p in parameters if p.requires_grad),
-                parameters=sum(p.numel() for p in parameters),
+                parameters={id(p): p.numel() for p in parameters},
             )
         traffic.calls += 1
         traffic.input_bytes += taken
@@ -309,25 +295,6 @@ class ModuleTracker:
         if len(args) > 1:
             return (args[0], outside, *args[2:]), kwargs
         return args, {**kwargs, "closure": outside}
-
-
-def inner_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module and all below it, each once with its path, whatever a subclass makes of `named_modules`."""
-    seen = set[int]()
-    left = [("", module)]
-    while left:
-        path, current = left.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        yield path, current
-        children = [(name, child) for name, child in current._modules.items() if child is not None]
-        left += [(f"{path}.{name}" if path else name, child) for name, child in reversed(children)]
-
-
-def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Those of the module itself, whatever a subclass makes of `parameters`."""
-    return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ operator alone gives less (all of it in L2, or a table of which few rows are rea
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rooftop.analysis.attribution import OPTIMIZER, ModuleTracker, ModuleTraffic
@@ -85,7 +85,7 @@ def module_tree(
         _descend(root, scope)
     for op in operators:
         _descend(root, op.record.scope).own.append(op)
-    return _finish(root, "", tracker, ceilings, root_type)[0]
+    return _finish(root, "", tracker, ceilings, root_type).node
 
 
 def _descend(root: _Node, scope: str) -> _Node:
@@ -95,10 +95,16 @@ def _descend(root: _Node, scope: str) -> _Node:
     return node
 
 
-def _finish(
-    node: _Node, scope: str, tracker: ModuleTracker, ceilings: Ceilings, default_type: str
-) -> tuple[ModuleNode, Cost]:
-    """The finished node and the cost of its work in one piece."""
+@dataclass(frozen=True)
+class _Finished:
+    """A node of the report. `fused`: the cost of its work in one piece. `parameters`: elements by parameter's id."""
+
+    node: ModuleNode
+    fused: Cost
+    parameters: Mapping[int, int]
+
+
+def _finish(node: _Node, scope: str, tracker: ModuleTracker, ceilings: Ceilings, default_type: str) -> _Finished:
     finished = [
         _finish(child, f"{scope}.{name}" if scope else name, tracker, ceilings, "")
         for name, child in node.children.items()
@@ -111,27 +117,31 @@ def _finish(
         fused = Cost(optimizers.read, optimizers.written, total.flops)
     elif traffic is not None:
         moved = _module_traffic(traffic, any(op.record.phase == "backward" for op in everything))
-        outside = [cost for child, cost in finished if child.name.startswith("(")]
+        outside = [child.fused for child in finished if child.node.name.startswith("(")]
         fused = sum(outside, Cost(*moved))
         fused = Cost(fused.read_bytes, fused.write_bytes, total.flops)
     else:
         own = [op.record.cost for op in node.own if op.record.cost is not None]
-        fused = sum([*own, *(cost for _, cost in finished)], FREE)
+        fused = sum([*own, *(child.fused for child in finished)], FREE)
     own_roof_ms = sum(roof(op.record.cost, ceilings).ms for op in node.own if op.record.cost is not None)
-    op_roof_ms = own_roof_ms + sum(child.op_roof_ms for child, _ in finished)
+    op_roof_ms = own_roof_ms + sum(child.node.op_roof_ms for child in finished)
+    parameters = dict(traffic.parameters) if traffic is not None else {}
+    if traffic is None:
+        for child in finished:
+            parameters |= child.parameters
     finished_node = ModuleNode(
         name=node.name,
         type=traffic.type if traffic is not None else default_type,
         calls=traffic.calls if traffic is not None else 1,
-        parameters=traffic.parameters if traffic is not None else sum(child.parameters for child, _ in finished),
+        parameters=sum(parameters.values()),
         flops=total.total_flops,
         bytes=total.bytes,
         measured_ms=sum(op.measured_ms for op in everything),
         op_roof_ms=op_roof_ms,
         fused_roof_ms=min(op_roof_ms, roof(fused, ceilings).ms),
-        children=tuple(child for child, _ in finished),
+        children=tuple(child.node for child in finished),
     )
-    return finished_node, fused
+    return _Finished(finished_node, fused, parameters)
 
 
 def _module_traffic(traffic: ModuleTraffic, backward: bool) -> tuple[int, int]:

@@ -35,8 +35,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rooftop.analysis.attribution import inner_modules, own_parameters
 from rooftop.analysis.optimizer_labels import optimizer_ends
+from rooftop.hardware.module_paths import inner_modules, own_parameters
 
 MOST_INNER_STEPS = 16  # of the leading marker in one step of a coarser one; more is an epoch
 FORGOTTEN_AFTER = 24  # markers of another optimizer without one of the leading: the program has gone on without it

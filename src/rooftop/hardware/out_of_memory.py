@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rooftop.hardware.memory import DeviceMemory, gpu_memory
+from rooftop.hardware.module_paths import ModulePaths, joined
 from rooftop.hardware.source_lines import SourceLine, user_line
 
 PARAMETER, GRADIENT, BUFFER, OPTIMIZER_STATE = "parameters", "gradients", "buffers", "optimizer states"
@@ -126,12 +127,11 @@ class MemoryRecording:
 
     def __init__(self) -> None:
         self.explanation: MemoryExplanation | None = None
-        self._names = _ModuleNames()
-        self._optimizers: list[Optimizer] = []
+        self._watched = _Watched()
 
     def explain(self, device: int | None = None, *, most: int = 10) -> MemoryExplanation:
         """What holds the memory now (see `explain_memory`)."""
-        return _explain(self._names, self._optimizers, device, most, error=None)
+        return _explain(self._watched, device, most, error=None)
 
 
 def explain_memory(
@@ -154,10 +154,12 @@ def explain_memory(
     Raises:
         RuntimeError: there is no GPU.
     """
-    names = _ModuleNames()
+    watched = _Watched()
     if module is not None:
-        names.adopt(module)
-    return _explain(names, optimizers, device, most, error=None)
+        watched.add_root(module)
+    for optimizer in optimizers:
+        watched.add_optimizer(optimizer)
+    return _explain(watched, device, most, error=None)
 
 
 @contextmanager
@@ -177,7 +179,7 @@ def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iter
     """
     recording = MemoryRecording()
     if module is not None:
-        recording._names.adopt(module)
+        recording._watched.add_root(module)
     if not torch.cuda.is_available():
         yield recording
         return
@@ -192,61 +194,80 @@ def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iter
                 skip_actions=["free_requested", "free_completed", "segment_alloc", "segment_free", "snapshot"],
             )
             ending.callback(torch.cuda.memory._record_memory_history, None)
-        ending.enter_context(_marking(recording._names, recording._optimizers, torch.cuda.memory._set_memory_metadata))
+        ending.enter_context(_marking(recording._watched, torch.cuda.memory._set_memory_metadata))
         try:
             yield recording
         except torch.OutOfMemoryError as error:
             try:
-                recording.explanation = _explain(recording._names, recording._optimizers, None, most, error)
+                recording.explanation = _explain(recording._watched, None, most, error)
                 error.add_note(str(recording.explanation))
             except Exception as trouble:  # must not hide the error that it explains
                 error.add_note(f"rooftop could not explain it: {type(trouble).__name__}: {trouble}")
             raise
 
 
-class _ModuleNames:
-    """The path of each module. The first root's start at it; those of later ones with their class's name."""
+class _Watched:
+    """The modules and optimizers that run. A program may drop one to have its memory, so none is kept alive."""
 
     def __init__(self) -> None:
-        self.roots: list[tuple[str, nn.Module]] = []  # prefix, module
-        self._paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._paths = ModulePaths()
+        self._roots: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()  # scope -> module
+        self._optimizers: list[ref[Optimizer]] = []
 
-    def adopt(self, root: nn.Module) -> None:
-        prefix = f"{type(root).__name__}." if self.roots else ""
-        self.roots.append((prefix, root))
-        for name, child in root.named_modules():
-            self._paths.setdefault(child, prefix + name if name else type(root).__name__)
+    @property
+    def roots(self) -> list[tuple[str, nn.Module]]:
+        """(scope, module)"""
+        return list(self._roots.items())
 
-    def path(self, module: nn.Module) -> str:
-        if module not in self._paths:
-            self.adopt(module)
-        return self._paths[module]
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [optimizer for each in self._optimizers if (optimizer := each()) is not None]
+
+    def add_root(self, module: nn.Module) -> None:
+        self._roots[self._paths.adopt(module)] = module
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        if not any(known is optimizer for known in self.optimizers):
+            self._optimizers.append(ref(optimizer))
+
+    def scope(self, module: nn.Module, running: Sequence[str]) -> str:
+        """That of a call (see `ModulePaths`)."""
+        if not self._paths.knows(module):
+            self.add_root(module)
+        return self._paths.of_call(module, running)
 
 
 @contextmanager
-def _marking(names: _ModuleNames, optimizers: list[Optimizer], mark: Callable[[str], object]) -> Iterator[None]:
+def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]:
     """Calls `mark` whenever another module, or an optimizer, begins to run in this thread ("": none)."""
-    running = threading.local()  # torch keeps the mark for each thread, too: backward passes have their own
+    thread = threading.local()  # torch keeps the mark for each thread, too: backward passes have their own
 
     def enter(text: str) -> None:
-        running.marks = [*getattr(running, "marks", [""]), text]
+        thread.marks = [*getattr(thread, "marks", [""]), text]
         mark(text)
 
     def leave() -> None:
-        marks = getattr(running, "marks", [""])
-        running.marks = marks[:-1] or [""]  # a module that was running before the hooks leaves only
-        mark(running.marks[-1])
+        marks = getattr(thread, "marks", [""])
+        thread.marks = marks[:-1] or [""]  # a module that was running before the hooks leaves only
+        mark(thread.marks[-1])
+
+    def module_enters(module: nn.Module, args: Any) -> None:
+        thread.scopes = [*getattr(thread, "scopes", []), watched.scope(module, getattr(thread, "scopes", []))]
+        enter(MODULE_MARK + (thread.scopes[-1] or type(module).__name__))
+
+    def module_leaves(module: nn.Module, args: Any, output: Any) -> None:
+        thread.scopes = getattr(thread, "scopes", [])[:-1]
+        leave()
 
     def optimizer_enters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(known is optimizer for known in optimizers):
-            optimizers.append(optimizer)
+        watched.add_optimizer(optimizer)
         enter(OPTIMIZER_MARK)
 
     with ExitStack() as hooks:
         hooks.callback(mark, "")
         for handle in (
-            register_module_forward_pre_hook(lambda module, args: enter(MODULE_MARK + names.path(module))),
-            register_module_forward_hook(lambda module, args, output: leave(), always_call=True),
+            register_module_forward_pre_hook(module_enters),
+            register_module_forward_hook(module_leaves, always_call=True),
             register_optimizer_step_pre_hook(optimizer_enters),
             register_optimizer_step_post_hook(lambda optimizer, args, kwargs: leave()),
         ):
@@ -254,9 +275,7 @@ def _marking(names: _ModuleNames, optimizers: list[Optimizer], mark: Callable[[s
         yield
 
 
-def _explain(
-    names: _ModuleNames, optimizers: Iterable[Optimizer], device: int | None, most: int, error: Exception | None
-) -> MemoryExplanation:
+def _explain(watched: _Watched, device: int | None, most: int, error: Exception | None) -> MemoryExplanation:
     if not torch.cuda.is_available():
         raise RuntimeError("the allocator's snapshot needs an NVIDIA GPU, and torch finds none")
     snapshot = torch.cuda.memory._snapshot()
@@ -264,7 +283,7 @@ def _explain(
         found = re.search(r"GPU (\d+) has", str(error or ""))
         device = int(found[1]) if found else torch.cuda.current_device()
     free, _ = torch.cuda.mem_get_info(device)
-    known = _known_tensors(names.roots, optimizers)
+    known = _known_tensors(watched.roots, watched.optimizers)
     return explanation_of(snapshot, gpu_memory(device, free), known, device, out=error is not None, most=most)
 
 
@@ -388,13 +407,13 @@ def _known_tensors(roots: Iterable[tuple[str, nn.Module]], optimizers: Iterable[
             return
 
     names: dict[int, str] = {}
-    for prefix, root in roots:
+    for scope, root in roots:
         for name, parameter in root.named_parameters():
-            names[id(parameter)] = prefix + name
-            note(PARAMETER, prefix + name, parameter)
-            note(GRADIENT, prefix + name, parameter.grad)
+            names[id(parameter)] = joined(scope, name)
+            note(PARAMETER, joined(scope, name), parameter)
+            note(GRADIENT, joined(scope, name), parameter.grad)
         for name, buffer in root.named_buffers():
-            note(BUFFER, prefix + name, buffer)
+            note(BUFFER, joined(scope, name), buffer)
     for optimizer in optimizers:
         for owner, state in optimizer.state.items():
             for key, value in state.items() if isinstance(state, dict) else ():

@@ -1,0 +1,103 @@
+"""Which module made a node of autograd's graph.
+
+Autograd numbers its nodes in the order in which a thread makes them. So each change of the running module is noted with
+the number that comes next, and a node that runs belongs to whoever was running when its number was given out.
+
+Nodes are made during the backward pass as well: a reentrant checkpoint runs its modules again and differentiates what
+they make, and `create_graph=True` makes a graph of the backward pass itself. They belong to the module that runs again,
+else to the maker of the node that is running. Each thread has numbers of its own, and on a GPU the backward pass has a
+thread of its own: where two threads have given out the same number, the maker is not known.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import _engine_run_backward
+
+_next_number = torch._C._autograd._get_sequence_nr
+"""The number of the node that this thread makes next."""
+
+
+@dataclass
+class _Made:
+    """The nodes of one thread: `scopes[i]` made those from number `numbers[i]` on."""
+
+    numbers: list[int] = field(default_factory=list)
+    scopes: list[str] = field(default_factory=list)
+    run_later: list[bool] = field(default_factory=list)  # whether a later backward pass may run them
+    next: int = 0  # the number that came next when the thread was last looked at
+
+    def change(self, scope: str, number: int, run_later: bool) -> None:
+        if not self.scopes or self.scopes[-1] != scope or self.run_later[-1] != run_later:
+            self.numbers.append(number)
+            self.scopes.append(scope)
+            self.run_later.append(run_later)
+
+    def maker(self, number: int) -> str | None:
+        position = bisect_right(self.numbers, number) - 1
+        return self.scopes[position] if position >= 0 else None
+
+    def may_run(self, number: int) -> bool:
+        """Whether this thread has made a node of that number, for a backward pass that no node begins."""
+        position = bisect_right(self.numbers, number) - 1
+        return position >= 0 and number < self.next and self.run_later[position]
+
+
+class NodeMakers:
+    """The makers of the nodes of one step, which runs in this thread."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, _Made] = {}  # by thread; the first is that of the step
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all nodes: the next step, in this thread, makes others."""
+        self._made = {threading.get_ident(): _Made(next=_next_number())}
+
+    def runs(self, scope: str) -> None:
+        """From here on this scope makes the nodes of this thread."""
+        made = self._of_this_thread()
+        made.next = _next_number()
+        made.change(scope, made.next, run_later=torch._C._current_autograd_node() is None)
+
+    def operator(self, scope: str | None = None) -> None:
+        """An operator runs, and may have made its node. In the backward pass: the scope that it belongs to."""
+        made = self._of_this_thread()
+        since, made.next = made.next, _next_number()
+        if scope is not None and since < made.next:
+            made.change(scope, since, run_later=True)
+
+    def of(self, node: Any) -> str | None:
+        """The scope that made a node; None if it is not known."""
+        number: int = node._sequence_nr()
+        first, *others = self._made.values()
+        if not others:
+            return first.maker(number)
+        here = self._of_this_thread()
+        if here is not first and number < here.next and _is_inside_a_backward():
+            return here.maker(number)
+        makers = {made.maker(number) for made in (first, *others) if made.may_run(number)}
+        return makers.pop() if len(makers) == 1 else None
+
+    def _of_this_thread(self) -> _Made:
+        thread = threading.get_ident()
+        made = self._made.get(thread)
+        if made is None:
+            made = self._made[thread] = _Made(next=max(0, _next_number() - 1))
+        return made
+
+
+def _is_inside_a_backward() -> bool:
+    """Whether this thread runs a backward pass that a node of another one has begun."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _engine_run_backward.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -1,0 +1,121 @@
+"""The name of a module's call: how its caller reaches it ("blocks.3.norm").
+
+A module that several parents hold runs under each of them, so its name follows the call and not the object: it is the
+name of the innermost running module that holds it, and the path from there. Where no running module holds it, it has
+the path under which the model holds it first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from weakref import WeakValueDictionary
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+OUTSIDE = None
+"""The caller of a module that no other module calls."""
+
+
+class ModulePaths:
+    """Scopes of modules and the owners of parameters. Keeps neither alive.
+
+    The first module called from outside any module is the root; later ones have their class name as a prefix.
+    """
+
+    def __init__(self) -> None:
+        self._first = WeakIdKeyDictionary()  # module -> the scope under which its root holds it first
+        self._roots = WeakIdKeyDictionary()  # module -> the scope of that root
+        self._called = WeakIdKeyDictionary()  # module -> caller's scope -> its scope
+        self._running: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()  # scope -> what was last called so
+        self._taken: set[str] = set()  # scopes, also of modules that are gone
+        self._owners = WeakIdKeyDictionary()  # parameter -> the first scope that owns it
+
+    def adopt(self, root: nn.Module) -> str:
+        """Name a module called from outside any module, and everything below it. Returns its scope."""
+        prefix = "" if not self._taken else type(root).__name__
+        while prefix in self._taken:
+            prefix += "'"
+        for name, child in inner_modules(root):
+            path = self._first.setdefault(child, joined(prefix, name))
+            self._roots.setdefault(child, prefix)
+            self._taken.add(path)
+            for parameter in own_parameters(child):
+                self._owners.setdefault(parameter, path)
+        return prefix
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether a root that was adopted holds it."""
+        return module in self._first
+
+    def owner(self, parameter: object) -> str | None:
+        """The scope of the module that holds a parameter."""
+        found: str | None = self._owners.get(parameter)
+        return found
+
+    def of_call(self, module: nn.Module, running: Sequence[str]) -> str:
+        """The scope of a module that is called while others run, the outermost first."""
+        if not self.knows(module):
+            self.adopt(module)
+        scopes = self._called.setdefault(module, {})
+        caller = running[-1] if running else OUTSIDE
+        scope: str | None = scopes.get(caller)
+        if scope is None:
+            scope = scopes[caller] = self._found(module, running)
+            self._taken.add(scope)
+        if scope not in self._running:
+            self._running[scope] = module
+        return scope
+
+    def _found(self, module: nn.Module, running: Sequence[str]) -> str:
+        for scope in reversed(running):
+            holder = self._running.get(scope)
+            if holder is not None and self._roots[holder] == self._roots[module]:
+                path = path_below(holder, module)
+                if path is not None:
+                    return joined(scope, path)
+        first: str = self._first[module]
+        return first
+
+
+def path_below(holder: nn.Module, module: nn.Module) -> str | None:
+    """The shortest path from a module to one below it, "" to itself; None if it does not hold it."""
+    seen = {id(holder)}
+    left = deque([("", holder)])
+    while left:
+        path, current = left.popleft()
+        if current is module:
+            return path
+        for name, child in _children(current):
+            if id(child) not in seen:
+                seen.add(id(child))
+                left.append((joined(path, name), child))
+    return None
+
+
+def inner_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A module and all below it, each once with its path, whatever a subclass makes of `named_modules`."""
+    seen = set[int]()
+    left = [("", module)]
+    while left:
+        path, current = left.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield path, current
+        left += [(joined(path, name), child) for name, child in reversed(_children(current))]
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Those of the module itself, whatever a subclass makes of `parameters`."""
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def joined(scope: str, path: str) -> str:
+    """One path from two, either of which may be empty."""
+    return f"{scope}.{path}" if scope and path else scope or path
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, child) for name, child in module._modules.items() if child is not None]
