@@ -37,8 +37,10 @@ def analyze(
 ) -> Report:
     """How far one step of a model is from what this machine can do, and why.
 
-    The model runs where its parameters are, on the arguments as they are; its weights, buffers, gradients, train flags
-    and the random state are the same afterwards (with `optimizer`, its steps do change the weights).
+    The model runs where its parameters are, on the arguments as they are. Its weights, buffers, gradients and train
+    flags, the arguments and the random state are the same afterwards (with `optimizer`, its steps do change the
+    weights). Where the step changes an object that it is given (a cache of keys and values), each run begins with the
+    object as given.
 
     Args:
         target: an `nn.Module`, run in eval mode without gradients, or with `train=True` in training mode, forward and
@@ -73,15 +75,11 @@ def analyze(
     mode = "training" if train else "inference" if program.module is not None else "callable"
 
     def report() -> Report:
-        versions = program.input_versions()
         profile = profile_program(program, lambda what, done: progress(what, 0.5 * done), trace)
         against, notes = ceilings, list[str]()
         if against is None:
             against, notes = machine_ceilings(profile, lambda what, done: progress(what, 0.5 + 0.5 * done))
-        if versions != program.input_versions():
-            notes.append(
-                "The step writes to its inputs: each of its runs began with what the one before had left there."
-            )
+        notes += program.notes
         return report_of(
             profile,
             against,

@@ -30,6 +30,7 @@ from rooftop.analysis.as_on_gpu import as_on_gpu
 from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import comparable, module_tree, operator_rows
+from rooftop.analysis.given_objects import Held, left_as_it_was
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.program import Program, describe_tensor
 from rooftop.analysis.report import Gaps, Report, Summary
@@ -86,14 +87,15 @@ def predict(
         raise TypeError(f"predict(dtype={dtype!r}): expected a floating-point dtype, e.g. torch.bfloat16")
     on_gpu = ceilings.kind == "cuda"
     with fake_tensors() as mode:
-        fake_target, fake_args, fake_kwargs = _faked((target, args, kwargs), mode, dtype)
+        fake_target, fake_args, fake_kwargs = _faked(target, args, kwargs, mode, dtype)
         stepper = None
         if optimizer is not None:
             with _Untouched(mode):  # it looks at a learning rate that is a tensor
                 stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
         program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
         tracker = ModuleTracker(program.module)
-        with answered_without_values(), _Untouched(mode), counted_for(ceilings.kind):
+        unchanged = nullcontext() if program.module is not None else left_as_it_was(target)
+        with unchanged, answered_without_values(), _Untouched(mode), counted_for(ceilings.kind):
             if program.module is None or (train and (stepper is not None or loss is None)):
                 # The first step makes the optimizer's state, or draws the gradients that are sent back.
                 _counted(program, ModuleTracker(program.module), on_gpu)
@@ -194,10 +196,19 @@ class _DeviceCounting(CountingMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _faked(values: tuple[Any, ...], mode: FakeTensorMode, dtype: torch.dtype | None) -> tuple[Any, ...]:
+def _faked(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode, dtype: torch.dtype | None
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A model and its arguments with fake tensors. A callable that is no module stays (see `_Untouched`)."""
     try:
-        return tuple(_fake(value, mode, dtype) for value in values)
-    except Exception as error:  # copying a module runs its own code
+        with _FakeCopies(mode, dtype) as copies:
+            fake_target = copies.of(target) if isinstance(target, nn.Module) else target
+            return (
+                fake_target,
+                tuple(copies.of(arg) for arg in args),
+                {name: copies.of(arg) for name, arg in kwargs.items()},
+            )
+    except Exception as error:  # copying an object runs its own code
         what = str(error).splitlines()[0] if str(error) else ""
         raise InputError(
             "cannot be predicted: the model and its inputs are copied with fake tensors, and that failed "
@@ -205,48 +216,69 @@ def _faked(values: tuple[Any, ...], mode: FakeTensorMode, dtype: torch.dtype | N
         ) from error
 
 
-def _fake(value: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> Any:
-    """The value with fake tensors on the CPU in place of real ones; modules are copied without their weights."""
-    if isinstance(value, nn.Module):
-        held = [*value.parameters(), *value.buffers()]
-        with _FakeCopies(mode):
-            return copy.deepcopy(value, {id(tensor): _fake(tensor, mode, dtype) for tensor in held})
+def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:
+    """A fake tensor on the CPU in place of a real one."""
     if isinstance(value, nn.Parameter):
         return nn.Parameter(_fake(value.detach(), mode, dtype), requires_grad=value.requires_grad)
-    if isinstance(value, Tensor):
-        kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
-        if isinstance(value, FakeTensor) and value.device.type == "cpu" and value.dtype == kind:
-            return value
-        if value.layout != torch.strided or value.is_nested or value.is_quantized:
-            raise ValueError("sparse, nested and quantized tensors have no fake twins")
-        meta = torch.empty_strided(value.shape, value.stride(), dtype=kind, device="meta")
-        return FakeTensor(mode, meta, torch.device("cpu")).requires_grad_(value.requires_grad)
-    if isinstance(value, dict):
-        return {key: _fake(item, mode, dtype) for key, item in value.items()}
-    if isinstance(value, PackedSequence):  # the sizes of its batches belong to its shape
-        return value._replace(data=_fake(value.data, mode, dtype))
-    if isinstance(value, (list, tuple)):
-        make = getattr(type(value), "_make", type(value))  # of named tuples
-        return make(_fake(item, mode, dtype) for item in value)
-    return value
-
-
-def _parameters(target: Any) -> Iterable[nn.Parameter]:
-    return target.parameters() if isinstance(target, nn.Module) else ()
+    kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    if isinstance(value, FakeTensor) and value.device.type == "cpu" and value.dtype == kind:
+        return value
+    if value.layout != torch.strided or value.is_nested or value.is_quantized:
+        raise ValueError("sparse, nested and quantized tensors have no fake twins")
+    meta = torch.empty_strided(value.shape, value.stride(), dtype=kind, device="meta")
+    fake: Tensor = FakeTensor(mode, meta, torch.device("cpu"))
+    return fake.requires_grad_(value.requires_grad)
 
 
 class _FakeCopies(TorchFunctionMode):
-    """Deep copies of tensors (which are neither parameters nor buffers) are fake ones."""
+    """Copies with fake tensors in place of real ones; what is the same object twice is so in the copy.
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    Parameters, buffers and arguments are cast to `dtype`, other tensors that a module holds are not, as with
+    `nn.Module.to`.
+    """
+
+    def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self._mode = mode
+        self._mode, self._dtype = mode, dtype
+        self._memo: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        """The copy of a model, or of an argument, which may be any object that holds tensors.
+
+        An object that cannot be copied is used as it is if it holds none.
+        """
+        if isinstance(value, nn.Module):
+            cast = [*value.parameters(), *value.buffers()]
+        else:
+            held = Held([value])
+            modules = [each for c in held.containers for each in c.items if isinstance(each, nn.Module)]
+            cast = [*held.tensors, *(t for m in modules for t in (*m.parameters(), *m.buffers()))]
+            sizes = {id(packed.batch_sizes): packed.batch_sizes for packed in _packed(held, value)}
+            self._memo.update(sizes)  # these belong to the shape
+        for tensor in cast:
+            if id(tensor) not in self._memo:
+                self._memo[id(tensor)] = _fake(tensor, self._mode, self._dtype)
+        try:
+            return copy.deepcopy(value, self._memo)
+        except Exception:
+            if cast:
+                raise
+            return value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         return memo.setdefault(id(tensor), _fake(tensor, self._mode, None))
+
+
+def _packed(held: Held, value: Any) -> list[PackedSequence]:
+    found = [value, *(each for container in held.containers for each in container.items)]
+    return [each for each in found if isinstance(each, PackedSequence)]
+
+
+def _parameters(target: Any) -> Iterable[nn.Parameter]:
+    return target.parameters() if isinstance(target, nn.Module) else ()
 
 
 class _Untouched(TorchDispatchMode):
@@ -259,7 +291,7 @@ class _Untouched(TorchDispatchMode):
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self._mode = mode
-        self._twins: dict[int, tuple[Tensor, FakeTensor, Tensor | None]] = {}  # id -> real, fake, its gradient before
+        self._twins: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}  # id -> real, fake, its gradient before
         self._states: dict[torch.optim.Optimizer, dict[Any, Any]] = {}
         self._hooks = ExitStack()
         self._scales = False  # whether an optimizer steps whose numbers scale its steps and choose nothing
@@ -291,6 +323,7 @@ class _Untouched(TorchDispatchMode):
         if isinstance(tensor, FakeTensor):
             return tensor
         if id(tensor) not in self._twins:
+            fake: Tensor
             if _is_looked_at(tensor):
                 with _disable_current_modes():
                     value = tensor.detach().clone()

@@ -2,7 +2,7 @@
 
 For a module the step is a forward pass without gradients, or (training) forward, backward and, if an optimizer is
 given, its step. Any other callable is run as it is. Whatever the step changes in a module (buffers, gradients, train
-flags) and the random state are put back afterwards.
+flags), in its arguments (see `given_objects`) and the random state are put back afterwards.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from rooftop.analysis.given_objects import GivenObjects
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError, ModelRunError, RooftopError
 from rooftop.hardware.source_lines import LIBRARIES
@@ -67,6 +68,8 @@ class Program:
         self.optimizer = optimizer
         self._loss = loss
         self._output_gradients: list[Tensor] | None = None
+        self._given: GivenObjects | None = None  # while the program is preserved
+        self.notes: list[str] = []
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(
                 f"analyze measures on cpu and cuda devices, but {self.name} or its input is on {self.device}"
@@ -120,7 +123,7 @@ class Program:
         return tensors if tensors and (images or len({t.shape[:1] for t in tensors}) > 1) else None
 
     def step(self, observe: Callable[[Any], None] = lambda output: None) -> None:
-        """Run once.
+        """Run once. Inside `preserved` it begins with its arguments as they were given.
 
         Args:
             observe: called with the output of the target.
@@ -129,8 +132,12 @@ class Program:
             ModelRunError: the user's code raised; the message names it, the inputs and the place.
             InputError: there is nothing to run backward from.
         """
+        if self._given is not None:
+            self._given.put_back()
         try:
             self._step(observe)
+            if self._given is not None:
+                self._given.look()
         except RooftopError:
             raise
         except (Exception, SystemExit) as error:  # a model must not end the program that analyzes it
@@ -154,10 +161,6 @@ class Program:
             self.module.zero_grad(set_to_none=True)
         for tensor in self._leaves():
             tensor.grad = None
-
-    def input_versions(self) -> list[int]:
-        """Change where the step writes to its arguments."""
-        return [t._version for t in tensors_in([self.args, self.kwargs]) if not t.is_inference()]
 
     def _leaves(self) -> list[Tensor]:
         """Arguments that gather gradients."""
@@ -185,15 +188,18 @@ class Program:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Runs in the right train flag; puts flags, buffers, gradients and random state back at the end."""
+        """Runs in the right train flag; puts flags, buffers, gradients, arguments and random state back at the end."""
         devices = [self.device] if self.device.type == "cuda" else []
         gradients = [(tensor, tensor.grad) for tensor in (*self._parameters(), *self._leaves())]
         for tensor, _ in gradients:
             tensor.grad = None
+        self._given = GivenObjects((self.args, self.kwargs))
         try:
             with torch.random.fork_rng(devices), _preserved(self.module, self.train):
                 yield
         finally:
+            self._given.put_all_back()
+            self.notes, self._given = self._given.notes, None
             for tensor, gradient in gradients:
                 tensor.grad = gradient
 

@@ -1,0 +1,327 @@
+"""What a step is given besides plain tensors, kept as it is: caches of keys and values, states, lists.
+
+A step is run many times. An object that it changes (a cache that grows by a token, a counter) would make another
+problem of each run, and the caller would find it changed afterwards. So containers and attributes that the first runs
+change are put back before each further one, and everything at the end. Tensors that are written in place are put back
+before each run where they are small (positions, lengths), and else only at the end: they change no sizes.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+MOST_ENTRIES = 200_000  # that are looked at
+SMALL_BYTES = 4096  # of a tensor that is put back before each run
+LOOKS = 2  # at what the first runs change: the first one may also make what later ones use
+
+_CLOSED = (
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType),
+    *(str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, torch.Generator),
+    *(nn.Module, torch.UntypedStorage, torch.TypedStorage),
+)
+"""Not entered: what has no parts."""
+_ALIVE = (
+    *("asyncio", "concurrent", "io", "_io", "logging", "multiprocessing", "queue", "selectors", "socket", "subprocess"),
+    *("threading", "torch.amp", "torch.cuda", "torch.distributed", "torch.optim", "torch.profiler", "torch.utils.data"),
+)
+"""Packages whose objects are not entered either: threads and processes work on them, or training goes on in them."""
+_CODE = (types.FunctionType, types.MethodType, partial)
+
+
+class Held:
+    """All containers and tensors that can be reached from some values through containers and attributes.
+
+    Args:
+        everything: also through functions (what they close over, the globals that they name), methods and modules.
+
+    Attributes:
+        containers: each with what it holds, in order. tensors: each once.
+        complete: False if there are more than `MOST_ENTRIES` entries; the others are not known.
+    """
+
+    def __init__(self, roots: Iterable[Any], everything: bool = False) -> None:
+        self.containers: list[_Container] = []
+        self.tensors: list[Tensor] = []
+        self.complete = True
+        seen, left, entries = set[int](), deque(roots), 0
+        while left and self.complete:
+            value = left.popleft()
+            code = everything and isinstance(value, (*_CODE, nn.Module))
+            closed = _is_closed(type(value)) and not code  # type: ignore[arg-type]
+            if id(value) in seen or closed:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Tensor):
+                self.tensors.append(value)
+                continue
+            for container in _containers_of(value):
+                self.containers.append(container)
+                left.extend(container.items)
+                entries += len(container.items)
+            self.complete = entries <= MOST_ENTRIES
+
+
+@contextmanager
+def left_as_it_was(target: Callable[..., Any]) -> Iterator[None]:
+    """Containers and attributes that a callable can reach are the same after the block as before it."""
+    containers = Held([target], everything=True).containers
+    try:
+        yield
+    finally:
+        for container in containers:
+            if container.is_changed():
+                container.put_back()
+
+
+@cache
+def _is_closed(kind: type[Any]) -> bool:
+    """Whether objects of a class are not entered; iterators go on and cannot be put back."""
+    if issubclass(kind, Tensor):
+        return False
+    if issubclass(kind, _CLOSED) or hasattr(kind, "__next__"):
+        return True
+    packages = {base.__module__ for base in kind.__mro__}
+    return any(f"{package}.".startswith(f"{alive}.") for package in packages for alive in _ALIVE)
+
+
+class _Container:
+    """One container of an owner: its items now, and how to give it these again."""
+
+    def __init__(self, owner: Any, read: Callable[[], list[Any]], write: Callable[[list[Any]], object]) -> None:
+        self.owner, self._read, self._write = owner, read, write
+        self.items = read()
+
+    def is_changed(self) -> bool:
+        now = self._read()
+        return len(now) != len(self.items) or any(a is not b for a, b in zip(now, self.items, strict=True))
+
+    def put_back(self) -> None:
+        self._write(self.items)
+
+
+def _containers_of(value: Any) -> Iterator[_Container]:
+    """The parts of a value that can change: its items, its attributes."""
+    if isinstance(value, dict):
+        yield _mapping(value, value)
+    elif isinstance(value, list):
+        yield _Container(value, lambda: [*list.__iter__(value)], lambda items: _refill(value, list, list.extend, items))
+    elif isinstance(value, set):
+        yield _Container(value, lambda: [*set.__iter__(value)], lambda items: _refill(value, set, set.update, items))
+    elif isinstance(value, deque):
+        yield _Container(
+            value, lambda: [*deque.__iter__(value)], lambda items: _refill(value, deque, deque.extend, items)
+        )
+    elif isinstance(value, (tuple, frozenset)):
+        yield _Container(value, lambda: [*value], lambda items: None)
+    elif isinstance(value, types.FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, types.MethodType):
+        yield _Container(value, lambda: [value.__self__, value.__func__], lambda items: None)
+    elif isinstance(value, partial):
+        yield _Container(value, lambda: [value.func, *value.args, *value.keywords.values()], lambda items: None)
+    attributes = _attributes(value)
+    if attributes is not None:
+        yield _mapping(attributes, value)
+    for name in _slots(type(value)):
+        yield _attribute(value, name)
+
+
+def _mapping(mapping: dict[Any, Any], owner: Any) -> _Container:
+    """Keys and values, one after the other; past what a subclass makes of changes."""
+    kind: type[MutableMapping[Any, Any]] = OrderedDict if isinstance(mapping, OrderedDict) else dict
+
+    def write(items: list[Any]) -> None:
+        kind.clear(mapping)
+        for key, item in zip(items[::2], items[1::2], strict=True):
+            kind.__setitem__(mapping, key, item)
+
+    return _Container(owner, lambda: [part for entry in kind.items(mapping) for part in entry], write)
+
+
+def _of_function(function: types.FunctionType) -> Iterator[_Container]:
+    """What it closes over, its defaults, and the globals that it names."""
+    for cell in function.__closure__ or ():
+        yield _attribute(cell, "cell_contents", setattr, delattr)
+    yield _Container(function, lambda: [*(function.__defaults__ or ())], lambda items: None)
+    for name in sorted(_global_names(function.__code__) & function.__globals__.keys()):
+        yield _global(function.__globals__, name)
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return {*code.co_names}.union(*map(_global_names, inner))
+
+
+def _global(names: dict[str, Any], name: str) -> _Container:
+    return _Container(
+        names,
+        lambda: [names[name]] if name in names else [],
+        lambda items: names.__setitem__(name, items[0]) if items else names.pop(name, None),
+    )
+
+
+def _attribute(
+    owner: Any,
+    name: str,
+    give: Callable[[Any, str, Any], None] = object.__setattr__,
+    take: Callable[[Any, str], None] = object.__delattr__,
+) -> _Container:
+    """One attribute, that may be missing."""
+
+    def read() -> list[Any]:
+        try:
+            return [getattr(owner, name)]
+        except (AttributeError, ValueError):  # a slot or a cell that is empty
+            return []
+
+    def write(items: list[Any]) -> None:
+        if items:
+            give(owner, name, items[0])
+        elif read():
+            take(owner, name)
+
+    return _Container(owner, read, write)
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _slots(kind: type) -> list[str]:
+    """Those that Python code has declared."""
+    declared = [base.__dict__.get("__slots__", ()) for base in kind.__mro__ if base.__module__ != "builtins"]
+    names = [name for each in declared for name in ((each,) if isinstance(each, str) else each)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _refill(value: Any, kind: Any, fill: Callable[[Any, list[Any]], object], items: list[Any]) -> None:
+    kind.clear(value)
+    fill(value, items)
+
+
+class GivenObjects:
+    """The arguments of a step, as they were when this was made.
+
+    Attributes:
+        changed: class names of the objects that the first runs changed.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        held = Held(arguments)
+        self.changed: list[str] = []
+        self._complete = held.complete
+        self._containers = held.containers
+        self._values = [value for tensor in held.tensors if (value := _value_of(tensor)) is not None]
+        self._looks, self._writes = 0, False
+        self._lost: list[str] = []
+        self._changing: list[_Container] = []
+        self._small: list[_Value] = []
+
+    def put_back(self) -> None:
+        """Before a run: what earlier ones have changed of containers, attributes and small tensors."""
+        for container in self._changing:
+            container.put_back()
+        if self._small:
+            with _disable_current_modes(), torch.no_grad():
+                torch._foreach_copy_([v.tensor for v in self._small], [v.here for v in self._small])
+
+    def look(self) -> None:
+        """After a run: what it has changed. Only the first runs are looked at."""
+        if self._looks == LOOKS:
+            return
+        self._looks += 1
+        known = {id(container) for container in self._changing}
+        for container in self._containers:
+            if id(container) not in known and container.is_changed():
+                self._changing.append(container)
+        small = {id(value) for value in self._small}
+        self._small += [v for v in self._values if v.here is not None and id(v) not in small and v.is_written()]
+        owners = [type(container.owner).__name__ for container in self._changing]
+        self.changed = list(dict.fromkeys([name for name in owners if name not in _PLAIN] or owners))
+
+    def put_all_back(self) -> None:
+        """At the end: everything as it was."""
+        for container in self._containers:
+            if container.is_changed():
+                container.put_back()
+        self._writes = any(value.here is None and value.is_written() for value in self._values)
+        for value in self._values:
+            try:
+                value.put_back()
+            except RuntimeError as error:  # storage that is gone, or that nobody may write to
+                self._lost.append(str(error).partition("\n")[0])
+
+    @property
+    def notes(self) -> list[str]:
+        """What a report says of them."""
+        notes = []
+        if not self._complete:
+            notes.append(
+                f"The arguments hold more than {MOST_ENTRIES:,} objects: those beyond are not put back when the step "
+                "changes them."
+            )
+        if self.changed:
+            names = ", ".join(self.changed)
+            notes.append(f"The step changes what it is given ({names}): each of its runs began with it as given.")
+        if self._writes:
+            notes.append(
+                "The step writes to its inputs: each of its runs began with what the one before had left there."
+            )
+        elif self._small:
+            notes.append("The step writes to its inputs: each of its runs began with them as given.")
+        if self._lost:
+            notes.append(f"What the step wrote to its inputs could not be taken back: {'; '.join(self._lost)}.")
+        return notes
+
+
+_PLAIN = {"dict", "list", "set", "deque"}
+
+
+class _Value:
+    """A tensor with its value before the first run, in the host's memory, as the step may need all of the device's."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._version = None if tensor.is_inference() else tensor._version
+        self._before = tensor.detach().to("cpu", copy=True)
+        small = self._version is not None and tensor.nbytes <= SMALL_BYTES
+        self.here: Any = tensor.detach().clone() if small else None  # on its device
+
+    def is_written(self) -> bool:
+        """Whether the step wrote to it; of tensors made under `torch.inference_mode` that is not known."""
+        return self._version is not None and self.tensor._version != self._version
+
+    def put_back(self) -> None:
+        if self._version is not None and not self.is_written():
+            return
+        with torch.inference_mode() if self.tensor.is_inference() else torch.no_grad():
+            if self.tensor.shape != self._before.shape:
+                self.tensor.resize_(self._before.shape)
+            self.tensor.copy_(self._before)
+
+
+def _value_of(tensor: Tensor) -> _Value | None:
+    """None if a step does not write to it, or its value cannot be kept: weights change by optimizers alone."""
+    try:
+        if isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.device.type == "meta":
+            return None
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            return None
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            return None
+        return _Value(tensor)
+    except (RuntimeError, NotImplementedError, AttributeError):  # tensors of a kind that is not known here
+        return None

@@ -1,0 +1,297 @@
+"""What a step is given is the same at each of its runs, and afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, UserDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rooftop
+from rooftop.analysis import given_objects
+from rooftop.analysis.given_objects import GivenObjects, Held, left_as_it_was
+from rooftop.analysis.program import Program
+from rooftop.errors import InputError
+from rooftop.hardware import Ceilings
+
+
+@dataclass
+class Layer:
+    keys: Tensor | None = None
+    seen: int = 0
+
+
+@dataclass
+class Cache:
+    """Grows by what each step gives it, as those of language models do."""
+
+    layers: list[Layer] = field(default_factory=lambda: [Layer()])
+    length: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    static: Tensor = field(default_factory=lambda: torch.zeros(4, 2048))
+
+    def update(self, new: Tensor) -> Tensor:
+        layer = self.layers[0]
+        layer.keys = new if layer.keys is None else torch.cat([layer.keys, new])
+        layer.seen += 1
+        self.length.add_(1)
+        self.static[:, : new.shape[1]] = new[:1]
+        return layer.keys
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+        self.lengths: list[int] = []
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        keys: Tensor = cache.update(self.project(x))
+        return x @ keys.T
+
+
+def filled() -> Cache:
+    return Cache([Layer(torch.ones(5, 8), 1)])
+
+
+def test_each_run_begins_with_what_was_given() -> None:
+    cache, lengths = filled(), []
+    program = Program(Attends(), (torch.ones(1, 8), cache), {})
+    with program.preserved():
+        for _ in range(5):
+            program.step(lambda output: lengths.append((output.shape[1], int(cache.length), cache.layers[0].seen)))
+    assert lengths == [(6, 1, 2)] * 5
+    assert program.notes == [
+        "The step changes what it is given (Layer): each of its runs began with it as given.",
+        "The step writes to its inputs: each of its runs began with what the one before had left there.",
+    ]
+
+
+def test_afterwards_everything_is_as_it_was() -> None:
+    cache = filled()
+    keys, layers = cache.layers[0].keys, cache.layers
+    program = Program(Attends(), (torch.ones(1, 8), cache), {})
+    with program.preserved():
+        for _ in range(4):
+            program.step()
+    assert cache.layers is layers
+    assert cache.layers[0].keys is keys
+    assert (int(cache.length), cache.layers[0].seen, float(cache.static.abs().sum())) == (0, 1, 0.0)
+
+
+def test_afterwards_also_where_the_step_raises() -> None:
+    class Raises(Attends):
+        def forward(self, x: Tensor, cache: Any) -> Tensor:
+            super().forward(x, cache)
+            raise ValueError("no")
+
+    cache = filled()
+    program = Program(Raises(), (torch.ones(1, 8), cache), {})
+    with pytest.raises(rooftop.errors.ModelRunError), program.preserved():
+        program.step()
+    assert (cache.layers[0].seen, int(cache.length)) == (1, 0)
+
+
+def test_plain_tensors_that_are_written_to_are_put_back_at_the_end() -> None:
+    small, large = torch.zeros(3), torch.zeros(2000)
+
+    def step(small: Tensor, large: Tensor) -> None:
+        small.add_(1)
+        large.add_(1)
+
+    program = Program(step, (small, large), {})
+    with program.preserved():
+        for _ in range(3):
+            program.step()
+        assert (float(small[0]), float(large[0])) == (1.0, 3.0)
+    assert (float(small[0]), float(large[0])) == (0.0, 0.0)
+    (note,) = program.notes
+    assert "each of its runs began with what the one before had left there" in note
+
+
+@torch.inference_mode()
+def test_tensors_without_versions_are_put_back_as_well() -> None:
+    x = torch.zeros(3)
+    program = Program(lambda t: t.add_(1), (x,), {})
+    with program.preserved():
+        program.step()
+    assert (x.tolist(), program.notes) == ([0.0] * 3, [])
+
+
+class Slotted:
+    __slots__ = ("later", "value")
+
+    def __init__(self) -> None:
+        self.value = 1
+
+
+class Remembers(UserDict[str, int]):
+    pass
+
+
+class Picky(OrderedDict[str, int]):
+    """Refuses what is not its own way of changing it."""
+
+    def __setitem__(self, key: str, value: int) -> None:
+        if key in self:
+            raise KeyError("set already")
+        super().__setitem__(key, value)
+
+
+def change_slots(slotted: Slotted) -> None:
+    slotted.value, slotted.later = 2, 3  # type: ignore[attr-defined]
+
+
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
+    "list": (lambda: [1, 2], lambda v: v.append(3), list),
+    "dict": (lambda: {"a": 1, "b": 2}, lambda v: v.pop("a"), lambda v: list(v.items())),
+    "set": (lambda: {1, 2}, lambda v: v.add(3), set),
+    "deque": (lambda: deque([1, 2], maxlen=2), lambda v: v.append(3), list),
+    "ordered": (lambda: OrderedDict(a=1, b=2), lambda v: v.move_to_end("a"), lambda v: list(v.items())),
+    "picky": (lambda: Picky(a=1), lambda v: v.update(b=2), lambda v: list(v.items())),
+    "UserDict": (lambda: Remembers(a=1), lambda v: v.update(b=2), dict),
+    "namespace": (lambda: SimpleNamespace(a=1), lambda v: vars(v).update(a=2, b=3), lambda v: dict(vars(v))),
+    "slots": (Slotted, change_slots, lambda v: (v.value, hasattr(v, "later"))),
+    "inside a tuple": (lambda: ([1],), lambda v: v[0].clear(), lambda v: list(v[0])),
+    "cyclic": (lambda: _cyclic(), lambda v: vars(v).clear(), lambda v: list(vars(v))),
+}
+
+
+def _cyclic() -> SimpleNamespace:
+    value = SimpleNamespace(a=1)
+    value.itself = value
+    return value
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_containers_of_any_kind_are_put_back(kind: str) -> None:
+    make, change, seen = CHANGES[kind]
+    value = make()
+    before = seen(value)
+    given = GivenObjects(([value],))
+    for _ in range(3):
+        given.put_back()
+        assert seen(value) == before
+        change(value)
+        given.look()
+        assert seen(value) != before
+    given.put_all_back()
+    assert seen(value) == before
+
+
+def test_a_step_that_changes_nothing_is_not_mentioned() -> None:
+    given = GivenObjects((filled(), {"a": [1]}, threading.Lock()))
+    given.look()
+    assert (given.changed, given.notes) == ([], [])
+
+
+def test_iterators_threads_and_training_go_on() -> None:
+    """What cannot be put back is left alone: it would be half in one state and half in another."""
+    loader = iter(torch.utils.data.DataLoader(range(9)))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    numbers = (n for n in range(9))
+    held = Held([SimpleNamespace(a=loader, b=optimizer, c=numbers, d=threading.Thread(), e=nn.Linear(1, 1))])
+    assert [type(container.owner) for container in held.containers] == [SimpleNamespace]
+
+
+def test_more_than_can_be_watched_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(given_objects, "MOST_ENTRIES", 3)
+    assert "more than 3 objects" in GivenObjects(([[1], [2], [3, 4], [5]],)).notes[0]
+
+
+def test_tensors_of_an_unknown_kind_end_no_program() -> None:
+    class Refuses(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise RuntimeError("not this one")
+
+    given = GivenObjects((torch.ones(3).as_subclass(Refuses), torch.ones(2).to_sparse()))
+    given.look()
+    given.put_all_back()
+
+
+# ---- predictions --------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_works_on_copies_and_counts_the_problem_that_was_given(ceilings: Ceilings) -> None:
+    cache = filled()
+    keys = cache.layers[0].keys
+    for train in (False, True):  # a training step is counted twice
+        report = rooftop.predict(Attends(), torch.ones(1, 8), cache, ceilings=ceilings, train=train)
+        (product,) = [row for row in report.ops if row.name == "aten::mm" and row.phase == "forward"]
+        assert product.shapes == ((1, 8), (8, 6))
+        assert cache.layers[0].keys is keys
+        assert (type(cache.length), cache.layers[0].seen) == (Tensor, 1)
+
+
+def test_the_tensors_of_an_argument_are_cast_and_stay_the_same_twice(ceilings: Ceilings) -> None:
+    seen: list[tuple[torch.dtype, bool]] = []
+
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor, state: Any, again: Any) -> Tensor:  # type: ignore[override]
+            seen.append((state.h.dtype, state is again[0] and state.h is again[1]))
+            return super().forward(x) + state.h
+
+    state = SimpleNamespace(h=torch.zeros(2, 8))
+    rooftop.predict(Looks(8, 8), torch.ones(2, 8), state, [state, state.h], ceilings=ceilings, dtype=torch.float64)
+    assert set(seen) == {(torch.float64, True)}
+
+
+class Uncopyable:
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.lock, self.tensor = threading.Lock(), tensor
+
+
+def test_an_argument_that_cannot_be_copied_is_refused_only_if_it_holds_tensors(ceilings: Ceilings) -> None:
+    class Ignores(nn.Linear):
+        def forward(self, x: Tensor, other: Any) -> Tensor:  # type: ignore[override]
+            return super().forward(x)
+
+    rooftop.predict(Ignores(8, 8), torch.ones(2, 8), Uncopyable(None), ceilings=ceilings)
+    with pytest.raises(InputError, match=r"cannot pickle '_thread.lock' object.*analyze it on a machine"):
+        rooftop.predict(Ignores(8, 8), torch.ones(2, 8), Uncopyable(torch.ones(1)), ceilings=ceilings)
+
+
+COUNT = 0
+STATE = SimpleNamespace(cache=None)
+
+
+def test_what_a_callable_holds_is_the_same_after_its_prediction(ceilings: Ceilings) -> None:
+    net, x, cache, outputs, calls = Attends(), torch.ones(1, 8), filled(), list[Tensor](), 0
+
+    def step() -> None:
+        nonlocal calls
+        global COUNT
+        calls += 1
+        COUNT += 1
+        STATE.cache = net(x, cache)
+        net.lengths.append(1)
+        outputs.append(STATE.cache)
+
+    rooftop.predict(step, ceilings=ceilings)
+    assert (cache.layers[0].seen, outputs, calls, COUNT, STATE.cache, net.lengths) == (1, [], 0, 0, None, [])
+
+
+def test_a_method_is_followed_to_its_object() -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.cache = filled()
+
+        def __call__(self) -> Iterator[int]:
+            self.cache = filled()
+            yield 1
+
+        def step(self) -> None:
+            self.cache = filled()
+
+    engine = Engine()
+    before = engine.cache
+    for target in (engine, engine.step, lambda: engine.step()):
+        with left_as_it_was(target):
+            engine.step()
+        assert engine.cache is before
