@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from rooftop.cost import Call, CountingMode
+from rooftop.cost import Call, CountingMode, covered_operators
 from rooftop.cost.formulas.attention_kernels import windowed_pairs
+from rooftop.cost.formulas.softmaxes import SOFTMAX_FLOPS
 from rooftop.cost.registry import formula_for
 
 pytestmark = [
@@ -553,3 +554,41 @@ def test_windows_see_what_lies_inside_them(queries: int, keys: int, left: int | 
         for j in range(keys)
     )
     assert windowed_pairs(queries, keys, left, right) == seen
+
+
+def test_every_operator_that_pytorch_counts_has_a_formula() -> None:
+    """Whatever has flops for its FlopCounterMode, in any namespace."""
+    pytest.importorskip("torch.nn.attention.varlen")
+    from torch.utils.flop_counter import flop_registry
+
+    counted = {getattr(func, "_qualified_op_name", str(func)) for func in flop_registry}
+    by_their_functions = {"flex_attention", "flex_attention_backward"}  # see `registry.later_cost`
+    assert counted - by_their_functions <= set(covered_operators())
+
+
+def test_attention_of_packed_sequences() -> None:
+    """Three sequences of 40 positions in all have at least the pairs of 13, 13 and 14."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    heads, width = 2, 8
+    q, k, v = (meta(40, heads, width).requires_grad_() for _ in range(3))
+    starts = torch.empty(4, dtype=torch.int32, device="meta")
+    with CountingMode() as counted:
+        varlen.varlen_attn(q, k, v, starts, starts, 20, 20)
+    record = next(r for r in counted.records if r.name == "torch_attn::_varlen_attn")
+    assert record.cost is not None, record.uncovered
+    pairs = heads * (13 * 13 + 13 * 13 + 14 * 14)
+    assert record.cost.total_flops == pairs * (2 * 2 * width + SOFTMAX_FLOPS)
+
+
+def test_a_linear_layer_with_its_loss_in_chunks() -> None:
+    options = getattr(nn, "LinearCrossEntropyOptions", None)
+    if options is None:
+        pytest.skip("this PyTorch has no F.linear_cross_entropy with options")
+    samples, weight, target = leaf(64, 32), leaf(100, 32), torch.randint(0, 100, (64,))
+    with CountingMode() as counted:
+        F.linear_cross_entropy(samples, weight, target, options=options())
+    record = next(r for r in counted.records if r.name.startswith("torch_nn::"))
+    assert record.cost is not None, record.uncovered
+    logits = 64 * 100  # a product for them, and one for the gradient of each factor
+    assert record.cost.total_flops == 3 * 2 * logits * 32 + logits * (SOFTMAX_FLOPS + 1)
+    assert record.cost.read_bytes == 4 * (64 * 32 + 100 * 32) + 8 * 64

@@ -141,3 +141,15 @@ def test_on_a_gpu_blocks_and_releases_are_those_of_the_allocator() -> None:
     assert held.allocated_bytes + held.fragmented_bytes == torch.cuda.memory_reserved()
     del x
     assert release()[0].released_bytes >= 2 * size
+
+
+def test_control_flow_is_tracked_and_works_afterwards() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.cond(x.sum() > 0, lambda y: y.repeat(100), lambda y: y.repeat(100) - 1, (x,))
+        return found
+
+    x = torch.ones(1000)
+    with track("cpu") as tracked:
+        result = program(x)
+    assert tracked.after_bytes >= result.nbytes == 400_000
+    assert program(x).shape == (100_000,)  # PyTorch would remember that it could not compile it

@@ -17,6 +17,7 @@ All of it holds for one thread and one `with` block. Programs in other threads g
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -84,6 +85,7 @@ def _acquire() -> None:
                 _register_kernels(stack)
                 _let_lists_be_taken(stack)
                 _let_autocast_reach_the_cpu(stack)
+                _let_flex_attention_have_gradients(stack)
                 _registered = stack.pop_all()
         _users += 1
 
@@ -146,6 +148,20 @@ def _let_autocast_reach_the_cpu(stack: ExitStack) -> None:
         construct(self, device_type, dtype, *args, **kwargs)
 
     stack.enter_context(mock.patch.object(torch.autocast, "__init__", constructed))
+
+
+def _let_flex_attention_have_gradients(stack: ExitStack) -> None:
+    """On a CPU it refuses tensors that require a gradient. A program that uses it has imported its module."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    refuse = getattr(module, "_validate_device", None)
+    if refuse is None:
+        return
+
+    def refuse_others(*tensors: Any) -> None:
+        if not _is_active():
+            refuse(*tensors)
+
+    stack.enter_context(mock.patch.object(module, "_validate_device", refuse_others))
 
 
 def _autocast_in_force() -> AbstractContextManager[Any]:

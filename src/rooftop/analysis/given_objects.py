@@ -156,6 +156,12 @@ def _of_function(function: types.FunctionType) -> Iterator[_Container]:
         yield _global(function.__globals__, name)
 
 
+def named_globals(function: types.FunctionType) -> list[Any]:
+    """The values of the globals that a function's code names."""
+    names = function.__globals__
+    return [names[name] for name in _global_names(function.__code__) & names.keys()]
+
+
 def _global_names(code: types.CodeType) -> set[str]:
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return {*code.co_names}.union(*map(_global_names, inner))
@@ -224,7 +230,9 @@ class GivenObjects:
         self.changed: list[str] = []
         self._complete = held.complete
         self._containers = held.containers
-        self._values = [value for tensor in held.tensors if (value := _value_of(tensor)) is not None]
+        predicted = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # nothing has values
+        tensors = [] if predicted else held.tensors
+        self._values = [value for tensor in tensors if (value := _value_of(tensor)) is not None]
         self._looks, self._writes = 0, False
         self._lost: list[str] = []
         self._changing: list[_Container] = []

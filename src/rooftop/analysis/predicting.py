@@ -11,6 +11,7 @@ products take TF32 where PyTorch allows it.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
@@ -188,12 +189,12 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
 class _DeviceCounting(CountingMode):
     """Counts what the device does. An optimizer's counts of steps are the host's: numbers that fake tensors know."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._locate()[1] == "optimizer":
             tensors = list(tensors_in([args, kwargs]))
             if tensors and all(isinstance(t, FakeTensor) and t.constant is not None for t in tensors):
-                return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+                return func(*args, **kwargs)
+        return super().observe(func, types, args, kwargs)
 
 
 def _faked(
@@ -247,14 +248,13 @@ class _FakeCopies(TorchFunctionMode):
 
         An object that cannot be copied is used as it is if it holds none.
         """
-        if isinstance(value, nn.Module):
-            cast = [*value.parameters(), *value.buffers()]
-        else:
-            held = Held([value])
-            modules = [each for c in held.containers for each in c.items if isinstance(each, nn.Module)]
-            cast = [*held.tensors, *(t for m in modules for t in (*m.parameters(), *m.buffers()))]
-            sizes = {id(packed.batch_sizes): packed.batch_sizes for packed in _packed(held, value)}
-            self._memo.update(sizes)  # these belong to the shape
+        held = Held([value], everything=isinstance(value, nn.Module))
+        objects = [value, *(each for container in held.containers for each in container.items)]
+        modules = [each for each in objects if isinstance(each, nn.Module)]
+        cast = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        if not isinstance(value, nn.Module):
+            cast += held.tensors
+        self._memo.update((id(kept), kept) for each in objects for kept in _shapes_in(each))
         for tensor in cast:
             if id(tensor) not in self._memo:
                 self._memo[id(tensor)] = _fake(tensor, self._mode, self._dtype)
@@ -272,9 +272,14 @@ class _FakeCopies(TorchFunctionMode):
         return memo.setdefault(id(tensor), _fake(tensor, self._mode, None))
 
 
-def _packed(held: Held, value: Any) -> list[PackedSequence]:
-    found = [value, *(each for container in held.containers for each in container.items)]
-    return [each for each in found if isinstance(each, PackedSequence)]
+def _shapes_in(value: Any) -> list[Tensor]:
+    """Tensors whose values belong to the shape of an object: sizes of batches, the blocks that a mask keeps."""
+    if isinstance(value, PackedSequence):
+        return [value.batch_sizes]
+    flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
+    if flex_attention is not None and isinstance(value, flex_attention.BlockMask):
+        return [each for each in vars(value).values() if isinstance(each, Tensor)]
+    return []
 
 
 def _parameters(target: Any) -> Iterable[nn.Parameter]:
@@ -287,6 +292,8 @@ class _Untouched(TorchDispatchMode):
     Each gets a fake twin that operators work on: `FakeTensorMode` alone computes what is done in place on real tensors.
     Gradients and the state of optimizers are put back at the end.
     """
+
+    supports_higher_order_operators = True  # without it PyTorch ends the program at the first of them
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()

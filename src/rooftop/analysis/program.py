@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from rooftop.analysis.compiled.finding import has_compiled_parts
 from rooftop.analysis.given_objects import GivenObjects
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError, ModelRunError, RooftopError
@@ -81,11 +82,8 @@ class Program:
 
     @property
     def compiled(self) -> bool:
-        """Whether the target, or a module in it, is `torch.compile`d."""
-        modules = list(self.target.modules()) if isinstance(self.target, nn.Module) else []
-        return hasattr(self.target, "_torchdynamo_orig_callable") or any(
-            hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules
-        )
+        """Whether the target, or a part of it, is `torch.compile`d."""
+        return has_compiled_parts(self.target)
 
     @property
     def device(self) -> torch.device:

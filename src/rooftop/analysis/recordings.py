@@ -19,8 +19,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -328,8 +327,6 @@ class Recording:
             self._watch(CompiledInstrument(self._device, self._graphs.graphs))
         elif name in ("whole", "early", "labelled"):
             self._tracker.restart()
-            if name != "labelled":
-                self._now.enter_context(_uncompiled())
             self._now.enter_context(self._tracker.following())
             self._watch(LabelledInstrument(self._device, self._tracker, MOST_OPERATORS))
         elif name == "settling":
@@ -458,18 +455,6 @@ class Recording:
         if began_at is None:
             return None
         return StartUp(1e3 * (began_at - self._began), self._start_up_operators)
-
-
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Inside, nothing is compiled. A stance that the program takes meanwhile stays."""
-    stance = torch.compiler.set_stance("force_eager")
-    ours = torch._dynamo.eval_frame._stance
-    try:
-        yield
-    finally:
-        if torch._dynamo.eval_frame._stance is ours:
-            stance.__exit__(None, None, None)
 
 
 def _leave_the_child_alone() -> None:

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.fx.experimental import proxy_tensor
 
 from rooftop.cost.accounting import PRECISIONS, Call, Cost, counted_device_type, distinct_bytes, tensors_in
-from rooftop.cost.registry import formula_for
+from rooftop.cost.registry import formula_for, later_cost
+from rooftop.hardware.observing import ObservingMode
 from rooftop.hardware.source_lines import current_user_line
 
 Shape = tuple[int, ...]
@@ -104,16 +105,17 @@ class Record:
     outputs: tuple[TensorSpec, ...] = ()
 
 
-class CountingMode(TorchDispatchMode):
+class CountingMode(ObservingMode):
     """Records each operator executed inside the `with` block.
+
+    Compiled functions run as they are written (see `ObservingMode`). Of control flow (`torch.cond`, `while_loop`,
+    `map`, `scan`) the operators that it runs are recorded.
 
     Args:
         locate: called at each operator, returns its (scope, phase).
         around: called with the record's index, returns a context in which the operator runs: the profiler's label.
         limit: after this many records operators run unrecorded, and `full_at` says since when (`time.perf_counter`).
     """
-
-    supports_higher_order_operators = True  # without it PyTorch ends the program at the first of them
 
     def __init__(
         self,
@@ -122,20 +124,29 @@ class CountingMode(TorchDispatchMode):
         limit: int = sys.maxsize,
     ) -> None:
         super().__init__()
-        self.records: list[Record] = []
+        self._records: list[Record] = []
+        self._later: dict[int, Callable[[], Cost]] = {}  # by the record's index
         self._locate = locate
         self._around = around
         self._limit = limit
         self.full_at: float | None = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    @property
+    def records(self) -> list[Record]:
+        """What was executed, in order."""
+        for index, cost in self._later.items():
+            try:
+                self._records[index] = replace(self._records[index], cost=cost(), uncovered="")
+            except Exception as error:  # a formula must never end the user's program
+                self._records[index] = replace(self._records[index], uncovered=_failed(error))
+        self._later.clear()
+        return self._records
+
+    def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper (DTensor, a nested tensor) comes first and calls operators on what it wraps: those are counted.
             return NotImplemented
-        if func.namespace in _NO_PART_OF_THE_PROGRAM or torch._C._get_tracing_state() is not None:
+        if func.namespace in _NO_PART_OF_THE_PROGRAM or _is_traced():
             return func(*args, **kwargs)
         if (
             _has_decomposition(func)
@@ -145,7 +156,7 @@ class CountingMode(TorchDispatchMode):
             # Under inference_mode composite operators (linear, conv2d) arrive whole: take them apart as autograd does.
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        index = len(self.records)
+        index = len(self._records)
         if index >= self._limit:
             self.full_at = self.full_at or time.perf_counter()
             return func(*args, **kwargs)
@@ -154,16 +165,23 @@ class CountingMode(TorchDispatchMode):
             out = func(*args, **kwargs)
         try:
             record = _record(func, args, kwargs, out, scope, phase)
+            if isinstance(func, HigherOrderOperator) and (cost := later_cost(func, args, out)) is not None:
+                self._later[index] = cost
         except Exception as error:  # tensors of a kind that is not known here must not end the program
             why = f"its tensors cannot be read: {type(error).__name__}: {error}"
             record = Record(str(func), (), "", "", scope, phase, None, why)
-        self.records.append(record)
+        self._records.append(record)
         return out
 
 
 _NO_PART_OF_THE_PROGRAM = {"prim", "profiler"}
-"""Fake tensors are asked for their device through the dispatcher, and labels for the profiler are operators. Nor is
-anything counted under torch.jit.trace: whoever looks at a size becomes part of the traced graph."""
+"""Fake tensors are asked for their device through the dispatcher, and labels for the profiler are operators."""
+
+
+def _is_traced() -> bool:
+    """Whether operators make a graph: torch.jit.trace would take our looking at a size into it, and `make_fx`, by which
+    control flow is differentiated, computes nothing of the step."""
+    return torch._C._get_tracing_state() is not None or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None
 
 
 @cache
@@ -191,7 +209,7 @@ def _device_type(arguments: Any) -> str:
 
 
 def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, scope: str, phase: str) -> Record:
-    if isinstance(func, HigherOrderOperator):  # flex_attention, cond: no schema, so no formula either
+    if isinstance(func, HigherOrderOperator):  # no schema; see `higher_order`
         name, inputs = f"higher_order::{func.name()}", list(tensors_in((args, kwargs)))
         cost, uncovered = None, "no formula"
     else:
@@ -276,7 +294,11 @@ def counted(call: Call) -> tuple[Cost | None, str]:
         _require_figures(cost)
         return (_in_place(cost, call) if call.func._schema.is_mutable else cost), ""
     except Exception as error:  # a formula must never end the user's program; the report lists it as uncovered
-        return None, f"formula failed: {type(error).__name__}: {error}"
+        return None, _failed(error)
+
+
+def _failed(error: Exception) -> str:
+    return f"formula failed: {type(error).__name__}: {error}"
 
 
 def _require_figures(cost: Cost) -> None:

@@ -12,6 +12,7 @@ An operator without a formula is *uncovered*: its time is listed, and no roof is
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -61,3 +62,16 @@ def covered_operators() -> list[str]:
     from rooftop.cost import formulas  # noqa: F401
 
     return sorted(_FORMULAS)
+
+
+def later_cost(func: Any, args: tuple[Any, ...], out: Any) -> Callable[[], Cost] | None:
+    """What computes the cost of an operator that takes functions after the step: it may look at values, for which the
+    host would wait. None if it has no formula.
+    """
+    from rooftop.cost.formulas import flex_attention
+
+    if func.name() == "flex_attention":
+        return flex_attention.forward(args, out)
+    if func.name() == "flex_attention_backward":
+        return flex_attention.backward(args, out)
+    return None

@@ -13,10 +13,10 @@ import psutil
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop.hardware.device import gpu_uuid
 from rooftop.hardware.nvml import nvml_session
+from rooftop.hardware.observing import ObservingMode
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _tracked_cpu(device: torch.device) -> Iterator[TrackedMemory]:
             count.close()
 
 
-class _StorageCount(TorchDispatchMode):
+class _StorageCount(ObservingMode):
     """Adds up the storages that operators return and that they were not given, until these are freed."""
 
     def __init__(self, tracked: TrackedMemory) -> None:
@@ -188,8 +188,7 @@ class _StorageCount(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._closed = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is not torch.ops.aten.lift_fresh.default:  # its argument is the new tensor of torch.tensor(...)
             for storage in self._storages((args, kwargs)):
                 if storage._cdata not in self._sizes:

@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from rooftop.hardware.observing import ObservingMode
 from rooftop.hardware.source_lines import SourceLine, current_user_line
 
 READS, WRITES = "reads", "writes"
@@ -210,15 +211,14 @@ def _access(access: Any, use: _Use) -> StreamAccess:
     return StreamAccess(launch.operator, WRITES if use.written else READS, access.stream, launch.line, use.shape)
 
 
-class _Launches(TorchDispatchMode):
+class _Launches(ObservingMode):
     """Tells the watcher of each operator on tensors of one kind of device."""
 
     def __init__(self, watcher: _Watcher, device_type: str, current_stream: Callable[[], int]) -> None:
         super().__init__()
         self._watcher, self._device_type, self._current_stream = watcher, device_type, current_stream
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten.record_stream.default:
             tensor, stream = args
             handle = torch.cuda.Stream(
@@ -227,6 +227,8 @@ class _Launches(TorchDispatchMode):
             self._watcher.record_stream(tensor.untyped_storage().data_ptr(), handle)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):  # without a schema that tells what it writes
+            return result
         uses = _uses(func._schema, args, kwargs, result, self._device_type)
         if uses:
             in_backward = torch._C._current_autograd_node() is not None

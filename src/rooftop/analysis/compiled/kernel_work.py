@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from rooftop.analysis.compiled.dynamic_sizes import with_known_sizes
 from rooftop.cost.accounting import FREE, Call, Cost, distinct_bytes, distinct_elements, tensor_bytes, tensors_in
-from rooftop.cost.registry import formula_for
+from rooftop.cost.registry import formula_for, later_cost
 
 REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "max", "min", "prod", "argmax", "argmin", "any", "all"}
 """Operators that inductor may split into two kernels."""
@@ -398,14 +398,15 @@ class _Kernel:
 def _cost(node: fx.Node) -> Cost | None:
     if node.op == "call_function" and isinstance(node.meta.get("val"), (int, float)):
         return FREE  # arithmetic on sizes
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
         return FREE if node.op != "call_function" or _is_getitem(node) else None
-    formula = formula_for(node.target)
-    if formula is None:
-        return None
     try:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-        return formula(Call(node.target, tuple(args), kwargs, node.meta.get("val")))
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            later = later_cost(node.target, tuple(args), node.meta.get("val"))
+            return later() if later is not None else None
+        formula = formula_for(node.target)
+        return None if formula is None else formula(Call(node.target, tuple(args), kwargs, node.meta.get("val")))
     except Exception:  # listed as uncovered
         return None
 

@@ -21,6 +21,7 @@ from rooftop.cost.registry import cost_of
 @cost_of(
     *aten("_cudnn_attention_forward _efficient_attention_forward _flash_attention_forward"),
     *aten("_flash_attention_forward_no_dropout_inplace"),
+    *("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_out"),
 )
 def attention_kernel(call: Call) -> Cost:
     """Reads queries, keys, values, lengths and the bias; writes the output and each row's log-sum-exp."""
@@ -34,7 +35,10 @@ def attention_kernel(call: Call) -> Cost:
     return Cost(distinct_bytes([query, key, value, bias, *_lengths(call)]), distinct_bytes(written), flops)
 
 
-@cost_of(*aten("_cudnn_attention_backward _efficient_attention_backward _flash_attention_backward"))
+@cost_of(
+    *aten("_cudnn_attention_backward _efficient_attention_backward _flash_attention_backward"),
+    "torch_attn::_varlen_attn_backward",
+)
 def attention_kernel_backward(call: Call) -> Cost:
     """The scores again, and the gradients of queries, keys and values (and of the bias, a sum)."""
     query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
@@ -44,7 +48,8 @@ def attention_kernel_backward(call: Call) -> Cost:
         matrix_flops(query, pairs * (3 * key.shape[-1] + 2 * value.shape[-1])),
         arithmetic(pairs * (2 + (bias is not None) + SOFTMAX_BACKWARD_FLOPS), [query]),
     )
-    read = [gradient, query, key, value, bias, call["out"], call["logsumexp"], *_lengths(call)]
+    log_sum_exp = call["logsumexp"] if "logsumexp" in call else call["lse"]
+    read = [gradient, query, key, value, bias, call["out"], log_sum_exp, *_lengths(call)]
     written = [*call.results[:3], *(call.results[3:] if call.get("bias_requires_grad") else [])]
     return Cost(distinct_bytes(read), distinct_bytes(written), flops)
 
@@ -55,14 +60,18 @@ def _bias(call: Call) -> Tensor | None:
 
 
 def _lengths(call: Call) -> list[Tensor | None]:
-    names = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k", "seqlen_k", "seqused_k")
+    names = (*_STARTS, "cum_seq_k", "cu_seqlens_k", "cu_seq_k", "seqlen_k", "seqused_k")
     return [call.get(name) for name in names]
+
+
+_STARTS = ("cum_seq_q", "cu_seqlens_q", "cu_seq_q")
+"""Where each sequence of queries begins, and where the last one ends."""
 
 
 def _pairs(call: Call) -> int:
     """Pairs of a query and a key that it may see, of all heads and sequences."""
     query, key = call["query"], call["key"]
-    starts: Tensor | None = call.get("cum_seq_q", call.get("cu_seqlens_q"))
+    starts: Tensor | None = next((call[name] for name in _STARTS if name in call), None)
     heads = query.shape[-2]
     # No mask, positions up to its own (from the first or from the last query on).
     causal = call["is_causal"] if "is_causal" in call else call["custom_mask_type"] != 0
@@ -70,7 +79,7 @@ def _pairs(call: Call) -> int:
     if starts is None or starts.numel() == 0:
         return query.shape[0] * heads * windowed_pairs(query.shape[-3], key.shape[-3], left, right)
     positions, sequences = query.shape[-3], starts.numel() - 1
-    if key.shape[-3] != positions:
+    if key.shape[-3] != positions or call.get("block_table") is not None or call.get("seqused_k") is not None:
         raise ValueError("the lengths of packed sequences are values, which a cost does not look at")
     length, longer = divmod(positions, sequences)
     pairs = (sequences - longer) * windowed_pairs(length, length, left, right)
@@ -80,8 +89,11 @@ def _pairs(call: Call) -> int:
 def _window(call: Call, causal: bool) -> tuple[int | None, int | None]:
     """How many positions before and after its own a query sees, None: all."""
     left, right = call.get("window_size_left"), call.get("window_size_right")
-    if call.get("window_size"):  # of the memory-efficient kernel: so many positions up to its own
-        left = call["window_size"] - 1
+    window = call.get("window_size")
+    if isinstance(window, (list, tuple)):
+        left, right = window
+    elif window:  # of the memory-efficient kernel: so many positions up to its own
+        left = window - 1
     left = None if left is None or left < 0 else left
     right = None if right is None or right < 0 else right
     return left, (0 if causal else right)

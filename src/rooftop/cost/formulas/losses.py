@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from torch import Tensor
 
 from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
+from rooftop.cost.formulas.matmuls import matrix_flops, merged
+from rooftop.cost.formulas.softmaxes import SOFTMAX_FLOPS
 from rooftop.cost.formulas.streaming import Flops, arithmetic, aten, cover, streaming
 from rooftop.cost.registry import Formula, cost_of
 
@@ -109,3 +113,28 @@ def ctc_loss_and_gradient(call: Call) -> Cost:
         distinct_bytes(call.written_tensors),
         arithmetic(flops, [log_probability]),
     )
+
+
+CHUNKED_LINEAR_LOSSES = (
+    "torch_nn::_linear_cross_entropy_batch_chunked",
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction",
+)
+
+
+@cost_of(*CHUNKED_LINEAR_LOSSES)
+def chunked_linear_cross_entropy(call: Call) -> Cost:
+    """`F.linear_cross_entropy` with options: the logits of some samples at a time, which need not go to memory.
+
+    A product for the logits, and one for each gradient of input and weight that is made beside the loss.
+    """
+    samples, weight, bias = call["input"], call["linear_weight"], call["linear_bias"]
+    logits = prod(samples.shape[:-1]) * prod(weight.shape[:-1])
+    gradients = [call.get(f"compute_{of}_grad", False) for of in ("input", "linear_weight", "linear_bias")]
+    # Of each logit: softmax, the bias; of its gradient: minus the target's share, the sum for the bias.
+    pointwise = SOFTMAX_FLOPS + (bias is not None) + any(gradients) + gradients[2]
+    flops = merged(
+        matrix_flops(samples, logits * samples.shape[-1] * (1 + gradients[0] + gradients[1])),
+        arithmetic(logits * pointwise, [samples]),
+    )
+    read = distinct_bytes([samples, weight, bias, call["target"], call["weight"]])
+    return Cost(read, distinct_bytes(call.written_tensors), flops)

@@ -1,0 +1,36 @@
+"""Whether a program has compiled parts: a model, one of its modules, or a function that it calls."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from rooftop.analysis.given_objects import Held, named_globals
+
+
+def has_compiled_parts(target: Callable[..., Any]) -> bool:
+    """Whether the target, what it holds, or a function that its own code names is `torch.compile`d."""
+    held = Held([target], everything=True).containers
+    values = [target, *(value for container in held for value in container.items)]
+    classes = {type(value) for value in values if isinstance(value, nn.Module)}
+    return any(map(_is_compiled, values)) or any(map(_is_compiled, _of_classes(classes)))
+
+
+def _is_compiled(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return "_orig_mod" in value._modules or value._compiled_call_impl is not None
+    return isinstance(value, types.FunctionType) and "_torchdynamo_orig_callable" in vars(value)
+
+
+def _of_classes(classes: set[type]) -> Iterator[Any]:
+    """Methods of modules that are not PyTorch's own, and the globals that they name."""
+    for kind in {base for each in classes for base in each.__mro__}:
+        if kind.__module__.partition(".")[0] in ("torch", "builtins"):
+            continue
+        for method in vars(kind).values():
+            if isinstance(method, types.FunctionType):
+                yield method
+                yield from named_globals(method)

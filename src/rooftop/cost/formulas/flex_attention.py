@@ -1,0 +1,92 @@
+"""Attention with a function of its scores and a mask of blocks (`torch.nn.attention.flex_attention`), as one kernel:
+
+    forward    2 P (D + V)          scores, weighted values
+    backward   2 P (3 D + 2 V)      see `attentions`
+
+for P pairs of a query and a key in the blocks that the mask keeps. A block that is kept in part counts whole: which of
+its pairs are hidden, only the mask's function tells. What the function of the scores computes is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rooftop.cost.accounting import Cost, distinct_bytes, tensors_in
+from rooftop.cost.formulas.matmuls import matrix_flops, merged
+from rooftop.cost.formulas.softmaxes import SOFTMAX_BACKWARD_FLOPS, SOFTMAX_FLOPS
+from rooftop.cost.formulas.streaming import arithmetic
+
+
+def forward(args: tuple[Any, ...], out: Any) -> Callable[[], Cost]:
+    """What computes the cost of `flex_attention`, once the values of its block mask can be looked at."""
+    query, key, value, _, block_mask, *_ = args
+    output, log_sum_exp, *_ = out
+    read = distinct_bytes([query, key, value, *_buffers(args[7:])])
+    written = distinct_bytes([output, log_sum_exp])
+    pairs = _visible_pairs(query, key, block_mask)
+    like, per_pair = query.new_empty(0, device="meta"), key.shape[-1] + value.shape[-1]
+
+    def cost() -> Cost:
+        seen = pairs()
+        flops = merged(matrix_flops(like, seen * per_pair), arithmetic(seen * SOFTMAX_FLOPS, [like]))
+        return Cost(read, written, flops)
+
+    return cost
+
+
+def backward(args: tuple[Any, ...], out: Any) -> Callable[[], Cost]:
+    """The same of `flex_attention_backward`."""
+    query, key, value, output, log_sum_exp, gradient, _, _, _, block_mask, *_ = args
+    read = distinct_bytes([query, key, value, output, log_sum_exp, gradient, *_buffers(args[12:])])
+    written = distinct_bytes(tensors_in(out))
+    pairs = _visible_pairs(query, key, block_mask)
+    like, per_pair = query.new_empty(0, device="meta"), 3 * key.shape[-1] + 2 * value.shape[-1]
+
+    def cost() -> Cost:
+        seen = pairs()
+        pointwise = seen * (2 + SOFTMAX_BACKWARD_FLOPS)
+        return Cost(read, written, merged(matrix_flops(like, seen * per_pair), arithmetic(pointwise, [like])))
+
+    return cost
+
+
+def _buffers(captured: Iterable[Any]) -> list[Tensor]:
+    """Tensors that the functions of scores and mask read."""
+    return [each for group in captured for each in tensors_in(group)]
+
+
+def _visible_pairs(query: Tensor, key: Tensor, block_mask: tuple[Any, ...]) -> Callable[[], int]:
+    """Pairs of a query and a key in the blocks of a mask, over all sequences and heads.
+
+    Args:
+        query, key: (B, H, S_q, D) and (B, H', S_k, D).
+        block_mask: the two lengths, then for each row of blocks how many are kept in part, their numbers, how many are
+            kept whole, their numbers, ...; last the height and the width of a block, and the mask's function.
+    """
+    batch, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    kept = [(count, numbers) for count, numbers in (block_mask[2:4], block_mask[4:6]) if count is not None]
+    height, width = block_mask[-3:-1]
+
+    def pairs() -> int:
+        if height >= queries and width >= keys:
+            return batch * heads * queries * keys
+        if any(isinstance(count, FakeTensor) for count, _ in kept):
+            raise ValueError("which blocks its mask keeps is a matter of values, which a prediction does not have")
+        with _disable_current_modes():
+            return sum(_of_blocks(count.cpu(), numbers.cpu()) for count, numbers in kept)
+
+    def _of_blocks(count: Tensor, numbers: Tensor) -> int:
+        rows = (queries - height * torch.arange(count.shape[-1])).clamp(0, height)
+        columns = (keys - width * numbers).clamp(0, width)
+        columns = columns * (torch.arange(numbers.shape[-1]) < count.unsqueeze(-1))
+        in_mask = int((columns.sum(-1) * rows).sum())
+        return in_mask * (batch // count.shape[0]) * (heads // count.shape[1])  # one mask may serve them all
+
+    return pairs
