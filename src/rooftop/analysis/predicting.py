@@ -248,13 +248,13 @@ class _FakeCopies(TorchFunctionMode):
 
         An object that cannot be copied is used as it is if it holds none.
         """
-        held = Held([value], everything=isinstance(value, nn.Module))
+        held = Held([value], everything=True)
         objects = [value, *(each for container in held.containers for each in container.items)]
-        modules = [each for each in objects if isinstance(each, nn.Module)]
+        self._memo.update((id(kept), kept) for each in objects for kept in _shapes_in(each))
+        modules = [value] if isinstance(value, nn.Module) else [each for each in objects if isinstance(each, nn.Module)]
         cast = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         if not isinstance(value, nn.Module):
             cast += held.tensors
-        self._memo.update((id(kept), kept) for each in objects for kept in _shapes_in(each))
         for tensor in cast:
             if id(tensor) not in self._memo:
                 self._memo[id(tensor)] = _fake(tensor, self._mode, self._dtype)

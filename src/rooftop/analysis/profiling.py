@@ -156,6 +156,8 @@ def profile_program(
         progress("profiling", 0.3)
         with PlainInstrument(device, _allocated_bytes(program), trace) as plain:
             program.step()
+        if not plain.result.compiled:  # it only holds compiled parts, or may not compile them
+            graphs = None
         if blocks > LEAST_BLOCKS:
             clock.run_block(BLOCK_S)
         times = _kernel_times(program, clock, plain.result) if device.type == "cuda" else None

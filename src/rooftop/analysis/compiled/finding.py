@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from rooftop.analysis.given_objects import Held, named_globals
+from rooftop.hardware.module_paths import inner_modules
 
 
 def has_compiled_parts(target: Callable[..., Any]) -> bool:
     """Whether the target, what it holds, or a function that its own code names is `torch.compile`d."""
-    held = Held([target], everything=True).containers
-    values = [target, *(value for container in held for value in container.items)]
-    classes = {type(value) for value in values if isinstance(value, nn.Module)}
-    return any(map(_is_compiled, values)) or any(map(_is_compiled, _of_classes(classes)))
+    if isinstance(target, nn.Module):
+        held: list[Any] = [target]
+    else:
+        held = [target, *(value for each in Held([target], everything=True).containers for value in each.items)]
+    modules = {id(inner): inner for each in held if isinstance(each, nn.Module) for _, inner in inner_modules(each)}
+    attributes = (value for module in modules.values() for value in vars(module).values())
+    classes = {type(module) for module in modules.values()}
+    return any(map(_is_compiled, chain(held, modules.values(), attributes, _of_classes(classes))))
 
 
 def _is_compiled(value: Any) -> bool:
