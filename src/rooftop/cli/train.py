@@ -36,7 +36,8 @@ from rooftop.train import (
     step_roof,
 )
 from rooftop.train.gpt_training import DECAYS, DTYPES
-from rooftop.train.tokens import BYTES, KINDS
+from rooftop.train.number_widths import KINDS
+from rooftop.train.tokens import BYTES
 
 LAUNCHED_PERCENT = 15  # of roof; Llamas of 135 M to 7 B have 4 where Python is too slow for them, and else 34 to 73
 LAYERS, WIDTH, HEADS, LENGTH = 4, 256, 4, 256  # of a model that a laptop trains in minutes
@@ -59,8 +60,9 @@ the place in the whole, not of the rank. So two layouts differ by the rounding o
 
 \b
 Data, as --data-path:
-  FILE.bin      tokens of 16 bits, or as --token-dtype says; memory-mapped
+  FILE.bin      tokens: with Megatron-LM's .idx beside it, llm.c's header, nanoGPT's meta.pkl, or numbers alone
   FILE.npy      tokens, integers of one dimension; memory-mapped
+  a data set    of Hugging Face (Parquet, Arrow, save_to_disk), its column input_ids or text; needs datasets
   another file  text: a token for each byte, a vocabulary of 256
   a folder      all text files in it
 
@@ -90,7 +92,11 @@ def command() -> None:
 
 @command.command(epilog=EXAMPLES)
 @path("--data-path", required=True, metavar="PATH", help="Tokens or text.")
-@click.option("--token-dtype", type=choice["tokens"], default="uint16", show_default=True, help="Of a .bin file.")
+@click.option(
+    "--token-dtype",
+    type=choice["tokens"],
+    help="Of a .bin file that does not say it.  [default: found by looking at its numbers, or refused]",
+)
 @click.option("--preset", type=choice["presets"], metavar="NAME", help=f"One of {', '.join(PRESETS)}.")
 @size("--num-layers", help=f"Blocks.  [default: {LAYERS}, or the preset's]")
 @size("--hidden-size", help=f"Features of a position.  [default: {WIDTH}]")
@@ -161,7 +167,7 @@ def command() -> None:
 def gpt(
     *,
     data_path: Path,
-    token_dtype: str,
+    token_dtype: str | None,
     tensor_parallel_size: int,
     sequence_parallel: bool,
     use_torch_fsdp2: bool,
@@ -331,12 +337,13 @@ def training_of(
         )
         length = seq_length or config.positions
     else:
-        if vocab_size is None and not tokens.text:
+        vocabulary = vocab_size or tokens.vocabulary
+        if vocabulary is None:
             raise InputError(f"{tokens.source} has tokens of a vocabulary that is not known: expected --vocab-size")
         width, length = hidden_size or WIDTH, seq_length or LENGTH
         heads = num_attention_heads or HEADS
         config = GptConfig(
-            vocabulary=vocab_size or BYTES,
+            vocabulary=vocabulary,
             layers=num_layers or LAYERS,
             width=width,
             heads=heads,
@@ -386,9 +393,11 @@ def roof_here(trainer: GptTrainer) -> StepRoof | None:
 def heading(trainer: GptTrainer, world: World, found: Path | None) -> str:
     """The model, the ranks, the data."""
     training, dtype = trainer.training, str(trainer.training.dtype).removeprefix("torch.")
+    tokens = trainer.batches.tokens
+    data = tokens.source if tokens.text else f"{tokens.source} ({tokens.kind})"
     lines = [
         f"{training.config.parameters:,} parameters, {dtype} on {world.size} x {world.device.type}: {trainer.layout}",
-        f"{trainer.batches.sequences:,} sequences of {training.length:,} tokens in {trainer.batches.tokens.source}, "
+        f"{trainer.batches.sequences:,} sequences of {training.length:,} tokens in {data}, "
         f"{training.global_batch:,} a step",
     ]
     if found is not None:
