@@ -25,21 +25,24 @@ from rooftop.parallel import Layout, World, join, launched
 from rooftop.train import (
     GptTrainer,
     GptTraining,
+    Mixture,
     StepReport,
     StepRoof,
     Tokens,
     find_training,
     load_training,
-    open_tokens,
+    open_mixture,
     other_data,
     run_steps,
     step_roof,
 )
 from rooftop.train.gpt_training import DECAYS, DTYPES
+from rooftop.train.mixtures import WEIGHT, paths_of
 from rooftop.train.number_widths import KINDS
 from rooftop.train.tokens import BYTES
 
 LAUNCHED_PERCENT = 15  # of roof; Llamas of 135 M to 7 B have 4 where Python is too slow for them, and else 34 to 73
+DATA = "--data-path"
 LAYERS, WIDTH, HEADS, LENGTH = 4, 256, 4, 256  # of a model that a laptop trains in minutes
 
 EXAMPLES = """\b
@@ -65,6 +68,8 @@ Data, as --data-path:
   a data set    of Hugging Face (Parquet, Arrow, save_to_disk), its column input_ids or text; needs datasets
   another file  text: a token for each byte, a vocabulary of 256
   a folder      all text files in it
+Several are mixed: --data-path 0.7 A 0.3 B gives each its share of the sequences; A B, or --data-path A --data-path B,
+shares by their sizes.
 
 What is said of a step: the loss before it, the norm of its gradient, tokens a second of all ranks; MFU, the model's
 flops by the fastest matrix product that was measured on this machine; percent of roof, the time in which it could have
@@ -85,13 +90,35 @@ choice = {
 }
 
 
+class DataPaths(click.Command):
+    """A command whose data path takes all words up to the next option, as Megatron-LM's does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words: list[str] = []
+        here = False  # among the words of the data path
+        for word in args:
+            if word.startswith("-") and not WEIGHT.match(word):
+                here = word.partition("=")[0] == DATA
+            elif here and words[-1] != DATA:
+                words.append(DATA)
+            words.append(word)
+        return super().parse_args(ctx, words)
+
+
 @click.group(epilog="Start with: rooftop train gpt --data-path book.txt")
 def command() -> None:
     """Train a model, on one process or, under torchrun, on many."""
 
 
-@command.command(epilog=EXAMPLES)
-@path("--data-path", required=True, metavar="PATH", help="Tokens or text.")
+@command.command(cls=DataPaths, epilog=EXAMPLES)
+@click.option(
+    DATA,
+    "data_path",
+    required=True,
+    multiple=True,
+    metavar="[WEIGHT] PATH ...",
+    help="Tokens or text; several with weights, or each by its size.",
+)
 @click.option(
     "--token-dtype",
     type=choice["tokens"],
@@ -166,7 +193,7 @@ def command() -> None:
 @click.option("--roof/--no-roof", "with_roof", default=True, help="Whether to say how far from the roof it is.")
 def gpt(
     *,
-    data_path: Path,
+    data_path: tuple[str, ...],
     token_dtype: str | None,
     tensor_parallel_size: int,
     sequence_parallel: bool,
@@ -191,15 +218,15 @@ def gpt(
     # What is wrong at every rank is found before any communicates, and said by each in the same words.
     if save_interval is not None and save is None:
         raise click.UsageError("--save-interval says how often: expected --save DIR, where to")
-    if metrics is not None:
-        check_writable(metrics, [data_path])
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with as_input_errors():
         ranks = launched().size
         layout = layout_of(
             ranks, tensor_parallel_size, pipeline_parallel_size, context_parallel_size, sequence_parallel
         )
-        tokens = open_tokens(data_path, token_dtype)
+        if metrics is not None:
+            check_writable(metrics, paths_of(data_path))
+        tokens = open_mixture(data_path, token_dtype)
         training = training_of(tokens, layout, kind, train_iters, **options)
         training.check(layout, ranks, kind, fully_shard=use_torch_fsdp2)
         training.batches(tokens)  # there are enough
@@ -213,7 +240,7 @@ def gpt(
         check_folder(save)
     settings = {
         "training": training,
-        "tokens": len(tokens),
+        "data": tokens.fingerprint(),
         "train_iters": train_iters,
         "load": str(found),
         "save": str(save),
@@ -293,7 +320,7 @@ def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_par
 
 
 def training_of(
-    tokens: Tokens,
+    tokens: Tokens | Mixture,
     layout: Layout,
     kind: str,
     steps: int,
@@ -400,6 +427,11 @@ def heading(trainer: GptTrainer, world: World, found: Path | None) -> str:
         f"{trainer.batches.sequences:,} sequences of {training.length:,} tokens in {data}, "
         f"{training.global_batch:,} a step",
     ]
+    if isinstance(tokens, Mixture):
+        lines += [
+            f"  {percent_text(100 * float(share))} from {row.source}, {count:,} sequences"
+            for row, (count, share) in zip(tokens.rows, trainer.batches.parts, strict=True)
+        ]
     if found is not None:
         lines.append(f"going on after step {trainer.step:,} of {found}")
     return "\n".join(lines)

@@ -37,6 +37,7 @@ from rooftop.errors import InputError
 from rooftop.parallel import Shard, shards_of
 from rooftop.parallel.sharded_data import part_like, whole_of
 from rooftop.train.gpt_training import GptTrainer, GptTraining
+from rooftop.train.mixtures import Mixture
 from rooftop.train.resharding import put_together, records, shards_from
 from rooftop.train.tokens import Tokens
 
@@ -111,7 +112,7 @@ def find_training(folder: Path, training: GptTraining) -> tuple[Path, int]:
     return found, step
 
 
-def other_data(found: Path, tokens: Tokens) -> str | None:
+def other_data(found: Path, tokens: Tokens | Mixture) -> str | None:
     """That the data are not those of what `find_training` found, in words; None if they are, or if it does not say.
 
     To go on with others is no error: it may be meant.

@@ -30,6 +30,7 @@ from rooftop.parallel.exchanges import Group, start_sum
 from rooftop.train.adamw import AdamW
 from rooftop.train.batches import Batches
 from rooftop.train.main_weights import Held, MainWeights
+from rooftop.train.mixtures import Mixture
 from rooftop.train.replays import Replayed
 from rooftop.train.tokens import Tokens
 
@@ -151,7 +152,7 @@ class GptTraining:
         """Of all ranks."""
         return self.global_batch * self.length
 
-    def batches(self, tokens: Tokens) -> Batches:
+    def batches(self, tokens: Tokens | Mixture) -> Batches:
         """Its sequences.
 
         Raises:
@@ -232,14 +233,14 @@ class GptTrainer:
         narrow: whether the model computes in a narrower dtype than that of `weights`.
 
     Raises:
-        InputError: too few tokens.
+        InputError: too few tokens in a row.
         ValueError: that of `GptTraining.check`.
     """
 
     def __init__(
         self,
         training: GptTraining,
-        tokens: Tokens,
+        tokens: Tokens | Mixture,
         layout: Layout,
         groups: Mapping[str, Group],
         device: torch.device,
