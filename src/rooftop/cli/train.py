@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -37,6 +36,7 @@ from rooftop.train import (
     step_roof,
 )
 from rooftop.train.gpt_training import DECAYS, DTYPES
+from rooftop.train.metrics import add_lines, kept_lines, metrics_file
 from rooftop.train.mixtures import WEIGHT, paths_of
 from rooftop.train.number_widths import KINDS
 from rooftop.train.tokens import BYTES
@@ -187,7 +187,7 @@ def command() -> None:
     "--metrics",
     metavar="FILE",
     help="Write a line of JSON for each step: step, loss, grad_norm, tokens_per_s, percent_of_roof and more. With "
-    "--load they are appended.",
+    "--load those of steps after it are taken out, and made anew.",
 )
 @size("--log-interval", default=10, show_default=True, help="Steps between lines.")
 @click.option("--roof/--no-roof", "with_roof", default=True, help="Whether to say how far from the roof it is.")
@@ -231,6 +231,8 @@ def gpt(
         training.check(layout, ranks, kind, fully_shard=use_torch_fsdp2)
         training.batches(tokens)  # there are enough
         found, before = find_training(load, training) if load is not None else (None, 0)
+        if metrics is not None and found is not None:
+            kept_lines(metrics, before)  # it is one that can be gone on with
     if before >= train_iters:
         raise click.UsageError(f"{load} has {before} steps already: expected more as --train-iters, got {train_iters}")
     first = launched().rank == 0
@@ -263,8 +265,9 @@ def gpt(
         steps = run_steps(
             trainer, train_iters, interval=log_interval, roof=roof, save=save, save_interval=save_interval
         )
+        after = None if found is None else before
         with (
-            lines_of(metrics if first else None, load is not None) as file,
+            metrics_file(metrics, after) if first and metrics is not None else nullcontext() as file,
             progress_bar() if first else nullcontext(lambda what, fraction: None) as progress,
         ):
             advised = not first
@@ -453,8 +456,7 @@ def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
     if last.percent_of_roof is not None and last.percent_of_roof > 100:
         click.echo("more than the roof: the ceilings are wrong; measure again with rooftop ceilings --refresh")
     if file is not None:
-        file.writelines(json.dumps(asdict(report)) + "\n" for report in reports)
-        file.flush()
+        add_lines(file, reports)
 
 
 def advice(report: StepReport, trainer: GptTrainer) -> str | None:
@@ -471,13 +473,3 @@ def advice(report: StepReport, trainer: GptTrainer) -> str | None:
         f"{percent_text(report.percent_of_roof)} of roof: layers this small may take Python longer to launch than the "
         "GPU to compute; --enable-cuda-graph replays steps"
     )
-
-
-@contextmanager
-def lines_of(path: Path | None, append: bool) -> Iterator[TextIO | None]:
-    """A file to which lines are added as they come."""
-    if path is None:
-        yield None
-        return
-    with path.open("a" if append else "w", encoding="utf-8") as file:
-        yield file
