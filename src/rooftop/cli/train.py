@@ -20,6 +20,7 @@ from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError, RooftopError
 from rooftop.hardware import measure_ceilings
 from rooftop.models.gpt_configs import PRESETS, GptConfig, gpt_config
+from rooftop.models.gpt_weights import read_gpt_config
 from rooftop.parallel import Layout, World, join, launched
 from rooftop.train import (
     GptTrainer,
@@ -52,6 +53,7 @@ Examples:
   torchrun --nproc-per-node 8 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --save run/ \\
     --train-iters 10000 --lr 4e-4 --lr-warmup-iters 500 --lr-decay-style cosine --min-lr 4e-5
   python -m rooftop.train gpt --data-path book.txt --train-iters 200 --save run/ --load run/
+  python -m rooftop.train gpt --data-path tokens.bin --init-from gpt2/ --seq-length 512 --lr 1e-5 --save tuned/
   torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --micro-batch-size 4 \\
     --tensor-parallel-size 2 --sequence-parallel --tp-comm-overlap --enable-cuda-graph
 
@@ -184,6 +186,12 @@ def command() -> None:
 @size("--save-interval", help="And after every N steps.")
 @path("--load", metavar="DIR", help="Go on with what was saved there last, in any layout.")
 @path(
+    "--init-from",
+    metavar="FOLDER",
+    help="Begin from a GPT-2 or Llama of Hugging Face: its config.json, which has the sizes, and .safetensors files. "
+    "With --load only the sizes are its.",
+)
+@path(
     "--metrics",
     metavar="FILE",
     help="Write a line of JSON for each step: step, loss, grad_norm, tokens_per_s, percent_of_roof and more. With "
@@ -205,6 +213,7 @@ def gpt(
     save: Path | None,
     save_interval: int | None,
     load: Path | None,
+    init_from: Path | None,
     metrics: Path | None,
     log_interval: int,
     with_roof: bool,
@@ -227,7 +236,7 @@ def gpt(
         if metrics is not None:
             check_writable(metrics, paths_of(data_path))
         tokens = open_mixture(data_path, token_dtype)
-        training = training_of(tokens, layout, kind, train_iters, **options)
+        training = training_of(tokens, layout, kind, train_iters, init_from=init_from, **options)
         training.check(layout, ranks, kind, fully_shard=use_torch_fsdp2)
         training.batches(tokens)  # there are enough
         found, before = find_training(load, training) if load is not None else (None, 0)
@@ -245,6 +254,7 @@ def gpt(
         "data": tokens.fingerprint(),
         "train_iters": train_iters,
         "load": str(found),
+        "init_from": str(init_from),
         "save": str(save),
         "save_interval": save_interval,
         "log_interval": log_interval,
@@ -253,7 +263,13 @@ def gpt(
     }
     with as_input_errors(), join(layout, settings=settings, device=device) as world:
         trainer = GptTrainer(
-            training, tokens, layout, layout.process_groups(), world.device, fully_shard=use_torch_fsdp2
+            training,
+            tokens,
+            layout,
+            layout.process_groups(),
+            world.device,
+            fully_shard=use_torch_fsdp2,
+            initial=init_from if found is None else None,
         )
         if found is not None:
             load_training(found, trainer)
@@ -328,6 +344,7 @@ def training_of(
     kind: str,
     steps: int,
     *,
+    init_from: Path | None,
     preset: str | None,
     num_layers: int | None,
     hidden_size: int | None,
@@ -353,9 +370,27 @@ def training_of(
     """The flags' training.
 
     Raises:
-        ValueError: sizes that do not fit; no vocabulary is known; sizes beside a preset that has them.
+        ValueError: sizes that do not fit; no vocabulary is known; sizes beside a preset or a folder that has them.
     """
-    if preset is not None:
+    if init_from is not None:
+        sizes = {
+            "--preset": preset,
+            "--num-layers": num_layers,
+            "--hidden-size": hidden_size,
+            "--num-attention-heads": num_attention_heads,
+            "--vocab-size": vocab_size,
+        }
+        given = [name for name, value in sizes.items() if value is not None]
+        if given:
+            raise InputError(f"--init-from {init_from} has its sizes: leave out {' and '.join(given)}")
+        config = replace(read_gpt_config(init_from), dropout=dropout)
+        if tokens.text and config.vocabulary != BYTES:
+            raise InputError(
+                f"{tokens.source} is text, of which each byte would be a token, and {init_from} knows "
+                f"{config.vocabulary} tokens of its own: make tokens of the text by its tokenizer, as a .bin file"
+            )
+        length = seq_length or config.positions
+    elif preset is not None:
         if hidden_size is not None or num_attention_heads is not None:
             raise InputError(f"--preset {preset} has its --hidden-size and --num-attention-heads: leave these out")
         config = gpt_config(preset)

@@ -147,6 +147,7 @@ def load_training(found: Path, trainer: GptTrainer) -> None:
             parts.append(torch.load(path, map_location=where, mmap=piecewise, weights_only=True))
         path = path if ranks == trainer.layout.tp else found
         saved = _OwnPart(parts[0]) if ranks == trainer.layout.tp else _PartsOfOthers(parts, shards_of(trainer.model))
+        trainer.weights.adopt()  # what was loaded before is put aside
         trainer.step = int(parts[0]["step"])
         with torch.no_grad():
             for name, weight in trainer.weights.named.items():
@@ -221,6 +222,7 @@ def _part_of(trainer: GptTrainer) -> dict[str, Any]:
         found = whole_of(tensor)
         return found.cpu() if trainer.place["dp"] == 0 else found.new_empty(0)
 
+    trainer.weights.adopt()
     states = trainer.optimizer.state_dict()["state"].items()
     return {
         "step": trainer.step,
