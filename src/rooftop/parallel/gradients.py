@@ -219,8 +219,12 @@ class ModelGradients:
 
 
 def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100) -> Tensor:
-    """How many targets count over all data ranks, (), int64: what the sum of their losses is divided by."""
-    return start_sum((targets != ignore_index).sum(), data)()
+    """How many targets count over all data ranks, (), int64: what the sum of their losses is divided by.
+
+    At least 1: where no target counts, the loss and its gradient are 0, as their sum is.
+    """
+    counted: Tensor = start_sum((targets != ignore_index).sum(), data)()
+    return counted.clamp(min=1)
 
 
 def _are_several(group: Group) -> bool:
