@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copy_module
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -320,3 +321,19 @@ def test_with_load_a_folder_gives_the_sizes_alone(folder: Path, monkeypatch: pyt
     assert main([*words, "--train-iters", "2", "--load", "run"]) == 0
     second = torch.load("run/step-00000002/tensor-0.pt", weights_only=True)["weights"]
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_copy_of_weights_knows_what_is_written_to_it() -> None:
+    model = nn.Linear(2, 1)
+    weights = MainWeights(model, torch.bfloat16)
+    for _ in range(3):
+        weights.publish()
+    again = copy_module.deepcopy(weights)
+    again.publish()
+    assert again.named["weight"] is not weights.named["weight"]
+    own = again.model_has(again.named["weight"])
+    assert own is not None
+    own.data.fill_(3.0)
+    again.adopt()
+    assert again.named["weight"].unique().tolist() == [3.0]
+    assert 3.0 not in weights.named["weight"]

@@ -12,6 +12,7 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training" (arXiv:1710.03740),
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,10 @@ class MainWeights:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_Moved(self._gradients, self.named[name]))
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.synchronized()  # the copies of tensors count what is written to them from 0 on
+
     @torch.no_grad()
     def publish(self) -> None:
         """Give the model what the optimizer has made.
@@ -71,7 +76,7 @@ class MainWeights:
         if not self.narrow:
             return
         for name, main in self.named.items():
-            if self._gradients.was_written(main) and self._gradients.was_written(self._model_has[main]):
+            if self._gradients.was_written(main) and self._gradients.model_was_written(main, self._model_has[main]):
                 raise RuntimeError(
                     f"MainWeights.publish: both {name} of the model and its copy were written to: load before "
                     "backward, or call adopt() after loading"
@@ -106,7 +111,7 @@ class MainWeights:
         if contents:
             self.synchronized()
         else:
-            self._gradients.saw(self._model_has)
+            self._gradients.saw(self._model_has.items(), only_main=True)
 
     def before_step(self, contents: bool) -> None:
         """`adopt` between backward and the step, where it is too late for parameters that are not in their places.
@@ -120,8 +125,7 @@ class MainWeights:
     def synchronized(self) -> None:
         """Say that model and copies are the same now: a step has written both."""
         if self.narrow:
-            self._gradients.saw(self._model_has)
-            self._gradients.saw(self._main_of)
+            self._gradients.saw(self._model_has.items())
 
     def step_adopts(self) -> None:
         """Say that an optimizer calls `before_step`: then backward does not look for what was written."""
@@ -191,15 +195,20 @@ class _Gradients:
         self.keep_narrow = keep_narrow
         self.narrow: dict[Tensor, Tensor] = {}
         self.step_adopts = False
-        self._versions: dict[int, int] = {}  # by id: of weights that live as long as this
+        self._versions: dict[Tensor, tuple[int, int]] = {}  # of a main weight and of the model's
 
-    def saw(self, weights: Iterable[Tensor]) -> None:
-        """Nothing was written to these since."""
-        self._versions.update((id(weight), weight._version) for weight in weights)
+    def saw(self, pairs: Iterable[tuple[Tensor, Tensor]], only_main: bool = False) -> None:
+        """Main weights and the model's are as they shall be; what is written to them from now on is new."""
+        for main, own in pairs:
+            self._versions[main] = (main._version, self._versions[main][1] if only_main else own._version)
 
-    def was_written(self, weight: Tensor) -> bool:
-        """Whether somebody wrote to it since; what goes past autograd, as `.data`, is not seen."""
-        return self._versions[id(weight)] != weight._version
+    def was_written(self, main: Tensor) -> bool:
+        """Whether somebody wrote to it since `saw`; what goes past autograd, as `.data`, is not seen."""
+        return self._versions[main][0] != main._version
+
+    def model_was_written(self, main: Tensor, own: Tensor) -> bool:
+        """The same of the model's weight."""
+        return self._versions[main][1] != own._version
 
     def adopt(self, main: Tensor, own: Tensor) -> None:
         """Before the first gradient of a step, for an optimizer that does not know of narrow weights."""
@@ -207,7 +216,7 @@ class _Gradients:
             return
         with torch.no_grad():
             adopt_into(main, own)
-        self.saw((main, own))
+        self.saw([(main, own)])
 
     def add(self, main: Tensor, gradient: Tensor) -> None:
         if main.grad is None and main not in self.narrow:
