@@ -162,7 +162,7 @@ def test_instances_stand_in_a_square_on_the_level(run: Run, ball: Path, box: Pat
     status, out, err = run(ball, box, "-o", "both.png", *words)
     assert status == 0, err
     assert f"of {5 * 5120 + 4 * 12:,} triangles" in out
-    assert run(ball, "-o", "up.png", *words[:-6], "--instances", 9, "--up", "0,1,0", *SMALL)[0] == 0
+    assert run(ball, "-o", "up.png", *words[:-6], "--up", "0,1,0", *SMALL)[0] == 0
 
 
 def test_statistics_as_json(run: Run, ball: Path) -> None:
@@ -352,7 +352,9 @@ def test_wrong_calls_say_what_was_expected(words: tuple[str, ...], said: str, ru
     for name, content in contents.items():
         Path(f"{name}.json").write_text(json.dumps(content))
     Path("text.json").write_text("eye: 1")
-    status, out, err = run(ball, *(() if "-o" in words else ("-o", "out.png")), *SMALL, *words)
+    defaults = {"-o": "out.png", **dict(zip(SMALL[::2], SMALL[1::2], strict=True))}
+    others = [word for name, value in defaults.items() if name not in words for word in (name, value)]
+    status, out, err = run(ball, *others, *words)
     assert (status, out) == (2, "")
     assert said in err
     assert len(err.splitlines()) == 1

@@ -156,9 +156,19 @@ def test_dimensions_before_the_last_and_no_rows() -> None:
     theirs[1] = theirs[1].reshape(4, 6, 16)
     torch.testing.assert_close(ours, theirs)
     loss, dhidden, dweight, _ = loss_and_gradients(linear_cross_entropy, [hidden[:0], weight, bias], target[:0])
-    assert loss.isnan()
+    assert loss == 0
     assert dhidden.shape == (0, 16)
     assert (dweight == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_where_no_target_counts_the_mean_and_its_gradients_are_zero(dtype: torch.dtype) -> None:
+    """In float16 gradients are multiplied with one over the targets at last."""
+    (hidden, weight, bias), target = inputs(6, 16, 50)
+    tensors = [each.to(dtype) for each in (hidden, weight, bias) if each is not None]
+    loss, *gradients = loss_and_gradients(linear_cross_entropy, tensors, torch.full_like(target, -100))
+    assert loss == 0
+    assert all((each == 0).all() for each in gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

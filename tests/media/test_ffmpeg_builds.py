@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rooftop.errors import InputError
-from rooftop.media import FFmpegBuildError, build_ffmpeg
+from rooftop.media import FFmpegBuildError, build_ffmpeg, ffmpeg_builds
 from rooftop.media.ffmpeg_requirements import _asked, find_requirements
 
 TOOLS = ("gcc", "make", "pkg-config", "sh")
@@ -299,3 +299,15 @@ def test_an_installation_that_was_ended_between_two_names_is_mended(
     with pytest.raises(FFmpegBuildError):
         build_ffmpeg(place.source, place.prefix, headers=place.headers, minimal=True)
     assert (place.prefix / "bin" / "ffmpeg").read_text() == PROGRAM
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"), [(None, "$ make\n"), ("a\n", "a\n$ make\n"), ("a\nhal", "a\nhal\n$ make\n")]
+)
+def test_a_log_goes_on_in_a_line_of_its_own(before: str | None, expected: str, tmp_path: Path) -> None:
+    log = tmp_path / "build.log"
+    if before is not None:
+        log.write_text(before)
+    with ffmpeg_builds._appended(log) as file:
+        file.write("$ make\n")
+    assert log.read_text() == expected

@@ -285,3 +285,15 @@ def test_wrong_calls() -> None:
         SetCriterion(CLASSES)(some_predictions(0), [])
     with pytest.raises(ValueError, match="all costs of the matcher are 0"):
         Matcher(0, 0, 0)
+
+
+def test_images_without_objects_cost_nothing_where_no_object_weighs_nothing() -> None:
+    predictions = some_predictions(2)
+    logits, boxes = (each.detach().requires_grad_() for each in predictions[:2])
+    nothing = [{"labels": torch.empty(0, dtype=torch.int64), "boxes": torch.empty(0, 4)}] * 2
+    criterion = SetCriterion(CLASSES, no_object=0.0)
+    total = criterion.total(criterion(Predictions(logits, boxes), nothing))
+    total.backward()
+    assert total == 0
+    assert logits.grad is not None
+    assert not logits.grad.any()

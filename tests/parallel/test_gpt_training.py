@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from rooftop.cli.main import main
+from rooftop.models import Gpt, GptConfig
+from rooftop.models.gpt_weights import save_gpt
 
 Run = Callable[..., list[Any]]
 Said = tuple[int, str, str]
@@ -137,6 +139,31 @@ def test_a_training_goes_on_with_as_many_data_parallel_ranks_as_there_are(
     assert numbers(tmp_path / "alone") == numbers(tmp_path / "whole")[2:]
     assert [status for status, *_ in on_ranks(2, called, [*more, str(tmp_path / "two")], joined=False)] == [0, 0]
     np.testing.assert_allclose(numbers(tmp_path / "two"), numbers(tmp_path / "alone"), rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("layout", [["--tensor-parallel-size", "2"], ["--use-torch-fsdp2"]], ids=str)
+def test_every_layout_begins_from_weights_in_a_folder_and_a_mixture(
+    layout: list[str], on_ranks: Run, data: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("safetensors")
+    config = GptConfig(vocabulary=32, layers=1, width=16, heads=4, kv_heads=4, hidden=64, positions=8)
+    model = Gpt(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    save_gpt(model, tmp_path / "model")
+    np.save(tmp_path / "few.npy", np.arange(40, dtype=np.uint16) % 7)
+    words = [
+        *("train", "gpt", "--device", "cpu", "--no-roof", "--seq-length", "8", "--dtype", "float64", "--lr", "0.01"),
+        *("--init-from", str(tmp_path / "model"), "--data-path", "0.7", str(data), "0.3", str(tmp_path / "few.npy")),
+        *("--global-batch-size", "4", "--micro-batch-size", "2", "--train-iters", "3", "--metrics"),
+    ]
+    status, _, err = called([*words, str(tmp_path / "alone")])
+    assert (status, err) == (0, "")
+    said = on_ranks(2, called, [*words, str(tmp_path / "two"), *layout], joined=False)
+    assert [status for status, *_ in said] == [0, 0], said
+    np.testing.assert_allclose(numbers(tmp_path / "two"), numbers(tmp_path / "alone"), rtol=0, atol=CLOSE)
+    assert numbers(tmp_path / "alone")[0][1] > 3.6  # of these weights; those of a seed have log(32)
 
 
 WRONG = {

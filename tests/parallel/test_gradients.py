@@ -248,3 +248,28 @@ def counted() -> int:
 def test_targets_that_count_on_all_ranks(on_ranks: Run) -> None:
     assert on_ranks(2, counted) == [4 + 3] * 2
     assert int(targets_of_all_ranks(torch.tensor([3, -1, 0]), None, ignore_index=-1)) == 2
+
+
+def test_a_step_without_a_target_changes_nothing() -> None:
+    """The recipe of docs/parallel.md, and a micro-batch without one among others."""
+    config = GptConfig(vocabulary=11, layers=1, width=16, heads=2, kv_heads=2, hidden=32, positions=8)
+    model = parallel_gpt(config, seed=1, dtype=torch.float64)
+    gradients, tokens = ModelGradients(model), torch.arange(16).view(2, 8) % 11
+
+    def step(targets: torch.Tensor) -> float:
+        model.zero_grad()
+        count = targets_of_all_ranks(targets, None)
+        losses = [model(*pair, reduction="sum") / count for pair in zip(tokens.split(1), targets.split(1), strict=True)]
+        sum(losses).backward()
+        gradients.sum_()
+        gradients.clip_(1.0)
+        return float(sum(losses).detach())
+
+    nothing = torch.full_like(tokens, -100)
+    assert step(nothing) == 0
+    assert all((each.grad == 0).all() for each in model.parameters())
+    some = nothing.clone()
+    some[1, 3] = 5
+    assert step(some) == pytest.approx(float(model(tokens[1:], some[1:]).detach()))
+    assert model(tokens, nothing) == 0
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())

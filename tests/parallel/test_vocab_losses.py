@@ -124,6 +124,27 @@ def test_classes_may_be_ruled_out_on_a_whole_rank(on_ranks: Run) -> None:
             assert difference < 1e-12, what
 
 
+def without_targets() -> list[float]:
+    """Losses and largest gradients where no target counts."""
+    found = []
+    for dtype in (torch.float64, torch.float32, torch.float16):
+        logits, target = problem(16, 1.0, dtype)
+        ignored = torch.full_like(target, -100)
+        part = own_columns(logits, 0.0)[0].requires_grad_()
+        loss = vocab_parallel_cross_entropy(part, ignored, dist.group.WORLD)
+        loss.backward()
+        hidden, weight = (torch.randn(n, 8).to(dtype).requires_grad_() for n in (ROWS, 8))
+        other = vocab_parallel_linear_cross_entropy(hidden, weight, ignored, dist.group.WORLD)
+        other.backward()
+        gradients = [each.grad.abs().max() for each in (part, hidden, weight) if each.grad is not None]
+        found += [float(each) for each in (loss, other, *gradients)]
+    return found
+
+
+def test_where_no_target_counts_the_loss_and_its_gradients_are_zero(on_ranks: Run) -> None:
+    assert on_ranks(2, without_targets) == [[0.0] * 15] * 2
+
+
 @contextmanager
 def largest() -> Iterator[list[int]]:
     """Gives the elements of the largest tensor that an operator has made, in a list."""

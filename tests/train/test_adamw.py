@@ -137,6 +137,29 @@ def test_main_weights_are_stepped_as_one_after_another(device: str, micro_batche
             assert torch.equal(mine, main.to(NARROW))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_is_from_what_was_loaded_into_the_model(device: str) -> None:
+    """Element by element, past autograd, and where the model's weight lies otherwise; the others keep their digits."""
+    model, weights = main_weights(device, True)
+    model[2].weight.data = model[2].weight.data.t().contiguous().t()
+    optimizer = AdamW(weights.named.values(), **OPTIONS, weights=weights)
+    before = {name: each.detach().clone() for name, each in weights.named.items()}
+    for name, own in model.named_parameters():
+        own.data.flatten()[3:].fill_(0.5) if own.is_contiguous() else own.data[1:].fill_(0.5)
+        before[name][own != before[name].to(NARROW)] = 0.5
+    model(torch.ones(8, 24, device=device, dtype=NARROW)).float().square().mean().backward()
+    plain = [nn.Parameter(each) for each in before.values()]
+    for each, main in zip(plain, weights.named.values(), strict=True):
+        gradient = weights.gradient_of(main)
+        assert gradient is not None
+        each.grad = gradient.float()
+    optimizer.step()
+    torch.optim.AdamW(plain, **OPTIONS).step()
+    for main, own, each in zip(weights.named.values(), model.parameters(), plain, strict=True):
+        torch.testing.assert_close(main.detach(), each.detach(), rtol=1e-6, atol=1e-6)
+        assert torch.equal(own, main.to(NARROW))
+
+
 def test_gradients_that_are_asked_for_are_wide() -> None:
     model, weights = main_weights("cpu", True)
     model(torch.ones(2, 24, dtype=NARROW)).sum().backward()
@@ -468,7 +491,7 @@ def test_what_is_no_weight_is_refused() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
 def test_the_kernel_makes_these_steps(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__) == 28
+    assert interpreted(__file__) == 29
 
 
 @pytest.mark.gpu

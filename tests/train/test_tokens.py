@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rooftop.errors import InputError
-from rooftop.train import Tokens, open_tokens, tokens
+from rooftop.train import Tokens, open_tokens, token_files
 
 ROW = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], np.uint16)
 
@@ -19,7 +19,7 @@ ROW = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], np.uint16)
 def test_files_of_tokens_are_read_as_they_were_written(
     name: str, kind: str, mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "MAPPED_BYTES", 0 if mapped else 1 << 20)
+    monkeypatch.setattr(token_files, "MAPPED_BYTES", 0 if mapped else 1 << 20)
     path = tmp_path / name
     if name.endswith(".npy"):
         np.save(path, ROW)
@@ -54,7 +54,7 @@ def test_a_row_in_parts_reads_as_one_in_a_piece() -> None:
 
 
 def test_a_vocabulary_must_have_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "SCANNED", 4)
+    monkeypatch.setattr("rooftop.train.tokens.SCANNED", 4)
     seen: list[float] = []
     Tokens([ROW], "row").check_vocabulary(10, lambda what, fraction: seen.append(fraction))
     assert seen == [0.4, 0.8, 1.0]
@@ -70,7 +70,7 @@ def test_a_vocabulary_must_have_all_tokens(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.bin", b"123", "has 3 bytes, which is no whole number of uint16 tokens"),
+        ("a.bin", b"123", "has 3 bytes, which is no whole number of 16-bit tokens"),
         ("a.npy", b"text", "is no .npy file of numbers"),
         ("a.txt", b"a\0b", "is no text: it has zero bytes"),
         ("nothing/", b"", "has no text in it"),

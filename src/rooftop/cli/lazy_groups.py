@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import click
 
+from rooftop.cli.repeated_options import refuse_repeated_options
+
 
 class Verb(NamedTuple):
     """A command of a group.
@@ -41,7 +43,7 @@ class LazyGroup(click.Group):
             return None
         module, _, attribute = self.verbs[name].place.partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
-        return command
+        return refuse_repeated_options(command)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

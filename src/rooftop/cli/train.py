@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,24 +20,30 @@ from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError, RooftopError
 from rooftop.hardware import measure_ceilings
 from rooftop.models.gpt_configs import PRESETS, GptConfig, gpt_config
+from rooftop.models.gpt_weights import read_gpt_config
 from rooftop.parallel import Layout, World, join, launched
 from rooftop.train import (
     GptTrainer,
     GptTraining,
+    Mixture,
     StepReport,
     StepRoof,
     Tokens,
     find_training,
     load_training,
-    open_tokens,
+    open_mixture,
     other_data,
     run_steps,
     step_roof,
 )
 from rooftop.train.gpt_training import DECAYS, DTYPES
-from rooftop.train.tokens import BYTES, KINDS
+from rooftop.train.metrics import add_lines, kept_lines, metrics_file
+from rooftop.train.mixtures import WEIGHT, paths_of
+from rooftop.train.number_widths import KINDS
+from rooftop.train.tokens import BYTES
 
 LAUNCHED_PERCENT = 15  # of roof; Llamas of 135 M to 7 B have 4 where Python is too slow for them, and else 34 to 73
+DATA = "--data-path"
 LAYERS, WIDTH, HEADS, LENGTH = 4, 256, 4, 256  # of a model that a laptop trains in minutes
 
 EXAMPLES = """\b
@@ -48,6 +53,7 @@ Examples:
   torchrun --nproc-per-node 8 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --save run/ \\
     --train-iters 10000 --lr 4e-4 --lr-warmup-iters 500 --lr-decay-style cosine --min-lr 4e-5
   python -m rooftop.train gpt --data-path book.txt --train-iters 200 --save run/ --load run/
+  python -m rooftop.train gpt --data-path tokens.bin --init-from gpt2/ --seq-length 512 --lr 1e-5 --save tuned/
   torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --micro-batch-size 4 \\
     --tensor-parallel-size 2 --sequence-parallel --tp-comm-overlap --enable-cuda-graph
 
@@ -59,10 +65,13 @@ the place in the whole, not of the rank. So two layouts differ by the rounding o
 
 \b
 Data, as --data-path:
-  FILE.bin      tokens of 16 bits, or as --token-dtype says; memory-mapped
+  FILE.bin      tokens: with Megatron-LM's .idx beside it, llm.c's header, nanoGPT's meta.pkl, or numbers alone
   FILE.npy      tokens, integers of one dimension; memory-mapped
+  a data set    of Hugging Face (Parquet, Arrow, save_to_disk), its column input_ids or text; needs datasets
   another file  text: a token for each byte, a vocabulary of 256
   a folder      all text files in it
+Several are mixed: --data-path 0.7 A 0.3 B gives each its share of the sequences; A B, or --data-path A --data-path B,
+shares by their sizes.
 
 What is said of a step: the loss before it, the norm of its gradient, tokens a second of all ranks; MFU, the model's
 flops by the fastest matrix product that was measured on this machine; percent of roof, the time in which it could have
@@ -83,14 +92,40 @@ choice = {
 }
 
 
+class DataPaths(click.Command):
+    """A command whose data path takes all words up to the next option, as Megatron-LM's does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words: list[str] = []
+        here = False  # among the words of the data path
+        for word in args:
+            if word.startswith("-") and not WEIGHT.match(word):
+                here = word.partition("=")[0] == DATA
+            elif here and words[-1] != DATA:
+                words.append(DATA)
+            words.append(word)
+        return super().parse_args(ctx, words)
+
+
 @click.group(epilog="Start with: rooftop train gpt --data-path book.txt")
 def command() -> None:
     """Train a model, on one process or, under torchrun, on many."""
 
 
-@command.command(epilog=EXAMPLES)
-@path("--data-path", required=True, metavar="PATH", help="Tokens or text.")
-@click.option("--token-dtype", type=choice["tokens"], default="uint16", show_default=True, help="Of a .bin file.")
+@command.command(cls=DataPaths, epilog=EXAMPLES)
+@click.option(
+    DATA,
+    "data_path",
+    required=True,
+    multiple=True,
+    metavar="[WEIGHT] PATH ...",
+    help="Tokens or text; several with weights, or each by its size.",
+)
+@click.option(
+    "--token-dtype",
+    type=choice["tokens"],
+    help="Of a .bin file that does not say it.  [default: found by looking at its numbers, or refused]",
+)
 @click.option("--preset", type=choice["presets"], metavar="NAME", help=f"One of {', '.join(PRESETS)}.")
 @size("--num-layers", help=f"Blocks.  [default: {LAYERS}, or the preset's]")
 @size("--hidden-size", help=f"Features of a position.  [default: {WIDTH}]")
@@ -151,17 +186,23 @@ def command() -> None:
 @size("--save-interval", help="And after every N steps.")
 @path("--load", metavar="DIR", help="Go on with what was saved there last, in any layout.")
 @path(
+    "--init-from",
+    metavar="FOLDER",
+    help="Begin from a GPT-2 or Llama of Hugging Face: its config.json, which has the sizes, and .safetensors files. "
+    "With --load only the sizes are its.",
+)
+@path(
     "--metrics",
     metavar="FILE",
     help="Write a line of JSON for each step: step, loss, grad_norm, tokens_per_s, percent_of_roof and more. With "
-    "--load they are appended.",
+    "--load those of steps after it are taken out, and made anew.",
 )
 @size("--log-interval", default=10, show_default=True, help="Steps between lines.")
 @click.option("--roof/--no-roof", "with_roof", default=True, help="Whether to say how far from the roof it is.")
 def gpt(
     *,
-    data_path: Path,
-    token_dtype: str,
+    data_path: tuple[str, ...],
+    token_dtype: str | None,
     tensor_parallel_size: int,
     sequence_parallel: bool,
     use_torch_fsdp2: bool,
@@ -172,6 +213,7 @@ def gpt(
     save: Path | None,
     save_interval: int | None,
     load: Path | None,
+    init_from: Path | None,
     metrics: Path | None,
     log_interval: int,
     with_roof: bool,
@@ -185,19 +227,21 @@ def gpt(
     # What is wrong at every rank is found before any communicates, and said by each in the same words.
     if save_interval is not None and save is None:
         raise click.UsageError("--save-interval says how often: expected --save DIR, where to")
-    if metrics is not None:
-        check_writable(metrics, [data_path])
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with as_input_errors():
         ranks = launched().size
         layout = layout_of(
             ranks, tensor_parallel_size, pipeline_parallel_size, context_parallel_size, sequence_parallel
         )
-        tokens = open_tokens(data_path, token_dtype)
-        training = training_of(tokens, layout, kind, train_iters, **options)
+        if metrics is not None:
+            check_writable(metrics, paths_of(data_path))
+        tokens = open_mixture(data_path, token_dtype)
+        training = training_of(tokens, layout, kind, train_iters, init_from=init_from, **options)
         training.check(layout, ranks, kind, fully_shard=use_torch_fsdp2)
         training.batches(tokens)  # there are enough
         found, before = find_training(load, training) if load is not None else (None, 0)
+        if metrics is not None and found is not None:
+            kept_lines(metrics, before)  # it is one that can be gone on with
     if before >= train_iters:
         raise click.UsageError(f"{load} has {before} steps already: expected more as --train-iters, got {train_iters}")
     first = launched().rank == 0
@@ -207,9 +251,10 @@ def gpt(
         check_folder(save)
     settings = {
         "training": training,
-        "tokens": len(tokens),
+        "data": tokens.fingerprint(),
         "train_iters": train_iters,
         "load": str(found),
+        "init_from": str(init_from),
         "save": str(save),
         "save_interval": save_interval,
         "log_interval": log_interval,
@@ -218,7 +263,13 @@ def gpt(
     }
     with as_input_errors(), join(layout, settings=settings, device=device) as world:
         trainer = GptTrainer(
-            training, tokens, layout, layout.process_groups(), world.device, fully_shard=use_torch_fsdp2
+            training,
+            tokens,
+            layout,
+            layout.process_groups(),
+            world.device,
+            fully_shard=use_torch_fsdp2,
+            initial=init_from if found is None else None,
         )
         if found is not None:
             load_training(found, trainer)
@@ -230,8 +281,9 @@ def gpt(
         steps = run_steps(
             trainer, train_iters, interval=log_interval, roof=roof, save=save, save_interval=save_interval
         )
+        after = None if found is None else before
         with (
-            lines_of(metrics if first else None, load is not None) as file,
+            metrics_file(metrics, after) if first and metrics is not None else nullcontext() as file,
             progress_bar() if first else nullcontext(lambda what, fraction: None) as progress,
         ):
             advised = not first
@@ -287,11 +339,12 @@ def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_par
 
 
 def training_of(
-    tokens: Tokens,
+    tokens: Tokens | Mixture,
     layout: Layout,
     kind: str,
     steps: int,
     *,
+    init_from: Path | None,
     preset: str | None,
     num_layers: int | None,
     hidden_size: int | None,
@@ -317,9 +370,27 @@ def training_of(
     """The flags' training.
 
     Raises:
-        ValueError: sizes that do not fit; no vocabulary is known; sizes beside a preset that has them.
+        ValueError: sizes that do not fit; no vocabulary is known; sizes beside a preset or a folder that has them.
     """
-    if preset is not None:
+    if init_from is not None:
+        sizes = {
+            "--preset": preset,
+            "--num-layers": num_layers,
+            "--hidden-size": hidden_size,
+            "--num-attention-heads": num_attention_heads,
+            "--vocab-size": vocab_size,
+        }
+        given = [name for name, value in sizes.items() if value is not None]
+        if given:
+            raise InputError(f"--init-from {init_from} has its sizes: leave out {' and '.join(given)}")
+        config = replace(read_gpt_config(init_from), dropout=dropout)
+        if tokens.text and config.vocabulary != BYTES:
+            raise InputError(
+                f"{tokens.source} is text, of which each byte would be a token, and {init_from} knows "
+                f"{config.vocabulary} tokens of its own: make tokens of the text by its tokenizer, as a .bin file"
+            )
+        length = seq_length or config.positions
+    elif preset is not None:
         if hidden_size is not None or num_attention_heads is not None:
             raise InputError(f"--preset {preset} has its --hidden-size and --num-attention-heads: leave these out")
         config = gpt_config(preset)
@@ -331,12 +402,13 @@ def training_of(
         )
         length = seq_length or config.positions
     else:
-        if vocab_size is None and not tokens.text:
+        vocabulary = vocab_size or tokens.vocabulary
+        if vocabulary is None:
             raise InputError(f"{tokens.source} has tokens of a vocabulary that is not known: expected --vocab-size")
         width, length = hidden_size or WIDTH, seq_length or LENGTH
         heads = num_attention_heads or HEADS
         config = GptConfig(
-            vocabulary=vocab_size or BYTES,
+            vocabulary=vocabulary,
             layers=num_layers or LAYERS,
             width=width,
             heads=heads,
@@ -386,11 +458,18 @@ def roof_here(trainer: GptTrainer) -> StepRoof | None:
 def heading(trainer: GptTrainer, world: World, found: Path | None) -> str:
     """The model, the ranks, the data."""
     training, dtype = trainer.training, str(trainer.training.dtype).removeprefix("torch.")
+    tokens = trainer.batches.tokens
+    data = tokens.source if tokens.text else f"{tokens.source} ({tokens.kind})"
     lines = [
         f"{training.config.parameters:,} parameters, {dtype} on {world.size} x {world.device.type}: {trainer.layout}",
-        f"{trainer.batches.sequences:,} sequences of {training.length:,} tokens in {trainer.batches.tokens.source}, "
+        f"{trainer.batches.sequences:,} sequences of {training.length:,} tokens in {data}, "
         f"{training.global_batch:,} a step",
     ]
+    if isinstance(tokens, Mixture):
+        lines += [
+            f"  {percent_text(100 * float(share))} from {row.source}, {count:,} sequences"
+            for row, (count, share) in zip(tokens.rows, trainer.batches.parts, strict=True)
+        ]
     if found is not None:
         lines.append(f"going on after step {trainer.step:,} of {found}")
     return "\n".join(lines)
@@ -412,8 +491,7 @@ def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
     if last.percent_of_roof is not None and last.percent_of_roof > 100:
         click.echo("more than the roof: the ceilings are wrong; measure again with rooftop ceilings --refresh")
     if file is not None:
-        file.writelines(json.dumps(asdict(report)) + "\n" for report in reports)
-        file.flush()
+        add_lines(file, reports)
 
 
 def advice(report: StepReport, trainer: GptTrainer) -> str | None:
@@ -430,13 +508,3 @@ def advice(report: StepReport, trainer: GptTrainer) -> str | None:
         f"{percent_text(report.percent_of_roof)} of roof: layers this small may take Python longer to launch than the "
         "GPU to compute; --enable-cuda-graph replays steps"
     )
-
-
-@contextmanager
-def lines_of(path: Path | None, append: bool) -> Iterator[TextIO | None]:
-    """A file to which lines are added as they come."""
-    if path is None:
-        yield None
-        return
-    with path.open("a" if append else "w", encoding="utf-8") as file:
-        yield file

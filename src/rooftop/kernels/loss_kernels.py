@@ -246,14 +246,16 @@ def inverse_of_target_weights(
     rows, columns, ignored,
     HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """1 / sum of the weights of all targets that are classes; one program, always in the same order."""
+    """1 / sum of the weights of all targets that are classes, or 0; one program, always in the same order."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK).to(tl.int64)
         label = tl.load(target + row, mask=row < rows, other=0)
         valid = (row < rows) & (label != ignored) & (label >= 0) & (label < columns)
         total += _class_weight(weight, label, valid, HAS_WEIGHT)
-    tl.store(inverse, tl.div_rn(1.0, tl.sum(total, axis=0)))
+    divisor = tl.sum(total, axis=0)
+    none = divisor == 0.0
+    tl.store(inverse, tl.where(none, 0.0, tl.div_rn(1.0, tl.where(none, 1.0, divisor))))
 
 
 @triton.jit

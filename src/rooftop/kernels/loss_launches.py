@@ -59,7 +59,7 @@ TOTAL_ROWS = 1 << 16  # that one program adds up; of more losses the sum is PyTo
 
 
 def inverse_of_targets(target: Tensor, classes: int, terms: Terms) -> Tensor:
-    """1 / sum of the weights of the targets that count, a float32 tensor ()."""
+    """1 / sum of the weights of the targets that count, a float32 tensor (); 0 where none does."""
     require_triton()
     from rooftop.kernels.loss_kernels import inverse_of_target_weights
 

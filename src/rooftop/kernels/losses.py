@@ -105,12 +105,19 @@ def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
 
 
 def inverse_of_targets(target: Tensor, classes: int, terms: Terms, dtype: torch.dtype) -> Tensor:
-    """1 / sum of the weights of the targets that count, a tensor () of the dtype of statistics."""
+    """1 / sum of the weights of the targets that count, a tensor () of the dtype of statistics; 0 where none does."""
     if dtype == torch.float64 or (target.device.type == "cpu" and not INTERPRETED):
         counted = target[target != terms.ignore_index]
-        total = counted.numel() if terms.weight is None else terms.weight.to(dtype)[counted].sum()
-        return torch.ones((), dtype=dtype, device=target.device) / total
+        if terms.weight is None:
+            return inverse_of_count(target.new_tensor(counted.numel()), dtype)
+        return inverse_of_count(terms.weight.to(dtype)[counted].sum(), dtype)
     return loss_launches.inverse_of_targets(target, classes, terms)
+
+
+def inverse_of_count(count: Tensor, dtype: torch.dtype) -> Tensor:
+    """What makes a mean of a sum: 1 / count, or 0 where that is 0, so that the mean and its gradient are 0."""
+    wide = count.to(dtype)
+    return torch.where(wide == 0, 0.0, wide.masked_fill(wide == 0, 1.0).reciprocal())
 
 
 def losses_of_rows(
@@ -380,7 +387,8 @@ def cross_entropy(
 
     Returns:
         () or the shape of `target`, in the dtype of `input`; float32 under autocast. Everything between is float32
-        (float64 for float64). The mean of nothing is NaN, as PyTorch's.
+        (float64 for float64). The mean is 0, and so is its gradient, where no target counts
+        (PyTorch's is NaN there, which a sum over micro-batches keeps).
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit (class probabilities, too).

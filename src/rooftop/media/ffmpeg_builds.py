@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from rooftop.errors import InputError
 from rooftop.media.errors import FFmpegBuildError
@@ -143,7 +143,7 @@ class _Workshop:
         with suppress(OSError, ValueError):  # none yet, or cut off: then all is built anew
             self.state = json.loads(self.state_path.read_text())
         self._save()
-        self.log = self.log_path.open("a", encoding="utf-8")
+        self.log = _appended(self.log_path)
         if self.replaced.exists() and not self.prefix.exists():  # ended between the two names of an installation
             self.replaced.rename(self.prefix)
         return self
@@ -328,6 +328,15 @@ def _plain(path: Path, what: str) -> Path:
             "expected letters, digits and . _ - + @ / alone"
         )
     return path
+
+
+def _appended(path: Path) -> TextIO:
+    """A log that goes on in a line of its own: a process that was killed may have left a part of one."""
+    with path.open("a+b") as log:
+        log.seek(-min(1, log.tell()), os.SEEK_END)
+        if log.read(1) not in (b"", b"\n"):
+            log.write(b"\n")
+    return path.open("a", encoding="utf-8")
 
 
 def _checked_source(path: Path) -> Path:

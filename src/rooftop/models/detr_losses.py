@@ -214,9 +214,9 @@ class SetCriterion(nn.Module):
         loose = 1 - generalized_iou(corners(found), corners(wanted))
         with torch.no_grad():
             said = (logits.argmax(-1) != self.num_classes).sum(1)
-            error = (said - targets.valid.sum(1)).abs().to(logits.dtype).mean()
+            error = (said - targets.valid.sum(1)).abs().to(logits.dtype).sum() / max(1, len(said))
         return {
-            "loss_ce": F.cross_entropy(logits.transpose(1, 2), classes, self.class_weights.to(logits.dtype)),
+            "loss_ce": _weighted_cross_entropy(logits, classes, self.class_weights.to(logits.dtype)),
             "loss_bbox": torch.where(hit, distance, 0).sum() / count,
             "loss_giou": torch.where(hit, loose, 0).sum() / count,
             "cardinality_error": error,
@@ -268,6 +268,13 @@ def to_detections(
 def _wide(x: Tensor) -> Tensor:
     """In float32 at least."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def _weighted_cross_entropy(logits: Tensor, classes: Tensor, weights: Tensor) -> Tensor:
+    """That of logits (B, Q, C) as PyTorch's weighted mean; 0 where nothing has a weight."""
+    total = F.cross_entropy(logits.transpose(1, 2), classes, weights, reduction="sum")
+    weight = weights[classes].sum()
+    return total / torch.where(weight == 0, 1.0, weight)
 
 
 def _mean_count(count: int, device: torch.device) -> Tensor | float:

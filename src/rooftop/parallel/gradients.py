@@ -37,6 +37,7 @@ from rooftop.parallel.exchanges import Group, place_in, start_sum
 from rooftop.parallel.sharded_data import local_of, shard_here
 from rooftop.parallel.shards import shards_of
 from rooftop.parallel.sums import Sums
+from rooftop.parallel.weight_places import WeightPlaces
 
 ZERO = 1e-6  # added to a norm before it divides, as torch.nn.utils.clip_grad_norm_ does
 
@@ -64,6 +65,7 @@ class ModelGradients:
         self.tensor, self.data = groups.get("tp"), groups.get("dp-cp")
         self.sequence_parallel = sequence_parallel
         shards = shards_of(model)
+        self._places = WeightPlaces(model)
         # Tied parameters come once, under the first of their names.
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._own = dict(self.parameters)
@@ -124,7 +126,12 @@ class ModelGradients:
 
         A loss that is a mean must be that of the whole batch: of `reduction="sum"`, divided by the targets of all ranks
         (`targets_of_all_ranks`).
+
+        Raises:
+            RuntimeError: other tensors are in the places of the model's parameters (`load_state_dict` with
+                assign=True): their gradients are none of these.
         """
+        self._places.check("ModelGradients.sum_")
         during, self._during = self._during or _During(self._in_order(), Sums(self.data)), None
         if not self.data_shares and _are_several(self.data):
             there = {name for name, _ in self._here()}
@@ -212,8 +219,12 @@ class ModelGradients:
 
 
 def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100) -> Tensor:
-    """How many targets count over all data ranks, (), int64: what the sum of their losses is divided by."""
-    return start_sum((targets != ignore_index).sum(), data)()
+    """How many targets count over all data ranks, (), int64: what the sum of their losses is divided by.
+
+    At least 1: where no target counts, the loss and its gradient are 0, as their sum is.
+    """
+    counted: Tensor = start_sum((targets != ignore_index).sum(), data)()
+    return counted.clamp(min=1)
 
 
 def _are_several(group: Group) -> bool:

@@ -22,7 +22,14 @@ from torch.distributed import ProcessGroup
 
 from rooftop.kernels import cross_entropy, linear_cross_entropy
 from rooftop.kernels.linear_losses import chunk_rows
-from rooftop.kernels.losses import LogitsShape, check_arguments, check_index, check_targets, statistics_dtype
+from rooftop.kernels.losses import (
+    LogitsShape,
+    check_arguments,
+    check_index,
+    check_targets,
+    inverse_of_count,
+    statistics_dtype,
+)
 from rooftop.parallel.exchanges import Group, place_in, start_sum
 from rooftop.parallel.tensor_linears import under_autocast
 
@@ -113,9 +120,10 @@ def own_gradient(
 
 
 def _inverse(target: Tensor, mean: bool, classes: Classes, dtype: torch.dtype) -> Tensor:
-    """What a reduced loss is multiplied with, (): 1 / targets that count, or 1."""
-    one = torch.ones((), dtype=dtype, device=target.device)
-    return one / (target != classes.ignore_index).sum() if mean else one
+    """What a reduced loss is multiplied with, (): 1 / targets that count, 0 where none does; or 1."""
+    if mean:
+        return inverse_of_count((target != classes.ignore_index).sum(), dtype)
+    return torch.ones((), dtype=dtype, device=target.device)
 
 
 class _CrossEntropy(torch.autograd.Function):

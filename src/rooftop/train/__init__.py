@@ -11,6 +11,7 @@ from rooftop.train.batches import Batches
 from rooftop.train.checkpoints import find_training, load_training, other_data, save_training
 from rooftop.train.gpt_training import GptTrainer, GptTraining
 from rooftop.train.main_weights import MainWeights
+from rooftop.train.mixtures import Mixture, open_mixture
 from rooftop.train.replays import Replayed
 from rooftop.train.running import StepReport, run_steps
 from rooftop.train.speeds import StepRoof, step_cost, step_roof
@@ -22,12 +23,14 @@ __all__ = [
     "GptTrainer",
     "GptTraining",
     "MainWeights",
+    "Mixture",
     "Replayed",
     "StepReport",
     "StepRoof",
     "Tokens",
     "find_training",
     "load_training",
+    "open_mixture",
     "open_tokens",
     "other_data",
     "run_steps",

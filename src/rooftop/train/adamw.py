@@ -2,8 +2,9 @@
 
 A step of weights that are kept in float32 for a model in bfloat16 is, operator by operator: gradients to float32 (6
 bytes a weight), their clipping (8), AdamW (28), the weights to bfloat16 (6). It is bound by memory, and one kernel does
-it all with 28: gradients are read in the dtype in which backward left them, multiplied with what clips them as they are
-read, and the model's weights are written beside those that are kept. `adamw_launches.py` says which weights share one.
+it all with 30: gradients are read in the dtype in which backward left them, multiplied with what clips them as they are
+read, and the model's weights are written beside those that are kept; two bytes are their comparison with these, to see
+what somebody has loaded. `adamw_launches.py` says which weights share one.
 
 What it needs to know of a step (its number, the rate) is on the GPU too: the host waits for nothing, and a CUDA graph
 can hold the step.
@@ -40,7 +41,8 @@ class AdamW(torch.optim.AdamW):
     Args:
         params, lr, betas, eps, weight_decay: as of `torch.optim.AdamW`; `lr` may be a tensor.
         weights: whose float32 weights are stepped: their gradients are taken as they are, and the model gets what the
-            step makes. So neither `weights.publish()` nor a `zero_grad` of the model is needed.
+            step makes. What was written into the model before is what is stepped. So neither `weights.publish()` nor a
+            `zero_grad` of the model is needed.
 
     Raises:
         TypeError: a parameter that is no floating one.
@@ -61,6 +63,8 @@ class AdamW(torch.optim.AdamW):
         self.weights = weights
         self._forget()
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        if weights is not None:
+            weights.step_adopts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of PyTorch's optimizers. Raises what the class does."""
@@ -118,7 +122,8 @@ class AdamW(torch.optim.AdamW):
 
         Raises:
             TypeError, ValueError: a scale that is no tensor of one element.
-            RuntimeError: a gradient is sparse; nothing is stepped.
+            RuntimeError: a gradient is sparse, or other tensors are in the places of the model's parameters
+                (`load_state_dict` with assign=True); nothing is stepped.
         """
         _check_scale(scale)
         loss = None
@@ -126,7 +131,10 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         every = [parameter for group in self.param_groups for parameter in group["params"]]
-        if all(parameter.device.type == "cuda" for parameter in every) or INTERPRETED:
+        by_kernel = all(parameter.device.type == "cuda" for parameter in every) or INTERPRETED
+        if self.weights is not None:
+            self.weights.before_step(contents=not by_kernel)  # the kernel compares what it reads
+        if by_kernel:
             require_triton()
             if len(self.state) != len(self._known) or not all(map(is_, self.state.values(), self._known)):
                 self._plans.clear()  # somebody has replaced states
@@ -136,6 +144,8 @@ class AdamW(torch.optim.AdamW):
             for number, group in enumerate(self.param_groups):
                 self._step_of(number, group, held[number], scale)
             self._known = [*self.state.values()]
+            if self.weights is not None:
+                self.weights.synchronized()
             return loss
         if self.weights is not None:
             for parameter in every:

@@ -45,7 +45,8 @@ def adamw_steps(
     ALIGNED: tl.constexpr,  # whether all addresses are divisible by 16
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements of one of many weights: all that is kept of each is read once and written once."""
+    """BLOCK elements of one of many weights: all that is kept of each is read once and written once; and so is a narrow
+    one, which may have been loaded."""
     program = tl.program_id(0)
     row = rows + tl.load(row_of + program).to(tl.int64) * 8
     start = (program - tl.load(row + 6)) * BLOCK
@@ -122,6 +123,9 @@ def step_of_block(
     g = tl.load(gradient + lane, mask=inside).to(WIDE)
     m = tl.load(average + lane, mask=inside).to(WIDE)
     v = tl.load(square + lane, mask=inside).to(WIDE)
+    if NARROW:  # where it is not the weight rounded somebody has loaded it, and the step is from there
+        n = tl.load(narrow + lane, mask=inside)
+        w = tl.where(w.to(narrow.dtype.element_ty) == n, w, n.to(WIDE))
     if SCALED:
         g *= factor
     m = m * beta1 + g * rest1

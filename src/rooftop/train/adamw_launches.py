@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from rooftop.launch.triton_launch import INTERPRETED, Repeated, launch
 from rooftop.parallel.sharded_data import local_of
+from rooftop.train.main_weights import adopt_into
 
 # The fastest on an H200 of `benchmarks/adamw.py --variants`: a thread has eight elements, 16 bytes of bfloat16.
 BLOCK, WARPS = 1024, 4
@@ -139,6 +140,8 @@ class AdamWPlan:
             gradients = [*map(_written_out, gradients)]  # in memory there is something else
         if [*map(Tensor.stride, gradients)] != self._strides:
             gradients = [*map(_alike, gradients, self.weights)]
+        for own, weight in self._apart:
+            adopt_into(weight, own)
         if capturing(self.device):
             self._step_alone(gradients, options, scale)
         else:

@@ -2,17 +2,21 @@
 
 So each layout of ranks, and each size of micro-batches, sees the same sequences, and a training that goes on sees those
 that would have come. The tokens are cut into sequences of one length; a pass takes each once, in an order of its own.
+Of a mixture each row is gone through like that, as often as its share needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fractions import Fraction
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 from rooftop.errors import InputError
+from rooftop.train.mixtures import Mixture
+from rooftop.train.proportions import Proportions
 from rooftop.train.tokens import Tokens
 
 ROUNDS = 6  # of the shuffling network; four make it look random
@@ -28,29 +32,39 @@ class Batches:
         seed: of the order.
 
     Attributes:
-        sequences: that there are; a pass has each once.
+        sequences: that there are; a pass over tokens that are no mixture has each once.
+        parts: of each row of a mixture the sequences that it has, and its share of those that are read.
 
     Raises:
-        InputError: the tokens are fewer than one sequence takes.
+        InputError: the tokens, or those of a row, are fewer than one sequence takes.
     """
 
-    def __init__(self, tokens: Tokens, length: int, batch: int, seed: int) -> None:
+    def __init__(self, tokens: Tokens | Mixture, length: int, batch: int, seed: int) -> None:
         self.tokens, self.length, self.batch, self.seed = tokens, length, batch, seed
-        self.sequences = (len(tokens) - 1) // length
-        if self.sequences < 1:
-            raise InputError(
-                f"{tokens.source} has {len(tokens)} tokens, a sequence of {length} takes {length + 1}: give more, or "
-                "shorten the sequence"
-            )
+        self._rows = tokens.rows if isinstance(tokens, Mixture) else [tokens]
+        counts = [(len(row) - 1) // length for row in self._rows]
+        for row, count in zip(self._rows, counts, strict=True):
+            if count < 1:
+                raise InputError(
+                    f"{row.source} has {len(row)} tokens, a sequence of {length} takes {length + 1}: give more, or "
+                    "shorten the sequence"
+                )
+        self.sequences = sum(counts)
+        shares = tokens.shares(counts) if isinstance(tokens, Mixture) else [Fraction(1)]
+        self.parts = list(zip(counts, shares, strict=True))
+        self._proportions = Proportions(shares)
 
     def read(self, step: int, places: Iterable[int]) -> Tensor:
         """The sequences at some places of a step's batch, (places, length + 1), int64."""
-        return torch.stack([self._sequence(step * self.batch + place) for place in places])
+        rows, numbers = self._proportions.between(step * self.batch, (step + 1) * self.batch)
+        return torch.stack([self._sequence(int(rows[place]), int(numbers[place])) for place in places])
 
-    def _sequence(self, number: int) -> Tensor:
-        turn, place = divmod(number, self.sequences)
-        start = self.length * shuffled(place, self.sequences, f"{self.seed} {turn}")
-        return self.tokens.read(start, start + self.length + 1)
+    def _sequence(self, row: int, number: int) -> Tensor:
+        count = self.parts[row][0]
+        turn, place = divmod(number, count)
+        key = f"{self.seed} {turn}" if len(self._rows) == 1 else f"{self.seed} row {row} {turn}"
+        start = self.length * shuffled(place, count, key)
+        return self._rows[row].read(start, start + self.length + 1)
 
 
 def shuffled(place: int, count: int, key: str) -> int:

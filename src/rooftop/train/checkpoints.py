@@ -37,6 +37,7 @@ from rooftop.errors import InputError
 from rooftop.parallel import Shard, shards_of
 from rooftop.parallel.sharded_data import part_like, whole_of
 from rooftop.train.gpt_training import GptTrainer, GptTraining
+from rooftop.train.mixtures import Mixture
 from rooftop.train.resharding import put_together, records, shards_from
 from rooftop.train.tokens import Tokens
 
@@ -111,7 +112,7 @@ def find_training(folder: Path, training: GptTraining) -> tuple[Path, int]:
     return found, step
 
 
-def other_data(found: Path, tokens: Tokens) -> str | None:
+def other_data(found: Path, tokens: Tokens | Mixture) -> str | None:
     """That the data are not those of what `find_training` found, in words; None if they are, or if it does not say.
 
     To go on with others is no error: it may be meant.
@@ -146,6 +147,7 @@ def load_training(found: Path, trainer: GptTrainer) -> None:
             parts.append(torch.load(path, map_location=where, mmap=piecewise, weights_only=True))
         path = path if ranks == trainer.layout.tp else found
         saved = _OwnPart(parts[0]) if ranks == trainer.layout.tp else _PartsOfOthers(parts, shards_of(trainer.model))
+        trainer.weights.adopt()  # what was loaded before is put aside
         trainer.step = int(parts[0]["step"])
         with torch.no_grad():
             for name, weight in trainer.weights.named.items():
@@ -220,6 +222,7 @@ def _part_of(trainer: GptTrainer) -> dict[str, Any]:
         found = whole_of(tensor)
         return found.cpu() if trainer.place["dp"] == 0 else found.new_empty(0)
 
+    trainer.weights.adopt()
     states = trainer.optimizer.state_dict()["state"].items()
     return {
         "step": trainer.step,

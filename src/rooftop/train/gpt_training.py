@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ from rooftop.parallel.dropouts import CounterDropout
 from rooftop.parallel.exchanges import Group, start_sum
 from rooftop.train.adamw import AdamW
 from rooftop.train.batches import Batches
+from rooftop.train.initial_weights import fill_from
 from rooftop.train.main_weights import Held, MainWeights
+from rooftop.train.mixtures import Mixture
 from rooftop.train.replays import Replayed
 from rooftop.train.tokens import Tokens
 
@@ -151,7 +154,7 @@ class GptTraining:
         """Of all ranks."""
         return self.global_batch * self.length
 
-    def batches(self, tokens: Tokens) -> Batches:
+    def batches(self, tokens: Tokens | Mixture) -> Batches:
         """Its sequences.
 
         Raises:
@@ -225,6 +228,11 @@ class GptTrainer:
         groups: `layout.process_groups()`.
         device: where this rank computes.
         fully_shard: whether data ranks share parameters, gradients and optimizer (`rooftop.parallel.fully_sharded`).
+        initial: a folder of Hugging Face (config.json, .safetensors files) with the weights to begin from; None: those
+            of the seed.
+
+    What is written into the model between steps, by `load_state_dict` (also with assign=True), `copy_` or `.data`, is
+    trained on; the optimizer's averages stay.
 
     Attributes:
         step: steps that have been made.
@@ -232,19 +240,21 @@ class GptTrainer:
         narrow: whether the model computes in a narrower dtype than that of `weights`.
 
     Raises:
-        InputError: too few tokens.
+        InputError: too few tokens in a row.
+        InputError, WeightsError, MissingExtraError: `initial` cannot be read or does not fit `training.config`.
         ValueError: that of `GptTraining.check`.
     """
 
     def __init__(
         self,
         training: GptTraining,
-        tokens: Tokens,
+        tokens: Tokens | Mixture,
         layout: Layout,
         groups: Mapping[str, Group],
         device: torch.device,
         *,
         fully_shard: bool = False,
+        initial: Path | None = None,
     ) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         training.check(layout, ranks, device.type, fully_shard=fully_shard)
@@ -259,10 +269,11 @@ class GptTrainer:
             self.model = fully_sharded_gpt(
                 training.config, layout, groups, **options, dtype=wide, compute_dtype=training.dtype
             )
-            self.weights = MainWeights(self.model, wide, keep_narrow=True)
         else:
             self.model = parallel_gpt(training.config, layout, groups, **options, halves=training.halves, dtype=wide)
-            self.weights = MainWeights(self.model, training.dtype, keep_narrow=True)
+        if initial is not None:
+            fill_from(self.model, initial, layout, groups)
+        self.weights = MainWeights(self.model, wide if fully_shard else training.dtype, keep_narrow=True)
         self.narrow = training.dtype != wide
         if self.narrow:
             _with_wide_loss(self.model, device)
@@ -279,12 +290,14 @@ class GptTrainer:
         self._parts = range(self.place["dp"], training.global_batch // training.micro_batch, layout.dp)
         self._replayed = Replayed(self._gradients_of, device) if training.cuda_graph else None
         self._held: Held | None = None
+        self._captured: list[tuple[Tensor, Tensor]] = []  # the model's parameters, and the memory that a graph reads
 
     def advance(self) -> tuple[Tensor, Tensor]:
         """One step: the mean loss of its batch before it, and the norm of its gradient, () both, as on all ranks.
 
         They stay on the device: reading them waits for it.
         """
+        self.weights.adopt(contents=False)  # contents are seen by the optimizer
         size = self.training.micro_batch
         places = [part * size + place for part in self._parts for place in range(size)]
         text = self._sent(self.batches.read(self.step, places).view(len(self._parts), size, -1))  # (parts, B, S + 1)
@@ -303,9 +316,15 @@ class GptTrainer:
         """`_gradients_of`, from a CUDA graph where there is one by now: that writes gradients where they lay first."""
         if self._held is None:
             self.optimizer.zero_grad()  # what somebody else has left would become a part of it
+        with torch.no_grad():
+            for parameter, memory in self._captured:
+                if parameter.data_ptr() != memory.data_ptr():  # somebody has set `.data`
+                    memory.copy_(parameter)
+                    parameter.data = memory
         loss, norm, scale = replayed(text, self._sent(torch.tensor(self.step)))
         if self._held is None and replayed.captured:
             self._held = self.weights.held()
+            self._captured = [(parameter, parameter.detach()) for parameter in self.model.parameters()]
         if self._held is not None:
             self.weights.hold(self._held)
         return loss, norm, scale

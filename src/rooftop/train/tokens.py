@@ -1,11 +1,13 @@
-"""What a language model is trained on, as one long row of tokens: a file of tokens, or text, of which each byte is one.
+"""What a language model is trained on, as one long row of tokens: numbers, or text, of which each byte is one.
 
 | path | tokens |
 |---|---|
-| `.bin` | numbers of 16 or 32 bits, unsigned, little-endian, nothing else |
+| `.bin` | integers, by Megatron-LM's index, llm.c's header, or what is seen of them (`token_files`) |
+| `.idx`, or a name without either | Megatron-LM's pair |
 | `.npy` | of NumPy: one dimension, integers |
+| `.parquet`, `.arrow`, a folder of these | a data set of Hugging Face (`token_tables`) |
 | another file | its bytes: text, 256 tokens |
-| a folder | the bytes of all text files in it, one file after another by their paths; hidden files are left out |
+| another folder | the bytes of all text files in it, one file after another by their paths; hidden files are left out |
 
 Large files are memory-mapped: what is read comes from the disk, and whatever fits stays in memory.
 """
@@ -17,24 +19,24 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rooftop.errors import InputError
+from rooftop.train.number_widths import KINDS
+from rooftop.train.token_files import Integers, Numbers, array_numbers, binary_numbers, mapped
+from rooftop.train.token_tables import is_table, table_rows
 
 BYTES = 256
 """Tokens that text has."""
-MAPPED_BYTES = 16 << 20  # smaller files are read at once: a process can map only some ten thousand
 PEEKED_BYTES = 8192  # text has no zero among its first bytes; git asks the same of as many
 SCANNED = 1 << 24  # tokens at a time
 PLACES, LOOKED_AT = 256, 64  # of a fingerprint; tokens at each
-KINDS: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+NUMBERS = (".bin", ".npy")
+EXPECTED = "expected a file of tokens (.bin, .npy, .parquet, .arrow), a text, or a folder"
 
-Integers = NDArray[np.integer[Any]]
 Progress = Callable[[str, float], None]
 
 
@@ -45,11 +47,20 @@ class Tokens:
         parts: of it, one after another, each of one dimension.
         source: what an error calls it.
         text: whether tokens are bytes.
+        vocabulary: tokens that there are; None: not known, or 256 of text.
     """
 
-    def __init__(self, parts: Sequence[Integers], source: str, text: bool = False) -> None:
+    def __init__(
+        self, parts: Sequence[Integers], source: str, text: bool = False, vocabulary: int | None = None
+    ) -> None:
         self.parts, self.source, self.text = list(parts), source, text
+        self.vocabulary = BYTES if text else vocabulary
         self._ends = list(accumulate(len(part) for part in self.parts))
+
+    @property
+    def kind(self) -> str:
+        """What a part holds: "text", or the dtypes of the numbers."""
+        return "text" if self.text else " and ".join(sorted({part.dtype.name for part in self.parts})) or "nothing"
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -108,54 +119,58 @@ class Tokens:
                 progress("looking at the tokens", done / len(self))
 
 
-def open_tokens(path: Path, kind: str = "uint16") -> Tokens:
+def open_tokens(path: Path, kind: str | None = None) -> Tokens:
     """The tokens of a file or folder.
 
     Args:
         path: as the table above says.
-        kind: of numbers in a `.bin`, "uint16" or "uint32".
+        kind: of numbers in a `.bin` that does not say it: "uint8", "uint16", "uint32", "int32" or "int64",
+            little-endian; None: found out.
 
     Raises:
-        InputError: nothing is there, or it holds no tokens or no text.
+        InputError: nothing is there, or it holds no tokens or no text; of a `.bin` it cannot be told what its numbers
+            are; it says itself that they are others than `kind`.
+        MissingExtraError: a data set of Hugging Face, and `datasets` is not installed.
+        ValueError: another `kind`.
     """
+    if kind is not None and kind not in KINDS:
+        raise ValueError(f"open_tokens: kind must be one of {', '.join(KINDS)} or None, got {kind!r}")
+    path = _data_of_index(path)
+    if path.suffix in NUMBERS and path.is_file():
+        read: Callable[[Path, str | None], Numbers] = binary_numbers if path.suffix == ".bin" else array_numbers
+        numbers = read(path, kind)
+        return Tokens([numbers.tokens], str(path), vocabulary=numbers.vocabulary)
+    if not path.exists():
+        raise InputError(f"{path} is not there: {EXPECTED}")
+    if kind is not None:
+        raise InputError(f"--token-dtype {kind} is of a .bin file, and {path} is none: leave it out")
+    if is_table(path):
+        rows = table_rows(path)
+        if not rows.parts:
+            raise InputError(f"{path} has no rows with tokens")
+        return Tokens(rows.parts, str(path), rows.text)
     if path.is_dir():
         return _text_of_folder(path)
-    if not path.is_file():
-        raise InputError(f"{path} is not there: expected a .bin or .npy file of tokens, a text, or a folder of texts")
-    if path.suffix == ".bin":
-        return Tokens([_numbers(path, kind)], str(path))
-    if path.suffix == ".npy":
-        return Tokens([_array(path)], str(path))
-    if not _is_text(path):
+    if not path.is_file() or not _is_text(path):
         raise InputError(f"{path} is no text: it has zero bytes. Files of tokens are called .bin or .npy")
-    return Tokens([_mapped(path, np.dtype(np.uint8))], str(path), text=True)
+    return Tokens([mapped(path, np.dtype(np.uint8))], str(path), text=True)
 
 
-def _numbers(path: Path, kind: str) -> Integers:
-    dtype = KINDS[kind]
-    if path.stat().st_size % dtype.itemsize:
-        raise InputError(f"{path} has {path.stat().st_size} bytes, which is no whole number of {kind} tokens")
-    return _mapped(path, dtype)
-
-
-def _mapped(path: Path, dtype: np.dtype[Any]) -> Integers:
-    if path.stat().st_size < MAPPED_BYTES:
-        return np.fromfile(path, dtype)
-    return np.memmap(path, dtype, mode="r")
-
-
-def _array(path: Path) -> Integers:
-    try:
-        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise InputError(f"{path} is no .npy file of numbers ({error})") from error
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InputError(f"{path} has {array.dtype} of shape {array.shape}: expected integers of one dimension")
-    return array
+def _data_of_index(path: Path) -> Path:
+    """Of Megatron-LM's pair the file of tokens, whichever name is given."""
+    if path.suffix == ".idx":
+        return path.with_suffix(".bin")
+    pair = [path.with_name(path.name + suffix) for suffix in (".bin", ".idx")]
+    return pair[0] if not path.exists() and all(each.is_file() for each in pair) else path
 
 
 def _text_of_folder(folder: Path) -> Tokens:
-    parts = [_mapped(path, np.dtype(np.uint8)) for path in _files(folder) if _is_text(path)]
+    files = list(_files(folder))
+    numbers = [path for path in files if path.suffix in (*NUMBERS, ".idx")]
+    if numbers:  # train.bin and val.bin may lie beside each other: together they are no row to train on
+        names = ", ".join(str(path.relative_to(folder)) for path in numbers[:4])
+        raise InputError(f"the folder {folder} has files of tokens ({names}): name those to train on one by one")
+    parts = [mapped(path, np.dtype(np.uint8)) for path in files if _is_text(path)]
     if not parts:
         raise InputError(f"the folder {folder} has no text in it")
     return Tokens(parts, str(folder), text=True)

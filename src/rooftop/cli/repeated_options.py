@@ -1,0 +1,45 @@
+"""Options that take one value are given once: else the last would count, and the others be lost without a word."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import click
+
+
+def refuse_repeated_options(command: click.Command) -> click.Command:
+    """Let a command, and those within a group, refuse an option that is given again.
+
+    Options for several values may be, and flags that can only be switched on. The command raises `click.UsageError`.
+    """
+    if isinstance(command, click.Group):
+        for each in command.commands.values():
+            refuse_repeated_options(each)
+    if "make_parser" not in vars(command):  # a command is asked for more than once
+        make = command.make_parser
+
+        def make_parser(ctx: click.Context) -> Any:
+            parser = make(ctx)
+            parse = parser.parse_args
+
+            def parse_once(args: list[str]) -> Any:
+                found = parse(args)
+                _check(found[2], ctx)
+                return found
+
+            parser.parse_args = parse_once  # type: ignore[method-assign]
+            return parser
+
+        command.make_parser = make_parser  # type: ignore[method-assign]
+    return command
+
+
+def _check(given: list[click.Parameter], ctx: click.Context) -> None:
+    """Raises UsageError if one of what was given, in that order, takes one value and is there again."""
+    options = [each for each in given if isinstance(each, click.Option) and not (each.multiple or each.count)]
+    valued = [each for each in options if not each.is_flag or each.secondary_opts]
+    for option, times in Counter(valued).items():
+        if times > 1:
+            names = " and ".join([*option.opts, *option.secondary_opts]) if option.is_flag else option.opts[-1]
+            raise click.UsageError(f"{names}: given {times} times, expected once: only the last would count", ctx)

@@ -1,0 +1,42 @@
+"""A training that begins from weights of Hugging Face, in any layout: each rank reads what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from rooftop.models.gpt import Gpt
+from rooftop.models.gpt_layouts import parallel_gpt
+from rooftop.models.gpt_weights import load_gpt_weights
+from rooftop.parallel import Layout
+from rooftop.parallel.exchanges import Group
+from rooftop.parallel.sharded_data import part_like
+
+
+def fill_from(model: Gpt, folder: Path, layout: Layout, groups: Mapping[str, Group]) -> None:
+    """Give this rank's part of a model the weights in a folder, as precise as the model's dtype.
+
+    Args:
+        model: as `parallel_gpt` or `fully_sharded_gpt` makes it for this layout, with the folder's config. Where data
+            ranks share it, each reads its tensor rank's part once, on the CPU.
+        folder: with config.json and .safetensors files.
+        layout, groups: of the ranks.
+
+    Raises:
+        InputError, WeightsError, MissingExtraError: as of `rooftop.models.load_gpt`.
+    """
+    from torch.distributed.tensor import DTensor
+
+    named = dict(model.named_parameters())
+    if not any(isinstance(parameter, DTensor) for parameter in named.values()):
+        load_gpt_weights(model, folder)
+        return
+    dtype = next(iter(named.values())).dtype
+    whole = parallel_gpt(model.config, layout, groups, seed=0, device="meta", dtype=dtype).to_empty(device="cpu")
+    whole.tie()
+    load_gpt_weights(whole, folder)
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            named[name].copy_(part_like(named[name], parameter))
