@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.autocasting import result_dtype, under_autocast
 from rooftop.kernels.loss_launches import Terms
 from rooftop.kernels.losses import (
     FLOATS,
@@ -24,13 +25,13 @@ from rooftop.kernels.losses import (
     check_index,
     check_targets,
     inverse_of_targets,
+    losses_dtype,
     losses_of_rows,
     refuse_second_derivative,
     row_flops,
     scaled,
     statistics_dtype,
     total_of,
-    under_autocast,
 )
 from rooftop.kernels.padded_rows import missing_columns, padded
 from rooftop.launch.operators import differentiable, no_tangents, operator
@@ -61,7 +62,7 @@ def _linear(
     """(loss, dhidden, dweight, dbias, factor): gradients still have to be multiplied by `factor`."""
     check_targets(target, weight.shape[0], terms.ignore_index)
     rows, classes, wide = hidden.shape[0], weight.shape[0], statistics_dtype(hidden.dtype)
-    inverse = inverse_of_targets(target, classes, terms, wide) if mean else None
+    inverse = inverse_of_targets(target, classes, terms, losses_dtype(hidden)) if mean else None
     within = None if _scaled_late(hidden) else inverse  # what the gradient of the logits is multiplied with
     shapes = (hidden, weight, bias)
     weight, bias = _of_aligned_classes(weight, bias)
@@ -69,7 +70,7 @@ def _linear(
         torch.zeros(t.shape, dtype=hidden.dtype if i == 0 else wide, device=t.device) if t is not None and w else None
         for i, (t, w) in enumerate(zip((hidden, weight, bias), wanted, strict=True))
     )
-    losses = torch.empty(rows, dtype=wide, device=hidden.device)
+    losses = torch.empty(rows, dtype=losses_dtype(hidden), device=hidden.device)
     for start in range(0, rows, chunk):
         stop = min(start + chunk, rows)
         part = hidden[start:stop]  # (chunk, H)
@@ -86,12 +87,13 @@ def _linear(
             dbias += logits.sum(0, dtype=wide)
         del logits, real, gradient  # before the next are made
     factor = inverse.clone() if inverse is not None and within is None else losses.new_ones(())
+    loss, factor = total_of(losses, inverse).to(wide), factor.to(wide)
     dweight, dbias = (t[:classes] if t is not None else None for t in (dweight, dbias))
     made = [
         hidden.new_empty(0) if d is None else d if _scaled_late(hidden) else d.to(t.dtype)  # type: ignore[union-attr]
         for d, t in zip((dhidden, dweight, dbias), shapes, strict=True)
     ]
-    return total_of(losses, inverse), made[0], made[1], made[2], factor
+    return loss, made[0], made[1], made[2], factor
 
 
 def _of_aligned_classes(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -230,8 +232,8 @@ def linear_cross_entropy(
             raise TypeError(f"linear_cross_entropy: {name} must be a tensor, got {type(tensor).__name__}")
         if tensor is not None and tensor.layout != torch.strided:
             raise TypeError(f"linear_cross_entropy: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
-    autocast = under_autocast(hidden) and hidden.dtype != torch.float64
-    if autocast:
+    dtype = result_dtype("cross_entropy", hidden)
+    if under_autocast(hidden):
         narrow = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = (t.to(narrow) if t is not None else None for t in (hidden, weight, bias))  # type: ignore[assignment]
     _check_linear(hidden, weight, bias, target)
@@ -253,7 +255,7 @@ def linear_cross_entropy(
     loss, *_ = _linear_cross_entropy(
         rows, weight, bias, indices, class_weight, *numbers, reduction == "mean", chunk, wanted
     )
-    return loss.to(torch.float32 if autocast else hidden.dtype)
+    return loss.to(dtype)
 
 
 def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:

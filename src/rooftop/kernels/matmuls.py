@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.autocasting import under_autocast
 from rooftop.kernels.matmul_launches import ACTIVATIONS, backward, forward
 from rooftop.kernels.matmul_tables import LinearPlan, plan_of
 from rooftop.kernels.padded_rows import LEAST_PADDED, missing_columns, padded
@@ -282,7 +283,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
             raise TypeError(f"matmul: {name} must be bfloat16, float16, float32 or float64, got {tensor.dtype}")
     if other.device != input.device:
         raise ValueError(f"matmul: input is on {input.device}, other on {other.device}: move one to the other")
-    if other.dtype != input.dtype and not _autocasts(input):
+    if other.dtype != input.dtype and not under_autocast(input):
         raise TypeError(f"matmul: input is {input.dtype}, other {other.dtype}: cast one, or use autocast")
     if input.dim() == 0 or other.dim() == 0:
         raise ValueError(f"matmul: a number is no matrix: input {tuple(input.shape)}, other {tuple(other.shape)}")
@@ -324,10 +325,6 @@ def _broadcast(a: torch.Size, b: torch.Size) -> bool:
     return all(m == n or 1 in (m, n) for m, n in zip(a[::-1], b[::-1], strict=False))
 
 
-def _autocasts(x: Tensor) -> bool:
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-
-
 def _differentiated(tensors: Sequence[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
@@ -361,7 +358,7 @@ def _prepared(
     if residual is not None and tuple(residual.shape) != shape:
         raise ValueError(f"{name}: expected residual of shape {shape}, got {tuple(residual.shape)}: use .expand()")
     later = None
-    if _autocasts(x):
+    if under_autocast(x):
         narrow = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = (t.to(narrow) if t is not None else None for t in (x, weight, bias))  # type: ignore[assignment]
         if residual is not None and residual.dtype != narrow:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.autocasting import result_dtype
 from rooftop.kernels.reduction_launches import matrix_order, reduce_into, spread, view_of, viewed
 from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, require_triton
@@ -200,8 +201,7 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
     """
     _check("sum", input, (*FLOATS, *INTEGERS), dtype, (*FLOATS, *INTEGERS[1:]))
     dims = _dims("sum", input, dim)
-    dtype = dtype or _autocast_dtype(input)
-    result = dtype or (input.dtype if input.dtype.is_floating_point else torch.int64)
+    result = dtype or (result_dtype("sum", input) if input.dtype.is_floating_point else torch.int64)
     return _apply("sum", "torch.sum", _cast(input, result), "sum", dims, keepdim, result)
 
 
@@ -282,7 +282,7 @@ def norm(
     dims = _dims("norm", input, dim)
     if kind == "norm_inf":
         _refuse_nothing("norm", input, dims)
-    result = dtype or _autocast_dtype(input) or input.dtype
+    result = dtype or result_dtype("norm", input)
     return _apply("norm", "torch.linalg.vector_norm", _cast(input, result), kind, dims, keepdim, result)
 
 
@@ -304,13 +304,6 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     halves = dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
     integers = dtype == torch.int64 and x.dtype in INTEGERS
     return x if halves or integers else x.to(dtype)
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """float32 where PyTorch's autocast sums in it: half precision on a GPU."""
-    if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    return torch.float32 if torch.is_autocast_enabled("cuda") else None
 
 
 def _check(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels import cuda_softmaxes as clusters
+from rooftop.kernels.autocasting import result_dtype
 from rooftop.kernels.tiles import merged, rows_of, unit
 from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
@@ -40,10 +41,8 @@ def softmax_backward_reference(
     """dx; `mask` only where it is boolean: no gradient passes where it is False."""
     inside = torch.float64 if y.dtype == torch.float64 else torch.float32
     gradient, value = dy.to(inside), y.to(inside)
-    if log:
-        dx = (gradient - value.exp() * gradient.sum(-1, keepdim=True)) * scale
-    else:
-        dx = (gradient - (gradient * value).sum(-1, keepdim=True)) * value * scale
+    of_rows = torch.ops.aten._log_softmax_backward_data if log else torch.ops.aten._softmax_backward_data
+    dx = of_rows(gradient, value, -1, inside) * scale
     return (dx if mask is None else dx.masked_fill(~mask, 0.0)).to(dtype)
 
 
@@ -306,7 +305,8 @@ def softmax(
 
     Returns:
         Like input. Rows of -inf alone (or excluded as a whole) and rows with NaN are NaN, as PyTorch's. Maximum, sum
-        and exponentials are float32 (float64 for float64). Under autocast the result is float32, as PyTorch's.
+        and exponentials are float32 (float64 for float64). Under a GPU's autocast the result is float32, as
+        PyTorch's.
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
@@ -337,8 +337,7 @@ def _along(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tens
     if dtype is not None and not (dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)):
         x = x.to(dtype)
     if dtype is None:
-        widened = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-        dtype = torch.float32 if widened else x.dtype
+        dtype = result_dtype(name, x)
     if x.dim() == 0:
         mask = None if mask is None else mask.reshape(1)
         return _softmax(x.reshape(1), mask, float(scale), name == "log_softmax", dtype).reshape(())
