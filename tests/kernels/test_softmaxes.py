@@ -230,15 +230,6 @@ def test_gradients_against_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(lambda x: softmax(x, mask=keep, scale=0.7), (x,))
 
 
-def test_derivatives_that_it_has_not_are_refused() -> None:
-    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(softmax(x).square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        torch.autograd.grad(gradient.sum(), x)
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(log_softmax, (x.detach(),), (x.detach(),))
-
-
 def test_on_meta_tensors_only_shapes_are_made() -> None:
     assert softmax(torch.empty(3, 5, device="meta"), 0).shape == (3, 5)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from rooftop.kernels.autocasting import result_dtype
 from rooftop.kernels.norms import check_norm, contiguous, unit_columns
 from rooftop.kernels.sum_norms import (
+    add_layer_norm_formula,
     add_layer_norm_reference,
     adds,
     differentiate_layer_norm,
@@ -32,7 +33,7 @@ from rooftop.kernels.sum_norms import (
     save_layer_norm,
 )
 from rooftop.launch import cuda
-from rooftop.launch.operators import differentiable, no_tangents, operator
+from rooftop.launch.operators import by_formula, differentiable, operator
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
@@ -150,6 +151,7 @@ def _add_layer_norm(
 
 
 torch.library.register_fake("rooftop::add_layer_norm_cuda", fake_add_layer_norm)
+by_formula("add_layer_norm_cuda", add_layer_norm_formula)
 differentiable("add_layer_norm_cuda", differentiate_layer_norm, save_layer_norm)  # its cost is the twin's, too
 
 
@@ -173,7 +175,6 @@ def add_layer_norm_cuda(
     """
     name, parameters = "add_layer_norm_cuda", {"weight": weight, "bias": bias, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
-    no_tangents(name, input, residual, input_bias, weight, bias, instead="torch.nn.functional.layer_norm")
     flat, *terms = flat_arguments(shape, input, residual, input_bias, weight, bias)
     y, total, _, _ = _add_layer_norm(flat, *terms, eps, result_dtype("layer_norm", input))
     return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input

@@ -24,12 +24,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels import loss_launches
 from rooftop.kernels.autocasting import result_dtype
 from rooftop.kernels.loss_launches import Terms
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import (
+    by_formula,
+    differentiable,
+    differentiable_by_formula,
+    operator,
+    transformed,
+    without_autocast,
+)
 from rooftop.launch.triton_launch import INTERPRETED
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -256,7 +264,41 @@ def _differentiate(
 
 
 differentiable("cross_entropy", _differentiate, _save)
-differentiable("cross_entropy_backward", no_second_derivative("cross_entropy"))
+
+
+def loss_formula(x: Tensor, target: Tensor, terms: Terms, reduction: str) -> Tensor:
+    """The loss by PyTorch's functions, reduced as `reduction` says."""
+    values = x.to(statistics_dtype(x.dtype))
+    weight = None if terms.weight is None else terms.weight.to(values.dtype)
+    losses = functional.cross_entropy(
+        values, target, weight, ignore_index=terms.ignore_index, label_smoothing=terms.label_smoothing, reduction="none"
+    )
+    counted = target != terms.ignore_index
+    row_weight = _class_weights(values, terms)[target.where(counted, 0)].where(counted, 0.0)
+    losses = losses + row_weight * terms.z_loss * values.logsumexp(1).square()
+    if reduction == "none":
+        return losses
+    return losses.sum() / row_weight.sum() if reduction == "mean" else losses.sum()
+
+
+def _formula(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, None, None]:  # fmt: skip
+    return loss_formula(x, target, Terms(weight, ignore_index, label_smoothing, z_loss), reduction), None, None
+
+
+def _backward_formula(
+    dloss: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, statistics: Tensor, inverse: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float,
+) -> Tensor:  # fmt: skip
+    factor = dloss * inverse if inverse.numel() else dloss
+    terms = Terms(weight, ignore_index, label_smoothing, z_loss)
+    return cross_entropy_gradient_reference(factor, x, target, terms)
+
+
+by_formula("cross_entropy", _formula)
+differentiable_by_formula("cross_entropy_backward", _backward_formula)
 
 # ---- registration: fused ---------------------------------------------------------------------------------------
 
@@ -284,31 +326,57 @@ def _(
 
 
 def _save_gradient(ctx: Context, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    ctx.save_for_backward(output[1])
+    x, target, weight, *numbers, mean = inputs
+    again = (x, target, weight) if _by_reference(x) else ()  # elsewhere the logits are not kept: they would cost memory
+    ctx.save_for_backward(output[1], *again)
+    ctx.terms, ctx.mean = numbers, mean  # type: ignore[attr-defined]
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # no zeros for the gradient, which take as long as to read the logits
 
 
 def _scale_gradient(ctx: Context, dloss: Tensor | None, _gradient: None) -> tuple[Tensor | None, ...]:
-    refuse_second_derivative("cross_entropy", "fused=False, or ")
     if dloss is None:
         return (None,) * 7
-    (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
-    return scaled(gradient, dloss), None, None, None, None, None, None
+    gradient, *again = ctx.saved_tensors  # type: ignore[attr-defined]
+    if not torch.is_grad_enabled():
+        return (scaled(gradient, dloss), *(None,) * 6)
+    if not again:  # create_graph: the gradient made in forward does not know how it depends on the logits
+        raise NotImplementedError(
+            "cross_entropy has no second derivative by its fused kernel: use fused=False, or "
+            "torch.nn.functional.cross_entropy, in the part that is differentiated twice"
+        )
+    x, target, weight = again
+    terms = Terms(weight, *ctx.terms)  # type: ignore[attr-defined]
+    return (reduced_gradient_formula(dloss, x, target, terms, ctx.mean), *(None,) * 6)  # type: ignore[attr-defined]
 
 
+def _fused_formula(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    mean: bool,
+) -> tuple[Tensor, None]:  # fmt: skip
+    terms = Terms(weight, ignore_index, label_smoothing, z_loss)
+    return loss_formula(x, target, terms, "mean" if mean else "sum"), None
+
+
+@without_autocast
+def reduced_gradient_formula(dloss: Tensor, x: Tensor, target: Tensor, terms: Terms, mean: bool) -> Tensor:
+    """The gradient of the logits x (N, V) of a reduced loss, by PyTorch's operators: it can be differentiated again."""
+    if mean:
+        counted = target != terms.ignore_index
+        weights = _class_weights(x.detach().to(reference_dtype(x.dtype)), terms)
+        dloss = dloss / weights[target.where(counted, 0)].where(counted, 0.0).sum()
+    return cross_entropy_gradient_reference(dloss, x, target, terms)
+
+
+by_formula("cross_entropy_with_gradient", _fused_formula)
 differentiable("cross_entropy_with_gradient", _scale_gradient, _save_gradient)
 
 
-def refuse_second_derivative(name: str, way: str) -> None:
-    """The gradient made in forward does not know how it depends on the logits."""
-    if torch.is_grad_enabled():  # create_graph
-        raise NotImplementedError(f"{name} has no second derivative: use {way}torch.nn.functional.cross_entropy")
-
-
 def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient * factor: in place, unless it is needed again (retain_graph) or the call is only being traced."""
-    if torch._C._autograd._get_current_graph_task_keep_graph() or isinstance(gradient, FunctionalTensor):
+    """gradient * factor: in place, unless it is needed again (retain_graph, a batch of factors) or the call is only
+    being traced."""
+    again = torch._C._autograd._get_current_graph_task_keep_graph()
+    if again or isinstance(gradient, FunctionalTensor) or transformed((factor,)):
         return _scale(gradient, factor)
     _scale_in_place(gradient, factor)
     return gradient
@@ -324,6 +392,9 @@ def _scale(gradient: Tensor, factor: Tensor) -> Tensor:
 @torch.library.register_fake("rooftop::scale_gradient")
 def _(gradient: Tensor, factor: Tensor) -> Tensor:
     return gradient.new_empty(gradient.shape)
+
+
+by_formula("scale_gradient", lambda gradient, factor: (gradient * factor).to(gradient.dtype))
 
 
 @operator("scale_gradient_", mutates=["gradient"])
@@ -431,11 +502,10 @@ def cross_entropy(
         ValueError: shapes, devices or numbers that do not fit; targets that are no class, on the CPU and, with
             ROOFTOP_CHECK=1 in the environment, on a GPU. Without it their rows, and a reduced loss, are NaN there; a
             mean is divided by what the other targets weigh, and their gradients are finite.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
+        NotImplementedError: a second derivative of the fused form on a GPU.
     """
     check_arguments("cross_entropy", input, target, weight, reduction, label_smoothing, z_loss)
     check_index("cross_entropy", ignore_index)
-    no_tangents("cross_entropy", input)
     dtype = result_dtype("cross_entropy", input)
     if input.dim() == 1:
         x = input.unsqueeze(0)

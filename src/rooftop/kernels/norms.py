@@ -19,7 +19,7 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels import norm_launches
 from rooftop.kernels.autocasting import result_dtype
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import by_formula, differentiable, differentiable_by_formula, operator
 from rooftop.launch.triton_launch import INTERPRETED
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -242,7 +242,53 @@ def _differentiate_rms_norm(ctx: Context, dy: Tensor | None, _rstd: Tensor | Non
 
 differentiable("layer_norm", _differentiate_layer_norm, _save_layer_norm)
 differentiable("rms_norm", _differentiate_rms_norm, _save_rms_norm)
-differentiable("norm_backward", no_second_derivative("the norm", instead="torch.nn.functional.layer_norm or rms_norm"))
+
+
+def layer_norm_formula(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, None, None]:
+    """The operator written out, without statistics: the third derivatives of PyTorch's function are wrong (2.13)."""
+    values = x.to(statistics_dtype(x))
+    centred = values - values.mean(1, keepdim=True)
+    y = centred * (centred.square().mean(1, keepdim=True) + eps).rsqrt()
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).to(dtype), None, None
+
+
+def rms_norm_formula(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, None]:
+    """Likewise."""
+    inside = statistics_dtype(x)
+    weight = None if weight is None else weight.to(inside)
+    return torch.nn.functional.rms_norm(x.to(inside), x.shape[1:], weight, eps).to(dtype), None
+
+
+def _backward_formula(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    mask: list[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dx, dweight and dbias as functions of dy, x and weight: of x also through the statistics."""
+    slope, values = dy.to(rstd.dtype), x.to(rstd.dtype)
+    centred = values if mean is None else values - values.mean(1, keepdim=True)
+    square = centred.square().mean(1, keepdim=True)
+    rate = (square - square.detach() + rstd.detach()[:, None].pow(-2)).rsqrt()  # rstd, and how it depends on x
+    normal = centred * rate
+    dweight = (slope * normal).sum(0).to(weight.dtype) if weight is not None and mask[0] else None
+    dbias = slope.sum(0).to(bias.dtype) if bias is not None and mask[1] else None
+    weighted = slope if weight is None else slope * weight
+    along = 0.0 if mean is None else weighted.mean(1, keepdim=True)
+    dx = (weighted - along - normal * (weighted * normal).mean(1, keepdim=True)) * rate
+    return (dx if dtotal is None else dx + dtotal).to(x.dtype), dweight, dbias
+
+
+by_formula("layer_norm", layer_norm_formula)
+by_formula("rms_norm", rms_norm_formula)
+differentiable_by_formula("norm_backward", _backward_formula)
 
 
 @cost_of("rooftop::layer_norm")
@@ -296,10 +342,8 @@ def layer_norm(
     Raises:
         TypeError: no dense tensors, or dtypes that are not floating point.
         ValueError: shapes or devices that do not fit.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     shape = check_norm("layer_norm", normalized_shape, input, None, weight=weight, bias=bias)
-    no_tangents("layer_norm", input, weight, bias)
     dtype = result_dtype("layer_norm", input)
     if input.dim() == 2 and len(shape) == 1:
         return _layer_norm(input, weight, bias, eps, dtype)[0]  # type: ignore[no-any-return]
@@ -326,10 +370,8 @@ def rms_norm(
     Raises:
         TypeError: no dense tensors, or dtypes that are not floating point.
         ValueError: shapes or devices that do not fit.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     shape = check_norm("rms_norm", normalized_shape, input, None, weight=weight)
-    no_tangents("rms_norm", input, weight)
     eps, dtype = rms_eps(input, eps), result_dtype("rms_norm", input)
     if input.dim() == 2 and len(shape) == 1:
         return _rms_norm(input, weight, eps, dtype)[0]  # type: ignore[no-any-return]

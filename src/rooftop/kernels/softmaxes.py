@@ -21,7 +21,7 @@ from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels import cuda_softmaxes as clusters
 from rooftop.kernels.autocasting import result_dtype
 from rooftop.kernels.tiles import merged, rows_of, unit
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import by_formula, differentiable, differentiable_by_formula, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -261,7 +261,8 @@ def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tupl
 
 
 differentiable("softmax", _differentiate, _save)
-differentiable("softmax_backward", no_second_derivative("softmax"))
+by_formula("softmax", softmax_reference)
+differentiable_by_formula("softmax_backward", softmax_backward_reference)
 
 
 @cost_of("rooftop::softmax")
@@ -311,7 +312,6 @@ def softmax(
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
         ValueError: dimensions, shapes or devices that do not fit, a scale that is not finite.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     return _along("softmax", input, dim, dtype, mask, scale)
 
@@ -333,7 +333,6 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def _along(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tensor | None, scale: float) -> Tensor:
     _check(name, x, dim, dtype, mask, scale)
-    no_tangents(name, x, mask)
     if dtype is not None and not (dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)):
         x = x.to(dtype)
     if dtype is None:

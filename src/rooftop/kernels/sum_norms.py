@@ -20,16 +20,18 @@ from rooftop.kernels.autocasting import result_dtype
 from rooftop.kernels.norms import (
     check_norm,
     contiguous,
+    layer_norm_formula,
     layer_norm_reference,
     norm_backward,
     rms_eps,
+    rms_norm_formula,
     rms_norm_reference,
     runs_reference,
     sizes_of,
     statistics_dtype,
     unit_columns,
 )
-from rooftop.launch.operators import differentiable, no_tangents, operator
+from rooftop.launch.operators import by_formula, differentiable, operator
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -189,6 +191,34 @@ def _gradients(
     return dx if wants[0] else None, dx if wants[1] else None, dinput_bias, dweight, dbias
 
 
+def add_layer_norm_formula(
+    x: Tensor,
+    residual: Tensor | None,
+    input_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, None, None]:
+    """Also of the twin in CUDA C++."""
+    total = add_reference(x, residual, input_bias)
+    return layer_norm_formula(total, weight, bias, eps, dtype)[0], total, None, None
+
+
+def _add_rms_norm_formula(
+    x: Tensor,
+    residual: Tensor | None,
+    input_bias: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, None]:
+    total = add_reference(x, residual, input_bias)
+    return rms_norm_formula(total, weight, eps, dtype)[0], total, None
+
+
+by_formula("add_layer_norm", add_layer_norm_formula)
+by_formula("add_rms_norm", _add_rms_norm_formula)
 differentiable("add_layer_norm", differentiate_layer_norm, save_layer_norm)
 differentiable("add_rms_norm", _differentiate_rms_norm, _save_rms_norm)
 
@@ -232,11 +262,9 @@ def add_layer_norm(
     Raises:
         TypeError: no dense tensors, or dtypes that are not floating point, or residual of another dtype than input.
         ValueError: shapes or devices that do not fit.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     name, parameters = "add_layer_norm", {"weight": weight, "bias": bias, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
-    no_tangents(name, input, residual, input_bias, weight, bias, instead="torch.nn.functional.layer_norm")
     flat, *terms = flat_arguments(shape, input, residual, input_bias, weight, bias)
     y, total, _, _ = _add_layer_norm(flat, *terms, eps, result_dtype("layer_norm", input))
     return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input
@@ -257,7 +285,6 @@ def add_rms_norm(
     """
     name, parameters = "add_rms_norm", {"weight": weight, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
-    no_tangents(name, input, residual, input_bias, weight, instead="torch.nn.functional.rms_norm")
     flat, *terms = flat_arguments(shape, input, residual, input_bias, weight)
     y, total, _ = _add_rms_norm(flat, *terms, rms_eps(input, eps), result_dtype("rms_norm", input))
     return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input
