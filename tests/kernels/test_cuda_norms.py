@@ -189,8 +189,8 @@ def test_gradients_against_finite_differences() -> None:
 def test_operator_checks_of_torch_library() -> None:
     inputs = [t.requires_grad_() for t in tensors(4, 6, torch.float32) if t is not None]
     operator = torch.ops.rooftop.add_layer_norm_cuda.default
-    torch.library.opcheck(operator, (*inputs, 1e-5))
-    torch.library.opcheck(operator, (inputs[0].detach(), None, None, None, None, 1e-5))
+    torch.library.opcheck(operator, (*inputs, 1e-5, torch.float32))
+    torch.library.opcheck(operator, (inputs[0].detach(), None, None, None, None, 1e-5, torch.float32))
 
 
 def test_compiled_whole_and_under_autocast() -> None:
@@ -198,7 +198,7 @@ def test_compiled_whole_and_under_autocast() -> None:
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*inputs), ours(*inputs))  # type: ignore[arg-type]
     with torch.autocast("cpu", torch.bfloat16):
-        assert [t.dtype for t in ours(*inputs)] == [torch.float32] * 2  # type: ignore[arg-type]
+        assert [t.dtype for t in ours(*inputs)] == [torch.bfloat16] * 2  # type: ignore[arg-type]
 
 
 def test_cost_is_what_a_person_counts() -> None:

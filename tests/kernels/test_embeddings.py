@@ -164,15 +164,6 @@ def test_gradients_against_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda w: embedding(tokens, w), (weight,))
 
 
-def test_derivatives_that_it_has_not_are_refused() -> None:
-    tokens, weight = torch.tensor([0, 1]), torch.randn(3, 4, requires_grad=True)
-    (gradient,) = torch.autograd.grad(embedding(tokens, weight).square().sum(), weight, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        torch.autograd.grad(gradient.sum(), weight)
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(lambda w: embedding(tokens, w), (weight.detach(),), (weight.detach(),))
-
-
 def test_operator_checks_of_torch_library() -> None:
     tokens, weight = drawn(2, 3, rows=5), torch.randn(5, 4, requires_grad=True)
     torch.library.opcheck(torch.ops.rooftop.embedding.default, (tokens, weight, 2))

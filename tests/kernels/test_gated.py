@@ -95,15 +95,6 @@ def test_gradients_against_finite_differences() -> None:
     assert torch.autograd.gradcheck(swiglu, (gate,))
 
 
-def test_derivatives_that_it_has_not_are_refused() -> None:
-    x = torch.randn(3, 6, requires_grad=True)
-    (gradient,) = torch.autograd.grad(swiglu(x).square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"no second derivative: for one, use torch.nn.functional.silu"):
-        torch.autograd.grad(gradient.sum(), x)
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(swiglu, (x.detach(),), (x.detach(),))
-
-
 def test_operator_checks_of_torch_library() -> None:
     x, operator = torch.randn(4, 6, requires_grad=True), torch.ops.rooftop.swiglu.default
     torch.library.opcheck(operator, (x, torch.randn(4, 6, requires_grad=True)))

@@ -292,17 +292,6 @@ def test_gradients_against_finite_differences(fused: bool) -> None:
     )
 
 
-def test_derivatives_that_it_has_not_are_refused() -> None:
-    x, target = torch.randn(3, 5, dtype=torch.float64, requires_grad=True), torch.tensor([0, 1, 2])
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        torch.autograd.grad(cross_entropy(x, target), x, create_graph=True)
-    (gradient,) = torch.autograd.grad(cross_entropy(x, target, fused=False), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        torch.autograd.grad(gradient.square().sum(), x)
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(lambda x: cross_entropy(x, target), (x.detach(),), (x.detach(),))
-
-
 def test_on_meta_tensors_only_shapes_are_made() -> None:
     x, target = (t.to("meta") for t in logits(3, 5))
     assert cross_entropy(x.requires_grad_(), target).shape == ()

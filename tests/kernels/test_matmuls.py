@@ -481,12 +481,6 @@ def test_it_has_a_second_derivative(activation: str) -> None:
     )
 
 
-def test_forward_mode_is_refused() -> None:
-    x, weight, _, _ = operands(3, 4, 5)
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(lambda t: linear_act(t, weight), (x,), (x,))
-
-
 def test_on_meta_tensors_only_shapes_are_made() -> None:
     x, weight = torch.empty(2, 3, 5, device="meta"), torch.empty(7, 5, device="meta")
     assert linear_act(x, weight, activation="silu").shape == (2, 3, 7)

@@ -342,16 +342,6 @@ def test_gradients_against_finite_differences(kind: str) -> None:
         assert torch.autograd.gradcheck(lambda x, dim=dim: ours(kind)(x, dim), (x,))
 
 
-def test_derivatives_that_it_has_not_are_refused() -> None:
-    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x: sum(x.square(), 1), (x,))
-    (gradient,) = torch.autograd.grad(norm(x).square(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        torch.autograd.grad(gradient.sum(), x)
-    with pytest.raises(NotImplementedError, match=r"amax has no forward-mode derivative: use torch\.amax"):
-        torch.func.jvp(amax, (x.detach(),), (x.detach(),))
-
-
 def test_on_meta_tensors_only_shapes_are_made() -> None:
     x = torch.empty(3, 5, device="meta")
     assert sum(x, 0).shape == (5,)

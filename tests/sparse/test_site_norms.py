@@ -83,8 +83,8 @@ def test_a_large_offset() -> None:
 def test_moments_are_those_of_the_sites() -> None:
     x, sites, weight, bias = given(80, 6, torch.float32)
     _, mean, var, count, _, _ = site_norm(x, sites, weight, bias, None, None, 1e-5)
-    torch.testing.assert_close(mean, x[sites].mean(0))
-    torch.testing.assert_close(var, x[sites].var(0, correction=0))
+    torch.testing.assert_close(mean, x[sites].mean(0), check_dtype=False)  # wider than x on the CPU
+    torch.testing.assert_close(var, x[sites].var(0, correction=0), check_dtype=False)
     assert count.tolist() == [int(sites.sum())]
 
 

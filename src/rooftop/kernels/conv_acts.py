@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.autocasting import under_autocast
 from rooftop.kernels.conv_act_launches import forward, plan_of
 from rooftop.kernels.conv_act_tables import ConvPlan, Geometry
 from rooftop.kernels.matmul_launches import ACTIVATIONS
@@ -289,7 +290,7 @@ def _prepared(
     if residual is not None and tuple(residual.shape) != shape:
         raise ValueError(f"{name}: expected residual of shape {shape}, got {tuple(residual.shape)}: use .expand()")
     later = None
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    if under_autocast(x):
         narrow = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = (t.to(narrow) if t is not None else None for t in (x, weight, bias))  # type: ignore[assignment]
         if residual is not None and residual.dtype != narrow:

@@ -21,8 +21,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rooftop.kernels.norms import check_norm, contiguous, unit_columns, widened
+from rooftop.kernels.autocasting import result_dtype
+from rooftop.kernels.norms import check_norm, contiguous, unit_columns
 from rooftop.kernels.sum_norms import (
+    add_layer_norm_formula,
     add_layer_norm_reference,
     adds,
     differentiate_layer_norm,
@@ -31,7 +33,7 @@ from rooftop.kernels.sum_norms import (
     save_layer_norm,
 )
 from rooftop.launch import cuda
-from rooftop.launch.operators import differentiable, no_tangents, operator
+from rooftop.launch.operators import by_formula, differentiable, operator
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
@@ -74,20 +76,20 @@ def _source() -> str:
 
 
 def _forward(
-    x: Tensor, residual: Tensor | None, parameters: Sequence[Tensor | None], eps: float
+    x: Tensor, residual: Tensor | None, parameters: Sequence[Tensor | None], eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, residual (M, N) with unit column stride; parameters: input_bias, weight, bias, contiguous."""
     with_sum = adds(residual, parameters[0])
     if x.dtype == torch.float64 or x.shape[1] == 0 or not cuda.runs_on(x):
         input_bias, weight, bias = parameters
-        y, total, mean, rstd = add_layer_norm_reference(x, residual, input_bias, weight, bias, eps)
+        y, total, mean, rstd = add_layer_norm_reference(x, residual, input_bias, weight, bias, eps, dtype)
         return y, total if with_sum else x.new_empty(0), mean, rstd
     rows, columns = x.shape
-    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    written = torch.empty_like(y) if with_sum else None
+    y = torch.empty((rows, columns), dtype=dtype, device=x.device)
+    written = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if with_sum else None
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     parameters = _alike(parameters, x.dtype)
-    name, grid, block = kernel_for(x, residual, parameters)
+    name, grid, block = kernel_for(x, residual, parameters, dtype)
     kernel = cuda.compile(_source(), name, device=x.device)
     tensors = (x, residual, *parameters, y, written, mean, rstd)
     strides = (x.stride(0), residual.stride(0) if residual is not None else 0)
@@ -103,18 +105,19 @@ def _alike(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tens
 
 
 def kernel_for(
-    x: Tensor, residual: Tensor | None, parameters: Sequence[Tensor | None]
+    x: Tensor, residual: Tensor | None, parameters: Sequence[Tensor | None], dtype: torch.dtype | None = None
 ) -> tuple[str, int, tuple[int, int]]:
-    """The kernel's name, its grid and its block."""
+    """The kernel's name, its grid and its block; `dtype`: of y, where it is not that of x."""
     rows, columns = x.shape
     given = [t for t in (x, residual, *parameters) if t is not None]
     width = _width(columns, given)
     parameter_type = CPP_TYPES[next((t.dtype for t in parameters if t is not None), x.dtype)]
     types = f"{CPP_TYPES[x.dtype]}, {parameter_type}, {width}"
+    other = "" if dtype in (None, x.dtype) else f", {CPP_TYPES[dtype]}"
     config = next((config for config in CONFIGS if columns <= config.columns), None)
     if config is None:
-        return f"add_layer_norm_long<{types}, {LONG_WARPS}>", rows, (32 * LONG_WARPS, 1)
-    name = f"add_layer_norm<{types}, {config.elements // width}, {config.warps}>"
+        return f"add_layer_norm_long<{types}, {LONG_WARPS}{other}>", rows, (32 * LONG_WARPS, 1)
+    name = f"add_layer_norm<{types}, {config.elements // width}, {config.warps}{other}>"
     return name, -(-rows // config.rows), (32 * config.warps, config.rows)
 
 
@@ -140,13 +143,15 @@ def _add_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parameters = [contiguous(t) for t in (input_bias, weight, bias)]
     residual = unit_columns(residual) if residual is not None else None
-    return _forward(unit_columns(x), residual, parameters, eps)
+    return _forward(unit_columns(x), residual, parameters, eps, dtype)
 
 
 torch.library.register_fake("rooftop::add_layer_norm_cuda", fake_add_layer_norm)
+by_formula("add_layer_norm_cuda", add_layer_norm_formula)
 differentiable("add_layer_norm_cuda", differentiate_layer_norm, save_layer_norm)  # its cost is the twin's, too
 
 
@@ -170,8 +175,6 @@ def add_layer_norm_cuda(
     """
     name, parameters = "add_layer_norm_cuda", {"weight": weight, "bias": bias, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
-    no_tangents(name, input, residual, input_bias, weight, bias, instead="torch.nn.functional.layer_norm")
-    input, residual = widened(input), widened(residual) if residual is not None else None
     flat, *terms = flat_arguments(shape, input, residual, input_bias, weight, bias)
-    y, total, _, _ = _add_layer_norm(flat, *terms, eps)
+    y, total, _, _ = _add_layer_norm(flat, *terms, eps, result_dtype("layer_norm", input))
     return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input

@@ -14,13 +14,12 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.elementwise_launches import launch_program, layout_of, merged_dims, source_for
@@ -49,7 +48,7 @@ from rooftop.kernels.expressions import (
     derivatives,
     topological,
 )
-from rooftop.launch.operators import differentiable, operator
+from rooftop.launch.operators import by_formula, differentiable, operator
 from rooftop.launch.triton_launch import INTERPRETED, require_triton
 
 MOST_TENSORS = 8
@@ -147,12 +146,25 @@ def _result(
 def _run_reference(
     plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size], results: Sequence[Tensor]
 ) -> None:
+    for result, value in zip(results, _values(plan, arguments, shapes), strict=True):
+        result.copy_(value)
+
+
+def _values(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
+    """The results by the reference, those that are summed perhaps wider than they are stored."""
     nodes = [summand(y, plan.types) if kept else y for y, kept in zip(plan.outputs, plan.kept, strict=True)]
     dtypes = [computed_in(dtype) if kept else dtype for dtype, kept in zip(plan.results, plan.kept, strict=True)]
     values = fused_reference(nodes, dtypes, plan.types, arguments)
-    for result, value, shape, kept in zip(results, values, shapes, plan.kept, strict=True):
+    for value, shape, kept in zip(values, shapes, plan.kept, strict=True):
         dims = [d for d, keep in enumerate(kept) if keep == "0"]
-        result.copy_(value.expand(shape).sum(dims, keepdim=True) if dims else value)
+        yield value.expand(shape).sum(dims, keepdim=True) if dims else value.expand(shape)
+
+
+def _formula(tensors: Sequence[Tensor], numbers: Sequence[Number], text: str) -> list[Tensor]:
+    """What `_run` computes, by PyTorch's operators."""
+    plan, arguments = planned(tensors, numbers, text)
+    shapes = [shape_of(arguments, used) for used in plan.used]
+    return [y.to(dtype) for y, dtype in zip(_values(plan, arguments, shapes), plan.results, strict=True)]
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
@@ -286,6 +298,7 @@ def _places(program: Program, kind: str) -> list[int]:
     return [i for i, each in enumerate(program.kinds) if each == kind]
 
 
+by_formula("fused", _formula)
 differentiable("fused", _differentiate, _save)
 
 
@@ -379,8 +392,6 @@ class Fused:
                 raise TypeError(f"fused: {self.names[i]} must be a tensor or a number, got {type(each).__name__}")
         if not 0 < len(tensors) <= MOST_TENSORS:
             raise ValueError(f"fused: expected 1 to {MOST_TENSORS} tensors, got {len(tensors)}")
-        if _has_tangents(tensors):  # PyTorch's own operators have forward-mode derivatives
-            return self.function(*arguments)
         autocast = " autocast" if _autocasts(tensors) else ""
         found = _fused(tensors, numbers, f"{kinds}{autocast}: {self.text}")
         return found[0] if self.single else tuple(found)
@@ -446,13 +457,6 @@ def fused(function: Function) -> Fused:
         TypeError: the function uses what is not elementwise, or a tensor that is not its argument.
     """
     return Fused(function)
-
-
-def _has_tangents(tensors: Sequence[Tensor]) -> bool:
-    """Whether any is differentiated in forward mode."""
-    if forward_ad._current_level < 0:
-        return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def _autocasts(tensors: Sequence[Tensor]) -> bool:

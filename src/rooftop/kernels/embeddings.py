@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import by_formula, differentiable, differentiable_by_formula, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -155,7 +155,21 @@ def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tupl
 
 
 differentiable("embedding", _differentiate, _save)
-differentiable("embedding_backward", no_second_derivative("embedding"))
+
+
+def _formula(input: Tensor, weight: Tensor, padding: int) -> Tensor:
+    return torch.nn.functional.embedding(input, weight, None if padding < 0 else padding)
+
+
+def _backward_formula(dy: Tensor, input: Tensor, rows: int, padding: int) -> Tensor:
+    inside = torch.float64 if dy.dtype == torch.float64 else torch.float32
+    tokens = input.reshape(-1)
+    values = dy.reshape(tokens.shape[0], dy.shape[-1]).to(inside).masked_fill((tokens == padding)[:, None], 0.0)
+    return values.new_zeros(rows, dy.shape[-1]).index_add(0, tokens, values).to(dy.dtype)
+
+
+by_formula("embedding", _formula)
+differentiable_by_formula("embedding_backward", _backward_formula)
 
 
 @cost_of("rooftop::embedding")
@@ -202,13 +216,12 @@ def embedding(
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
         ValueError: shapes or devices that do not fit, a padding_idx outside of the table.
-        NotImplementedError: max_norm, scale_grad_by_freq, sparse; forward-mode differentiation, a second derivative.
+        NotImplementedError: max_norm, scale_grad_by_freq, sparse.
     """
     for name, given in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
         if given is not None and given is not False:
             raise NotImplementedError(f"embedding: {name} is not supported: use torch.nn.functional.embedding for it")
     _check(input, weight, padding_idx)
-    no_tangents("embedding", weight)
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     result: Tensor = _embedding(input, weight, padding)
     return result

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import by_formula, differentiable, differentiable_by_formula, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -166,9 +166,20 @@ def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tupl
     return dgate, dup if up is not None else None
 
 
-PLAIN = "torch.nn.functional.silu(gate) * up"
 differentiable("swiglu", _differentiate, _save)
-differentiable("swiglu_backward", no_second_derivative("swiglu", PLAIN))
+
+
+def _formula(gate: Tensor, up: Tensor | None) -> Tensor:
+    return swiglu_reference(*_halves(gate, up))
+
+
+def _backward_formula(dy: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    dgate, dup = swiglu_backward_reference(dy, *_halves(gate, up))
+    return (dgate, dup) if up is not None else (torch.cat((dgate, dup), -1), None)
+
+
+by_formula("swiglu", _formula)
+differentiable_by_formula("swiglu_backward", _backward_formula)
 
 
 @cost_of("rooftop::swiglu")
@@ -203,10 +214,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
         ValueError: shapes or devices that do not fit.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     _check(gate, up)
-    no_tangents("swiglu", gate, up, instead=PLAIN)
     result: Tensor = _swiglu(gate, up)
     return result
 

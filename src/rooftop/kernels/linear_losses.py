@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.autocasting import result_dtype, under_autocast
 from rooftop.kernels.loss_launches import Terms
 from rooftop.kernels.losses import (
     FLOATS,
@@ -24,16 +25,17 @@ from rooftop.kernels.losses import (
     check_index,
     check_targets,
     inverse_of_targets,
+    loss_formula,
+    losses_dtype,
     losses_of_rows,
-    refuse_second_derivative,
+    reduced_gradient_formula,
     row_flops,
     scaled,
     statistics_dtype,
     total_of,
-    under_autocast,
 )
 from rooftop.kernels.padded_rows import missing_columns, padded
-from rooftop.launch.operators import differentiable, no_tangents, operator
+from rooftop.launch.operators import by_formula, differentiable, operator, without_autocast
 
 # ---- chunks ----------------------------------------------------------------------------------------------------
 
@@ -61,7 +63,7 @@ def _linear(
     """(loss, dhidden, dweight, dbias, factor): gradients still have to be multiplied by `factor`."""
     check_targets(target, weight.shape[0], terms.ignore_index)
     rows, classes, wide = hidden.shape[0], weight.shape[0], statistics_dtype(hidden.dtype)
-    inverse = inverse_of_targets(target, classes, terms, wide) if mean else None
+    inverse = inverse_of_targets(target, classes, terms, losses_dtype(hidden)) if mean else None
     within = None if _scaled_late(hidden) else inverse  # what the gradient of the logits is multiplied with
     shapes = (hidden, weight, bias)
     weight, bias = _of_aligned_classes(weight, bias)
@@ -69,7 +71,7 @@ def _linear(
         torch.zeros(t.shape, dtype=hidden.dtype if i == 0 else wide, device=t.device) if t is not None and w else None
         for i, (t, w) in enumerate(zip((hidden, weight, bias), wanted, strict=True))
     )
-    losses = torch.empty(rows, dtype=wide, device=hidden.device)
+    losses = torch.empty(rows, dtype=losses_dtype(hidden), device=hidden.device)
     for start in range(0, rows, chunk):
         stop = min(start + chunk, rows)
         part = hidden[start:stop]  # (chunk, H)
@@ -86,12 +88,13 @@ def _linear(
             dbias += logits.sum(0, dtype=wide)
         del logits, real, gradient  # before the next are made
     factor = inverse.clone() if inverse is not None and within is None else losses.new_ones(())
+    loss, factor = total_of(losses, inverse).to(wide), factor.to(wide)
     dweight, dbias = (t[:classes] if t is not None else None for t in (dweight, dbias))
     made = [
         hidden.new_empty(0) if d is None else d if _scaled_late(hidden) else d.to(t.dtype)  # type: ignore[union-attr]
         for d, t in zip((dhidden, dweight, dbias), shapes, strict=True)
     ]
-    return total_of(losses, inverse), made[0], made[1], made[2], factor
+    return loss, made[0], made[1], made[2], factor
 
 
 def _of_aligned_classes(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -146,7 +149,8 @@ def _(
 
 
 def _save_gradients(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    ctx.save_for_backward(*output[1:])
+    ctx.save_for_backward(*inputs[:5], *output[1:])
+    ctx.terms, ctx.mean = inputs[5:8], inputs[8]  # type: ignore[attr-defined]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # no zeros for the gradients
     ctx.dtypes = [t.dtype if t is not None else None for t in inputs[:3]]  # type: ignore[attr-defined]
@@ -156,10 +160,13 @@ def _save_gradients(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, out
 def _scale_gradients(
     ctx: torch.autograd.function.FunctionCtx, dloss: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    refuse_second_derivative("linear_cross_entropy", "torch.nn.functional.linear and ")
     if dloss is None:
         return (None,) * 11
-    *gradients, factor = ctx.saved_tensors  # type: ignore[attr-defined]
+    hidden, weight, bias, target, class_weight, *gradients, factor = ctx.saved_tensors  # type: ignore[attr-defined]
+    if torch.is_grad_enabled():  # create_graph: what forward made does not know how it depends on hidden and weight
+        terms = Terms(class_weight, *ctx.terms)  # type: ignore[attr-defined]
+        made = _gradients_formula(dloss, hidden, weight, bias, target, terms, ctx.mean)  # type: ignore[attr-defined]
+        return (*(t if w else None for t, w in zip(made, ctx.wanted, strict=True)), *[None] * 8)  # type: ignore[attr-defined]
     factor = factor * dloss
     found = [
         scaled(gradient, factor).to(dtype) if wanted and dtype is not None else None
@@ -168,6 +175,25 @@ def _scale_gradients(
     return (*found, *[None] * 8)
 
 
+@without_autocast
+def _gradients_formula(
+    dloss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, terms: Terms, mean: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of hidden, weight and bias by PyTorch's operators, with all the logits."""
+    slope = reduced_gradient_formula(dloss, functional.linear(hidden, weight, bias), target, terms, mean)  # (N, V)
+    return slope @ weight, slope.t() @ hidden, None if bias is None else slope.sum(0)
+
+
+def _formula(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[bool],
+) -> tuple[Tensor, None, None, None, None]:  # fmt: skip
+    terms = Terms(class_weight, ignore_index, label_smoothing, z_loss)
+    logits = functional.linear(hidden, weight, bias)
+    return loss_formula(logits, target, terms, "mean" if mean else "sum"), None, None, None, None
+
+
+by_formula("linear_cross_entropy", _formula)
 differentiable("linear_cross_entropy", _scale_gradients, _save_gradients)
 
 
@@ -223,15 +249,15 @@ def linear_cross_entropy(
         () in the dtype of hidden, float32 under autocast.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `cross_entropy`.
+        TypeError, ValueError: as `cross_entropy`.
     """
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "bias"):
             raise TypeError(f"linear_cross_entropy: {name} must be a tensor, got {type(tensor).__name__}")
         if tensor is not None and tensor.layout != torch.strided:
             raise TypeError(f"linear_cross_entropy: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
-    autocast = under_autocast(hidden) and hidden.dtype != torch.float64
-    if autocast:
+    dtype = result_dtype("cross_entropy", hidden)
+    if under_autocast(hidden):
         narrow = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = (t.to(narrow) if t is not None else None for t in (hidden, weight, bias))  # type: ignore[assignment]
     _check_linear(hidden, weight, bias, target)
@@ -244,7 +270,6 @@ def linear_cross_entropy(
         raise ValueError("linear_cross_entropy: reduction must be 'mean' or 'sum': gradients are made in forward")
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"linear_cross_entropy: chunk_size must be a positive int, got {chunk_size!r}")
-    no_tangents("cross_entropy", hidden, weight, bias)
     grad = torch.is_grad_enabled()
     wanted = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     chunk = chunk_size or chunk_rows(rows.shape[0], rows.shape[1])
@@ -253,7 +278,7 @@ def linear_cross_entropy(
     loss, *_ = _linear_cross_entropy(
         rows, weight, bias, indices, class_weight, *numbers, reduction == "mean", chunk, wanted
     )
-    return loss.to(torch.float32 if autocast else hidden.dtype)
+    return loss.to(dtype)
 
 
 def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:

@@ -23,6 +23,7 @@ def norm_forward_long(
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every (number of programs)-th row. Each lane keeps its own mean and squared deviations (Welford 1962)."""
+    CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
     for index in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=1):
@@ -69,6 +70,9 @@ def norm_forward_long(
                 lane_count -= (lane < shift).to(tl.float32)
             average = tl.sum(lane_mean * lane_count, axis=0) * (1.0 / columns)
             apart = lane_mean - average
+            if CORRECTED:
+                rest = tl.sum(apart * lane_count, axis=0) * (1.0 / columns)
+                apart -= rest
             lane_squares += lane_count * apart * apart
             tl.store(mean + row, average)
         scale = 1.0 / tl.sqrt(tl.sum(lane_squares, axis=0) * (1.0 / columns) + eps)
@@ -83,6 +87,8 @@ def norm_forward_long(
                 values = _load(x + source + place, place, shift, columns, SHIFT, "evict_first").to(tl.float32)
             if not RMS:
                 values -= average
+            if CORRECTED:
+                values -= rest
             result = values * scale
             inside = (place >= shift) & (place < shift + columns)
             if weight is not None:
@@ -94,11 +100,13 @@ def norm_forward_long(
 
 @triton.jit
 def norm_row_sums(
-    dy, x, weight, mean, rstd, sums,  # (M, N), (M, N), (N,), (M,), (M,), (2, M) float32
+    dy, x, weight, mean, rstd, sums,  # (M, N), (M, N), (N,), (M,), (M,), (3, M) float32
     rows, units, dy_stride, x_stride,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The means along long rows that dx needs: of dy * weight, and of that times the normalized x."""
+    """The means along long rows that dx needs: of dy * weight, and of that times the normalized x; and what the mean
+    of x lacks (norm_kernels.py)."""
+    CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, COLUMNS)
@@ -113,6 +121,7 @@ def norm_row_sums(
     scale = tl.load(rstd + row)
     along = tl.zeros((COLUMNS,), tl.float32)
     across = tl.zeros((COLUMNS,), tl.float32)
+    rests = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, columns + shift, COLUMNS):
         place = start + lane
         weighted = _load(dy + dy_start + place, place, shift, columns, SHIFT, "").to(tl.float32)
@@ -123,8 +132,16 @@ def norm_row_sums(
         if not RMS:
             along += weighted
         across += weighted * ((values - average) * scale)
-    tl.store(sums + row, tl.sum(along, axis=0) * (1.0 / columns))
-    tl.store(sums + rows + row, tl.sum(across, axis=0) * (1.0 / columns))
+        if CORRECTED:
+            rests += tl.where(place < columns, values - average, 0.0)
+    mean_along = tl.sum(along, axis=0) * (1.0 / columns)
+    mean_across = tl.sum(across, axis=0) * (1.0 / columns)
+    if CORRECTED:
+        rest = tl.sum(rests, axis=0) * (1.0 / columns)
+        mean_across -= rest * scale * mean_along
+        tl.store(sums + 2 * rows + row, rest)
+    tl.store(sums + row, mean_along)
+    tl.store(sums + rows + row, mean_across)
 
 
 @triton.jit
@@ -139,6 +156,7 @@ def norm_backward_long(
 
     With SHIFT the number of chunks is a multiple of eight, so that all rows of a program have the same shift.
     """
+    CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
     place = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     chunk, chunks = tl.program_id(1), tl.num_programs(1)
@@ -163,7 +181,10 @@ def norm_backward_long(
         scale, along, across = tl.load(rstd + row), tl.load(sums + row), tl.load(sums + rows + row)
         gradient = _load(dy + dy_start + place, place, shift, columns, SHIFT, "").to(tl.float32)
         value = _load(x + x_start + place, place, shift, columns, SHIFT, "").to(tl.float32)
-        normal = (value - average) * scale
+        value -= average
+        if CORRECTED:
+            value -= tl.load(sums + 2 * rows + row)
+        normal = value * scale
         if SUM_WEIGHT:
             weight_sum += gradient * normal
         if SUM_BIAS:

@@ -18,57 +18,80 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels import loss_launches
+from rooftop.kernels.autocasting import result_dtype
 from rooftop.kernels.loss_launches import Terms
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import (
+    by_formula,
+    differentiable,
+    differentiable_by_formula,
+    operator,
+    transformed,
+    without_autocast,
+)
 from rooftop.launch.triton_launch import INTERPRETED
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
 
 def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """(losses (N,), statistics (2, N)) of logits x (N, V) in plain PyTorch; float32, or float64 for float64 logits."""
-    values = x.to(statistics_dtype(x.dtype))
+    """(losses (N,), statistics (2, N)) of logits x (N, V) in plain PyTorch; float64, of half precision float32."""
+    values = x.to(reference_dtype(x.dtype))
     counted = target != terms.ignore_index
     label = target.where(counted, 0)
-    maximum = values.amax(1)
+    maximum, logarithm = _statistics(values)
     apart = values - maximum[:, None]
-    logarithm = apart.exp().sum(1).log()
-    row_weight = _class_weights(x, terms)[label]
+    weights = _class_weights(values, terms)
+    row_weight = weights[label]
     losses = row_weight * (1 - terms.label_smoothing) * (logarithm - apart.gather(1, label[:, None])[:, 0])
     if terms.label_smoothing:
-        every = _class_weights(x, terms) * (logarithm[:, None] - apart)
+        every = weights * (logarithm[:, None] - apart)
         losses = losses + terms.label_smoothing / x.shape[1] * every.sum(1)
     if terms.z_loss:
         losses = losses + row_weight * terms.z_loss * (maximum + logarithm).square()
     return losses.where(counted, 0.0), torch.stack([maximum, logarithm])
 
 
-def cross_entropy_gradient_reference(
-    factor: Tensor, x: Tensor, target: Tensor, statistics: Tensor, terms: Terms
-) -> Tensor:
-    """dx (N, V); `factor`: (N,) or (), what the derivative of each row's loss is multiplied with."""
+def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, terms: Terms) -> Tensor:
+    """dx (N, V); `factor`: (N,) or (), what the derivative of each row's loss is multiplied with.
+
+    The statistics are computed again: as they are kept, in float32, they would round each probability.
+    """
+    values = x.to(reference_dtype(x.dtype))
     counted = target != terms.ignore_index
     label = target.where(counted, 0)
-    maximum, logarithm = statistics
-    weights = _class_weights(x, terms)
+    maximum, logarithm = _statistics(values)
+    weights = _class_weights(values, terms)
     kept, spread = weights[label] * (1 - terms.label_smoothing), terms.label_smoothing / x.shape[1]
-    power = ((x.to(statistics.dtype) - maximum[:, None]) - logarithm[:, None]).exp()
+    power = ((values - maximum[:, None]) - logarithm[:, None]).exp()
     # Each term cancels by itself, as exactly as it can where a probability is near 1.
     dx = power.scatter_add(1, label[:, None], power.new_full((len(label), 1), -1.0)) * kept[:, None]
     if spread:
         dx = dx + spread * (power * weights.sum() - weights)
     if terms.z_loss:
         dx = dx + power * (2 * terms.z_loss * weights[label] * (maximum + logarithm))[:, None]
-    dx = dx * factor.reshape(-1, 1)
+    dx = dx * factor.to(values.dtype).reshape(-1, 1)
     return dx.where(counted[:, None], 0.0).to(x.dtype)
+
+
+def _statistics(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The maximum of each row, and the logarithm of the sum of exponentials relative to it."""
+    maximum = values.amax(1)
+    return maximum, (values - maximum[:, None]).exp().sum(1).log()
+
+
+def reference_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what PyTorch computes losses of logits of that dtype: wide enough that only the result is rounded."""
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -76,11 +99,11 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _class_weights(x: Tensor, terms: Terms) -> Tensor:
-    """(V,) in the statistics' dtype: the weights of the terms, or ones."""
+def _class_weights(values: Tensor, terms: Terms) -> Tensor:
+    """(V,) in the dtype of the values: the weights of the terms, or ones."""
     if terms.weight is None:
-        return torch.ones(x.shape[1], dtype=statistics_dtype(x.dtype), device=x.device)
-    return terms.weight.to(statistics_dtype(x.dtype))
+        return values.new_ones(values.shape[1])
+    return terms.weight.to(values.dtype)
 
 
 # ---- implementations -------------------------------------------------------------------------------------------
@@ -89,6 +112,11 @@ def _class_weights(x: Tensor, terms: Terms) -> Tensor:
 def _by_reference(x: Tensor) -> bool:
     """Whether PyTorch computes it: float64, and the CPU where kernels are not interpreted."""
     return x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED)
+
+
+def losses_dtype(x: Tensor) -> torch.dtype:
+    """In what the losses of rows of x are, before they are added up."""
+    return reference_dtype(x.dtype) if _by_reference(x) else torch.float32
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
@@ -126,13 +154,32 @@ def losses_of_rows(
     """(losses (N,), statistics (2, N)); with `dx` (which may be x) fills that instead of the statistics, with the
     gradient times `inverse`."""
     if _by_reference(x):
-        losses, statistics = cross_entropy_reference(x, target, terms)
-        if dx is None:
-            return losses, statistics
-        factor = inverse if inverse is not None else losses.new_ones(())
-        dx.copy_(cross_entropy_gradient_reference(factor, x, target, statistics, terms))
-        return losses, None
+        return _losses_by_reference(x, target, terms, inverse, dx)
     return loss_launches.losses_of_rows(x, target, terms, inverse, dx)
+
+
+BLOCK = 1 << 20  # logits that PyTorch works on at a time: few enough to stay in cache in float64
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """The rows of x, as many at a time as make a block."""
+    step = max(1, BLOCK // x.shape[1])
+    return (slice(start, start + step) for start in range(0, x.shape[0], step))
+
+
+def _losses_by_reference(
+    x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    losses = x.new_empty(x.shape[0], dtype=reference_dtype(x.dtype))
+    kept = x.new_empty((2, x.shape[0]), dtype=statistics_dtype(x.dtype)) if dx is None else None
+    factor = inverse if inverse is not None else losses.new_ones(())
+    for rows in _blocks(x):
+        losses[rows], statistics = cross_entropy_reference(x[rows], target[rows], terms)
+        if dx is not None:
+            dx[rows] = cross_entropy_gradient_reference(factor, x[rows], target[rows], terms)
+        elif kept is not None:
+            kept[:, rows] = statistics
+    return losses, kept
 
 
 def _gradient(
@@ -140,8 +187,11 @@ def _gradient(
 ) -> Tensor:
     """dx (N, V) from dloss (N,) or ()."""
     if _by_reference(x):
-        factor = dloss.to(statistics.dtype) * (inverse if inverse is not None else 1.0)
-        return cross_entropy_gradient_reference(factor, x, target, statistics, terms)
+        factor = dloss.to(reference_dtype(x.dtype)) * (inverse if inverse is not None else 1.0)
+        factor, dx = factor.expand(x.shape[0]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for rows in _blocks(x):
+            dx[rows] = cross_entropy_gradient_reference(factor[rows], x[rows], target[rows], terms)
+        return dx
     return loss_launches.gradient(dloss, x, target, statistics, terms, inverse)
 
 
@@ -164,9 +214,11 @@ def _cross_entropy(
     check_targets(target, x.shape[1], ignore_index)
     terms = Terms(weight, ignore_index, label_smoothing, z_loss)
     losses, statistics = losses_of_rows(x, target, terms, None, None)
+    assert statistics is not None
     inverse = inverse_of_targets(target, x.shape[1], terms, losses.dtype) if reduction == "mean" else None
     loss = losses if reduction == "none" else total_of(losses, inverse)
-    return loss, statistics, losses.new_empty(0) if inverse is None else inverse  # type: ignore[return-value]
+    inverse = losses.new_empty(0) if inverse is None else inverse
+    return loss.to(statistics.dtype), statistics, inverse.to(statistics.dtype)
 
 
 @torch.library.register_fake("rooftop::cross_entropy")
@@ -219,7 +271,41 @@ def _differentiate(
 
 
 differentiable("cross_entropy", _differentiate, _save)
-differentiable("cross_entropy_backward", no_second_derivative("cross_entropy"))
+
+
+def loss_formula(x: Tensor, target: Tensor, terms: Terms, reduction: str) -> Tensor:
+    """The loss by PyTorch's functions, reduced as `reduction` says."""
+    values = x.to(statistics_dtype(x.dtype))
+    weight = None if terms.weight is None else terms.weight.to(values.dtype)
+    losses = functional.cross_entropy(
+        values, target, weight, ignore_index=terms.ignore_index, label_smoothing=terms.label_smoothing, reduction="none"
+    )
+    counted = target != terms.ignore_index
+    row_weight = _class_weights(values, terms)[target.where(counted, 0)].where(counted, 0.0)
+    losses = losses + row_weight * terms.z_loss * values.logsumexp(1).square()
+    if reduction == "none":
+        return losses
+    return losses.sum() / row_weight.sum() if reduction == "mean" else losses.sum()
+
+
+def _formula(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, None, None]:  # fmt: skip
+    return loss_formula(x, target, Terms(weight, ignore_index, label_smoothing, z_loss), reduction), None, None
+
+
+def _backward_formula(
+    dloss: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, statistics: Tensor, inverse: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float,
+) -> Tensor:  # fmt: skip
+    factor = dloss * inverse if inverse.numel() else dloss
+    terms = Terms(weight, ignore_index, label_smoothing, z_loss)
+    return cross_entropy_gradient_reference(factor, x, target, terms)
+
+
+by_formula("cross_entropy", _formula)
+differentiable_by_formula("cross_entropy_backward", _backward_formula)
 
 # ---- registration: fused ---------------------------------------------------------------------------------------
 
@@ -232,10 +318,10 @@ def _cross_entropy_with_gradient(
     """(loss (), its gradient (N, V))."""
     check_targets(target, x.shape[1], ignore_index)
     terms = Terms(weight, ignore_index, label_smoothing, z_loss)
-    inverse = inverse_of_targets(target, x.shape[1], terms, statistics_dtype(x.dtype)) if mean else None
+    inverse = inverse_of_targets(target, x.shape[1], terms, losses_dtype(x)) if mean else None
     gradient = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     losses, _ = losses_of_rows(x, target, terms, inverse, gradient)
-    return total_of(losses, inverse), gradient
+    return total_of(losses, inverse).to(statistics_dtype(x.dtype)), gradient
 
 
 @torch.library.register_fake("rooftop::cross_entropy_with_gradient")
@@ -247,31 +333,57 @@ def _(
 
 
 def _save_gradient(ctx: Context, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    ctx.save_for_backward(output[1])
+    x, target, weight, *numbers, mean = inputs
+    again = (x, target, weight) if _by_reference(x) else ()  # elsewhere the logits are not kept: they would cost memory
+    ctx.save_for_backward(output[1], *again)
+    ctx.terms, ctx.mean = numbers, mean  # type: ignore[attr-defined]
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # no zeros for the gradient, which take as long as to read the logits
 
 
 def _scale_gradient(ctx: Context, dloss: Tensor | None, _gradient: None) -> tuple[Tensor | None, ...]:
-    refuse_second_derivative("cross_entropy", "fused=False, or ")
     if dloss is None:
         return (None,) * 7
-    (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
-    return scaled(gradient, dloss), None, None, None, None, None, None
+    gradient, *again = ctx.saved_tensors  # type: ignore[attr-defined]
+    if not torch.is_grad_enabled():
+        return (scaled(gradient, dloss), *(None,) * 6)
+    if not again:  # create_graph: the gradient made in forward does not know how it depends on the logits
+        raise NotImplementedError(
+            "cross_entropy has no second derivative by its fused kernel: use fused=False, or "
+            "torch.nn.functional.cross_entropy, in the part that is differentiated twice"
+        )
+    x, target, weight = again
+    terms = Terms(weight, *ctx.terms)  # type: ignore[attr-defined]
+    return (reduced_gradient_formula(dloss, x, target, terms, ctx.mean), *(None,) * 6)  # type: ignore[attr-defined]
 
 
+def _fused_formula(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    mean: bool,
+) -> tuple[Tensor, None]:  # fmt: skip
+    terms = Terms(weight, ignore_index, label_smoothing, z_loss)
+    return loss_formula(x, target, terms, "mean" if mean else "sum"), None
+
+
+@without_autocast
+def reduced_gradient_formula(dloss: Tensor, x: Tensor, target: Tensor, terms: Terms, mean: bool) -> Tensor:
+    """The gradient of the logits x (N, V) of a reduced loss, by PyTorch's operators: it can be differentiated again."""
+    if mean:
+        counted = target != terms.ignore_index
+        weights = _class_weights(x.detach().to(reference_dtype(x.dtype)), terms)
+        dloss = dloss / weights[target.where(counted, 0)].where(counted, 0.0).sum()
+    return cross_entropy_gradient_reference(dloss, x, target, terms)
+
+
+by_formula("cross_entropy_with_gradient", _fused_formula)
 differentiable("cross_entropy_with_gradient", _scale_gradient, _save_gradient)
 
 
-def refuse_second_derivative(name: str, way: str) -> None:
-    """The gradient made in forward does not know how it depends on the logits."""
-    if torch.is_grad_enabled():  # create_graph
-        raise NotImplementedError(f"{name} has no second derivative: use {way}torch.nn.functional.cross_entropy")
-
-
 def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient * factor: in place, unless it is needed again (retain_graph) or the call is only being traced."""
-    if torch._C._autograd._get_current_graph_task_keep_graph() or isinstance(gradient, FunctionalTensor):
+    """gradient * factor: in place, unless it is needed again (retain_graph, a batch of factors) or the call is only
+    being traced."""
+    again = torch._C._autograd._get_current_graph_task_keep_graph()
+    if again or isinstance(gradient, FunctionalTensor) or transformed((factor,)):
         return _scale(gradient, factor)
     _scale_in_place(gradient, factor)
     return gradient
@@ -287,6 +399,9 @@ def _scale(gradient: Tensor, factor: Tensor) -> Tensor:
 @torch.library.register_fake("rooftop::scale_gradient")
 def _(gradient: Tensor, factor: Tensor) -> Tensor:
     return gradient.new_empty(gradient.shape)
+
+
+by_formula("scale_gradient", lambda gradient, factor: (gradient * factor).to(gradient.dtype))
 
 
 @operator("scale_gradient_", mutates=["gradient"])
@@ -395,12 +510,11 @@ def cross_entropy(
         ValueError: shapes, devices or numbers that do not fit; targets that are no class, on the CPU and, with
             ROOFTOP_CHECK=1 in the environment, on a GPU. Without it their rows, and a reduced loss, are NaN there; a
             mean is divided by what the other targets weigh, and their gradients are finite.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
+        NotImplementedError: a second derivative of the fused form on a GPU.
     """
     check_arguments("cross_entropy", input, target, weight, reduction, label_smoothing, z_loss)
     check_index("cross_entropy", ignore_index)
-    no_tangents("cross_entropy", input)
-    dtype = torch.float32 if under_autocast(input) and input.dtype != torch.float64 else input.dtype
+    dtype = result_dtype("cross_entropy", input)
     if input.dim() == 1:
         x = input.unsqueeze(0)
     else:
@@ -431,11 +545,6 @@ class LogitsShape(NamedTuple):
 
     def dim(self) -> int:
         return len(self.shape)
-
-
-def under_autocast(x: Tensor) -> bool:
-    """Whether autocast is on for the device of x, which then takes float32."""
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def check_index(name: str, ignore_index: int) -> None:

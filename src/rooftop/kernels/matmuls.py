@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.autocasting import under_autocast
 from rooftop.kernels.matmul_launches import ACTIVATIONS, backward, forward
 from rooftop.kernels.matmul_tables import LinearPlan, plan_of
 from rooftop.kernels.padded_rows import LEAST_PADDED, missing_columns, padded
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator, unwatched
+from rooftop.launch.operators import by_formula, differentiable, differentiable_by_formula, operator, unwatched
 from rooftop.launch.triton_launch import INTERPRETED
 
 OF_OUTPUT = ("relu", "sigmoid")  # the result says the derivative
@@ -165,7 +166,23 @@ def _products(dz: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[Tens
 
 
 differentiable("linear_act", _differentiate, _save)
-differentiable("linear_act_backward", no_second_derivative("linear"))
+
+
+def _formula(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+) -> tuple[Tensor, None]:
+    return linear_act_reference(x, weight, bias, activation, residual)[0], None
+
+
+def _backward_formula(
+    dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    dz = linear_act_backward_reference(dy, saved, activation, of_output)
+    return dz.to(dy.dtype) if activation != "none" else None, dz.sum(0).to(dy.dtype) if sums else None
+
+
+by_formula("linear_act", _formula)
+differentiable_by_formula("linear_act_backward", _backward_formula)
 
 # Of one element: an exponential, a division, an error function and a product count 1 each.
 _FORWARD_FLOPS = {"none": 0, "relu": 1, "gelu": 5, "gelu_tanh": 8, "silu": 4, "sigmoid": 3}
@@ -223,7 +240,6 @@ def linear_act(
     if activation == "none" and residual is None and _is_torchs(input, weight, bias):
         return functional.linear(input, weight, bias)
     x, weight, bias, residual, later = _prepared("linear_act", input, weight, bias, activation, residual)
-    no_tangents("linear", x, weight, bias, residual)
     columns = weight.shape[0]
     tensors = (x, weight, bias, residual)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -282,7 +298,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
             raise TypeError(f"matmul: {name} must be bfloat16, float16, float32 or float64, got {tensor.dtype}")
     if other.device != input.device:
         raise ValueError(f"matmul: input is on {input.device}, other on {other.device}: move one to the other")
-    if other.dtype != input.dtype and not _autocasts(input):
+    if other.dtype != input.dtype and not under_autocast(input):
         raise TypeError(f"matmul: input is {input.dtype}, other {other.dtype}: cast one, or use autocast")
     if input.dim() == 0 or other.dim() == 0:
         raise ValueError(f"matmul: a number is no matrix: input {tuple(input.shape)}, other {tuple(other.shape)}")
@@ -296,7 +312,6 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
         shapes = f"{tuple(input.shape)} and {tuple(other.shape)}"
         raise ValueError(f"matmul: input and other, {shapes} do not fit: expected (..., K), (K, N)")
     x, weight, *_ = _prepared("matmul", input, weight, None, "none", None)
-    no_tangents("matmul", x, weight)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y = _linear_act(rows, weight, None, "none", None, False)[0]
     return y.reshape(x.shape[:-1]) if other.dim() == 1 else y.reshape(*x.shape[:-1], weight.shape[0])
@@ -322,10 +337,6 @@ def linear_act_plan(
 
 def _broadcast(a: torch.Size, b: torch.Size) -> bool:
     return all(m == n or 1 in (m, n) for m, n in zip(a[::-1], b[::-1], strict=False))
-
-
-def _autocasts(x: Tensor) -> bool:
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
 
 
 def _differentiated(tensors: Sequence[Tensor | None]) -> bool:
@@ -361,7 +372,7 @@ def _prepared(
     if residual is not None and tuple(residual.shape) != shape:
         raise ValueError(f"{name}: expected residual of shape {shape}, got {tuple(residual.shape)}: use .expand()")
     later = None
-    if _autocasts(x):
+    if under_autocast(x):
         narrow = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = (t.to(narrow) if t is not None else None for t in (x, weight, bias))  # type: ignore[assignment]
         if residual is not None and residual.dtype != narrow:

@@ -4,13 +4,21 @@
 // pairs (__half2, __nv_bfloat162): one conversion instruction for two elements. Sums over a row go from registers
 // through the shuffles of a warp to shared memory, always in the same order. norm_pieces.cu stands in front of it.
 
+// The mean of a row as two floats: rounded to one, its error would be that of all elements of a row far from zero.
+// Half precision, whose results are rounded far more coarsely, leaves `low` at 0.
+struct Mean {
+    float high, low;
+
+    __device__ float apart(float value) const { return (value - high) - low; }
+};
+
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
 // Output of one pack: normal values times weight plus bias.
-template <typename T, typename P, int WIDTH>
-__device__ void finish(float (&values)[WIDTH], float average, float scale, const P* weight, const P* bias, T* y) {
+template <typename P, int WIDTH, typename Y>
+__device__ void finish(float (&values)[WIDTH], Mean average, float scale, const P* weight, const P* bias, Y* y) {
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) values[i] = (values[i] - average) * scale;
+    for (int i = 0; i < WIDTH; ++i) values[i] = average.apart(values[i]) * scale;
     if (weight != nullptr) {
         float factors[WIDTH];
         widen(load<P, WIDTH>(weight), factors);
@@ -23,13 +31,13 @@ __device__ void finish(float (&values)[WIDTH], float average, float scale, const
 
 // Rows that fit in registers. A block is (32 * WARPS, rows of a block); rows of several warps have a block each.
 // residual, input_bias, weight, bias and total may be null: nothing is added, multiplied, written.
-template <typename T, typename P, int WIDTH, int CHUNKS, int WARPS>
+template <typename T, typename P, int WIDTH, int CHUNKS, int WARPS, typename Y = T>
 __global__ void __launch_bounds__(WARPS < 4 ? 128 : 32 * WARPS, 1) add_layer_norm(
     const T* __restrict__ x, const T* __restrict__ residual,                             // (M, N), (M, N)
     const P* __restrict__ input_bias, const P* __restrict__ weight, const P* __restrict__ bias,  // (N,) each
-    T* __restrict__ y, T* __restrict__ total, float* __restrict__ mean, float* __restrict__ rstd,  // (M, N) x 2, (M,) x 2
+    Y* __restrict__ y, T* __restrict__ total, float* __restrict__ mean, float* __restrict__ rstd,  // (M, N) x 2, (M,) x 2
     long long rows, int columns, long long x_stride, long long residual_stride, float eps) {
-    __shared__ float scratch[2][WARPS];
+    __shared__ float scratch[3][WARPS];
     const long long row = blockIdx.x * static_cast<long long>(blockDim.y) + threadIdx.y;
     if (row >= rows) return;  // whole warps, and whole blocks where a row has several warps
 
@@ -63,7 +71,19 @@ __global__ void __launch_bounds__(WARPS < 4 ? 128 : 32 * WARPS, 1) add_layer_nor
             for (int i = 0; i < WIDTH; ++i) sum += values[chunk][i];
         }
     }
-    const float average = row_sum<WARPS>(sum, scratch[0]) / columns;
+    Mean average = {row_sum<WARPS>(sum, scratch[0]) / columns, 0.0f};
+
+    if constexpr (sizeof(T) == 4) {
+        float rest = 0.0f;
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            if ((chunk * 32 * WARPS + threadIdx.x) * WIDTH < columns) {
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) rest += average.apart(values[chunk][i]);
+            }
+        }
+        average.low = row_sum<WARPS>(rest, scratch[2]) / columns;
+    }
 
     float squares = 0.0f;
 #pragma unroll
@@ -71,7 +91,7 @@ __global__ void __launch_bounds__(WARPS < 4 ? 128 : 32 * WARPS, 1) add_layer_nor
         if ((chunk * 32 * WARPS + threadIdx.x) * WIDTH < columns) {
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) {
-                const float centred = values[chunk][i] - average;
+                const float centred = average.apart(values[chunk][i]);
                 squares += centred * centred;
             }
         }
@@ -82,12 +102,12 @@ __global__ void __launch_bounds__(WARPS < 4 ? 128 : 32 * WARPS, 1) add_layer_nor
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         const int column = (chunk * 32 * WARPS + threadIdx.x) * WIDTH;
         if (column < columns) {
-            finish<T, P, WIDTH>(values[chunk], average, scale, weight == nullptr ? nullptr : weight + column,
+            finish<P, WIDTH>(values[chunk], average, scale, weight == nullptr ? nullptr : weight + column,
                                 bias == nullptr ? nullptr : bias + column, y + row * columns + column);
         }
     }
     if (threadIdx.x == 0) {
-        mean[row] = average;
+        mean[row] = average.high;
         rstd[row] = scale;
     }
 }
@@ -102,13 +122,13 @@ __device__ void add_up(const T* x, const T* residual, const P* input_bias, int c
 
 // Longer rows, one a block, read twice; what was just read is mostly in L2. Each thread keeps its own mean and squared
 // deviations (Welford 1962), merged at the end (Chan, Golub and LeVeque 1979).
-template <typename T, typename P, int WIDTH, int WARPS>
+template <typename T, typename P, int WIDTH, int WARPS, typename Y = T>
 __global__ void __launch_bounds__(32 * WARPS) add_layer_norm_long(
     const T* __restrict__ x, const T* __restrict__ residual,  // all as above
     const P* __restrict__ input_bias, const P* __restrict__ weight, const P* __restrict__ bias,
-    T* __restrict__ y, T* __restrict__ total, float* __restrict__ mean, float* __restrict__ rstd,
+    Y* __restrict__ y, T* __restrict__ total, float* __restrict__ mean, float* __restrict__ rstd,
     long long rows, int columns, long long x_stride, long long residual_stride, float eps) {
-    __shared__ float scratch[2][WARPS];
+    __shared__ float scratch[3][WARPS];
     const long long row = blockIdx.x;
     x += row * x_stride;
     if (residual != nullptr) residual += row * residual_stride;
@@ -127,8 +147,9 @@ __global__ void __launch_bounds__(32 * WARPS) add_layer_norm_long(
             own_squares += apart * (values[i] - own_mean);
         }
     }
-    const float average = row_sum<WARPS>(count * own_mean, scratch[0]) / columns;
-    const float apart = own_mean - average;
+    Mean average = {row_sum<WARPS>(count * own_mean, scratch[0]) / columns, 0.0f};
+    if constexpr (sizeof(T) == 4) average.low = row_sum<WARPS>(count * average.apart(own_mean), scratch[2]) / columns;
+    const float apart = average.apart(own_mean);
     const float squares = row_sum<WARPS>(own_squares + count * apart * apart, scratch[1]);
     const float scale = 1.0f / sqrtf(squares / columns + eps);
 
@@ -138,11 +159,11 @@ __global__ void __launch_bounds__(32 * WARPS) add_layer_norm_long(
         } else {
             add_up<T, P, WIDTH>(x, residual, input_bias, column, values);
         }
-        finish<T, P, WIDTH>(values, average, scale, weight == nullptr ? nullptr : weight + column,
+        finish<P, WIDTH>(values, average, scale, weight == nullptr ? nullptr : weight + column,
                             bias == nullptr ? nullptr : bias + column, y + row * columns + column);
     }
     if (threadIdx.x == 0) {
-        mean[row] = average;
+        mean[row] = average.high;
         rstd[row] = scale;
     }
 }

@@ -8,9 +8,11 @@ masked. Backward is persistent: while a program works on a tile, its next ones a
 kernels for longer rows.
 
 Statistics are float32, of squared deviations from the mean and not of squares: rows with a large common offset keep
-theirs. A sum is multiplied by 1 / N, not divided by N: the fast division is not exact even for N = 1. A sum with a
-residual is rounded before it is normalized, so that backward, which reads what is stored, sees the same numbers: rows
-that are nearly constant would multiply the difference by their large 1 / std.
+theirs. The mean itself is rounded to float32, and so wrong by more than a rounding of what is left of such a row: of
+float32 rows (CORRECTED) the mean of the deviations, which it lacks, is subtracted too. A sum is multiplied by 1 / N,
+not divided by N: the fast division is not exact even for N = 1. A sum with a residual is rounded before it is
+normalized, so that backward, which reads what is stored, sees the same numbers: rows that are nearly constant would
+multiply the difference by their large 1 / std.
 
 `units` and the strides count groups of UNIT elements, so that the compiler knows by what N is divisible and loads
 several elements at a time; EVEN says that N fills the tile. All offsets of rows are 64-bit. Tensors that may be None
@@ -40,6 +42,7 @@ def norm_forward(
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Normalizes ROWS rows."""
+    CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)  # (ROWS,)
     lane = tl.arange(0, COLUMNS)
@@ -71,25 +74,34 @@ def norm_forward(
             sums = sums + (result,)
         values = sums
     average = tl.zeros((ROWS, 1), tl.float32)
+    rest = average
     if not RMS:
         lane_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         for block in tl.static_range(BLOCKS):
             lane_sums += values[block].to(tl.float32)
         average = (tl.sum(lane_sums, axis=1) * (1.0 / columns))[:, None]
     squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+    lane_rests = squares
     for block in tl.static_range(BLOCKS):
         centred = values[block].to(tl.float32)
         if not RMS:
             centred -= average
             if not (EVEN or block < BLOCKS - 1):
                 centred = tl.where((block * COLUMNS + lane < columns)[None, :], centred, 0.0)
+            lane_rests += centred
         squares += centred * centred
-    scale = (1.0 / tl.sqrt(tl.sum(squares, axis=1) * (1.0 / columns) + eps))[:, None]
+    if CORRECTED:
+        rest, variance = _rest_and_variance(lane_rests, squares, columns)
+    else:
+        variance = tl.sum(squares, axis=1) * (1.0 / columns)
+    scale = (1.0 / tl.sqrt(variance + eps))[:, None]
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + lane
         result = values[block].to(tl.float32)
         if not RMS:
             result -= average
+        if CORRECTED:
+            result -= rest
         result *= scale
         if weight is not None:
             result *= parameters(weight, column, columns, EVEN or block < BLOCKS - 1)[None, :]
@@ -216,6 +228,7 @@ def norm_backward(
     otherwise it is fetched ahead, too. AGAIN: rows so long that they do not stay in registers beside their sums are
     loaded again for the second pass.
     """
+    CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
     held = ()  # of all blocks
@@ -243,6 +256,7 @@ def norm_backward(
             values = values + (tl.load(x_rows + block * COLUMNS, mask=inside, other=0.0),)
         along = tl.zeros((ROWS, COLUMNS), tl.float32)  # sums along the rows of dy * weight, and of that times normal x
         across = tl.zeros((ROWS, COLUMNS), tl.float32)
+        lane_rests = tl.zeros((ROWS, COLUMNS), tl.float32)
         for block in tl.static_range(BLOCKS):
             weighted = gradients[block].to(tl.float32)
             if weight is not None:
@@ -254,13 +268,21 @@ def norm_backward(
                 across += weighted * (values[block].to(tl.float32) * scale)
             else:
                 along += weighted
-                across += weighted * ((values[block].to(tl.float32) - average) * scale)
+                centred = values[block].to(tl.float32) - average
+                across += weighted * (centred * scale)
+                if CORRECTED:
+                    if not (EVEN or block < BLOCKS - 1):
+                        centred = tl.where((block * COLUMNS + lane < columns)[None, :], centred, 0.0)
+                    lane_rests += centred
         if RMS:
             across = (tl.sum(across, axis=1) * (1.0 / columns))[:, None]
         else:
             along, across = tl.reduce((along, across), 1, _add_pairs)
             along = (along * (1.0 / columns))[:, None]
             across = (across * (1.0 / columns))[:, None]
+        if CORRECTED:
+            rest = (tl.sum(lane_rests, axis=1) * (1.0 / columns))[:, None]
+            across -= rest * scale * along
         next_weight_sums = ()
         next_bias_sums = ()
         for block in tl.static_range(BLOCKS):
@@ -273,6 +295,8 @@ def norm_backward(
                 value = values[block].to(tl.float32)
             if not RMS:
                 value -= average
+            if CORRECTED:
+                value -= rest
             normal = value * scale
             if SUM_WEIGHT:
                 next_weight_sums = next_weight_sums + (weight_sums[block] + gradient * normal,)
@@ -476,6 +500,14 @@ def store_shifted(place, values, lane, shift, columns, ENDS: tl.constexpr):
         tl.store(place, values, mask=inside & ((position < begin) | (position >= end)))
     else:
         tl.store(place, values)
+
+
+@triton.jit
+def _rest_and_variance(rests, squares, columns):
+    """What the rounded mean lacks (ROWS, 1), and the variance (ROWS,), of deviations from it and of their squares."""
+    rest, variance = tl.reduce((rests, squares), 1, _add_pairs)
+    rest = rest * (1.0 / columns)
+    return rest[:, None], tl.maximum(variance * (1.0 / columns) - rest * rest, 0.0)
 
 
 @triton.jit

@@ -188,15 +188,17 @@ def forward(
     bias: Tensor | None,
     eps: float,
     rms: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(y, total, mean, rstd) by the Triton kernels; total is None where nothing is added, mean is None of an RMS norm.
+    """(y, total, mean, rstd) by the Triton kernels, y in `dtype`.
 
-    x, residual (M, N) have unit column stride; the others (N,) are contiguous.
+    total is None where nothing is added, mean is None of an RMS norm. x, residual
+    (M, N) have unit column stride; the others (N,) are contiguous.
     """
     rows, columns = x.shape
     adds = residual is not None or input_bias is not None
-    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    total = torch.empty_like(y) if adds else None
+    y = torch.empty((rows, columns), dtype=dtype, device=x.device)
+    total = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if adds else None
     mean = None if rms else torch.empty(rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     shifts = columns % 4 != 0 and (
@@ -236,7 +238,7 @@ def _forward(
     if outputs[1] is None:
         if group == 4 and x.element_size() == 2 and columns >= FOURS_FROM:
             config = config_for(FORWARD_FOURS_RMS if rms else FORWARD_FOURS, columns)
-        if config is None:
+        if config is None and outputs[0].dtype == x.dtype:  # type: ignore[union-attr]
             plan = norm_clusters.forward_plan(x, (weight, bias), rms)
     if plan is not None:
         y, _, *statistics = outputs
@@ -363,7 +365,7 @@ def _backward(part: _Part, partial: Tensor, constants: Constants) -> None:
     group = unit(columns, x.stride(0), dy.stride(0), dtotal_stride)
     sizes = (rows, columns // group, dy.stride(0) // group, dtotal_stride // group, x.stride(0) // group)
     if config is None:
-        row_sums = torch.empty((2, rows), dtype=torch.float32, device=x.device)
+        row_sums = torch.empty((3, rows), dtype=torch.float32, device=x.device)
         common = {"SHIFT": part.shifted, "UNIT": group}
         of_sums = {key: constants[key] for key in ("RMS", "enable_fp_fusion")} | common | ROW_SUMS
         arguments = (dy, x, weight, mean, rstd, row_sums, *sizes[:3], sizes[4])

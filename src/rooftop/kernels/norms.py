@@ -18,50 +18,82 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels import norm_launches
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.kernels.autocasting import result_dtype
+from rooftop.launch.operators import by_formula, differentiable, differentiable_by_formula, operator
 from rooftop.launch.triton_launch import INTERPRETED
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
 
 def layer_norm_reference(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd) of rows x (M, N) in plain PyTorch; statistics float32, or float64 for float64 rows."""
-    values = x.to(statistics_dtype(x))
-    mean = values.mean(1, keepdim=True)
-    centred = values - mean
-    rstd = (centred.square().mean(1, keepdim=True) + eps).rsqrt()
-    y = centred * rstd
-    if weight is not None:
-        y = y * weight
-    if bias is not None:
-        y = y + bias
-    return y.to(x.dtype), mean.squeeze(1), rstd.squeeze(1)
+    """(y, mean, rstd) of rows x (M, N) by PyTorch's operator, y in `dtype`; statistics float32, of float64 float64."""
+    inside, columns = statistics_dtype(x), x.shape[1]
+    x = x.to(dtype)
+    weight, bias = _alike(x, weight, inside), None if bias is None else bias.to(inside)
+    y, mean, rstd = torch.native_layer_norm(x, [columns], weight, bias, eps)
+    return y, mean.to(inside).reshape(-1), rstd.to(inside).reshape(-1)
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """(y, rstd), likewise."""
+def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | None:
+    """The weight in the statistics' dtype; beside half precision there is one, else PyTorch rounds the statistics."""
+    if weight is None and x.dtype != inside:
+        return torch.ones(x.shape[1], dtype=inside, device=x.device)
+    return None if weight is None else weight.to(inside)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(y, rstd), likewise, in the order in which PyTorch computes it."""
     values = x.to(statistics_dtype(x))
     rstd = (values.square().mean(1, keepdim=True) + eps).rsqrt()
     y = values * rstd
-    return (y if weight is None else y * weight).to(x.dtype), rstd.squeeze(1)
+    return (y if weight is None else y * weight).to(dtype), rstd.squeeze(1)
 
 
 def norm_backward_reference(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    mask: Sequence[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dx + dtotal, dweight, dbias), the latter two of (N,) in the statistics' dtype and None where `mask` is False.
+
+    mean: None of an RMS norm.
+    """
+    if mean is None:
+        dx, dweight = _rms_norm_gradients(dy.to(rstd.dtype), x.to(rstd.dtype), weight, rstd[:, None])
+        dbias = None
+    elif x.dtype == rstd.dtype:
+        beside = (mean[:, None], rstd[:, None], None if weight is None else weight.to(x.dtype), x.new_empty(x.shape[1]))
+        dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+            dy.to(x.dtype), x, [x.shape[1]], *beside, [True, mask[0], mask[1]]
+        )
+    else:
+        dx, dweight, dbias = _layer_norm_gradients(dy.to(rstd.dtype), x.to(rstd.dtype), weight, mean, rstd[:, None])
+    return (dx if dtotal is None else dx + dtotal).to(x.dtype), dweight if mask[0] else None, dbias if mask[1] else None
+
+
+def _layer_norm_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx + dtotal, dweight, dbias), the latter two of (N,) in the statistics' dtype; mean is None of an RMS norm."""
-    gradient, values = dy.to(rstd.dtype), x.to(rstd.dtype)
-    normal = (values if mean is None else values - mean[:, None]) * rstd[:, None]
-    dweight, dbias = (gradient * normal).sum(0), gradient.sum(0)
-    if weight is not None:
-        gradient = gradient * weight
+    """(dx, dweight, dbias), not rounded to half precision; what cancels in PyTorch's operator is subtracted first."""
+    centred = x - mean[:, None]
+    normal = (centred - centred.mean(1, keepdim=True)) * rstd  # the mean is rounded: the rest of it is corrected
+    gradient = dy if weight is None else dy * weight
     projected = normal * (gradient * normal).mean(1, keepdim=True)
-    if mean is not None:
-        gradient = gradient - gradient.mean(1, keepdim=True)
-    dx = (gradient - projected) * rstd[:, None]
-    return (dx if dtotal is None else dx + dtotal).to(x.dtype), dweight, dbias
+    return (gradient - gradient.mean(1, keepdim=True) - projected) * rstd, (dy * normal).sum(0), dy.sum(0)
+
+
+def _rms_norm_gradients(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx, dweight), products and sums in the order in which autograd takes those of PyTorch's."""
+    dweight = (dy * (x * rstd)).sum(0)
+    gradient = dy if weight is None else dy * weight
+    dmean = (gradient * x).sum(1, keepdim=True) * -0.5 * rstd.pow(3) / x.shape[1]  # of the mean square
+    return gradient * rstd + dmean * (2 * x), dweight
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
@@ -78,33 +110,37 @@ def runs_reference(x: Tensor) -> bool:
 
 
 @operator("layer_norm")
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     x, weight, bias = unit_columns(x), contiguous(weight), contiguous(bias)
     if runs_reference(x):
-        return layer_norm_reference(x, weight, bias, eps)
-    y, _, mean, rstd = norm_launches.forward(x, None, None, weight, bias, eps, rms=False)
+        return layer_norm_reference(x, weight, bias, eps, dtype)
+    y, _, mean, rstd = norm_launches.forward(x, None, None, weight, bias, eps, rms=False, dtype=dtype)
     assert mean is not None
     return y, mean, rstd
 
 
 @torch.library.register_fake("rooftop::layer_norm")
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     statistics = x.new_empty(x.shape[0], dtype=statistics_dtype(x))
-    return x.new_empty(x.shape), statistics, torch.empty_like(statistics)
+    return x.new_empty(x.shape, dtype=dtype), statistics, torch.empty_like(statistics)
 
 
 @operator("rms_norm")
-def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x, weight = unit_columns(x), contiguous(weight)
     if runs_reference(x):
-        return rms_norm_reference(x, weight, eps)
-    y, _, _, rstd = norm_launches.forward(x, None, None, weight, None, eps, rms=True)
+        return rms_norm_reference(x, weight, eps, dtype)
+    y, _, _, rstd = norm_launches.forward(x, None, None, weight, None, eps, rms=True, dtype=dtype)
     return y, rstd
 
 
 @torch.library.register_fake("rooftop::rms_norm")
-def _(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=statistics_dtype(x))
+def _(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], dtype=statistics_dtype(x))
 
 
 @operator("norm_backward")
@@ -126,8 +162,9 @@ def norm_backward(
     dy, x, weight = unit_columns(dy), unit_columns(x), contiguous(weight)
     dtotal = None if dtotal is None else unit_columns(dtotal)
     if runs_reference(x):
-        dx, weight_sum, bias_sum = norm_backward_reference(dy, dtotal, x, weight, mean, rstd)
-        return dx, weight_sum.to(dweight.dtype) if mask[0] else dweight, bias_sum.to(dbias.dtype) if mask[1] else dbias
+        dx, *sums = norm_backward_reference(dy, dtotal, x, weight, mean, rstd, mask)
+        dweight, dbias = (t if s is None else s.to(t.dtype) for s, t in zip(sums, (dweight, dbias), strict=True))
+        return dx, dweight, dbias
     wanted = (dweight if mask[0] else None, dbias if mask[1] else None)
     dx = norm_launches.backward(dy, dtotal, x, weight, mean, rstd, *wanted)
     return dx, dweight, dbias
@@ -168,7 +205,7 @@ Context = torch.autograd.function.FunctionCtx
 
 
 def _save_layer_norm(ctx: Context, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    x, weight, bias, _ = inputs
+    x, weight, bias, *_ = inputs
     _, mean, rstd = output
     ctx.save_for_backward(x, weight, bias, mean, rstd)
     ctx.mark_non_differentiable(mean, rstd)
@@ -180,14 +217,14 @@ def _differentiate_layer_norm(
 ) -> tuple[Tensor | None, ...]:
     x, weight, bias, mean, rstd = ctx.saved_tensors  # type: ignore[attr-defined]
     if dy is None:
-        return None, None, None, None
+        return (None,) * 5
     mask = list(ctx.needs_input_grad[1:3])  # type: ignore[attr-defined]
     dx, dweight, dbias = norm_backward(dy, None, x, weight, bias, mean, rstd, mask)
-    return dx, dweight if mask[0] else None, dbias if mask[1] else None, None
+    return dx, dweight if mask[0] else None, dbias if mask[1] else None, None, None
 
 
 def _save_rms_norm(ctx: Context, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    x, weight, _ = inputs
+    x, weight, *_ = inputs
     _, rstd = output
     ctx.save_for_backward(x, weight, rstd)
     ctx.mark_non_differentiable(rstd)
@@ -197,15 +234,61 @@ def _save_rms_norm(ctx: Context, inputs: tuple, output: tuple) -> None:  # type:
 def _differentiate_rms_norm(ctx: Context, dy: Tensor | None, _rstd: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, rstd = ctx.saved_tensors  # type: ignore[attr-defined]
     if dy is None:
-        return None, None, None
+        return (None,) * 4
     mask = [ctx.needs_input_grad[1], False]  # type: ignore[attr-defined]
     dx, dweight, _ = norm_backward(dy, None, x, weight, None, None, rstd, mask)
-    return dx, dweight if mask[0] else None, None
+    return dx, dweight if mask[0] else None, None, None
 
 
 differentiable("layer_norm", _differentiate_layer_norm, _save_layer_norm)
 differentiable("rms_norm", _differentiate_rms_norm, _save_rms_norm)
-differentiable("norm_backward", no_second_derivative("the norm", instead="torch.nn.functional.layer_norm or rms_norm"))
+
+
+def layer_norm_formula(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, None, None]:
+    """The operator written out, without statistics: the third derivatives of PyTorch's function are wrong (2.13)."""
+    values = x.to(statistics_dtype(x))
+    centred = values - values.mean(1, keepdim=True)
+    y = centred * (centred.square().mean(1, keepdim=True) + eps).rsqrt()
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).to(dtype), None, None
+
+
+def rms_norm_formula(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, None]:
+    """Likewise."""
+    inside = statistics_dtype(x)
+    weight = None if weight is None else weight.to(inside)
+    return torch.nn.functional.rms_norm(x.to(inside), x.shape[1:], weight, eps).to(dtype), None
+
+
+def _backward_formula(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    mask: list[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dx, dweight and dbias as functions of dy, x and weight: of x also through the statistics."""
+    slope, values = dy.to(rstd.dtype), x.to(rstd.dtype)
+    centred = values if mean is None else values - values.mean(1, keepdim=True)
+    square = centred.square().mean(1, keepdim=True)
+    rate = (square - square.detach() + rstd.detach()[:, None].pow(-2)).rsqrt()  # rstd, and how it depends on x
+    normal = centred * rate
+    dweight = (slope * normal).sum(0).to(weight.dtype) if weight is not None and mask[0] else None
+    dbias = slope.sum(0).to(bias.dtype) if bias is not None and mask[1] else None
+    weighted = slope if weight is None else slope * weight
+    along = 0.0 if mean is None else weighted.mean(1, keepdim=True)
+    dx = (weighted - along - normal * (weighted * normal).mean(1, keepdim=True)) * rate
+    return (dx if dtotal is None else dx + dtotal).to(x.dtype), dweight, dbias
+
+
+by_formula("layer_norm", layer_norm_formula)
+by_formula("rms_norm", rms_norm_formula)
+differentiable_by_formula("norm_backward", _backward_formula)
 
 
 @cost_of("rooftop::layer_norm")
@@ -254,21 +337,19 @@ def layer_norm(
         eps: added to the variance.
 
     Returns:
-        Like input. Statistics are float32 (float64 for float64). Under autocast the result is float32, as PyTorch's.
+        Like input; under a GPU's autocast float32, as PyTorch's. Statistics are float32 (float64 for float64).
 
     Raises:
         TypeError: no dense tensors, or dtypes that are not floating point.
         ValueError: shapes or devices that do not fit.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     shape = check_norm("layer_norm", normalized_shape, input, None, weight=weight, bias=bias)
-    no_tangents("layer_norm", input, weight, bias)
-    input = widened(input)
+    dtype = result_dtype("layer_norm", input)
     if input.dim() == 2 and len(shape) == 1:
-        return _layer_norm(input, weight, bias, eps)[0]  # type: ignore[no-any-return]
+        return _layer_norm(input, weight, bias, eps, dtype)[0]  # type: ignore[no-any-return]
     rows, columns = sizes_of(input, shape)
     weight, bias = (t.reshape(columns) if t is not None else None for t in (weight, bias))
-    y, _, _ = _layer_norm(input.reshape(rows, columns), weight, bias, eps)
+    y, _, _ = _layer_norm(input.reshape(rows, columns), weight, bias, eps, dtype)
     return y.reshape(input.shape)  # type: ignore[no-any-return]
 
 
@@ -284,33 +365,25 @@ def rms_norm(
         eps: added to the mean square; None is that of float32 (float64 for float64), as PyTorch's kernels take.
 
     Returns:
-        Like input. Statistics are float32 (float64 for float64).
+        Like input; under a GPU's autocast float32, as PyTorch's. Statistics are float32 (float64 for float64).
 
     Raises:
         TypeError: no dense tensors, or dtypes that are not floating point.
         ValueError: shapes or devices that do not fit.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     shape = check_norm("rms_norm", normalized_shape, input, None, weight=weight)
-    no_tangents("rms_norm", input, weight)
-    eps = rms_eps(input, eps)
+    eps, dtype = rms_eps(input, eps), result_dtype("rms_norm", input)
     if input.dim() == 2 and len(shape) == 1:
-        return _rms_norm(input, weight, eps)[0]  # type: ignore[no-any-return]
+        return _rms_norm(input, weight, eps, dtype)[0]  # type: ignore[no-any-return]
     rows, columns = sizes_of(input, shape)
-    y, _ = _rms_norm(input.reshape(rows, columns), weight.reshape(columns) if weight is not None else None, eps)
+    weight = weight.reshape(columns) if weight is not None else None
+    y, _ = _rms_norm(input.reshape(rows, columns), weight, eps, dtype)
     return y.reshape(input.shape)  # type: ignore[no-any-return]
 
 
 # ---- what all norms check and do with their arguments ------------------------------------------------------------
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-def widened(x: Tensor) -> Tensor:
-    """x in float32 under autocast, as PyTorch's layer norm takes it."""
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return x.float()
-    return x
 
 
 def rms_eps(x: Tensor, eps: float | None) -> float:

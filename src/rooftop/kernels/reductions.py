@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.kernels.autocasting import result_dtype
 from rooftop.kernels.reduction_launches import matrix_order, reduce_into, spread, view_of, viewed
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import by_formula, differentiable, differentiable_by_formula, operator
 from rooftop.launch.triton_launch import INTERPRETED, require_triton
 
 ORDERS = {"norm1": 1.0, "norm2": 2.0, "norm_inf": math.inf}
@@ -43,6 +44,11 @@ def reduce_reference(x: Tensor, kind: str, dims: Sequence[int], keepdim: bool, d
 
 
 def reduce_backward_reference(dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> Tensor:
+    """dx, laid out in memory as x is."""
+    return torch.empty_like(x).copy_(_backward_formula(dy, x, y, kind, dims))
+
+
+def _backward_formula(dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> Tensor:
     """dx of the extremes, whose ties share the gradient equally, and of norms; y and dy as `reduce` gave them."""
     inside = torch.float64 if x.dtype == torch.float64 else torch.float32
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
@@ -50,12 +56,12 @@ def reduce_backward_reference(dy: Tensor, x: Tensor, y: Tensor, kind: str, dims:
     if kind == "norm1":
         dx = value.sign() * gradient
     elif kind == "norm2":
-        dx = (gradient * (value / result)).masked_fill(result == 0, 0.0)
+        dx = (gradient * (value / result.masked_fill(result == 0, 1.0))).masked_fill(result == 0, 0.0)
     else:
         equal = (value.abs() if kind == "norm_inf" else value) == result
         share = gradient / equal.sum(_or_all(x, dims), keepdim=True)
         dx = torch.where(equal, value.sign() * share, 0.0) if kind == "norm_inf" else equal * share
-    return torch.empty_like(x).copy_(dx)
+    return dx.to(x.dtype)
 
 
 def _or_all(x: Tensor, dims: Sequence[int]) -> list[int] | None:
@@ -150,10 +156,8 @@ def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tupl
 
 
 differentiable("reduce", _differentiate, _save)
-differentiable(
-    "reduce_backward",
-    no_second_derivative("this reduction", "torch.amax, torch.amin or torch.linalg.vector_norm"),
-)
+by_formula("reduce", reduce_reference)
+differentiable_by_formula("reduce_backward", _backward_formula)
 
 
 @cost_of("rooftop::reduce")
@@ -196,13 +200,11 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
     Raises:
         TypeError: no dense tensor, or dtypes that do not fit.
         ValueError: dimensions that do not fit.
-        NotImplementedError: forward-mode differentiation.
     """
     _check("sum", input, (*FLOATS, *INTEGERS), dtype, (*FLOATS, *INTEGERS[1:]))
     dims = _dims("sum", input, dim)
-    dtype = dtype or _autocast_dtype(input)
-    result = dtype or (input.dtype if input.dtype.is_floating_point else torch.int64)
-    return _apply("sum", "torch.sum", _cast(input, result), "sum", dims, keepdim, result)
+    result = dtype or (result_dtype("sum", input) if input.dtype.is_floating_point else torch.int64)
+    return _apply(_cast(input, result), "sum", dims, keepdim, result)
 
 
 def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -212,7 +214,7 @@ def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch
     """
     _check("mean", input, FLOATS if dtype is None else (*FLOATS, *INTEGERS), dtype, FLOATS)
     result = dtype or input.dtype
-    return _apply("mean", "torch.mean", _cast(input, result), "mean", _dims("mean", input, dim), keepdim, result)
+    return _apply(_cast(input, result), "mean", _dims("mean", input, dim), keepdim, result)
 
 
 def amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
@@ -222,7 +224,6 @@ def amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
 
     Raises:
         TypeError, ValueError: as `sum`; the maximum of nothing.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     return _extreme("amax", input, _dims("amax", input, dim), keepdim)
 
@@ -271,7 +272,6 @@ def norm(
 
     Raises:
         TypeError, ValueError: as `sum`; another order; the largest of nothing.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     _check("norm", input, FLOATS, dtype, FLOATS)
     kind = next((kind for kind, order in ORDERS.items() if ord == order), None)
@@ -282,19 +282,18 @@ def norm(
     dims = _dims("norm", input, dim)
     if kind == "norm_inf":
         _refuse_nothing("norm", input, dims)
-    result = dtype or _autocast_dtype(input) or input.dtype
-    return _apply("norm", "torch.linalg.vector_norm", _cast(input, result), kind, dims, keepdim, result)
+    result = dtype or result_dtype("norm", input)
+    return _apply(_cast(input, result), kind, dims, keepdim, result)
 
 
 def _extreme(name: str, x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
     _refuse_nothing(name, x, dims)
     if name in ("argmax", "argmin"):
         return _reduce(x.detach(), name, dims, bool(keepdim), torch.int64)
-    return _apply(name, f"torch.{name}", x, name, dims, keepdim, x.dtype)
+    return _apply(x, name, dims, keepdim, x.dtype)
 
 
-def _apply(name: str, instead: str, x: Tensor, kind: str, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    no_tangents(name, x, instead=instead)
+def _apply(x: Tensor, kind: str, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
     y: Tensor = _reduce(x, kind, dims, bool(keepdim), dtype)
     return y
 
@@ -304,13 +303,6 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     halves = dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
     integers = dtype == torch.int64 and x.dtype in INTEGERS
     return x if halves or integers else x.to(dtype)
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """float32 where PyTorch's autocast sums in it: half precision on a GPU."""
-    if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    return torch.float32 if torch.is_autocast_enabled("cuda") else None
 
 
 def _check(

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels import cuda_softmaxes as clusters
+from rooftop.kernels.autocasting import result_dtype
 from rooftop.kernels.tiles import merged, rows_of, unit
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import by_formula, differentiable, differentiable_by_formula, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -40,10 +41,8 @@ def softmax_backward_reference(
     """dx; `mask` only where it is boolean: no gradient passes where it is False."""
     inside = torch.float64 if y.dtype == torch.float64 else torch.float32
     gradient, value = dy.to(inside), y.to(inside)
-    if log:
-        dx = (gradient - value.exp() * gradient.sum(-1, keepdim=True)) * scale
-    else:
-        dx = (gradient - (gradient * value).sum(-1, keepdim=True)) * value * scale
+    of_rows = torch.ops.aten._log_softmax_backward_data if log else torch.ops.aten._softmax_backward_data
+    dx = of_rows(gradient, value, -1, inside) * scale
     return (dx if mask is None else dx.masked_fill(~mask, 0.0)).to(dtype)
 
 
@@ -262,7 +261,8 @@ def _differentiate(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tupl
 
 
 differentiable("softmax", _differentiate, _save)
-differentiable("softmax_backward", no_second_derivative("softmax"))
+by_formula("softmax", softmax_reference)
+differentiable_by_formula("softmax_backward", softmax_backward_reference)
 
 
 @cost_of("rooftop::softmax")
@@ -306,12 +306,12 @@ def softmax(
 
     Returns:
         Like input. Rows of -inf alone (or excluded as a whole) and rows with NaN are NaN, as PyTorch's. Maximum, sum
-        and exponentials are float32 (float64 for float64). Under autocast the result is float32, as PyTorch's.
+        and exponentials are float32 (float64 for float64). Under a GPU's autocast the result is float32, as
+        PyTorch's.
 
     Raises:
         TypeError: no dense tensors, or dtypes that do not fit.
         ValueError: dimensions, shapes or devices that do not fit, a scale that is not finite.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     return _along("softmax", input, dim, dtype, mask, scale)
 
@@ -333,12 +333,10 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def _along(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tensor | None, scale: float) -> Tensor:
     _check(name, x, dim, dtype, mask, scale)
-    no_tangents(name, x, mask)
     if dtype is not None and not (dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)):
         x = x.to(dtype)
     if dtype is None:
-        widened = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-        dtype = torch.float32 if widened else x.dtype
+        dtype = result_dtype(name, x)
     if x.dim() == 0:
         mask = None if mask is None else mask.reshape(1)
         return _softmax(x.reshape(1), mask, float(scale), name == "log_softmax", dtype).reshape(())

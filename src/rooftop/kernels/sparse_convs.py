@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.kernels.autocasting import under_autocast
 from rooftop.kernels.neighbour_tables import check_neighbours, check_reverse
 from rooftop.kernels.sparse_conv_launches import (
     BLOCK_ROWS,
@@ -342,7 +343,7 @@ def sparse_conv(
     _check(features, weight, bias, neighbours, reverse, order, reverse_order, pairs)
     if pair_count is not None and (not isinstance(pair_count, (int, torch.SymInt)) or pair_count < 0):
         raise ValueError(f"sparse_conv: pair_count must be None or a number of pairs, got {pair_count!r}")
-    if _autocasts(features):
+    if under_autocast(features):
         narrow = torch.get_autocast_dtype(features.device.type)
         features, weight = features.to(narrow), weight.to(narrow)
         bias = bias.to(narrow) if bias is not None else None
@@ -356,11 +357,6 @@ def sparse_conv(
         features, weight, bias, neighbours, reverse, order, reverse_order, listed, counts,
         -1 if pair_count is None else pair_count,
     )  # fmt: skip
-
-
-def _autocasts(x: Tensor) -> bool:
-    device = "cuda" if x.is_cuda else x.device.type  # to ask for the name takes longer than the rest
-    return device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
 
 
 def _check(

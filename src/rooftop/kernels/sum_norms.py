@@ -16,20 +16,22 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels import norm_launches
+from rooftop.kernels.autocasting import result_dtype
 from rooftop.kernels.norms import (
     check_norm,
     contiguous,
+    layer_norm_formula,
     layer_norm_reference,
     norm_backward,
     rms_eps,
+    rms_norm_formula,
     rms_norm_reference,
     runs_reference,
     sizes_of,
     statistics_dtype,
     unit_columns,
-    widened,
 )
-from rooftop.launch.operators import differentiable, no_tangents, operator
+from rooftop.launch.operators import by_formula, differentiable, operator
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -49,10 +51,11 @@ def add_layer_norm_reference(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, total, mean, rstd) of rows x (M, N) in plain PyTorch."""
     total = add_reference(x, residual, input_bias)
-    y, mean, rstd = layer_norm_reference(total, weight, bias, eps)
+    y, mean, rstd = layer_norm_reference(total, weight, bias, eps, dtype)
     return y, total, mean, rstd
 
 
@@ -72,14 +75,15 @@ def _add_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, total, mean, rstd); total is empty where nothing is added."""
     if runs_reference(x):
-        y, total, mean, rstd = add_layer_norm_reference(x, residual, input_bias, weight, bias, eps)
+        y, total, mean, rstd = add_layer_norm_reference(x, residual, input_bias, weight, bias, eps, dtype)
         return y, total if adds(residual, input_bias) else x.new_empty(0), mean, rstd
     residual = unit_columns(residual) if residual is not None else None
     parameters = contiguous(input_bias), contiguous(weight), contiguous(bias)
-    y, written, average, rstd = norm_launches.forward(unit_columns(x), residual, *parameters, eps, rms=False)
+    y, written, average, rstd = norm_launches.forward(unit_columns(x), residual, *parameters, eps, False, dtype)
     assert average is not None
     return y, x.new_empty(0) if written is None else written, average, rstd
 
@@ -92,39 +96,50 @@ def fake_add_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Also of the twin in CUDA C++."""
     statistics = x.new_empty(x.shape[0], dtype=statistics_dtype(x))
     total = x.new_empty(x.shape if adds(residual, input_bias) else 0)
-    return x.new_empty(x.shape), total, statistics, torch.empty_like(statistics)
+    return x.new_empty(x.shape, dtype=dtype), total, statistics, torch.empty_like(statistics)
 
 
 @operator("add_rms_norm")
 def _add_rms_norm(
-    x: Tensor, residual: Tensor | None, input_bias: Tensor | None, weight: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    input_bias: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, total, rstd), likewise."""
     if runs_reference(x):
         total = add_reference(x, residual, input_bias)
-        y, rstd = rms_norm_reference(total, weight, eps)
+        y, rstd = rms_norm_reference(total, weight, eps, dtype)
         return y, total if adds(residual, input_bias) else x.new_empty(0), rstd
     residual = unit_columns(residual) if residual is not None else None
     parameters = contiguous(input_bias), contiguous(weight), None
-    y, written, _, rstd = norm_launches.forward(unit_columns(x), residual, *parameters, eps, rms=True)
+    y, written, _, rstd = norm_launches.forward(unit_columns(x), residual, *parameters, eps, True, dtype)
     return y, x.new_empty(0) if written is None else written, rstd
 
 
 @torch.library.register_fake("rooftop::add_rms_norm")
 def _(
-    x: Tensor, residual: Tensor | None, input_bias: Tensor | None, weight: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    input_bias: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = x.new_empty(x.shape if adds(residual, input_bias) else 0)
-    return x.new_empty(x.shape), total, x.new_empty(x.shape[0], dtype=statistics_dtype(x))
+    return x.new_empty(x.shape, dtype=dtype), total, x.new_empty(x.shape[0], dtype=statistics_dtype(x))
 
 
 def save_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Also of the twin in CUDA C++."""
-    x, residual, input_bias, weight, bias, _ = inputs
+    x, residual, input_bias, weight, bias, *_ = inputs
     _, total, mean, rstd = output
     _save(ctx, adds(residual, input_bias), input_bias)
     ctx.save_for_backward(total if ctx.adds else x, weight, bias, mean, rstd)
@@ -132,7 +147,7 @@ def save_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 
 def _save_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, input_bias, weight, _ = inputs
+    x, residual, input_bias, weight, *_ = inputs
     _, total, rstd = output
     _save(ctx, adds(residual, input_bias), input_bias)
     ctx.save_for_backward(total if ctx.adds else x, weight, None, None, rstd)
@@ -149,14 +164,14 @@ def differentiate_layer_norm(
     ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_statistics: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Also of the twin in CUDA C++."""
-    wants = ctx.needs_input_grad  # x, residual, input_bias, weight, bias, eps
-    return (*_gradients(ctx, dy, dtotal, [wants[3], wants[4]]), None)
+    wants = ctx.needs_input_grad  # x, residual, input_bias, weight, bias, eps, dtype
+    return (*_gradients(ctx, dy, dtotal, [wants[3], wants[4]]), None, None)
 
 
 def _differentiate_rms_norm(
     ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_statistics: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    return (*_gradients(ctx, dy, dtotal, [ctx.needs_input_grad[3], False])[:4], None)
+    return (*_gradients(ctx, dy, dtotal, [ctx.needs_input_grad[3], False])[:4], None, None)
 
 
 def _gradients(
@@ -176,6 +191,34 @@ def _gradients(
     return dx if wants[0] else None, dx if wants[1] else None, dinput_bias, dweight, dbias
 
 
+def add_layer_norm_formula(
+    x: Tensor,
+    residual: Tensor | None,
+    input_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, None, None]:
+    """Also of the twin in CUDA C++."""
+    total = add_reference(x, residual, input_bias)
+    return layer_norm_formula(total, weight, bias, eps, dtype)[0], total, None, None
+
+
+def _add_rms_norm_formula(
+    x: Tensor,
+    residual: Tensor | None,
+    input_bias: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, None]:
+    total = add_reference(x, residual, input_bias)
+    return rms_norm_formula(total, weight, eps, dtype)[0], total, None
+
+
+by_formula("add_layer_norm", add_layer_norm_formula)
+by_formula("add_rms_norm", _add_rms_norm_formula)
 differentiable("add_layer_norm", differentiate_layer_norm, save_layer_norm)
 differentiable("add_rms_norm", _differentiate_rms_norm, _save_rms_norm)
 
@@ -214,19 +257,16 @@ def add_layer_norm(
 
     Returns:
         (y, total), both like input. total is rounded once, and y is its norm; it is input itself where nothing is
-        added. Under autocast both are float32, as PyTorch's layer norm.
+        added. Under a GPU's autocast y is float32, as PyTorch's norms, and total keeps the dtype of input, as its sums.
 
     Raises:
         TypeError: no dense tensors, or dtypes that are not floating point, or residual of another dtype than input.
         ValueError: shapes or devices that do not fit.
-        NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     name, parameters = "add_layer_norm", {"weight": weight, "bias": bias, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
-    no_tangents(name, input, residual, input_bias, weight, bias, instead="torch.nn.functional.layer_norm")
-    input, residual = widened(input), widened(residual) if residual is not None else None
     flat, *terms = flat_arguments(shape, input, residual, input_bias, weight, bias)
-    y, total, _, _ = _add_layer_norm(flat, *terms, eps)
+    y, total, _, _ = _add_layer_norm(flat, *terms, eps, result_dtype("layer_norm", input))
     return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input
 
 
@@ -241,14 +281,12 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """RMS norm over the last dimensions of input + input_bias + residual, and that sum.
 
-    Arguments, results and errors as of `add_layer_norm`; weight and eps as of `torch.nn.functional.rms_norm`. Autocast
-    changes nothing.
+    Arguments, results and errors as of `add_layer_norm`; weight and eps as of `torch.nn.functional.rms_norm`.
     """
     name, parameters = "add_rms_norm", {"weight": weight, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
-    no_tangents(name, input, residual, input_bias, weight, instead="torch.nn.functional.rms_norm")
     flat, *terms = flat_arguments(shape, input, residual, input_bias, weight)
-    y, total, _ = _add_rms_norm(flat, *terms, rms_eps(input, eps))
+    y, total, _ = _add_rms_norm(flat, *terms, rms_eps(input, eps), result_dtype("rms_norm", input))
     return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input
 
 

@@ -26,12 +26,13 @@ Result = TypeVar("Result")
 def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
     """For formulas in PyTorch whose sums are float32: a backward that runs within autocast would round their products.
 
-    The first argument is a tensor.
+    The first argument is a tensor, or a list of some.
     """
 
     @wraps(function)
     def exact(*arguments: Any, **options: Any) -> Result:
-        device = arguments[0].device.type
+        first = arguments[0] if isinstance(arguments[0], Tensor) else arguments[0][0]
+        device = first.device.type
         if not torch.amp.is_autocast_available(device):  # meta
             return function(*arguments, **options)
         with torch.autocast(device, enabled=False):
@@ -59,7 +60,15 @@ def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., 
 
         @wraps(function)
         def call(*arguments: Any) -> Any:
-            if torch.compiler.is_compiling() or not _is_plain(arguments):
+            if torch.compiler.is_compiling():
+                return overload(*arguments)
+            plain = _is_plain(arguments)
+            if (not plain or forward_ad._current_level >= 0) and transformed(arguments):
+                formula = _formulas.get(name)
+                if formula is not None:
+                    return formula(*arguments)
+                _refuse_derivatives(name)
+            if not plain:
                 return overload(*arguments)
             if not torch.is_grad_enabled() or not _require_grad(arguments):
                 return function(*arguments)
@@ -93,6 +102,64 @@ def differentiable(
         _recorded[name] = _recording_lists(name, forward, backward)
     else:
         _recorded[name] = _recording(name, forward, backward)
+
+
+def by_formula(name: str, formula: Callable[..., Any]) -> None:
+    """Names the formula of an operator: it takes the same arguments, gives the same results, and is made of PyTorch's
+    own operators, so that all transforms of `torch.func` and forward-mode differentiation know it.
+
+    Results that have no gradient may be None.
+    """
+    _formulas[name] = without_autocast(formula)
+
+
+def differentiable_by_formula(name: str, formula: Callable[..., Any]) -> None:
+    """Gives a backward operator its derivative, which makes the operator twice differentiable, and more often.
+
+    Args:
+        name: of the backward operator, none of whose arguments is a list of tensors.
+        formula: as of `by_formula`; it is computed again, by autograd, where a second derivative is asked for.
+    """
+    by_formula(name, formula)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.others = [None if isinstance(each, Tensor) else each for each in inputs]
+        ctx.places = [i for i, each in enumerate(inputs) if isinstance(each, Tensor)]
+        ctx.save_for_backward(*(inputs[i] for i in ctx.places))
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        arguments = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            arguments[place] = tensor
+        wanted = [i for i in ctx.places if ctx.needs_input_grad[i]]
+        found = _gradients_of(_formulas[name], arguments, wanted, gradients)
+        return tuple(found.get(i) for i in range(len(arguments)))
+
+    differentiable(name, backward, save)
+
+
+def _gradients_of(
+    formula: Callable[..., Any], arguments: list[Any], wanted: Sequence[int], gradients: Sequence[Tensor | None]
+) -> dict[int, Tensor | None]:
+    """By the number of the argument, gradients of those that are wanted from those of the results."""
+    again = torch.is_grad_enabled()  # create_graph
+    with torch.enable_grad():
+        # Each in a place of its own: where one was computed from another, that path is not this formula's.
+        places = {i: arguments[i].view_as(arguments[i]) if again else arguments[i].detach() for i in wanted}
+        places = {i: t if t.requires_grad else t.requires_grad_() for i, t in places.items()}
+        results = formula(*(places.get(i, argument) for i, argument in enumerate(arguments)))
+        results = results if isinstance(results, tuple) else (results,)
+        pairs = [
+            (y, g)
+            for y, g in zip(results, gradients, strict=True)
+            if g is not None and y is not None and y.requires_grad
+        ]
+        if not pairs or not places:
+            return {}
+        ys, slopes = zip(*pairs, strict=True)
+        found = torch.autograd.grad(ys, list(places.values()), slopes, create_graph=again, allow_unused=True)
+    return dict(zip(places, found, strict=True))
 
 
 def _recording(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,6 +202,7 @@ def _recording_lists(name: str, forward: Callable[..., Any], backward: Callable[
     return recorded
 
 
+_formulas: dict[str, Callable[..., Any]] = {}  # what computes the same by PyTorch's own operators, by name
 _functions: dict[str, Callable[..., Any]] = {}  # what computes an operator, by name
 _recorded: dict[str, Callable[..., Any]] = {}  # the same, for autograd to differentiate
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -142,6 +210,8 @@ _LISTS = (list, tuple)
 _NO_TENSORS = frozenset((type(None), bool, int, float, str))  # most arguments that are no tensors
 # Looked up once: they are asked at every call.
 _include_set = torch._C._dispatch_tls_local_include_set
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included
+_VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")  # of `is_grads_batched`; `torch.func` has another
 _function_modes = torch._C._len_torch_function_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
 with ThreadPoolExecutor(1) as _thread:  # a new one has neither modes, nor transforms, nor inference mode; this one may
@@ -152,6 +222,38 @@ def unwatched(*arguments: Any) -> bool:
     """Whether nothing but autograd would notice by which operators something is computed with these: no compiler, mode,
     transform or profiler, and no tensor of another kind."""
     return not torch.compiler.is_compiling() and forward_ad._current_level < 0 and _is_plain(arguments)
+
+
+def transformed(arguments: Sequence[Any]) -> bool:
+    """Whether a transform of `torch.func` or forward-mode differentiation is at work on a tensor among them, or
+    autograd takes a batch of gradients at once."""
+    if _is_included(_VMAP_MODE):
+        return True
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            if torch._C._functorch.is_functorch_wrapped_tensor(argument):
+                return True
+            if forward_ad._current_level >= 0 and forward_ad.unpack_dual(argument).tangent is not None:
+                return True
+        elif isinstance(argument, _LISTS) and transformed(argument):
+            return True
+    return False
+
+
+def _refuse_derivatives(name: str) -> None:
+    """An operator without a formula: `vmap` alone calls it once for each element of the batch, and that is right.
+
+    Raises:
+        NotImplementedError: another transform.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    kinds = {interpreter.key() for interpreter in stack}
+    if kinds <= {torch._C._functorch.TransformType.Vmap} and forward_ad._current_level < 0:
+        return
+    raise NotImplementedError(
+        f"rooftop::{name} cannot be differentiated by torch.func or in forward mode: use backward() or "
+        "torch.autograd.grad, or PyTorch's own functions in the part that is transformed"
+    )
 
 
 def _is_plain(arguments: Sequence[Any]) -> bool:

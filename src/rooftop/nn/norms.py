@@ -38,7 +38,7 @@ def norm_of_sum(norm: nn.Module, input: Tensor, residual: Tensor) -> tuple[Tenso
     hooks.
 
     Args:
-        input, residual: of one shape; the sum has the dtype that PyTorch gives it, and under autocast float32.
+        input, residual: of one shape; the sum has the dtype that PyTorch gives it.
     """
     if not (is_plain(norm, LayerNorm) or is_plain(norm, RMSNorm)):
         total = input + residual

@@ -45,8 +45,9 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None) -> Rep
     """Make Rooftop compute a model's layer norms, RMS norms, softmaxes, embeddings and cross entropies, in place.
 
     Modules change their class and nothing else: parameters (shared ones, too), their names, dtypes and devices, hooks,
-    the training flag and the optimizer that holds the parameters stay as they are. Do it before `torch.compile`. Second
-    derivatives, forward-mode differentiation and the transforms of `torch.func` raise afterwards.
+    the training flag and the optimizer that holds the parameters stay as they are. Do it before `torch.compile`.
+    Second derivatives and the transforms of `torch.func` work as before, by PyTorch's own operators; only cross
+    entropies on a GPU have no second derivative.
 
     Args:
         model: any module; those within it whose class is exactly one of `torch.nn` are looked at. Subclasses (of which

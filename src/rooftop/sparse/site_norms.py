@@ -5,7 +5,8 @@ fewer than two there is no variance, and the running statistics stand in. Ioffe 
 Bound by memory: forward reads x twice and writes y, backward reads dy and x twice and writes dx. Rows that are no sites
 hold anything: they are not read, and their results and gradients are 0.
 
-Sums are float32 (float64 for float64), in parts of equal length that are merged in order: the same bits each time.
+Sums are float32 (float64 for float64, and on the CPU for float32), in parts of equal length that are merged in order:
+the same bits each time.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def site_norm_reference(
     y = (values - center) * rate
     if weight is not None and bias is not None:
         y = y * weight + bias
-    return y.where(known, 0).to(x.dtype), mean, var, count, center.to(wide), rate.to(wide)
+    statistics = (t.to(wide) for t in (mean, var, count, center, rate))
+    return y.where(known, 0).to(x.dtype), *statistics  # type: ignore[return-value]
 
 
 def site_norm_gradient_reference(
@@ -53,8 +55,11 @@ def site_norm_gradient_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx (N, C), dweight (C,), dbias (C,)); `by_running`: fewer than two sites were normalized by constants."""
     known = sites[:, None]
-    slope = dy.to(rate.dtype).where(known, 0)
-    normal = ((x.to(rate.dtype) - center) * rate).where(known, 0)
+    slope, values = (t.to(rate.dtype).where(known, 0) for t in (dy, x))
+    rest = (values - center).where(known, 0).sum(0) / count.clamp(min=1)  # what the center lacks: it was rounded
+    if by_running:
+        rest = torch.where(count < 2, 0, rest)
+    normal = ((values - center - rest) * rate).where(known, 0)
     dbias, dweight = slope.sum(0), (slope * normal).sum(0)
     through = (dbias + normal * dweight) / count.clamp(min=1)
     if by_running:
@@ -64,7 +69,10 @@ def site_norm_gradient_reference(
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    """The dtype of sums and statistics: on the CPU of float32, too, so wide that only results are rounded."""
+    if x.dtype == torch.float64 or (x.dtype == torch.float32 and x.is_cpu and not INTERPRETED):
+        return torch.float64
+    return torch.float32
 
 
 # ---- launches --------------------------------------------------------------------------------------------------
@@ -147,7 +155,7 @@ def site_norm(
 
     x: (N, C), bfloat16, float16, float32 or float64; sites: (N,) bool; the others (C,), float32 or wider than x, weight
     and bias both or none, running_mean and running_var both or none. mean, var (biased), center and rate are float32,
-    or float64 for float64.
+    or float64 for float64 and for float32 on the CPU.
     """
     arguments = (x, sites, weight, bias, running_mean, running_var, eps)
     return site_norm_reference(*arguments) if _by_reference(x) else _forward(*arguments)
