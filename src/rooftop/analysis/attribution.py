@@ -37,6 +37,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rooftop.analysis.optimizer_labels import optimizer_ends
 from rooftop.cost import distinct_bytes
 from rooftop.cost.accounting import tensors_in
+from rooftop.hardware.interruptions import pass_on
 
 LOSS, AUTOGRAD, OPTIMIZER = "(loss)", "(autograd)", "(optimizer)"
 """Scopes of operators outside any module: forward, backward, and in the optimizer."""
@@ -246,6 +247,7 @@ class ModuleTracker:
         try:
             self._add_traffic(scope, module, list(tensors_in([args, kwargs])), list(tensors_in(output)))
         except Exception as error:  # tensors of a kind that is not known here must not end the program
+            pass_on(error)
             self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
 
     def _mark(self, scope: str) -> None:
@@ -279,6 +281,7 @@ class ModuleTracker:
         try:
             self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
         except Exception as error:  # one that cannot be held weakly
+            pass_on(error)
             self.uncounted[type(optimizer).__name__] = f"{type(error).__name__}: {error}"
         return self._closure_outside(args, kwargs) if self._is_following else None
 

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop.cost.accounting import PRECISIONS, Call, Cost, counted_device_type, distinct_bytes, tensors_in
 from rooftop.cost.registry import formula_for
+from rooftop.hardware.interruptions import pass_on
 from rooftop.hardware.source_lines import current_user_line
 
 Shape = tuple[int, ...]
@@ -155,6 +156,7 @@ class CountingMode(TorchDispatchMode):
         try:
             record = _record(func, args, kwargs, out, scope, phase)
         except Exception as error:  # tensors of a kind that is not known here must not end the program
+            pass_on(error)
             why = f"its tensors cannot be read: {type(error).__name__}: {error}"
             record = Record(str(func), (), "", "", scope, phase, None, why)
         self.records.append(record)
@@ -276,6 +278,7 @@ def counted(call: Call) -> tuple[Cost | None, str]:
         _require_figures(cost)
         return (_in_place(cost, call) if call.func._schema.is_mutable else cost), ""
     except Exception as error:  # a formula must never end the user's program; the report lists it as uncovered
+        pass_on(error)
         return None, f"formula failed: {type(error).__name__}: {error}"
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from rooftop.analysis.compiled.dynamic_sizes import with_known_sizes
 from rooftop.cost.accounting import FREE, Call, Cost, distinct_bytes, distinct_elements, tensor_bytes, tensors_in
 from rooftop.cost.registry import formula_for
+from rooftop.hardware.interruptions import pass_on
 
 REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "max", "min", "prod", "argmax", "argmin", "any", "all"}
 """Operators that inductor may split into two kernels."""
@@ -406,7 +407,8 @@ def _cost(node: fx.Node) -> Cost | None:
     try:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         return formula(Call(node.target, tuple(args), kwargs, node.meta.get("val")))
-    except Exception:  # listed as uncovered
+    except Exception as error:  # listed as uncovered
+        pass_on(error)
         return None
 
 
