@@ -21,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -388,6 +389,9 @@ def main() -> int:
     parser.add_argument("networks", nargs="*", metavar="NAME", help="of networks whose name begins so; all if none")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    missing = [name for name in ("torchvision", "timm", "transformers") if find_spec(name) is None]
+    if missing:
+        parser.error(f"not installed: {', '.join(missing)} (pip install {' '.join(missing)}, built for this torch)")
     warnings.filterwarnings("ignore")
     chosen = {n: of for n, of in NETWORKS.items() if not options.networks or n.startswith(tuple(options.networks))}
     print(f"{'matrix work, GFLOP':32} {'':9} {'Rooftop':>10} {'FlopCounter':>12} {'by hand':>10}")

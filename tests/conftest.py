@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -108,17 +109,36 @@ TORCHVISION = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
+"""What its Python parts ask of its compiled part when they are imported."""
+
+ORACLES = Path(sys.prefix, "oracles")
+"""Where `make` puts packages of which only the Python parts serve."""
 
 
 @pytest.fixture(scope="session")
 def torchvision_models() -> Iterator[ModuleType]:
-    """torchvision as an oracle. Its published builds are CUDA builds, which fail to import beside a CPU torch until the
-    operators of their compiled part are declared; the models themselves are Python."""
+    """torchvision as an oracle; its models are Python. Where no build of it fits this torch, the operators of its
+    compiled part are declared, or it could not be imported."""
+    if find_spec("torchvision") is None and ORACLES.exists():
+        sys.path.append(str(ORACLES))
     library = torch.library.Library("torchvision", "FRAGMENT")
-    if torch.version.cuda is None and not hasattr(torch.ops.torchvision, "nms"):
+    if find_spec("torchvision") is not None and not torchvision_loads():
         for schema in TORCHVISION:
             library.define(schema)
     yield pytest.importorskip("torchvision.models")  # noqa: PT022 (the library must outlive the tests)
+
+
+def torchvision_loads() -> bool:
+    """Whether torchvision's compiled part fits this torch; loads it."""
+    spec = find_spec("torchvision")
+    folders = spec.submodule_search_locations if spec is not None and spec.submodule_search_locations else ()
+    for part in (part for folder in folders for part in Path(folder).glob("_C*.so")):
+        try:
+            torch.ops.load_library(str(part))
+        except OSError:
+            continue
+        return True
+    return False
 
 
 @pytest.fixture(scope="session")

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rooftop.analysis import Report
+from rooftop.analysis import Report, attribution, recordings
 from rooftop.analysis.recordings import NEEDED
 from rooftop.analysis.scripts import analyze_script, run_script
+from rooftop.cost import counting
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.traces import Trace
 
 TRAINING = f"""
 import argparse, sys
@@ -524,3 +529,103 @@ def test_a_hook_may_end_the_script_otherwise(
     printed = capsys.readouterr().err
     assert said in printed
     assert not said or "Original exception was:" in printed
+
+
+LIMITED = """
+import signal
+import torch
+
+class TimeLimit(Exception):
+    pass
+
+def stop(*arguments):
+    raise TimeLimit
+
+net = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+before = signal.signal(signal.SIGUSR1, stop)
+caught = 0
+for _ in range(20):
+    try:
+        net(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    except TimeLimit:
+        caught += 1
+signal.signal(signal.SIGUSR1, before)
+assert caught == 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(counting, "_record"), (counting, "formula_for"), (attribution.ModuleTracker, "_add_traffic")]
+)
+def test_what_a_handler_of_the_script_raises_in_our_code_reaches_it(
+    owner: Any, name: str, tmp_path: Path, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = getattr(owner, name), list[str]()
+
+    def interrupted(*args: Any) -> Any:
+        if not calls and callable(signal.getsignal(signal.SIGUSR1)):
+            calls.append(name)
+            signal.raise_signal(signal.SIGUSR1)
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    ended = run_script(script(tmp_path, LIMITED), device="cpu", ceilings=ceilings)
+    assert ended.status == 0, ended.traceback
+    assert ended.report is not None
+
+
+EVALUATING = """
+import torch
+
+net = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(40):
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step + 1 == {after}:
+        with torch.no_grad():
+            for _ in range(300):
+                net(torch.ones(2, 4))
+"""
+
+
+@pytest.mark.parametrize("after", [1, 3, 4, 5])
+def test_a_long_evaluation_in_a_watched_step_is_not_watched_to_its_end(
+    after: int, tmp_path: Path, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recordings, "MOST_MODULE_CALLS", 100)
+    events: list[int] = []
+    end_of_trace = Trace.__exit__
+
+    def counted(trace: Trace, *error: Any) -> None:
+        end_of_trace(trace, *error)
+        events.append(sum(event.name() == "aten::addmm" for event in trace.events))
+
+    monkeypatch.setattr(Trace, "__exit__", counted)
+    report = run(tmp_path, EVALUATING.format(after=after), ceilings)
+    assert report.mode == "40 recorded steps"
+    assert max(events) <= 3
+    assert {row.name: row.calls for row in report.ops}["aten::addmm"] == 1
+
+
+SILENTLY = """
+import pickle, sys
+from pathlib import Path
+from rooftop.analysis.scripts import run_script
+
+ceilings = pickle.loads(Path(sys.argv[1]).read_bytes())
+assert run_script(sys.argv[2], device="cpu", ceilings=ceilings).report is not None
+"""
+
+
+def test_nothing_is_said_that_the_script_would_not_say(tmp_path: Path, ceilings: Ceilings) -> None:
+    path = script(tmp_path, EVALUATING.format(after=0) + "import sys; print('its own words', file=sys.stderr)\n")
+    (tmp_path / "ceilings").write_bytes(pickle.dumps(ceilings))
+    words = [sys.executable, "-c", SILENTLY, str(tmp_path / "ceilings"), str(path)]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == "its own words\n"

@@ -31,6 +31,9 @@ class Told:
     def work_begins(self, compiled: bool) -> None:
         self.begins += 1
 
+    def work_goes_on(self) -> None:
+        pass
+
     def leader_changes(self) -> None:
         self.earlier.append(len(self.steps))
         self.steps, self.whole = [], []

@@ -264,6 +264,31 @@ def test_hooks_run_for_each_replica_and_those_of_parameters_once() -> None:
     assert counts == {"before": 2, "after": 2, "backward": 2, "whole": 1, "gradient": 1, "accumulated": 1}
 
 
+class HookedWhenFirstCalled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.hooked = False
+        self.calls: list[None] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.linear.register_forward_hook(lambda *args: self.calls.append(None))
+            self.hooked = True
+        return self.linear(x)
+
+
+def test_hooks_that_a_forward_registers_are_of_its_replica() -> None:
+    model = HookedWhenFirstCalled()
+    parallel = DataParallel(model, THREE)
+    for step in range(1, 3):
+        parallel(torch.ones(3, 4))
+        assert len(model.linear._forward_hooks) == 1
+        assert len(model.calls) == 3 * step
+    model(torch.ones(3, 4))
+    assert len(model.calls) == 7
+
+
 class Scale(nn.Module):
     def forward(self, x: Tensor, by: float = 1.0, *, mask: Tensor | None = None, names: Any = None) -> dict[str, Any]:
         return {"x": x * by if mask is None else x * by * mask, "by": by, "names": names, "share": len(x)}

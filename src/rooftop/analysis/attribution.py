@@ -36,6 +36,7 @@ from rooftop.analysis.node_makers import NodeMakers
 from rooftop.analysis.optimizer_labels import optimizer_ends
 from rooftop.cost import distinct_bytes
 from rooftop.cost.accounting import tensors_in
+from rooftop.hardware.interruptions import pass_on
 from rooftop.hardware.module_paths import ModulePaths, inner_modules, own_parameters
 
 LOSS, AUTOGRAD, OPTIMIZER = "(loss)", "(autograd)", "(optimizer)"
@@ -232,6 +233,7 @@ class ModuleTracker:
         try:
             self._add_traffic(scope, module, list(tensors_in([args, kwargs])), list(tensors_in(output)))
         except Exception as error:  # tensors of a kind that is not known here must not end the program
+            pass_on(error)
             self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
 
     def _outside(self) -> str:
@@ -265,6 +267,7 @@ class ModuleTracker:
         try:
             self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
         except Exception as error:  # one that cannot be held weakly
+            pass_on(error)
             self.uncounted[type(optimizer).__name__] = f"{type(error).__name__}: {error}"
         return self._closure_outside(args, kwargs) if self._is_following else None
 

@@ -142,7 +142,7 @@ class PlainInstrument:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._stack.close()
+        self._stack.__exit__(kind, error, tb)  # of a step that failed no events are read
         if error is not None:
             return
         events = self._profiled.events

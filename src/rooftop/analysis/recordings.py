@@ -47,6 +47,9 @@ from rooftop.analysis.stages import (
     COMPILED_WARM_UP,
     LEAST_TIMED,
     LONG_LABELLED_MS,
+    LONG_STAGE_LAPS,
+    LONG_STAGE_S,
+    MOST_MODULE_CALLS,
     MOST_REPEATS,
     NEEDED,
     NO_STEP,
@@ -70,6 +73,11 @@ __all__ = ["NEEDED", "Recording", "recording"]
 
 MOST_OPERATORS = 200_000  # of a block without steps: about 1 GB of records
 MOST_LAPS = 64  # steps of which the host's clock is kept
+
+
+class _GivenUp(Exception):
+    """What instruments are told whose stage is not to be read."""
+
 
 _open_recordings: list[Recording] = []
 """What they put in place must be taken away in the opposite order, so only the last of them may go on a step."""
@@ -119,6 +127,8 @@ class Recording:
         self._earlier: list[Laps] = []
         self._start_up_operators = 0
         self._report: Report | None = None
+        self._calls_in_stage = 0
+        self._given_up = False
         self._served = self._failed = False
 
     # ---- the block -------------------------------------------------------------------------------------------------
@@ -209,6 +219,17 @@ class Recording:
             self._now.close()
             self._stage, self._instrument = Stage("unwatched", 1), None
 
+    def work_goes_on(self) -> None:
+        """See `step_finding.Watcher`. An evaluation of hours, in what was to be a step, is not watched to its end."""
+        if self._instrument is None or self._stage.name not in ("early", "plain", "labelled", "ranks"):
+            return
+        self._calls_in_stage += 1
+        stage_s = time.perf_counter() - self._stage_began
+        is_long = stage_s > LONG_STAGE_S and 1e3 * stage_s > LONG_STAGE_LAPS * self._laps.median_ms
+        if is_long or self._calls_in_stage > MOST_MODULE_CALLS:
+            self._now.__exit__(_GivenUp, _GivenUp(), None)
+            self._instrument, self._given_up = None, True
+
     def leader_changes(self) -> None:
         """See `step_finding.Watcher`. What watches the first step as a whole goes on: the step is not over yet."""
         if self._stage.name != "whole":
@@ -279,7 +300,11 @@ class Recording:
         """Go on in the stage, or to the next one. A step that is no example of the others is watched again."""
         laps, name = self._laps, self._stage.name
         by_step = name in ("early", "plain", "labelled")
+        if self._given_up and (name == "ranks" or laps.repeats >= MOST_REPEATS):
+            self._next_stage()
+            return
         unusual = by_step and laps.repeats < MOST_REPEATS and (calls == NO_STEP or laps.is_unusual(calls))
+        unusual |= self._given_up
         laps.repeats += unusual
         self._left -= not unusual
         if name == "warm" and not self._left and self._graphs.graphs:  # it compiled in them
@@ -335,6 +360,7 @@ class Recording:
                 cupti.detach()
         elif name == "timed":
             self._clock = StepClock(self._device)
+        self._calls_in_stage, self._given_up = 0, False
         self._stage_began = time.perf_counter()
 
     @property

@@ -28,6 +28,7 @@ from rooftop.analysis.report import Report
 from rooftop.analysis.script_surroundings import Surroundings, end_of_child, room_below
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.traces import let_profiler_say_its_word
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ def run_script(
     status, problem, told = 0, "", False
     hook = sys.excepthook
     surroundings = Surroundings(script, arguments)
+    let_profiler_say_its_word()
     error: BaseException | None = None
     with recorded, others, surroundings, process_groups_kept(), patch.object(os, "_exit", exit_now):
         try:

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
 """Steps after which a recording has all that it wants (more where something is compiled, and of several ranks)."""
 RANK_STEPS = 6  # of a rank under the profiler
 MOST_REPEATS = 5  # of steps that were watched, and then turned out to be no example of the others
+
+MOST_MODULE_CALLS = 3_000  # from outside any module, in one watched stage: the profiler keeps 50 kB of a small one
+LONG_STAGE_S, LONG_STAGE_LAPS = 10.0, 20  # a watched stage longer than both, the latter in usual steps, is no step
 
 UNDISTURBED = ("warm", "settling", "timed")
 Calls = tuple[int, int]
@@ -133,6 +137,11 @@ class Laps:
     def is_unusual(self, calls: Calls) -> bool:
         usual = self.usual_calls
         return usual is not None and calls != usual
+
+    @property
+    def median_ms(self) -> float:
+        """Of the steps so far, watched or not; 0 before the first has ended."""
+        return median(lap.ms for lap in self.laps) if self.laps else 0.0
 
     @property
     def steady_ms(self) -> list[float]:

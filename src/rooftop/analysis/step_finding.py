@@ -62,6 +62,9 @@ class Watcher(Protocol):
     def work_begins(self, compiled: bool) -> None:
         """The first call of a module begins; `compiled`: by `torch.compile`."""
 
+    def work_goes_on(self) -> None:
+        """A call of a module begins, from outside any module."""
+
     def leader_changes(self) -> None:
         """A coarser marker has come: what was taken for a step until now was less. `step_ends` follows."""
 
@@ -171,6 +174,8 @@ class StepFinder:
         if self._first_call_at is None:
             self._first_call_at = time.perf_counter()
             self._watcher.work_begins(_is_compiled(module))
+        else:
+            self._watcher.work_goes_on()
         return Level.CALL if with_parameters else Level.BARE_CALL
 
     def _differentiating(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from torch.fx.experimental import proxy_tensor
 
 from rooftop.cost.accounting import PRECISIONS, Call, Cost, counted_device_type, distinct_bytes, tensors_in
 from rooftop.cost.registry import formula_for, later_cost
+from rooftop.hardware.interruptions import pass_on
 from rooftop.hardware.observing import ObservingMode
 from rooftop.hardware.source_lines import current_user_line
 
@@ -138,6 +139,7 @@ class CountingMode(ObservingMode):
             try:
                 self._records[index] = replace(self._records[index], cost=cost(), uncovered="")
             except Exception as error:  # a formula must never end the user's program
+                pass_on(error)
                 self._records[index] = replace(self._records[index], uncovered=_failed(error))
         self._later.clear()
         return self._records
@@ -168,6 +170,7 @@ class CountingMode(ObservingMode):
             if isinstance(func, HigherOrderOperator) and (cost := later_cost(func, args, out)) is not None:
                 self._later[index] = cost
         except Exception as error:  # tensors of a kind that is not known here must not end the program
+            pass_on(error)
             why = f"its tensors cannot be read: {type(error).__name__}: {error}"
             record = Record(str(func), (), "", "", scope, phase, None, why)
         self._records.append(record)
@@ -294,6 +297,7 @@ def counted(call: Call) -> tuple[Cost | None, str]:
         _require_figures(cost)
         return (_in_place(cost, call) if call.func._schema.is_mutable else cost), ""
     except Exception as error:  # a formula must never end the user's program; the report lists it as uncovered
+        pass_on(error)
         return None, _failed(error)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -26,6 +27,7 @@ from rooftop.hardware import mending
 from rooftop.hardware.findings import Finding, NoTorch, Part, build_of, gpu_usable, reason_of, reinstall, torch_here
 from rooftop.hardware.gpu_findings import cuda_part, cudnn_part, driver_part, gpus_part, library_part, nccl_part
 from rooftop.hardware.requirements import asked_by, fits, python_asked_by, version_of
+from rooftop.hardware.torch_extensions import extensions_part
 
 
 def diagnose(parts: Sequence[Part] | None = None) -> list[Finding]:
@@ -177,6 +179,9 @@ def _triton(part: str) -> Finding:
     if not fits(version, spec):
         command = mending.pip(name + spec, options="--force-reinstall")
         return Finding(part, "broken", found, f"{asker} asks for {name}{spec}", command)
+    ended = _ended_by_importing("triton")
+    if ended:
+        return Finding(part, "broken", found, ended, reinstall(name))
     try:
         import_module("triton")
     except Exception as error:
@@ -193,6 +198,12 @@ def _triton(part: str) -> Finding:
         return Finding(part, "broken", found, f"a kernel wrote {total}, not 192", reinstall(name))
     interpreted = " in its interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
     return Finding(part, "works", f"{found}; a kernel ran{interpreted}")
+
+
+def _ended_by_importing(module: str) -> str:
+    """What a module does to the process that imports it, if that does not survive it; looked at in another one."""
+    code = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode
+    return f"importing it ends the process ({signal.Signals(-code).name})" if code < 0 else ""
 
 
 def _triton_kernel() -> float:
@@ -286,6 +297,7 @@ PARTS: tuple[Part, ...] = (
     Part("C compiler", _c_compiler),
     Part("Triton", _triton),
     Part("torch.compile", _compile, needed=False),
+    Part("Built on torch", extensions_part, needed=False),
     Part("Ceilings cache", _cache),
     Part("Shared memory", _shared_memory, needed=False),
     Part("cuda.core", partial(_package, module="cuda.core", package="cuda-core", extra="cuda"), needed=False),

@@ -1,37 +1,70 @@
-"""What goes into a module and comes out of it: values in tuples, named tuples, lists, dicts and dataclasses."""
+"""What goes into a module and comes out of it: values in tuples, lists, mappings and dataclasses, opened and made anew.
+
+An attribute that an object has besides its items (of a subclass of dict, of a UserDict) is a value like these: a share
+of a batch must not keep the mask of the whole batch there.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
+from types import BuiltinMethodType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-def opened(part: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """The values in a container, and what makes one of its kind of as many others. None: it is no container."""
-    if isinstance(part, tuple) and hasattr(part, "_fields"):
-        return list(part), type(part)._make  # type: ignore[attr-defined]
-    if type(part) is tuple or isinstance(part, list):
-        return list(part), type(part)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Types of values that hold nothing else."""
+
+CODE = (type, ModuleType, FunctionType)
+"""Not looked into, whatever it refers to."""
+
+BOUND = (MethodType, BuiltinMethodType, MethodWrapperType)
+"""Functions with an object that they were taken from."""
+
+_ABSENT = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A container's values and how to make one of its kind of others.
+
+    Attributes:
+        names: of the values: indices, keys, then "attribute ..." for what stands in attributes.
+        values: in the order of the names.
+        made: a container of the same kind of other values, in this order and as many (lists and tuples: any number).
+            Raises TypeError, with a way out, if its class does not allow that.
+    """
+
+    names: list[Any]
+    values: list[Any]
+    made: Callable[[list[Any]], Any]
+
+
+def opened(part: Any) -> Opened | None:
+    """The values in a container, and what makes one of its kind of as many others. None: it is no container.
+
+    Containers are tuples, named tuples, what operators return (torch.return_types), lists, deques, UserLists, Mappings,
+    UserDicts and dataclasses, with their subclasses. A PackedSequence is none: its rows are not samples.
+    """
+    if isinstance(part, (*PLAIN, Tensor, nn.Module, PackedSequence, type)):
+        return None
+    if isinstance(part, tuple):
+        return _opened_tuple(part)
+    if isinstance(part, UserDict | UserList):
+        return _opened_attributes(part)
+    if isinstance(part, list | deque):
+        return _opened_list(part)
     if isinstance(part, dict):
-        keys = list(part)
-
-        def same_keys(values: list[Any]) -> Any:
-            made = copy.copy(part)  # of its own kind, in its own order
-            for key, value in zip(keys, values, strict=True):
-                made[key] = value
-            return made
-
-        return list(part.values()), same_keys
-    if dataclasses.is_dataclass(part) and not isinstance(part, type):
-        names = [field.name for field in dataclasses.fields(part) if field.init]
-
-        def same_fields(values: list[Any]) -> Any:
-            return dataclasses.replace(part, **dict(zip(names, values, strict=True)))
-
-        return [getattr(part, name) for name in names], same_fields
-    return None
+        return _opened_dict(part)
+    if isinstance(part, Mapping):
+        return _opened_mapping(part)
+    return _opened_dataclass(part) if dataclasses.is_dataclass(part) else None
 
 
 def mapped(structure: Any, function: Callable[[Any], Any]) -> Any:
@@ -39,8 +72,7 @@ def mapped(structure: Any, function: Callable[[Any], Any]) -> Any:
     found = opened(structure)
     if found is None:
         return function(structure)
-    values, made = found
-    return made([mapped(value, function) for value in values])
+    return found.made([mapped(value, function) for value in found.values])
 
 
 def leaves(structure: Any) -> Iterator[Any]:
@@ -49,5 +81,199 @@ def leaves(structure: Any) -> Iterator[Any]:
     if found is None:
         yield structure
         return
-    for value in found[0]:
+    for value in found.values:
         yield from leaves(value)
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether a tensor can be reached from an object: in containers, sets, attributes, or what a call was bound to.
+
+    Modules, classes and functions are not looked into.
+    """
+    seen: dict[int, Any] = {}  # with the objects: a number must not be given to another one meanwhile
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Tensor):
+            return True
+        if isinstance(part, (*PLAIN, *CODE, nn.Module)) or id(part) in seen:
+            continue
+        seen[id(part)] = part
+        waiting.extend(_within(part))
+    return False
+
+
+def full_name(value: Any) -> str:
+    """Its class, as messages name it."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _within(part: Any) -> list[Any]:
+    if isinstance(part, functools.partial):
+        return [part.func, *part.args, *part.keywords.values()]
+    if isinstance(part, BOUND):
+        return [part.__self__]
+    found = opened(part)
+    if found is not None:
+        return found.values
+    items = list(part) if isinstance(part, tuple | Set | ValuesView) else []
+    return [*items, *_attributes(part).values()]
+
+
+def _attributes(part: Any) -> dict[str, Any]:
+    """Of an instance: those in its slots, then those in its dict."""
+    slots = [
+        name
+        for kind in type(part).__mro__
+        for name in _slots_of(kind)
+        if name not in ("__dict__", "__weakref__") and not name.startswith("__")
+    ]
+    found = {name: getattr(part, name, _ABSENT) for name in slots}
+    own = getattr(part, "__dict__", None)
+    return {name: value for name, value in found.items() if value is not _ABSENT} | (dict(own) if own else {})
+
+
+def _slots_of(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    return [slots] if isinstance(slots, str) else list(slots)
+
+
+def _opened_tuple(part: tuple[Any, ...]) -> Opened | None:
+    values, kind = list(part), type(part)
+    if kind is tuple:
+        return Opened(list(range(len(values))), values, tuple)
+    if hasattr(part, "_fields"):
+        return Opened(list(part._fields), values, kind._make)  # type: ignore[attr-defined]
+    if hasattr(part, "n_fields") and kind.__module__ == "torch.return_types":
+        return Opened(list(range(len(values))), values, kind)
+    return None  # torch.Size, and classes of which nobody knows how they are made
+
+
+def _opened_list(part: list[Any] | deque[Any]) -> Opened:
+    attributes = dict(getattr(part, "__dict__", {}))
+
+    def made(values: list[Any]) -> Any:
+        new = copy.copy(part)
+        new.clear()
+        new.extend(values[: len(values) - len(attributes)])
+        if attributes:
+            vars(new).update(zip(attributes, values[len(values) - len(attributes) :], strict=True))
+        return new
+
+    return Opened([*range(len(part)), *map(_named, attributes)], [*part, *attributes.values()], made)
+
+
+def _opened_dict(part: dict[Any, Any]) -> Opened:
+    """A dict whose items are its attributes too (ModelOutput, `self.__dict__ = self`) is so when it is made anew."""
+    keys, own = list(part), dict(getattr(part, "__dict__", {}))
+    twice = [name for name, value in own.items() if name in part and part[name] is value]
+    attributes = {name: value for name, value in own.items() if name not in twice}
+
+    def made(values: list[Any]) -> Any:
+        new = copy.copy(part)  # of its own kind, in its own order
+        items = dict(zip(keys, values[: len(keys)], strict=True))
+        for key, value in items.items():
+            new[key] = value
+        if own:
+            vars(new).update({name: items[name] for name in twice})
+            vars(new).update(zip(attributes, values[len(keys) :], strict=True))
+        return new
+
+    return Opened([*keys, *map(_named, attributes)], [*part.values(), *attributes.values()], made)
+
+
+def _opened_attributes(part: UserDict[Any, Any] | UserList[Any]) -> Opened:
+    """Its items are in one of its attributes, `data`."""
+    attributes = dict(vars(part))
+
+    def made(values: list[Any]) -> Any:
+        new = copy.copy(part)
+        vars(new).update(zip(attributes, values, strict=True))
+        return new
+
+    return Opened([*map(_named, attributes)], list(attributes.values()), made)
+
+
+def _opened_mapping(part: Mapping[Any, Any]) -> Opened:
+    keys, kind = list(part), type(part)
+    values = [part[key] for key in keys]
+
+    def made(others: list[Any]) -> Any:
+        if all(other is value for other, value in zip(others, values, strict=True)):
+            return part
+        try:
+            twin, new = kind(dict(zip(keys, values, strict=True))), kind(dict(zip(keys, others, strict=True)))  # type: ignore[call-arg]
+        except Exception as error:
+            raise TypeError(f"a {full_name(part)} cannot be made of other values ({error}): use a dict") from error
+        if not _has(new, keys, others) or _plain_attributes(twin) != _plain_attributes(part):
+            raise TypeError(f"a {full_name(part)} has more than its items, which would be lost: use a dict")
+        return new
+
+    return Opened(keys, values, made)
+
+
+def _has(mapping: Any, keys: list[Any], values: list[Any]) -> bool:
+    return list(mapping) == keys and all(mapping[key] is value for key, value in zip(keys, values, strict=True))
+
+
+def _plain_attributes(part: Any) -> dict[str, Any]:
+    return {name: value for name, value in _attributes(part).items() if isinstance(value, (*PLAIN, torch.Size))}
+
+
+def _opened_dataclass(part: Any) -> Opened:
+    fields = {field.name: field.init for field in dataclasses.fields(part) if hasattr(part, field.name)}
+    values = {name: getattr(part, name) for name in fields} | dict(getattr(part, "__dict__", {}))
+    derives = hasattr(part, "__post_init__")
+    if derives:  # what it computes of its fields (the number of samples, say), it will compute again
+        values = {name: value for name, value in values.items() if fields.get(name) or holds_tensors(value)}
+
+    def made(others: list[Any]) -> Any:
+        given = dict(zip(values, others, strict=True))
+        if derives:
+            return _initialized(part, [name for name, init in fields.items() if init], given)
+        new = copy.copy(part)
+        _set(new, given)
+        return new
+
+    names = [name if name in fields else _named(name) for name in values]
+    return Opened(names, list(values.values()), made)
+
+
+def _initialized(part: Any, arguments: list[str], given: dict[str, Any]) -> Any:
+    """Another dataclass by its __init__ and __post_init__, with the attributes that others gave it later."""
+    new = dataclasses.replace(part, **{name: given[name] for name in arguments})
+    changed = [name for name in arguments if not _same(getattr(new, name), given[name])]
+    if changed:
+        raise TypeError(
+            f"a {full_name(part)} cannot be made of other values: its __post_init__ changes {', '.join(changed)}, and "
+            "would do so twice. Do that before, or use a dict"
+        )
+    there = _attributes(new)
+    later = {name: value for name, value in _attributes(part).items() if name not in there}
+    of_tensors = {n: v for n, v in given.items() if n not in arguments and not holds_tensors(there.get(n))}
+    _set(new, later | of_tensors)
+    return new
+
+
+def _set(instance: Any, attributes: Mapping[str, Any]) -> None:
+    """Also where the class is frozen."""
+    for name, value in attributes.items():
+        object.__setattr__(instance, name, value)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """The same values in the same memory; without looking at the values of tensors, which may be on a GPU."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (
+            (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+            and one.layout == other.layout == torch.strided
+            and (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
+        )
+    ours, theirs = opened(one), opened(other)
+    if ours is None or theirs is None or type(one) is not type(other):
+        return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other))
+    return ours.names == theirs.names and all(map(_same, ours.values, theirs.values))
+
+
+def _named(attribute: str) -> str:
+    return f"attribute {attribute}"

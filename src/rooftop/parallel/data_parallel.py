@@ -24,13 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.hardware.threads import Modes, caller_stream, current, noted, run_together
-from rooftop.parallel.containers import leaves, mapped, opened
+from rooftop.parallel.containers import leaves
+from rooftop.parallel.gathering import gather
 from rooftop.parallel.replicas import places_of, replicate
+from rooftop.parallel.scattering import scatter
 
 __all__ = ["DataParallel", "gather", "parallel_apply", "replicate", "scatter"]
-
-COMPARABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-"""What outputs may hold besides tensors, if all replicas give the same."""
 
 
 class DataParallel(nn.Module):
@@ -83,74 +82,21 @@ class DataParallel(nn.Module):
             What `gather` makes of the outputs.
 
         Raises:
-            ValueError, TypeError: of the four functions.
+            ValueError, TypeError: of the four functions, before any replica runs if they are about arguments.
             BaseException: the first that a replica raised, with its number and device as a note.
         """
-        shares = scatter((args, kwargs), self.devices, self.dim) if args or kwargs else [((), {})]
+        given: dict[Any, Any] = dict(enumerate(args)) | kwargs
+        shares = scatter(given, self.devices, self.dim) if given else [{}]
         devices = self.devices[: len(shares)]
         _give_different_seeds(devices)
         replicas = replicate(self.module, devices)
-        outputs = parallel_apply(replicas, [share[0] for share in shares], [share[1] for share in shares], devices)
+        positional = [tuple(share[number] for number in range(len(args))) for share in shares]
+        named = [{name: share[name] for name in kwargs} for share in shares]
+        outputs = parallel_apply(replicas, positional, named, devices)
         return gather(outputs, self.output_device, self.dim)
 
     def extra_repr(self) -> str:
         return f"devices={[str(device) for device in self.devices]}, dim={self.dim}"
-
-
-def scatter(inputs: Any, devices: Sequence[torch.device | str], dim: int = 0) -> list[Any]:
-    """Split a batch into a share for each device.
-
-    Args:
-        inputs: a tensor, or tensors in tuples, named tuples, lists, dicts and dataclasses. All with a dimension are
-            split, and must be of the same size along `dim`; those without are copied to each device. Whatever is no
-            tensor is the same object in every share.
-        devices: of a batch of n samples at most n get a share (the first ones), of none the first; with no tensors to
-            split, all.
-        dim: along which tensors are split; may be negative.
-
-    Returns:
-        The shares, each like `inputs`, in order. The first ones have one sample more where the batch cannot be divided.
-        A share that stays on its device is a view.
-
-    Raises:
-        ValueError: no devices, tensors without this dimension or of different sizes along it.
-    """
-    places = places_of(devices)
-    tensors = [leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    for tensor in tensors:
-        if not -tensor.dim() <= dim < tensor.dim():
-            raise ValueError(f"inputs are split along dim {dim}, which a tensor of shape {tuple(tensor.shape)} lacks")
-    sizes = {tensor.shape[dim]: tuple(tensor.shape) for tensor in tensors}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"all tensors are split along dim {dim} and must be of one size there, got the shapes "
-            f"{', '.join(map(str, sizes.values()))}: expand those that every sample shares (tensor.expand), or make "
-            "them buffers of the module"
-        )
-    if not tensors:
-        return [_share(inputs, place, dim, 0, 0) for place in places]
-    (batch,) = sizes
-    count = min(len(places), max(1, batch))
-    bounds = [number * (batch // count) + min(number, batch % count) for number in range(count + 1)]
-    return [
-        _share(inputs, place, dim, start, end - start)
-        for place, start, end in zip(places, bounds, bounds[1:], strict=False)
-    ]
-
-
-def _share(inputs: Any, device: torch.device, dim: int, start: int, size: int) -> Any:
-    """A tensor that is there twice is copied once."""
-    done: dict[int, Tensor] = {}
-
-    def of(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in done:
-            part = leaf.narrow(dim, start, size) if leaf.dim() else leaf
-            done[id(leaf)] = _to(part, device)
-        return done[id(leaf)]
-
-    return mapped(inputs, of)
 
 
 def parallel_apply(
@@ -205,102 +151,6 @@ def parallel_apply(
 def _device_of(arguments: Any, kwargs: Mapping[str, Any]) -> torch.device:
     given = chain(leaves(arguments), leaves(dict(kwargs)))
     return next((leaf.device for leaf in given if isinstance(leaf, Tensor)), torch.device("cpu"))
-
-
-def gather(outputs: Sequence[Any], device: torch.device | str, dim: int = 0) -> Any:
-    """Join what the replicas gave.
-
-    Args:
-        outputs: one for each replica, all of one structure: tensors in tuples, named tuples, lists, dicts (with the
-            same keys) and dataclasses; besides tensors None, numbers, strings and the like that are equal in all.
-        device: where the result lies.
-        dim: along which tensors are joined; may be negative. Those without dimensions become a vector (replicas,).
-
-    Returns:
-        The same structure.
-
-    Raises:
-        ValueError: no outputs; tensors that differ in dtype or in another size than that along `dim`, or lack it; dicts
-            with other keys; other values that differ.
-        TypeError: structures that differ, or values that cannot be joined.
-    """
-    place = places_of([device])[0]
-    if not outputs:
-        raise ValueError("there are no outputs to gather: expected one for each replica")
-    return _joined(list(outputs), place, dim)
-
-
-def _joined(parts: list[Any], device: torch.device, dim: int) -> Any:
-    first = parts[0]
-    for number, part in enumerate(parts):
-        if type(part) is not type(first) and not (isinstance(part, Tensor) and isinstance(first, Tensor)):
-            raise TypeError(
-                f"replica {number} gave a {type(part).__name__} where replica 0 gave a {type(first).__name__}: all "
-                "must give the same structure"
-            )
-    if isinstance(first, Tensor):
-        return _joined_tensors(parts, device, dim)
-    found = opened(first)
-    if found is None:
-        return _same_value(parts)
-    made = found[1]
-    return made([_joined(list(column), device, dim) for column in zip(*_rows(parts), strict=True)])
-
-
-def _rows(parts: list[Any]) -> list[list[Any]]:
-    """The values in containers of one type, those of dicts in the order of the first one's keys."""
-    first = parts[0]
-    if isinstance(first, dict):
-        for number, part in enumerate(parts):
-            if part.keys() != first.keys():
-                raise ValueError(
-                    f"replica {number} gave a dict with the keys {list(part)}, replica 0 one with {list(first)}: all "
-                    "must give the same keys"
-                )
-        return [[part[key] for key in first] for part in parts]
-    rows = [found[0] for part in parts if (found := opened(part)) is not None]
-    for number, row in enumerate(rows):
-        if len(row) != len(rows[0]):
-            raise ValueError(
-                f"replica {number} gave a {type(first).__name__} of {len(row)}, replica 0 one of {len(rows[0])}: all "
-                "must give as many values"
-            )
-    return rows
-
-
-def _joined_tensors(parts: list[Tensor], device: torch.device, dim: int) -> Tensor:
-    kinds = {(part.dtype, _without(part.shape, dim)) for part in parts}
-    if len(kinds) > 1 or not (parts[0].dim() == 0 or -parts[0].dim() <= dim < parts[0].dim()):
-        given = ", ".join(f"{tuple(part.shape)} {part.dtype}" for part in parts)
-        raise ValueError(
-            f"outputs of the replicas cannot be joined along dim {dim}: {given}; they must agree in dtype and in all "
-            "other sizes (pad them inside the module)"
-        )
-    there = [_to(part, device) for part in parts]
-    return torch.stack(there) if parts[0].dim() == 0 else torch.cat(there, dim)
-
-
-def _without(shape: torch.Size, dim: int) -> tuple[int, ...]:
-    """The number of dimensions, and the sizes along all but one."""
-    kept = [size for number, size in enumerate(shape) if number not in (dim, dim + len(shape))]
-    return len(shape), *kept
-
-
-def _same_value(parts: list[Any]) -> Any:
-    first = parts[0]
-    if first is None or (isinstance(first, COMPARABLE) and all(part == first for part in parts)):
-        return first
-    if isinstance(first, COMPARABLE):
-        raise ValueError(f"replicas gave different values, {', '.join(map(repr, parts))}: return them as tensors")
-    raise TypeError(
-        f"outputs of the type {type(first).__module__}.{type(first).__qualname__} cannot be gathered: return tensors, "
-        "in tuples, lists, dicts or dataclasses"
-    )
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Towards the host only a blocking copy is safe to read."""
-    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def _give_different_seeds(devices: Sequence[torch.device]) -> None:

@@ -1,13 +1,15 @@
 """A module's replicas: the same module with its tensors on other devices.
 
-A replica computes what the module would: its parameters are copies through which gradients flow back, and it shares
-hooks and all else that is not a tensor. It is made anew for each forward and let go of after it, so nothing that is
-written to it lasts.
+A replica computes what the module would: its parameters are copies through which gradients flow back, it has the same
+hooks, and shares all else that is not a tensor. A hook that its forward registers is its own: Hugging Face's models
+register hooks when they are first asked for hidden states, and each replica's would run in all of them. It is made anew
+for each forward and let go of after it, so nothing that is written to it lasts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -21,6 +23,9 @@ from rooftop.parallel.device_copies import copies
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names of attributes that torch.nn.Module sets itself."""
+
+HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and "hooks" in name)
+"""Those of them in which hooks stand."""
 
 PLAIN = {bool, int, float, str, type(None)}
 """Types of most attributes: looked at first."""
@@ -104,7 +109,7 @@ def _holds(value: Any) -> bool:
     if isinstance(value, Tensor | nn.Module | MethodType):
         return True
     found = opened(value)
-    return found is not None and any(map(_holds, found[0]))
+    return found is not None and any(map(_holds, found.values))
 
 
 def _tensors(holding: Mapping[nn.Module, dict[str, Any]], home: torch.device) -> list[Tensor]:
@@ -136,6 +141,7 @@ def _replica(
         # Past __setattr__, which lets only leaves be parameters.
         vars(made[id(child)]).update(
             mapped(attributes, swapped),
+            **{name: copy(vars(child)[name]) for name in HOOKS if name in vars(child)},
             _parameters={name: swapped(tensor) for name, tensor in child._parameters.items()},
             _buffers={name: swapped(tensor) for name, tensor in child._buffers.items()},
             _modules={name: swapped(grandchild) for name, grandchild in child._modules.items()},

@@ -32,6 +32,7 @@ from rooftop.analysis.compiled.dynamic_sizes import (
 )
 from rooftop.analysis.compiled.kernel_work import KernelWork, kernel_works
 from rooftop.analysis.report import Compilation, GraphBreak, Recompilation
+from rooftop.hardware.interruptions import pass_on
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 GRAPH_KEY = "rooftop graph "
@@ -94,6 +95,7 @@ class DynamicGraph:
             symbols = {source.symbol: size for source, size in zip(self.sources or (), sizes, strict=True)}
             return CompiledGraph(kernel_works(self.graph, self.kernels, symbols), backward)
         except Exception as error:
+            pass_on(error)
             return _unreadable(error, backward)
 
 
@@ -200,6 +202,7 @@ def _graph(module: Any, kernels: dict[str, list[str]], backward: bool) -> Compil
         dynamic = DynamicGraph(kept(graph), named, sources) if sources != () else None
         return CompiledGraph(works, backward, dynamic=dynamic)
     except Exception as error:  # a compiler's graph that we cannot read must not end the user's compilation
+        pass_on(error)
         return _unreadable(error, backward)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from rooftop.analysis.compiled.dynamic_sizes import with_known_sizes
 from rooftop.cost.accounting import FREE, Call, Cost, distinct_bytes, distinct_elements, tensor_bytes, tensors_in
 from rooftop.cost.registry import formula_for, later_cost
+from rooftop.hardware.interruptions import pass_on
 
 REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "max", "min", "prod", "argmax", "argmin", "any", "all"}
 """Operators that inductor may split into two kernels."""
@@ -407,7 +408,8 @@ def _cost(node: fx.Node) -> Cost | None:
             return later() if later is not None else None
         formula = formula_for(node.target)
         return None if formula is None else formula(Call(node.target, tuple(args), kwargs, node.meta.get("val")))
-    except Exception:  # listed as uncovered
+    except Exception as error:  # listed as uncovered
+        pass_on(error)
         return None
 
 

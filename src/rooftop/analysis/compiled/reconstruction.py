@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rooftop.cost.accounting import Call
 from rooftop.cost.registry import formula_for
+from rooftop.hardware.interruptions import pass_on
 
 DTYPES = {
     "float": torch.float32,
@@ -89,6 +90,7 @@ def reconstructed(event: Any, lists: ListedTensors = MappingProxyType({})) -> Ca
             args, kwargs = _arguments(event, func, lists)
             return Call(func, args, kwargs, _result(func, args, kwargs))
         except Exception as error:  # another overload may fit; if none does, the operator is listed as uncovered
+            pass_on(error)
             failures.append(f"{func}: {error}".splitlines()[0])
     raise NotReconstructedError("; ".join(failures) or "no such operator")
 

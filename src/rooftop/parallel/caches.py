@@ -1,0 +1,89 @@
+"""Caches of keys and values that Hugging Face's models give back: recognized, and joined.
+
+A cache holds layers, a layer tensors and what it knows of them. `BATCH_DIMS` says along which dimension a tensor has
+its samples; a tensor that is not listed is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.parallel.containers import full_name, holds_tensors
+
+BATCH_DIMS = {
+    "keys": 0,  # (B, heads, T, D), and values
+    "values": 0,
+    "conv_states": 0,  # of linear attention: {number of the state: (B, channels, kernel)}
+    "recurrent_states": 0,
+    "indexer_keys": 0,  # of sparse attention: (B, T, D)
+    "indexer_position_ids": 1,  # (kinds of position, B, T)
+}
+
+CONSTANTS = frozenset({"_sliding_window_tensor"})
+"""Tensors that are the same in all replicas, because a number beside them says so."""
+
+PARTS = frozenset({"layers", "self_attention_cache", "cross_attention_cache"})
+"""Attributes of a cache that hold layers or other caches."""
+
+Join = Callable[[list[Any], int], Any]
+
+
+def is_cache(value: Any) -> bool:
+    """Whether this is one of transformers' caches."""
+    module = sys.modules.get("transformers.cache_utils")  # who has a cache has imported it
+    kind = getattr(module, "Cache", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def joined_caches(caches: Sequence[Any], device: torch.device, join: Join) -> Any:
+    """One cache of the samples of several, of one class.
+
+    Args:
+        caches: of the replicas, in order.
+        device: where the tensors of the result lie.
+        join: makes one value of those of the replicas; its second argument is the dimension of the samples.
+
+    Raises:
+        TypeError: a tensor in an attribute of which it is not known where its samples are.
+    """
+    return _joined(list(caches), device, join)
+
+
+def _joined(parts: list[Any], device: torch.device, join: Join) -> Any:
+    first = parts[0]
+    kinds = {type(part) for part in parts}
+    if len(kinds) > 1 or any(vars(part).keys() != vars(first).keys() for part in parts):
+        raise TypeError(f"replicas gave caches that differ: {', '.join(sorted(map(full_name, parts)))}")
+    made = copy(first)
+    for name in vars(first):
+        vars(made)[name] = _attribute(name, first, [vars(part)[name] for part in parts], device, join)
+    return made
+
+
+def _attribute(name: str, owner: Any, values: list[Any], device: torch.device, join: Join) -> Any:
+    first = values[0]
+    if name in BATCH_DIMS:
+        return join(values, BATCH_DIMS[name])
+    if name in PARTS:
+        if not isinstance(first, list):
+            return _joined(values, device, join)
+        counts = {len(layers) for layers in values}
+        if len(counts) > 1:
+            raise TypeError(f"replicas gave caches of {', '.join(map(str, sorted(counts)))} layers: expected as many")
+        return [_joined(list(layers), device, join) for layers in zip(*values, strict=True)]
+    if name in CONSTANTS and isinstance(first, Tensor):
+        return first.to(device)
+    if isinstance(first, torch.device):
+        return device
+    if any(map(holds_tensors, values)):
+        raise TypeError(
+            f"outputs of the type {full_name(owner)} cannot be gathered: where the samples are in its attribute "
+            f"{name!r} is not known. Call the module with use_cache=False"
+        )
+    return first if isinstance(first, type) else join(values, 0)

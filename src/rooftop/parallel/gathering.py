@@ -1,0 +1,116 @@
+"""The outputs of replicas joined to the output of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from rooftop.parallel.caches import is_cache, joined_caches
+from rooftop.parallel.containers import full_name, opened
+from rooftop.parallel.replicas import places_of
+from rooftop.parallel.scattering import moved
+
+COMPARABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""What outputs may hold besides tensors, if all replicas give the same."""
+
+
+def gather(outputs: Sequence[Any], device: torch.device | str, dim: int = 0) -> Any:
+    """Join what the replicas gave.
+
+    Args:
+        outputs: one for each replica, all of one structure: tensors in tuples, named tuples, lists, Mappings (with the
+            same keys) and dataclasses, Hugging Face's ModelOutput and caches among them; besides tensors None, numbers,
+            strings and the like that are equal in all.
+        device: where the result lies.
+        dim: along which tensors are joined; may be negative. Those without dimensions become a vector (replicas,).
+
+    Returns:
+        The same structure.
+
+    Raises:
+        ValueError: no outputs; tensors that differ in dtype or in another size than that along `dim`, or lack it; dicts
+            with other keys; other values that differ.
+        TypeError: structures that differ, or values that cannot be joined.
+    """
+    place = places_of([device])[0]
+    if not outputs:
+        raise ValueError("there are no outputs to gather: expected one for each replica")
+    return _joined(list(outputs), place, dim)
+
+
+def _joined(parts: list[Any], device: torch.device, dim: int) -> Any:
+    first = parts[0]
+    for number, part in enumerate(parts):
+        if type(part) is not type(first) and not (isinstance(part, Tensor) and isinstance(first, Tensor)):
+            raise TypeError(
+                f"replica {number} gave a {type(part).__name__} where replica 0 gave a {type(first).__name__}: all "
+                "must give the same structure"
+            )
+    if isinstance(first, Tensor):
+        return _joined_tensors(parts, device, dim)
+    if is_cache(first):
+        return joined_caches(parts, device, lambda values, batch_dim: _joined(values, device, batch_dim))
+    found = opened(first)
+    if found is None:
+        return _same_value(parts)
+    return found.made([_joined(list(column), device, dim) for column in zip(*_rows(parts), strict=True)])
+
+
+def _rows(parts: list[Any]) -> list[list[Any]]:
+    """The values in containers of one type, in the order of the first one's names."""
+    all_opened = [found for part in parts if (found := opened(part)) is not None]
+    first = all_opened[0]
+    kind = type(parts[0]).__name__
+    for number, found in enumerate(all_opened):
+        if set(found.names) == set(first.names):
+            continue
+        if isinstance(parts[0], Mapping):
+            raise ValueError(
+                f"replica {number} gave a {kind} with the keys {found.names}, replica 0 one with {first.names}: all "
+                "must give the same keys"
+            )
+        raise ValueError(
+            f"replica {number} gave a {kind} of {len(found.names)}, replica 0 one of {len(first.names)}: all must give "
+            "as many values"
+        )
+    by_name = [dict(zip(found.names, found.values, strict=True)) for found in all_opened]
+    return [[values[name] for name in first.names] for values in by_name]
+
+
+def _joined_tensors(parts: list[Tensor], device: torch.device, dim: int) -> Tensor:
+    kinds = {(part.dtype, _without(part.shape, dim)) for part in parts}
+    if len(kinds) > 1 or not (parts[0].dim() == 0 or -parts[0].dim() <= dim < parts[0].dim()):
+        given = ", ".join(f"{tuple(part.shape)} {part.dtype}" for part in parts)
+        raise ValueError(
+            f"outputs of the replicas cannot be joined along dim {dim}: {given}; they must agree in dtype and in all "
+            "other sizes (pad them inside the module)"
+        )
+    there = [moved(part, device) for part in parts]
+    return torch.stack(there) if parts[0].dim() == 0 else torch.cat(there, dim)
+
+
+def _without(shape: torch.Size, dim: int) -> tuple[int, ...]:
+    """The number of dimensions, and the sizes along all but one."""
+    kept = [size for number, size in enumerate(shape) if number not in (dim, dim + len(shape))]
+    return len(shape), *kept
+
+
+def _same_value(parts: list[Any]) -> Any:
+    first = parts[0]
+    if first is None or (isinstance(first, COMPARABLE) and all(part == first for part in parts)):
+        return first
+    if isinstance(first, COMPARABLE):
+        raise ValueError(f"replicas gave different values, {', '.join(map(repr, parts))}: return them as tensors")
+    if isinstance(first, PackedSequence):
+        raise TypeError(
+            "outputs of the type torch.nn.utils.rnn.PackedSequence cannot be gathered: their rows are sorted by time. "
+            "Return the padded tensor (torch.nn.utils.rnn.pad_packed_sequence, with total_length)"
+        )
+    raise TypeError(
+        f"outputs of the type {full_name(first)} cannot be gathered: return tensors, in tuples, lists, dicts or "
+        "dataclasses"
+    )

@@ -1,0 +1,248 @@
+"""A batch split into a share for each device: what is cut, what is copied, what is handed on, what is refused.
+
+Tensors say how many samples there are. Lists and arrays as long as that are cut with them, or a label would stand
+beside another sample's image.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from io import IOBase
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from rooftop.parallel.caches import is_cache
+from rooftop.parallel.containers import full_name, holds_tensors, leaves, mapped, opened
+from rooftop.parallel.replicas import places_of
+
+SETTINGS = (bool, int, float, complex, type(None), torch.dtype, torch.device)
+"""Types of which tuples are made that say how to compute, the same for all samples."""
+
+
+def scatter(inputs: Any, devices: Sequence[torch.device | str], dim: int = 0) -> list[Any]:
+    """Split a batch into a share for each device.
+
+    Args:
+        inputs: a tensor, or tensors in tuples, named tuples, lists, Mappings and dataclasses. All with a dimension are
+            split, and must be of the same size along `dim`, the number of samples; those without are copied to each
+            device. What has as many items as there are samples is cut with them: lists, also of one tensor or dict for
+            each sample, tuples of strings or of other objects than numbers, and NumPy's arrays. All else is the same
+            object in every share.
+        devices: of a batch of n samples at most n get a share (the first ones), of none the first; with no tensors to
+            split, all.
+        dim: along which tensors and arrays are split; may be negative.
+
+    Returns:
+        The shares, each like `inputs`, in order. The first ones have one sample more where the batch cannot be divided.
+        A share that stays on its device is a view.
+
+    Raises:
+        ValueError: no devices, tensors without this dimension or of different sizes along it, or a list of which its
+            tensors do not say whether it has one for each sample.
+        TypeError: what cannot be cut, and holds tensors or could be read only once: other objects, a PackedSequence, a
+            cache, an iterator.
+    """
+    places = places_of(devices)
+    for leaf in leaves(inputs):
+        _refuse_what_cannot_be_cut(leaf)
+    samples = _Samples.of(inputs, dim)
+    if samples is None:
+        return [_Share(place, None, 0, 0).opened(inputs) for place in places]
+    count = min(len(places), max(1, samples.count))
+    if len(places) > 1:
+        samples.refuse_ambiguous_lists(inputs)
+    samples.check(inputs)
+    bounds = [number * (samples.count // count) + min(number, samples.count % count) for number in range(count + 1)]
+    return [
+        _Share(place, samples, start, end).opened(inputs)
+        for place, start, end in zip(places, bounds, bounds[1:], strict=False)
+    ]
+
+
+def _refuse_what_cannot_be_cut(leaf: Any) -> None:
+    if isinstance(leaf, Tensor):
+        if leaf.layout != torch.strided or leaf.is_nested:
+            kind = "nested tensor" if leaf.is_nested else f"tensor of the layout {leaf.layout}"
+            raise TypeError(f"a {kind} cannot be split: pass a dense one (padded, or to_dense()), or its parts as such")
+        return
+    name = full_name(leaf)
+    if isinstance(leaf, PackedSequence):
+        raise TypeError(
+            f"a {name} cannot be split: its rows are sorted by time. Pass the padded tensor and the lengths, and pack "
+            "them inside the module (torch.nn.utils.rnn.pad_packed_sequence, pack_padded_sequence)"
+        )
+    if is_cache(leaf):
+        raise TypeError(
+            f"a {name} cannot be split: the module writes to it, and what replicas write to their shares is lost. Call "
+            "the module itself to continue from a cache (parallel.module(...))"
+        )
+    if isinstance(leaf, Iterator) and not isinstance(leaf, IOBase):
+        raise TypeError(f"a {name} cannot be split, and all replicas would read it: pass a list (list(...))")
+    if holds_tensors(leaf):
+        raise TypeError(
+            f"a {name} holds tensors and cannot be split: pass its tensors, in tuples, lists, dicts or dataclasses; "
+            "tensors that every sample shares are best buffers of the module"
+        )
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """How many there are, along which dimension, and what has one item for each of them.
+
+    Attributes:
+        lists_tell: whether the only tensors are in lists: then a list is no list of samples, but of tensors to split.
+    """
+
+    dim: int
+    count: int
+    lists_tell: bool
+
+    @classmethod
+    def of(cls, inputs: Any, dim: int) -> _Samples | None:
+        """None: no tensor has a dimension."""
+        outside = list(_tensors_outside_lists(inputs, outermost=True))
+        sizes = {_size(tensor, dim): tensor for tensor in outside or _with_dimensions(inputs)}
+        if len(sizes) > 1:
+            raise ValueError(_differ(dim, sizes.values()))
+        return cls(dim, next(iter(sizes)), not outside) if sizes else None
+
+    def cut(self, part: Any) -> bool:
+        """Whether a container has one item for each sample."""
+        if not isinstance(part, list | deque) and type(part) is not tuple:
+            return False
+        if len(part) != self.count:
+            return False
+        found = list(leaves(part))
+        tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        if type(part) is tuple:  # sizes, steps, states: often tuples, and not of samples
+            return not tensors and len(set(map(type, part))) == 1 and not all(isinstance(n, SETTINGS) for n in found)
+        with_dimensions = _with_dimensions(part)
+        return not with_dimensions or not (self.lists_tell or all(map(self._fits, with_dimensions)))
+
+    def cut_leaf(self, leaf: Any) -> bool:
+        """Whether what is neither container nor tensor has one item for each sample."""
+        if isinstance(leaf, np.ndarray):
+            return -leaf.ndim <= self.dim < leaf.ndim and leaf.shape[self.dim] == self.count
+        return isinstance(leaf, range | array) and len(leaf) == self.count
+
+    def check(self, part: Any, outermost: bool = True) -> None:
+        """Raise for tensors of other sizes that are not in a list of samples."""
+        if isinstance(part, Tensor):
+            if part.dim() and _size(part, self.dim) != self.count:
+                here = torch.empty(self.count, device="meta")
+                raise ValueError(_differ(self.dim, [here, part]))
+        elif outermost or not self.cut(part):
+            for value in _values(part):
+                self.check(value, outermost=False)
+
+    def refuse_ambiguous_lists(self, part: Any, outermost: bool = True) -> None:
+        """Two tensors of two rows beside two images: two sequences, or what is known of two images?"""
+        if self.lists_tell or self.count < 2:
+            return
+        if not outermost and isinstance(part, list | deque) and len(part) == self.count:
+            tensors = _with_dimensions(part)
+            if all(map(self._fits, tensors)) and all(map(_with_dimensions, part)):
+                raise ValueError(
+                    f"a {type(part).__name__} of {len(part)} beside {self.count} samples holds tensors of this size "
+                    f"along dim {self.dim}: it may have an item for each sample, or tensors of which each is split. "
+                    "Pass a tuple to have each split; stack the tensors of samples to one (torch.stack)"
+                )
+        for value in _values(part):
+            self.refuse_ambiguous_lists(value, outermost=False)
+
+    def _fits(self, tensor: Tensor) -> bool:
+        return -tensor.dim() <= self.dim < tensor.dim() and tensor.shape[self.dim] == self.count
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Makes the samples from `start` to `end` of what it is given, on a device; of all, if there are no samples.
+
+    A tensor that is there twice is copied once.
+    """
+
+    device: torch.device
+    samples: _Samples | None
+    start: int
+    end: int
+    done: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
+
+    def opened(self, container: Any) -> Any:
+        """What is given from outside is never a list of samples itself."""
+        found = opened(container)
+        return self.of(container) if found is None else found.made([self.of(value) for value in found.values])
+
+    def of(self, part: Any) -> Any:
+        found = opened(part)
+        if found is None:
+            return self._of_leaf(part)
+        if self.samples is None or not self.samples.cut(part):
+            return found.made([self.of(value) for value in found.values])
+        items, attributes = found.values[self.start : self.end], found.values[len(part) :]
+        return found.made([*(mapped(item, self._whole) for item in items), *map(self.of, attributes)])
+
+    def _of_leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self._moved(leaf, narrowed=self.samples is not None and leaf.dim() > 0)
+        if self.samples is None or not self.samples.cut_leaf(leaf):
+            return leaf
+        if isinstance(leaf, np.ndarray):
+            return leaf[(slice(None),) * (self.samples.dim % leaf.ndim) + (slice(self.start, self.end),)]
+        return leaf[self.start : self.end]
+
+    def _whole(self, leaf: Any) -> Any:
+        """Of a sample, which is not cut itself."""
+        return self._moved(leaf, narrowed=False) if isinstance(leaf, Tensor) else leaf
+
+    def _moved(self, tensor: Tensor, narrowed: bool) -> Tensor:
+        key = (id(tensor), narrowed)
+        if key not in self.done:
+            part = tensor
+            if narrowed and self.samples is not None:
+                part = tensor.narrow(self.samples.dim, self.start, self.end - self.start)
+            self.done[key] = moved(part, self.device)
+        return self.done[key]
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. Towards the host only a blocking copy is safe to read."""
+    return tensor.to(device, non_blocking=device.type == "cuda")
+
+
+def _values(part: Any) -> list[Any]:
+    found = opened(part)
+    return [] if found is None else found.values
+
+
+def _tensors_outside_lists(part: Any, outermost: bool = False) -> Iterator[Tensor]:
+    if isinstance(part, Tensor):
+        if part.dim():
+            yield part
+    elif outermost or not isinstance(part, list | deque):
+        for value in _values(part):
+            yield from _tensors_outside_lists(value)
+
+
+def _with_dimensions(part: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(part) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+
+
+def _size(tensor: Tensor, dim: int) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"inputs are split along dim {dim}, which a tensor of shape {tuple(tensor.shape)} lacks")
+    return tensor.shape[dim]
+
+
+def _differ(dim: int, tensors: Iterable[Tensor]) -> str:
+    return (
+        f"all tensors are split along dim {dim} and must be of one size there, got the shapes "
+        f"{', '.join(str(tuple(tensor.shape)) for tensor in tensors)}: expand those that every sample shares "
+        "(tensor.expand), or make them buffers of the module"
+    )
