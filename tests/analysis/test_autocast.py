@@ -37,6 +37,18 @@ class Perceptron(nn.Sequential):
         super().__init__(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 8), nn.Tanh())
 
 
+class Encoder(nn.Module):
+    """What a GPU's autocast takes in float32, and the CPU's leaves in bfloat16: norms, softmax, sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x)).softmax(-1).exp()
+        return self.last(y / y.sum(-1, keepdim=True)).log_softmax(-1)
+
+
 def phase() -> tuple[str, str]:
     return "", "backward" if torch._C._current_graph_task_id() >= 0 else "forward"
 
@@ -49,8 +61,13 @@ def recorded(step: Callable[[], Tensor]) -> list[Record]:
 
 @pytest.mark.parametrize(
     ("build", "shape"),
-    [(models.model_entry("resnet18").build, (2, 3, 32, 32)), (Residual, (4, 16)), (Perceptron, (4, 16))],
-    ids=["resnet18", "residual", "perceptron"],
+    [
+        (models.model_entry("resnet18").build, (2, 3, 32, 32)),
+        (Residual, (4, 16)),
+        (Perceptron, (4, 16)),
+        (Encoder, (64, 16)),
+    ],
+    ids=["resnet18", "residual", "perceptron", "encoder"],
 )
 def test_operators_take_the_types_that_autocast_gives_them(build: Callable[[], nn.Module], shape: list[int]) -> None:
     module, x = build().train(), torch.randn(*shape)
@@ -64,7 +81,7 @@ def test_operators_take_the_types_that_autocast_gives_them(build: Callable[[], n
     expected = [(r.name, r.dtype) for r in recorded(mixed) if r.name not in CASTS and r.phase == "forward"]
     predicted = [
         (record.name, "bfloat16" if recast.bytes_ratio < 0.75 else "float32")
-        for record, recast in zip(full, under_autocast(full), strict=True)
+        for record, recast in zip(full, under_autocast(full, "cpu"), strict=True)
         if record.name not in CASTS and record.phase == "forward"
     ]
     names = {name for name, _ in expected} & {name for name, _ in predicted}
@@ -78,15 +95,16 @@ def test_weights_are_cast_once_and_activations_where_they_meet_a_product() -> No
     def twice() -> Tensor:
         return layer(x) + layer(x)
 
-    casts = [recast.casts for recast in under_autocast(recorded(twice)) if recast.casts]
-    # Bias, input and weight for the first product, none for the second, and what the last sum takes.
-    assert casts == [(8, 4 * 16, 16 * 8), (4 * 8,)]
+    records = recorded(twice)
+    casts = {kind: [r.casts for r in under_autocast(records, kind) if r.casts] for kind in ("cpu", "cuda")}
+    # Bias, input and weight for the first product, none for the second, and on a GPU what the last sum takes.
+    assert casts == {"cpu": [(8, 4 * 16, 16 * 8)], "cuda": [(8, 4 * 16, 16 * 8), (4 * 8,)]}
 
 
 def test_losses_take_float32() -> None:
     layer, x, labels = nn.Linear(16, 8), torch.randn(4, 16), torch.zeros(4, dtype=torch.long)
     records = recorded(lambda: nn.functional.cross_entropy(layer(x), labels))
-    by_name = dict(zip((r.name for r in records if r.phase == "forward"), under_autocast(records), strict=False))
+    by_name = dict(zip((r.name for r in records if r.phase == "forward"), under_autocast(records, "cpu"), strict=False))
     assert by_name["aten::_log_softmax"].bytes_ratio == 1.0
     assert by_name["aten::_log_softmax"].casts == (32,)
     assert by_name["aten::addmm"].bytes_ratio == 0.5
@@ -204,12 +222,12 @@ def test_a_transformer_takes_the_types_that_autocast_gives_it() -> None:
     real = [(r.name, r.dtype) for r in recorded(mixed) if r.name not in CASTS and r.phase == "forward"]
     predicted = [
         (record.name, "bfloat16" if recast.bytes_ratio < 0.75 else "float32")
-        for record, recast in zip(full, under_autocast(full), strict=True)
+        for record, recast in zip(full, under_autocast(full, "cpu"), strict=True)
         if record.name not in CASTS and record.phase == "forward"
     ]
     products = {"aten::addmm", "aten::mm", "aten::bmm", "aten::native_layer_norm", "aten::pow", "aten::_log_softmax"}
     assert [item for item in predicted if item[0] in products] == [item for item in real if item[0] in products]
-    casts = sum(len(recast.casts) for recast in under_autocast(full))
+    casts = sum(len(recast.casts) for recast in under_autocast(full, "cpu"))
     made = sum(r.name in ("aten::_to_copy", "aten::copy_") for r in recorded(mixed) if r.phase == "forward")
     assert casts == pytest.approx(made, rel=0.25)
 

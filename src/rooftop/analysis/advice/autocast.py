@@ -2,7 +2,7 @@
 
 Autocast decides operator by operator: matrix work takes bfloat16, sums and logarithms take float32, and all others take
 what they are given. So the memory of a recorded step is followed from operator to operator: what matrix work wrote is
-bfloat16 until something else is written there. Autocast's lists are those of PyTorch 2.11 for CUDA.
+bfloat16 until something else is written there. Autocast has a list for each kind of device.
 """
 
 from __future__ import annotations
@@ -17,25 +17,39 @@ from torch.nn.functional import linear
 
 from rooftop.cost import Record
 
-IN_BFLOAT16 = {
-    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "addr", "convolution", "_cudnn_rnn", "_prelu_kernel"),
+_MATRIX_WORK = {
+    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "convolution"),
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
     *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable"),
+    "_scaled_dot_product_flash_attention_for_cpu",
+}
+IN_BFLOAT16 = {
+    "cpu": _MATRIX_WORK,
+    "cuda": _MATRIX_WORK | {"mv", "addmv", "addr", "_cudnn_rnn", "_prelu_kernel"},
 }
 """Operators that autocast gives bfloat16. Their backward operators follow: gradients have the dtype of the outputs."""
 
-IN_FLOAT32 = {
-    *("native_layer_norm", "native_group_norm", "_softmax", "_log_softmax", "softplus", "cumsum", "cumprod"),
-    *("pow", "prod", "sum", "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "norm", "renorm"),
-    *("linalg_vector_norm", "_cdist_forward", "_pdist_forward", "cosh", "sinh", "tan", "acos", "asin", "erfinv"),
-    *("mse_loss", "smooth_l1_loss", "soft_margin_loss", "nll_loss_forward", "nll_loss2d_forward"),
+_LOSSES = {
+    *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "nll_loss_forward", "nll_loss2d_forward"),
     *("multi_margin_loss", "multilabel_margin_loss_forward", "binary_cross_entropy_with_logits"),
+}
+IN_FLOAT32 = {
+    "cpu": _LOSSES | {"prod", "_cdist_forward"},
+    "cuda": _LOSSES
+    | {
+        *("native_layer_norm", "native_group_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "softplus"),
+        *("pow", "prod", "sum", "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "norm"),
+        *("cumsum", "cumprod", "renorm", "linalg_vector_norm", "_cdist_forward", "_pdist_forward", "cosh", "sinh"),
+        *("tan", "acos", "asin", "erfinv"),
+    },
 }
 """Operators that autocast gives float32."""
 
 BY_FIRST_INPUT = {
     *("native_batch_norm", "cudnn_batch_norm", "native_batch_norm_backward", "cudnn_batch_norm_backward"),
     *("_native_batch_norm_legit", "_native_batch_norm_legit_no_training"),
+    *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
+    *("_fused_rms_norm", "_fused_rms_norm_backward"),
 }
 """Operators whose parameters stay float32 beside inputs of bfloat16."""
 
@@ -55,8 +69,8 @@ class Recast:
     casts: tuple[int, ...] = ()
 
 
-def under_autocast(records: Iterable[Record]) -> list[Recast]:
-    """Each operator of a step as autocast would run it.
+def under_autocast(records: Iterable[Record], kind: str) -> list[Recast]:
+    """Each operator of a step as autocast would run it on a kind of device, "cpu" or "cuda".
 
     Casts are counted in the forward pass. In training each has a twin in the backward pass, which casts the gradient
     back: that is the caller's to count.
@@ -64,18 +78,32 @@ def under_autocast(records: Iterable[Record]) -> list[Recast]:
     half: set[int] = set()  # memory that would hold bfloat16
     written: set[int] = set()
     cached: set[int] = set()  # what comes from outside the step, parameters above all, is cast once
-    return [_recast(record, half, written, cached) for record in records]
+    steps = list(records)
+    in_float32 = [_plain(record) in IN_FLOAT32[kind] for record in steps]
+    logarithms: dict[int, int] = {}  # memory -> place
+    for place, record in enumerate(steps):
+        if _plain(record) == "_log_softmax" and record.outputs:
+            logarithms[record.outputs[0].memory] = place
+        elif _plain(record).startswith("nll_loss") and record.phase == "forward" and record.inputs:
+            # Both are `F.cross_entropy`, which each kind of device takes in float32.
+            in_float32[logarithms.get(record.inputs[0].memory, place)] = True
+    return [
+        _recast(record, kind, widened, half, written, cached) for record, widened in zip(steps, in_float32, strict=True)
+    ]
 
 
-def _recast(record: Record, half: set[int], written: set[int], cached: set[int]) -> Recast:
+def _plain(record: Record) -> str:
+    return record.name.removeprefix("aten::").removesuffix("_")
+
+
+def _recast(record: Record, kind: str, in_float32: bool, half: set[int], written: set[int], cached: set[int]) -> Recast:
     if record.phase == "optimizer" or record.dtype != "float32":
         _write(record, half, written, becomes_half=False)
         return Recast(False, 1.0)
     name = record.name.removeprefix("aten::")
-    plain = name.removesuffix("_")
-    matrix = name.removesuffix("_backward") in IN_BFLOAT16
+    matrix = name.removesuffix("_backward") in IN_BFLOAT16[kind]
     if not record.outputs:  # only the profiler saw it
-        return Recast(matrix, 1.0 if plain in IN_FLOAT32 else 0.5)
+        return Recast(matrix, 1.0 if in_float32 else 0.5)
     forward = record.phase == "forward"
     floats = [t for t in record.inputs if t.dtype == torch.float32 and t.shape]
     were_half = [t.memory in half for t in floats]
@@ -86,7 +114,7 @@ def _recast(record: Record, half: set[int], written: set[int], cached: set[int])
         wanted = [t for t, is_half in zip(floats, were_half, strict=True) if not is_half and t.memory not in cached]
         cached.update(t.memory for t in wanted if t.memory not in written)
         casts = tuple(prod(t.shape) for t in wanted) if forward else ()
-    elif forward and plain in IN_FLOAT32:
+    elif forward and in_float32:
         takes_half = [False] * len(floats)
         gives_half = False
         casts = tuple(prod(t.shape) for t, is_half in zip(floats, were_half, strict=True) if is_half)

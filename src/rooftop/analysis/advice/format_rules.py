@@ -22,7 +22,7 @@ from rooftop.cost import Cost, roof
 def half_precision(findings: Findings) -> list[Advice]:
     """What autocast to bfloat16 saves, less the casts that it adds."""
     ceilings = findings.ceilings
-    recasts = under_autocast(op.record for op in findings.operators)
+    recasts = under_autocast((op.record for op in findings.operators), ceilings.kind)
     changed = [
         (op, recast)
         for op, recast in zip(findings.operators, recasts, strict=True)
