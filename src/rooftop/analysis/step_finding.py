@@ -101,7 +101,7 @@ class StepFinder:
         self._optimizer_steps = 0
         self._stepped: torch.optim.Optimizer | None = None  # it has, and its label has not ended yet
         self._led = 0  # steps of the leading marker
-        self._others: dict[int, _Other] = {}
+        self._others = WeakIdKeyDictionary()  # marker beside the leading one (the finder: one without object) -> _Other
         self._around = ExitStack()
         self._calls_patched = ExitStack()
 
@@ -274,14 +274,14 @@ class StepFinder:
 
     def _is_coarser(self, what: Any) -> bool:
         """Whether it came twice after the same number of steps, more than one, of the leading marker."""
-        other = self._others.setdefault(id(what), _Other())
+        other = self._others.setdefault(self if what is None else what, _Other())
         since, before = self._led - other.led, other.since
         other.led, other.since = self._led, since
         return 1 < since <= MOST_INNER_STEPS and since == before
 
     def _is_forgotten(self, what: Any) -> bool:
         """Whether the leading marker is gone, or has not come for long, and this one goes on in its place."""
-        other = self._others[id(what)]
+        other = self._others[self if what is None else what]
         other.alone = other.alone + 1 if other.alone_since == self._led else 1
         other.alone_since = self._led
         return self._leader() is None or other.alone >= FORGOTTEN_AFTER
