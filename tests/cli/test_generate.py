@@ -254,3 +254,19 @@ def test_more_than_the_roof_is_an_error_of_the_measurement() -> None:
     figures |= {"tokens_per_s": 500.0, "roof_ms": 6.0, "percent_of_roof": 150.0, "without_roof": None}
     figures |= {"dtype": "float32", "cache_bytes": 1}
     assert "more than the roof: the ceilings are wrong" in verb._lines(figures)[-1]
+
+
+def test_a_head_that_the_config_ties(run: Run, tmp_path: Path) -> None:
+    """The file's own head chooses the tokens, and standard error says so."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    save_gpt(Gpt(replace(LLAMA, tied=True)), tmp_path / "model")
+    tensors = safetensors.load_file(tmp_path / "model" / "model.safetensors")
+    head = torch.randn(256, 24, generator=torch.Generator().manual_seed(3))
+    safetensors.save_file(tensors | {"lm_head.weight": head}, tmp_path / "model" / "model.safetensors")
+    words = ("--weights", tmp_path / "model", "--bytes", "--prompt", "roof", "--max-new-tokens", 9, "--json", "-")
+    status, out, _ = run(*words)
+    model = load_gpt(tmp_path / "model").eval()
+    assert status == 0
+    assert torch.equal(model.head.output.weight, head)
+    assert json.loads(out)["texts"][0]["tokens"] == generate(model, [list(b"roof")], 9)[0]
+    assert "the weights have a head of their own" in run(*words[:-2])[2]

@@ -19,7 +19,7 @@ from rooftop.hardware import measure_ceilings
 from rooftop.models.generation import Generation
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_configs import PRESETS, GptConfig, gpt_config
-from rooftop.models.gpt_weights import CONFIG, load_gpt_weights, read_gpt_config
+from rooftop.models.gpt_weights import CONFIG, config_of_files, load_gpt_weights, read_gpt_config
 from rooftop.models.sampling import Sampling
 from rooftop.models.tokenizing import TOKENIZER, ByteTokenizer, Decoder, FileTokenizer, Tokenizer, stop_tokens
 
@@ -117,7 +117,8 @@ def command(
     folder = weights if weights is None or weights.is_dir() else weights.parent
     tokenizer: Tokenizer = ByteTokenizer() if by_bytes or folder is None else FileTokenizer(folder / TOKENIZER)
     stop = stop_tokens(folder) if folder is not None and not by_bytes else []
-    config = _config(model, weights)
+    said = _config(model, weights)
+    config = said if weights is None else config_of_files(said, weights)
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
     _check(config, tokens)  # before weights are read
     network = _network(config, weights, seed, where, dtype)
@@ -141,6 +142,8 @@ def command(
             click.echo(text, nl=False)
             return
         write_text(json_path, text)
+    if config.tied != said.tied:
+        click.echo("the weights have a head of their own, although the config ties it to the embedding", err=True)
     for line in _lines(figures):
         click.echo(line, err=True)
     if seed is not None:

@@ -24,7 +24,7 @@ depend on how a model is split.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rooftop.errors import WeightsError
 from rooftop.models.gpt_configs import GptConfig
 from rooftop.nn import Embedding, LayerNorm, RMSNorm
 from rooftop.nn.norms import norm_of_sum
@@ -164,9 +165,14 @@ def rotation_of(positions: Tensor, config: GptConfig) -> Rotation:
     In float32, as in the models that were trained so: at a large position the angles are not exact. Powers, cosines and
     sines are rounded from float64, so that devices agree.
     """
-    powers = torch.arange(0, config.head_features, 2, device=positions.device).double() / config.head_features
-    angles = positions[..., None].float() * (1.0 / config.rope_base**powers).float()  # (S, D / 2)
+    angles = positions[..., None].float() * rotary_frequencies(config, positions.device)  # (S, D / 2)
     return angles.double().cos().float(), angles.double().sin().float()
+
+
+def rotary_frequencies(config: GptConfig, device: torch.device | str = "cpu") -> Tensor:
+    """The angle by which each pair of a head's features turns from one position to the next: (D / 2,), float32."""
+    powers = torch.arange(0, config.head_features, 2, device=device).double() / config.head_features
+    return (1.0 / config.rope_base**powers).float()
 
 
 def _attention(
@@ -343,6 +349,7 @@ class Gpt(nn.Module):
         if dtype is not None:
             self.to(dtype)
         self.tie()
+        self.register_load_state_dict_pre_hook(_check_tied_head)
         if group is None:
             self.initialize()
 
@@ -505,6 +512,22 @@ class Gpt(nn.Module):
                 f"Gpt: {end} positions, the model has {self.config.positions}: shorten the sequence, or build the "
                 "model with more"
             )
+
+
+def _check_tied_head(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: object) -> None:
+    """Raises before anything is loaded where a state dict has two values for one tied weight."""
+    assert isinstance(model, Gpt)
+    both = [state_dict.get(f"{prefix}{name}.weight") for name in ("embedding.tokens", "head.output")]
+    if model.head is None or model.embedding is None or model.head.output.weight is not model.embedding.tokens.weight:
+        return
+    embedding, head = both
+    if embedding is None or head is None or embedding is head or embedding.is_meta or head.is_meta:
+        return
+    if not torch.equal(embedding, head):
+        raise WeightsError(
+            f"{prefix}head.output.weight of the state dict is not {prefix}embedding.tokens.weight, but the model ties "
+            "them, and one of the two would be lost: build it with tied=False (dataclasses.replace(config, tied=False))"
+        )
 
 
 def _halves_of(rotation: Rotation) -> list[Rotation]:

@@ -10,6 +10,7 @@ place.
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from rooftop.models.conv_lstm import NextFrameNetwork, colour_next_frame_network
 from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101
 from rooftop.models.dialects import DETR, NEXT_FRAME, RESNET, SWIN, Converted, Dialect, converted
 from rooftop.models.keras_weights import keras_converted
+from rooftop.models.left_out import differing_keys
 from rooftop.models.load_reports import LoadReport, compared
 from rooftop.models.registry import builtin_models
 from rooftop.models.resnet import ResNet
@@ -88,6 +90,8 @@ def load(name: str, weights: str | Path, *, strict: bool = True, **options: Any)
         _check(name, model, report, tensors)
     elif not report.used:
         raise WeightsError(f"nothing of {path} (keys of {report.origin}) fits {name}: {report.problems()}")
+    if report.differing_keys:
+        warnings.warn(f"{path}: {report.differences()}", stacklevel=2)
     model.load_state_dict({key: tensors[key] for key in report.used}, strict=False)
     return model
 
@@ -123,7 +127,8 @@ def _file(name: str, weights: str | Path) -> Path:
 def _matched(model: nn.Module, path: Path) -> tuple[LoadReport, dict[str, Tensor]]:
     """The report, and the file's tensors by the model's keys."""
     found = _converted(model, path)
-    report = compared(model.state_dict(), found.tensors, path, found.origin, found.sources, found.unneeded)
+    differing = differing_keys(model, found.left_out)
+    report = compared(model.state_dict(), found.tensors, path, found.origin, found.sources, found.unneeded, differing)
     return report, found.tensors
 
 
