@@ -1,4 +1,5 @@
-"""A decoder-only transformer, whole or a stage of it: GPT-2 and GPT-3, Llama, by the switches of a `GptConfig`.
+"""A decoder-only transformer, whole or a stage of it: GPT-2 and GPT-3, Llama, Mistral, Qwen2 and 3, by the switches of
+a `GptConfig`.
 
     model = Gpt(gpt_config("gpt2"))
     loss = model(tokens[:, :-1], tokens[:, 1:])   # the logits are never stored
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rooftop.errors import WeightsError
-from rooftop.models.gpt_configs import GptConfig
+from rooftop.models.gpt_switches import GptConfig
 from rooftop.nn import Embedding, LayerNorm, RMSNorm
 from rooftop.nn.norms import norm_of_sum
 from rooftop.parallel.dropouts import CounterDropouts
@@ -172,7 +173,8 @@ def rotation_of(positions: Tensor, config: GptConfig) -> Rotation:
 def rotary_frequencies(config: GptConfig, device: torch.device | str = "cpu") -> Tensor:
     """The angle by which each pair of a head's features turns from one position to the next: (D / 2,), float32."""
     powers = torch.arange(0, config.head_features, 2, device=device).double() / config.head_features
-    return (1.0 / config.rope_base**powers).float()
+    frequencies = 1.0 / config.rope_base**powers
+    return (frequencies if config.rope_scaling is None else config.rope_scaling.scaled(frequencies)).float()
 
 
 def _attention(
@@ -183,7 +185,11 @@ def _attention(
         config.width,
         config.heads,
         config.kv_heads,
-        bias=config.biases,
+        head_features=config.head_features,
+        bias=config.has_qkv_biases,
+        out_bias=config.has_out_bias,
+        norms_epsilon=config.epsilon if config.head_norms else None,
+        window=config.window_of(layer),
         layer=layer,
         weights_dropout=_dropout(dropouts, config.attention_dropout, f"{name}.weights_dropout"),
         dropout=_dropout(dropouts, config.dropout, f"{name}.dropout"),
@@ -197,7 +203,7 @@ def _mlp(config: GptConfig, layer: int, dropouts: Dropouts, group: Group, sequen
         config.width,
         config.hidden,
         config.activation,
-        bias=config.biases,
+        bias=config.has_mlp_biases,
         dropout=_dropout(dropouts, config.dropout, f"layers.{layer}.mlp.dropout"),
         group=group,
         sequence_parallel=sequence_parallel,

@@ -4,7 +4,8 @@ Theirs and ours differ in what is packed and what is transposed: GPT-2's matrice
 queries, keys and values apart, and gate and up; ours lie one after another in the rows of one matrix. Rotary pairs are
 (i, i + D / 2) in both, so that nothing is reordered. A tied head needs no tensor of its own in a file.
 
-Source of the names: transformers 4 and 5, `modeling_gpt2.py` and `modeling_llama.py`.
+Source of the names: transformers 4 and 5, `modeling_gpt2.py`, `modeling_llama.py` and `modeling_qwen3.py`. Mistral and
+Qwen2 have those of Llama.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from rooftop.errors import WeightsError
 from rooftop.models.gpt import Gpt, rotary_frequencies
-from rooftop.models.gpt_configs import GptConfig, hugging_face_kind
+from rooftop.models.gpt_configs import hugging_face_config, hugging_face_kind
+from rooftop.models.gpt_switches import GptConfig
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ LAYER: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """The same within one."""
 
+HEAD_NORMS = {"attention.query_norm": ("self_attn.q_norm",), "attention.key_norm": ("self_attn.k_norm",)}
+"""Beside these, where queries and keys have norms."""
+
 LAYERS = {"gpt2": "transformer.h", "llama": "model.layers"}
 """What is before the number of a layer."""
 
@@ -86,9 +91,9 @@ def sources(config: GptConfig) -> dict[str, Source]:
     """Our key -> what it is made of, of the whole model.
 
     Raises:
-        ValueError: neither a GPT-2 nor a Llama.
+        ValueError: none of Hugging Face's models.
     """
-    kind = hugging_face_kind(config)
+    kind = names_of(config)
     found = {}
     for ours, theirs in OUTSIDE[kind].items():
         rows = {"embedding.tokens": config.vocabulary, "embedding.positions": config.positions,
@@ -99,11 +104,11 @@ def sources(config: GptConfig) -> dict[str, Source]:
         if ours == "head.norm" and kind == "gpt2":
             found[f"{ours}.bias"] = Source((f"{theirs}.bias",), (rows,))
     for layer in range(config.layers):
-        for ours, names in LAYER[kind].items():
+        for ours, names in (LAYER[kind] | (HEAD_NORMS if config.head_norms else {})).items():
             keys = [f"{LAYERS[kind]}.{layer}.{name}" for name in names]
             norm = ours.endswith("norm")
             rows_of_parts = _rows(ours, config) if len(names) > 1 else (sum(_rows(ours, config)),)
-            for parameter in ("weight", "bias") if kind == "gpt2" or (config.biases and not norm) else ("weight",):
+            for parameter in ("weight", "bias") if _has_bias(ours, config) else ("weight",):
                 found[f"layers.{layer}.{ours}.{parameter}"] = Source(
                     tuple(f"{key}.{parameter}" for key in keys),
                     rows_of_parts,
@@ -112,10 +117,30 @@ def sources(config: GptConfig) -> dict[str, Source]:
     return found
 
 
+def names_of(config: GptConfig) -> Literal["gpt2", "llama"]:
+    """Whose names the tensors of such a model have.
+
+    Raises:
+        ValueError: none of Hugging Face's models has these switches.
+    """
+    return "gpt2" if hugging_face_kind(config) == "gpt2" else "llama"
+
+
+def _has_bias(ours: str, config: GptConfig) -> bool:
+    """A module in a layer."""
+    if ours.endswith("norm"):
+        return config.norm == "layer" and config.biases
+    if ours.startswith("mlp"):
+        return config.has_mlp_biases
+    return config.has_qkv_biases if ours == "attention.qkv" else config.has_out_bias
+
+
 def _rows(ours: str, config: GptConfig) -> tuple[int, ...]:
     """Of the parts of a module in a layer."""
     if ours == "attention.qkv":
-        return config.width, config.kv_width, config.kv_width
+        return config.query_width, config.kv_width, config.kv_width
+    if ours.startswith("attention.") and ours.endswith("norm"):
+        return (config.head_features,)
     if ours == "mlp.up":
         return (config.hidden,) * (2 if config.activation == "swiglu" else 1)
     return (config.width,)
@@ -186,7 +211,7 @@ def matched(keys: Iterable[str], config: GptConfig) -> Match:
         ValueError: a config that is none of Hugging Face's.
     """
     wanted = {key for source in sources(config).values() for key in source.keys}
-    prefix = LAYERS[hugging_face_kind(config)].partition(".")[0] + "."
+    prefix = LAYERS[names_of(config)].partition(".")[0] + "."
     found: dict[str, str] = {}
     unexpected, following, head = [], [], None
     for key in keys:
@@ -201,7 +226,7 @@ def matched(keys: Iterable[str], config: GptConfig) -> Match:
             head = key
         else:
             unexpected.append(key)
-    embedding = f"{OUTSIDE[hugging_face_kind(config)]['embedding.tokens']}.weight"
+    embedding = f"{OUTSIDE[names_of(config)]['embedding.tokens']}.weight"
     if head is not None and embedding not in found:
         found[embedding], head = head, None
     missing = sorted(wanted - set(found))
@@ -216,7 +241,7 @@ def matched(keys: Iterable[str], config: GptConfig) -> Match:
 
 
 def _named(config: GptConfig) -> str:
-    kind = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}[hugging_face_kind(config)]
+    kind = hugging_face_config(config)["architectures"][0]
     return f"a {kind} of {config.layers} layers, {'tied' if config.tied else 'with a head of its own'}"
 
 
@@ -269,7 +294,7 @@ def check_tied_head(match: Match, config: GptConfig, tensors: Tensors) -> None:
 
 def _head_is_the_embedding(match: Match, config: GptConfig, tensors: Tensors) -> bool:
     assert match.tied_head is not None
-    embedding = match.given[f"{OUTSIDE[hugging_face_kind(config)]['embedding.tokens']}.weight"]
+    embedding = match.given[f"{OUTSIDE[names_of(config)]['embedding.tokens']}.weight"]
     (shape, _), (other, _) = tensors.shape_and_kind(match.tied_head), tensors.shape_and_kind(embedding)
     if shape != other:
         return False

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rooftop.errors import InputError, WeightsError
 from rooftop.models.gpt import Gpt
-from rooftop.models.gpt_configs import GptConfig, config_of, hugging_face_config
+from rooftop.models.gpt_configs import config_of, hugging_face_config
 from rooftop.models.gpt_keys import (
     InMemory,
     Source,
@@ -41,6 +41,7 @@ from rooftop.models.gpt_keys import (
     sources,
     with_own_head,
 )
+from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.load_reports import LoadReport
 from rooftop.models.safetensors_files import INDEX, ONE_FILE, TensorFiles, read_json, safetensors_library
 from rooftop.parallel import Shard, shards_of
