@@ -13,6 +13,7 @@ it: a CUDA graph can be replayed while sequences grow.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,35 @@ def _gathered(stored: Tensor, pages: Tensor) -> Tensor:
     """The positions (B, H_k, W * P, D) of pages (B, W), in their order; any for a page that is not there."""
     found = stored[pages.long().clamp(0, stored.shape[0] - 1)]  # (B, W, H_k, P, D)
     return found.transpose(1, 2).flatten(2, 3)
+
+
+# ---- on the CPU ------------------------------------------------------------------------------------------------
+
+
+def _attend_one_by_one(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None,
+    out: Tensor,
+) -> None:
+    """As the reference, of pages and lengths that were checked: each sequence reads its own positions alone."""
+    page, groups = keys.shape[2], query.shape[1] // max(1, keys.shape[1])
+    by_head = keys.transpose(0, 1), values.transpose(0, 1)  # (H_k, N, P, D)
+    for row, length in enumerate(lengths):
+        if length == 0:
+            out[row] = 0
+            continue
+        begin = 0 if window is None else max(0, length - window)
+        first = begin // page
+        own, seen = pages[row, first : -(-length // page)], slice(begin - first * page, length - first * page)
+        key, value = (stored.index_select(1, own).flatten(1, 2)[None, :, seen] for stored in by_head)  # (1, H_k, T, D)
+        grouped = query[row].unflatten(0, (-1, groups))[None]  # (1, H_k, G, D): queries of one position
+        found = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, scale=scale)
+        out[row] = found[0].flatten(0, 1)
 
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
@@ -126,8 +156,7 @@ def _attend(
     window: int | None,
     out: Tensor,
 ) -> None:
-    if query.device.type == "cpu" and not INTERPRETED:
-        _check_values(keys, pages, lengths)
+    numbers = _checked_values(keys, pages, lengths) if query.device.type == "cpu" and not INTERPRETED else None
     if out.numel() == 0:
         return
     batch, heads, width = query.shape
@@ -135,7 +164,10 @@ def _attend(
     if 0 in (count, page, pages.shape[1]):  # there is no position at all
         out.copy_(torch.where(lengths == 0, 0.0, torch.nan)[:, None, None].expand_as(out))
         return
-    if query.dtype == torch.float64 or (query.device.type == "cpu" and not INTERPRETED):
+    if numbers is not None and query.dtype != torch.float64:
+        _attend_one_by_one(query, keys, values, pages, numbers, scale, window, out)
+        return
+    if query.dtype == torch.float64:
         out.copy_(paged_attention_reference(query, keys, values, pages, lengths, scale, window))
         return
     require_triton()
@@ -310,20 +342,17 @@ def _check(tensors: dict[str, Tensor]) -> None:
         )
 
 
-def _check_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> None:
-    """Of lengths, and of the pages that they reach."""
-    if not lengths.numel():
-        return
+def _checked_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> list[int]:
+    """The lengths, after they and the pages that they reach were checked."""
     count, page, room = keys.shape[0], keys.shape[2], pages.shape[1] * keys.shape[2]
-    least, most = int(lengths.min()), int(lengths.max())
-    if least < 0 or most > room:
+    numbers: list[int] = lengths.tolist()
+    if numbers and (min(numbers) < 0 or max(numbers) > room):
         raise ValueError(
             f"paged_attention: lengths must be from 0 to {room}, what {pages.shape[1]} pages of {page} positions hold, "
-            f"got {least} to {most}"
+            f"got {min(numbers)} to {max(numbers)}"
         )
-    if not room:
-        return
-    needed = torch.arange(pages.shape[1]) * page < lengths[:, None]
-    wrong = pages[needed & ((pages < 0) | (pages >= count))]
-    if wrong.numel():
-        raise ValueError(f"paged_attention: pages must be from 0 to {count - 1}, got {int(wrong[0])}")
+    for row, length in enumerate(numbers):
+        wrong = [each for each in pages[row, : -(-length // max(1, page))].tolist() if not 0 <= each < count]
+        if wrong:
+            raise ValueError(f"paged_attention: pages must be from 0 to {count - 1}, got {wrong[0]}")
+    return numbers
