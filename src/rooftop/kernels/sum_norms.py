@@ -20,6 +20,7 @@ from rooftop.kernels.norms import (
     check_norm,
     contiguous,
     layer_norm_reference,
+    layer_norm_without_kernel,
     norm_backward,
     rms_eps,
     rms_norm_reference,
@@ -75,7 +76,8 @@ def _add_layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, total, mean, rstd); total is empty where nothing is added."""
     if runs_reference(x):
-        y, total, mean, rstd = add_layer_norm_reference(x, residual, input_bias, weight, bias, eps)
+        total = add_reference(x, residual, input_bias)
+        y, mean, rstd = layer_norm_without_kernel(total, weight, bias, eps)
         return y, total if adds(residual, input_bias) else x.new_empty(0), mean, rstd
     residual = unit_columns(residual) if residual is not None else None
     parameters = contiguous(input_bias), contiguous(weight), contiguous(bias)

@@ -35,6 +35,9 @@ class LoadReport:
         computed_keys: of the model, not in the file, which follow from the model itself.
         unneeded_keys: of the file, left out because they follow from the model itself.
         differing_keys: of these, the ones whose tensors are not what the model computes.
+        taken: which of the file's weights these are, averaged or not, in words.
+        averaged: whether they are averages of the weights of several steps.
+        others: other weights of the file, by the name that `part` takes.
     """
 
     path: Path
@@ -47,6 +50,9 @@ class LoadReport:
     computed_keys: tuple[str, ...] = ()
     unneeded_keys: tuple[str, ...] = ()
     differing_keys: tuple[str, ...] = ()
+    taken: str = ""
+    averaged: bool = False
+    others: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -78,6 +84,10 @@ class LoadReport:
         places = len(self.used) + len(self.missing_keys) + len(self.mismatched) + len(self.quantized)
         places += len(self.computed_keys)
         parts = [f"{self.path} ({self.origin}): {len(self.used)} of the model's {places} keys are loaded"]
+        if self.averaged or self.others or not self.taken.startswith("all tensors"):
+            parts += [f"taken: {self.taken}"] if self.taken else []
+        if self.others:
+            parts.append(f"not taken: {_first(self.others)}")
         if self.computed_keys:
             parts.append(f"{len(self.computed_keys)} follow from the model: {_first(self.computed_keys)}")
         if self.unneeded_keys:
