@@ -82,10 +82,19 @@ def _attend_one_by_one(
         begin = 0 if window is None else max(0, length - window)
         first = begin // page
         own, seen = pages[row, first : -(-length // page)], slice(begin - first * page, length - first * page)
-        key, value = (stored.index_select(1, own).flatten(1, 2)[None, :, seen] for stored in by_head)  # (1, H_k, T, D)
+        # (1, H_k, T, D)
+        key, value = (_side_by_side(stored, own).flatten(1, 2)[None, :, seen] for stored in by_head)
         grouped = query[row].unflatten(0, (-1, groups))[None]  # (1, H_k, G, D): queries of one position
         found = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, scale=scale)
         out[row] = found[0].flatten(0, 1)
+
+
+def _side_by_side(stored: Tensor, own: Tensor) -> Tensor:
+    """Of (H_k, N, P, D) the pages `own`; a view where they follow each other, as those of a new cache do."""
+    numbers = own.tolist()
+    if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        return stored[:, numbers[0] : numbers[0] + len(numbers)]
+    return stored.index_select(1, own)
 
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
