@@ -11,6 +11,7 @@ from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,13 @@ from rooftop.cli import generate as verb
 from rooftop.cli.main import main
 from rooftop.hardware import ceilings_of
 from rooftop.models import Gpt, GptConfig, generate, gpt_config, load_gpt, save_gpt
+from rooftop.models.rope_scaling import RopeScaling
 from rooftop.models.tokenizing import ByteTokenizer
+from rooftop.parallel import Layout
+from rooftop.train.checkpoints import save_training
+from rooftop.train.gpt_training import GptTrainer, GptTraining
+from rooftop.train.tokens import Tokens
+from rooftop.train.trained_models import load_trained_gpt
 
 pytest.importorskip("safetensors")
 
@@ -254,3 +261,63 @@ def test_more_than_the_roof_is_an_error_of_the_measurement() -> None:
     figures |= {"tokens_per_s": 500.0, "roof_ms": 6.0, "percent_of_roof": 150.0, "without_roof": None}
     figures |= {"dtype": "float32", "cache_bytes": 1}
     assert "more than the roof: the ceilings are wrong" in verb._lines(figures)[-1]
+
+
+def test_a_head_that_the_config_ties(run: Run, tmp_path: Path) -> None:
+    """The file's own head chooses the tokens, and standard error says so."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    save_gpt(Gpt(replace(LLAMA, tied=True)), tmp_path / "model")
+    tensors = safetensors.load_file(tmp_path / "model" / "model.safetensors")
+    head = torch.randn(256, 24, generator=torch.Generator().manual_seed(3))
+    safetensors.save_file(tensors | {"lm_head.weight": head}, tmp_path / "model" / "model.safetensors")
+    words = ("--weights", tmp_path / "model", "--bytes", "--prompt", "roof", "--max-new-tokens", 9, "--json", "-")
+    status, out, _ = run(*words)
+    model = load_gpt(tmp_path / "model").eval()
+    assert status == 0
+    assert torch.equal(model.head.output.weight, head)
+    assert json.loads(out)["texts"][0]["tokens"] == generate(model, [list(b"roof")], 9)[0]
+    assert "the weights have a head of their own" in run(*words[:-2])[2]
+
+
+def test_more_tokens_than_positions(run: Run, folder: Path) -> None:
+    """Refused before weights are read if asked for; the default is as many as there is room for."""
+    words = ("--weights", folder, "--bytes", "--prompt", "Hello", "--no-roof")
+    status, out, err = run(*words, "--max-new-tokens", 60)
+    assert (status, out) == (2, "")
+    assert "--max-new-tokens 60 after the 5 tokens of prompt 1 is beyond the model's 64 positions" in err
+    assert "give at most 59, or shorten the prompt" in err
+    assert run(*words, "--max-new-tokens", 59)[1] == run(*words)[1] != ""
+
+
+TRAINED = replace(LLAMA, head_size=8, window=5, window_layers=(1,), head_norms=True, tied=True,
+                  rope_scaling=RopeScaling(kind="linear", factor=2.0))  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_the_folder_of_a_training(text: bool, run: Run, tmp_path: Path) -> None:
+    """Its last step, or one that is named; tokens are bytes where it was trained on text."""
+    tokens = Tokens([np.frombuffer(b"The roof of a house. " * 20, np.uint8)], "text", text=text)
+    training = GptTraining(config=TRAINED, length=16, global_batch=2, micro_batch=2, learning_rate=0.01)
+    layout = Layout()
+    trainer = GptTrainer(training, tokens, layout, layout.process_groups(), torch.device("cpu"))
+    for _ in range(2):
+        trainer.advance()
+    first = save_training(tmp_path / "run", trainer)
+    model = load_trained_gpt(tmp_path / "run").eval()
+    assert model.config == TRAINED
+    for name, weight in trainer.weights.named.items():
+        assert torch.equal(model.get_parameter(name), weight)
+    for folder in (tmp_path / "run", first):
+        words = ("--weights", folder, "--prompt", "The roof", "--max-new-tokens", 9, "--no-roof")
+        status, out, err = run(*words, *(() if text else ("--bytes",)))
+        assert status == 0, err
+        bytes_ = ByteTokenizer()
+        assert out == f"The roof{bytes_.decode(generate(model, [bytes_.encode('The roof')], 9)[0])}\n"
+    status, _, err = run("--weights", tmp_path / "run", "--model", "gpt2", "--prompt", "a")
+    assert (status, "holds a training of another model than gpt2" in err) == (2, True) or not text
+    (first / "tensor-0.pt").write_bytes(b"half")
+    status, _, err = run("--weights", tmp_path / "run", "--bytes", "--prompt", "a", "--max-new-tokens", 1)
+    assert status == 2
+    assert "tensor-0.pt cannot be read as a part of a training" in err
+    (first / "training.json").write_text("{}")
+    assert "does not hold a training as --save writes it" in run("--weights", first, "--prompt", "a")[2]

@@ -101,6 +101,46 @@ def test_it_is_attention_of_the_last_position() -> None:
     torch.testing.assert_close(paged_attention(query, keys, values, pages, lengths), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 5, 64, 150, 1000])
+def test_a_window_is_of_the_last_positions(window: int, dtype: torch.dtype) -> None:
+    lengths = [1, 64, 150, 0, 5]
+    query, keys, values, pages, _ = tensors = paged(lengths, 6, 2, 16, 5, dtype)
+    found = paged_attention(*tensors, window=window)
+    exact, eager = [], []
+    for results, wide in ((exact, torch.float64), (eager, dtype)):
+        for row, length in enumerate(lengths):
+            begin = max(0, length - window)
+            own = pages[row, : -(-length // 5)].long()
+            key, value = (t[own].to(wide).transpose(0, 1).flatten(1, 2)[:, begin:length] for t in (keys, values))
+            grouped = query[row].to(wide).unflatten(0, (2, 3))
+            results.append(((grouped @ key.mT / 4).softmax(-1) @ value).flatten(0, 1))
+    assert_as_accurate(found, torch.stack(eager), torch.stack(exact), what=f"window of {window} in {dtype}")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+def test_windows_of_long_sequences_are_split_among_programs_by_the_interpreter() -> None:
+    tensors = paged([1000, 300], 2, 1, 32, 16)
+    narrow = tensors[-1].clamp(max=500)
+    begin = tensors[-1] - narrow  # all keys before the window are far away
+    with count_launches() as launches:
+        found = paged_attention(*tensors, window=500)
+    assert launches == {"attend_pages": 1, "merge_splits": 1}
+    for row, (first, length) in enumerate(zip(begin.tolist(), tensors[-1].tolist(), strict=True)):
+        own = tensors[3][row, : -(-length // 16)].long()
+        key, value = (t[own].transpose(0, 1).flatten(1, 2)[0, first:length] for t in tensors[1:3])
+        expected = (tensors[0][row] @ key.mT / 32**0.5).softmax(-1) @ value
+        torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_windows_that_are_none() -> None:
+    tensors = paged([5])
+    with pytest.raises(ValueError, match="window must be at least 1 position, got 0"):
+        paged_attention(*tensors, window=0)
+    with pytest.raises(TypeError, match="window must be an int or None"):
+        paged_attention(*tensors, window=2.0)  # type: ignore[arg-type]
+
+
 def test_where_pages_lie_does_not_matter() -> None:
     query, keys, values, pages, lengths = paged([30, 17, 5])
     found = paged_attention(query, keys, values, pages, lengths)
@@ -188,6 +228,7 @@ def test_pages_and_lengths_that_the_kernel_does_not_find_are_nan() -> None:
 def test_operator_checks_of_torch_library() -> None:
     torch.library.opcheck(torch.ops.rooftop.paged_attention.default, (*paged([5, 0, 9]), 0.25, None))
     torch.library.opcheck(torch.ops.rooftop.paged_attention.default, (*paged([5], 3, 3), 0.25, 5))
+    torch.library.opcheck(torch.ops.rooftop.paged_attention.default, (*paged([9, 2], 3, 3), 0.25, None, 4))
 
 
 def test_compiled_whole() -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rooftop.errors import TargetError, WeightsError
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_configs import (
     PRESETS,
-    GptConfig,
     config_of,
     gpt_config,
     hugging_face_config,
     hugging_face_kind,
 )
+from rooftop.models.gpt_switches import GptConfig
+from rooftop.models.rope_scaling import RopeScaling
 
 PARAMETERS = {
     "gpt2": 124439808,
@@ -63,6 +67,22 @@ OF_LLAMA: dict[str, Any] = {
 }
 
 
+OF_MISTRAL = OF_LLAMA | {"model_type": "mistral", "sliding_window": 4096}
+OF_QWEN2 = OF_LLAMA | {"model_type": "qwen2"}
+# The config.json of Llama 3.1.
+LLAMA_3 = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+LINEAR = RopeScaling(kind="linear", factor=2.0)
+LLAMA3 = RopeScaling(
+    kind="llama3", factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=8192
+)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_are_those_of_the_model(name: str) -> None:
     config = gpt_config(name)
@@ -80,6 +100,11 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
         {"norm": "rms"},
         {"position": "rope"},
         {"kv_heads": 2},
+        {"head_size": 10},
+        {"qkv_biases": False},
+        {"out_biases": False},
+        {"mlp_biases": False},
+        {"head_norms": True},
     ],
 )
 def test_parameters_with_each_switch(changes: dict[str, Any]) -> None:
@@ -101,6 +126,15 @@ def test_flops_of_a_token() -> None:
 def test_published_files_of_hugging_face() -> None:
     assert config_of(OF_GPT2) == replace(gpt_config("gpt2"), dropout=0.1, attention_dropout=0.1)
     assert config_of(OF_LLAMA) == gpt_config("llama-70b")
+    assert config_of(OF_LLAMA | {"rope_scaling": LLAMA_3}).rope_scaling == LLAMA3
+    assert config_of(OF_LLAMA | {"rope_parameters": LLAMA_3 | {"rope_theta": 5e5}}).rope_base == 5e5
+    assert config_of(OF_MISTRAL).window == 4096
+    assert config_of({k: v for k, v in OF_MISTRAL.items() if k != "sliding_window"}).window == 4096
+    assert config_of(OF_MISTRAL | {"sliding_window": None}).window is None
+    assert config_of(OF_QWEN2 | {"sliding_window": 32768, "use_sliding_window": False}).window is None
+    assert config_of(OF_QWEN2 | {"use_sliding_window": True, "max_window_layers": 70}).window_layers == (
+        *range(70, 80),
+    )
     scaled = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     assert config_of(OF_LLAMA | scaled).rope_base == config_of(OF_LLAMA | {"rope_theta": 5e5}).rope_base == 5e5
 
@@ -110,34 +144,100 @@ def test_published_files_of_hugging_face() -> None:
     [
         replace(gpt_config("gpt2"), activation="gelu", tied=False, hidden=100, dropout=0.2, attention_dropout=0.3),
         replace(gpt_config("llama-1b"), rope_base=5e5, biases=True, tied=True, attention_dropout=0.1),
+        replace(gpt_config("llama-1b"), qkv_biases=True, out_biases=True, head_size=100, rope_scaling=LINEAR),
+        replace(gpt_config("llama-1b"), mlp_biases=True, rope_scaling=LLAMA3),
+        replace(gpt_config("llama-1b"), window=100),
+        replace(gpt_config("llama-1b"), window=100, window_layers=(3, 21), qkv_biases=True),
+        replace(gpt_config("llama-1b"), qkv_biases=True),
+        replace(gpt_config("llama-1b"), head_norms=True, qkv_biases=True, out_biases=True, window=7),
     ],
-    ids=["gpt2", "llama"],
 )
 def test_there_and_back(config: GptConfig) -> None:
-    assert config_of(hugging_face_config(config)) == config
+    """Through JSON, as a file has it; with the right kind of model, which its switches tell."""
+    assert config_of(json.loads(json.dumps(hugging_face_config(config)))) == config
+
+
+def test_which_model_has_which_switches() -> None:
+    llama = gpt_config("llama-1b")
+    kinds = {
+        "llama": [llama, replace(llama, biases=True), replace(llama, mlp_biases=True), replace(llama, head_size=70)],
+        "mistral": [replace(llama, window=9)],
+        "qwen2": [replace(llama, qkv_biases=True), replace(llama, window=9, window_layers=(1,))],
+        "qwen3": [replace(llama, head_norms=True), replace(llama, head_norms=True, qkv_biases=True, out_biases=True)],
+    }
+    kinds["qwen2"][1] = replace(kinds["qwen2"][1], qkv_biases=True)
+    for kind, configs in kinds.items():
+        assert [hugging_face_kind(config) for config in configs] == [kind] * len(configs)
+    for none in ({"head_norms": True, "mlp_biases": True}, {"out_biases": True}, {"window": 9, "out_biases": True}):
+        with pytest.raises(ValueError, match="This is neither"):
+            hugging_face_kind(replace(llama, **none))
+
+
+def test_what_says_the_same_is_equal() -> None:
+    llama = gpt_config("llama-1b")
+    assert replace(llama, head_size=64, qkv_biases=False, out_biases=False, mlp_biases=False) == llama
+    assert replace(llama, qkv_biases=True, out_biases=True, mlp_biases=True) == replace(llama, biases=True)
+    assert replace(llama, biases=True, mlp_biases=False) == replace(llama, qkv_biases=True, out_biases=True)
+    assert replace(llama, window=5, window_layers=()) == llama
+    assert replace(llama, window=5, window_layers=tuple(reversed(range(22)))) == replace(llama, window=5)
+    gpt = gpt_config("gpt2")
+    assert replace(gpt, mlp_biases=False).biases  # its norms have biases, too
+    assert [replace(llama, window=5, window_layers=(3,)).window_of(layer) for layer in (2, 3)] == [None, 5]
+
+
+@given(length=st.integers(1, 40), window=st.integers(1, 50), layers=st.integers(0, 22))
+def test_flops_of_a_window(length: int, window: int, layers: int) -> None:
+    """Pair by pair."""
+    llama = replace(gpt_config("llama-1b"), window=window, window_layers=tuple(range(layers)))
+    none = replace(llama, window=None, window_layers=None)
+    pairs = [sum(min(place, size) for place in range(1, length + 1)) for size in (window, length)]
+    missing = 4 * 2048 * layers * (pairs[1] - pairs[0]) / length
+    apart = none.flops_per_token(length, training=False) - llama.flops_per_token(length, training=False)
+    assert abs(apart - missing) < 1
 
 
 @pytest.mark.parametrize(
-    ("given", "changes", "message"),
+    ("fields", "changes", "message"),
     [
-        (OF_GPT2, {"model_type": "bert"}, "model_type 'bert': expected 'gpt2' or 'llama'"),
+        (
+            OF_GPT2,
+            {"model_type": "bert"},
+            "model_type 'bert': expected one of 'gpt2', 'llama', 'mistral', 'qwen2', 'qwen3'",
+        ),
         (OF_GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         (OF_GPT2, {"scale_attn_weights": False}, "scale_attn_weights is False"),
         (OF_GPT2, {"activation_function": "relu"}, "activation_function is 'relu': expected gelu_new"),
         (OF_GPT2, {"embd_pdrop": 0.2}, "embd_pdrop is 0.2, resid_pdrop 0.1"),
         (OF_GPT2, {"n_head": 7}, "7 heads do not divide a width of 768"),
         (OF_GPT2, {"n_embd": "768"}, "config.json of a gpt2"),
-        (OF_LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "scaled or partial"),
-        (OF_LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "scaled or partial"),
-        (OF_LLAMA, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "scaled or partial"),
-        (OF_LLAMA, {"head_dim": 64}, "head_dim is 64, which is not modelled here: expected 128"),
+        (OF_LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
+        (OF_LLAMA, {"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a positive number, got 0"),
+        (OF_LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling is of rope_type 'yarn'.*scores"),
+        (OF_LLAMA, {"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters is of rope_type 'dynamic'.*long"),
+        (
+            OF_LLAMA,
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+        (OF_LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        (OF_LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "for each type of layer"),
+        (OF_LLAMA, {"rope_scaling": LLAMA_3 | {"low_freq_factor": 4.0}}, "must be less than high_frequency_factor"),
+        (OF_LLAMA, {"head_dim": 63}, "rope turns pairs, but a head has 63 features"),
+        (OF_MISTRAL, {"sliding_window": 0}, "window must be a positive int, got 0"),
+        (
+            OF_MISTRAL,
+            {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types mixes",
+        ),
+        (OF_QWEN2, {"num_hidden_layers": 2, "layer_types": ["full_attention"]}, r"layer_types is .*each of 2 layers"),
+        (OF_QWEN2, {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}, "give no window"),
+        (OF_QWEN2, {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}, "layer_types is"),
         (OF_LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        (OF_LLAMA, {"attention_bias": True, "mlp_bias": False}, "mlp_bias is False"),
     ],
 )
-def test_variants_that_are_not_modelled(given: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+def test_variants_that_are_not_modelled(fields: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(WeightsError, match=message):
-        config_of(given | changes)
+        config_of(fields | changes)
 
 
 def test_a_size_that_is_not_there() -> None:
@@ -150,6 +250,12 @@ def test_a_size_that_is_not_there() -> None:
     [
         ({"layers": 0}, "layers must be a positive int, got 0"),
         ({"width": 768.0}, "width must be a positive int, got 768.0"),
+        ({"head_size": 0}, "head_size must be a positive int, got 0"),
+        ({"window": -1}, "window must be a positive int, got -1"),
+        ({"window_layers": (1,)}, "beside a window, got"),
+        ({"window": 3, "window_layers": (12,)}, "window_layers must be some of the 12 layers"),
+        ({"window": 3, "window_layers": (1, 1)}, "each once"),
+        ({"rope_scaling": RopeScaling(kind="linear", factor=2.0)}, "rope_scaling belongs to position='rope'"),
         ({"heads": 11}, "11 heads do not divide a width of 768"),
         ({"kv_heads": 5}, "5 kv_heads do not divide 12 heads"),
         ({"norm": "batch"}, "norm must be one of layer, rms, got 'batch'"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftop.errors import InputError, WeightsError
-from rooftop.models import gpt_weights
+from rooftop.models import safetensors_files
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_configs import GptConfig
 from rooftop.models.gpt_weights import (
@@ -90,9 +90,9 @@ def test_a_stage_reads_its_own_and_no_more(config: GptConfig, tmp_path: Path, mo
     model = made_up(config)
     save_gpt(model, tmp_path / "model", file_bytes=8000)
     read: list[str] = []
-    part = gpt_weights._Files.part
+    part = safetensors_files.TensorFiles.part
     monkeypatch.setattr(
-        gpt_weights._Files, "part", lambda self, key, *where: read.append(key) or part(self, key, *where)
+        safetensors_files.TensorFiles, "part", lambda self, key, *where: read.append(key) or part(self, key, *where)
     )
     load_gpt_weights(Gpt(config), tmp_path / "model")
     assert len(read) == len(set(read)) == len(hugging_face_state_dict(model.state_dict(), config))
@@ -109,20 +109,142 @@ def test_a_stage_reads_its_own_and_no_more(config: GptConfig, tmp_path: Path, mo
     assert len(read) == (3 if config is GPT else 2)
 
 
-def test_keys_of_older_files(tmp_path: Path) -> None:
+MASK = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+FREQUENCIES = torch.tensor([1, 1e4 ** (-1 / 3), 1e4 ** (-2 / 3)])
+OLDER = {
+    "a mask": (GPT, "h.0.attn.bias", MASK),
+    "a mask of bytes": (GPT, "h.2.attn.bias", MASK.to(torch.uint8)),
+    "what is hidden": (GPT, "h.1.attn.masked_bias", torch.tensor(-1e4)),
+    "frequencies": (replace(LLAMA, tied=True), "model.layers.0.self_attn.rotary_emb.inv_freq", FREQUENCIES),
+}
+
+
+@pytest.mark.parametrize("what", OLDER)
+def test_keys_of_older_files(what: str, tmp_path: Path) -> None:
     """Of a GPT-2 without a head, with its causal masks; of a Llama with frequencies; with a tied head beside them."""
-    for config, mask in ((GPT, "h.0.attn.bias"), (GPT, "h.1.attn.masked_bias"),
-                         (replace(LLAMA, tied=True), "model.layers.0.self_attn.rotary_emb.inv_freq")):  # fmt: skip
-        model = made_up(config)
-        theirs = hugging_face_state_dict(model.state_dict(), config)
-        short = {key.removeprefix("transformer."): value.contiguous().clone() for key, value in theirs.items()}
-        short |= {mask: torch.ones(3), "lm_head.weight": model.head.output.weight.detach().clone()}
-        found = gpt_state_dict(short, config)
-        assert all(torch.equal(found[key], value) for key, value in model.state_dict().items())
-        safetensors.save_file(short, tmp_path / "one.safetensors")
-        other = Gpt(config)
-        load_gpt_weights(other, tmp_path / "one.safetensors")
-        assert same(other, model)
+    config, key, tensor = OLDER[what]
+    model = made_up(config)
+    theirs = hugging_face_state_dict(model.state_dict(), config)
+    short = {key.removeprefix("transformer."): value.contiguous().clone() for key, value in theirs.items()}
+    short |= {key: tensor.clone(), "lm_head.weight": model.head.output.weight.detach().clone()}
+    found = gpt_state_dict(short, config)
+    assert all(torch.equal(found[key], value) for key, value in model.state_dict().items())
+    safetensors.save_file(short, tmp_path / "one.safetensors")
+    other = Gpt(config)
+    report = load_gpt_weights(other, tmp_path / "one.safetensors")
+    assert same(other, model)
+    assert set(report.unneeded_keys) == {key, "lm_head.weight"}
+    assert "2 of the file are not needed" in str(report)
+    wrong = short | {key: -tensor if tensor.is_floating_point() else ~tensor}
+    safetensors.save_file(wrong, tmp_path / "wrong.safetensors")
+    with pytest.warns(UserWarning, match=f"{key} is left out, and is not what the config says"):
+        gpt_state_dict(wrong, config)
+    with pytest.warns(UserWarning, match=rf"wrong\.safetensors: {key} of the file are left out"):
+        report = load_gpt_weights(other, tmp_path / "wrong.safetensors")
+    assert report.differing_keys == (key,)
+
+
+# ---- a head that the config ties -----------------------------------------------------------------------------------
+
+TIED = [GPT, replace(LLAMA, tied=True)]
+tied = pytest.mark.parametrize("config", TIED, ids=["gpt", "llama"])
+EMBEDDING = {GPT: "transformer.wte.weight", TIED[1]: "model.embed_tokens.weight"}
+
+
+def folder_with(
+    changes: Callable[[dict[str, Tensor]], None], config: GptConfig, folder: Path, size: int = 8000
+) -> Path:
+    """Of a tied model as it is saved, with other tensors; in several files whose index knows of no change."""
+    save_gpt(made_up(config), folder, file_bytes=size)
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    tensors = safetensors.load_file(last)
+    changes(tensors)
+    safetensors.save_file(tensors, last, metadata={"format": "pt"})
+    return folder
+
+
+@tied
+@pytest.mark.parametrize("size", [10**9, 8000])
+@torch.no_grad()
+def test_another_head_than_the_embedding_is_kept(
+    config: GptConfig, size: int, tmp_path: Path, torchvision_models: ModuleType
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    head = torch.randn(config.vocabulary, config.width, generator=torch.Generator().manual_seed(1))
+    folder = folder_with(lambda tensors: tensors.update({"lm_head.weight": head}), config, tmp_path / "model", size)
+    assert read_gpt_config(folder).tied
+    model = load_gpt(folder).eval()
+    assert not model.config.tied
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, atol=1e-4, rtol=1e-4)
+    save_gpt(model, tmp_path / "again")
+    assert same(load_gpt(tmp_path / "again"), model)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(again(TOKENS).logits, theirs(TOKENS).logits)
+    for stage in (Gpt(config), Gpt(config, layers=range(1)), Gpt(config, layers=range(0), pre_process=False)):
+        before = {key: value.clone() for key, value in stage.state_dict().items()}
+        if stage.embedding is not None or stage.head is not None:
+            with pytest.raises(WeightsError, match=r"lm_head.weight is not the embedding.*tied=False"):
+                load_gpt_weights(stage, folder)
+        assert all(torch.equal(value, before[key]) for key, value in stage.state_dict().items())
+    untied = gpt_state_dict(theirs.state_dict(), replace(config, tied=False))
+    assert all(torch.equal(untied[key], value) for key, value in model.state_dict().items())
+    with pytest.raises(WeightsError, match=r"lm_head.weight is not the embedding.*tied=False"):
+        gpt_state_dict(theirs.state_dict(), config)
+
+
+@tied
+@torch.no_grad()
+def test_a_tied_weight_under_the_heads_name_alone(
+    config: GptConfig, tmp_path: Path, torchvision_models: ModuleType
+) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors.pop(EMBEDDING[config])
+
+    folder = folder_with(rename, config, tmp_path / "model", 10**9)
+    model = load_gpt(folder).eval()
+    assert model.config.tied
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, atol=1e-4, rtol=1e-4)
+
+
+@tied
+def test_heads_of_tied_models_that_do_not_fit(config: GptConfig, tmp_path: Path) -> None:
+    head = torch.ones(config.vocabulary + 1, config.width)
+    folder = folder_with(lambda tensors: tensors.update({"lm_head.weight": head}), config, tmp_path / "model")
+    with pytest.raises(WeightsError, match=rf"lm_head.weight is of shape \({config.vocabulary + 1}, 24\)"):
+        load_gpt(folder)
+    model = made_up(config)
+    state = model.state_dict()
+    two = state | {"head.output.weight": state["head.output.weight"] + 1}
+    with pytest.raises(WeightsError, match="the config ties them"):
+        hugging_face_state_dict(two, config)
+    other = Gpt(config)
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    with pytest.raises(WeightsError, match="one of the two would be lost"):
+        other.load_state_dict(two)
+    with pytest.raises(WeightsError, match=r"of the state dict is not 0\.embedding"):
+        torch.nn.Sequential(other).load_state_dict({f"0.{key}": value for key, value in two.items()})
+    assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+    other.load_state_dict(state)
+    assert same(other, model)
+    model.head.output.weight = torch.nn.Parameter(model.head.output.weight.detach() + 1)
+    with pytest.raises(WeightsError, match="the config ties them"):
+        save_gpt(model, tmp_path / "untied")
+    assert not (tmp_path / "untied").exists()
+
+
+def test_tensors_that_the_index_leaves_out_are_loaded_or_refused(tmp_path: Path) -> None:
+    extra = {"model.extra": torch.ones(1)}
+    folder = folder_with(lambda tensors: tensors.update(extra), LLAMA, tmp_path / "extra")
+    with pytest.raises(WeightsError, match=r"1 unexpected: model\.extra"):
+        load_gpt(folder)
+    twice = {"model.embed_tokens.weight": torch.ones(31, 24)}
+    folder = folder_with(lambda tensors: tensors.update(twice), LLAMA, tmp_path / "twice")
+    with pytest.raises(WeightsError, match=r"both have model\.embed_tokens\.weight"):
+        load_gpt(folder)
 
 
 Tensors = dict[str, Tensor]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rooftop.models import gpt_weights
+from rooftop.models import gpt_weights, safetensors_files
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_configs import GptConfig
 from rooftop.models.gpt_layouts import parallel_gpt
@@ -51,7 +51,7 @@ def exchanged(kind: str, layout: Layout, source: Path, target: Path) -> tuple[in
     groups = layout.process_groups()
     model = parallel_gpt(CONFIGS[kind], layout, groups, seed=5).eval()
     read = 0
-    part = gpt_weights._Files.part
+    part = safetensors_files.TensorFiles.part
 
     def counted(self: Any, *where: Any) -> torch.Tensor:
         nonlocal read
@@ -59,11 +59,11 @@ def exchanged(kind: str, layout: Layout, source: Path, target: Path) -> tuple[in
         read += found.numel()
         return found
 
-    gpt_weights._Files.part = counted  # type: ignore[method-assign]
+    safetensors_files.TensorFiles.part = counted  # type: ignore[method-assign]
     try:
         load_gpt_weights(model, source)
     finally:
-        gpt_weights._Files.part = part  # type: ignore[method-assign]
+        safetensors_files.TensorFiles.part = part  # type: ignore[method-assign]
     shards, state = shards_of(model), model.state_dict()
     held = {
         value.data_ptr(): sum(prod(piece.box.size) for piece in shards[name].pieces)

@@ -53,6 +53,11 @@ def attention_of_one_key(**options: Any) -> nn.Module:
     return ParallelSelfAttention(WIDTH, 8, 1, bias=False, **options)
 
 
+def normed_attention(**options: Any) -> nn.Module:
+    """Norms of queries and keys, a window, and heads whose features are not the width's."""
+    return ParallelSelfAttention(WIDTH, 8, 2, head_features=6, out_bias=False, norms_epsilon=1e-5, window=3, **options)
+
+
 def mlp(**options: Any) -> nn.Module:
     return ParallelMLP(WIDTH, 24, "gelu", **options)
 
@@ -65,7 +70,17 @@ def table(**options: Any) -> nn.Module:
     return VocabParallelEmbedding(19, WIDTH, **options)
 
 
-LAYERS: list[Make] = [column, row, attention, grouped_attention, attention_of_one_key, mlp, gated_mlp, table]
+LAYERS: list[Make] = [
+    column,
+    row,
+    attention,
+    grouped_attention,
+    attention_of_one_key,
+    normed_attention,
+    mlp,
+    gated_mlp,
+    table,
+]
 
 
 def whole(make: Make) -> nn.Module:
@@ -235,6 +250,42 @@ def test_errors_say_what_would_fit(on_ranks: Run) -> None:
 def test_heads_that_are_none(heads: int, kv_heads: int | None) -> None:
     with pytest.raises(ValueError, match=f"heads={heads} must divide width=16"):
         ParallelSelfAttention(WIDTH, heads, kv_heads)
+
+
+def by_hand(module: ParallelSelfAttention, x: Tensor, window: int) -> Tensor:
+    """Position by position: scores of the window's keys, their softmax, the mean of their values."""
+    query, key, value = (
+        part.unflatten(-1, (-1, module.head_features)) for part in module.qkv(x).split([48, 12, 12], -1)
+    )
+    query, key = (
+        t / (t.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+        for t, norm in ((query, module.query_norm), (key, module.key_norm))
+    )
+    rows = []
+    for place in range(x.shape[1]):
+        first = max(0, place - window + 1)
+        keys, values = (t[:, first : place + 1].repeat_interleave(4, 2) for t in (key, value))  # (B, n, H, D)
+        weights = ((query[:, place, None] * keys).sum(-1) / 6**0.5).softmax(1)
+        rows.append((weights[..., None] * values).sum(1).flatten(1))
+    return module.out(torch.stack(rows, 1))
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 8, 20])
+def test_a_window_is_of_the_last_positions(window: int) -> None:
+    module = whole(lambda: ParallelSelfAttention(WIDTH, 8, 2, head_features=6, norms_epsilon=1e-5, window=window))
+    x = given(attention)
+    torch.testing.assert_close(module(x), by_hand(module, x, window), rtol=1e-9, atol=1e-9)
+    for begin in range(8):  # queries that are the last of more keys
+        query, key, value = torch.randn(3, 1, 8, 8, 6, dtype=F64)
+        whole_text = module.attend(query, key[:, :2], value[:, :2])
+        last = module.attend(query[:, :, begin:], key[:, :2], value[:, :2])
+        torch.testing.assert_close(last, whole_text[:, :, begin:], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("options", [{"window": 0}, {"head_features": 0}])
+def test_windows_and_heads_of_nothing(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        ParallelSelfAttention(WIDTH, 8, **options)
 
 
 def under_autocast() -> tuple[list[torch.dtype], float]:

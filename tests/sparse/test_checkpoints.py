@@ -127,7 +127,10 @@ def test_wrong_checkpoints() -> None:
     without = {key: value for key, value in state.items() if key != "up.weight"}
     with pytest.raises(RuntimeError, match=r"up\.weight"):
         spconv.load_spconv_state_dict(network, without)
-    assert "up.weight" not in spconv.load_spconv_state_dict(network, without, strict=False).layouts
+    report = spconv.load_spconv_state_dict(network, without | {"other": torch.ones(1)}, strict=False)
+    assert (report.missing_keys, report.unexpected_keys) == (("up.weight",), ("other",))
+    assert "up.weight" not in report.layouts
+    assert str(report).endswith("1 missing: up.weight; 1 left out: other")
     for nothing in (None, [1.0]):
         with pytest.raises(TypeError, match=r"first\.weight must be a tensor, got (NoneType|list)"):
             spconv.load_spconv_state_dict(a_network(), {"first.weight": nothing})

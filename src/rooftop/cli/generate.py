@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 import torch
+from click.core import ParameterSource
 
 from rooftop.analysis.report import write_text
 from rooftop.cli.analyze import check_writable
@@ -18,20 +19,26 @@ from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware import measure_ceilings
 from rooftop.models.generation import Generation
 from rooftop.models.gpt import Gpt
-from rooftop.models.gpt_configs import PRESETS, GptConfig, gpt_config
-from rooftop.models.gpt_weights import CONFIG, load_gpt_weights, read_gpt_config
+from rooftop.models.gpt_configs import PRESETS, gpt_config
+from rooftop.models.gpt_switches import GptConfig
+from rooftop.models.gpt_weights import CONFIG, config_of_files, load_gpt_weights, read_gpt_config
 from rooftop.models.sampling import Sampling
 from rooftop.models.tokenizing import TOKENIZER, ByteTokenizer, Decoder, FileTokenizer, Tokenizer, stop_tokens
+from rooftop.train.trained_models import holds_training, load_trained_gpt, saved_training
 
 EXAMPLES = """\b
 Examples:
   rooftop generate --weights gpt2/ --prompt "The roof of a house"
   rooftop generate --weights Llama-2-7b-hf/ --prompt "Once" --prompt "Twice" --temperature 0.8 --top-p 0.95
   rooftop generate --model gpt2 --weights model.safetensors --prompt "def add(a, b):" --json text.json
+  rooftop generate --weights run/ --prompt "The roof of a house"
   rooftop generate --model llama-7b --random-weights 0 --prompt "How fast?" --max-new-tokens 200
 
-A folder is as Hugging Face writes it: config.json, .safetensors files, tokenizer.json. Without --temperature the most
-probable token is taken each time, and the text is always the same. With it, text follows from --seed.
+A folder is as Hugging Face writes it: config.json, .safetensors files, tokenizer.json; or the one of rooftop train gpt
+--save: trained on text its tokens are bytes, else it takes the tokenizer.json that you put there.
+
+Without --temperature the most probable token is taken each time, and the text is always the same. With it, text
+follows from --seed.
 
 The text goes to standard output, the figures to standard error. Percent of roof: the time in which this machine could
 read all weights and the keys and values of all positions once for each token, against the time it took. Where the
@@ -49,14 +56,17 @@ machine was not measured before, that is done at the end, in under 30 s; --no-ro
     "--weights",
     type=click.Path(path_type=Path, exists=True),
     metavar="DIR|FILE",
-    help="A folder as Hugging Face writes it, or one .safetensors file.",
+    help="A folder as Hugging Face writes it or a training saved it, or one .safetensors file.",
 )
 @seed_option
 @click.option(
     "--prompt", "prompts", multiple=True, required=True, metavar="TEXT", help="What is to be continued; again for more."
 )
 @click.option(
-    "--max-new-tokens", type=click.IntRange(min=0), default=100, show_default=True, help="For each prompt, at most."
+    "--max-new-tokens",
+    type=click.IntRange(min=0),
+    default=100,
+    help="For each prompt, at most.  [default: 100, or as many as the model has positions for]",
 )
 @click.option(
     "--temperature",
@@ -82,7 +92,9 @@ machine was not measured before, that is done at the end, in under 30 s; --no-ro
 @dtype_option
 @json_option("text, tokens and figures")
 @click.option("--roof/--no-roof", "with_roof", default=True, help="Whether to say how far from the roof it was.")
+@click.pass_context
 def command(
+    context: click.Context,
     model: str | None,
     weights: Path | None,
     seed: int | None,
@@ -98,7 +110,7 @@ def command(
     json_path: Path | None,
     with_roof: bool,
 ) -> None:
-    """Continue texts by a language model, GPT-2 or Llama, and say how fast.
+    """Continue texts by a language model, GPT-2, Llama, Mistral or Qwen, and say how fast.
 
     Text appears as it comes. Several prompts are continued at once; their texts are printed one after another.
     """
@@ -115,11 +127,19 @@ def command(
     if json_path is not None and not to_stdout:
         check_writable(json_path, [] if weights is None else [weights])
     folder = weights if weights is None or weights.is_dir() else weights.parent
+    training = None
+    if weights is not None and weights.is_dir() and holds_training(weights):
+        training = saved_training(weights)
+        by_bytes = by_bytes or (training.text is True and not (weights / TOKENIZER).is_file())
     tokenizer: Tokenizer = ByteTokenizer() if by_bytes or folder is None else FileTokenizer(folder / TOKENIZER)
     stop = stop_tokens(folder) if folder is not None and not by_bytes else []
-    config = _config(model, weights)
+    said = training.config if training is not None else _config(model, weights)
+    if training is not None and model is not None and gpt_config(model) != said:
+        raise InputError(f"{weights} holds a training of another model than {model}: leave --model out")
+    config = said if weights is None or training is not None else config_of_files(said, weights)
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
-    _check(config, tokens)  # before weights are read
+    chosen_count = context.get_parameter_source("max_new_tokens") is not ParameterSource.DEFAULT
+    _check(config, tokens, max_new_tokens if chosen_count else 0)  # before weights are read
     network = _network(config, weights, seed, where, dtype)
     try:
         generation = Generation(network, tokens, max_new_tokens, sampling, stop=stop)
@@ -141,6 +161,8 @@ def command(
             click.echo(text, nl=False)
             return
         write_text(json_path, text)
+    if config.tied != said.tied:
+        click.echo("the weights have a head of their own, although the config ties it to the embedding", err=True)
     for line in _lines(figures):
         click.echo(line, err=True)
     if seed is not None:
@@ -166,7 +188,7 @@ def _name(config: GptConfig) -> str:
     return next((name for name, known in PRESETS.items() if known == config), f"a model of {config.layers} layers")
 
 
-def _check(config: GptConfig, prompts: Sequence[Sequence[int]]) -> None:
+def _check(config: GptConfig, prompts: Sequence[Sequence[int]], count: int) -> None:
     for number, tokens in enumerate(prompts, 1):
         if not tokens:
             raise InputError(f"prompt {number} has no tokens: give at least one character")
@@ -180,6 +202,13 @@ def _check(config: GptConfig, prompts: Sequence[Sequence[int]]) -> None:
                 f"the tokenizer gives token {max(tokens)}, the model has {config.vocabulary} tokens: they do not "
                 "belong together"
             )
+    for number, tokens in enumerate(prompts, 1):
+        if len(tokens) + count > config.positions:
+            raise InputError(
+                f"--max-new-tokens {count:,} after the {len(tokens):,} tokens of prompt {number} is beyond the model's "
+                f"{config.positions:,} positions: give at most {config.positions - len(tokens):,}, or shorten the "
+                "prompt"
+            )
 
 
 def _network(
@@ -188,6 +217,8 @@ def _network(
     """On its device, in eval mode; nothing is there twice."""
     kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
     try:
+        if weights is not None and weights.is_dir() and holds_training(weights):
+            return load_trained_gpt(weights, device=where, dtype=kind).eval()
         network = Gpt(config, device="meta", dtype=kind).to_empty(device=where)
         network.tie()
         if weights is not None:

@@ -19,7 +19,8 @@ from rooftop.cli.analyze import check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError, RooftopError
 from rooftop.hardware import measure_ceilings
-from rooftop.models.gpt_configs import PRESETS, GptConfig, gpt_config
+from rooftop.models.gpt_configs import PRESETS, gpt_config
+from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.gpt_weights import read_gpt_config
 from rooftop.parallel import Layout, World, join, launched
 from rooftop.train import (

@@ -13,10 +13,11 @@ def attend_pages(
     partial, partial_lse,  # (B, H, SPLITS, D), (B, H, SPLITS), float32; for one split nothing
     kv_heads, width, page_count, scale,  # H_k, W, N
     query_batch, query_head, key_page, key_head, key_position, value_page, value_head, value_position, pages_batch,
-    PAGE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr, WIDEN: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of the GROUP query heads of one head of keys, over one of SPLITS parts of a sequence's positions."""
+    """ROWS of the GROUP query heads of one head of keys, over one of SPLITS parts of a sequence's positions: of all, or
+    of the last WINDOW of them."""
     program = tl.program_id(0)
     split = program % SPLITS
     chunk = program // SPLITS % tl.cdiv(GROUP, ROWS)
@@ -26,8 +27,11 @@ def attend_pages(
     given = tl.load(lengths + b).to(tl.int64)
     room = width.to(tl.int64) * PAGE
     length = tl.minimum(given, room)
-    part = tl.cdiv(tl.cdiv(length, KEYS), SPLITS) * KEYS  # whole tiles, so that all parts but the last are full
-    first = split * part
+    begin = length * 0
+    if WINDOW:
+        begin = tl.maximum(length - WINDOW, 0)
+    part = tl.cdiv(tl.cdiv(length - begin, KEYS), SPLITS) * KEYS  # whole tiles: all parts but the last are full
+    first = begin + split * part
     last = tl.minimum(length, first + part)
 
     member = chunk * ROWS + tl.arange(0, ROWS)

@@ -13,6 +13,7 @@ it: a CUDA graph can be replayed while sequences grow.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,14 +27,24 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, processors, requir
 
 
 def paged_attention_reference(
-    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, lengths: Tensor, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """(B, H, D), as `paged_attention`; softmax in float32, or in float64 for float64."""
     inside = torch.promote_types(query.dtype, torch.float32)
     key, value = (_gathered(stored, pages).to(inside) for stored in (keys, values))  # (B, H_k, T, D)
     room = key.shape[2]
     there = ((pages >= 0) & (pages < keys.shape[0])).repeat_interleave(keys.shape[2], 1)[:, None, None]  # (B, 1, 1, T)
-    seen = (torch.arange(room, device=query.device) < lengths[:, None])[:, None, None]
+    position = torch.arange(room, device=query.device)
+    seen = position < lengths[:, None]
+    if window is not None:
+        seen &= position >= lengths[:, None] - window
+    seen = seen[:, None, None]
     grouped = query.to(inside).unflatten(1, (key.shape[1], -1))  # (B, H_k, G, D)
     scores = torch.where(there, grouped @ key.mT * scale, torch.nan).masked_fill(~seen, -torch.inf)  # (B, H_k, G, T)
     weights = torch.where(seen, scores.softmax(-1), 0.0)  # zeros where nothing is seen
@@ -46,6 +57,44 @@ def _gathered(stored: Tensor, pages: Tensor) -> Tensor:
     """The positions (B, H_k, W * P, D) of pages (B, W), in their order; any for a page that is not there."""
     found = stored[pages.long().clamp(0, stored.shape[0] - 1)]  # (B, W, H_k, P, D)
     return found.transpose(1, 2).flatten(2, 3)
+
+
+# ---- on the CPU ------------------------------------------------------------------------------------------------
+
+
+def _attend_one_by_one(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None,
+    out: Tensor,
+) -> None:
+    """As the reference, of pages and lengths that were checked: each sequence reads its own positions alone."""
+    page, groups = keys.shape[2], query.shape[1] // max(1, keys.shape[1])
+    by_head = keys.transpose(0, 1), values.transpose(0, 1)  # (H_k, N, P, D)
+    for row, length in enumerate(lengths):
+        if length == 0:
+            out[row] = 0
+            continue
+        begin = 0 if window is None else max(0, length - window)
+        first = begin // page
+        own, seen = pages[row, first : -(-length // page)], slice(begin - first * page, length - first * page)
+        # (1, H_k, T, D)
+        key, value = (_side_by_side(stored, own).flatten(1, 2)[None, :, seen] for stored in by_head)
+        grouped = query[row].unflatten(0, (-1, groups))[None]  # (1, H_k, G, D): queries of one position
+        found = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, scale=scale)
+        out[row] = found[0].flatten(0, 1)
+
+
+def _side_by_side(stored: Tensor, own: Tensor) -> Tensor:
+    """Of (H_k, N, P, D) the pages `own`; a view where they follow each other, as those of a new cache do."""
+    numbers = own.tolist()
+    if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        return stored[:, numbers[0] : numbers[0] + len(numbers)]
+    return stored.index_select(1, own)
 
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
@@ -107,10 +156,16 @@ def splits_of(programs: int, room: int, tile: int, multiprocessors: int) -> int:
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, lengths: Tensor, scale: float, out: Tensor
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+    out: Tensor,
 ) -> None:
-    if query.device.type == "cpu" and not INTERPRETED:
-        _check_values(keys, pages, lengths)
+    numbers = _checked_values(keys, pages, lengths) if query.device.type == "cpu" and not INTERPRETED else None
     if out.numel() == 0:
         return
     batch, heads, width = query.shape
@@ -118,8 +173,11 @@ def _attend(
     if 0 in (count, page, pages.shape[1]):  # there is no position at all
         out.copy_(torch.where(lengths == 0, 0.0, torch.nan)[:, None, None].expand_as(out))
         return
-    if query.dtype == torch.float64 or (query.device.type == "cpu" and not INTERPRETED):
-        out.copy_(paged_attention_reference(query, keys, values, pages, lengths, scale))
+    if numbers is not None and query.dtype != torch.float64:
+        _attend_one_by_one(query, keys, values, pages, numbers, scale, window, out)
+        return
+    if query.dtype == torch.float64:
+        out.copy_(paged_attention_reference(query, keys, values, pages, lengths, scale, window))
         return
     require_triton()
     from rooftop.kernels.paged_attention_kernels import attend_pages, merge_splits
@@ -128,9 +186,10 @@ def _attend(
     group = heads // kv_heads
     config = paged_config(group, width, query.element_size())
     programs = batch * kv_heads * -(-group // config.rows)
-    splits = splits_of(programs, pages.shape[1] * page, config.keys, processors(query))
+    room = pages.shape[1] * page
+    splits = splits_of(programs, min(room, window or room), config.keys, processors(query))
     constants: Constants = {"WIDTH": width, "BLOCK": max(16, _power_of_two(width)), "SPLITS": splits}
-    tile: Constants = {"PAGE": page, "GROUP": group, "ROWS": config.rows}
+    tile: Constants = {"WINDOW": window or 0, "PAGE": page, "GROUP": group, "ROWS": config.rows}
     tile |= {"WIDEN": INTERPRETED and query.dtype == torch.bfloat16}
     tile |= {"KEYS": config.keys, "num_warps": config.warps, "num_stages": config.stages}
     partial, partial_lse = out, out
@@ -162,9 +221,10 @@ def _paged_attention(
     lengths: Tensor,
     scale: float,
     positions: int | None,
+    window: int | None = None,
 ) -> Tensor:
     out = query.new_empty(query.shape)
-    _attend(query, keys, values, pages, lengths, scale, out)
+    _attend(query, keys, values, pages, lengths, scale, window, out)
     return out
 
 
@@ -177,6 +237,7 @@ def _(
     lengths: Tensor,
     scale: float,
     positions: int | None,
+    window: int | None = None,
 ) -> Tensor:
     return query.new_empty(query.shape)
 
@@ -207,6 +268,7 @@ def paged_attention(
     *,
     scale: float | None = None,
     positions: int | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """softmax(q K^T scale) V of one query position of each sequence, for inference.
 
@@ -217,8 +279,10 @@ def paged_attention(
         pages: (B, W) int32 or int64, the pages of each sequence in their order.
         lengths: (B,) int32 or int64, how many positions each attends to, up to W * P; 0: none, and the result is 0.
         scale: of the scores; None: 1 / sqrt(D).
-        positions: the sum of `lengths`, if it is known: the cost is then counted by it, and else as if each sequence
-            had one position, which is the least. The result does not depend on it.
+        positions: the sum of `lengths`, or with a window of what each has of it, if it is known: the cost is then
+            counted by it, and else as if each sequence had one position, which is the least. The result does not depend
+            on it.
+        window: of its positions a sequence attends to the last ones, at most so many; None: to all.
 
     Returns:
         (B, H, D), dtype of the queries; scores, softmax and merging are float32 (float64 for float64).
@@ -237,6 +301,10 @@ def paged_attention(
         raise TypeError(f"paged_attention: positions must be an int or None, got {positions!r}")
     if isinstance(positions, int) and positions < 0:
         raise ValueError(f"paged_attention: positions must be 0 or more, got {positions}")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        raise TypeError(f"paged_attention: window must be an int or None, got {window!r}")
+    if window is not None and window < 1:
+        raise ValueError(f"paged_attention: window must be at least 1 position, got {window}")
     no_tangents("paged_attention", query, keys, values, instead="attention")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, keys, values)):
         raise NotImplementedError(
@@ -244,7 +312,7 @@ def paged_attention(
             "it under torch.no_grad()"
         )
     factor = 1 / math.sqrt(max(1, query.shape[2])) if scale is None else float(scale)
-    out: Tensor = _paged_attention(query, keys, values, pages, lengths, factor, positions)
+    out: Tensor = _paged_attention(query, keys, values, pages, lengths, factor, positions, window)
     return out
 
 
@@ -283,20 +351,17 @@ def _check(tensors: dict[str, Tensor]) -> None:
         )
 
 
-def _check_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> None:
-    """Of lengths, and of the pages that they reach."""
-    if not lengths.numel():
-        return
+def _checked_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> list[int]:
+    """The lengths, after they and the pages that they reach were checked."""
     count, page, room = keys.shape[0], keys.shape[2], pages.shape[1] * keys.shape[2]
-    least, most = int(lengths.min()), int(lengths.max())
-    if least < 0 or most > room:
+    numbers: list[int] = lengths.tolist()
+    if numbers and (min(numbers) < 0 or max(numbers) > room):
         raise ValueError(
             f"paged_attention: lengths must be from 0 to {room}, what {pages.shape[1]} pages of {page} positions hold, "
-            f"got {least} to {most}"
+            f"got {min(numbers)} to {max(numbers)}"
         )
-    if not room:
-        return
-    needed = torch.arange(pages.shape[1]) * page < lengths[:, None]
-    wrong = pages[needed & ((pages < 0) | (pages >= count))]
-    if wrong.numel():
-        raise ValueError(f"paged_attention: pages must be from 0 to {count - 1}, got {int(wrong[0])}")
+    for row, length in enumerate(numbers):
+        wrong = [each for each in pages[row, : -(-length // max(1, page))].tolist() if not 0 <= each < count]
+        if wrong:
+            raise ValueError(f"paged_attention: pages must be from 0 to {count - 1}, got {wrong[0]}")
+    return numbers

@@ -13,8 +13,9 @@ from rooftop.models.detection import Detected, FoundObject, detect, draw_objects
 from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101
 from rooftop.models.generation import Generation, generate
 from rooftop.models.gpt import Gpt, continue_greedily
-from rooftop.models.gpt_configs import GptConfig, gpt_config
+from rooftop.models.gpt_configs import gpt_config
 from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
+from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.gpt_weights import gpt_state_dict, hugging_face_state_dict, load_gpt, save_gpt
 from rooftop.models.images import Preprocessing, find_images, load_images, read_image
 from rooftop.models.keras_weights import load_keras_weights

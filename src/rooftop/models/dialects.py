@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ class Dialect:
         origin: who names them so.
         sign: the key by which the dialect is recognized.
         renames: to our keys; applied one after another.
-        unneeded: a pattern of keys whose tensors follow from the model; None: there are none.
+        unneeded: a pattern of keys whose tensors follow from the model, or have no part in its results; None: there are
+            none.
         zero_parts: parts that this origin leaves out because they are zero.
     """
 
@@ -53,13 +54,18 @@ class Converted:
         origin: of the file.
         tensors: by our keys.
         sources: our key -> the file's keys of that tensor.
-        unneeded: keys of the file that were left out, since their tensors follow from the model.
+        left_out: keys of the file whose tensors follow from the model -> our names for them, and the tensors.
     """
 
     origin: str
     tensors: dict[str, Tensor]
     sources: dict[str, tuple[str, ...]]
-    unneeded: tuple[str, ...] = ()
+    left_out: Mapping[str, tuple[str, Tensor]] = field(default_factory=dict)
+
+    @property
+    def unneeded(self) -> tuple[str, ...]:
+        """The keys of the file that were left out."""
+        return tuple(self.left_out)
 
 
 def converted(tensors: Mapping[str, Tensor], dialects: tuple[Dialect, ...], kind: str) -> Converted:
@@ -79,10 +85,10 @@ def converted(tensors: Mapping[str, Tensor], dialects: tuple[Dialect, ...], kind
         known = ", or ".join(f"{each.origin}'s, with {each.sign}" for each in dialects)
         raise WeightsError(f"no weights of {kind}: the keys are {keys}. Expected {known}")
     pieces: dict[str, dict[str, str]] = {}  # our key -> part, "" for all of it -> the file's key
-    unneeded = []
+    left_out = {}
     for key in tensors:
         if dialect.unneeded and re.search(dialect.unneeded, key):
-            unneeded.append(key)
+            left_out[key] = renamed(key, dialect), tensors[key]
             continue
         ours, _, part = renamed(key, dialect).rstrip("]").partition("[")
         found = pieces.setdefault(ours, {})
@@ -93,7 +99,7 @@ def converted(tensors: Mapping[str, Tensor], dialects: tuple[Dialect, ...], kind
         dialect.origin,
         {ours: _joined(ours, found, tensors, dialect.zero_parts) for ours, found in pieces.items()},
         {ours: tuple(found.values()) for ours, found in pieces.items()},
-        tuple(unneeded),
+        left_out,
     )
 
 

@@ -31,7 +31,7 @@ from rooftop.cost.roofs import roof
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.graphs import captured_into
 from rooftop.models.gpt import Gpt
-from rooftop.models.gpt_configs import GptConfig
+from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.paged_cache import PAGE, PagedCache, cache_bytes
 from rooftop.models.sampling import Sampling, check_sequence, choose, numbers_of
 
@@ -117,7 +117,7 @@ class Generation:
     Attributes:
         cache: its memory is in `cache.bytes`.
         prompt_tokens, prefill_s: what was read so far, in seconds on the host's clock, the device waited for.
-        steps: of decoding so far, (sequences, positions that they attended to) each.
+        steps: of decoding so far, (sequences, positions that they attended to) each; layers with a window fewer.
         decode_s: how long those took.
     """
 
@@ -187,7 +187,8 @@ class Generation:
         Raises:
             ValueError: the machine's rate in the model's dtype is not known.
         """
-        costs = (step_cost(self.model.config, rows, positions, self.dtype) for rows, positions in self.steps)
+        counted = zip(self.steps, self._windowed, strict=True)
+        costs = (step_cost(self.model.config, *step, self.dtype, windowed) for step, windowed in counted)
         return sum(roof(cost, ceilings).ms for cost in costs)
 
     # ---- the order of things ---------------------------------------------------------------------------------------
@@ -246,6 +247,7 @@ class Generation:
     def _restart_counts(self) -> None:
         self.prompt_tokens, self.prefill_s, self.decode_s = 0, 0.0, 0.0
         self.steps: list[tuple[int, int]] = []
+        self._windowed: list[int] = []  # positions of each step in layers with a window
 
     # ---- the work --------------------------------------------------------------------------------------------------
 
@@ -290,24 +292,27 @@ class Generation:
         return chosen.tolist()
 
     def _timed_step(self, members: list[_Sequence]) -> list[int]:
-        positions = sum(len(each.tokens) + each.count for each in members)  # the newest token's among them
+        lengths = [len(each.tokens) + each.count for each in members]  # with the newest token
+        positions, window = sum(lengths), self.model.config.window
+        windowed = positions if window is None else sum(min(length, window) for length in lengths)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             if self.device.type == "cuda":
                 if self._step is None:
                     self._step = self._captured_step()
                 step = self._step
             else:
-                step = lambda: self._decode(positions)  # noqa: E731
+                step = lambda: self._decode(positions, windowed)  # noqa: E731
             begin = time.perf_counter()
             step()
             tokens = self._last.tolist()
         self.decode_s += time.perf_counter() - begin
         self.steps.append((len(members), positions))
+        self._windowed.append(windowed)
         return [tokens[each.row] for each in members]
 
-    def _decode(self, count: int | None = None) -> None:
-        """The next token of each row; `count`: the positions of all, where the host may say."""
-        cache = self.cache.next(self._table, self._positions, count)
+    def _decode(self, count: int | None = None, windowed: int | None = None) -> None:
+        """The next token of each row; `count`: the positions of all, where the host may say, and in a window."""
+        cache = self.cache.next(self._table, self._positions, count, windowed)
         places = self._positions.clamp(min=0)[:, None]  # (R, 1)
         last = self._last.clamp(min=0)[:, None]  # -1 where nothing could be chosen
         x, update = self.model.through_layers(last, places, cache)  # (R, 1, W)
@@ -355,7 +360,7 @@ def groups_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
     return groups
 
 
-def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype) -> Cost:
+def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype, windowed: int | None = None) -> Cost:
     """Of one step of decoding: weights, and keys and values of the positions before, read once; the new ones written.
 
     Args:
@@ -363,14 +368,17 @@ def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype) 
         rows: sequences.
         positions: that they attend to in all, the new ones among them.
         dtype: of weights and cache.
+        windowed: positions that they attend to in layers with a window; None: as many as in the others.
     """
     embeddings = config.vocabulary * (1 if config.tied else 2)
     embeddings += config.positions if config.position == "learned" else 0
     weights = config.parameters - embeddings * config.width + config.vocabulary * config.width  # the head whole
     weights += rows * config.width * (2 if config.position == "learned" else 1)  # of embeddings, what is looked up
     products = config.layers * config.layer_weights + config.vocabulary * config.width
-    flops = 2 * rows * products + 4 * config.layers * config.width * positions
-    read = weights * dtype.itemsize + cache_bytes(config, positions - rows, dtype)
+    narrow = config.windowed_layers
+    seen = (config.layers - narrow) * positions + narrow * (positions if windowed is None else windowed)
+    flops = 2 * rows * products + 4 * config.query_width * seen
+    read = weights * dtype.itemsize + 2 * config.kv_width * (seen - config.layers * rows) * dtype.itemsize
     return Cost(read, cache_bytes(config, rows, dtype), {precision_of(dtype): flops})
 
 

@@ -1,4 +1,5 @@
-"""A decoder-only transformer, whole or a stage of it: GPT-2 and GPT-3, Llama, by the switches of a `GptConfig`.
+"""A decoder-only transformer, whole or a stage of it: GPT-2 and GPT-3, Llama, Mistral, Qwen2 and 3, by the switches of
+a `GptConfig`.
 
     model = Gpt(gpt_config("gpt2"))
     loss = model(tokens[:, :-1], tokens[:, 1:])   # the logits are never stored
@@ -24,7 +25,7 @@ depend on how a model is split.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 
@@ -32,7 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rooftop.models.gpt_configs import GptConfig
+from rooftop.errors import WeightsError
+from rooftop.models.gpt_switches import GptConfig
 from rooftop.nn import Embedding, LayerNorm, RMSNorm
 from rooftop.nn.norms import norm_of_sum
 from rooftop.parallel.dropouts import CounterDropouts
@@ -164,9 +166,15 @@ def rotation_of(positions: Tensor, config: GptConfig) -> Rotation:
     In float32, as in the models that were trained so: at a large position the angles are not exact. Powers, cosines and
     sines are rounded from float64, so that devices agree.
     """
-    powers = torch.arange(0, config.head_features, 2, device=positions.device).double() / config.head_features
-    angles = positions[..., None].float() * (1.0 / config.rope_base**powers).float()  # (S, D / 2)
+    angles = positions[..., None].float() * rotary_frequencies(config, positions.device)  # (S, D / 2)
     return angles.double().cos().float(), angles.double().sin().float()
+
+
+def rotary_frequencies(config: GptConfig, device: torch.device | str = "cpu") -> Tensor:
+    """The angle by which each pair of a head's features turns from one position to the next: (D / 2,), float32."""
+    powers = torch.arange(0, config.head_features, 2, device=device).double() / config.head_features
+    frequencies = 1.0 / config.rope_base**powers
+    return (frequencies if config.rope_scaling is None else config.rope_scaling.scaled(frequencies)).float()
 
 
 def _attention(
@@ -177,7 +185,11 @@ def _attention(
         config.width,
         config.heads,
         config.kv_heads,
-        bias=config.biases,
+        head_features=config.head_features,
+        bias=config.has_qkv_biases,
+        out_bias=config.has_out_bias,
+        norms_epsilon=config.epsilon if config.head_norms else None,
+        window=config.window_of(layer),
         layer=layer,
         weights_dropout=_dropout(dropouts, config.attention_dropout, f"{name}.weights_dropout"),
         dropout=_dropout(dropouts, config.dropout, f"{name}.dropout"),
@@ -191,7 +203,7 @@ def _mlp(config: GptConfig, layer: int, dropouts: Dropouts, group: Group, sequen
         config.width,
         config.hidden,
         config.activation,
-        bias=config.biases,
+        bias=config.has_mlp_biases,
         dropout=_dropout(dropouts, config.dropout, f"layers.{layer}.mlp.dropout"),
         group=group,
         sequence_parallel=sequence_parallel,
@@ -343,6 +355,7 @@ class Gpt(nn.Module):
         if dtype is not None:
             self.to(dtype)
         self.tie()
+        self.register_load_state_dict_pre_hook(_check_tied_head)
         if group is None:
             self.initialize()
 
@@ -505,6 +518,22 @@ class Gpt(nn.Module):
                 f"Gpt: {end} positions, the model has {self.config.positions}: shorten the sequence, or build the "
                 "model with more"
             )
+
+
+def _check_tied_head(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: object) -> None:
+    """Raises before anything is loaded where a state dict has two values for one tied weight."""
+    assert isinstance(model, Gpt)
+    both = [state_dict.get(f"{prefix}{name}.weight") for name in ("embedding.tokens", "head.output")]
+    if model.head is None or model.embedding is None or model.head.output.weight is not model.embedding.tokens.weight:
+        return
+    embedding, head = both
+    if embedding is None or head is None or embedding is head or embedding.is_meta or head.is_meta:
+        return
+    if not torch.equal(embedding, head):
+        raise WeightsError(
+            f"{prefix}head.output.weight of the state dict is not {prefix}embedding.tokens.weight, but the model ties "
+            "them, and one of the two would be lost: build it with tied=False (dataclasses.replace(config, tied=False))"
+        )
 
 
 def _halves_of(rotation: Rotation) -> list[Rotation]:

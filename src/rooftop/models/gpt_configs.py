@@ -1,15 +1,14 @@
-"""What a decoder-only transformer is made of: its sizes and switches, published ones by name, parameters and flops.
+"""Decoders of text by name, and as Hugging Face's `config.json` describes them.
 
     config = gpt_config("llama-7b")
     config.parameters                    # 6738415616
-    config.flops_per_token(4096)         # of a training step
-    small = replace(config, layers=2)    # dataclasses.replace
+    config_of(json.loads(Path("Llama-2-7b-hf/config.json").read_text()))
+
+`config_of` reads the `config.json` of GPT-2, Llama, Mistral, Qwen2 and Qwen3, `hugging_face_config` writes one.
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2); Touvron et al. 2023, "Llama 2: Open
 Foundation and Fine-Tuned Chat Models"; Zhang et al. 2024, "TinyLlama: An Open-Source Small Language Model"; Zheng et
 al. 2023, "CodeGeeX: A Pre-Trained Model for Code Generation with Multilingual Benchmarking on HumanEval-X".
-
-`config_of` and `hugging_face_config` turn the `config.json` of Hugging Face's GPT-2 and Llama into a config and back.
 """
 
 from __future__ import annotations
@@ -20,124 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rooftop.errors import TargetError, WeightsError
-
-CHOICES = {
-    "norm": ("layer", "rms"),
-    "position": ("learned", "rope"),
-    "activation": ("gelu", "gelu_tanh", "swiglu"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GptConfig:
-    """Sizes and switches of a decoder.
-
-    Attributes:
-        vocabulary: tokens, V.
-        layers: L.
-        width: features of a position, W.
-        heads: of the queries; they share W evenly.
-        kv_heads: of keys and values; they divide `heads`. Fewer than those: grouped-query attention.
-        hidden: features inside of the MLP.
-        positions: the most that a sequence may have.
-        norm: "layer" or "rms", before each sublayer and after the last one.
-        position: "learned", a vector for each that is added to the token's; or "rope", rotary embeddings of queries and
-            keys, in pairs (i, i + D / 2), without scaling.
-        rope_base: of the angles, position / rope_base ** (2 i / D). Ignored where positions are learned.
-        activation: of the MLP, "gelu", "gelu_tanh" or "swiglu", which has a gate beside what it lets through.
-        biases: of linear layers and layer norms; an RMS norm and the head have none.
-        tied: the head's weight is the embedding's.
-        dropout: probability, of the embedding and of the result of each sublayer.
-        attention_dropout: probability, of the weights of attention, which is then not the kernel but plain PyTorch.
-        epsilon: of the norms.
-
-    Raises:
-        ValueError: a size that is not a positive int, heads that do not fit, a probability that is none, or a switch
-            that there is not.
-    """
-
-    vocabulary: int
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    hidden: int
-    positions: int
-    norm: Literal["layer", "rms"] = "layer"
-    position: Literal["learned", "rope"] = "learned"
-    rope_base: float = 1e4
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"
-    biases: bool = True
-    tied: bool = True
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    epsilon: float = 1e-5
-
-    def __post_init__(self) -> None:
-        for name in ("vocabulary", "layers", "width", "heads", "kv_heads", "hidden", "positions"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"GptConfig: {name} must be a positive int, got {size!r}")
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"GptConfig: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"GptConfig: {name} must be at least 0 and less than 1, got {getattr(self, name)}")
-        for name in ("rope_base", "epsilon"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"GptConfig: {name} must be positive, got {getattr(self, name)}")
-        if self.width % self.heads:
-            raise ValueError(f"GptConfig: {self.heads} heads do not divide a width of {self.width}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"GptConfig: {self.kv_heads} kv_heads do not divide {self.heads} heads")
-        if self.position == "rope" and self.head_features % 2:
-            raise ValueError(f"GptConfig: rope turns pairs, but a head has {self.head_features} features")
-
-    @property
-    def head_features(self) -> int:
-        """Features of a head, D."""
-        return self.width // self.heads
-
-    @property
-    def kv_width(self) -> int:
-        """Features of the keys of a position, and of its values."""
-        return self.kv_heads * self.head_features
-
-    @property
-    def layer_weights(self) -> int:
-        """Elements of the matrices of a layer: what each of its tokens is multiplied by."""
-        attention = self.width * (2 * self.width + 2 * self.kv_width)
-        return attention + self.width * self.hidden * (3 if self.activation == "swiglu" else 2)
-
-    @property
-    def parameters(self) -> int:
-        """Elements of all parameters; those of a tied head count once."""
-        norm = self.width * (2 if self.norm == "layer" and self.biases else 1)
-        up = self.hidden * (2 if self.activation == "swiglu" else 1)
-        biases = 2 * self.width + 2 * self.kv_width + up + self.width if self.biases else 0
-        embeddings = self.vocabulary * (1 if self.tied else 2)
-        embeddings += self.positions if self.position == "learned" else 0
-        return embeddings * self.width + self.layers * (self.layer_weights + biases + 2 * norm) + norm
-
-    def flops_per_token(self, length: int, training: bool = True) -> int:
-        """Of the matrix products of a sequence, divided by its tokens.
-
-        Attention counts the pairs that a causal mask lets through, half of them: (length + 1) / 2 keys for a token. An
-        embedding is looked up and counts nothing; recomputation is not counted.
-
-        Args:
-            length: tokens of the sequence.
-            training: forward and backward, three times the forward pass; or forward only.
-
-        Raises:
-            ValueError: a length that is not positive.
-        """
-        if length < 1:
-            raise ValueError(f"flops_per_token: length must be positive, got {length}")
-        products = 2 * (self.layers * self.layer_weights + self.vocabulary * self.width)
-        attention = self.layers * 2 * self.width * (length + 1)  # 2 flops, 2 products, W, (length + 1) / 2 keys
-        return (products + attention) * (3 if training else 1)
+from rooftop.models.gpt_switches import GptConfig
+from rooftop.models.rope_scaling import hugging_face_rope, scaling_of
 
 
 def _gpt2(layers: int, width: int, heads: int) -> GptConfig:
@@ -218,18 +101,21 @@ GELUS: dict[str, Literal["gelu", "gelu_tanh"]] = {
 
 
 def config_of(given: Mapping[str, Any]) -> GptConfig:
-    """The config of what a `config.json` of Hugging Face's GPT-2 or Llama holds, of transformers 4 or 5.
+    """The config of what a `config.json` of Hugging Face's GPT-2, Llama, Mistral, Qwen2 or Qwen3 holds.
+
+    Args:
+        given: as transformers 4 or 5 writes it.
 
     Raises:
-        WeightsError: another kind of model, a size that is not there, or a variant that is not modelled here, e.g.
-            scaled rotary embeddings.
+        WeightsError: another kind of model, a size that is not there, or a variant that is not modelled here; it names
+            the field and the reason.
     """
-    kinds = {"gpt2": _config_of_gpt2, "llama": _config_of_llama}
     kind = given.get("model_type")
-    if kind not in kinds:
-        raise WeightsError(f"config.json is of model_type {kind!r}: expected {' or '.join(map(repr, kinds))}")
+    if kind not in ("gpt2", *LIKE_LLAMA):
+        known = ", ".join(map(repr, ("gpt2", *LIKE_LLAMA)))
+        raise WeightsError(f"config.json is of model_type {kind!r}: expected one of {known}")
     try:
-        return kinds[kind](given)
+        return _config_of_gpt2(given) if kind == "gpt2" else _config_like_llama(given, LIKE_LLAMA[kind])
     except KeyError as error:
         raise WeightsError(f"config.json of a {kind} has no {error.args[0]}: the model cannot be built") from error
     except (TypeError, ValueError) as error:
@@ -260,31 +146,98 @@ def _config_of_gpt2(given: Mapping[str, Any]) -> GptConfig:
     )
 
 
-def _config_of_llama(given: Mapping[str, Any]) -> GptConfig:
-    heads, width = given["num_attention_heads"], given["hidden_size"]
-    biases = given.get("attention_bias", False)
-    _refuse(given, hidden_act="silu", mlp_bias=biases, head_dim=width // heads)
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    scaling = rope.get("rope_type", rope.get("type", "default"))
-    if scaling != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"rotary embeddings are scaled or partial, {dict(rope)}: expected rope_type 'default'")
+@dataclass(frozen=True)
+class LikeLlama:
+    """What the relatives of Llama have in common, and what each takes where config.json says nothing.
+
+    Attributes:
+        architecture: transformers' class.
+        kv_heads: of keys and values; None: as many as of the queries.
+        head_size: features of a head; None: those of the width, divided by the heads.
+        window: of the layers that have one.
+        biases: which linear layers may have biases: those of "attention" have them if attention_bias says so, those of
+            "mlp" if mlp_bias does, those of "qkv" always.
+        chooses_layers: whether layer_types, use_sliding_window and max_window_layers say which layers have the window;
+            else all of them have it.
+        head_norms: whether queries and keys have norms.
+    """
+
+    architecture: str
+    kv_heads: int | None = None
+    head_size: int | None = None
+    window: int | None = None
+    biases: Literal["none", "qkv", "attention", "attention and mlp"] = "none"
+    chooses_layers: bool = False
+    head_norms: bool = False
+
+
+LIKE_LLAMA = {
+    "llama": LikeLlama("LlamaForCausalLM", biases="attention and mlp"),
+    "mistral": LikeLlama("MistralForCausalLM", kv_heads=8, window=4096),
+    "qwen2": LikeLlama("Qwen2ForCausalLM", kv_heads=32, window=4096, biases="qkv", chooses_layers=True),
+    "qwen3": LikeLlama("Qwen3ForCausalLM", kv_heads=32, head_size=128, window=4096, biases="attention",
+                       chooses_layers=True, head_norms=True),
+}  # fmt: skip
+"""By model_type. Source: transformers 5, `configuration_*.py` and `modeling_*.py` of each."""
+
+
+def _config_like_llama(given: Mapping[str, Any], kind: LikeLlama) -> GptConfig:
+    heads, layers = given["num_attention_heads"], given["num_hidden_layers"]
+    _refuse(given, hidden_act="silu")
+    attention = given.get("attention_bias", False) if "attention" in kind.biases else False
+    base, scaling = scaling_of(given)
+    window, window_layers = _window_of(given, kind, layers)
     return GptConfig(
         vocabulary=given["vocab_size"],
-        layers=given["num_hidden_layers"],
-        width=width,
+        layers=layers,
+        width=given["hidden_size"],
         heads=heads,
-        kv_heads=given.get("num_key_value_heads") or heads,
+        kv_heads=given.get("num_key_value_heads", kind.kv_heads) or heads,
+        head_size=given.get("head_dim", kind.head_size),
         hidden=given["intermediate_size"],
         positions=given["max_position_embeddings"],
         norm="rms",
         position="rope",
-        rope_base=rope.get("rope_theta", given.get("rope_theta", 1e4)),
+        rope_base=base,
+        rope_scaling=scaling,
         activation="swiglu",
-        biases=biases,
+        biases=False,
+        qkv_biases=attention or kind.biases == "qkv",
+        out_biases=attention,
+        mlp_biases=given.get("mlp_bias", False) if "mlp" in kind.biases else False,
+        head_norms=kind.head_norms,
+        window=window,
+        window_layers=window_layers,
         tied=given.get("tie_word_embeddings", False),
         attention_dropout=given.get("attention_dropout") or 0.0,
         epsilon=given.get("rms_norm_eps", 1e-6),
     )
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Their names for layers without a window and with one."""
+
+
+def _window_of(given: Mapping[str, Any], kind: LikeLlama, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
+    """The window, and the layers that have it; None: all."""
+    window, types = given.get("sliding_window", kind.window), given.get("layer_types")
+    if kind.window is None:  # sliding_window has no meaning in a Llama
+        window = None
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers or not set(types) <= {FULL, SLIDING}:
+            raise ValueError(f"layer_types is {types!r}: expected {FULL!r} or {SLIDING!r} for each of {layers} layers")
+        if not kind.chooses_layers and len(set(types)) > 1:
+            raise ValueError("layer_types mixes layers with and without a window, which such a model does not have")
+    if not kind.chooses_layers:
+        return window, None
+    if not given.get("use_sliding_window", False):
+        window = None
+    if types is None:
+        first = given.get("max_window_layers", 28)
+        types = [SLIDING if layer >= first else FULL for layer in range(layers)] if window is not None else []
+    elif window is None and SLIDING in types:
+        raise ValueError(f"layer_types has {SLIDING!r}, but use_sliding_window and sliding_window give no window")
+    return window, None if window is None else tuple(layer for layer, each in enumerate(types) if each == SLIDING)
 
 
 def _refuse(given: Mapping[str, Any], **expected: Any) -> None:
@@ -295,31 +248,51 @@ def _refuse(given: Mapping[str, Any], **expected: Any) -> None:
             raise ValueError(f"{name} is {found!r}, which is not modelled here: expected {value!r}")
 
 
-def hugging_face_kind(config: GptConfig) -> Literal["gpt2", "llama"]:
-    """Which of Hugging Face's models has these switches.
+def hugging_face_kind(config: GptConfig) -> str:
+    """Which of Hugging Face's models has these switches, by model_type: the first of those that have them.
 
     Raises:
-        ValueError: neither.
+        ValueError: none.
     """
-    if (config.norm, config.position, config.activation) == ("rms", "rope", "swiglu") and config.dropout == 0:
-        return "llama"
     plain = config.activation != "swiglu" and config.biases and config.kv_heads == config.heads
+    plain = plain and config.head_size is None and config.has_qkv_biases and config.has_out_bias
+    plain = plain and config.has_mlp_biases and not config.head_norms and config.window is None
     if (config.norm, config.position) == ("layer", "learned") and plain:
         return "gpt2"
+    if (config.norm, config.position, config.activation) == ("rms", "rope", "swiglu") and config.dropout == 0:
+        found = [name for name, kind in LIKE_LLAMA.items() if _has_switches(config, kind)]
+        if found:
+            return found[0]
     raise ValueError(
         "Hugging Face's Llama has norm 'rms', position 'rope', activation 'swiglu' and no dropout but that of "
-        "attention; its GPT-2 norm 'layer', position 'learned', a GELU, biases and as many kv_heads as heads. "
+        "attention; so have its Mistral with a window, Qwen2 with biases of queries, keys and values alone, and Qwen3 "
+        "with head_norms; its GPT-2 norm 'layer', position 'learned', a GELU, biases and as many kv_heads as heads. "
         f"This is neither: {config}"
     )
+
+
+def _has_switches(config: GptConfig, kind: LikeLlama) -> bool:
+    qkv, out, mlp = config.has_qkv_biases, config.has_out_bias, config.has_mlp_biases
+    biases = {
+        "none": not (qkv or out or mlp),
+        "qkv": qkv and not (out or mlp),
+        "attention": qkv == out and not mlp,
+        "attention and mlp": qkv == out,
+    }[kind.biases]
+    window = config.window is None or (
+        kind.window is not None and (kind.chooses_layers or config.window_layers is None)
+    )
+    return biases and window and config.head_norms == kind.head_norms
 
 
 def hugging_face_config(config: GptConfig) -> dict[str, Any]:
     """What their `config.json` holds for such a model; `transformers` 4 and 5 read it.
 
     Raises:
-        ValueError: neither a GPT-2 nor a Llama.
+        ValueError: none of theirs.
     """
-    if hugging_face_kind(config) == "gpt2":
+    name = hugging_face_kind(config)
+    if name == "gpt2":
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
@@ -336,22 +309,32 @@ def hugging_face_config(config: GptConfig) -> dict[str, Any]:
             "attn_pdrop": config.attention_dropout,
             "layer_norm_epsilon": config.epsilon,
         }
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    kind = LIKE_LLAMA[name]
+    found = {
+        "architectures": [kind.architecture],
+        "model_type": name,
         "vocab_size": config.vocabulary,
         "num_hidden_layers": config.layers,
         "hidden_size": config.width,
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_features,
         "intermediate_size": config.hidden,
         "max_position_embeddings": config.positions,
-        "rope_theta": config.rope_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
+        **hugging_face_rope(config.rope_base, config.rope_scaling),
         "hidden_act": "silu",
-        "attention_bias": config.biases,
-        "mlp_bias": config.biases,
         "tie_word_embeddings": config.tied,
         "attention_dropout": config.attention_dropout,
         "rms_norm_eps": config.epsilon,
     }
+    if "attention" in kind.biases:
+        found["attention_bias"] = config.has_qkv_biases
+    if "mlp" in kind.biases:
+        found["mlp_bias"] = config.has_mlp_biases
+    if kind.window is not None:
+        found["sliding_window"] = config.window
+    if kind.chooses_layers:
+        found["use_sliding_window"] = config.window is not None
+        found["layer_types"] = [FULL if config.window_of(n) is None else SLIDING for n in range(config.layers)]
+        found["max_window_layers"] = next((n for n in range(config.layers) if config.window_of(n)), config.layers)
+    return found

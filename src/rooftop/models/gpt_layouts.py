@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rooftop.models.gpt import Gpt, initial_values
-from rooftop.models.gpt_configs import GptConfig
+from rooftop.models.gpt_switches import GptConfig
 from rooftop.parallel.dropouts import CounterDropouts
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.layouts import Layout

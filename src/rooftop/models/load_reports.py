@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,17 +34,25 @@ class LoadReport:
             mean nothing without their scales.
         computed_keys: of the model, not in the file, which follow from the model itself.
         unneeded_keys: of the file, left out because they follow from the model itself.
+        differing_keys: of these, the ones whose tensors are not what the model computes.
+        taken: which of the file's weights these are, averaged or not, in words.
+        averaged: whether they are averages of the weights of several steps.
+        others: other weights of the file, by the name that `part` takes.
     """
 
     path: Path
     origin: str
     used: dict[str, tuple[str, ...]]
-    missing_keys: tuple[str, ...]
-    unexpected_keys: tuple[str, ...]
-    mismatched: dict[str, tuple[Shape, Shape]]
-    quantized: dict[str, torch.dtype]
-    computed_keys: tuple[str, ...]
-    unneeded_keys: tuple[str, ...]
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+    mismatched: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    quantized: dict[str, torch.dtype] = field(default_factory=dict)
+    computed_keys: tuple[str, ...] = ()
+    unneeded_keys: tuple[str, ...] = ()
+    differing_keys: tuple[str, ...] = ()
+    taken: str = ""
+    averaged: bool = False
+    others: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -63,14 +71,29 @@ class LoadReport:
         }
         return "; ".join(f"{len(keys)} {kind}: {_first(keys)}" for kind, keys in kinds.items() if keys)
 
+    def differences(self) -> str:
+        """Which tensors were left out although they are not what the model computes; "" if none."""
+        if not self.differing_keys:
+            return ""
+        return (
+            f"{_first(self.differing_keys)} of the file are left out, and are not what the model computes: its results "
+            "may be others than those of the model that was saved"
+        )
+
     def __str__(self) -> str:
         places = len(self.used) + len(self.missing_keys) + len(self.mismatched) + len(self.quantized)
         places += len(self.computed_keys)
         parts = [f"{self.path} ({self.origin}): {len(self.used)} of the model's {places} keys are loaded"]
+        if self.averaged or self.others or not self.taken.startswith("all tensors"):
+            parts += [f"taken: {self.taken}"] if self.taken else []
+        if self.others:
+            parts.append(f"not taken: {_first(self.others)}")
         if self.computed_keys:
             parts.append(f"{len(self.computed_keys)} follow from the model: {_first(self.computed_keys)}")
         if self.unneeded_keys:
             parts.append(f"{len(self.unneeded_keys)} of the file are not needed: {_first(self.unneeded_keys)}")
+        if self.differing_keys:
+            parts.append(self.differences())
         return "; ".join([*parts, self.problems() or "all fits"])
 
 
@@ -81,6 +104,7 @@ def compared(
     origin: str = "",
     sources: Mapping[str, tuple[str, ...]] | None = None,
     unneeded: Collection[str] = (),
+    differing: Collection[str] = (),
 ) -> LoadReport:
     """The report of loading tensors into a model.
 
@@ -90,6 +114,7 @@ def compared(
         path, origin: as of `LoadReport`.
         sources: the file's keys for each of `found`; None: the same keys.
         unneeded: keys of the file that are not among `found`.
+        differing: of these, the ones whose tensors are not what the model computes.
     """
     sources = sources or {key: (key,) for key in found}
     shapes = {key: (tuple(found[key].shape), tuple(expected[key].shape)) for key in expected if key in found}
@@ -106,6 +131,7 @@ def compared(
         quantized={key: found[key].dtype for key in shapes if key in quantized},
         computed_keys=tuple(key for key in absent if key.endswith(COMPUTED)),
         unneeded_keys=tuple(unneeded),
+        differing_keys=tuple(differing),
     )
 
 

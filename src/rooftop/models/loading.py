@@ -10,8 +10,9 @@ place.
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.errors import TargetError, WeightsError
+from rooftop.models.checkpoint_contents import Contents
 from rooftop.models.conv_lstm import NextFrameNetwork, colour_next_frame_network, next_frame_network
 from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101
 from rooftop.models.dialects import DETR, NEXT_FRAME, RESNET, SWIN, Converted, Dialect, converted
 from rooftop.models.keras_weights import keras_converted
+from rooftop.models.left_out import differing_keys
 from rooftop.models.load_reports import LoadReport, compared
 from rooftop.models.registry import builtin_models
 from rooftop.models.resnet import ResNet
 from rooftop.models.swin import SwinTransformer
-from rooftop.models.weights import fitting, options_of, read_weights, weights_file
+from rooftop.models.weights import fitting, options_of, read_checkpoint, weights_file
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ UNREGISTERED = (detr_resnet50, detr_resnet101, next_frame_network, colour_next_f
 KERAS = (".keras", ".h5", ".hdf5")
 
 
-def load(name: str, weights: str | Path, *, strict: bool = True, **options: Any) -> nn.Module:
+def load(name: str, weights: str | Path, *, strict: bool = True, part: str | None = None, **options: Any) -> nn.Module:
     """A built-in model with weights, in training mode, on the CPU in float32, as its builder gives it.
 
     Args:
@@ -69,6 +72,8 @@ def load(name: str, weights: str | Path, *, strict: bool = True, **options: Any)
             known origin; or a published name, as of the builder. A `Path` is never taken for a name.
         strict: every key of the model and of the file must be used, with its shape. If False, what does not fit is left
             out and the model keeps it as it was built: for a new head, `num_classes=7, strict=False`.
+        part: which weights, of a file that has several: `load_report` and errors name them. If None, the only ones, or
+            those that are averaged (EMA, SWA): `rooftop.models.checkpoint_contents` lists the kinds of checkpoints.
         options: of the builder, e.g. num_classes. Those that published weights need (dilation, of "COCO_DC5") need not
             be given.
 
@@ -76,23 +81,25 @@ def load(name: str, weights: str | Path, *, strict: bool = True, **options: Any)
         TargetError: no such model; the message has those that come close.
         InputError: `weights` is neither a name nor a file.
         WeightsError: the file cannot be fetched or read, is damaged, is of another kind of model or number of classes,
-            or does not fit; with strict=False, nothing of it fits.
+            has weights of several models, or does not fit; with strict=False, nothing of it fits.
         MissingExtraError: safetensors or h5py is needed and not installed.
         TypeError: an option that the builder does not have.
     """
     build = _builder(name)
     path = _file(name, weights)
     model = build(**options_of(name, weights) | options)
-    report, tensors = _matched(model, path)
+    report, tensors = _matched(model, path, part)
     if strict:
         _check(name, model, report, tensors)
     elif not report.used:
         raise WeightsError(f"nothing of {path} (keys of {report.origin}) fits {name}: {report.problems()}")
+    if report.differing_keys:
+        warnings.warn(f"{path}: {report.differences()}", stacklevel=2)
     model.load_state_dict({key: tensors[key] for key in report.used}, strict=False)
     return model
 
 
-def load_report(name: str, weights: str | Path, **options: Any) -> LoadReport:
+def load_report(name: str, weights: str | Path, *, part: str | None = None, **options: Any) -> LoadReport:
     """What `load` does with each key of the file and of the model; loads nothing.
 
     Arguments and errors are those of `load`, but keys that do not fit are no error: they are in the report.
@@ -101,7 +108,7 @@ def load_report(name: str, weights: str | Path, **options: Any) -> LoadReport:
     path = _file(name, weights)
     with torch.device("meta"):
         model = build(**options_of(name, weights) | options)
-    return _matched(model, path)[0]
+    return _matched(model, path, part)[0]
 
 
 def _builder(name: str) -> Callable[..., nn.Module]:
@@ -120,19 +127,24 @@ def _file(name: str, weights: str | Path) -> Path:
     return weights_file(name, weights)
 
 
-def _matched(model: nn.Module, path: Path) -> tuple[LoadReport, dict[str, Tensor]]:
+def _matched(model: nn.Module, path: Path, part: str | None) -> tuple[LoadReport, dict[str, Tensor]]:
     """The report, and the file's tensors by the model's keys."""
-    found = _converted(model, path)
-    report = compared(model.state_dict(), found.tensors, path, found.origin, found.sources, found.unneeded)
+    found, contents = _converted(model, path, part)
+    differing = differing_keys(model, found.left_out)
+    report = compared(model.state_dict(), found.tensors, path, found.origin, found.sources, found.unneeded, differing)
+    if contents is not None:
+        report = replace(report, taken=contents.taken, averaged=contents.averaged, others=contents.others)
     return report, found.tensors
 
 
-def _converted(model: nn.Module, path: Path) -> Converted:
+def _converted(model: nn.Module, path: Path, part: str | None) -> tuple[Converted, Contents | None]:
     if path.suffix.lower() in KERAS:
-        return keras_converted(model, path)
-    family, tensors = _family(model), read_weights(path)
+        if part is not None:
+            raise WeightsError(f"{path} is a file of Keras, which has one model: leave part={part!r} out")
+        return keras_converted(model, path), None
+    family, contents = _family(model), read_checkpoint(path, part)
     try:
-        return converted(tensors, family.dialects, family.kind)
+        return converted(contents.tensors, family.dialects, family.kind), contents
     except WeightsError as error:
         raise WeightsError(f"{path}: {error}") from error
 

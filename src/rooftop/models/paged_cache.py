@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels import paged_attention
-from rooftop.models.gpt_configs import GptConfig
+from rooftop.models.gpt_switches import GptConfig
 from rooftop.parallel.self_attentions import ParallelSelfAttention
 
 PAGE = 16
@@ -105,15 +105,18 @@ class PagedCache:
         """What the layers take to read prompts of lengths (B,), padded behind to `positions`; table (B, W)."""
         return FirstPositions(self, table, lengths, positions)
 
-    def next(self, table: Tensor, positions: Tensor, count: int | None = None) -> NextPosition:
+    def next(
+        self, table: Tensor, positions: Tensor, count: int | None = None, windowed: int | None = None
+    ) -> NextPosition:
         """What the layers take for one new token of each sequence.
 
         Args:
             table: (B, W), the pages of each.
             positions: (B,), of the new tokens; -1: no sequence, and what is attended to is 0.
             count: the positions of all sequences together, if known: see `rooftop.kernels.paged_attention`.
+            windowed: the same in layers with a window.
         """
-        return NextPosition(self, table, positions, count)
+        return NextPosition(self, table, positions, count, windowed)
 
     def write(self, layer: int, pages: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Keys and values (B, H_k, S, D) to places (B, S) in pages; autograd must not watch them."""
@@ -140,8 +143,10 @@ class FirstPositions:
 class NextPosition:
     """One position of each sequence: nothing of it is read by the host, so that a graph can hold it."""
 
-    def __init__(self, cache: PagedCache, table: Tensor, positions: Tensor, count: int | None) -> None:
-        self.cache, self.table, self.count = cache, table, count
+    def __init__(
+        self, cache: PagedCache, table: Tensor, positions: Tensor, count: int | None, windowed: int | None = None
+    ) -> None:
+        self.cache, self.table, self.count, self.windowed = cache, table, count, windowed
         place = positions.clamp(min=0)[:, None]  # (B, 1)
         pages = table.gather(1, place // cache.page)
         self.pages, self.slots = torch.where(positions[:, None] >= 0, pages, 0), place % cache.page
@@ -151,7 +156,8 @@ class NextPosition:
         """(B, H, 1, D), to all positions up to this one."""
         self.cache.write(attention.layer, self.pages, self.slots, key, value)
         keys, values = self.cache.keys[attention.layer], self.cache.values[attention.layer]
-        seen = paged_attention(query[:, :, 0], keys, values, self.table, self.lengths, positions=self.count)
+        count, window = self.count if attention.window is None else self.windowed, attention.window
+        seen = paged_attention(query[:, :, 0], keys, values, self.table, self.lengths, positions=count, window=window)
         return seen[:, :, None]
 
 

@@ -25,6 +25,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from rooftop.errors import InputError, MissingExtraError, WeightsError
+from rooftop.models.checkpoint_contents import Contents, weights_in
 from rooftop.models.downloads import download, sha256_of
 from rooftop.models.images import Preprocessing
 from rooftop.models.load_reports import COMPUTED, compared
@@ -178,14 +179,26 @@ def _named_or_copied(builder: str, weights: str | Path) -> Weights | None:
     return published_weights(builder, weights) or by_file.get(Path(weights).name)
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path, part: str | None = None) -> dict[str, Tensor]:
     """The tensors of a file that `torch.save(model.state_dict(), path)` or safetensors wrote, on the CPU.
 
-    Runs no code from it. A checkpoint that holds the state dict under "state_dict", "model" or "model_state_dict" is
-    opened as well, and what data parallel training or `torch.compile` has put before every key is taken off.
+    Those of `read_checkpoint`, whose arguments and errors these are.
+    """
+    return read_checkpoint(path, part).tensors
+
+
+def read_checkpoint(path: Path, part: str | None = None) -> Contents:
+    """A model's weights in a file, on the CPU, and which they are.
+
+    Runs no code from it. A checkpoint is opened, and what training has put before the keys is taken off:
+    `rooftop.models.checkpoint_contents` says what is taken of which file.
+
+    Args:
+        path: of what torch.save or safetensors wrote.
+        part: which weights, of a file that has several.
 
     Raises:
-        WeightsError: damaged, or not a file of tensors.
+        WeightsError: damaged, not a file of tensors, or weights of several models.
         MissingExtraError: a .safetensors file, and safetensors is not installed.
     """
     try:
@@ -194,22 +207,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         content = _safetensors(path) if path.suffix.lower() == ".safetensors" else _unpickled(path)
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror or error}") from error
-    for key in ("state_dict", "model", "model_state_dict"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    tensors = isinstance(content, dict) and all(isinstance(value, Tensor) for value in content.values())
-    if not tensors or not all(isinstance(key, str) for key in content):
-        holds = ", ".join(map(str, list(content)[:5])) if isinstance(content, dict) else type(content).__name__
-        raise WeightsError(f"{path} holds {holds}: {EXPECTED[0].lower()}{EXPECTED[1:]}")
-    for prefix in WRAPPERS:
-        if content and all(key.startswith(prefix) for key in content):
-            content = {key.removeprefix(prefix): value for key, value in content.items()}
-    return content
+    try:
+        return weights_in(content, part)
+    except WeightsError as error:
+        raise WeightsError(f"{path} {error}") from error
 
 
 EXPECTED = "Expected what torch.save(model.state_dict(), path) writes"
-WRAPPERS = ("module.", "_orig_mod.", "module.")
-"""What DataParallel and `torch.compile` put before the keys of a model, in either order."""
 
 
 def _unpickled(path: Path) -> Any:

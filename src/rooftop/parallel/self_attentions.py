@@ -15,8 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from rooftop.kernels import attention, rope_pair
+from rooftop.kernels import Box, attention, rope_pair
+from rooftop.nn import RMSNorm
 from rooftop.parallel.exchanges import Group, place_in
+from rooftop.parallel.shards import Piece, Shard
 from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
 from rooftop.parallel.turns import Phases
 
@@ -37,10 +39,14 @@ class ParallelSelfAttention(nn.Module):
     With sequence parallelism what goes in and comes out is this rank's part of the sequence.
 
     Args:
-        width: W, features of a position; the heads share it evenly.
+        width: W, features of a position.
         heads: of the queries.
         kv_heads: of keys and values, which groups of queries share; None: as many.
+        head_features: D, of each head; None: the heads share W evenly.
         bias: whether the linear layers have one.
+        out_bias: whether the last of them has one; None: as the others.
+        norms_epsilon: of RMS norms of each head's queries and keys; None: there are none.
+        window: positions that a position sees, its own the last of them; None: all up to its own.
         layer: its number, for the cache.
         weights_dropout: of the weights of attention, which is then not the kernel but plain PyTorch while training.
         dropout: of the result.
@@ -48,7 +54,8 @@ class ParallelSelfAttention(nn.Module):
         sequence_parallel: whether activations outside are split along the sequence.
 
     Raises:
-        ValueError: heads that do not divide the width, or that cannot be split among the ranks.
+        ValueError: heads that do not divide the width or each other, or that cannot be split among the ranks; a window
+            of no position.
     """
 
     def __init__(
@@ -57,7 +64,11 @@ class ParallelSelfAttention(nn.Module):
         heads: int,
         kv_heads: int | None = None,
         *,
+        head_features: int | None = None,
         bias: bool = True,
+        out_bias: bool | None = None,
+        norms_epsilon: float | None = None,
+        window: int | None = None,
         layer: int = 0,
         weights_dropout: nn.Module | None = None,
         dropout: nn.Module | None = None,
@@ -66,18 +77,22 @@ class ParallelSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        _check(width, heads, kv_heads, group)
-        self.layer, self.head_features = layer, width // heads
-        kv_width = kv_heads * self.head_features
+        _check(width, heads, kv_heads, head_features, group)
+        if window is not None and window < 1:
+            raise ValueError(f"ParallelSelfAttention: window must be at least 1 position, got {window}")
+        self.layer, self.head_features, self.window = layer, head_features or width // heads, window
+        query_width, kv_width = (count * self.head_features for count in (heads, kv_heads))
         self.qkv = ColumnParallelLinear(
             width,
-            {"query": width, "key": kv_width, "value": kv_width},
+            {"query": query_width, "key": kv_width, "value": kv_width},
             bias,
             blocks={"query": heads, "key": kv_heads, "value": kv_heads},
             group=group,
             sequence_parallel=sequence_parallel,
         )
-        self.out = RowParallelLinear(width, width, bias, group=group, sequence_parallel=sequence_parallel)
+        last = bias if out_bias is None else out_bias
+        self.out = RowParallelLinear(query_width, width, last, group=group, sequence_parallel=sequence_parallel)
+        self.query_norm, self.key_norm = (_head_norm(self.head_features, norms_epsilon, group) for _ in range(2))
         self.weights_dropout, self.dropout = weights_dropout, dropout
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, cache: Remembered | None = None) -> Tensor:
@@ -100,7 +115,11 @@ class ParallelSelfAttention(nn.Module):
         """Queries, keys and values in one, (B, S, features); what the heads here see, (B, S, W here)."""
         parts = projected.split(list(self.qkv.parts.values()), -1)
         # (B, H, S, D) of the heads here, and of fewer if they are in groups
-        query, key, value = (part.unflatten(-1, (-1, self.head_features)).transpose(1, 2) for part in parts)
+        by_head = [part.unflatten(-1, (-1, self.head_features)) for part in parts]  # (B, S, H, D)
+        for place, norm in enumerate((self.query_norm, self.key_norm)):
+            if norm is not None:
+                by_head[place] = norm(by_head[place])
+        query, key, value = (part.transpose(1, 2) for part in by_head)
         if rotation is not None:
             query, key = rope_pair(query, key, *rotation)
         seen = self.attend(query, key, value) if cache is None else cache.attended(self, query, key, value)
@@ -135,20 +154,39 @@ class ParallelSelfAttention(nn.Module):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Queries (B, H, S, D), the last of the positions of keys and values (B, H_k, T, D); (B, H, S, D)."""
+        queries, keys, window = query.shape[2], key.shape[2], self.window
+        if window is not None and keys >= queries + window:  # the first query does not see the first keys
+            begin = keys - queries - window + 1
+            key, value, keys = key[:, :, begin:], value[:, :, begin:], keys - begin
+        narrow = window is not None and keys > window
         if self.weights_dropout is not None and self.training:
-            return _attend_with_dropout(query, key, value, self.weights_dropout)
-        queries, keys = query.shape[2], key.shape[2]
-        if queries == keys:
+            seen = _seen(queries, keys, query.device, window)
+            return _attend_with_dropout(query, key, value, seen, self.weights_dropout)
+        if queries == keys and not narrow:
             return attention(query, key, value, is_causal=True, enable_gqa=True)
-        mask = None if queries == 1 else _seen(queries, keys, query.device)
+        mask = None if queries == 1 else _seen(queries, keys, query.device, window)
         return attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
-def _check(width: int, heads: int, kv_heads: int, group: Group) -> None:
-    if min(width, heads, kv_heads) < 1 or width % heads or heads % kv_heads:
+def _head_norm(features: int, epsilon: float | None, group: Group) -> RMSNorm | None:
+    """One weight for all heads. Each rank has it whole, and the gradient of its heads: these are summed over them."""
+    if epsilon is None:
+        return None
+    norm = RMSNorm(features, eps=epsilon)
+    index, ranks = place_in(group)
+    if ranks > 1:
+        norm.shards = {"weight": Shard((Piece(Box.whole((features,)), ranks, index == 0),))}  # type: ignore[assignment]
+    return norm
+
+
+def _check(width: int, heads: int, kv_heads: int, head_features: int | None, group: Group) -> None:
+    if min(width, heads, kv_heads) < 1 or (head_features is None and width % heads) or heads % kv_heads:
         raise ValueError(
-            f"ParallelSelfAttention: heads={heads} must divide width={width}, and kv_heads={kv_heads} the heads"
+            f"ParallelSelfAttention: heads={heads} must divide width={width}, and kv_heads={kv_heads} the heads; or "
+            "give head_features, the features of a head"
         )
+    if head_features is not None and head_features < 1:
+        raise ValueError(f"ParallelSelfAttention: head_features must be at least 1, got {head_features}")
     ranks = 1 if group is None else group.size()
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
@@ -158,16 +196,18 @@ def _check(width: int, heads: int, kv_heads: int, group: Group) -> None:
         )
 
 
-def _attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, dropout: nn.Module) -> Tensor:
+def _attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, dropout: nn.Module) -> Tensor:
     """In plain PyTorch: the weights (B, H, S, T) are there as a tensor."""
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     scores = query @ key.mT * query.shape[3] ** -0.5
-    scores = scores.masked_fill(~_seen(query.shape[2], key.shape[2], query.device), -math.inf)
+    scores = scores.masked_fill(~seen, -math.inf)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     return dropout(weights).to(value.dtype) @ value
 
 
-def _seen(queries: int, keys: int, device: torch.device) -> Tensor:
-    """(queries, keys): True for the keys up to a query's own; the queries are the last of the positions."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+def _seen(queries: int, keys: int, device: torch.device, window: int | None) -> Tensor:
+    """(queries, keys): True for the keys up to a query's own, in a window for the last of these; the queries are the
+    last of the positions."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return seen if window is None else seen.triu(keys - queries - window + 1)

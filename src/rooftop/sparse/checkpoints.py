@@ -15,7 +15,7 @@ the other layers of the network decide. `load_state_dict` itself converts what a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -28,9 +28,13 @@ class LayoutReport:
 
     Attributes:
         layouts: of each convolution's weight that the state dict has, by its key.
+        missing_keys: of the module, for which the state dict has nothing; only if not strict.
+        unexpected_keys: of the state dict, which were left out; only if not strict.
     """
 
     layouts: Mapping[str, str]
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
 
     @property
     def converted(self) -> list[str]:
@@ -40,7 +44,13 @@ class LayoutReport:
     def __str__(self) -> str:
         counts = [(layout, sum(each == layout for each in self.layouts.values())) for layout in LAYOUTS]
         told = ", ".join(f"{count} in {layout}" for layout, count in counts if count)
-        return f"{len(self.layouts)} weights of sparse convolutions: {told or 'none'}; {len(self.converted)} converted"
+        parts = [
+            f"{len(self.layouts)} weights of sparse convolutions: {told or 'none'}; {len(self.converted)} converted"
+        ]
+        for what, keys in (("missing", self.missing_keys), ("left out", self.unexpected_keys)):
+            if keys:
+                parts.append(f"{len(keys)} {what}: {', '.join(keys[:3])}{', and so on' if len(keys) > 3 else ''}")
+        return "; ".join(parts)
 
 
 def load_spconv_state_dict(
@@ -56,8 +66,8 @@ def load_spconv_state_dict(
         RuntimeError: as `torch.nn.Module.load_state_dict`.
     """
     converted, report = convert_state_dict(module, state_dict, layout)
-    module.load_state_dict(converted, strict=strict)
-    return report
+    kept = module.load_state_dict(converted, strict=strict)
+    return replace(report, missing_keys=tuple(kept.missing_keys), unexpected_keys=tuple(kept.unexpected_keys))
 
 
 def convert_state_dict(

@@ -22,7 +22,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
 from pickle import UnpicklingError
@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rooftop.errors import InputError
+from rooftop.models.gpt_switches import GptConfig
 from rooftop.parallel import Shard, shards_of
 from rooftop.parallel.sharded_data import part_like, whole_of
 from rooftop.train.gpt_training import GptTrainer, GptTraining
@@ -44,6 +45,8 @@ from rooftop.train.tokens import Tokens
 FORMAT = 1
 LATEST, TRAINING = "latest", "training.json"
 RATES = {"learning_rate", "warmup", "decay", "decay_steps", "least_rate", "weight_decay", "clip"}
+NEWER = {field.name: field.default for field in fields(GptConfig) if field.default is not MISSING}
+"""What a training is of that was saved before its model had these switches."""
 MAY_CHANGE = RATES | {"micro_batch", "recompute", "halves", "cuda_graph"}
 """Of a training that goes on; all else must be what it was saved with."""
 
@@ -67,7 +70,7 @@ def save_training(folder: Path, trainer: GptTrainer) -> Path:
     _wait_for_all()
     part = _part_of(trainer)
     if trainer.place["dp"] == 0:
-        _save_part(temporary / _part(trainer.place["tp"]), part)
+        _save_part(temporary / part_name(trainer.place["tp"]), part)
     del part
     _wait_for_all()
     if trainer.rank == 0:
@@ -102,6 +105,7 @@ def find_training(folder: Path, training: GptTraining) -> tuple[Path, int]:
     except (NotADirectoryError, IsADirectoryError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"{folder} does not hold a training as --save writes it ({error!r})") from error
     given = _plain(training)
+    then = NEWER | then
     differing = [
         f"{name} is {then.get(name)!r} there, {value!r} here"
         for name, value in given.items()
@@ -140,7 +144,7 @@ def load_training(found: Path, trainer: GptTrainer) -> None:
     try:
         parts = []
         for rank in [trainer.place["tp"]] if ranks == trainer.layout.tp else range(ranks):
-            path = found / _part(rank)
+            path = found / part_name(rank)
             # Of what data ranks share, and of what others held, none reads the whole at once.
             piecewise = trainer.fully_shard or ranks != trainer.layout.tp
             where = torch.device("cpu") if piecewise else trainer.device
@@ -267,6 +271,7 @@ def _described(trainer: GptTrainer) -> dict[str, Any]:
     layout = {**asdict(trainer.layout), "words": str(trainer.layout)}
     tokens = trainer.batches.tokens
     data = {"source": tokens.source, "tokens": len(tokens), "fingerprint": tokens.fingerprint()}
+    data["text"] = tokens.text
     return {
         "format": FORMAT,
         "step": trainer.step,
@@ -280,10 +285,12 @@ def _plain(training: GptTraining) -> dict[str, Any]:
     """As JSON has it; the model's sizes beside the others."""
     values: dict[str, Any] = asdict(training)
     config: Mapping[str, Any] = values.pop("config")
-    return {**config, **values, "dtype": str(training.dtype).removeprefix("torch.")}
+    plain = {**config, **values, "dtype": str(training.dtype).removeprefix("torch.")}
+    return json.loads(json.dumps(plain))  # type: ignore[no-any-return]  # tuples are lists there
 
 
-def _part(tensor_rank: int) -> str:
+def part_name(tensor_rank: int) -> str:
+    """The file of what a tensor parallel rank holds."""
     return f"tensor-{tensor_rank}.pt"
 
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rooftop.models.gpt import Gpt
-from rooftop.models.gpt_configs import GptConfig
 from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
+from rooftop.models.gpt_switches import GptConfig
 from rooftop.parallel import Layout, ModelGradients
 from rooftop.parallel.dropouts import CounterDropout
 from rooftop.parallel.exchanges import Group, start_sum

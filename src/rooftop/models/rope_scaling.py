@@ -1,0 +1,142 @@
+"""Rotary frequencies of models that were taught longer texts than they were first trained on.
+
+    scaling = RopeScaling(kind="llama3", factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0,
+                          original_positions=8192)
+    scaling.scaled(frequencies)
+
+| kind | a frequency becomes |
+|---|---|
+| `linear` | frequency / factor: positions are counted in smaller steps |
+| `llama3` | the same where its wave is short, frequency / factor where it is long, and a mixture between |
+
+Sources: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation"; Llama 3.1's
+reference code (`apply_scaling` in meta-llama/llama-models), which transformers calls "llama3".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+REFUSED = {
+    "dynamic": "its frequencies depend on how long the text is",
+    "yarn": "it also scales the scores of attention",
+    "longrope": "it has other frequencies for short texts than for long ones",
+}
+"""Kinds of transformers that are not modelled, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How frequencies are scaled.
+
+    Attributes:
+        kind: "linear" or "llama3".
+        factor: by which texts may be longer.
+        low_frequency_factor, high_frequency_factor: of "llama3"; a wave longer than original_positions /
+            low_frequency_factor is scaled, one shorter than original_positions / high_frequency_factor is not.
+        original_positions: of "llama3", those of the first training.
+
+    Raises:
+        ValueError: a kind that there is not, numbers that are not positive, or factors of "llama3" that are not there
+            or not in order.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_frequency_factor: float | None = None
+    high_frequency_factor: float | None = None
+    original_positions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise ValueError(f"RopeScaling: kind must be linear or llama3, got {self.kind!r}")
+        needed = ("low_frequency_factor", "high_frequency_factor", "original_positions")
+        for name in ("factor", *needed):
+            value, wanted = getattr(self, name), name == "factor" or self.kind == "llama3"
+            if not wanted and value is not None:
+                raise ValueError(f"RopeScaling: {name} belongs to llama3, not to {self.kind}")
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if wanted and not (number and 0 < value < math.inf):
+                raise ValueError(f"RopeScaling: {name} must be a positive number, got {value!r}")
+        if self.kind == "llama3" and self._factors[0] >= self._factors[1]:
+            raise ValueError(
+                f"RopeScaling: low_frequency_factor must be less than high_frequency_factor, got {self._factors}"
+            )
+
+    @property
+    def _factors(self) -> tuple[float, float]:
+        assert self.low_frequency_factor is not None
+        assert self.high_frequency_factor is not None
+        return self.low_frequency_factor, self.high_frequency_factor
+
+    def scaled(self, frequencies: Tensor) -> Tensor:
+        """Frequencies, radians for a position, (D / 2,), in their dtype."""
+        if self.kind == "linear":
+            return frequencies / self.factor
+        assert self.original_positions is not None
+        low, high = self._factors
+        turns = self.original_positions * frequencies / (2 * math.pi)  # of a pair within the original positions
+        kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0 for long waves, 1 for short ones
+        return (1 - kept) * frequencies / self.factor + kept * frequencies
+
+
+# ---- Hugging Face --------------------------------------------------------------------------------------------------
+
+
+def scaling_of(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """The base of the angles and their scaling, of a `config.json` of transformers 4 (`rope_theta` and `rope_scaling`)
+    or 5 (`rope_parameters`).
+
+    Raises:
+        ValueError: a scaling that is not modelled, or rotary embeddings of a part of the features.
+        KeyError: a number of a scaling that is not there.
+    """
+    # In this order in transformers.
+    name = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
+    rope = given.get(name) or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"{name} is {rope!r}: expected an object with rope_type")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError(f"{name} has other parameters for each type of layer, which is not modelled here")
+    base = rope.get("rope_theta", given.get("rope_theta", 1e4))
+    partial = rope.get("partial_rotary_factor", given.get("partial_rotary_factor"))
+    if partial not in (None, 1.0):
+        raise ValueError(f"partial_rotary_factor is {partial!r}: only rotary embeddings of all features are modelled")
+    if kind == "default":
+        return base, None
+    if kind == "linear":
+        return base, RopeScaling(kind="linear", factor=rope["factor"])
+    if kind == "llama3":
+        positions = rope.get("original_max_position_embeddings", given["max_position_embeddings"])
+        return base, RopeScaling(
+            kind="llama3",
+            factor=rope["factor"],
+            low_frequency_factor=rope["low_freq_factor"],
+            high_frequency_factor=rope["high_freq_factor"],
+            original_positions=given.get("original_max_position_embeddings", positions),
+        )
+    why = f" ({REFUSED[kind]})" if kind in REFUSED else ""
+    raise ValueError(
+        f"{name} is of rope_type {kind!r}, which is not modelled here{why}: expected 'default', 'linear' or 'llama3'"
+    )
+
+
+def hugging_face_rope(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """What their `config.json` holds for it, for transformers 4 and 5."""
+    found: dict[str, Any] = {"rope_type": "default"}
+    if scaling is not None:
+        found = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling is not None and scaling.kind == "llama3":
+        found["low_freq_factor"], found["high_freq_factor"] = (
+            scaling.low_frequency_factor,
+            scaling.high_frequency_factor,
+        )
+        found["original_max_position_embeddings"] = scaling.original_positions
+    older = {} if scaling is None else {"rope_scaling": found}
+    return {"rope_theta": base, "rope_parameters": found | {"rope_theta": base}} | older

@@ -1,0 +1,113 @@
+"""The tensors of safetensors files, one or several with an index as Hugging Face writes them, read piece by piece.
+
+with TensorFiles(Path("Llama-2-7b-hf")) as files:
+    files.keys()
+    files.part("model.norm.weight", (0, 4096), None, transposed=False)
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rooftop.errors import InputError, MissingExtraError, WeightsError
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATING = ("F64", "F32", "F16", "BF16")
+"""What safetensors calls the dtypes that are loaded."""
+
+
+class TensorFiles:
+    """The tensors of one safetensors file or of those of an index, read one at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._open = safetensors_library().safe_open
+        self._error = safetensors_library().SafetensorError
+        self._opened: dict[Path, Any] = {}
+        self._places = self._found(path)
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._opened.values():
+            file.__exit__(None, None, None)
+
+    def keys(self) -> tuple[str, ...]:
+        """Of all files."""
+        return tuple(self._places)
+
+    def shape_and_kind(self, key: str) -> tuple[tuple[int, ...], bool]:
+        """Of a tensor, and whether it holds real numbers; without reading it."""
+        view = self._file(self._places[key]).get_slice(key)
+        return tuple(view.get_shape()), view.get_dtype() in FLOATING
+
+    def whole(self, key: str) -> Tensor:
+        """A tensor, on the CPU."""
+        found: Tensor = self._file(self._places[key]).get_tensor(key)
+        return found
+
+    def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
+        """Rows and columns of a tensor, from and to, on the CPU; of one that is transposed, as if it were not."""
+        view = self._file(self._places[key]).get_slice(key)
+        if columns is None:
+            found: Tensor = view[slice(*rows)]
+        elif transposed:
+            found = view[slice(*columns), slice(*rows)].T
+        else:
+            found = view[slice(*rows), slice(*columns)]
+        return found
+
+    def _found(self, path: Path) -> dict[str, Path]:
+        """Key -> file."""
+        if (path / ONE_FILE).is_file() or path.is_file():
+            file = path if path.is_file() else path / ONE_FILE
+            return dict.fromkeys(self._file(file).keys(), file)
+        if not (path / INDEX).is_file():
+            raise InputError(f"{path} is no .safetensors file, nor a folder with {ONE_FILE} or {INDEX}")
+        index = read_json(path / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise WeightsError(f"{path / INDEX} has no weight_map: expected an index as transformers writes it")
+        places = {key: path / Path(str(name)).name for key, name in index.items()}
+        if absent := sorted({file.name for file in places.values() if not file.is_file()}):
+            raise InputError(f"{path} lacks {', '.join(absent[:3])}, which {INDEX} names: download all files")
+        held = {file: set(self._file(file).keys()) for file in set(places.values())}
+        for key, file in places.items():
+            if key not in held[file]:
+                raise WeightsError(f"{file} has no {key}, which {INDEX} says it has: the files do not belong together")
+        for file, keys in held.items():
+            if other := min((key for key in keys if places.get(key, file) != file), default=None):
+                raise WeightsError(
+                    f"{file} and {places[other].name} both have {other}: the files do not belong together"
+                )
+            places |= dict.fromkeys(sorted(keys - set(places)), file)  # which the index leaves out
+        return places
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._opened:
+            try:
+                self._opened[path] = self._open(path, framework="pt", device="cpu").__enter__()
+            except (self._error, OSError) as error:
+                raise WeightsError(f"{path} is damaged or no safetensors file ({error})") from error
+        return self._opened[path]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise WeightsError(f"{path} holds a {type(content).__name__}: expected an object")
+    return content
+
+
+def safetensors_library() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise MissingExtraError('.safetensors files need safetensors: pip install "rooftop[weights]"') from error
+    return safetensors
