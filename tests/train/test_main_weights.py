@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.cli.main import main
+from rooftop.errors import WeightsError
 from rooftop.launch import INTERPRETED
 from rooftop.models import Gpt, GptConfig
 from rooftop.models.gpt_weights import load_gpt, save_gpt
@@ -205,7 +206,9 @@ def test_tied_parameters_stay_tied() -> None:
     assert one.model.head.output.weight is one.model.embedding.tokens.weight
     wrong = {name: value.clone() for name, value in loaded.items()}
     wrong["head.output.weight"] += 1
-    one.model.load_state_dict(wrong, assign=True)
+    with pytest.raises(WeightsError, match="one of the two would be lost"):
+        one.model.load_state_dict(wrong, assign=True)
+    one.model.head.output.weight = nn.Parameter(wrong["head.output.weight"])
     with pytest.raises(RuntimeError, match="has got different values in its places"):
         one.advance()
 
