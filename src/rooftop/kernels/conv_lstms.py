@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 ACTIVATIONS = ("tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_keras2", "relu", "linear")
@@ -293,6 +294,9 @@ def _(
     return _like_cell(cell, gates.dtype, memory_format), _like_cell(cell, cell.dtype, memory_format)
 
 
+in_pytorch("conv_lstm_gates", conv_lstm_gates_reference)
+
+
 @operator("conv_lstm_gates_backward")
 def _conv_lstm_gates_backward(
     dhidden: Tensor,
@@ -369,6 +373,7 @@ def _backward_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def conv_lstm_gates(
     gates: Tensor,
     cell: Tensor,

@@ -31,7 +31,8 @@ from rooftop.kernels.sum_norms import (
     save_layer_norm,
 )
 from rooftop.launch import cuda
-from rooftop.launch.operators import differentiable, no_tangents, operator
+from rooftop.launch.operators import differentiable, in_pytorch, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
@@ -147,12 +148,14 @@ def _add_layer_norm(
 
 
 torch.library.register_fake("rooftop::add_layer_norm_cuda", fake_add_layer_norm)
+in_pytorch("add_layer_norm_cuda", add_layer_norm_reference)
 differentiable("add_layer_norm_cuda", differentiate_layer_norm, save_layer_norm)  # its cost is the twin's, too
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def add_layer_norm_cuda(
     input: Tensor,
     residual: Tensor | None,

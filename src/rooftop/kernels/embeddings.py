@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -132,6 +133,9 @@ def _(input: Tensor, weight: Tensor, padding: int) -> Tensor:
     return weight.new_empty((*input.shape, weight.shape[1]))
 
 
+in_pytorch("embedding", lambda input, weight, padding: torch.nn.functional.embedding(input, weight))
+
+
 @operator("embedding_backward")
 def _embedding_backward(dy: Tensor, input: Tensor, rows: int, padding: int) -> Tensor:
     return _backward(dy.reshape(input.numel(), dy.shape[-1]), input.reshape(-1), rows, padding)
@@ -177,6 +181,7 @@ def _backward_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def embedding(
     input: Tensor,
     weight: Tensor,

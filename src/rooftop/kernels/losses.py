@@ -27,7 +27,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels import loss_launches
 from rooftop.kernels.loss_launches import Terms
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, keeps_for_backward, no_second_derivative, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -353,6 +354,7 @@ def _scale_in_place_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -397,7 +399,6 @@ def cross_entropy(
         x = input.unsqueeze(0)
     else:
         x = input if input.dim() == 2 else input.movedim(1, -1).reshape(-1, input.shape[1])
-    needed = torch.is_grad_enabled() and input.requires_grad
     if fused is None:
         fused = reduction != "none" and input.dtype != torch.float16
     elif fused and reduction == "none":
@@ -405,7 +406,7 @@ def cross_entropy(
     numbers = (ignore_index, float(label_smoothing), float(z_loss))
     indices = target.reshape(-1)
     weight = weight.detach() if weight is not None else None
-    if fused and needed:
+    if fused and keeps_for_backward(input):
         return _cross_entropy_with_gradient(x, indices, weight, *numbers, reduction == "mean")[0].to(dtype)
     loss = _cross_entropy(x, indices, weight, *numbers, reduction)[0].to(dtype)
     return loss.reshape(target.shape) if reduction == "none" else loss

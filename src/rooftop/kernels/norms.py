@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels import norm_launches
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -105,6 +106,10 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Ten
 @torch.library.register_fake("rooftop::rms_norm")
 def _(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=statistics_dtype(x))
+
+
+in_pytorch("layer_norm", layer_norm_reference)
+in_pytorch("rms_norm", rms_norm_reference)
 
 
 @operator("norm_backward")
@@ -238,6 +243,7 @@ def _backward_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -272,6 +278,7 @@ def layer_norm(
     return y.reshape(input.shape)  # type: ignore[no-any-return]
 
 
+@recorded_whole
 def rms_norm(
     input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:

@@ -20,7 +20,8 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels import cuda_softmaxes as clusters
 from rooftop.kernels.tiles import merged, rows_of, unit
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -229,6 +230,9 @@ def _(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtyp
     return x.new_empty(x.shape, dtype=dtype)
 
 
+in_pytorch("softmax", softmax_reference)
+
+
 @operator("softmax_backward")
 def _softmax_backward(
     dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype
@@ -284,6 +288,7 @@ def _backward_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def softmax(
     input: Tensor,
     dim: int = -1,
@@ -316,6 +321,7 @@ def softmax(
     return _along("softmax", input, dim, dtype, mask, scale)
 
 
+@recorded_whole
 def log_softmax(
     input: Tensor,
     dim: int = -1,
