@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from rooftop.analysis.scripts import ScriptRun, run_script
 from rooftop.analysis.text import WIDTH, renderable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, FLOATS, Target, resolve_target
-from rooftop.errors import CeilingsFileError, InputError, MeasurementError, ModelRunError
+from rooftop.errors import CeilingsFileError, InputError, MeasurementError, ModelRunError, TargetError
 from rooftop.hardware.ceilings import Ceilings, ceilings_of
 
 EXAMPLES = """\b
@@ -134,8 +135,9 @@ def command(
 ) -> int | None:
     """Show how far TARGET is from what this machine can do, and why.
 
-    TARGET is a built-in model (resnet50), package.module:callable, where the callable returns a module or
-    (module, inputs), or a Python script, which is run as it is, with what stands after -- as its arguments.
+    TARGET is a built-in model (resnet50), package.module:callable, where the callable returns a module,
+    (module, inputs), (module, {name: input}) or (module, arguments, {name: input}), or a Python script, which is run as
+    it is, with what stands after -- as its arguments.
 
     Every operator is timed and set against its roof: the shortest time in which this machine could move its bytes
     and do its arithmetic. The difference between the wall time and the roof of the whole model is split into three
@@ -161,7 +163,7 @@ def command(
     if step_only:
         found = resolve_target(target, inputs, pick_device(device), kind, channels_last)
         training = _training(found) if train else {}
-        counted_step(Program(found.model, found.args, {}, **training, compile=compile_mode or False))
+        counted_step(Program(found.model, found.args, dict(found.kwargs), **training, compile=compile_mode or False))
         return None
     if target.endswith(".py"):
         show = partial(_show_script, json_path=json_path, html_path=html_path, trace=trace, rows=rows)
@@ -188,6 +190,7 @@ def command(
                 report = analyze(
                     distributed(found.model, where) if train else found.model,
                     *found.args,
+                    **_keywords(found, analyze),
                     **(_training(found) if train else {}),
                     compile=compile_mode or False,
                     trace=trace,
@@ -363,7 +366,24 @@ def _predicted(target: str, inputs: Sequence[str], train: bool, dtype: torch.dty
                 "loss": loss,
                 "optimizer": partial(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM, foreach=True),
             }
-        return predict(found.model, *found.args, **training, ceilings=_ceilings_of(machine), dtype=dtype, name=target)
+        against = _ceilings_of(machine)
+        keywords = _keywords(found, predict)
+        return predict(found.model, *found.args, **keywords, **training, ceilings=against, dtype=dtype, name=target)
+
+
+def _keywords(found: Target, function: Callable[..., Report]) -> Mapping[str, Any]:
+    """The keywords of a model, for a function that has its own.
+
+    Raises:
+        TargetError: one of them has the name of one of the function's.
+    """
+    own = set(inspect.signature(function).parameters) & set(found.kwargs)
+    if own:
+        raise TargetError(
+            f"{found.name!r} returned the keyword {min(own)!r}, which rooftop.{function.__name__} has, too: "
+            "return it as a positional argument, (nn.Module, arguments, keywords)"
+        )
+    return found.kwargs
 
 
 LEARNING_RATE, MOMENTUM = 1e-4, 0.9
