@@ -83,16 +83,19 @@ def test_callables_bring_their_inputs_or_take_those_given(net: str) -> None:
 
 def test_callables_bring_keywords(net: str) -> None:
     found = resolve_target(f"{net}:named", (), CPU, torch.bfloat16)
-    assert found.args == () and list(found.kwargs) == ["ids", "nested"]
+    assert found.args == ()
+    assert list(found.kwargs) == ["ids", "nested"]
     assert {found.kwargs["ids"].dtype, found.kwargs["nested"]["y"].dtype} == {torch.bfloat16}
     assert found.model(**found.kwargs).unique().tolist() == [2.0]
     found = resolve_target(f"{net}:both", (), CPU, None)
     assert found.model(*found.args, **found.kwargs).unique().tolist() == [4.0]
     assert resolve_target(f"{net}:keywords_alone", (), CPU, None).kwargs["ids"].shape == (2, 3)
     given = resolve_target(f"{net}:both", ["5x8"], CPU, None)  # options of the builder stay
-    assert [tuple(arg.shape) for arg in given.args] == [(5, 8)] and given.kwargs["scale"] == 2.0
+    assert [tuple(arg.shape) for arg in given.args] == [(5, 8)]
+    assert given.kwargs["scale"] == 2.0
     given = resolve_target(f"{net}:named", ["5x8"], CPU, None)
-    assert [tuple(arg.shape) for arg in given.args] == [(5, 8)] and given.kwargs == {}
+    assert [tuple(arg.shape) for arg in given.args] == [(5, 8)]
+    assert given.kwargs == {}
 
 
 @pytest.mark.parametrize("options", [(), ("--predict", "h200")], ids=["analyze", "predict"])
@@ -110,7 +113,9 @@ def test_keywords_of_a_builder_are_analyzed(
         function = getattr(verb, name)
         monkeypatch.setattr(verb, name, functools.wraps(function)(watching))
     assert main(["analyze", f"{net}:both", "--no-html", *options]) == 2
-    assert seen[0]["args"] == 1 and seen[0]["scale"] == 2.0 and seen[0]["ids"].shape == (2, 3)  # type: ignore[attr-defined]
+    assert seen[0]["args"] == 1
+    assert seen[0]["scale"] == 2.0
+    assert seen[0]["ids"].shape == (2, 3)
     assert main(["analyze", f"{net}:taken", "--no-html", *options]) == 2
     assert "returned the keyword 'train', which rooftop." in capsys.readouterr().err
     assert len(seen) == 1
@@ -145,7 +150,7 @@ def test_builtin_models_have_an_example() -> None:
     ("target", "error", "message"),
     [
         ("NET:Net", InputError, "returned a module without inputs: give their shapes"),
-        ("NET:several", TargetError, "returned list, expected an nn.Module or"),
+        ("NET:several", TargetError, "returned list, expected an nn.Module, "),
         (
             "NET:four",
             TargetError,

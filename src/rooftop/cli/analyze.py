@@ -35,7 +35,7 @@ from rooftop.analysis.scripts import ScriptRun, run_script
 from rooftop.analysis.text import WIDTH, renderable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, FLOATS, Target, resolve_target
-from rooftop.errors import CeilingsFileError, InputError, MeasurementError, ModelRunError, TargetError
+from rooftop.errors import CeilingsFileError, InputError, MeasurementError, ModelRunError, TargetError, did_you_mean
 from rooftop.hardware.ceilings import Ceilings, ceilings_of
 
 EXAMPLES = """\b
@@ -59,7 +59,9 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
     """
     modes = torch._inductor.list_mode_options() if mode is not None else {}
     if mode is not None and mode not in modes:
-        raise click.BadParameter(f"{mode!r} is not one of {', '.join(modes)}; without a mode put it after TARGET")
+        raise click.BadParameter(
+            f"{mode!r} is not one of {', '.join(modes)}{did_you_mean(mode, modes)}; without a mode put it after TARGET"
+        )
     return mode
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from rooftop import models
-from rooftop.errors import InputError, ModelRunError, TargetError
+from rooftop.errors import InputError, ModelRunError, TargetError, did_you_mean
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -114,7 +114,10 @@ def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
         )
     shape = tuple(int(size) for size in match[1].split("x"))
     if match[2] is not None and match[2] not in DTYPES:
-        raise InputError(f"--input {text!r}: unknown dtype {match[2]!r}, expected one of {', '.join(DTYPES)}")
+        raise InputError(
+            f"--input {text!r}: unknown dtype {match[2]!r}, expected one of {', '.join(DTYPES)}"
+            f"{did_you_mean(match[2], DTYPES)}"
+        )
     dtype = DTYPES[match[2]] if match[2] else float_dtype
     if not dtype.is_floating_point:
         high = 2 if dtype == torch.bool else int(match[3] or 2)
@@ -177,6 +180,7 @@ def _imported(text: str) -> tuple[Callable[..., Any], Inputs | None]:
         public = [name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name))]
         raise TargetError(
             f"{text!r}: {module_name!r} has no {attribute!r}; it has {', '.join(public[:8]) or 'nothing callable'}"
+            f"{did_you_mean(attribute, public)}"
         )
     if isinstance(found, nn.Module):
         return found, None

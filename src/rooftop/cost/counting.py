@@ -231,7 +231,11 @@ def title_of(call: Call) -> str:
     """What reports call an operator whose schema name is that of several: a transposed convolution, or its backward,
     by torch.nn.functional's name; "" of others."""
     namespace, _, name = call.func._schema.name.partition("::")
-    if namespace != "aten" or "convolution" not in name or not (name.endswith("transpose") or call.get("transposed", False)):
+    if (
+        namespace != "aten"
+        or "convolution" not in name
+        or not (name.endswith("transpose") or call.get("transposed", False))
+    ):
         return ""
     backward = "_backward" if "backward" in name else ""
     return f"aten::conv_transpose{call['weight'].dim() - 2}d{backward}"

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.errors import did_you_mean
 from rooftop.kernels.conv_act_launches import forward, plan_of
 from rooftop.kernels.conv_act_tables import ConvPlan, Geometry
 from rooftop.kernels.matmul_launches import ACTIVATIONS
@@ -299,7 +300,10 @@ def _prepared(
             raise ValueError(f"{name}: input is on {x.device}, {argument} on {tensor.device}: move one to the other")
     after = "none" if activation is None else activation
     if after not in ACTIVATIONS:
-        raise ValueError(f"{name}: activation must be None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        raise ValueError(
+            f"{name}: activation must be None or one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+            f"{did_you_mean(activation, ACTIVATIONS)}"
+        )
     strides, dilations = _pair(name, "stride", stride, 1), _pair(name, "dilation", dilation, 1)
     paddings = _pair(name, "padding", padding, 0)
     if type(groups) is not int or groups < 1:

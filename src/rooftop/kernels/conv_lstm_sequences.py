@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.errors import did_you_mean
 from rooftop.kernels.conv_lstms import (
     ACTIVATIONS,
     FLOATS,
@@ -473,7 +474,10 @@ def _check(
             raise TypeError(f"conv_lstm_sequence: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
     for name, activation_ in (("activation", activation), ("recurrent_activation", recurrent_activation)):
         if activation_ not in ACTIVATIONS:
-            raise ValueError(f"conv_lstm_sequence: {name} must be one of {', '.join(ACTIVATIONS)}, got {activation_!r}")
+            raise ValueError(
+                f"conv_lstm_sequence: {name} must be one of {', '.join(ACTIVATIONS)}, got {activation_!r}"
+                f"{did_you_mean(activation_, ACTIVATIONS)}"
+            )
     if gates.dtype not in FLOATS:
         raise TypeError(f"conv_lstm_sequence: gates must be bfloat16, float16, float32 or float64, got {gates.dtype}")
     for name, tensor in tensors.items():

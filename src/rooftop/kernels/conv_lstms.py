@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
+from rooftop.errors import did_you_mean
 from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
@@ -421,7 +422,10 @@ def _check(gates: Tensor, cell: Tensor, added: Tensor | None, activation: str, r
             raise TypeError(f"conv_lstm_gates: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
     for name, activation_ in (("activation", activation), ("recurrent_activation", recurrent_activation)):
         if activation_ not in ACTIVATIONS:
-            raise ValueError(f"conv_lstm_gates: {name} must be one of {', '.join(ACTIVATIONS)}, got {activation_!r}")
+            raise ValueError(
+                f"conv_lstm_gates: {name} must be one of {', '.join(ACTIVATIONS)}, got {activation_!r}"
+                f"{did_you_mean(activation_, ACTIVATIONS)}"
+            )
     if gates.dtype not in FLOATS:
         raise TypeError(f"conv_lstm_gates: gates must be bfloat16, float16, float32 or float64, got {gates.dtype}")
     if cell.dtype not in (gates.dtype, torch.float32):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.errors import did_you_mean
 from rooftop.kernels.matmul_launches import ACTIVATIONS, backward, forward
 from rooftop.kernels.matmul_tables import LinearPlan, plan_of
 from rooftop.kernels.padded_rows import LEAST_PADDED, missing_columns, padded
@@ -376,7 +377,10 @@ def _prepared(
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name}: input is on {x.device}, {argument} on {tensor.device}: move one to the other")
     if activation not in ACTIVATIONS:
-        raise ValueError(f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        raise ValueError(
+            f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+            f"{did_you_mean(activation, ACTIVATIONS)}"
+        )
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{name}: expected input (..., K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}"

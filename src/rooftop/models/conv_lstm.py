@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rooftop.errors import did_you_mean
 from rooftop.kernels import conv_lstm_gates, conv_lstm_sequence
 from rooftop.kernels.conv_lstm_sequences import recurrent_convolution
 from rooftop.kernels.conv_lstms import ACTIVATIONS
@@ -373,7 +374,9 @@ def _positive(name: str, value: int) -> int:
 
 def _one_of(name: str, value: Any, names: Sequence[str]) -> str:
     if value not in names:
-        raise ValueError(f"ConvLSTM2D: {name} must be one of {', '.join(names)}; got {value!r}")
+        raise ValueError(
+            f"ConvLSTM2D: {name} must be one of {', '.join(names)}; got {value!r}{did_you_mean(value, names)}"
+        )
     return str(value)
 
 

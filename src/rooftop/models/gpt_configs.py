@@ -14,12 +14,11 @@ al. 2023, "CodeGeeX: A Pre-Trained Model for Code Generation with Multilingual B
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rooftop.errors import TargetError, WeightsError
+from rooftop.errors import TargetError, WeightsError, did_you_mean
 
 CHOICES = {
     "norm": ("layer", "rms"),
@@ -80,7 +79,10 @@ class GptConfig:
                 raise ValueError(f"GptConfig: {name} must be a positive int, got {size!r}")
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"GptConfig: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"GptConfig: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                    f"{did_you_mean(getattr(self, name), known)}"
+                )
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"GptConfig: {name} must be at least 0 and less than 1, got {getattr(self, name)}")
@@ -200,9 +202,8 @@ def gpt_config(name: str) -> GptConfig:
         TargetError: there is none of that name; the message has those that come close.
     """
     if name not in PRESETS:
-        close = difflib.get_close_matches(str(name), PRESETS, n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(PRESETS)}"
-        raise TargetError(f"{name!r} is no model of text: {hint}")
+        there_are = f"there are {', '.join(PRESETS)}"
+        raise TargetError(f"{name!r} is no model of text{did_you_mean(name, PRESETS)}: {there_are}")
     return PRESETS[name]
 
 
