@@ -7,6 +7,7 @@ The command line prints it as one line: exit status 2 for a wrong call, 1 for a 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import SequenceMatcher
 
 
 class RooftopError(Exception):
@@ -65,7 +66,7 @@ class GeometryFileError(RooftopError, ValueError):
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 MOST_MEANT = 3
-"""Names that are as near as each other are shown up to this many."""
+"""Names that begin with what was given are shown up to this many."""
 
 
 def did_you_mean(given: object, names: Iterable[str]) -> str:
@@ -75,18 +76,21 @@ def did_you_mean(given: object, names: Iterable[str]) -> str:
 
 
 def nearest(given: object, names: Iterable[str]) -> list[str]:
-    """The names that are fewest typing errors away from what was given, at most three; none where all are far.
+    """The name that is fewest typing errors away from what was given; none where all are far.
 
-    Case, hyphens and underscores are no errors. Two of five characters may be wrong. Where all are further away,
-    the names that begin with what was given are near.
+    Case, hyphens and underscores are no errors. Two of five characters may be wrong. Of names that are as near the one
+    counts that has more characters in a row in common. What is only the beginning of names is near all of these, of
+    which the first three count.
     """
     word = _plain(str(given))
     known = list(dict.fromkeys(names))
     errors = {name: _typing_errors(word, _plain(name)) for name in known}
     least = min(errors.values(), default=0)
-    if word and least <= max(1, 2 * len(word) // 5):
-        return [name for name in known if errors[name] == least][:MOST_MEANT]
-    return [name for name in known if word and _plain(name).startswith(word)][:MOST_MEANT]
+    beginning = [name for name in known if word and _plain(name).startswith(word)]
+    if least > 0 and beginning:
+        return beginning[:MOST_MEANT]
+    near = [name for name in known if word and errors[name] == least <= max(1, 2 * len(word) // 5)]
+    return [max(near, key=lambda name: (SequenceMatcher(None, word, _plain(name)).ratio(), name))] if near else []
 
 
 def _plain(word: str) -> str:

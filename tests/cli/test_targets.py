@@ -18,6 +18,7 @@ from torch import nn
 
 from rooftop.analysis import Report
 from rooftop.cli import analyze as verb
+from rooftop.cli.commands.analyze import command
 from rooftop.cli.main import main
 from rooftop.cli.targets import DTYPES, make_input, resolve_target
 from rooftop.errors import InputError, ModelRunError, TargetError
@@ -222,7 +223,7 @@ def test_an_integer_input_needs_a_bound_above_zero() -> None:
     ],
 )
 def test_compile_takes_a_mode_or_none(words: list[str], mode: str | None) -> None:
-    with verb.command.make_context("analyze", ["resnet18", *words], obj=[]) as context:
+    with command.make_context("analyze", ["resnet18", *words], obj=[]) as context:
         assert (context.params["target"], context.params["compile_mode"]) == ("resnet18", mode)
 
 

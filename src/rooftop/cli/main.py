@@ -17,7 +17,7 @@ import rooftop
 from rooftop.cli.lazy_groups import LazyGroup, Verb
 from rooftop.errors import InputError, RooftopError, TargetError, did_you_mean
 
-# Verb -> its line in `rooftop --help`. The command itself is `rooftop.cli.VERB:command`.
+# Verb -> its line in `rooftop --help`. The command itself is `rooftop.cli.commands.VERB:command`.
 VERBS = {
     "analyze": "Show how far a model is from what this machine can do, and why.",
     "ceilings": "Measure what this machine can do: bandwidths, matrix rates, launch costs.",
@@ -36,12 +36,20 @@ VERBS = {
     "train": "Train a model, on one process or on many, and say how far that is from the roof.",
 }
 
+GROUPS = ("media", "scene")
+"""Verbs that have verbs of their own."""
+
+
+def _place(verb: str) -> str:
+    return f"rooftop.cli{'' if verb in GROUPS else '.commands'}.{verb.replace('-', '_')}:command"
+
+
 WRONG_CALL = (click.UsageError, TargetError, InputError)
 
 
 @click.group(
     cls=LazyGroup,
-    verbs={verb: Verb(f"rooftop.cli.{verb.replace('-', '_')}:command", line) for verb, line in VERBS.items()},
+    verbs={verb: Verb(_place(verb), line) for verb, line in VERBS.items()},
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="Start with: rooftop analyze resnet50",
 )
