@@ -10,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -483,6 +484,18 @@ def test_snippets_of_the_pages_print_what_they_say(
     printed = capsys.readouterr().out
     for said in re.findall(r"^# (.*)", snippet, re.MULTILINE):
         assert said in printed
+
+
+def test_install_commands_work_in_a_clone() -> None:
+    """Rooftop is on no package index: pages install from the folder, with extras that there are."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    assert 'install "rooftop' not in text
+    assert "install rooftop" not in text
+    named = re.findall(r'pip install "\.\[([\w,]+)\]"', text)
+    assert len(named) > 10
+    assert {extra for each in named for extra in each.split(",")} <= set(extras)
 
 
 def test_the_architecture_names_every_file() -> None:

@@ -32,7 +32,7 @@ def test_hardware_names_are_loaded_when_used_and_none_needs_more_than_torch() ->
     """`rooftop doctor` imports the package where torch is broken."""
     import rooftop.hardware as hardware
 
-    program = "import sys, rooftop.hardware, rooftop.cli.doctor; print('torch' in sys.modules)"
+    program = "import sys, rooftop.hardware, rooftop.cli.commands.doctor; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
     assert sorted(hardware._HOME) == hardware.__all__

@@ -6,6 +6,9 @@ The command line prints it as one line: exit status 2 for a wrong call, 1 for a 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
 
 class RooftopError(Exception):
     """Base of the errors below."""
@@ -58,3 +61,51 @@ class GeometryFileError(RooftopError, ValueError):
     def __init__(self, path: object, what: str, offset: int) -> None:
         super().__init__(f"{path} cannot be used: {what} (at byte {offset:,}); build it again")
         self.path, self.offset = path, offset
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+MOST_MEANT = 3
+"""Names that begin with what was given are shown up to this many."""
+
+
+def did_you_mean(given: object, names: Iterable[str]) -> str:
+    """ " (did you mean resnet50?)", with the nearest of the names, for the end of a message; "" where none is near."""
+    near = nearest(given, names)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def nearest(given: object, names: Iterable[str]) -> list[str]:
+    """The name that is fewest typing errors away from what was given; none where all are far.
+
+    Case, hyphens and underscores are no errors. Two of five characters may be wrong. Of names that are as near the one
+    counts that has more characters in a row in common. What is only the beginning of names is near all of these, of
+    which the first three count.
+    """
+    word = _plain(str(given))
+    known = list(dict.fromkeys(names))
+    errors = {name: _typing_errors(word, _plain(name)) for name in known}
+    least = min(errors.values(), default=0)
+    beginning = [name for name in known if word and _plain(name).startswith(word)]
+    if least > 0 and beginning:
+        return beginning[:MOST_MEANT]
+    near = [name for name in known if word and errors[name] == least <= max(1, 2 * len(word) // 5)]
+    return [max(near, key=lambda name: (SequenceMatcher(None, word, _plain(name)).ratio(), name))] if near else []
+
+
+def _plain(word: str) -> str:
+    return word.casefold().replace("-", "").replace("_", "")
+
+
+def _typing_errors(a: str, b: str) -> int:
+    """Characters that are missing, too many or wrong, and neighbours that changed places (Damerau 1964)."""
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, above, row = row, before, [i]
+        for j, y in enumerate(b, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (x != y))
+            if i > 1 and j > 1 and (x, a[i - 2]) == (b[j - 2], y):
+                cost = min(cost, above[j - 2] + 1)
+            row.append(cost)
+    return row[-1]

@@ -321,6 +321,42 @@ def test_in_a_notebook_it_stays_in_its_frame(chromium: Any, report: dict[str, An
 
 @pytest.mark.browser
 @needs_chromium
+@pytest.mark.parametrize("width", [1280, 1101, 768, 390])
+def test_long_names_leave_the_figures_on_the_page(width: int, opened: Open, report: dict[str, Any]) -> None:
+    """Of kernels that a compiler made, with and without places at which a browser breaks words."""
+    names = ["inductor::fused_" + "_".join(["native_layer_norm_backward"] * 12), "x" * 400, "my ops::" + "word " * 60]
+    ops = [{**op, "name": names[i % 3]} for i, op in enumerate(report["ops"])]
+    page = opened({**report, "ops": ops}, width).page
+    outside = page.evaluate(
+        "[...document.querySelectorAll('#operators td')].filter(cell => { const box = cell.getBoundingClientRect();"
+        " return box.width && (box.left < 0 || box.right > window.innerWidth + 0.5); })"
+        ".map(cell => cell.textContent)"
+    )
+    assert outside == []
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    scroll = "document.querySelector('.scroll:has(#operators)')"
+    assert page.evaluate(f"{scroll}.scrollWidth - {scroll}.clientWidth") <= 1
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_lines_of_the_roofline_are_told_apart_without_colour(opened: Open, report: dict[str, Any]) -> None:
+    levels = [
+        {"name": name, "rate": rate, "bytes": 1 << 20} for name, rate in (("L1", 4e12), ("L2", 2e12), ("DRAM", 1e12))
+    ]
+    ceilings = {**report["ceilings"], "levels": [{**report["ceilings"]["levels"][0], **level} for level in levels]}
+    page = opened({**report, "ceilings": ceilings}).page
+    lines = page.evaluate(
+        "document.getElementById('roofline').data.filter(t => t.mode === 'lines').map(t => [t.name, t.line.dash])"
+    )
+    assert len(lines) > 3
+    assert len({dash for _, dash in lines}) == len(lines)
+    texts = page.evaluate("[...document.querySelectorAll('#roofline .annotation-text')].map(t => t.textContent)")
+    assert sorted(texts) == sorted(name.split()[0] for name, _ in lines)
+
+
+@pytest.mark.browser
+@needs_chromium
 def test_the_table_sorts_and_filters(opened: Open, report: dict[str, Any]) -> None:
     page = opened(report).page
     values = "[...document.querySelectorAll('#operators tbody tr')].map(r => Number(r.cells[7].dataset.value))"

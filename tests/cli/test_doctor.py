@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import rooftop
-from rooftop.cli.doctor import command
+from rooftop.cli.commands.doctor import command
 from rooftop.hardware.findings import Finding
 
 WORKS = Finding("torch", "works", "2.11.0, CUDA 13.0 build")
@@ -78,7 +78,7 @@ def test_where_torch_cannot_be_imported_it_says_why(tmp_path: Path) -> None:
     """A real process whose torch misses a library, as after a half-done update."""
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
     source = Path(rooftop.__file__).parents[1]
-    program = "from rooftop.cli.doctor import command; command(['--json'])"
+    program = "from rooftop.cli.commands.doctor import command; command(['--json'])"
     run = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{source}"},

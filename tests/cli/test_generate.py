@@ -192,7 +192,7 @@ def test_up_to_the_last_position_of_the_model(run: Run, folder: Path) -> None:
         (["--bytes"], "expected one of --weights DIR|FILE and --random-weights SEED"),
         (["--weights", "{folder}", "--random-weights", "0"], "expected one of --weights"),
         (["--random-weights", "0"], "expected --model NAME, one of gpt2, "),
-        (["--random-weights", "0", "--model", "gtp2"], "'gtp2' is no model of text: did you mean gpt2"),
+        (["--random-weights", "0", "--model", "gtp2"], "'gtp2' is no model of text (did you mean gpt2?): there are"),
         (["--weights", "nowhere"], "'nowhere' does not exist"),
         (["--weights", "{folder}"], "tokenizer.json is not there: "),
         (["--weights", "{folder}", "--bytes", "--top-k", "3"], "expected --temperature, such as 1, too"),

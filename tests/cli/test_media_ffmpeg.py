@@ -65,7 +65,7 @@ def test_json_says_the_same(asked: list[object], tmp_path: Path, capsys: pytest.
     assert list(tmp_path.iterdir()) == [path]
     assert main(["media", "ffmpeg-check", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
-    assert main(["media", "ffmpeg-check", "--json", str(tmp_path / "nowhere" / "ffmpeg.json")]) == 1
+    assert main(["media", "ffmpeg-check", "--json", str(tmp_path / "nowhere" / "ffmpeg.json")]) == 2
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from rooftop import scene
+from rooftop.cli.commands.scene_render import render_command
 from rooftop.cli.main import main
 from rooftop.cli.scene_cameras import Choice, chosen_cameras, outline, turned
-from rooftop.cli.scene_render import render_command
 from rooftop.scene import Camera
 
 Run = Callable[..., tuple[int, str, str]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from torch import nn
 
 from rooftop.analysis import Report
 from rooftop.cli import analyze as verb
+from rooftop.cli.commands.analyze import command
 from rooftop.cli.main import main
 from rooftop.cli.targets import DTYPES, make_input, resolve_target
 from rooftop.errors import InputError, ModelRunError, TargetError
@@ -37,6 +39,19 @@ class Net(nn.Module):
 pair = lambda: (nn.Linear(8, 4), torch.ones(2, 8))
 several = lambda: [nn.Bilinear(3, 4, 5), (torch.ones(2, 3), torch.ones(2, 4))]
 tupled = lambda: (nn.Bilinear(3, 4, 5), (torch.ones(2, 3), torch.ones(2, 4)))
+class Named(nn.Module):
+    def forward(self, x=None, *, ids, scale=1.0, nested=None):
+        return (ids + (0 if x is None else x) + (0 if nested is None else nested["y"])) * scale
+
+named = lambda: (Named(), {"ids": torch.ones(2, 3), "nested": {"y": torch.ones(2, 3)}})
+both = lambda: (Named(), torch.ones(2, 3), {"ids": torch.ones(2, 3), "scale": 2.0})
+keywords_alone = lambda: (Named(), None, {"ids": torch.ones(2, 3)})
+four = lambda: (Named(), (), {}, {})
+alone = lambda: (Named(),)
+reversed_ = lambda: (torch.ones(2), Named())
+no_keywords = lambda: (Named(), (), (torch.ones(2),))
+numbered = lambda: (Named(), {0: torch.ones(2)})
+taken = lambda: (Named(), {"ids": torch.ones(2), "train": True})
 def raises(): raise KeyError("weights")
 def leaves(): raise SystemExit(0)
 empty = None
@@ -65,6 +80,46 @@ def test_callables_bring_their_inputs_or_take_those_given(net: str) -> None:
     assert [tuple(a.shape) for a in resolve_target(f"{net}:tupled", (), CPU, None).args] == [(2, 3), (2, 4)]
     half = resolve_target(f"{net}:pair", (), CPU, torch.bfloat16)
     assert {half.model.weight.dtype, half.args[0].dtype} == {torch.bfloat16}  # type: ignore[attr-defined]
+
+
+def test_callables_bring_keywords(net: str) -> None:
+    found = resolve_target(f"{net}:named", (), CPU, torch.bfloat16)
+    assert found.args == ()
+    assert list(found.kwargs) == ["ids", "nested"]
+    assert {found.kwargs["ids"].dtype, found.kwargs["nested"]["y"].dtype} == {torch.bfloat16}
+    assert found.model(**found.kwargs).unique().tolist() == [2.0]
+    found = resolve_target(f"{net}:both", (), CPU, None)
+    assert found.model(*found.args, **found.kwargs).unique().tolist() == [4.0]
+    assert resolve_target(f"{net}:keywords_alone", (), CPU, None).kwargs["ids"].shape == (2, 3)
+    given = resolve_target(f"{net}:both", ["5x8"], CPU, None)  # options of the builder stay
+    assert [tuple(arg.shape) for arg in given.args] == [(5, 8)]
+    assert given.kwargs["scale"] == 2.0
+    given = resolve_target(f"{net}:named", ["5x8"], CPU, None)
+    assert [tuple(arg.shape) for arg in given.args] == [(5, 8)]
+    assert given.kwargs == {}
+
+
+@pytest.mark.parametrize("options", [(), ("--predict", "h200")], ids=["analyze", "predict"])
+def test_keywords_of_a_builder_are_analyzed(
+    options: tuple[str, ...], net: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The functions get them; nothing need be measured for that."""
+    seen: list[dict[str, object]] = []
+
+    def watching(model: nn.Module, *args: object, **kwargs: object) -> Report:
+        seen.append({"args": len(args), **kwargs})
+        raise InputError("seen")
+
+    for name in ("analyze", "predict"):
+        function = getattr(verb, name)
+        monkeypatch.setattr(verb, name, functools.wraps(function)(watching))
+    assert main(["analyze", f"{net}:both", "--no-html", *options]) == 2
+    assert seen[0]["args"] == 1
+    assert seen[0]["scale"] == 2.0
+    assert seen[0]["ids"].shape == (2, 3)
+    assert main(["analyze", f"{net}:taken", "--no-html", *options]) == 2
+    assert "returned the keyword 'train', which rooftop." in capsys.readouterr().err
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("path", ["{}.py", "./{}.py", "inner/{}_inner.py", "../beside/{}_beside.py", "{tmp}/{}.py"])
@@ -96,7 +151,16 @@ def test_builtin_models_have_an_example() -> None:
     ("target", "error", "message"),
     [
         ("NET:Net", InputError, "returned a module without inputs: give their shapes"),
-        ("NET:several", TargetError, "returned list, expected an nn.Module or"),
+        ("NET:several", TargetError, "returned list, expected an nn.Module, "),
+        (
+            "NET:four",
+            TargetError,
+            r"returned \(Named, tuple, dict, dict\), expected an nn.Module, \(nn.Module, inputs\)",
+        ),
+        ("NET:alone", TargetError, r"returned \(Named\), expected"),
+        ("NET:reversed_", TargetError, r"returned \(Tensor, Named\), expected"),
+        ("NET:no_keywords", TargetError, r"\(Named, tuple, tuple\), whose keywords are no dict by name: expected"),
+        ("NET:numbered", TargetError, r"\(Named, dict\), whose keywords are no dict by name: expected"),
         ("NET:raises", ModelRunError, "raised KeyError: 'weights'"),
         ("NET:leaves", ModelRunError, "raised SystemExit: 0"),
         ("NET_leaves:Net", ModelRunError, "raised SystemExit"),
@@ -159,7 +223,7 @@ def test_an_integer_input_needs_a_bound_above_zero() -> None:
     ],
 )
 def test_compile_takes_a_mode_or_none(words: list[str], mode: str | None) -> None:
-    with verb.command.make_context("analyze", ["resnet18", *words], obj=[]) as context:
+    with command.make_context("analyze", ["resnet18", *words], obj=[]) as context:
         assert (context.params["target"], context.params["compile_mode"]) == ("resnet18", mode)
 
 

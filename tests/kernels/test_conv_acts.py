@@ -317,8 +317,9 @@ def test_only_the_gradients_that_are_wanted_are_made() -> None:
         (gradient,) = torch.autograd.grad(y.sum(), residual)
     torch.testing.assert_close(gradient, (y > 0).to(y.dtype))
     assert not [r for r in counted.records if "convolution_backward" in r.name]
-    with pytest.raises(ValueError, match="keep=True"):
-        torch.ops.rooftop.conv_act(x.requires_grad_(), weight, bias, None, [1, 1], [0, 0], [1, 1], 1, "silu", False)
+    expected = torch.autograd.grad(conv_act(x.requires_grad_(), weight, bias, residual, activation="silu").sum(), x)
+    unkept = torch.ops.rooftop.conv_act(x, weight, bias, residual, [1, 1], [0, 0], [1, 1], 1, "silu", False)[0]
+    torch.testing.assert_close(torch.autograd.grad(unkept.sum(), x), expected)  # computed again
 
 
 def test_a_second_derivative_and_forward_mode_are_refused() -> None:

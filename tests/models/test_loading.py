@@ -199,7 +199,7 @@ def test_a_next_frame_network_of_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet5", r"'resnet5' is no built-in model: did you mean resnet50, "),
+        ("resnet5", r"'resnet5' is no built-in model \(did you mean resnet50\?\): there are "),
         ("detr_resnet_50", r"did you mean detr_resnet50"),
         ("swin_tiny", r"did you mean swin_t"),
         ("xyz", r"'xyz' is no built-in model: there are resnet18, .*colour_next_frame_network$"),

@@ -34,7 +34,7 @@ def operator_rows(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> 
     groups: dict[tuple[object, ...], list[MeasuredOperator]] = defaultdict(list)
     for op in operators:
         r = op.record
-        groups[r.name, r.phase, r.shapes, r.dtype, r.cost is None].append(op)
+        groups[r.shown_name, r.phase, r.shapes, r.dtype, r.cost is None].append(op)
     rows = [_row(group, ceilings) for group in groups.values()]
     return sorted(rows, key=lambda row: -row.measured_ms)
 
@@ -45,7 +45,7 @@ def _row(group: list[MeasuredOperator], ceilings: Ceilings) -> OperatorRow:
     roofs = [roof(cost, ceilings) for cost in costs]
     total = sum(costs, FREE)
     return OperatorRow(
-        name=first.name,
+        name=first.shown_name,
         phase=first.phase,
         shapes=first.shapes,
         dtype=first.dtype,

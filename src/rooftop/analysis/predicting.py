@@ -126,7 +126,7 @@ def predict(
     )
     gaps = Gaps(0.0, modules.op_roof_ms - modules.fused_roof_ms, wall_ms - modules.op_roof_ms)
     working = [op for op in operators if _works(op.record)]
-    uncovered = dict.fromkeys(op.record.name for op in working if op.record.cost is None)
+    uncovered = dict.fromkeys(op.record.shown_name for op in working if op.record.cost is None)
     notes = [
         f"Predicted for {ceilings.device} from ceilings measured there: each operator at its roof, launched eagerly. "
         "Nothing was run; real kernels are slower."

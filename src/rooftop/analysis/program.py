@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from rooftop.analysis.compiled.finding import has_compiled_parts
 from rooftop.analysis.given_objects import GivenObjects
 from rooftop.cost.accounting import tensors_in
-from rooftop.errors import InputError, ModelRunError, RooftopError
+from rooftop.errors import InputError, ModelRunError, RooftopError, did_you_mean
 from rooftop.hardware.source_lines import LIBRARIES
 
 IMAGE_CHANNELS = (1, 3, 4)
@@ -208,7 +208,9 @@ class Program:
 def _compile_mode(compile: bool | str) -> str | None:
     modes = torch._inductor.list_mode_options()
     if isinstance(compile, str) and compile not in modes:
-        raise ValueError(f"compile={compile!r}: expected True or one of {', '.join(modes)}")
+        raise ValueError(
+            f"compile={compile!r}: expected True or one of {', '.join(modes)}{did_you_mean(compile, modes)}"
+        )
     return compile if isinstance(compile, str) else None
 
 

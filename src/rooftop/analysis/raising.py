@@ -79,4 +79,4 @@ def _excess(op: MeasuredOperator, ceilings: Ceilings) -> float:
 
 def _in_words(op: MeasuredOperator) -> str:
     """ "aten::mm 8192x4096, 4096x1024 bfloat16" """
-    return f"{op.record.name} {shapes_text(op.record.shapes)} {op.record.dtype}"
+    return f"{op.record.shown_name} {shapes_text(op.record.shapes)} {op.record.dtype}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -32,87 +34,14 @@ from rooftop.analysis.ranks.lockstep import (
 )
 from rooftop.analysis.scripts import ScriptRun, run_script
 from rooftop.analysis.text import WIDTH, renderable
+from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
-from rooftop.cli.targets import DTYPES, FLOATS, Target, resolve_target
-from rooftop.errors import CeilingsFileError, InputError, MeasurementError, ModelRunError
+from rooftop.cli.targets import DTYPES, Target, resolve_target
+from rooftop.errors import CeilingsFileError, InputError, MeasurementError, ModelRunError, TargetError
 from rooftop.hardware.ceilings import Ceilings, ceilings_of
 
-EXAMPLES = """\b
-Examples:
-  rooftop analyze resnet50
-  rooftop analyze resnet50 --train --input 64x3x224x224 --dtype bf16
-  rooftop analyze resnet50 --input my_photographs/
-  rooftop analyze my_pkg.net:build --input 8x3x224x224 --json report.json
-  rooftop analyze my_pkg.text:build --input 8x128:int64:50257
-  rooftop analyze my_pkg.net:build --compile max-autotune
-  rooftop analyze my_pkg.net:build --train --predict h200
-  rooftop analyze train.py -- --epochs 1
-"""
 
-
-def _known_mode(context: click.Context, option: click.Parameter, mode: str | None) -> str | None:
-    """The mode of --compile.
-
-    Raises:
-        click.BadParameter: torch.compile has none of that name (or it is the target, which stands in its place).
-    """
-    modes = torch._inductor.list_mode_options() if mode is not None else {}
-    if mode is not None and mode not in modes:
-        raise click.BadParameter(f"{mode!r} is not one of {', '.join(modes)}; without a mode put it after TARGET")
-    return mode
-
-
-@click.command(epilog=EXAMPLES)
-@click.argument("target")
-@click.argument("script_arguments", metavar="[-- SCRIPT ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "--input",
-    "inputs",
-    multiple=True,
-    metavar="SHAPE[:DTYPE[:HIGH]]|PHOTOS",
-    help="An argument of the model: a shape to fill with random data, or photographs. Repeat for several arguments.",
-)
-@click.option("--train", is_flag=True, help="Analyze a training step: forward, backward and an SGD step.")
-@click.option(
-    "--device", default=None, metavar="cpu|cuda[:N]", help="Where to run.  [default: the GPU if there is one]"
-)
-@click.option("--dtype", type=click.Choice(FLOATS), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this.")
-@click.option("--channels-last", is_flag=True, help="Lay images and convolution weights out channels last.")
-@click.option(
-    "--compile",
-    "compile_mode",
-    is_flag=False,
-    flag_value="default",
-    callback=_known_mode,
-    metavar="[MODE]",
-    help="Compile the model with torch.compile first, in this mode (default, reduce-overhead, max-autotune).",
-)
-@click.option(
-    "--predict",
-    "machine",
-    metavar="MACHINE",
-    help="Run nothing: predict the roofs on another machine, a known one (h100, h200) or a ceilings file from there.",
-)
-@click.option(
-    "--ceilings",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Compare with ceilings from this file.",
-)
-@click.option("--trace", type=click.Path(path_type=Path), help="Also write a trace of one step for Perfetto.")
-@click.option(
-    "--counters", is_flag=True, help="Also show what the GPU's hardware counters say of each kernel (needs ncu)."
-)
-@click.option("--counted-step", "step_only", is_flag=True, hidden=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the report as JSON.")
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="The HTML report.  [default: rooftop-TARGET.html]"
-)
-@click.option("--no-html", is_flag=True, help="Write no HTML report.")
-@click.option(
-    "--rows", type=click.IntRange(min=0), default=12, show_default=True, help="Operators in the printed table."
-)
-@click.pass_obj
-def command(
+def run(
     words: Sequence[str],
     target: str,
     script_arguments: tuple[str, ...],
@@ -132,19 +61,11 @@ def command(
     no_html: bool,
     rows: int,
 ) -> int | None:
-    """Show how far TARGET is from what this machine can do, and why.
-
-    TARGET is a built-in model (resnet50), package.module:callable, where the callable returns a module or
-    (module, inputs), or a Python script, which is run as it is, with what stands after -- as its arguments.
-
-    Every operator is timed and set against its roof: the shortest time in which this machine could move its bytes
-    and do its arithmetic. The difference between the wall time and the roof of the whole model is split into three
-    gaps: slow kernels, missing fusion, and waiting for the host.
-    """
+    """Do what `rooftop.cli.commands.analyze:command` says."""
     html_path = None if no_html else output or Path(f"rooftop-{re.sub(r'[^A-Za-z0-9_.-]+', '-', target)}.html")
     if not first_rank():  # only one rank writes
         json_path = html_path = trace = None
-    _check_outputs([path for path in (json_path, html_path, trace) if path is not None])
+    _check_outputs([path for path in (json_path, html_path, trace) if path is not None and path != STANDARD_OUTPUT])
     if trace is not None and trace.exists() and not trace.is_file():
         raise click.BadParameter(f"{trace} is no regular file", param_hint="--trace")
     if html_path is not None:
@@ -161,7 +82,7 @@ def command(
     if step_only:
         found = resolve_target(target, inputs, pick_device(device), kind, channels_last)
         training = _training(found) if train else {}
-        counted_step(Program(found.model, found.args, {}, **training, compile=compile_mode or False))
+        counted_step(Program(found.model, found.args, dict(found.kwargs), **training, compile=compile_mode or False))
         return None
     if target.endswith(".py"):
         show = partial(_show_script, json_path=json_path, html_path=html_path, trace=trace, rows=rows)
@@ -188,6 +109,7 @@ def command(
                 report = analyze(
                     distributed(found.model, where) if train else found.model,
                     *found.args,
+                    **_keywords(found, analyze),
                     **(_training(found) if train else {}),
                     compile=compile_mode or False,
                     trace=trace,
@@ -210,10 +132,13 @@ def _show(
     counted: list[KernelRow] | None = None,
 ) -> None:
     """Write the files, print the table, and say what was written."""
-    if json_path is not None:
-        report.to_json(json_path)
     if html_path is not None:
         report.to_html(html_path)
+    if json_path == STANDARD_OUTPUT:
+        click.echo(json.dumps(report.to_dict(), indent=1))
+        return
+    if json_path is not None:
+        report.to_json(json_path)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(renderable(report, rows))
     if counted is not None:
@@ -363,7 +288,24 @@ def _predicted(target: str, inputs: Sequence[str], train: bool, dtype: torch.dty
                 "loss": loss,
                 "optimizer": partial(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM, foreach=True),
             }
-        return predict(found.model, *found.args, **training, ceilings=_ceilings_of(machine), dtype=dtype, name=target)
+        against = _ceilings_of(machine)
+        keywords = _keywords(found, predict)
+        return predict(found.model, *found.args, **keywords, **training, ceilings=against, dtype=dtype, name=target)
+
+
+def _keywords(found: Target, function: Callable[..., Report]) -> Mapping[str, Any]:
+    """The keywords of a model, for a function that has its own.
+
+    Raises:
+        TargetError: one of them has the name of one of the function's.
+    """
+    own = set(inspect.signature(function).parameters) & set(found.kwargs)
+    if own:
+        raise TargetError(
+            f"{found.name!r} returned the keyword {min(own)!r}, which rooftop.{function.__name__} has, too: "
+            "return it as a positional argument, (nn.Module, arguments, keywords)"
+        )
+    return found.kwargs
 
 
 LEARNING_RATE, MOMENTUM = 1e-4, 0.9
@@ -425,40 +367,6 @@ def _check_outputs(paths: Sequence[Path]) -> None:
     twice = next((path for path in files if files.count(path) > 1), None)
     if twice is not None:
         raise click.BadParameter(f"{twice} is named for two outputs", param_hint="output")
-
-
-def check_writable(path: Path, inputs: Sequence[Path] = ()) -> None:
-    """Find out before the work, not after it, that a file cannot be written.
-
-    Args:
-        inputs: files that are read, and folders whose files are: none of these is overwritten.
-
-    Raises:
-        click.BadParameter: its folder is missing or not writable, or it is a folder itself, or "-", or is read.
-    """
-    folder = path.parent
-    if path == Path("-"):
-        problem = "is no file name: expected a path, standard output has the table"
-    elif path.is_dir():
-        problem = "is a folder"
-    elif path.exists() and not path.is_file() and os.access(path, os.W_OK):  # /dev/null, a pipe
-        return
-    elif not folder.is_dir():
-        problem = f"cannot be written: there is no folder {folder}"
-    elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        problem = "cannot be written: permission denied"
-    elif path.exists() and any(_is_in(path, each) for each in inputs):
-        problem = "is read: give another name"
-    else:
-        return
-    raise click.BadParameter(f"{path} {problem}", param_hint="output")
-
-
-def _is_in(path: Path, source: Path) -> bool:
-    """Whether a file is that one, or in that folder."""
-    if source.is_dir():
-        return path.resolve().is_relative_to(source.resolve())
-    return source.exists() and path.samefile(source)
 
 
 def _check_plotly() -> None:

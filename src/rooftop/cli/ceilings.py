@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import click
 from rich.console import Console
 from rich.table import Table
 
-from rooftop.cli.analyze import check_writable, pick_device
+from rooftop.cli.analyze import pick_device
+from rooftop.cli.outputs import check_writable, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.hardware import Ceilings, measure_ceilings
 from rooftop.hardware.conditions import busy
@@ -17,31 +16,12 @@ from rooftop.hardware.figures import in_words
 from rooftop.hardware.histories import History
 from rooftop.hardware.measuring import ceilings_history, forget_ceilings
 
-EXAMPLES = """\b
-Examples:
-  rooftop ceilings                    measured once, then from the cache
-  rooftop ceilings --refresh          measure again; the best of all measurements counts
-  rooftop ceilings --forget           measure anew, without what was measured before
-  rooftop ceilings -o h200.json       keep them, to compare with on another machine
-"""
-
 MOST_LOWER = 8
 """Figures that came out lower are listed up to this many."""
 
 
-@click.command(epilog=EXAMPLES)
-@click.option("--refresh", is_flag=True, help="Measure again, even if this machine was measured before.")
-@click.option("--forget", is_flag=True, help="Forget what was measured before and what raised it; measure anew.")
-@click.option("--device", metavar="cpu|cuda[:N]", help="Which device.  [default: the GPU if there is one]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the ceilings to this file (JSON).")
-def command(refresh: bool, forget: bool, device: str | None, as_json: bool, output: Path | None) -> None:
-    """Measure what this machine can do: bandwidth over the working set, matrix rates, launches, transfers.
-
-    Every figure is an upper bound, measured here: the best of many patterns, shapes and short bursts, and of all
-    measurements so far. They are what `rooftop analyze` compares with. Takes under 30 s, and leaves clocks and settings
-    alone.
-    """
+def run(refresh: bool, forget: bool, device: str | None, json_path: Path | None, output: Path | None) -> None:
+    """Do what `rooftop.cli.commands.ceilings:command` says."""
     if output is not None:
         check_writable(output)
     where = pick_device(device)
@@ -51,8 +31,7 @@ def command(refresh: bool, forget: bool, device: str | None, as_json: bool, outp
         ceilings = measure_ceilings(where, refresh=refresh, progress=progress)
     if output is not None:
         ceilings.save(output)
-    if as_json:
-        click.echo(json.dumps(ceilings.to_dict(), indent=1))
+    if write_json(json_path, ceilings.to_dict()):
         return
     console = Console()
     console.print(f"[bold]{ceilings.device}[/bold]  measured {ceilings.measured_at}, threads {ceilings.threads}")

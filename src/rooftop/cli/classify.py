@@ -18,18 +18,11 @@ from torch import Tensor, nn
 
 from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
-from rooftop.cli.analyze import check_writable
+from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import (
-    batch_size_option,
-    device_option,
-    dtype_option,
     engine_of,
-    json_option,
-    photographs_argument,
-    seed_option,
     seeded,
-    skip_option,
     skipped_ones_named,
 )
 from rooftop.errors import InputError, MissingExtraError
@@ -41,7 +34,6 @@ from rooftop.models import (
     ClassifiedFrame,
     Guess,
     SampledVideo,
-    builtin_models,
     classify,
     classify_video,
     load_classifier,
@@ -49,56 +41,13 @@ from rooftop.models import (
 )
 from rooftop.models.images import IMAGENET
 
-EXAMPLES = """\b
-Examples:
-  rooftop classify cat.jpg
-  rooftop classify holiday/ --top 1
-  rooftop classify holiday/ --model resnet18 --weights my_resnet18.pth --json classes.json
-  rooftop classify holiday/ --batch-size 64 --json -
-  rooftop classify cat.jpg --random-weights 0
-  rooftop classify walk.mp4 --every 0.5
-
-Weights are downloaded once, to where torchvision keeps its own; ROOFTOP_WEIGHTS_URL names a mirror.
-"""
-
 VIDEO_SUFFIXES = {
     ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".m2ts", ".mts", ".wmv", ".flv", ".ogv",
     ".3gp", ".mxf", ".y4m", ".ivf", ".h264", ".hevc",
 }  # fmt: skip
 
 
-@click.command(epilog=EXAMPLES)
-@photographs_argument
-@click.option(
-    "--model",
-    type=click.Choice(list(builtin_models())),
-    default="resnet50",
-    show_default=True,
-    metavar="NAME",
-    help=f"One of {', '.join(builtin_models())}.",
-)
-@click.option(
-    "--weights",
-    metavar="NAME|FILE",
-    help="Published weights (DEFAULT is the newest, or IMAGENET1K_V1, ...), or your own .pth or .safetensors file.  "
-    "[default: DEFAULT]",
-)
-@seed_option
-@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Classes for each photograph.")
-@click.option(
-    "--every",
-    type=click.FloatRange(min=0, min_open=True),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="From one frame of a video to the next.",
-)
-@device_option
-@dtype_option
-@batch_size_option(16)
-@skip_option
-@json_option("classes")
-def command(
+def run(
     paths: tuple[str, ...],
     model: str,
     weights: str | None,
@@ -111,14 +60,10 @@ def command(
     skip_unreadable: bool,
     json_path: Path | None,
 ) -> None:
-    """Show what is on photographs and in videos: the most probable classes of each, by an image model.
-
-    PATH is a photograph, a folder of photographs, or a video, of which there is a frame every second (--every). The
-    classes are the 1000 of ImageNet, or those of your own weights, which are shown by number.
-    """
+    """Do what `rooftop.cli.commands.classify:command` says."""
     if weights is not None and seed is not None:
         raise click.UsageError("expected one of --weights and --random-weights SEED, an untrained model")
-    to_stdout = json_path == Path("-")
+    to_stdout = json_path == STANDARD_OUTPUT
     pictures, videos = _told_apart(paths)
     found = find_images(pictures)
     if json_path is not None and not to_stdout:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import click
 from rich.console import Console
 from rich.table import Table
 
 from rooftop.analysis import Report
 from rooftop.analysis.comparison import Change, Comparison, compare_reports
 from rooftop.analysis.formats import quantity_text, time_text
+from rooftop.cli.outputs import write_json
 from rooftop.errors import InputError
 
-EXAMPLES = """\b
-Example:
-  rooftop analyze resnet50 --no-html --json before.json
-  rooftop analyze resnet50 --no-html --channels-last --json after.json
-  rooftop compare before.json after.json
-"""
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 TITLES = {
     "wall_ms": "wall",
     "busy_ms": "busy",
@@ -38,22 +30,10 @@ TITLES = {
 }
 
 
-@click.command(epilog=EXAMPLES)
-@click.argument("before_path", metavar="BEFORE.json", type=FILE)
-@click.argument("after_path", metavar="AFTER.json", type=FILE)
-@click.option(
-    "--rows", type=click.IntRange(min=1), default=10, show_default=True, help="Operators, and modules, listed."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(before_path: Path, after_path: Path, rows: int, as_json: bool) -> None:
-    """Show what changed between two reports that `rooftop analyze --json` wrote.
-
-    The step's figures first, then the operators and the modules whose times changed most. A wall time that changed by
-    less than the runs of one report vary is called noise.
-    """
+def run(before_path: Path, after_path: Path, rows: int, json_path: Path | None) -> None:
+    """Do what `rooftop.cli.commands.compare:command` says."""
     comparison = compare_reports(_report(before_path), _report(after_path))
-    if as_json:
-        click.echo(json.dumps(comparison.to_dict(), indent=1))
+    if write_json(json_path, comparison.to_dict()):
         return
     console = Console()
     console.print(_verdict(comparison))

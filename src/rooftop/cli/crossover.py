@@ -17,18 +17,12 @@ from rich.table import Table
 from rooftop.analysis.page import ms
 from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
-from rooftop.cli.analyze import check_writable, pick_device
+from rooftop.cli.analyze import pick_device
+from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES as NAMES
 from rooftop.errors import MeasurementError, MissingExtraError
-from rooftop.hardware.crossovers import DTYPES, NEEDS_GPU, OPERATIONS, BreakEven, Crossover, measure_crossover
-
-EXAMPLES = """\b
-Examples:
-  rooftop crossover matmul
-  rooftop crossover add --dtype bf16 -o add.html
-  rooftop crossover layer_norm --json - > layer_norm.json
-"""
+from rooftop.hardware.crossovers import NEEDS_GPU, BreakEven, Crossover, measure_crossover
 
 CURVES = (  # attribute of a point, name, color
     ("cpu", "CPU", "#e0a130"),
@@ -37,34 +31,9 @@ CURVES = (  # attribute of a point, name, color
 )
 
 
-@click.command(epilog=EXAMPLES)
-@click.argument("operation", type=click.Choice(list(OPERATIONS)), metavar="|".join(OPERATIONS))
-@click.option(
-    "--dtype",
-    type=click.Choice([name for name, dtype in NAMES.items() if dtype in DTYPES]),
-    default="fp32",
-    show_default=True,
-    metavar="bf16|fp16|fp32|fp64",
-    help="Of operands and result.",
-)
-@click.option("--device", default="cuda", show_default=True, metavar="cuda[:N]", help="Which GPU.")
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path, allow_dash=True),
-    metavar="FILE",
-    help="Also write the times as JSON; - prints JSON instead of the table.",
-)
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Also draw a chart (HTML).")
-def command(operation: str, dtype: str, device: str, json_path: Path | None, output: Path | None) -> None:
-    """Show from which size on the GPU beats the CPU, with and without the transfers between them.
-
-    "GPU" has its operands on the device already; "GPU with transfers" fetches the inputs from pinned host memory,
-    brings the result back and waits for it. Sizes are elements (add), rows and columns of square matrices (matmul),
-    or rows of 1024 (linear, layer_norm). Each call allocates its result, as eager code does; above 32 MiB the CPU
-    pays for fresh memory each time. Takes about ten seconds.
-    """
-    to_stdout = json_path == Path("-")
+def run(operation: str, dtype: str, device: str, json_path: Path | None, output: Path | None) -> None:
+    """Do what `rooftop.cli.commands.crossover:command` says."""
+    to_stdout = json_path == STANDARD_OUTPUT
     for path in (None if to_stdout else json_path, output):
         if path is not None:
             check_writable(path)

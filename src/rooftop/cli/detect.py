@@ -19,18 +19,11 @@ from torch import Tensor, nn
 
 from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
-from rooftop.cli.analyze import check_writable
+from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import (
-    batch_size_option,
-    device_option,
-    dtype_option,
     engine_of,
-    json_option,
-    photographs_argument,
-    seed_option,
     seeded,
-    skip_option,
     skipped_ones_named,
 )
 from rooftop.errors import InputError
@@ -40,48 +33,10 @@ from rooftop.models.detection import Detected, detect, draw_objects, load_detect
 from rooftop.models.detr import Detr, Predictions, pad_images
 from rooftop.models.images import check_images, read_image
 
-EXAMPLES = """\b
-Examples:
-  rooftop detect street.jpg --weights detr-r50-e632da11.pth
-  rooftop detect holiday/ --weights model.safetensors --threshold 0.5 -o found/
-  rooftop detect street.jpg --random-weights 0 --threshold 0 --size 320
-"""
 BUILDERS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101}
 
 
-@click.command(epilog=EXAMPLES)
-@photographs_argument
-@click.option("--model", type=click.Choice(list(BUILDERS)), default="detr_resnet50", show_default=True)
-@click.option(
-    "--weights",
-    metavar="FILE",
-    help="Of facebookresearch/detr, Hugging Face or MMDetection: .pth or .safetensors.",
-)
-@seed_option
-@click.option(
-    "--threshold",
-    type=click.FloatRange(0, 1),
-    default=0.7,
-    show_default=True,
-    help="Show objects with at least this score.",
-)
-@click.option(
-    "--output",
-    "-o",
-    "folder",
-    type=click.Path(path_type=Path),
-    default=Path("detected"),
-    show_default=True,
-    metavar="FOLDER",
-    help="Where photographs with their boxes are written, as PNG.",
-)
-@click.option("--size", type=click.IntRange(min=32), default=800, show_default=True, help="Pixels of the shorter side.")
-@device_option
-@dtype_option
-@batch_size_option(4)
-@skip_option
-@json_option("objects")
-def command(
+def run(
     paths: tuple[str, ...],
     model: str,
     weights: str | None,
@@ -95,13 +50,10 @@ def command(
     skip_unreadable: bool,
     json_path: Path | None,
 ) -> None:
-    """Show where things are on photographs: the objects that a DETR finds, as a table and drawn.
-
-    PATH is a photograph or a folder of photographs. The names are COCO's where the weights have its classes.
-    """
+    """Do what `rooftop.cli.commands.detect:command` says."""
     if (weights is None) == (seed is None):
         raise click.UsageError("expected --weights FILE, or --random-weights SEED to see that it runs")
-    to_stdout = json_path == Path("-")
+    to_stdout = json_path == STANDARD_OUTPUT
     if json_path is not None and not to_stdout:
         check_writable(json_path, [*find_images(paths), *([] if weights is None else [Path(weights)])])
     if folder.exists() and not folder.is_dir():

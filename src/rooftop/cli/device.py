@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
-import click
 from rich.console import Console
 from rich.table import Table
 
+from rooftop.cli.outputs import write_json
 from rooftop.hardware import Device, Peer, devices
 from rooftop.hardware.device import versions
 
 
-@click.command(epilog="Example: rooftop device --json")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(as_json: bool) -> None:
-    """Describe the GPUs and the CPU of this machine, and the versions of what runs on them.
-
-    What the driver does not tell (in a container or a virtual machine) is shown as "-".
-    """
+def run(json_path: Path | None) -> None:
+    """Do what `rooftop.cli.commands.device:command` says."""
     found = devices()
-    if as_json:
-        click.echo(json.dumps({"devices": [d.to_dict() for d in found], "versions": versions()}, indent=1))
+    if write_json(json_path, {"devices": [d.to_dict() for d in found], "versions": versions()}):
         return
     console = Console()
     for device in found:

@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.text import Text
 
+from rooftop.cli.outputs import write_json
 from rooftop.hardware import Finding, diagnosis
-
-EXAMPLES = """\b
-Examples:
-  rooftop doctor                      exit status 0: nothing that is needed is broken
-  rooftop doctor --json               the same, to be read by a program
-  rooftop doctor --install-kernel     first make this Python a Jupyter kernel
-"""
 
 MARKS = {"works": ("✓", "green"), "absent": ("-", "dim"), "broken": ("✗", "bold red")}
 
 
-@click.command(epilog=EXAMPLES)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--install-kernel", is_flag=True, help="Make this Python a Jupyter kernel named rooftop.")
-@click.pass_context
-def command(ctx: click.Context, as_json: bool, install_kernel: bool) -> None:
-    """Say what works on this machine and what does not, each problem with the command that mends it.
-
-    Tiny kernels run on each GPU. Nothing is installed or changed but by --install-kernel. What is optional and absent
-    is shown with how to get it. Exit status 1 if something that is needed is broken.
-    """
+def run(ctx: click.Context, json_path: Path | None, install_kernel: bool) -> None:
+    """Do what `rooftop.cli.commands.doctor:command` says."""
     if install_kernel:
         diagnosis.install_kernel()
     findings = diagnosis.diagnose()
     broken = [finding for finding in findings if finding.status == "broken" and finding.needed]
-    if as_json:
-        click.echo(json.dumps({"ok": not broken, "findings": [asdict(finding) for finding in findings]}, indent=1))
-    else:
+    if not write_json(json_path, {"ok": not broken, "findings": [asdict(finding) for finding in findings]}):
         _show(findings, [finding.part for finding in broken])
     ctx.exit(1 if broken else 0)
 

@@ -12,9 +12,8 @@ import torch
 from click.core import ParameterSource
 
 from rooftop.analysis.report import write_text
-from rooftop.cli.analyze import check_writable
+from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
-from rooftop.cli.trained_models import device_option, dtype_option, json_option, seed_option
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware import measure_ceilings
 from rooftop.models.generation import Generation
@@ -26,74 +25,8 @@ from rooftop.models.sampling import Sampling
 from rooftop.models.tokenizing import TOKENIZER, ByteTokenizer, Decoder, FileTokenizer, Tokenizer, stop_tokens
 from rooftop.train.trained_models import holds_training, load_trained_gpt, saved_training
 
-EXAMPLES = """\b
-Examples:
-  rooftop generate --weights gpt2/ --prompt "The roof of a house"
-  rooftop generate --weights Llama-2-7b-hf/ --prompt "Once" --prompt "Twice" --temperature 0.8 --top-p 0.95
-  rooftop generate --model gpt2 --weights model.safetensors --prompt "def add(a, b):" --json text.json
-  rooftop generate --weights run/ --prompt "The roof of a house"
-  rooftop generate --model llama-7b --random-weights 0 --prompt "How fast?" --max-new-tokens 200
 
-A folder is as Hugging Face writes it: config.json, .safetensors files, tokenizer.json; or the one of rooftop train gpt
---save: trained on text its tokens are bytes, else it takes the tokenizer.json that you put there.
-
-Without --temperature the most probable token is taken each time, and the text is always the same. With it, text
-follows from --seed.
-
-The text goes to standard output, the figures to standard error. Percent of roof: the time in which this machine could
-read all weights and the keys and values of all positions once for each token, against the time it took. Where the
-machine was not measured before, that is done at the end, in under 30 s; --no-roof leaves it out.
-"""
-
-
-@click.command(epilog=EXAMPLES)
-@click.option(
-    "--model",
-    metavar="NAME",
-    help=f"One of {', '.join(PRESETS)}.  [default: what config.json beside the weights says]",
-)
-@click.option(
-    "--weights",
-    type=click.Path(path_type=Path, exists=True),
-    metavar="DIR|FILE",
-    help="A folder as Hugging Face writes it or a training saved it, or one .safetensors file.",
-)
-@seed_option
-@click.option(
-    "--prompt", "prompts", multiple=True, required=True, metavar="TEXT", help="What is to be continued; again for more."
-)
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(min=0),
-    default=100,
-    help="For each prompt, at most.  [default: 100, or as many as the model has positions for]",
-)
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    metavar="T",
-    help="Draw tokens; 1: as often as they are probable; less: the probable ones more often.  "
-    "[default: 0, the most probable one]",
-)
-@click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="Draw from the K most probable tokens.")
-@click.option(
-    "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=1.0,
-    metavar="P",
-    help="Draw from the fewest tokens that together have probability P.",
-)
-@click.option(
-    "--seed", "draws", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of what is drawn."
-)
-@click.option("--bytes", "by_bytes", is_flag=True, help="A token for each byte, in place of a tokenizer.")
-@device_option
-@dtype_option
-@json_option("text, tokens and figures")
-@click.option("--roof/--no-roof", "with_roof", default=True, help="Whether to say how far from the roof it was.")
-@click.pass_context
-def command(
+def run(
     context: click.Context,
     model: str | None,
     weights: Path | None,
@@ -110,10 +43,7 @@ def command(
     json_path: Path | None,
     with_roof: bool,
 ) -> None:
-    """Continue texts by a language model, GPT-2, Llama, Mistral or Qwen, and say how fast.
-
-    Text appears as it comes. Several prompts are continued at once; their texts are printed one after another.
-    """
+    """Do what `rooftop.cli.commands.generate:command` says."""
     if (weights is None) == (seed is None):
         raise click.UsageError("expected one of --weights DIR|FILE and --random-weights SEED, an untrained model")
     if temperature == 0 and (top_k is not None or top_p < 1):
@@ -123,7 +53,7 @@ def command(
     except ValueError as error:  # NaN or infinity, which ranges of options let through
         raise click.UsageError(str(error)) from error
     prompts = tuple(_unicode(number, prompt) for number, prompt in enumerate(prompts, 1))
-    to_stdout = json_path == Path("-")
+    to_stdout = json_path == STANDARD_OUTPUT
     if json_path is not None and not to_stdout:
         check_writable(json_path, [] if weights is None else [weights])
     folder = weights if weights is None or weights.is_dir() else weights.parent

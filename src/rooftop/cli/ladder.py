@@ -16,41 +16,21 @@ from rich.markup import escape
 
 from rooftop.analysis.report import write_text
 from rooftop.analysis.text import WIDTH
-from rooftop.cli.analyze import check_writable, pick_device
+from rooftop.cli.analyze import pick_device
+from rooftop.cli.outputs import check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import MeasurementError
 from rooftop.hardware import measure_ceilings
-from rooftop.ladder import LADDERS, Climb, build, climb
+from rooftop.ladder import Climb, build, climb
 from rooftop.ladder.chart import page, require_plotly
 from rooftop.ladder.table import WITHOUT_GPU, heading, table
 from rooftop.launch.triton_launch import INTERPRETED
 
-EXAMPLES = """\b
-Examples:
-  rooftop ladder vector
-  rooftop ladder reduction --size 268435456
-  rooftop ladder matmul --out matmul.json --chart matmul.html
 
-\b
-Ladders:
-""" + "\n".join(f"  {name:10} {entry.summary}; --size: {entry.what}" for name, entry in LADDERS.items())
-
-
-@click.command(epilog=EXAMPLES)
-@click.argument("name", type=click.Choice(list(LADDERS)), metavar="|".join(LADDERS))
-@click.option("--size", type=int, metavar="N", help="Of the work.  [default: large on a GPU, small without]")
-@click.option("--device", metavar="cpu|cuda[:N]", help="Which device.  [default: the GPU if there is one]")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Also write the figures (JSON).")
-@click.option("--chart", type=click.Path(path_type=Path), metavar="FILE", help="Also draw a chart (HTML).")
-@click.pass_context
-def command(
+def run(
     context: click.Context, name: str, size: int | None, device: str | None, out: Path | None, chart: Path | None
 ) -> int:
-    """Climb a ladder: the same work in CUDA C++ and Triton, each rung checked, measured, and set against the roof.
-
-    Without a GPU nothing is measured: Triton's kernels run through its interpreter on small sizes and are checked,
-    those in CUDA C++ are compiled. docs/ladder.md explains each rung.
-    """
+    """Do what `rooftop.cli.commands.ladder:command` says."""
     where = pick_device(device)
     for path in (out, chart):
         if path is not None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import click
 
 from rooftop.cli.repeated_options import refuse_repeated_options
+from rooftop.errors import did_you_mean
 
 
 class Verb(NamedTuple):
@@ -44,6 +45,19 @@ class LazyGroup(click.Group):
         module, _, attribute = self.verbs[name].place.partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return refuse_repeated_options(command)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's.
+
+        Raises:
+            click.UsageError: no command has that name; the message has the nearest one.
+        """
+        if args and args[0] not in self.verbs and not args[0].startswith("-"):
+            near = did_you_mean(args[0], self.verbs)
+            raise click.UsageError(f"No such command {args[0]!r}{near}", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 called wrongly, 130 interrupted. `--debug` show
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,9 +15,9 @@ import click
 
 import rooftop
 from rooftop.cli.lazy_groups import LazyGroup, Verb
-from rooftop.errors import InputError, RooftopError, TargetError
+from rooftop.errors import InputError, RooftopError, TargetError, did_you_mean
 
-# Verb -> its line in `rooftop --help`. The command itself is `rooftop.cli.VERB:command`.
+# Verb -> its line in `rooftop --help`. The command itself is `rooftop.cli.commands.VERB:command`.
 VERBS = {
     "analyze": "Show how far a model is from what this machine can do, and why.",
     "ceilings": "Measure what this machine can do: bandwidths, matrix rates, launch costs.",
@@ -35,12 +36,20 @@ VERBS = {
     "train": "Train a model, on one process or on many, and say how far that is from the roof.",
 }
 
+GROUPS = ("media", "scene")
+"""Verbs that have verbs of their own."""
+
+
+def _place(verb: str) -> str:
+    return f"rooftop.cli{'' if verb in GROUPS else '.commands'}.{verb.replace('-', '_')}:command"
+
+
 WRONG_CALL = (click.UsageError, TargetError, InputError)
 
 
 @click.group(
     cls=LazyGroup,
-    verbs={verb: Verb(f"rooftop.cli.{verb.replace('-', '_')}:command", line) for verb, line in VERBS.items()},
+    verbs={verb: Verb(_place(verb), line) for verb, line in VERBS.items()},
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="Start with: rooftop analyze resnet50",
 )
@@ -68,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo(error.format_message(), err=True)  # the help, as it is
         return 2
     except click.ClickException as error:
-        return _fail(error.format_message() + _hint(error, words), 2 if isinstance(error, WRONG_CALL) else 1, debug)
+        return _fail(_message(error) + _hint(error, words), 2 if isinstance(error, WRONG_CALL) else 1, debug)
     except BrokenPipeError:  # the reader of our output (head, less) has gone
         sys.stderr.close()
         return 1
@@ -77,6 +86,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         note = "" if debug else " (an unexpected error: run again with --debug for the traceback)"
         return _fail(f"{type(error).__name__}: {error}{note}", 1, debug)
+
+
+def _message(error: click.ClickException) -> str:
+    """What click says; of a name that there is not, with the nearest one that there is."""
+    said = error.format_message()
+    if isinstance(error, click.NoSuchOption):
+        known = [name for option in (error.ctx.command.params if error.ctx else ()) for name in option.opts]
+        return f"No such option {error.option_name}{did_you_mean(error.option_name, [*known, '--help', '--debug'])}"
+    kind = error.param.type if isinstance(error, click.BadParameter) and error.param is not None else None
+    wrong = re.search(r"'([^']*)' is not one of", said)
+    if isinstance(kind, click.Choice) and wrong is not None:
+        return said.rstrip(".") + did_you_mean(wrong[1], map(str, kind.choices))
+    return said
 
 
 def _hint(error: click.ClickException, words: Sequence[str]) -> str:

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import click
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from rooftop.analysis.text import WIDTH
-from rooftop.cli.media_options import resize_option
+from rooftop.cli.outputs import write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import RooftopError
 from rooftop.media import NoVideoDecoderError, VideoReader
-
-MOST_STREAMS = 256
-
-EXAMPLES = """\b
-Examples:
-  rooftop media bench walk.mp4
-  rooftop media bench walk.mp4 --device cuda --streams 1,4,16 --resize 224x224 --json
-"""
 
 
 @dataclass(frozen=True)
@@ -44,49 +34,15 @@ class Rate:
         return self.frames / self.seconds if self.seconds else 0.0
 
 
-class _Streams(click.ParamType[tuple[int, ...]]):
-    """Numbers with commas between."""
-
-    name = "N,N"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(int(each) for each in str(value).split(","))
-        except ValueError:
-            numbers = ()
-        if not numbers or not all(1 <= each <= MOST_STREAMS for each in numbers):
-            self.fail(f"{value!r}: expected numbers from 1 to {MOST_STREAMS}, such as 1,8", param, ctx)
-        return numbers
-
-
-@click.command("bench", epilog=EXAMPLES)
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--device", "devices", default="cpu,cuda", show_default=True, metavar="NAME,NAME", help="What decodes.")
-@click.option("--streams", type=_Streams(), default="1,8", show_default=True, help="Readers at a time, in threads.")
-@resize_option
-@click.option(
-    *("--seconds", "seconds"),
-    type=click.FloatRange(min=0.1, max=600),
-    default=3.0,
-    show_default=True,
-    help="For each device and number of streams.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def bench_command(
+def run_bench(
     file: Path,
     devices: str,
     streams: tuple[int, ...],
     resize: tuple[int, int] | None,
     seconds: float,
-    as_json: bool,
+    json_path: Path | None,
 ) -> None:
-    """Measure how many frames of FILE a second become tensors here: by the CPU, and by the GPU's NVDEC.
-
-    Every stream is a reader of its own that goes through the file again and again; the first frame of each is not
-    counted. Frames are RGB uint8 on the device that decodes.
-    """
+    """Do what `rooftop.cli.commands.media_bench:bench_command` says."""
     named = [each.strip() for each in devices.split(",")]
     cases = [(device, count) for device in named for count in streams]
     rates = []
@@ -97,8 +53,7 @@ def bench_command(
         for done, (device, count) in enumerate(cases):
             show(f"{device}, {count} streams", done / len(cases))
             rates.append(measure(file, device, count, resize, seconds))
-    if as_json:
-        click.echo(json.dumps(_told(file, size, rates, chosen, why), indent=1))
+    if write_json(json_path, _told(file, size, rates, chosen, why)):
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(_table(rates))

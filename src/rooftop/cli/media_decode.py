@@ -17,12 +17,8 @@ from torch import Tensor
 from rooftop.cli.media_options import (
     CLOCK_SLACK_S,
     check_times,
-    device_option,
     end_of,
-    end_option,
     first_position,
-    resize_option,
-    start_option,
 )
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError
@@ -32,34 +28,8 @@ JPEG_QUALITY = 95
 PICTURES = {".png": "png", ".jpg": "jpg", ".jpeg": "jpg", ".bmp": "png", ".webp": "png", ".tif": "png", ".tiff": "png"}
 DIGITS = 6
 
-EXAMPLES = """\b
-Examples:
-  rooftop media decode walk.mp4 -o frames/                          # frames/000000.png, ...
-  rooftop media decode walk.mp4 -o frames/ --every 25 --format jpg  # one a second, of 25
-  rooftop media decode walk.mp4 -o walk.npy --start 2 --end 4 --resize 224x224
-"""
 
-
-@click.command("decode", epilog=EXAMPLES)
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option(
-    *("-o", "--out"),
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="DIR|FILE.npy",
-    help="A folder for a file of each frame, named by its number; or one array (T, 3, H, W) of uint8.",
-)
-@click.option("--every", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Take each Nth.")
-@start_option
-@end_option
-@resize_option
-@device_option
-@click.option(
-    *("--format", "suffix"),
-    type=click.Choice(["png", "jpg", "npy"]),
-    help="Of the files in a folder: png (the default), jpg of quality 95, or npy, (3, H, W) of uint8.",
-)
-def decode_command(
+def run_decode(
     file: Path,
     out: Path,
     every: int,
@@ -69,11 +39,7 @@ def decode_command(
     device: str,
     suffix: str | None,
 ) -> None:
-    """Decode FILE into pictures, RGB and upright.
-
-    Frames are numbered from 0 as in the video, also with --start and --every. Each file is there whole or not at all;
-    if the video is damaged, those of the frames before stay in the folder, and an array is not written.
-    """
+    """Do what `rooftop.cli.commands.media_decode:decode_command` says."""
     check_times(start, end)
     one = out.suffix.lower() == ".npy"
     if one and suffix is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,20 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from rooftop.analysis.text import WIDTH
+from rooftop.cli.outputs import write_json
 from rooftop.media import VideoInfo, probe
 
 
-@click.command("probe", epilog="Example: rooftop media probe walk.mp4 --json")
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def probe_command(file: Path, as_json: bool) -> None:
-    """Show what is in a video: codec, size, colours, frames, times, and whether it is all there.
-
-    One frame is decoded and all packets are read. What the file does not say and is assumed is marked so.
-    """
+def run_probe(file: Path, json_path: Path | None) -> None:
+    """Do what `rooftop.cli.commands.media_probe:probe_command` says."""
     info = probe(file)
-    if as_json:
-        click.echo(json.dumps(asdict(info), indent=1))
+    if write_json(json_path, asdict(info)):
         return
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)

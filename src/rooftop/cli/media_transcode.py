@@ -13,12 +13,8 @@ from torch import Tensor
 from rooftop.cli.media_options import (
     CLOCK_SLACK_S,
     check_times,
-    device_option,
     end_of,
-    end_option,
     first_position,
-    resize_option,
-    start_option,
 )
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError
@@ -29,28 +25,8 @@ USUAL = {".webm": "libvpx-vp9", ".avi": "mpeg4"}  # encoders by suffix; of other
 WITH_CRF = ("libx264", "libx265", "libvpx-vp9", "libsvtav1", "libaom-av1", "libvpx")
 CHROMA = {"yuv420p": "yuv420p", "yuv422p": "yuv422p", "yuv444p": "yuv444p"}
 
-EXAMPLES = """\b
-Examples:
-  rooftop media transcode walk.mov walk.mp4
-  rooftop media transcode walk.mp4 small.mp4 --resize 640x360 --crf 28
-  rooftop media transcode walk.mp4 cut.webm --start 2 --end 7.5 --fps 25 --no-sound
-"""
 
-
-@click.command("transcode", epilog=EXAMPLES)
-@click.argument("source", metavar="IN", type=click.Path(path_type=Path))
-@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
-@click.option(
-    "--codec", metavar="NAME", help="FFmpeg's encoder, or auto (NVENC where it can be had); else by the suffix."
-)
-@resize_option
-@click.option("--fps", type=click.FloatRange(min=0, min_open=True), help="A constant rate, of the frames shown then.")
-@start_option
-@end_option
-@click.option("--crf", type=click.IntRange(0, 63), metavar="N", help="Quality, smaller is better; 23 is usual of x264.")
-@click.option("--no-sound", is_flag=True, help="Leave the sound out; else it is copied.")
-@device_option
-def transcode_command(
+def run_transcode(
     source: Path,
     out: Path,
     codec: str | None,
@@ -62,12 +38,7 @@ def transcode_command(
     no_sound: bool,
     device: str,
 ) -> None:
-    """Encode IN anew as OUT, whose suffix names the format.
-
-    Every frame keeps its time, also at a variable rate; what the file turns is turned, and 10 bits stay 10 where the
-    encoder has them. Sound is copied packet for packet. OUT appears when it is whole, in the place of an older
-    file of that name, and not at all on an error.
-    """
+    """Do what `rooftop.cli.commands.media_transcode:transcode_command` says."""
     check_times(start, end)
     if out.exists() and source.exists() and out.samefile(source):
         raise click.UsageError(f"{out} is what is read: give OUT another name")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,26 +12,16 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from rooftop.cli.analyze import check_writable
-from rooftop.cli.media_options import SizeType
+from rooftop.cli.commands.predict_video import USUAL_CONTEXT, USUAL_SIDE, VIDEOS
+from rooftop.cli.outputs import check_writable, write_json
 from rooftop.cli.progress import progress_bar
-from rooftop.cli.trained_models import device_option, dtype_option, engine_of, seed_option, seeded
+from rooftop.cli.trained_models import engine_of, seeded
 from rooftop.errors import InputError
 from rooftop.media import VideoReader, VideoWriter
 from rooftop.models import NextFrameNetwork, colour_next_frame_network, next_frame_network
 from rooftop.models.conv_lstm import States
 from rooftop.models.video import Continuation, continue_clip, load_next_frame_network
 
-EXAMPLES = """\b
-Examples:
-  rooftop predict-video walk.mp4 --weights next_frame.keras
-  rooftop predict-video walk.mp4 --weights mine.pth --after 2.5 --frames 20 -o walk20.mp4
-  rooftop predict-video walk.mp4 --random-weights 0 --colour --size 32x32 --json
-"""
-
-USUAL_CONTEXT = 10  # frames, as of the videos of Keras's example, of which it shows the first ten
-USUAL_SIDE = 64  # pixels of the shorter side: the size on which Keras's example is trained
-VIDEOS = (".mp4", ".mkv", ".mov")  # what H.264 goes into
 MAX_SIDE = 16384  # pixels, of libx264
 SLACK_S = 0.0005  # as VideoReader.frames_at: 2 / 30 is frame 2 also where the file says 0.067 s
 
@@ -50,44 +39,7 @@ class Clip(NamedTuple):
     fps: float
 
 
-@click.command(epilog=EXAMPLES)
-@click.argument("clip", type=click.Path(path_type=Path))
-@click.option("--weights", type=click.Path(path_type=Path), metavar="FILE", help="Of Keras, torch.save or safetensors.")
-@seed_option
-@click.option("--frames", type=click.IntRange(min=1), default=10, show_default=True, help="How many to predict.")
-@click.option(
-    "--after",
-    type=float,
-    metavar="SECONDS",
-    help="Predict from here on.  [default: before the last --frames frames of the clip]",
-)
-@click.option(
-    "--context",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help=f"Frames before that the network is shown.  [default: {USUAL_CONTEXT}, or all that there are]",
-)
-@click.option(
-    "--size",
-    type=SizeType(),
-    metavar="WxH",
-    help=f"Resize frames to this.  [default: the shorter side to {USUAL_SIDE}, if it is longer]",
-)
-@click.option("--colour/--grey", default=None, help="Of the untrained network (grey if not given); weights tell it.")
-@device_option
-@dtype_option
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help=f"The video: {', '.join(VIDEOS)}.  [default: CLIP-predicted.mp4, here]",
-)
-@click.option(
-    "--picture", type=click.Path(path_type=Path), metavar="FILE", help="A .png.  [default: named as the video]"
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(
+def run(
     clip: Path,
     weights: Path | None,
     seed: int | None,
@@ -100,14 +52,9 @@ def command(
     dtype: torch.dtype | None,
     output: Path | None,
     picture: Path | None,
-    as_json: bool,
+    json_path: Path | None,
 ) -> None:
-    """Predict how a clip goes on, by a ConvLSTM network, each frame from all before it.
-
-    Writes a video, the real frames on the left and the predicted ones on the right, and a picture, the real ones above;
-    where the clip has ended, the real ones are black. Says how far the prediction is from the real frames, beside the
-    last frame before them repeated. Files that are there are replaced.
-    """
+    """Do what `rooftop.cli.commands.predict_video:command` says."""
     if (weights is None) == (seed is None):
         raise click.UsageError("expected one of --weights FILE and --random-weights SEED (an untrained network)")
     video = output or Path(f"{clip.stem}-predicted.mp4")
@@ -123,7 +70,8 @@ def command(
             writer.write(_rgb(torch.cat((real, found.frames), 3)))
             _write(writer, picture, torch.cat([torch.cat(list(row), 2) for row in (real, found.frames)], 1))
     told = _told(clip, weights, seed, network, shown, found, video, picture)
-    click.echo(json.dumps(told, indent=1) if as_json else "\n".join(_lines(told)))
+    if not write_json(json_path, told):
+        click.echo("\n".join(_lines(told)))
 
 
 def _check_outputs(video: Path, picture: Path, inputs: Sequence[Path]) -> None:

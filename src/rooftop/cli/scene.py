@@ -8,14 +8,15 @@ from rooftop.cli.lazy_groups import LazyGroup, Verb
 
 VERBS = {
     "build": Verb(
-        "rooftop.cli.scene_files:build_command", "Build MESH (.glb, .obj, .ply, .stl and more) into a geometry file."
+        "rooftop.cli.commands.scene_files:build_command",
+        "Build MESH (.glb, .obj, .ply, .stl and more) into a geometry file.",
     ),
     "info": Verb(
-        "rooftop.cli.scene_files:info_command",
+        "rooftop.cli.commands.scene_files:info_command",
         "Show what is in a geometry file: its levels, how full its clusters are, pages, the tree.",
     ),
     "render": Verb(
-        "rooftop.cli.scene_render:render_command",
+        "rooftop.cli.commands.scene_render:render_command",
         "Render geometry files (FILE.rtg, which `rooftop scene build` makes) into pictures.",
     ),
 }

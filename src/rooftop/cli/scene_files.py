@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,34 +13,17 @@ from rich.console import Console
 from rich.table import Table
 
 from rooftop.analysis.text import WIDTH
+from rooftop.cli.outputs import write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError
 from rooftop.scene import BuildReport, Geometry, build_file
 from rooftop.scene.layouts import MAX_TRIANGLES
 
 
-@click.command("build", epilog="Example: rooftop scene build scan.ply -o scan.rtg --normals smooth")
-@click.argument("mesh", type=click.Path(path_type=Path))
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Where to write; by default MESH with .rtg.")
-@click.option(
-    "--normals", type=click.Choice(["file", "smooth", "flat"]), default="file", show_default=True,
-    help="Of the file, if it has them; computed from the faces around each vertex; or none, so that each face has its "
-    "own.",
-)  # fmt: skip
-@click.option(
-    "--precision", type=click.FloatRange(min=0, min_open=True), metavar="LENGTH",
-    help="Positions are rounded to a grid at most this coarse, in the mesh's units. By default 1/64 of the mean edge, "
-    "or 1/16384 of the mesh if that is finer.",
-)  # fmt: skip
-def build_command(
+def run_build(
     mesh: Path, out: Path | None, normals: Literal["file", "smooth", "flat"], precision: float | None
 ) -> None:
-    """Build MESH (.glb, .obj, .ply, .stl and more) into a geometry file.
-
-    This is done once for each mesh, on the CPU, on all of its cores. Several parts become one mesh, with a material
-    number each. What the mesh had that cannot be drawn (faces without area, faces that are there twice) is dropped,
-    and said.
-    """
+    """Do what `rooftop.cli.commands.scene_files:build_command` says."""
     try:
         with progress_bar() as show:
             report = build_file(mesh, out, normals=normals, precision=precision, progress=show)
@@ -53,21 +35,13 @@ def build_command(
         click.echo(line)
 
 
-@click.command("info", epilog="Example: rooftop scene info scan.rtg --json")
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def info_command(file: Path, as_json: bool) -> None:
-    """Show what is in a geometry file: its levels, how full its clusters are, pages, the tree.
-
-    Every page is read and its checksum compared. The error of a level is how far its worst cluster is from the surface,
-    in the mesh's units.
-    """
+def run_info(file: Path, json_path: Path | None) -> None:
+    """Do what `rooftop.cli.commands.scene_files:info_command` says."""
     if not file.is_file():
         raise InputError(f"there is no file {file}")
     geometry = Geometry.open(file)
     found = _info(geometry)
-    if as_json:
-        click.echo(json.dumps(found, indent=1))
+    if write_json(json_path, found):
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("level", "clusters", "triangles", "fill", "error"):

@@ -1,7 +1,8 @@
 """What the verbs take as TARGET and --input, turned into a model and its arguments.
 
 TARGET   resnet50                  a built-in model
-         my_pkg.net:build          a callable that returns a module or (module, inputs), a module class, or a module
+         my_pkg.net:build          a module, a module class, or a callable that returns a module, (module, inputs) or
+                                   (module, arguments, keywords); inputs that are a dict are keywords
 --input  8x3x224x224               shape; floating point of the model's dtype, normally distributed
          8x128:int64:50257         shape, dtype, and for integers the exclusive upper bound (2 if left out)
          photographs/ or cat.jpg   a batch of photographs, preprocessed for image models
@@ -13,16 +14,17 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from rooftop import models
-from rooftop.errors import InputError, ModelRunError, TargetError
+from rooftop.errors import InputError, ModelRunError, TargetError, did_you_mean
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -44,7 +46,7 @@ class Target:
     Attributes:
         name: as the report shows it.
         model: the module or callable.
-        args: its positional arguments.
+        args, kwargs: its arguments.
         classifies: its output are class logits, so that training uses cross-entropy with random labels.
     """
 
@@ -52,6 +54,7 @@ class Target:
     model: Callable[..., Any]
     args: tuple[Any, ...]
     classifies: bool = False
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def resolve_target(
@@ -63,34 +66,37 @@ def resolve_target(
 ) -> Target:
     """Build the model that `text` names and the tensors that `inputs` describe, on the device and in the dtype.
 
-    Without a device everything stays as it was built: what is only to be predicted needs no place.
+    Without a device everything stays as it was built: what is only to be predicted needs no place. `inputs` stand for
+    the inputs that the target brings; keywords that it brings beside positional arguments stay.
 
     Raises:
         TargetError: nothing has that name.
         InputError: an input cannot be understood or read, or none is given where the target has no default.
         ModelRunError: the user's code raised while it was imported or called.
     """
-    model, args, example, classifies = _find(text)
+    model, brought, example, classifies = _find(text)
+    args, kwargs = brought or (None, {})
     if inputs:
-        specified = [make_input(item, dtype or torch.float32) for item in inputs]
-        args = tuple(specified)
+        if args == ():
+            kwargs = {}
+        args = tuple(make_input(item, dtype or torch.float32) for item in inputs)
     elif args is None:
         if example is None:
             raise InputError(
                 f"{text!r} returned a module without inputs: give their shapes, e.g. --input 8x3x224x224, "
-                "or return (module, inputs)"
+                "or return (module, inputs) or (module, {name: input})"
             )
         args = (make_input("x".join(map(str, example)), dtype or torch.float32),)
     if device is None:
-        return Target(text, model, args, classifies)
+        return Target(text, model, args, classifies, kwargs)
     memory_format = torch.channels_last if channels_last else torch.preserve_format
     try:
         if isinstance(model, nn.Module):
             model = model.to(device=device, dtype=dtype, memory_format=memory_format)  # type: ignore[call-overload]
-        args = tuple(_placed(arg, device, dtype, channels_last) for arg in args)
+        args, kwargs = tree_map_only(Tensor, lambda t: _placed(t, device, dtype, channels_last), (args, kwargs))
     except torch.cuda.OutOfMemoryError as error:
         raise ModelRunError(f"{text} and its inputs do not fit into the memory of {device}: {error}") from error
-    return Target(text, model, args, classifies)
+    return Target(text, model, args, classifies, kwargs)
 
 
 def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
@@ -108,7 +114,10 @@ def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
         )
     shape = tuple(int(size) for size in match[1].split("x"))
     if match[2] is not None and match[2] not in DTYPES:
-        raise InputError(f"--input {text!r}: unknown dtype {match[2]!r}, expected one of {', '.join(DTYPES)}")
+        raise InputError(
+            f"--input {text!r}: unknown dtype {match[2]!r}, expected one of {', '.join(DTYPES)}"
+            f"{did_you_mean(match[2], DTYPES)}"
+        )
     dtype = DTYPES[match[2]] if match[2] else float_dtype
     if not dtype.is_floating_point:
         high = 2 if dtype == torch.bool else int(match[3] or 2)
@@ -134,16 +143,20 @@ def _first_line(error: Exception) -> str:
 EXAMPLE_BATCH = 8
 
 
-def _find(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None, tuple[int, ...] | None, bool]:
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional arguments and keywords."""
+
+
+def _find(text: str) -> tuple[Callable[..., Any], Inputs | None, tuple[int, ...] | None, bool]:
     """(model, its inputs if the target brings them, else the shape of an example, whether it classifies)."""
     if ":" in text:
-        model, args = _imported(text)
-        return model, args, None, False
+        model, inputs = _imported(text)
+        return model, inputs, None, False
     entry = models.model_entry(text)
     return entry.build(), None, (EXAMPLE_BATCH, *entry.input_shape), entry.classifies
 
 
-def _imported(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
+def _imported(text: str) -> tuple[Callable[..., Any], Inputs | None]:
     """`package.module:name`, looked up from the current directory first; also `package/module.py:name`."""
     module_name, _, attribute = text.rpartition(":")
     if not module_name or not attribute or (module_name.startswith(".") and not module_name.endswith(".py")):
@@ -167,6 +180,7 @@ def _imported(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
         public = [name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name))]
         raise TargetError(
             f"{text!r}: {module_name!r} has no {attribute!r}; it has {', '.join(public[:8]) or 'nothing callable'}"
+            f"{did_you_mean(attribute, public)}"
         )
     if isinstance(found, nn.Module):
         return found, None
@@ -176,12 +190,39 @@ def _imported(text: str) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
         built = found()
     except (Exception, SystemExit) as error:
         raise ModelRunError(f"{text} raised {type(error).__name__}: {error}") from error
-    model, args = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
-    if not isinstance(model, nn.Module):
-        raise TargetError(f"{text!r} returned {type(model).__name__}, expected an nn.Module or (nn.Module, inputs)")
-    if args is not None and not isinstance(args, (tuple, list)):
-        args = (args,)
-    return model, None if args is None else tuple(args)
+    return _taken_apart(text, built)
+
+
+EXPECTED = "expected an nn.Module, (nn.Module, inputs) or (nn.Module, arguments, {name: argument})"
+
+
+def _taken_apart(text: str, built: Any) -> tuple[nn.Module, Inputs | None]:
+    """The module that a callable returned, and its inputs where it brings some.
+
+    Raises:
+        TargetError: it returned something else.
+    """
+    if isinstance(built, nn.Module):
+        return built, None
+    if not isinstance(built, tuple) or len(built) not in (2, 3) or not isinstance(built[0], nn.Module):
+        raise TargetError(f"{text!r} returned {_described(built)}, {EXPECTED}")
+    model, inputs, *rest = built
+    if inputs is None and not rest:
+        return model, None
+    keywords = rest[0] if rest else inputs if isinstance(inputs, Mapping) else {}
+    if not isinstance(keywords, Mapping) or not all(isinstance(name, str) for name in keywords):
+        raise TargetError(f"{text!r} returned {_described(built)}, whose keywords are no dict by name: {EXPECTED}")
+    if inputs is keywords:
+        return model, ((), dict(keywords))
+    arguments = tuple(inputs) if isinstance(inputs, (tuple, list)) else () if inputs is None else (inputs,)
+    return model, (arguments, dict(keywords))
+
+
+def _described(value: Any) -> str:
+    """Its type; of a tuple the types of its elements."""
+    if isinstance(value, tuple) and len(value) <= 4:
+        return f"({', '.join(type(each).__name__ for each in value)})"
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
 
 
 def _module_of(path: Path) -> str:
@@ -200,9 +241,7 @@ def _module_of(path: Path) -> str:
     return whole.stem
 
 
-def _placed(value: Any, device: torch.device, dtype: torch.dtype | None, channels_last: bool) -> Any:
-    """An argument on the device: floating-point tensors in the dtype, images channels last if asked for."""
-    if not isinstance(value, Tensor):
-        return value
+def _placed(value: Tensor, device: torch.device, dtype: torch.dtype | None, channels_last: bool) -> Tensor:
+    """A tensor on the device: floating point in the dtype, images channels last if asked for."""
     value = value.to(device=device, dtype=dtype if value.is_floating_point() else None)
     return value.to(memory_format=torch.channels_last) if channels_last and value.dim() == 4 else value

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from rooftop.analysis.formats import percent_text
-from rooftop.cli.analyze import check_writable
+from rooftop.cli.commands.train import HEADS, LAYERS, LENGTH, WIDTH
+from rooftop.cli.outputs import check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError, RooftopError
 from rooftop.hardware import measure_ceilings
-from rooftop.models.gpt_configs import PRESETS, gpt_config
+from rooftop.models.gpt_configs import gpt_config
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.gpt_weights import read_gpt_config
 from rooftop.parallel import Layout, World, join, launched
@@ -37,170 +37,15 @@ from rooftop.train import (
     run_steps,
     step_roof,
 )
-from rooftop.train.gpt_training import DECAYS, DTYPES
+from rooftop.train.gpt_training import DTYPES
 from rooftop.train.metrics import add_lines, kept_lines, metrics_file
-from rooftop.train.mixtures import WEIGHT, paths_of
-from rooftop.train.number_widths import KINDS
+from rooftop.train.mixtures import paths_of
 from rooftop.train.tokens import BYTES
 
 LAUNCHED_PERCENT = 15  # of roof; Llamas of 135 M to 7 B have 4 where Python is too slow for them, and else 34 to 73
-DATA = "--data-path"
-LAYERS, WIDTH, HEADS, LENGTH = 4, 256, 4, 256  # of a model that a laptop trains in minutes
-
-EXAMPLES = """\b
-Examples:
-  python -m rooftop.train gpt --data-path book.txt
-  torchrun --nproc-per-node 4 -m rooftop.train gpt --data-path texts/ --tensor-parallel-size 2 --sequence-parallel
-  torchrun --nproc-per-node 8 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --save run/ \\
-    --train-iters 10000 --lr 4e-4 --lr-warmup-iters 500 --lr-decay-style cosine --min-lr 4e-5
-  python -m rooftop.train gpt --data-path book.txt --train-iters 200 --save run/ --load run/
-  python -m rooftop.train gpt --data-path tokens.bin --init-from gpt2/ --seq-length 512 --lr 1e-5 --save tuned/
-  torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --micro-batch-size 4 \\
-    --tensor-parallel-size 2 --sequence-parallel --tp-comm-overlap --enable-cuda-graph
-
-Ranks that the tensor parallel ones leave over are data parallel: 8 processes with --tensor-parallel-size 2 are 4 x 2.
-Each takes --micro-batch-size sequences at a time, and as many times as --global-batch-size needs.
-
-The same seed gives the same training in every layout: initial values, dropout and data are functions of the seed and
-the place in the whole, not of the rank. So two layouts differ by the rounding of sums only, and in speed.
-
-\b
-Data, as --data-path:
-  FILE.bin      tokens: with Megatron-LM's .idx beside it, llm.c's header, nanoGPT's meta.pkl, or numbers alone
-  FILE.npy      tokens, integers of one dimension; memory-mapped
-  a data set    of Hugging Face (Parquet, Arrow, save_to_disk), its column input_ids or text; needs datasets
-  another file  text: a token for each byte, a vocabulary of 256
-  a folder      all text files in it
-Several are mixed: --data-path 0.7 A 0.3 B gives each its share of the sequences; A B, or --data-path A --data-path B,
-shares by their sizes.
-
-What is said of a step: the loss before it, the norm of its gradient, tokens a second of all ranks; MFU, the model's
-flops by the fastest matrix product that was measured on this machine; percent of roof, the time in which it could have
-done the step at best, against the time it took; memory of rank 0. Where the machine was not measured before, that is
-done first, in under 30 s; --no-roof leaves it out.
-"""
-
-size = partial(click.option, type=click.IntRange(min=1), metavar="N")
-rate = partial(click.option, type=click.FloatRange(min=0), metavar="X", show_default=True)
-number = partial(click.option, type=click.IntRange(0, 2**64 - 1), metavar="N", show_default=True)
-path = partial(click.option, type=click.Path(path_type=Path))
-choice = {
-    "tokens": click.Choice(list(KINDS)),
-    "presets": click.Choice(list(PRESETS)),
-    "decays": click.Choice(list(DECAYS)),
-    "dtypes": click.Choice(list(DTYPES)),
-    "devices": click.Choice(["cuda", "cpu"]),
-}
 
 
-class DataPaths(click.Command):
-    """A command whose data path takes all words up to the next option, as Megatron-LM's does."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        words: list[str] = []
-        here = False  # among the words of the data path
-        for word in args:
-            if word.startswith("-") and not WEIGHT.match(word):
-                here = word.partition("=")[0] == DATA
-            elif here and words[-1] != DATA:
-                words.append(DATA)
-            words.append(word)
-        return super().parse_args(ctx, words)
-
-
-@click.group(epilog="Start with: rooftop train gpt --data-path book.txt")
-def command() -> None:
-    """Train a model, on one process or, under torchrun, on many."""
-
-
-@command.command(cls=DataPaths, epilog=EXAMPLES)
-@click.option(
-    DATA,
-    "data_path",
-    required=True,
-    multiple=True,
-    metavar="[WEIGHT] PATH ...",
-    help="Tokens or text; several with weights, or each by its size.",
-)
-@click.option(
-    "--token-dtype",
-    type=choice["tokens"],
-    help="Of a .bin file that does not say it.  [default: found by looking at its numbers, or refused]",
-)
-@click.option("--preset", type=choice["presets"], metavar="NAME", help=f"One of {', '.join(PRESETS)}.")
-@size("--num-layers", help=f"Blocks.  [default: {LAYERS}, or the preset's]")
-@size("--hidden-size", help=f"Features of a position.  [default: {WIDTH}]")
-@size("--num-attention-heads", help=f"They share the features evenly.  [default: {HEADS}]")
-@size("--seq-length", help=f"Tokens of a sequence.  [default: {LENGTH}, or the preset's most]")
-@size("--vocab-size", help=f"Tokens that there are.  [default: the preset's, or {BYTES} of text]")
-@rate("--dropout", default=0.0, help="Probability, of the embedding and of the result of each sublayer.")
-@size("--micro-batch-size", default=1, show_default=True, help="Sequences of a rank at a time.")
-@size("--global-batch-size", help="Sequences of a step.  [default: one micro-batch a data rank]")
-@size("--train-iters", default=100, show_default=True, help="Steps, with those before --load.")
-@rate("--lr", default=3e-4, help="Learning rate of AdamW.")
-@click.option(
-    "--lr-warmup-iters",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=0,
-    show_default=True,
-    help="Steps in which it grows to that.",
-)
-@click.option(
-    "--lr-decay-style",
-    type=choice["decays"],
-    default="constant",
-    show_default=True,
-    help="How it falls afterwards, to --min-lr.",
-)
-@size("--lr-decay-iters", help="The step that has --min-lr.  [default: --train-iters]")
-@rate("--min-lr", default=0.0, help="Learning rate in the end.")
-@rate("--weight-decay", default=0.1, help="Of matrices.")
-@rate("--clip-grad", default=1.0, help="The gradient's largest norm; 0: any.")
-@number("--seed", default=0, help="Of initial values, dropout and the order of the data.")
-@click.option(
-    "--dtype",
-    type=choice["dtypes"],
-    help="In which is computed; with bfloat16 weights and optimizer are float32.  "
-    "[default: bfloat16 on GPUs, float32 without]",
-)
-@click.option("--recompute", is_flag=True, help="Keep little for backward and compute it again: less memory, slower.")
-@click.option(
-    "--enable-cuda-graph",
-    is_flag=True,
-    help="Launch forward and backward three times, and replay them from then on: for layers that a GPU computes faster "
-    "than Python launches them.",
-)
-@size("--tensor-parallel-size", default=1, show_default=True, help="Ranks that share each layer.")
-@click.option("--sequence-parallel", is_flag=True, help="Let these also split what is between the layers.")
-@click.option(
-    "--tp-comm-overlap",
-    is_flag=True,
-    help="Let these compute the halves of a micro-batch in turn, one's exchanges beside the other's products. It has "
-    "twice the launches: give --enable-cuda-graph too.",
-)
-@click.option("--use-torch-fsdp2", is_flag=True, help="Let data ranks share weights and optimizer: less memory.")
-@size("--pipeline-parallel-size", default=1, help="Not yet: 1.")
-@size("--context-parallel-size", default=1, help="Not yet: 1.")
-@click.option("--device", type=choice["devices"], help="[default: cuda, if there is a GPU]")
-@path("--save", metavar="DIR", help="Write weights and optimizer after the last step, whole or not at all.")
-@size("--save-interval", help="And after every N steps.")
-@path("--load", metavar="DIR", help="Go on with what was saved there last, in any layout.")
-@path(
-    "--init-from",
-    metavar="FOLDER",
-    help="Begin from a GPT-2 or Llama of Hugging Face: its config.json, which has the sizes, and .safetensors files. "
-    "With --load only the sizes are its.",
-)
-@path(
-    "--metrics",
-    metavar="FILE",
-    help="Write a line of JSON for each step: step, loss, grad_norm, tokens_per_s, percent_of_roof and more. With "
-    "--load those of steps after it are taken out, and made anew.",
-)
-@size("--log-interval", default=10, show_default=True, help="Steps between lines.")
-@click.option("--roof/--no-roof", "with_roof", default=True, help="Whether to say how far from the roof it is.")
-def gpt(
+def train_gpt(
     *,
     data_path: tuple[str, ...],
     token_dtype: str | None,
@@ -220,11 +65,7 @@ def gpt(
     with_roof: bool,
     **options: Any,
 ) -> None:
-    """Train a GPT on tokens or text, and say how fast.
-
-    It is GPT-2's transformer of the given sizes, or a preset. Alone it trains on one process; under torchrun each
-    process is a rank. Ranks use NCCL where there are GPUs, and gloo where there are none.
-    """
+    """Do what `rooftop.cli.commands.train:gpt` says."""
     # What is wrong at every rank is found before any communicates, and said by each in the same words.
     if save_interval is not None and save is None:
         raise click.UsageError("--save-interval says how often: expected --save DIR, where to")

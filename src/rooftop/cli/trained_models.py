@@ -1,51 +1,18 @@
-"""What the verbs that run a trained model share: options, untrained models to try them, and the engine that runs it."""
+"""What the verbs that run a trained model share: untrained models to try them, and the engine that runs it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import torch
 from torch import nn
 
-from rooftop.cli.analyze import pick_device
-from rooftop.cli.targets import DTYPES, FLOATS
 from rooftop.errors import ModelRunError
 from rooftop.inference import Engine
-
-Verb = TypeVar("Verb", bound=Callable[..., Any])
-
-photographs_argument = click.argument("paths", nargs=-1, required=True, metavar="PATH...")
-seed_option = click.option(
-    "--random-weights",
-    "seed",
-    type=click.IntRange(0, 2**64 - 1),  # what torch.manual_seed takes
-    metavar="SEED",
-    help="In place of --weights: an untrained model, to try things out. What it says means nothing.",
-)
-device_option = click.option(
-    "--device",
-    "where",
-    default="auto",
-    callback=lambda context, option, text: pick_device(None if text == "auto" else text),
-    metavar="auto|cpu|cuda[:N]",
-    help="Where to run.  [default: auto, the GPU if there is one]",
-)
-dtype_option = click.option(
-    "--dtype",
-    type=click.Choice(FLOATS),
-    callback=lambda context, option, name: DTYPES[name] if name else None,
-    metavar="bf16|fp16|fp32|fp64",
-    help="In which the model computes.  [default: bf16 on a GPU, fp32 on a CPU]",
-)
-
-skip_option = click.option(
-    "--skip-unreadable", is_flag=True, help="Leave out photographs that cannot be read, and name them at the end."
-)
 
 
 @contextmanager
@@ -63,28 +30,6 @@ def skipped_ones_named() -> Iterator[None]:
                 click.echo(text, err=True)
             else:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-
-
-def batch_size_option(default: int) -> Callable[[Verb], Verb]:
-    """--batch-size, at least 1."""
-    return click.option(
-        "--batch-size",
-        type=click.IntRange(min=1),
-        default=default,
-        show_default=True,
-        help="Photographs at once, at most.",
-    )
-
-
-def json_option(what: str) -> Callable[[Verb], Verb]:
-    """--json FILE, for `what` the verb finds."""
-    return click.option(
-        "--json",
-        "json_path",
-        type=click.Path(path_type=Path, allow_dash=True),
-        metavar="FILE",
-        help=f"Also write the {what} as JSON; - prints JSON instead of the table.",
-    )
 
 
 @contextmanager

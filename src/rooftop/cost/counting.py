@@ -90,6 +90,7 @@ class Record:
             ("train.py:12"); "" of others, and where no line of the program is running (backward).
         spec: of PyTorch's own operators: what it takes to make the call again.
         inputs, outputs: its tensors, in order; empty in the optimizer and where only the profiler saw the operator.
+        title: what reports call it, where its schema name says too little: see `title_of`.
     """
 
     name: str
@@ -104,6 +105,12 @@ class Record:
     spec: CallSpec | None = None
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
+    title: str = ""
+
+    @property
+    def shown_name(self) -> str:
+        """What reports call it, e.g. "aten::mm", "aten::conv_transpose2d"."""
+        return self.title or self.name
 
 
 class CountingMode(ObservingMode):
@@ -214,11 +221,12 @@ def _device_type(arguments: Any) -> str:
 def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, scope: str, phase: str) -> Record:
     if isinstance(func, HigherOrderOperator):  # no schema; see `higher_order`
         name, inputs = f"higher_order::{func.name()}", list(tensors_in((args, kwargs)))
-        cost, uncovered = None, "no formula"
+        cost, uncovered, title = None, "no formula", ""
     else:
         call = Call(func, args, kwargs, out)
         name, inputs = func._schema.name, call.read_tensors
         cost, uncovered = counted(call)
+        title = title_of(call)
     tensors = inputs or list(tensors_in(out))
     flowing = phase != "optimizer"
     specs: dict[int, TensorSpec] = {}
@@ -236,7 +244,22 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         spec=_spec(func, args, kwargs, specs) if name.startswith("aten::") else None,
         inputs=tuple([_tensor_spec(t, specs) for t in inputs]) if flowing else (),
         outputs=tuple([_tensor_spec(t, specs) for t in tensors_in(out)]) if flowing else (),
+        title=title,
     )
+
+
+def title_of(call: Call) -> str:
+    """What reports call an operator whose schema name is that of several: a transposed convolution, or its backward,
+    by torch.nn.functional's name; "" of others."""
+    namespace, _, name = call.func._schema.name.partition("::")
+    if (
+        namespace != "aten"
+        or "convolution" not in name
+        or not (name.endswith("transpose") or call.get("transposed", False))
+    ):
+        return ""
+    backward = "_backward" if "backward" in name else ""
+    return f"aten::conv_transpose{call['weight'].dim() - 2}d{backward}"
 
 
 def _spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[int, TensorSpec]) -> CallSpec:

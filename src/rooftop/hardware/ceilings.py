@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rooftop.errors import CeilingsFileError
+from rooftop.errors import CeilingsFileError, did_you_mean
 from rooftop.hardware.figures import PRECISIONS, Raise, memory_figure, part_in_words
 
 FORMAT = 2
@@ -336,7 +336,8 @@ def ceilings_of(machine: str | os.PathLike[str]) -> Ceilings:
         return Ceilings.from_dict(json.loads(file.read_text(encoding="utf-8")))
     if not Path(machine).is_file():
         raise ValueError(
-            f"{os.fspath(machine)!r} is neither a known machine ({', '.join(known_machines())}) nor a ceilings file; "
+            f"{os.fspath(machine)!r} is neither a known machine ({', '.join(known_machines())}) nor a ceilings file"
+            f"{did_you_mean(machine, known_machines())}; "
             "write one on that machine with: rooftop ceilings -o FILE"
         )
     return Ceilings.load(machine)

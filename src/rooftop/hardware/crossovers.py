@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
-from rooftop.errors import MeasurementError
+from rooftop.errors import MeasurementError, did_you_mean
 from rooftop.hardware.ceilings import Progress
 from rooftop.hardware.device import cpu, gpu, versions
 from rooftop.hardware.figures import DISTURBED_SPREAD
@@ -213,7 +213,9 @@ def measure_crossover(
         MeasurementError: there is no GPU at all, or it lacks the memory.
     """
     if operation not in OPERATIONS:
-        raise ValueError(f"no operation {operation!r}: expected one of {', '.join(OPERATIONS)}")
+        raise ValueError(
+            f"no operation {operation!r}: expected one of {', '.join(OPERATIONS)}{did_you_mean(operation, OPERATIONS)}"
+        )
     if dtype not in DTYPES:
         raise ValueError(f"a crossover takes {', '.join(map(_name, DTYPES))}, got {_name(dtype)}")
     if sizes is not None and (not sizes or any(not isinstance(size, int) or size < 1 for size in sizes)):

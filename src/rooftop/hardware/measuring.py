@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from rooftop.errors import CeilingsFileError
+from rooftop.errors import CeilingsFileError, did_you_mean
 from rooftop.hardware.ceilings import Ceilings, Progress, write_whole
 from rooftop.hardware.figures import PRECISIONS
 from rooftop.hardware.histories import History, history_of
@@ -50,7 +50,9 @@ def measure_ceilings(
     where = _device(device)
     unknown = sorted(set(precisions or ()) - set(PRECISIONS))
     if unknown:
-        raise ValueError(f"unknown precision {unknown[0]!r}; there are {', '.join(PRECISIONS)}")
+        raise ValueError(
+            f"unknown precision {unknown[0]!r}; there are {', '.join(PRECISIONS)}{did_you_mean(unknown[0], PRECISIONS)}"
+        )
     path = cache_path(identity(where))
     known = None if refresh else _read(path)
     unwanted = {*(() if transfers else ("transfers",)), *(() if links else ("links",))}

@@ -29,6 +29,7 @@ from rooftop.kernels.sparse_global_pools import sparse_global_avg_pool, sparse_g
 from rooftop.kernels.sparse_pools import sparse_avg_pool, sparse_max_pool
 from rooftop.kernels.sum_norms import add_layer_norm, add_rms_norm
 from rooftop.kernels.window_attentions import window_attention
+from rooftop.launch.operators import decompositions
 
 __all__ = [
     "AttentionPlan",
@@ -50,6 +51,7 @@ __all__ = [
     "conv_lstm_sequence",
     "counter_dropout",
     "cross_entropy",
+    "decompositions",
     "embedding",
     "fused",
     "gelu",

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.tiles import merged
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -188,6 +189,9 @@ def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tenso
     return _merged_memory(out_a, lse_a, out_b)
 
 
+in_pytorch("merge_attention_states", merge_reference)
+
+
 @operator("merge_attention_states_backward")
 def _states_backward(
     dout: Tensor, dlse: Tensor | None, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
@@ -244,6 +248,7 @@ def _backward_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the keys of two parts, from what `attention(..., return_lse=True)` gives for each.
 

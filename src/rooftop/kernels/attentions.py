@@ -32,7 +32,15 @@ from rooftop.kernels.attention_states import (
     rows_tile,
     unit_features,
 )
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator, without_autocast
+from rooftop.launch.operators import (
+    differentiable,
+    in_pytorch,
+    no_second_derivative,
+    no_tangents,
+    operator,
+    without_autocast,
+)
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -248,6 +256,9 @@ def _(
     return query.new_empty((*shape, value.shape[3])), query.new_empty(shape, dtype=wide)
 
 
+in_pytorch("attention", attention_reference)
+
+
 @operator("attention_backward")
 def _attention_backward(
     dout: Tensor,
@@ -420,6 +431,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@recorded_whole
 def attention(
     query: Tensor,
     key: Tensor,

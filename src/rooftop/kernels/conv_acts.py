@@ -13,18 +13,28 @@ says what is taken and why; `conv_act_launches.py` does it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.errors import did_you_mean
 from rooftop.kernels.autocasting import under_autocast
 from rooftop.kernels.conv_act_launches import forward, plan_of
 from rooftop.kernels.conv_act_tables import ConvPlan, Geometry
 from rooftop.kernels.matmul_launches import ACTIVATIONS
 from rooftop.kernels.matmuls import linear_act_backward_reference
-from rooftop.launch.operators import differentiable, no_tangents, operator
+from rooftop.launch.operators import (
+    differentiable,
+    in_pytorch,
+    keeps_for_backward,
+    no_tangents,
+    operator,
+    without_autocast,
+)
+from rooftop.launch.symbolic import recorded_whole
 
 OF_OUTPUT = ("none", "relu", "sigmoid")  # the result says the derivative
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -69,10 +79,21 @@ def _conv_act(
     geometry = _geometry(x, weight, stride, padding, dilation, groups)
     plan = plan_of(x, weight, bias, residual, geometry, activation, keep)
     if plan.backend == "reference":
-        y, before = conv_act_reference(x, weight, bias, residual, geometry, activation)
-        before = before.clone() if before is y else before
-    else:
-        y, before = forward(plan, x, weight, bias, residual, geometry, activation, keep)
+        return _by_reference(x, weight, bias, residual, stride, padding, dilation, groups, activation, keep)
+    y, before = forward(plan, x, weight, bias, residual, geometry, activation, keep)
+    return _in_format(y, before, x, weight, keep)
+
+
+def _by_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], groups: int, activation: str, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    geometry = _geometry(x, weight, stride, padding, dilation, groups)
+    y, before = conv_act_reference(x, weight, bias, residual, geometry, activation)
+    return _in_format(y, before.clone() if before is y else before, x, weight, keep)
+
+
+def _in_format(y: Tensor, before: Tensor, x: Tensor, weight: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     memory_format = _format_of(x, weight)
     return (
         y.contiguous(memory_format=memory_format),
@@ -89,6 +110,9 @@ def _(
     shape = (x.shape[0], weight.shape[0], *geometry.out)
     y = x.new_empty(shape).to(memory_format=_format_of(x, weight))
     return y, torch.empty_like(y) if keep else x.new_empty(0)
+
+
+in_pytorch("conv_act", _by_reference)
 
 
 def _format_of(x: Tensor, weight: Tensor) -> torch.memory_format:
@@ -111,14 +135,15 @@ def _geometry(
 
 
 def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    x, weight, bias, _, stride, padding, dilation, groups, activation, keep = inputs
+    x, weight, bias, residual, stride, padding, dilation, groups, activation, keep = inputs
     y, before = output
-    if activation not in OF_OUTPUT and not keep:
-        raise ValueError("rooftop::conv_act: its gradient needs what was activated: call it with keep=True")
     ctx.options = (stride, padding, dilation, groups)  # type: ignore[attr-defined]
-    ctx.activation, ctx.of_output = activation, not keep  # type: ignore[attr-defined]
+    needed = activation not in OF_OUTPUT
+    ctx.activation, ctx.of_output = activation, not needed and not keep  # type: ignore[attr-defined]
+    again = needed and not keep  # of a traced program
     ctx.biased = None if bias is None else [weight.shape[0]]  # type: ignore[attr-defined]
-    ctx.save_for_backward(x, weight, *([] if activation == "none" else [before if keep else y]))
+    saved = None if activation == "none" or again else before if keep else y
+    ctx.save_for_backward(x, weight, saved, *((bias, residual) if again else (None, None)))  # type: ignore[arg-type]
     ctx.mark_non_differentiable(before)
     ctx.set_materialize_grads(False)  # no zeros for what was activated
 
@@ -133,11 +158,13 @@ def _differentiate(
             "conv_act has no second derivative: for one, use torch.nn.functional.conv2d in the part that is "
             "differentiated twice"
         )
-    x, weight, *saved = ctx.saved_tensors  # type: ignore[attr-defined]
+    x, weight, saved, bias, residual = ctx.saved_tensors  # type: ignore[attr-defined]
     for_x, for_weight, for_bias, for_residual, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
     dz = dy
-    if saved:
-        dz = linear_act_backward_reference(dy, saved[0], ctx.activation, ctx.of_output).to(dy.dtype)  # type: ignore[attr-defined]
+    if ctx.activation != "none":  # type: ignore[attr-defined]
+        if saved is None:
+            saved = _activated(x, weight, bias, residual, *ctx.options)  # type: ignore[attr-defined]
+        dz = linear_act_backward_reference(dy, saved, ctx.activation, ctx.of_output).to(dy.dtype)  # type: ignore[attr-defined]
     dx = dweight = dbias = None
     if for_x or for_weight or for_bias:
         stride, padding, dilation, groups = ctx.options  # type: ignore[attr-defined]
@@ -146,6 +173,14 @@ def _differentiate(
             [for_x, for_weight, for_bias],
         )  # fmt: skip
     return dx, dweight, dbias, dz if for_residual else None, *(None,) * 6
+
+
+@without_autocast
+def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *options: Any) -> Tensor:
+    """What is activated."""
+    stride, padding, dilation, groups = options
+    before = functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    return before if residual is None else before + residual
 
 
 differentiable("conv_act", _differentiate, _save)
@@ -174,6 +209,7 @@ def _cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def conv_act(
     input: Tensor,
     weight: Tensor,
@@ -242,8 +278,7 @@ def conv_act_plan(
 
 def _keeps(activation: str, tensors: Sequence[Tensor | None]) -> bool:
     """Whether backward will need what is activated, and not only the result."""
-    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return activation not in OF_OUTPUT and differentiated
+    return activation not in OF_OUTPUT and keeps_for_backward(*tensors)
 
 
 Prepared = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Geometry, str]
@@ -266,7 +301,10 @@ def _prepared(
             raise ValueError(f"{name}: input is on {x.device}, {argument} on {tensor.device}: move one to the other")
     after = "none" if activation is None else activation
     if after not in ACTIVATIONS:
-        raise ValueError(f"{name}: activation must be None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        raise ValueError(
+            f"{name}: activation must be None or one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+            f"{did_you_mean(activation, ACTIVATIONS)}"
+        )
     strides, dilations = _pair(name, "stride", stride, 1), _pair(name, "dilation", dilation, 1)
     paddings = _pair(name, "padding", padding, 0)
     if type(groups) is not int or groups < 1:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.errors import did_you_mean
 from rooftop.kernels.conv_lstms import (
     ACTIVATIONS,
     FLOATS,
@@ -34,7 +35,16 @@ from rooftop.kernels.conv_lstms import (
     step_into,
 )
 from rooftop.kernels.reductions import sum as total
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator, without_autocast
+from rooftop.launch.operators import (
+    differentiable,
+    in_pytorch,
+    keeps_for_backward,
+    no_second_derivative,
+    no_tangents,
+    operator,
+    without_autocast,
+)
+from rooftop.launch.symbolic import recorded_whole
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -276,6 +286,25 @@ def _(
     return _made(gates, kernel, cell, keep)
 
 
+def _by_reference(
+    gates: Tensor,
+    kernel: Tensor,
+    hidden: Tensor | None,
+    cell: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    recurrent_activation: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if keep:
+        raise NotImplementedError("rooftop::conv_lstm_sequence: what is kept for backward has no decomposition")
+    outputs, last = conv_lstm_sequence_reference(gates, kernel, hidden, cell, activation, recurrent_activation, bias)
+    return outputs, last, last.new_empty(0), gates.new_empty(0)
+
+
+in_pytorch("conv_lstm_sequence", _by_reference)
+
+
 @operator("conv_lstm_sequence_backward")
 def _conv_lstm_sequence_backward(
     scores: Tensor,
@@ -310,13 +339,12 @@ def _(
 
 
 def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Four) -> None:  # type: ignore[type-arg]
-    _, kernel, hidden, cell, bias, activation, recurrent_activation, keep = inputs
-    if not keep:
-        raise RuntimeError("rooftop::conv_lstm_sequence: nothing is kept for a gradient: give keep=True")
+    gates, kernel, hidden, cell, bias, activation, recurrent_activation, keep = inputs
     outputs, _, cells, scores = output
     ctx.mark_non_differentiable(cells, scores)
     ctx.set_materialize_grads(False)  # no zeros for what is only kept
-    ctx.save_for_backward(scores, kernel, hidden, bias, outputs, cells)
+    again = (None, None, None, gates, cell)  # of a traced program
+    ctx.save_for_backward(kernel, hidden, bias, *((outputs, cells, scores, None, None) if keep else again))
     ctx.has_cell = cell is not None  # type: ignore[attr-defined]
     ctx.activations = (activation, recurrent_activation)  # type: ignore[attr-defined]
 
@@ -324,7 +352,10 @@ def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Four)
 def _differentiate(
     ctx: torch.autograd.function.FunctionCtx, doutputs: Tensor | None, dlast_cell: Tensor | None, *kept: None
 ) -> tuple[Tensor | None, ...]:
-    scores, kernel, hidden, bias, outputs, cells = ctx.saved_tensors  # type: ignore[attr-defined]
+    kernel, hidden, bias, outputs, cells, scores, gates, cell = ctx.saved_tensors  # type: ignore[attr-defined]
+    if gates is not None:
+        with torch.no_grad():
+            outputs, _, cells, scores = _conv_lstm_sequence(gates, kernel, hidden, cell, bias, *ctx.activations, True)  # type: ignore[attr-defined]
     tensors = (scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell)
     found = _conv_lstm_sequence_backward(*tensors, *ctx.activations)  # type: ignore[attr-defined]
     dgates, dkernel, dhidden, dcell, dbias = found
@@ -381,6 +412,7 @@ def _flops(x: Tensor, of_convolutions: int, others: int) -> dict[str, int]:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def conv_lstm_sequence(
     gates: Tensor,
     kernel: Tensor,
@@ -418,7 +450,7 @@ def conv_lstm_sequence(
     _check(gates, kernel, hidden, cell, bias, activation, recurrent_activation)
     tensors = (gates, kernel, hidden, cell, bias)
     no_tangents("conv_lstm_sequence", *tensors, instead=PLAIN)
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    keep = keeps_for_backward(*tensors)
     outputs, last_cell, _, _ = _conv_lstm_sequence(*tensors, activation, recurrent_activation, keep)
     return outputs, last_cell
 
@@ -442,7 +474,10 @@ def _check(
             raise TypeError(f"conv_lstm_sequence: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
     for name, activation_ in (("activation", activation), ("recurrent_activation", recurrent_activation)):
         if activation_ not in ACTIVATIONS:
-            raise ValueError(f"conv_lstm_sequence: {name} must be one of {', '.join(ACTIVATIONS)}, got {activation_!r}")
+            raise ValueError(
+                f"conv_lstm_sequence: {name} must be one of {', '.join(ACTIVATIONS)}, got {activation_!r}"
+                f"{did_you_mean(activation_, ACTIVATIONS)}"
+            )
     if gates.dtype not in FLOATS:
         raise TypeError(f"conv_lstm_sequence: gates must be bfloat16, float16, float32 or float64, got {gates.dtype}")
     for name, tensor in tensors.items():

@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.errors import did_you_mean
+from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 ACTIVATIONS = ("tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_keras2", "relu", "linear")
@@ -293,6 +295,9 @@ def _(
     return _like_cell(cell, gates.dtype, memory_format), _like_cell(cell, cell.dtype, memory_format)
 
 
+in_pytorch("conv_lstm_gates", conv_lstm_gates_reference)
+
+
 @operator("conv_lstm_gates_backward")
 def _conv_lstm_gates_backward(
     dhidden: Tensor,
@@ -369,6 +374,7 @@ def _backward_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def conv_lstm_gates(
     gates: Tensor,
     cell: Tensor,
@@ -416,7 +422,10 @@ def _check(gates: Tensor, cell: Tensor, added: Tensor | None, activation: str, r
             raise TypeError(f"conv_lstm_gates: {name} must be dense, got layout {tensor.layout}: use .to_dense()")
     for name, activation_ in (("activation", activation), ("recurrent_activation", recurrent_activation)):
         if activation_ not in ACTIVATIONS:
-            raise ValueError(f"conv_lstm_gates: {name} must be one of {', '.join(ACTIVATIONS)}, got {activation_!r}")
+            raise ValueError(
+                f"conv_lstm_gates: {name} must be one of {', '.join(ACTIVATIONS)}, got {activation_!r}"
+                f"{did_you_mean(activation_, ACTIVATIONS)}"
+            )
     if gates.dtype not in FLOATS:
         raise TypeError(f"conv_lstm_gates: gates must be bfloat16, float16, float32 or float64, got {gates.dtype}")
     if cell.dtype not in (gates.dtype, torch.float32):

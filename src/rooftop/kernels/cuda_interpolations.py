@@ -24,7 +24,15 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.launch import cuda
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator, without_autocast
+from rooftop.launch.operators import (
+    differentiable,
+    in_pytorch,
+    no_second_derivative,
+    no_tangents,
+    operator,
+    without_autocast,
+)
+from rooftop.launch.symbolic import recorded_whole
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -126,6 +134,9 @@ def _(features: Tensor, points: Tensor) -> Tensor:
     return features.new_empty(features.shape[0], features.shape[2])
 
 
+in_pytorch("trilinear_interpolate_cuda", trilinear_reference)
+
+
 @operator("trilinear_interpolate_cuda_backward")
 def _trilinear_backward(gradient: Tensor, features: Tensor, points: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor]:
     if not cuda.runs_on(features):
@@ -190,6 +201,7 @@ def _backward_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def trilinear_interpolate_cuda(features: Tensor, points: Tensor) -> Tensor:
     """Features at points within cells, from the features at the cells' corners.
 

@@ -33,7 +33,8 @@ from rooftop.kernels.sum_norms import (
     save_layer_norm,
 )
 from rooftop.launch import cuda
-from rooftop.launch.operators import by_formula, differentiable, operator
+from rooftop.launch.operators import by_formula, differentiable, in_pytorch, operator
+from rooftop.launch.symbolic import recorded_whole
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
 
@@ -152,12 +153,14 @@ def _add_layer_norm(
 
 torch.library.register_fake("rooftop::add_layer_norm_cuda", fake_add_layer_norm)
 by_formula("add_layer_norm_cuda", add_layer_norm_formula)
+in_pytorch("add_layer_norm_cuda", add_layer_norm_reference)
 differentiable("add_layer_norm_cuda", differentiate_layer_norm, save_layer_norm)  # its cost is the twin's, too
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def add_layer_norm_cuda(
     input: Tensor,
     residual: Tensor | None,

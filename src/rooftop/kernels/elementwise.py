@@ -14,7 +14,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,8 @@ from rooftop.kernels.expressions import (
     derivatives,
     topological,
 )
-from rooftop.launch.operators import by_formula, differentiable, operator
+from rooftop.launch.operators import by_formula, differentiable, in_pytorch, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, require_triton
 
 MOST_TENSORS = 8
@@ -150,21 +151,16 @@ def _run_reference(
         result.copy_(value)
 
 
-def _values(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
-    """The results by the reference, those that are summed perhaps wider than they are stored."""
+def _values(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """The results in plain PyTorch, those that are summed perhaps wider than they are stored."""
     nodes = [summand(y, plan.types) if kept else y for y, kept in zip(plan.outputs, plan.kept, strict=True)]
     dtypes = [computed_in(dtype) if kept else dtype for dtype, kept in zip(plan.results, plan.kept, strict=True)]
     values = fused_reference(nodes, dtypes, plan.types, arguments)
+    found = []
     for value, shape, kept in zip(values, shapes, plan.kept, strict=True):
         dims = [d for d, keep in enumerate(kept) if keep == "0"]
-        yield value.expand(shape).sum(dims, keepdim=True) if dims else value.expand(shape)
-
-
-def _formula(tensors: Sequence[Tensor], numbers: Sequence[Number], text: str) -> list[Tensor]:
-    """What `_run` computes, by PyTorch's operators."""
-    plan, arguments = planned(tensors, numbers, text)
-    shapes = [shape_of(arguments, used) for used in plan.used]
-    return [y.to(dtype) for y, dtype in zip(_values(plan, arguments, shapes), plan.results, strict=True)]
+        found.append(value.expand(shape).sum(dims, keepdim=True) if dims else value.expand(shape))
+    return found
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
@@ -183,6 +179,16 @@ def _(tensors: list[Tensor], numbers: list[bool | int | float], program: str) ->
         _result(shape_of(arguments, used), kept, arguments, used, dtype, like)
         for kept, used, dtype in zip(plan.kept, plan.used, plan.results, strict=True)
     ]
+
+
+def _by_reference(tensors: list[Tensor], numbers: list[bool | int | float], program: str) -> list[Tensor]:
+    """What `_run` computes, by PyTorch's operators."""
+    plan, arguments = planned(tensors, numbers, program)
+    values = _values(plan, arguments, [shape_of(arguments, used) for used in plan.used])
+    return [value.to(dtype) for value, dtype in zip(values, plan.results, strict=True)]
+
+
+in_pytorch("fused", _by_reference)
 
 
 @dataclass(frozen=True)
@@ -298,7 +304,7 @@ def _places(program: Program, kind: str) -> list[int]:
     return [i for i, each in enumerate(program.kinds) if each == kind]
 
 
-by_formula("fused", _formula)
+by_formula("fused", _by_reference)
 differentiable("fused", _differentiate, _save)
 
 
@@ -376,30 +382,7 @@ class Fused:
         """
         if keywords or len(arguments) != len(self.names):
             arguments = self._bound(arguments, keywords)
-        tensors: list[Tensor] = []
-        numbers: list[Number] = []
-        kinds = ""
-        for i, each in enumerate(arguments):
-            if isinstance(each, Tensor):
-                if each.layout != torch.strided or each.dtype not in NAMES:
-                    raise self._refusal(i, each)
-                tensors.append(each)
-                kinds += "t"
-            elif isinstance(each, (bool, int, float)):
-                numbers.append(each)
-                kinds += "n"
-            else:
-                raise TypeError(f"fused: {self.names[i]} must be a tensor or a number, got {type(each).__name__}")
-        if not 0 < len(tensors) <= MOST_TENSORS:
-            raise ValueError(f"fused: expected 1 to {MOST_TENSORS} tensors, got {len(tensors)}")
-        autocast = " autocast" if _autocasts(tensors) else ""
-        found = _fused(tensors, numbers, f"{kinds}{autocast}: {self.text}")
-        return found[0] if self.single else tuple(found)
-
-    def _refusal(self, i: int, given: Tensor) -> TypeError:
-        if given.layout != torch.strided:
-            return TypeError(f"fused: {self.names[i]} must be dense, got layout {given.layout}: use .to_dense()")
-        return TypeError(f"fused: {self.names[i]} must have one of the dtypes {', '.join(DTYPES)}, got {given.dtype}")
+        return run_text(self.text, self.names, self.single, *arguments)
 
     def source(self, *arguments: Argument, **keywords: Argument) -> str:
         """The Triton source of the kernel for such arguments (tensors may be on any device, `meta` too)."""
@@ -428,6 +411,49 @@ class Fused:
         if rest:
             raise TypeError(f"fused: unexpected arguments {', '.join(rest)}")
         return tuple(found)
+
+
+@recorded_whole
+def run_text(text: str, names: Sequence[str], single: bool, *arguments: Argument) -> Any:
+    """What `Fused` computes, by its text: a call that torch.fx can write down.
+
+    Args:
+        text: the expression, with arguments a0, a1, ...
+        names: of the arguments, for messages.
+        single: whether it has one result, which is then no tuple.
+
+    Raises:
+        TypeError, ValueError: as of `Fused`.
+    """
+    tensors: list[Tensor] = []
+    numbers: list[Number] = []
+    kinds = ""
+    for name, each in zip(names, arguments, strict=True):
+        if isinstance(each, Tensor):
+            if each.layout != torch.strided or each.dtype not in NAMES:
+                raise _refusal(name, each)
+            tensors.append(each)
+            kinds += "t"
+        elif isinstance(each, (bool, int, float)):
+            numbers.append(each)
+            kinds += "n"
+        else:
+            raise TypeError(f"fused: {name} must be a tensor or a number, got {type(each).__name__}")
+    if not 0 < len(tensors) <= MOST_TENSORS:
+        raise ValueError(f"fused: expected 1 to {MOST_TENSORS} tensors, got {len(tensors)}")
+    autocast = " autocast" if _autocasts(tensors) else ""
+    text = f"{kinds}{autocast}: {text}"
+    if torch._C._get_tracing_state() is None:
+        found = _fused(tensors, numbers, text)
+    else:  # torch.jit.trace knows no operators that take lists of numbers
+        found = _by_reference(tensors, numbers, text)
+    return found[0] if single else tuple(found)
+
+
+def _refusal(name: str, given: Tensor) -> TypeError:
+    if given.layout != torch.strided:
+        return TypeError(f"fused: {name} must be dense, got layout {given.layout}: use .to_dense()")
+    return TypeError(f"fused: {name} must have one of the dtypes {', '.join(DTYPES)}, got {given.dtype}")
 
 
 def fused(function: Function) -> Fused:
@@ -476,6 +502,7 @@ _GELU = fused(lambda input: torch.nn.functional.gelu(input))
 _GELU_TANH = fused(lambda input: torch.nn.functional.gelu(input, approximate="tanh"))
 
 
+@recorded_whole
 def add(input: Tensor, other: Argument, *, alpha: Number = 1) -> Tensor:
     """input + alpha * other, broadcast; arguments, dtypes and errors as of `torch.add`."""
     if type(alpha) is int and alpha == 1:
@@ -483,36 +510,43 @@ def add(input: Tensor, other: Argument, *, alpha: Number = 1) -> Tensor:
     return _ADD_SCALED(input, other, alpha)
 
 
+@recorded_whole
 def axpy(a: Argument, x: Tensor, y: Argument) -> Tensor:
     """a * x + y, broadcast, rounded once; `a` a number or a tensor."""
     return _AXPY(x, y, a)
 
 
+@recorded_whole
 def mul(input: Tensor, other: Argument) -> Tensor:
     """input * other, broadcast, as `torch.mul`."""
     return _MUL(input, other)
 
 
+@recorded_whole
 def relu(input: Tensor) -> Tensor:
     """max(input, 0), as `torch.relu`."""
     return _RELU(input)
 
 
+@recorded_whole
 def sigmoid(input: Tensor) -> Tensor:
     """1 / (1 + exp(-input)), as `torch.sigmoid`."""
     return _SIGMOID(input)
 
 
+@recorded_whole
 def tanh(input: Tensor) -> Tensor:
     """As `torch.tanh`."""
     return _TANH(input)
 
 
+@recorded_whole
 def silu(input: Tensor) -> Tensor:
     """input * sigmoid(input), as `torch.nn.functional.silu`."""
     return _SILU(input)
 
 
+@recorded_whole
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """As `torch.nn.functional.gelu`; approximate: "none" or "tanh".
 

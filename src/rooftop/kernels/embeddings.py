@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import by_formula, differentiable, differentiable_by_formula, operator
+from rooftop.launch.operators import (
+    by_formula,
+    differentiable,
+    differentiable_by_formula,
+    in_pytorch,
+    operator,
+)
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -132,6 +139,9 @@ def _(input: Tensor, weight: Tensor, padding: int) -> Tensor:
     return weight.new_empty((*input.shape, weight.shape[1]))
 
 
+in_pytorch("embedding", lambda input, weight, padding: torch.nn.functional.embedding(input, weight))
+
+
 @operator("embedding_backward")
 def _embedding_backward(dy: Tensor, input: Tensor, rows: int, padding: int) -> Tensor:
     return _backward(dy.reshape(input.numel(), dy.shape[-1]), input.reshape(-1), rows, padding)
@@ -191,6 +201,7 @@ def _backward_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def embedding(
     input: Tensor,
     weight: Tensor,

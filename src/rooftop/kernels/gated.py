@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import by_formula, differentiable, differentiable_by_formula, operator
+from rooftop.launch.operators import (
+    by_formula,
+    differentiable,
+    differentiable_by_formula,
+    in_pytorch,
+    operator,
+)
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -144,6 +151,9 @@ def _(gate: Tensor, up: Tensor | None) -> Tensor:
     return gate.new_empty(_halves(gate, up)[0].shape)
 
 
+in_pytorch("swiglu", lambda gate, up: swiglu_reference(*_halves(gate, up)))
+
+
 @operator("swiglu_backward")
 def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     dgate, dup = _gradients(gate, up)
@@ -200,6 +210,7 @@ def _backward_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) * up.
 

@@ -19,7 +19,8 @@ from rooftop.kernels.cuda_interpolations import (
 )
 from rooftop.kernels.softmaxes import ANY_BYTES
 from rooftop.kernels.tiles import unit
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
@@ -84,6 +85,9 @@ def _(features: Tensor, points: Tensor) -> Tensor:
     return features.new_empty(features.shape[0], features.shape[2])
 
 
+in_pytorch("trilinear_interpolate", trilinear_reference)
+
+
 @operator("trilinear_interpolate_backward")
 def _trilinear_backward(gradient: Tensor, features: Tensor, points: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor]:
     if _by_reference(features):
@@ -130,6 +134,7 @@ differentiable("trilinear_interpolate_backward", no_second_derivative("trilinear
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def trilinear_interpolate(features: Tensor, points: Tensor) -> Tensor:
     """Features at points within cells, from the features at the cells' corners.
 

@@ -35,7 +35,14 @@ from rooftop.kernels.losses import (
     total_of,
 )
 from rooftop.kernels.padded_rows import missing_columns, padded
-from rooftop.launch.operators import by_formula, differentiable, operator, without_autocast
+from rooftop.launch.operators import (
+    by_formula,
+    differentiable,
+    keeps_for_backward,
+    operator,
+    without_autocast,
+)
+from rooftop.launch.symbolic import recorded_whole
 
 # ---- chunks ----------------------------------------------------------------------------------------------------
 
@@ -58,7 +65,7 @@ def chunk_rows(rows: int, features: int) -> int:
 
 def _linear(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, terms: Terms, mean: bool, chunk: int,
-    wanted: list[bool],
+    wanted: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, dhidden, dweight, dbias, factor): gradients still have to be multiplied by `factor`."""
     check_targets(target, weight.shape[0], terms.ignore_index)
@@ -126,7 +133,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 @operator("linear_cross_entropy")
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[bool],
+    ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss (), gradients of hidden, weight and bias as `wanted` says, what they are still to be multiplied with)."""
     terms = Terms(class_weight, ignore_index, label_smoothing, z_loss)
@@ -136,7 +143,7 @@ def _linear_cross_entropy(
 @torch.library.register_fake("rooftop::linear_cross_entropy")
 def _(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[bool],
+    ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     wide = statistics_dtype(hidden.dtype)
     dhidden, dweight, dbias = (
@@ -149,12 +156,16 @@ def _(
 
 
 def _save_gradients(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    ctx.save_for_backward(*inputs[:5], *output[1:])
+    needed = [int(each) for each in ctx.needs_input_grad[:3]]  # type: ignore[attr-defined]
+    wanted = inputs[-1]
+    again = any(need and not made for need, made in zip(needed, wanted, strict=True))  # of a traced program
+    ctx.save_for_backward(*inputs[:5], *([] if again else output[1:]))
     ctx.terms, ctx.mean = inputs[5:8], inputs[8]  # type: ignore[attr-defined]
+    ctx.rest = (*inputs[5:-1], needed) if again else None  # type: ignore[attr-defined]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # no zeros for the gradients
     ctx.dtypes = [t.dtype if t is not None else None for t in inputs[:3]]  # type: ignore[attr-defined]
-    ctx.wanted = inputs[-1]  # type: ignore[attr-defined]
+    ctx.wanted = needed if again else wanted  # type: ignore[attr-defined]
 
 
 def _scale_gradients(
@@ -162,11 +173,14 @@ def _scale_gradients(
 ) -> tuple[Tensor | None, ...]:
     if dloss is None:
         return (None,) * 11
-    hidden, weight, bias, target, class_weight, *gradients, factor = ctx.saved_tensors  # type: ignore[attr-defined]
+    hidden, weight, bias, target, class_weight, *made = ctx.saved_tensors  # type: ignore[attr-defined]
     if torch.is_grad_enabled():  # create_graph: what forward made does not know how it depends on hidden and weight
         terms = Terms(class_weight, *ctx.terms)  # type: ignore[attr-defined]
-        made = _gradients_formula(dloss, hidden, weight, bias, target, terms, ctx.mean)  # type: ignore[attr-defined]
-        return (*(t if w else None for t, w in zip(made, ctx.wanted, strict=True)), *[None] * 8)  # type: ignore[attr-defined]
+        slopes = _gradients_formula(dloss, hidden, weight, bias, target, terms, ctx.mean)  # type: ignore[attr-defined]
+        return (*(t if w else None for t, w in zip(slopes, ctx.wanted, strict=True)), *[None] * 8)  # type: ignore[attr-defined]
+    if ctx.rest is not None:  # type: ignore[attr-defined]
+        made = _linear_cross_entropy(hidden, weight, bias, target, class_weight, *ctx.rest)[1:]  # type: ignore[attr-defined]
+    *gradients, factor = made
     factor = factor * dloss
     found = [
         scaled(gradient, factor).to(dtype) if wanted and dtype is not None else None
@@ -216,6 +230,7 @@ def _linear_cost(call: Call) -> Cost:
 # ---- public -----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -270,8 +285,7 @@ def linear_cross_entropy(
         raise ValueError("linear_cross_entropy: reduction must be 'mean' or 'sum': gradients are made in forward")
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"linear_cross_entropy: chunk_size must be a positive int, got {chunk_size!r}")
-    grad = torch.is_grad_enabled()
-    wanted = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    wanted = [int(keeps_for_backward(t)) for t in (hidden, weight, bias)]  # torch.jit.trace takes no list of bools
     chunk = chunk_size or chunk_rows(rows.shape[0], rows.shape[1])
     class_weight = class_weight.detach() if class_weight is not None else None
     numbers = (ignore_index, float(label_smoothing), float(z_loss))

@@ -34,10 +34,12 @@ from rooftop.launch.operators import (
     by_formula,
     differentiable,
     differentiable_by_formula,
+    keeps_for_backward,
     operator,
     transformed,
     without_autocast,
 )
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -475,6 +477,7 @@ def _scale_in_place_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -519,7 +522,6 @@ def cross_entropy(
         x = input.unsqueeze(0)
     else:
         x = input if input.dim() == 2 else input.movedim(1, -1).reshape(-1, input.shape[1])
-    needed = torch.is_grad_enabled() and input.requires_grad
     if fused is None:
         fused = reduction != "none" and input.dtype != torch.float16
     elif fused and reduction == "none":
@@ -527,7 +529,7 @@ def cross_entropy(
     numbers = (ignore_index, float(label_smoothing), float(z_loss))
     indices = target.reshape(-1)
     weight = weight.detach() if weight is not None else None
-    if fused and needed:
+    if fused and keeps_for_backward(input):
         return _cross_entropy_with_gradient(x, indices, weight, *numbers, reduction == "mean")[0].to(dtype)
     loss = _cross_entropy(x, indices, weight, *numbers, reduction)[0].to(dtype)
     return loss.reshape(target.shape) if reduction == "none" else loss

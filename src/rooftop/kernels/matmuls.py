@@ -13,7 +13,6 @@ rest), and `linear_act_plan` says what is taken and why; `matmul_launches.py` do
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,11 +21,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
+from rooftop.errors import did_you_mean
 from rooftop.kernels.autocasting import under_autocast
 from rooftop.kernels.matmul_launches import ACTIVATIONS, backward, forward
 from rooftop.kernels.matmul_tables import LinearPlan, plan_of
 from rooftop.kernels.padded_rows import LEAST_PADDED, missing_columns, padded
-from rooftop.launch.operators import by_formula, differentiable, differentiable_by_formula, operator, unwatched
+from rooftop.launch.operators import (
+    by_formula,
+    differentiable,
+    differentiable_by_formula,
+    in_pytorch,
+    keeps_for_backward,
+    operator,
+    unwatched,
+    without_autocast,
+)
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED
 
 OF_OUTPUT = ("relu", "sigmoid")  # the result says the derivative
@@ -82,14 +92,20 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 # ---- registration ----------------------------------------------------------------------------------------------
 
 
+def _by_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor]:
+    y, before = linear_act_reference(x, weight, bias, activation, residual)
+    return y, (before.clone() if before is y else before) if keep else x.new_empty(0)
+
+
 @operator("linear_act")
 def _linear_act(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
     plan = plan_of(x, weight, bias, activation, residual, keep)
     if plan.backend == "reference":
-        y, before = linear_act_reference(x, weight, bias, activation, residual)
-        return y, (before.clone() if before is y else before) if keep else x.new_empty(0)
+        return _by_reference(x, weight, bias, activation, residual, keep)
     return forward(plan, x, weight, bias, activation, residual, keep)
 
 
@@ -99,6 +115,9 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     shape = (x.shape[0], weight.shape[0])
     return x.new_empty(shape), x.new_empty(shape if keep else 0)
+
+
+in_pytorch("linear_act", _by_reference)
 
 
 @operator("linear_act_backward")
@@ -125,10 +144,10 @@ def _keeps(activation: str, residual: Tensor | None) -> bool:
 def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
     x, weight, bias, activation, residual, keep = inputs
     y, before = output
-    if _keeps(activation, residual) and not keep:
-        raise ValueError("rooftop::linear_act: its gradient needs what was activated: call it with keep=True")
-    ctx.activation, ctx.of_output = activation, not keep  # type: ignore[attr-defined]
-    ctx.save_for_backward(x, weight, bias, *([] if activation == "none" else [before if keep else y]))
+    needed = _keeps(activation, residual)
+    ctx.activation, ctx.of_output = activation, not needed and not keep  # type: ignore[attr-defined]
+    saved = None if activation == "none" or (needed and not keep) else before if keep else y
+    ctx.save_for_backward(x, weight, bias, saved)  # type: ignore[arg-type]
     ctx.mark_non_differentiable(before)
     ctx.set_materialize_grads(False)  # no zeros for what was activated
 
@@ -138,21 +157,30 @@ def _differentiate(
 ) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 6
-    x, weight, bias, *saved = ctx.saved_tensors  # type: ignore[attr-defined]
+    x, weight, bias, saved = ctx.saved_tensors  # type: ignore[attr-defined]
     for_x, for_weight, for_bias, _, for_residual, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
     activation, of_output = ctx.activation, ctx.of_output  # type: ignore[attr-defined]
     dz, dbias = dy, None
     if torch.is_grad_enabled():  # create_graph: what was saved does not know how it depends on x
-        if saved:
-            before = functional.linear(x, weight, bias)
+        if activation != "none":
+            before = _product(x, weight, bias)
             dz = linear_act_backward_reference(dy, before, activation, of_output=False).to(dy.dtype)
         dbias = dz.sum(0) if for_bias else None
-    elif for_bias or (saved and (for_x or for_weight)):
-        value = saved[0] if saved else dy
-        made, dbias = _linear_act_backward(dy, value, activation, of_output, for_bias)
-        dz = made if saved else dy
+    elif for_bias or (activation != "none" and (for_x or for_weight)):
+        if activation == "none":
+            saved = dy
+        elif saved is None:  # of a traced program
+            saved = _product(x, weight, bias)
+        made, dbias = _linear_act_backward(dy, saved, activation, of_output, for_bias)
+        dz = made if activation != "none" else dy
     dx, dweight = _products(dz, x if for_weight else None, weight if for_x else None)
     return dx, dweight, dbias if for_bias else None, None, dy if for_residual else None, None
+
+
+@without_autocast
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What is activated."""
+    return functional.linear(x, weight, bias)
 
 
 def _products(dz: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -212,6 +240,7 @@ def _backward_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def linear_act(
     input: Tensor,
     weight: Tensor,
@@ -244,7 +273,8 @@ def linear_act(
     tensors = (x, weight, bias, residual)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     added = residual.reshape(rows.shape[0], columns) if residual is not None else None
-    y = _linear_act(rows, weight, bias, activation, added, _keeps(activation, residual) and _differentiated(tensors))[0]
+    keep = _keeps(activation, residual) and keeps_for_backward(*tensors)
+    y = _linear_act(rows, weight, bias, activation, added, keep)[0]
     y = y.reshape(*x.shape[:-1], columns)
     return y if later is None else y + later
 
@@ -275,6 +305,7 @@ def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return found
 
 
+@recorded_whole
 def matmul(input: Tensor, other: Tensor) -> Tensor:
     """input @ other; shapes, broadcasting and results as of `torch.matmul`.
 
@@ -331,16 +362,12 @@ def linear_act_plan(
     x, weight, bias, residual, _ = _prepared("linear_act_plan", input, weight, bias, activation, residual)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     added = residual.reshape(rows.shape[0], weight.shape[0]) if residual is not None else None
-    keep = _keeps(activation, residual) and _differentiated((x, weight, bias, residual))
+    keep = _keeps(activation, residual) and keeps_for_backward(x, weight, bias, residual)
     return plan_of(rows, weight, bias, activation, added, keep)
 
 
 def _broadcast(a: torch.Size, b: torch.Size) -> bool:
     return all(m == n or 1 in (m, n) for m, n in zip(a[::-1], b[::-1], strict=False))
-
-
-def _differentiated(tensors: Sequence[Tensor | None]) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 Prepared = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -361,7 +388,10 @@ def _prepared(
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name}: input is on {x.device}, {argument} on {tensor.device}: move one to the other")
     if activation not in ACTIVATIONS:
-        raise ValueError(f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        raise ValueError(
+            f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+            f"{did_you_mean(activation, ACTIVATIONS)}"
+        )
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{name}: expected input (..., K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}"

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import no_tangents, operator
+from rooftop.launch.operators import in_pytorch, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 Pair = int | Sequence[int]
@@ -107,6 +108,9 @@ def _(
     return x.new_empty(shape).to(memory_format=_format_of(x))
 
 
+in_pytorch("max_pool2d", max_pool2d_reference)
+
+
 @cost_of("rooftop::max_pool2d")
 def _cost(call: Call) -> Cost:
     """A comparison for each element of each window. Reads what windows touch."""
@@ -122,6 +126,7 @@ def _cost(call: Call) -> Cost:
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+@recorded_whole
 def max_pool2d(
     input: Tensor, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0, dilation: Pair = 1
 ) -> Tensor:

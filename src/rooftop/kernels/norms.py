@@ -19,7 +19,14 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels import norm_launches
 from rooftop.kernels.autocasting import result_dtype
-from rooftop.launch.operators import by_formula, differentiable, differentiable_by_formula, operator
+from rooftop.launch.operators import (
+    by_formula,
+    differentiable,
+    differentiable_by_formula,
+    in_pytorch,
+    operator,
+)
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -141,6 +148,10 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) 
 @torch.library.register_fake("rooftop::rms_norm")
 def _(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], dtype=statistics_dtype(x))
+
+
+in_pytorch("layer_norm", layer_norm_reference)
+in_pytorch("rms_norm", rms_norm_reference)
 
 
 @operator("norm_backward")
@@ -321,6 +332,7 @@ def _backward_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -353,6 +365,7 @@ def layer_norm(
     return y.reshape(input.shape)  # type: ignore[no-any-return]
 
 
+@recorded_whole
 def rms_norm(
     input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.launch.operators import no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -259,6 +260,7 @@ def _cost(call: Call) -> Cost:
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+@recorded_whole
 def paged_attention(
     query: Tensor,
     keys: Tensor,

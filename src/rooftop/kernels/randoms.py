@@ -30,6 +30,7 @@ from rooftop.kernels.random_words import (
     words_reference,
 )
 from rooftop.launch.operators import differentiable, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -194,6 +195,8 @@ def _drop(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return y
+    if not sizes:
+        sizes, strides = [x.numel()], [1]
     grouped = _grouped(sizes, strides, offset)
     if _by_reference(x.dtype, x.device):
         values, results = x.view(-1), y.view(-1)
@@ -333,6 +336,7 @@ def _words_between(mean: float, std: float, low: float, high: float) -> tuple[in
 def _counter_dropout(
     x: Tensor, p: float, key: int, step: int, sizes: list[int], strides: list[int], offset: int, there: Tensor | None
 ) -> Tensor:
+    """`sizes` and `strides`: none of the whole tensor."""
     return _drop(x, p, key, step if there is None else there, sizes, strides, offset)
 
 
@@ -462,6 +466,7 @@ def _share_between(mean: float, std: float, low: float, high: float) -> float:
     return (math.erf((high - mean) / width) - math.erf((low - mean) / width)) / 2
 
 
+@recorded_whole
 def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, box: Box | None = None) -> Tensor:
     """x / (1 - p), with 0 in place of elements that are dropped with probability p, by key, step and place.
 
@@ -510,6 +515,8 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
             f"counter_dropout: x has shape {tuple(x.shape)}, the box has size {shape}: not as many elements"
         )
     no_tangents("counter_dropout", x, instead="x * counter_dropout(torch.ones_like(x), ...)")
+    if box is None:  # as large as x is, where a traced program runs
+        sizes, strides = [], []
     result: Tensor = _counter_dropout(x, float(p), key, number, sizes, strides, offset, there)
     return result
 

@@ -19,7 +19,14 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.autocasting import result_dtype
 from rooftop.kernels.reduction_launches import matrix_order, reduce_into, spread, view_of, viewed
-from rooftop.launch.operators import by_formula, differentiable, differentiable_by_formula, operator
+from rooftop.launch.operators import (
+    by_formula,
+    differentiable,
+    differentiable_by_formula,
+    in_pytorch,
+    operator,
+)
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, require_triton
 
 ORDERS = {"norm1": 1.0, "norm2": 2.0, "norm_inf": math.inf}
@@ -126,6 +133,9 @@ def _(x: Tensor, kind: str, dims: list[int], keepdim: bool, dtype: torch.dtype) 
     return x.new_empty(_result_shape(x, dims, keepdim), dtype=dtype)
 
 
+in_pytorch("reduce", reduce_reference)
+
+
 @operator("reduce_backward")
 def _reduce_backward(dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: list[int]) -> Tensor:
     return _backward(dy, x, y, kind, dims)
@@ -183,6 +193,7 @@ def _backward_cost(call: Call) -> Cost:
 Dims = int | Sequence[int] | None
 
 
+@recorded_whole
 def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """The sum over some dimensions or all, as `torch.sum`.
 
@@ -207,6 +218,7 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
     return _apply(_cast(input, result), "sum", dims, keepdim, result)
 
 
+@recorded_whole
 def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """The mean over some dimensions or all, as `torch.mean`; NaN of nothing.
 
@@ -217,6 +229,7 @@ def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch
     return _apply(_cast(input, result), "mean", _dims("mean", input, dim), keepdim, result)
 
 
+@recorded_whole
 def amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     """The maximum over some dimensions or all, as `torch.amax`: NaN where there is one.
 
@@ -228,11 +241,13 @@ def amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     return _extreme("amax", input, _dims("amax", input, dim), keepdim)
 
 
+@recorded_whole
 def amin(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     """The minimum over some dimensions or all, as `torch.amin`; see `amax`."""
     return _extreme("amin", input, _dims("amin", input, dim), keepdim)
 
 
+@recorded_whole
 def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """Where the maximum is along a dimension, or (None) in the flattened tensor, as `torch.argmax`.
 
@@ -250,11 +265,13 @@ def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tens
     return _extreme("argmax", input, _one_dim("argmax", input, dim), keepdim)
 
 
+@recorded_whole
 def argmin(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """Where the minimum is, as `torch.argmin`; see `argmax`."""
     return _extreme("argmin", input, _one_dim("argmin", input, dim), keepdim)
 
 
+@recorded_whole
 def norm(
     input: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:

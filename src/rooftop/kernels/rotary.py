@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import differentiable, no_tangents, operator
+from rooftop.launch.operators import differentiable, in_pytorch, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -163,6 +164,23 @@ def _(
     return _like(x), _like(other) if other is not None else x.new_empty(0)
 
 
+def _by_reference(
+    x: Tensor,
+    other: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    starts: Tensor | None,
+    offset: int,
+    interleaved: bool,
+    conjugate: bool,
+) -> tuple[Tensor, Tensor]:
+    tables = (cos, sin, starts, offset, interleaved, conjugate)
+    return rope_reference(x, *tables), x.new_empty(0) if other is None else rope_reference(other, *tables)
+
+
+in_pytorch("rope", _by_reference)
+
+
 @operator("rope_", mutates=("x", "other"))
 def _rope_in_place(
     x: Tensor, other: Tensor | None, cos: Tensor, sin: Tensor, starts: Tensor | None, offset: int, interleaved: bool
@@ -219,6 +237,7 @@ def _moved(call: Call, written: list[Tensor]) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def rope(
     x: Tensor,
     cos: Tensor,
@@ -252,6 +271,7 @@ def rope(
     return _apply("rope", (x,), cos, sin, interleaved, offset, inplace)[0]
 
 
+@recorded_whole
 def rope_pair(
     query: Tensor,
     key: Tensor,

@@ -21,7 +21,14 @@ from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels import cuda_softmaxes as clusters
 from rooftop.kernels.autocasting import result_dtype
 from rooftop.kernels.tiles import merged, rows_of, unit
-from rooftop.launch.operators import by_formula, differentiable, differentiable_by_formula, operator
+from rooftop.launch.operators import (
+    by_formula,
+    differentiable,
+    differentiable_by_formula,
+    in_pytorch,
+    operator,
+)
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -228,6 +235,9 @@ def _(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtyp
     return x.new_empty(x.shape, dtype=dtype)
 
 
+in_pytorch("softmax", softmax_reference)
+
+
 @operator("softmax_backward")
 def _softmax_backward(
     dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype
@@ -284,6 +294,7 @@ def _backward_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def softmax(
     input: Tensor,
     dim: int = -1,
@@ -316,6 +327,7 @@ def softmax(
     return _along("softmax", input, dim, dtype, mask, scale)
 
 
+@recorded_whole
 def log_softmax(
     input: Tensor,
     dim: int = -1,

@@ -43,6 +43,7 @@ from rooftop.launch.operators import (
     operator,
     without_autocast,
 )
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -298,6 +299,7 @@ def _add(flops: dict[str, int], precision: str, more: int) -> None:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def sparse_conv(
     features: Tensor,
     weight: Tensor,

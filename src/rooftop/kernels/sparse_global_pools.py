@@ -20,6 +20,7 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.sparse_pools import check_features
 from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -193,6 +194,7 @@ def _backward_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> Tensor:
     """The maximum of each batch element's sites, channel by channel.
 
@@ -215,6 +217,7 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
     return _pooled(features, batch, batch_size, average=False)
 
 
+@recorded_whole
 def sparse_global_avg_pool(features: Tensor, batch: Tensor, batch_size: int) -> Tensor:
     """The mean of each batch element's sites.
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.neighbour_tables import check_neighbours, check_reverse
 from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -264,6 +265,7 @@ def _backward_cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None = None) -> Tensor:
     """The maximum of each result's neighbours, channel by channel.
 
@@ -287,6 +289,7 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
     return _pooled(features, neighbours, reverse, average=False)
 
 
+@recorded_whole
 def sparse_avg_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None = None) -> Tensor:
     """The mean of each result's neighbours: their sum by how many there are, not by the size of the window.
 

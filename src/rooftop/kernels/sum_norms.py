@@ -31,7 +31,8 @@ from rooftop.kernels.norms import (
     statistics_dtype,
     unit_columns,
 )
-from rooftop.launch.operators import by_formula, differentiable, operator
+from rooftop.launch.operators import by_formula, differentiable, in_pytorch, operator
+from rooftop.launch.symbolic import recorded_whole
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -53,10 +54,24 @@ def add_layer_norm_reference(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, total, mean, rstd) of rows x (M, N) in plain PyTorch."""
+    """(y, total, mean, rstd) of rows x (M, N) in plain PyTorch; total is empty where nothing is added."""
     total = add_reference(x, residual, input_bias)
     y, mean, rstd = layer_norm_reference(total, weight, bias, eps, dtype)
-    return y, total, mean, rstd
+    return y, total if adds(residual, input_bias) else x.new_empty(0), mean, rstd
+
+
+def add_rms_norm_reference(
+    x: Tensor,
+    residual: Tensor | None,
+    input_bias: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, total, rstd), likewise."""
+    total = add_reference(x, residual, input_bias)
+    y, rstd = rms_norm_reference(total, weight, eps, dtype)
+    return y, total if adds(residual, input_bias) else x.new_empty(0), rstd
 
 
 # ---- registration ----------------------------------------------------------------------------------------------
@@ -79,8 +94,7 @@ def _add_layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, total, mean, rstd); total is empty where nothing is added."""
     if runs_reference(x):
-        y, total, mean, rstd = add_layer_norm_reference(x, residual, input_bias, weight, bias, eps, dtype)
-        return y, total if adds(residual, input_bias) else x.new_empty(0), mean, rstd
+        return add_layer_norm_reference(x, residual, input_bias, weight, bias, eps, dtype)
     residual = unit_columns(residual) if residual is not None else None
     parameters = contiguous(input_bias), contiguous(weight), contiguous(bias)
     y, written, average, rstd = norm_launches.forward(unit_columns(x), residual, *parameters, eps, False, dtype)
@@ -115,9 +129,7 @@ def _add_rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, total, rstd), likewise."""
     if runs_reference(x):
-        total = add_reference(x, residual, input_bias)
-        y, rstd = rms_norm_reference(total, weight, eps, dtype)
-        return y, total if adds(residual, input_bias) else x.new_empty(0), rstd
+        return add_rms_norm_reference(x, residual, input_bias, weight, eps, dtype)
     residual = unit_columns(residual) if residual is not None else None
     parameters = contiguous(input_bias), contiguous(weight), None
     y, written, _, rstd = norm_launches.forward(unit_columns(x), residual, *parameters, eps, True, dtype)
@@ -135,6 +147,10 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = x.new_empty(x.shape if adds(residual, input_bias) else 0)
     return x.new_empty(x.shape, dtype=dtype), total, x.new_empty(x.shape[0], dtype=statistics_dtype(x))
+
+
+in_pytorch("add_layer_norm", add_layer_norm_reference)
+in_pytorch("add_rms_norm", add_rms_norm_reference)
 
 
 def save_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -237,6 +253,7 @@ def _cost(call: Call) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def add_layer_norm(
     input: Tensor,
     residual: Tensor | None,
@@ -270,6 +287,7 @@ def add_layer_norm(
     return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input
 
 
+@recorded_whole
 def add_rms_norm(
     input: Tensor,
     residual: Tensor | None,

@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator, without_autocast
+from rooftop.launch.operators import (
+    differentiable,
+    in_pytorch,
+    no_second_derivative,
+    no_tangents,
+    operator,
+    without_autocast,
+)
+from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 MASKED = -100.0  # what the origin adds where parts are no neighbours: nearly, not exactly, nothing
@@ -105,8 +113,9 @@ def _cut(x: Tensor, padding: Tensor | None, window: Sequence[int], shift: Sequen
     down, across = _windows(x, window)
     padded = torch.nn.functional.pad(x, (0, 0, 0, across * window[1] - width, 0, down * window[0] - height))
     if padding is not None:
-        padded[:, height:] = padding.to(x.dtype)
-        padded[:, :height, width:] = padding.to(x.dtype)
+        rows = torch.arange(padded.shape[1], device=x.device) < height
+        columns = torch.arange(padded.shape[2], device=x.device) < width
+        padded = torch.where((rows[:, None] & columns)[..., None], padded, padding.to(x.dtype))
     rolled = padded.roll((-shift[0], -shift[1]), (1, 2)).unflatten(2, (across, window[1]))
     cut = rolled.unflatten(1, (down, window[0])).transpose(2, 3)  # (B, down, across, window, window, channels)
     return cut.reshape(batch, down * across, window[0] * window[1], channels)
@@ -234,6 +243,16 @@ class Sizes:
         return self.heads, self.window, self.shift, self.scale
 
 
+def _sizes(x: Tensor, heads: int, window: Sequence[int], shift: Sequence[int], scale: float) -> Sizes:
+    """Of a call of the operator, which may be traced at one size of the map and run at another."""
+    return Sizes(heads, window, _moved(x, window, shift), scale)
+
+
+def _moved(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> list[int]:
+    """How far the map is shifted: not at all where one window covers it."""
+    return [s if size > w else 0 for s, size, w in zip(shift, x.shape[1:3], window, strict=True)]
+
+
 def _config(table: Sequence[Config], x: Tensor, sizes: Sizes) -> Config | None:
     """None: by the reference."""
     if x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED):
@@ -314,7 +333,7 @@ def _window_attention(
     shift: Sequence[int],
     scale: float,
 ) -> Tensor:
-    return _forward(query_key_value, bias, padding, cosine_scale, Sizes(heads, window, shift, scale))
+    return _forward(query_key_value, bias, padding, cosine_scale, _sizes(query_key_value, heads, window, shift, scale))
 
 
 @torch.library.register_fake("rooftop::window_attention")
@@ -331,6 +350,23 @@ def _(
     return query_key_value.new_empty((*query_key_value.shape[:3], query_key_value.shape[3] // 3))
 
 
+def _by_reference(
+    query_key_value: Tensor,
+    bias: Tensor,
+    padding: Tensor | None,
+    cosine_scale: Tensor | None,
+    heads: int,
+    window: Sequence[int],
+    shift: Sequence[int],
+    scale: float,
+) -> Tensor:
+    sizes = _sizes(query_key_value, heads, window, shift, scale)
+    return window_attention_reference(query_key_value, bias, padding, cosine_scale, *sizes.all)
+
+
+in_pytorch("window_attention", _by_reference)
+
+
 @operator("window_attention_backward")
 def _window_attention_backward(
     dout: Tensor,
@@ -343,7 +379,9 @@ def _window_attention_backward(
     shift: Sequence[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _backward(dout, query_key_value, bias, padding, cosine_scale, Sizes(heads, window, shift, scale))
+    return _backward(
+        dout, query_key_value, bias, padding, cosine_scale, _sizes(query_key_value, heads, window, shift, scale)
+    )
 
 
 @torch.library.register_fake("rooftop::window_attention_backward")
@@ -386,7 +424,7 @@ def _forward_cost(call: Call) -> Cost:
     Cosine attention: 3 operations for each element of queries and keys, and the scale of its head for each pair.
     """
     cosine = call["cosine_scale"] is not None
-    flops = _flops(call, 2, 6 + any(call["shift"]) + cosine, 6 * cosine)
+    flops = _flops(call, 2, 6 + _is_shifted(call) + cosine, 6 * cosine)
     return Cost(distinct_bytes([call[name] for name in INPUTS]), distinct_bytes([call.out]), flops)
 
 
@@ -397,7 +435,7 @@ def _backward_cost(call: Call) -> Cost:
     Cosine attention: 5 more operations for each element of queries and keys, and 3 more for each pair.
     """
     cosine = call["cosine_scale"] is not None
-    flops = _flops(call, 5, 8 + any(call["shift"]) + 4 * cosine, 16 * cosine)
+    flops = _flops(call, 5, 8 + _is_shifted(call) + 4 * cosine, 16 * cosine)
     read = [call["dout"], *(call[name] for name in INPUTS)]
     given = (call["padding"] is not None, cosine)
     written = [*call.out[:2], *(each for each, is_given in zip(call.out[2:], given, strict=True) if is_given)]
@@ -405,6 +443,10 @@ def _backward_cost(call: Call) -> Cost:
 
 
 INPUTS = ("query_key_value", "bias", "padding", "cosine_scale")
+
+
+def _is_shifted(call: Call) -> bool:
+    return any(_moved(call["query_key_value"], call["window"], call["shift"]))
 
 
 def _flops(call: Call, products: int, of_pair: int, of_element: int) -> dict[str, int]:
@@ -422,6 +464,7 @@ def _flops(call: Call, products: int, of_pair: int, of_element: int) -> dict[str
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@recorded_whole
 def window_attention(
     query_key_value: Tensor,
     bias: Tensor,
@@ -470,13 +513,12 @@ def window_attention(
     device = query_key_value.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and query_key_value.dtype != torch.float64:
         query_key_value = query_key_value.to(torch.get_autocast_dtype(device))
-    sizes = query_key_value.shape[1:3]
-    moved = [s if size > w else 0 for s, size, w in zip(shift, sizes, window, strict=True)]
     factor = float(scale) if scale is not None else 1 / math.sqrt(max(1, query_key_value.shape[3] // (3 * heads)))
     tensors = (query_key_value, bias, padding, cosine_scale)
     if dropout > 0:
+        moved = _moved(query_key_value, window, shift)
         return window_attention_reference(*tensors, heads, window, moved, factor, dropout)
-    result: Tensor = _window_attention(*tensors, heads, list(window), moved, factor)
+    result: Tensor = _window_attention(*tensors, heads, list(window), list(shift), factor)
     return result
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Cost
+from rooftop.errors import did_you_mean
 from rooftop.hardware import Ceilings
 from rooftop.launch import cuda
 from rooftop.launch.triton_launch import INTERPRETED
@@ -113,7 +114,7 @@ def build(name: str, size: int | None = None, device: torch.device | str | None 
         ValueError: no such ladder, or a size that it cannot have.
     """
     if name not in LADDERS:
-        raise ValueError(f"no ladder {name!r}: expected one of {', '.join(LADDERS)}")
+        raise ValueError(f"no ladder {name!r}: expected one of {', '.join(LADDERS)}{did_you_mean(name, LADDERS)}")
     entry = LADDERS[name]
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     size = (entry.size if where.type == "cuda" else entry.small) if size is None else size

@@ -162,6 +162,27 @@ def _gradients_of(
     return dict(zip(places, found, strict=True))
 
 
+def in_pytorch(name: str, function: Callable[..., Any]) -> None:
+    """Say what the operator of that name computes in PyTorch's own operators, on any device: its decomposition.
+
+    `torch.onnx.export` finds it, and so does `ExportedProgram.run_decompositions` with `decompositions()`. The results
+    have the shapes and dtypes of the operator's.
+    """
+    overload = getattr(torch.ops.rooftop, name).default
+    _decompositions[overload] = function
+    torch._decomp.decomposition_table[overload] = function
+    torch._decomp.meta_table[overload] = function  # FakeTensor then takes the operator's fake, which has its strides
+
+
+def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """What operators of Rooftop compute in PyTorch's own operators, for `ExportedProgram.run_decompositions`.
+
+    The program that comes of it runs without Rooftop, and by none of its kernels. Of operators for points, pages and
+    random numbers there is nothing.
+    """
+    return dict(_decompositions)
+
+
 def _recording(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """A function that autograd records, with these as the methods of `torch.autograd.Function`."""
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -204,6 +225,7 @@ def _recording_lists(name: str, forward: Callable[..., Any], backward: Callable[
 
 _formulas: dict[str, Callable[..., Any]] = {}  # what computes the same by PyTorch's own operators, by name
 _functions: dict[str, Callable[..., Any]] = {}  # what computes an operator, by name
+_decompositions: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 _recorded: dict[str, Callable[..., Any]] = {}  # the same, for autograd to differentiate
 _PLAIN = (Tensor, torch.nn.Parameter)
 _LISTS = (list, tuple)
@@ -287,6 +309,20 @@ def _require_grad(arguments: Sequence[Any]) -> bool:
         elif isinstance(argument, _LISTS) and _require_grad(argument):
             return True
     return False
+
+
+def keeps_for_backward(*tensors: Tensor | None) -> bool:
+    """Whether forward is to keep what backward needs: autograd watches one of the tensors, and no tracer the call.
+
+    A traced program (torch.jit.trace, torch.export, make_fx) runs with gradients and without, whatever was on while it
+    was traced. So its forward keeps nothing, and its backward computes that again. torch.compile compiles anew.
+    """
+    if not torch.is_grad_enabled() or not _require_grad(tensors):
+        return False
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    traced = torch._C._get_tracing_state() is not None  # by torch.jit
+    return not traced and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
 
 
 def no_second_derivative(name: str, instead: str | None = None) -> Callable[..., Any]:

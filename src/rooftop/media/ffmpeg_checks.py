@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from rooftop.errors import InputError, MissingExtraError
+from rooftop.errors import InputError, MissingExtraError, did_you_mean
 from rooftop.hardware.gpu_findings import ask_driver
 from rooftop.media.ffmpeg_packages import install_command
 from rooftop.media.ffmpeg_trials import CODECS, FILTERS, Codec, FFmpegAbility, Trials
@@ -75,7 +75,9 @@ def ffmpeg_abilities(
     version, configuration = identity(path, timeout_s)
     names = dict.fromkeys(codec.name for codec in CODECS)
     if unknown := [name for name in codecs or () if name not in names]:
-        raise InputError(f"codec {unknown[0]!r} is not known: expected some of {', '.join(names)}")
+        raise InputError(
+            f"codec {unknown[0]!r} is not known: expected some of {', '.join(names)}{did_you_mean(unknown[0], names)}"
+        )
     driver, gpus = _gpus()
     chosen = [codec for codec in CODECS if codecs is None or codec.name in codecs]
     with closing(Trials(path, version, timeout_s)) as trials:

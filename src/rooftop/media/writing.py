@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rooftop.errors import InputError
+from rooftop.errors import InputError, did_you_mean
 from rooftop.media.colours import CODES, WEIGHTS, Colours, rgb_to_yuv, usual_matrix
 from rooftop.media.errors import VideoWriteError
 from rooftop.media.nvenc import ENCODER, OTHERWISE, why_no_nvenc
@@ -97,7 +97,9 @@ class VideoWriter:
         if not 0 < fps < float("inf"):
             raise InputError(f"fps={fps}: expected a number above 0")
         if matrix is not None and matrix not in WEIGHTS:
-            raise InputError(f"matrix {matrix!r} is not known: expected one of {', '.join(WEIGHTS)}")
+            raise InputError(
+                f"matrix {matrix!r} is not known: expected one of {', '.join(WEIGHTS)}{did_you_mean(matrix, WEIGHTS)}"
+            )
         self.fps = Fraction(fps).limit_denominator(1001)
         self.codec, self.matrix, self.full_range, self.pad = codec, matrix, full_range, pad
         self.bit_rate_bps, self.options, self.cut_sound = bit_rate_bps, dict(options or {}), cut_sound

@@ -26,9 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rooftop.errors import did_you_mean
 from rooftop.kernels import conv_lstm_gates, conv_lstm_sequence
 from rooftop.kernels.conv_lstm_sequences import recurrent_convolution
 from rooftop.kernels.conv_lstms import ACTIVATIONS
+from rooftop.launch.symbolic import module_recorded_whole, refuse_proxies
 
 Pair = tuple[int, int]
 States = tuple[Tensor, Tensor]
@@ -136,6 +138,7 @@ class ConvLSTM2D(nn.Module):
         names = (*shapes, "activation", "recurrent_activation", "return_sequences")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
+    @module_recorded_whole
     def forward(
         self, x: Tensor, initial_state: Sequence[Tensor] | None = None, mask: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
@@ -371,7 +374,9 @@ def _positive(name: str, value: int) -> int:
 
 def _one_of(name: str, value: Any, names: Sequence[str]) -> str:
     if value not in names:
-        raise ValueError(f"ConvLSTM2D: {name} must be one of {', '.join(names)}; got {value!r}")
+        raise ValueError(
+            f"ConvLSTM2D: {name} must be one of {', '.join(names)}; got {value!r}{did_you_mean(value, names)}"
+        )
     return str(value)
 
 
@@ -448,6 +453,7 @@ class NextFrameNetwork(nn.Module):
         Args:
             x: (N, T, H, W, C), or (N, T, C, H, W) with channels_first.
         """
+        refuse_proxies(self, x)
         return self.logits(x).sigmoid()
 
     def logits(self, x: Tensor, ahead: bool = True) -> Tensor:

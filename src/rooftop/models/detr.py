@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rooftop.launch.symbolic import refuse_proxies
 from rooftop.models.detr_weights import load_detr_weights
 from rooftop.models.resnet import BasicBlock, Bottleneck, Norm, ResNet
 from rooftop.models.weights import load_into, options_of, read_weights, weights_file
@@ -383,6 +384,7 @@ class Detr(nn.Module):
         Raises:
             ValueError: zero images, other shapes or dtypes, a mask beside a list or of another shape or dtype.
         """
+        refuse_proxies(self, images)
         if isinstance(images, Tensor):
             batch = images
         elif padding is None:

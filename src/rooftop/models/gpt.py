@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rooftop.errors import WeightsError
+from rooftop.launch.symbolic import refuse_proxies
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.nn import Embedding, LayerNorm, RMSNorm
 from rooftop.nn.norms import norm_of_sum
@@ -412,6 +413,7 @@ class Gpt(nn.Module):
             TypeError, ValueError: an input of another shape or dtype, more positions than the model has, targets for a
                 stage without the head; and what `Cache` and `linear_cross_entropy` refuse.
         """
+        refuse_proxies(self, input)
         self._check(input, targets, positions, cache)
         if positions is None:
             start = cache.length if cache is not None else 0

@@ -13,12 +13,11 @@ al. 2023, "CodeGeeX: A Pre-Trained Model for Code Generation with Multilingual B
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rooftop.errors import TargetError, WeightsError
+from rooftop.errors import TargetError, WeightsError, did_you_mean
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.rope_scaling import hugging_face_rope, scaling_of
 
@@ -83,9 +82,8 @@ def gpt_config(name: str) -> GptConfig:
         TargetError: there is none of that name; the message has those that come close.
     """
     if name not in PRESETS:
-        close = difflib.get_close_matches(str(name), PRESETS, n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(PRESETS)}"
-        raise TargetError(f"{name!r} is no model of text: {hint}")
+        there_are = f"there are {', '.join(PRESETS)}"
+        raise TargetError(f"{name!r} is no model of text{did_you_mean(name, PRESETS)}: {there_are}")
     return PRESETS[name]
 
 

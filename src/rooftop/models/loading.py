@@ -9,7 +9,6 @@ place.
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftop.errors import TargetError, WeightsError
+from rooftop.errors import TargetError, WeightsError, did_you_mean
 from rooftop.models.checkpoint_contents import Contents
 from rooftop.models.conv_lstm import NextFrameNetwork, colour_next_frame_network, next_frame_network
 from rooftop.models.detr import Detr, detr_resnet50, detr_resnet101
@@ -115,9 +114,8 @@ def _builder(name: str) -> Callable[..., nn.Module]:
     builders = {key: entry.build for key, entry in builtin_models().items()}
     builders.update({build.__name__: build for build in UNREGISTERED})
     if name not in builders:
-        close = difflib.get_close_matches(str(name), builders, n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(builders)}"
-        raise TargetError(f"{name!r} is no built-in model: {hint}")
+        there_are = f"there are {', '.join(builders)}"
+        raise TargetError(f"{name!r} is no built-in model{did_you_mean(name, builders)}: {there_are}")
     return builders[name]
 
 

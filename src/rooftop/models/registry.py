@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import nn
 
-from rooftop.errors import TargetError
+from rooftop.errors import TargetError, nearest
 
 Build = TypeVar("Build", bound=Callable[..., nn.Module])
 
@@ -46,7 +45,7 @@ def model_entry(name: str) -> ModelEntry:
     if name not in _entries:
         package, _, attribute = name.rpartition(".")
         others = [f"{package}:{attribute}"] if package else list(_entries)
-        meant = difflib.get_close_matches(name, _entries, n=3) or others
+        meant = nearest(name, _entries) or others
         raise TargetError(
             f"{name!r} is no built-in model (did you mean {', '.join(meant)}?) "
             "and not package.module:callable, e.g. my_pkg.net:build"

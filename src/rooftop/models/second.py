@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rooftop.errors import WeightsError
+from rooftop.launch.symbolic import refuse_proxies
 from rooftop.sparse import SparseConv3d, SparseConvTensor, SparseSequential, SubMConv3d
 
 PREFIX = "backbone_3d."  # of its keys in a detector of OpenPCDet
@@ -52,6 +53,7 @@ class SecondBackbone(nn.Module):
         Raises:
             ValueError: the grid is too small.
         """
+        refuse_proxies(self, x)
         dense = self.stages(x)[-1].dense()  # (B, 128, d, h, w)
         return dense.flatten(1, 2)
 

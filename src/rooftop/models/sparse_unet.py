@@ -19,6 +19,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from rooftop.launch.symbolic import refuse_proxies
 from rooftop.sparse import SparseConv3d, SparseConvTensor, SparseInverseConv3d, SparseSequential, SubMConv3d
 
 LEVELS = 4  # that a MinkUNet goes down
@@ -56,6 +57,7 @@ class UShape(nn.Module):
         Raises:
             TypeError, ValueError: no `SparseConvTensor`, or another number of dimensions or channels.
         """
+        refuse_proxies(self, x)
         if not isinstance(x, SparseConvTensor):
             raise TypeError(f"{type(self).__name__} takes a rooftop.sparse.SparseConvTensor, got {type(x).__name__}")
         levels = [self.stem(enlarged(x, self.multiple))]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.kernels import window_attention
+from rooftop.launch.symbolic import proxy_in, recorded_whole
 from rooftop.models.registry import register
 from rooftop.models.weights import load_weights
 from rooftop.nn import LayerNorm, LinearAct
@@ -47,6 +48,14 @@ class Permute(nn.Module):
         return x.permute(self.dims)
 
 
+class GlobalAverage(nn.AdaptiveAvgPool2d):
+    """(B, C, H, W) -> (B, C, 1, 1): the same mean. Of channels last torch's gives it other strides, for which ONNX has
+    no operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3), keepdim=True)
+
+
 class StochasticDepth(nn.Module):
     """While training, zero for an image with probability p, and else divided by 1 - p (Huang et al. 2016).
 
@@ -61,13 +70,19 @@ class StochasticDepth(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return x
-        kept = x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(1 - self.p)
-        return x * (kept.div_(1 - self.p) if self.p < 1 else kept)
+        return stochastic_depth(x, self.p, self.training)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
+
+
+@recorded_whole
+def stochastic_depth(x: Tensor, p: float, training: bool) -> Tensor:
+    """As the module says. torch.fx records it in both modes, so that nodes have the same names in both."""
+    if not training or p == 0:
+        return x
+    kept = x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(1 - p)
+    return x * (kept.div_(1 - p) if p < 1 else kept)
 
 
 class PatchMerging(nn.Module):
@@ -98,11 +113,16 @@ class PatchMergingV2(PatchMerging):
         return self.norm(self.reduction(gathered(x)))
 
 
+@recorded_whole
 def gathered(x: Tensor) -> Tensor:
     """Of each 2x2 positions, by column and then by row, all channels: (B, H, W, C) -> (B, H / 2, W / 2, 4 C)."""
-    if x.shape[1] % 2 or x.shape[2] % 2:
-        x = nn.functional.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
-    return torch.cat([x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)], -1)
+    batch, height, width, channels = x.shape
+    down, across = (height + 1) // 2, (width + 1) // 2
+    traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None  # for sizes of any kind
+    if traced or 2 * down > height or 2 * across > width:
+        x = nn.functional.pad(x, (0, 0, 0, 2 * across - width, 0, 2 * down - height))
+    squares = x.reshape(batch, down, 2, across, 2, channels)
+    return squares.permute(0, 1, 3, 4, 2, 5).reshape(batch, down, across, 4 * channels)
 
 
 class ShiftedWindowAttention(nn.Module):
@@ -291,10 +311,11 @@ class SwinBlockV2(SwinBlock):
 
 class Stage(nn.Sequential):
     """Blocks one after another. The last sum of a `SwinBlock` and the first norm of the next one are one kernel, unless
-    someone watches the blocks or has put others there."""
+    someone watches the blocks or has put others there, or torch.fx traces them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(self) == 0 or not all(is_plain(block, SwinBlock) for block in self):
+        watched = proxy_in((x,)) is not None or not all(is_plain(block, SwinBlock) for block in self)
+        if watched or len(self) == 0:
             return super().forward(x)
         branch, (*earlier, last) = None, self
         for block in earlier:
@@ -368,7 +389,7 @@ class SwinTransformer(nn.Module):
         self.features = nn.Sequential(*layers)
         self.norm = norm(channels)
         self.permute = Permute((0, 3, 1, 2))
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.avgpool = GlobalAverage(1)
         self.flatten = nn.Flatten(1)
         self.head = nn.Linear(channels, num_classes)
         for module in self.modules():

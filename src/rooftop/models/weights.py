@@ -11,7 +11,6 @@ as file:///...
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import warnings
@@ -24,7 +23,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from rooftop.errors import InputError, MissingExtraError, WeightsError
+from rooftop.errors import InputError, MissingExtraError, WeightsError, did_you_mean
 from rooftop.models.checkpoint_contents import Contents, weights_in
 from rooftop.models.downloads import download, sha256_of
 from rooftop.models.images import Preprocessing
@@ -283,8 +282,7 @@ def _existing(builder: str, weights: str | Path) -> Path:
     if path.is_file():
         return path
     names = ["DEFAULT", *WEIGHTS[builder]] if builder in WEIGHTS else []
-    close = difflib.get_close_matches(str(weights), names, n=1, cutoff=0.5)
     problem = "is a folder" if path.is_dir() else "is neither a file here nor the name of published weights"
-    hint = f" (did you mean {close[0]}?)" if close else ""
+    hint = did_you_mean(weights, names)
     has = f"{builder} has {', '.join(names)}, or give a file" if names else f"{builder} has none of these: give a file"
     raise InputError(f"weights {str(weights)!r} {problem}{hint}; {has}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rooftop.errors import did_you_mean
 from rooftop.kernels import linear_act
 from rooftop.kernels.matmul_launches import ACTIVATIONS
 
@@ -23,7 +24,10 @@ class LinearAct(torch.nn.Linear):
     ) -> None:
         """Arguments as of `torch.nn.Linear` and `linear_act`; another activation raises ValueError."""
         if activation not in ACTIVATIONS:
-            raise ValueError(f"LinearAct: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+            raise ValueError(
+                f"LinearAct: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+                f"{did_you_mean(activation, ACTIVATIONS)}"
+            )
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rooftop.kernels import cross_entropy
+from rooftop.launch.symbolic import recorded_whole
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -28,16 +31,19 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """input (N, V), (V,) or (N, V, ...), target (N,), () or (N, ...); () or, not reduced, like target."""
-        if isinstance(target, Tensor) and target.is_floating_point() and self.z_loss == 0.0:
-            return super().forward(input, target)
-        if isinstance(target, Tensor) and target.dtype == torch.uint8:  # which PyTorch takes
-            target = target.long()
-        return cross_entropy(
-            input,
-            target,
-            self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-        )
+        options = {
+            "ignore_index": self.ignore_index,
+            "reduction": self.reduction,
+            "label_smoothing": self.label_smoothing,
+        }
+        return loss_of(input, target, self.weight, self.z_loss, **options)
+
+
+@recorded_whole
+def loss_of(input: Tensor, target: Tensor, weight: Tensor | None, z_loss: float, **options: Any) -> Tensor:
+    """What the module computes; by PyTorch where the target is class probabilities."""
+    if isinstance(target, Tensor) and target.is_floating_point() and z_loss == 0.0:
+        return torch.nn.functional.cross_entropy(input, target, weight, **options)
+    if isinstance(target, Tensor) and target.dtype == torch.uint8:  # which PyTorch takes
+        target = target.long()
+    return cross_entropy(input, target, weight, z_loss=z_loss, **options)

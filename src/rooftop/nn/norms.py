@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from rooftop.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from rooftop.launch.symbolic import proxy_in, recorded_whole
 from rooftop.nn.hooks import is_plain
 
 
@@ -18,7 +21,7 @@ class LayerNorm(torch.nn.LayerNorm):
         With a residual, like input: the norm of their sum and the sum, by `rooftop.kernels.add_layer_norm`.
         """
         parameters = (self.normalized_shape, self.weight, self.bias, self.eps)
-        return layer_norm(input, *parameters) if residual is None else add_layer_norm(input, residual, *parameters)
+        return layer_norm(input, *parameters) if residual is None else layer_norm_of(input, residual, *parameters)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -30,17 +33,30 @@ class RMSNorm(torch.nn.RMSNorm):
         With a residual, like input: the norm of their sum and the sum, by `rooftop.kernels.add_rms_norm`.
         """
         parameters = (self.normalized_shape, self.weight, self.eps)
-        return rms_norm(input, *parameters) if residual is None else add_rms_norm(input, residual, *parameters)
+        return rms_norm(input, *parameters) if residual is None else rms_norm_of(input, residual, *parameters)
+
+
+@recorded_whole
+def layer_norm_of(input: Tensor, residual: Tensor | None, *parameters: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """What the module computes. torch.fx does not know whether there will be a residual where it traces the module
+    alone."""
+    return layer_norm(input, *parameters) if residual is None else add_layer_norm(input, residual, *parameters)
+
+
+@recorded_whole
+def rms_norm_of(input: Tensor, residual: Tensor | None, *parameters: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """The same of an RMS norm."""
+    return rms_norm(input, *parameters) if residual is None else add_rms_norm(input, residual, *parameters)
 
 
 def norm_of_sum(norm: nn.Module, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """(norm(input + residual), input + residual), of any norm; in one kernel if it is one of the above without
-    hooks.
+    hooks and torch.fx does not trace it, which gives each module's result by its name.
 
     Args:
         input, residual: of one shape; the sum has the dtype that PyTorch gives it.
     """
-    if not (is_plain(norm, LayerNorm) or is_plain(norm, RMSNorm)):
+    if proxy_in((input, residual)) is not None or not (is_plain(norm, LayerNorm) or is_plain(norm, RMSNorm)):
         total = input + residual
         return norm(total), total
     if input.dtype != residual.dtype:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rooftop.errors import did_you_mean
 from rooftop.nn.embeddings import Embedding
 from rooftop.nn.losses import CrossEntropyLoss
 from rooftop.nn.norms import LayerNorm, RMSNorm
@@ -88,7 +89,8 @@ def _listed(only: Iterable[str] | None, kinds: list[str]) -> list[str]:
     wanted = None if isinstance(only, str) or not isinstance(only, Iterable) else list(only)
     if wanted is None or any(each not in kinds for each in wanted):
         given = only if wanted is None else wanted
-        raise ValueError(f"replace: only must be some of {', '.join(kinds)}, got {given!r}")
+        wrong = next((each for each in wanted or () if each not in kinds), given)
+        raise ValueError(f"replace: only must be some of {', '.join(kinds)}, got {given!r}{did_you_mean(wrong, kinds)}")
     return wanted
 
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from rooftop.errors import did_you_mean
+
 LAYOUTS = ("KRSC", "RSKC", "RSCK")
 
 
@@ -86,7 +88,9 @@ def convert_state_dict(
     from rooftop.sparse.convolutions import SparseConvolution  # which asks this file for layouts
 
     if layout is not None and layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)} or None, got {layout!r}")
+        raise ValueError(
+            f"layout must be one of {', '.join(LAYOUTS)} or None, got {layout!r}{did_you_mean(layout, LAYOUTS)}"
+        )
     wanted = {
         f"{name}.weight" if name else "weight": tuple(each.weight.shape)
         for name, each in module.named_modules(remove_duplicate=False)  # a module may have two names

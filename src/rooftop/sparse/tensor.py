@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from rooftop.errors import did_you_mean
 from rooftop.sparse.geometries import batch_size_of, check_cells, sizes_of
 from rooftop.sparse.rulebook import Faults
 from rooftop.sparse.sites import check_indices, check_range, check_sites, checks_values, in_range, keys_of, sites_of
@@ -192,7 +193,9 @@ class SparseConvTensor:
             ValueError: another reduction, a site out of range.
         """
         if reduce not in REDUCTIONS:
-            raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, got {reduce!r}")
+            raise ValueError(
+                f"reduce must be one of {', '.join(REDUCTIONS)}, got {reduce!r}{did_you_mean(reduce, REDUCTIONS)}"
+            )
         dtype = self.features.dtype
         if not dtype.is_floating_point:
             raise TypeError(f"coalesce takes features of floating point numbers, got {dtype}: convert with .float()")

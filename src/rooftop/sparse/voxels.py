@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rooftop.errors import did_you_mean
 from rooftop.sparse.geometries import MAX_DIMS, NO_KEY
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -244,7 +245,9 @@ def voxelize(
         TypeError, ValueError: no such points, grid, batch or reduction.
     """
     if reduce not in REDUCTIONS:
-        raise ValueError(f"voxelize: reduce must be one of {', '.join(REDUCTIONS)}, got {reduce!r}")
+        raise ValueError(
+            f"voxelize: reduce must be one of {', '.join(REDUCTIONS)}, got {reduce!r}{did_you_mean(reduce, REDUCTIONS)}"
+        )
     grid = grid_of(voxel_size, coordinate_range)
     _check_points("voxelize", points, len(grid.shape))
     _check_batch(points, batch, math.prod(grid.shape))

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rooftop.errors import did_you_mean
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
 from rooftop.models.gpt_switches import GptConfig
@@ -121,7 +122,10 @@ class GptTraining:
 
     def _check_decay(self) -> None:
         if self.decay not in DECAYS:
-            raise ValueError(f"GptTraining: decay must be one of {', '.join(DECAYS)}, got {self.decay!r}")
+            raise ValueError(
+                f"GptTraining: decay must be one of {', '.join(DECAYS)}, got {self.decay!r}"
+                f"{did_you_mean(self.decay, DECAYS)}"
+            )
         if self.decay == "constant":
             if self.decay_steps is not None or self.least_rate:
                 raise ValueError(

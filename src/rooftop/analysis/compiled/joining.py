@@ -37,7 +37,7 @@ from rooftop.analysis.compiled.reconstruction import (
 from rooftop.analysis.kernel_join import Kernel, device_kernels
 from rooftop.cost import FREE, Cost, Record
 from rooftop.cost.accounting import counted_for, tensor_bytes, tensors_in
-from rooftop.cost.counting import counted
+from rooftop.cost.counting import counted, title_of
 
 COMPILED_REGION = "## Call CompiledFxGraph"
 """How the profile's events of a run of a compiled graph begin."""
@@ -174,7 +174,7 @@ class _Walk:
         cost = _cost_of_launch(work, event) if work is not None else None
         if work is not None and cost is not None:
             name = _shown(event.name)
-            self._add(event, self._record(name, work.shapes, work.dtype, work.scope, phase, cost, ""))
+            self._add(event, self._record(name, work.shapes, work.dtype, work.scope, phase, cost, "", work.title))
         elif work is not None:
             reason = f"no formula for {', '.join(work.uncovered)}" if work.uncovered else "its nodes are not known"
             self._add(event, self._record(_shown(event.name), work.shapes, work.dtype, work.scope, phase, None, reason))
@@ -203,12 +203,20 @@ class _Walk:
         leading = next((t for t in tensors if t.is_floating_point()), tensors[0] if tensors else None)
         dtype = str(leading.dtype).removeprefix("torch.") if leading is not None else ""
         shapes = tuple(tuple(t.shape) for t in call.read_tensors)
-        return self._record(event.name, shapes, dtype, scope, phase, cost, uncovered)
+        return self._record(event.name, shapes, dtype, scope, phase, cost, uncovered, title_of(call))
 
     def _record(
-        self, name: str, shapes: Any, dtype: str, scope: str, phase: str, cost: Cost | None, uncovered: str
+        self,
+        name: str,
+        shapes: Any,
+        dtype: str,
+        scope: str,
+        phase: str,
+        cost: Cost | None,
+        uncovered: str,
+        title: str = "",
     ) -> Record:
-        return Record(name, shapes, dtype, self._device, scope, phase, cost, uncovered)
+        return Record(name, shapes, dtype, self._device, scope, phase, cost, uncovered, title=title)
 
     def _add(self, event: _Event, record: Record) -> None:
         operator = JoinedOperator(record, (event.end_ns - event.start_ns) / 1e6)

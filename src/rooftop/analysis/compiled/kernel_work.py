@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from rooftop.analysis.compiled.dynamic_sizes import with_known_sizes
 from rooftop.cost.accounting import FREE, Call, Cost, distinct_bytes, distinct_elements, tensor_bytes, tensors_in
+from rooftop.cost.counting import title_of
 from rooftop.cost.registry import formula_for, later_cost
 from rooftop.hardware.interruptions import pass_on
 
@@ -45,6 +46,7 @@ class KernelWork:
         scope: path of the module that its nodes share.
         lays_out: it only lays out an operand of a library's call. Which one the graph does not tell, so the cost is
             that of its smallest.
+        title: what reports call it, where it is a library's call whose name says too little.
     """
 
     name: str
@@ -54,6 +56,7 @@ class KernelWork:
     dtype: str
     scope: str
     lays_out: bool = False
+    title: str = ""
 
 
 def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:
@@ -294,6 +297,7 @@ class _Kernel:
             shapes=tuple(tuple(v.shape) for source in self.reads for v in _values(source)[:1]),
             dtype=str(leading.dtype).removeprefix("torch.") if leading is not None else "",
             scope=_shared_scope(self.group),
+            title=next((title for node in self.group if (title := _title(node))), "") if "triton_" not in name else "",
         )
 
     def _untouched_bytes(self, stored: Iterable[fx.Node]) -> int:
@@ -411,6 +415,13 @@ def _cost(node: fx.Node) -> Cost | None:
     except Exception as error:  # listed as uncovered
         pass_on(error)
         return None
+
+
+def _title(node: fx.Node) -> str:
+    if not isinstance(node.target, torch._ops.OpOverload) or "convolution" not in node.target._schema.name:
+        return ""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    return title_of(Call(node.target, tuple(args), kwargs, node.meta.get("val")))
 
 
 def _is_getitem(node: fx.Node) -> bool:

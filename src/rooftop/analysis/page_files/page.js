@@ -48,14 +48,19 @@ function roofline() {
   const used = new Set(report.ops.flatMap((op) => Object.keys(op.flops_by_precision)));
   const peaks = Object.entries(report.ceilings.flops).filter(([precision]) => used.has(precision));
   const top = Math.max(...peaks.map(([, rate]) => rate), 1);
-  const diagonals = report.ceilings.levels.map((level) => line(
-    `${level.name} ${prefixed(level.rate)}B/s`, [left, top / level.rate], [left * level.rate, top], "dot"));
+  const diagonals = report.ceilings.levels.map((level, i) => line(
+    `${level.name} ${prefixed(level.rate)}B/s`, [left, top / level.rate], [left * level.rate, top], i));
   const fastest = Math.max(...report.ceilings.levels.map((level) => level.rate));
-  const flats = peaks.map(([precision, rate]) => line(
-    `${precision} ${prefixed(rate)}FLOP/s`, [rate / fastest, right], [rate, rate], "solid"));
+  const flats = peaks.map(([precision, rate], i) => line(
+    `${precision} ${prefixed(rate)}FLOP/s`, [rate / fastest, right], [rate, rate], diagonals.length + i));
+  const labels = [
+    ...report.ceilings.levels.map((level, i) => label(
+      level.name, left, left * level.rate, { xanchor: "left", yanchor: i % 2 ? "top" : "bottom" })),
+    ...peaks.map(([precision, rate]) => label(precision, right, rate, { xanchor: "right", yanchor: "bottom" })),
+  ];
   const powers = { type: "log", exponentformat: "power", dtick: 1 };
   const shape = layout({ xaxis: { ...powers, title: { text: "flop / byte" } }, yaxis: { ...powers, title: { text: "flop / s" } },
-    legend: { orientation: "h", y: -0.2 } });
+    annotations: labels, legend: { orientation: "h", y: -0.2 } });
   Plotly.react("roofline", [...diagonals, ...flats, points], shape, config);
 }
 
@@ -65,8 +70,18 @@ function prefixed(value) {
   return `${(value / limit).toPrecision(3)} ${prefix}`;
 }
 
-function line(name, x, y, dash) {
-  return { type: "scatter", mode: "lines", name, x, y, line: { dash, width: 1.5, color: colour("--muted") }, hoverinfo: "name" };
+// Each line of the roofline has its own dash and colour, and its name stands at its end.
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "12px,3px,3px,3px,3px,3px", "2px,6px"];
+const COLOURS = ["--part2", "--part1", "--part3", "--part4"];
+function line(name, x, y, which) {
+  const dash = DASHES[which % DASHES.length], shade = COLOURS[which % COLOURS.length];
+  return { type: "scatter", mode: "lines", name, x, y, line: { dash, width: 2, color: colour(shade) }, hoverinfo: "name" };
+}
+
+// A name at a place of the plot, whose axes are logarithmic.
+function label(text, x, y, anchors) {
+  return { text: escapeText(text), x: Math.log10(x), y: Math.log10(y), showarrow: false, ...anchors,
+    font: { size: 11, color: colour("--text") }, bgcolor: colour("--panel") };
 }
 
 // ---- modules -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,106 @@
+"""`rooftop analyze`: how far a model is from what this machine can do, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rooftop.cli.commands import names
+from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.outputs import json_option
+from rooftop.errors import did_you_mean
+
+EXAMPLES = """\b
+Examples:
+  rooftop analyze resnet50
+  rooftop analyze resnet50 --train --input 64x3x224x224 --dtype bf16
+  rooftop analyze resnet50 --input my_photographs/
+  rooftop analyze my_pkg.net:build --input 8x3x224x224 --json report.json
+  rooftop analyze my_pkg.text:build --input 8x128:int64:50257
+  rooftop analyze my_pkg.net:build --compile max-autotune
+  rooftop analyze my_pkg.net:build --train --predict h200
+  rooftop analyze train.py -- --epochs 1
+"""
+
+
+def _known_mode(context: click.Context, option: click.Parameter, mode: str | None) -> str | None:
+    """The mode of --compile.
+
+    Raises:
+        click.BadParameter: torch.compile has none of that name (or it is the target, which stands in its place).
+    """
+    if mode is None:
+        return None
+    import torch
+
+    modes = torch._inductor.list_mode_options()
+    if mode not in modes:
+        raise click.BadParameter(
+            f"{mode!r} is not one of {', '.join(modes)}{did_you_mean(mode, modes)}; without a mode put it after TARGET"
+        )
+    return mode
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("target")
+@click.argument("script_arguments", metavar="[-- SCRIPT ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="SHAPE[:DTYPE[:HIGH]]|PHOTOS",
+    help="An argument of the model: a shape to fill with random data, or photographs. Repeat for several arguments.",
+)
+@click.option("--train", is_flag=True, help="Analyze a training step: forward, backward and an SGD step.")
+@click.option(
+    "--device", default=None, metavar="cpu|cuda[:N]", help="Where to run.  [default: the GPU if there is one]"
+)
+@click.option("--dtype", type=click.Choice(names.FLOATS), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this.")
+@click.option("--channels-last", is_flag=True, help="Lay images and convolution weights out channels last.")
+@click.option(
+    "--compile",
+    "compile_mode",
+    is_flag=False,
+    flag_value="default",
+    callback=_known_mode,
+    metavar="[MODE]",
+    help="Compile the model with torch.compile first, in this mode (default, reduce-overhead, max-autotune).",
+)
+@click.option(
+    "--predict",
+    "machine",
+    metavar="MACHINE",
+    help="Run nothing: predict the roofs on another machine, a known one (h100, h200) or a ceilings file from there.",
+)
+@click.option(
+    "--ceilings",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Compare with ceilings from this file.",
+)
+@click.option("--trace", type=click.Path(path_type=Path), help="Also write a trace of one step for Perfetto.")
+@click.option(
+    "--counters", is_flag=True, help="Also show what the GPU's hardware counters say of each kernel (needs ncu)."
+)
+@click.option("--counted-step", "step_only", is_flag=True, hidden=True)
+@json_option("the report")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="The HTML report.  [default: rooftop-TARGET.html]"
+)
+@click.option("--no-html", is_flag=True, help="Write no HTML report.")
+@click.option(
+    "--rows", type=click.IntRange(min=0), default=12, show_default=True, help="Operators in the printed table."
+)
+@click.pass_obj
+@done_by("rooftop.cli.analyze:run")
+def command() -> None:
+    """Show how far TARGET is from what this machine can do, and why.
+
+    TARGET is a built-in model (resnet50), package.module:callable, where the callable returns a module,
+    (module, inputs), (module, {name: input}) or (module, arguments, {name: input}), or a Python script, which is run as
+    it is, with what stands after -- as its arguments.
+
+    Every operator is timed and set against its roof: the shortest time in which this machine could move its bytes
+    and do its arithmetic. The difference between the wall time and the roof of the whole model is split into three
+    gaps: slow kernels, missing fusion, and waiting for the host.
+    """

@@ -1,0 +1,35 @@
+"""`rooftop compare`: what changed between two reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.outputs import json_option
+
+EXAMPLES = """\b
+Example:
+  rooftop analyze resnet50 --no-html --json before.json
+  rooftop analyze resnet50 --no-html --channels-last --json after.json
+  rooftop compare before.json after.json
+"""
+
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("before_path", metavar="BEFORE.json", type=FILE)
+@click.argument("after_path", metavar="AFTER.json", type=FILE)
+@click.option(
+    "--rows", type=click.IntRange(min=1), default=10, show_default=True, help="Operators, and modules, listed."
+)
+@json_option("what changed")
+@done_by("rooftop.cli.compare:run")
+def command() -> None:
+    """Show what changed between two reports that `rooftop analyze --json` wrote.
+
+    The step's figures first, then the operators and the modules whose times changed most. A wall time that changed by
+    less than the runs of one report vary is called noise.
+    """

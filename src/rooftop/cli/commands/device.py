@@ -1,0 +1,18 @@
+"""`rooftop device`: the GPUs and the CPU of this machine."""
+
+from __future__ import annotations
+
+import click
+
+from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.outputs import json_option
+
+
+@click.command(epilog="Example: rooftop device --json")
+@json_option("the devices")
+@done_by("rooftop.cli.device:run")
+def command() -> None:
+    """Describe the GPUs and the CPU of this machine, and the versions of what runs on them.
+
+    What the driver does not tell (in a container or a virtual machine) is shown as "-".
+    """

@@ -1,0 +1,58 @@
+"""`rooftop media bench`: frames a second of a video, by device and number of streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.video_options import resize_option
+from rooftop.cli.outputs import json_option
+
+MOST_STREAMS = 256
+
+EXAMPLES = """\b
+Examples:
+  rooftop media bench walk.mp4
+  rooftop media bench walk.mp4 --device cuda --streams 1,4,16 --resize 224x224 --json
+"""
+
+
+class _Streams(click.ParamType[tuple[int, ...]]):
+    """Numbers with commas between."""
+
+    name = "N,N"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(int(each) for each in str(value).split(","))
+        except ValueError:
+            numbers = ()
+        if not numbers or not all(1 <= each <= MOST_STREAMS for each in numbers):
+            self.fail(f"{value!r}: expected numbers from 1 to {MOST_STREAMS}, such as 1,8", param, ctx)
+        return numbers
+
+
+@click.command("bench", epilog=EXAMPLES)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--device", "devices", default="cpu,cuda", show_default=True, metavar="NAME,NAME", help="What decodes.")
+@click.option("--streams", type=_Streams(), default="1,8", show_default=True, help="Readers at a time, in threads.")
+@resize_option
+@click.option(
+    *("--seconds", "seconds"),
+    type=click.FloatRange(min=0.1, max=600),
+    default=3.0,
+    show_default=True,
+    help="For each device and number of streams.",
+)
+@json_option("the rates")
+@done_by("rooftop.cli.media_bench:run_bench")
+def bench_command() -> None:
+    """Measure how many frames of FILE a second become tensors here: by the CPU, and by the GPU's NVDEC.
+
+    Every stream is a reader of its own that goes through the file again and again; the first frame of each is not
+    counted. Frames are RGB uint8 on the device that decodes.
+    """

@@ -1,0 +1,56 @@
+"""Options that the verbs below `rooftop media` share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+
+class SizeType(click.ParamType[tuple[int, int]]):
+    """WIDTHxHEIGHT in pixels, as (height, width)."""
+
+    name = "WxH"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        found = re.fullmatch(r"(\d+)x(\d+)", str(value))
+        if found is None or 0 in (size := (int(found[2]), int(found[1]))):
+            self.fail(f"{value!r} is no size: expected WIDTHxHEIGHT in pixels, such as 1280x720", param, ctx)
+        from rooftop.media.decoding import MAX_PIXELS
+
+        if size[0] * size[1] > MAX_PIXELS:
+            self.fail(f"{value!r} has more than {MAX_PIXELS:,} pixels", param, ctx)
+        return size
+
+
+def resize_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--resize WxH, as (height, width) or None."""
+    return click.option(
+        "--resize", type=SizeType(), metavar="WxH", help="Width and height of the frames, upright, in pixels."
+    )(function)
+
+
+def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--device, what decodes."""
+    option = click.option(
+        "--device", default="cpu", show_default=True, metavar="cpu|cuda|auto", help="What decodes; cuda:1 is possible."
+    )
+    return option(function)
+
+
+def start_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--start, in seconds, or None."""
+    option = click.option("--start", type=click.FloatRange(min=0), metavar="SECONDS", help="The first frame from here.")
+    return option(function)
+
+
+def end_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--end, in seconds, or None."""
+    option = click.option(
+        "--end", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="The last frame begins before."
+    )
+    return option(function)

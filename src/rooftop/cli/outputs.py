@@ -1,0 +1,98 @@
+"""Files that verbs write: found out before the work, not after it, that one cannot be written; and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+STANDARD_OUTPUT = Path("-")
+
+
+def check_writable(path: Path, inputs: Sequence[Path] = ()) -> None:
+    """Find out before the work, not after it, that a file cannot be written.
+
+    Args:
+        inputs: files that are read, and folders whose files are: none of these is overwritten.
+
+    Raises:
+        click.BadParameter: its folder is missing or not writable, or it is a folder itself, or "-", or is read.
+    """
+    folder = path.parent
+    if path == Path("-"):
+        problem = "is no file name: expected a path, standard output has the table"
+    elif path.is_dir():
+        problem = "is a folder"
+    elif path.exists() and not path.is_file() and os.access(path, os.W_OK):  # /dev/null, a pipe
+        return
+    elif not folder.is_dir():
+        problem = f"cannot be written: there is no folder {folder}"
+    elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        problem = "cannot be written: permission denied"
+    elif path.exists() and any(_is_in(path, each) for each in inputs):
+        problem = "is read: give another name"
+    else:
+        return
+    raise click.BadParameter(f"{path} {problem}", param_hint="output")
+
+
+def _is_in(path: Path, source: Path) -> bool:
+    """Whether a file is that one, or in that folder."""
+    if source.is_dir():
+        return path.resolve().is_relative_to(source.resolve())
+    return source.exists() and path.samefile(source)
+
+
+def json_option(what: str) -> Any:
+    """--json [FILE], for `what` the verb finds: `json_path` is None, a file that can be written, or STANDARD_OUTPUT."""
+    return click.option(
+        "--json",
+        "json_path",
+        type=click.Path(path_type=Path, allow_dash=True),
+        is_flag=False,
+        flag_value=str(STANDARD_OUTPUT),
+        callback=_json_file,
+        metavar="[FILE]",
+        help=f"Also write {what} as JSON; without FILE, or as -, print JSON instead.",
+    )
+
+
+def _json_file(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """A file that can be written, and that is no photograph or video which stands behind --json.
+
+    Raises:
+        click.BadParameter: it is another.
+    """
+    if path is None or path == STANDARD_OUTPUT:
+        return path
+    check_writable(path)
+    if path.suffix != ".json" and path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            begin = file.read(64).lstrip()[:1]
+        if begin not in (b"{", b"["):
+            raise click.BadParameter(
+                f"{path} is no JSON, and is not overwritten: give another name, or put --json last"
+            )
+    return path
+
+
+def write_json(path: Path | None, value: Any) -> bool:
+    """Write a value as JSON where --json says, if it says so.
+
+    Returns:
+        Whether it went to standard output, in place of what else the verb prints.
+    """
+    if path is None:
+        return False
+    text = json.dumps(value, indent=1) + "\n"
+    if path == STANDARD_OUTPUT:
+        click.echo(text, nl=False)
+        return True
+    from rooftop.hardware.ceilings import write_whole
+
+    write_whole(path, text)
+    return False

@@ -1,0 +1,159 @@
+"""Help comes at once: it loads neither torch nor what a verb does. Options that several verbs have are the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from rooftop.cli import commands, targets
+from rooftop.cli.commands import names
+from rooftop.cli.main import command, main
+from rooftop.cli.outputs import STANDARD_OUTPUT, write_json
+from rooftop.hardware.crossovers import DTYPES, OPERATIONS
+from rooftop.ladder import LADDERS
+from rooftop.models import builtin_models
+from rooftop.models.gpt_configs import PRESETS
+from rooftop.scene.gbuffers import OUTPUTS
+from rooftop.train.gpt_training import DECAYS
+from rooftop.train.gpt_training import DTYPES as TRAINED
+from rooftop.train.mixtures import WEIGHT
+from rooftop.train.number_widths import KINDS
+from rooftop.train.tokens import BYTES
+
+HEAVY = ("torch", "PIL", "rich", "scipy", "rooftop.models", "rooftop.analysis", "rooftop.hardware", "rooftop.kernels")
+
+
+def verbs_of(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        assert found is not None
+        yield (*path, name), found
+        if isinstance(found, click.Group):
+            yield from verbs_of(found, (*path, name))
+
+
+VERBS = dict(verbs_of(command))
+
+
+def test_no_help_loads_torch() -> None:
+    """All of them in one process, which is quicker: what none loads, each does not load."""
+    program = f"""
+import sys
+from rooftop.cli.main import main
+for words in {[[*path, "--help"] for path in [(), *VERBS]]!r}:
+    assert main(words) == 0, words
+    loaded = [name for name in {HEAVY!r} if name in sys.modules]
+    assert not loaded, (words, loaded)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [("analyse",), ("analyze", "--jsno"), ("ladder", "matmull"), ("crossover",)])
+def test_no_wrong_call_loads_torch(words: tuple[str, ...]) -> None:
+    program = f"""
+import sys
+from rooftop.cli.main import main
+assert main({list(words)!r}) == 2
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_are_those_of_what_they_name() -> None:
+    assert list(names.FLOATS) == targets.FLOATS
+    assert {targets.DTYPES[name] for name in names.FLOATS} == set(DTYPES)
+    assert list(names.CLASSIFIERS) == list(builtin_models())
+    assert list(names.GPTS) == list(PRESETS)
+    assert list(names.OPERATIONS) == list(OPERATIONS)
+    assert {name: (entry.summary, entry.what) for name, entry in LADDERS.items()} == names.LADDERS
+    assert names.SURFACES == OUTPUTS
+    assert list(names.TOKENS) == list(KINDS)
+    assert WEIGHT.pattern == names.WEIGHT
+    assert names.BYTE_TOKENS == BYTES
+    assert list(names.DECAYS) == list(DECAYS)
+    assert list(names.TRAINED_DTYPES) == list(TRAINED)
+
+
+def test_detectors_are_there() -> None:
+    from rooftop.cli.detect import BUILDERS
+
+    assert tuple(BUILDERS) == names.DETECTORS
+
+
+# ---- --json ----------------------------------------------------------------------------------------------------------
+
+JSON = {path: option for path, verb in VERBS.items() for option in verb.params if "--json" in option.opts}
+
+
+def test_the_option_is_the_same_everywhere() -> None:
+    assert len(JSON) == 15
+    for path, option in JSON.items():
+        assert isinstance(option, click.Option)
+        assert (option.name, option.is_flag, option.metavar) == ("json_path", False, "[FILE]"), path
+        assert isinstance(option.type, click.Path), path
+
+
+@pytest.mark.parametrize("path", JSON, ids=" ".join)
+@pytest.mark.parametrize("given", [(), ("-",), ("out.json",)], ids=["alone", "-", "FILE"])
+def test_it_takes_a_file_or_none(
+    path: tuple[str, ...], given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    option = JSON[path]
+    seen: list[Path | None] = []
+
+    @click.command(params=[option])
+    def alone(json_path: Path | None) -> None:
+        seen.append(json_path)
+
+    alone.main(["--json", *given], standalone_mode=False)
+    assert seen == [Path("out.json") if given == ("out.json",) else STANDARD_OUTPUT]
+
+
+@pytest.mark.parametrize("path", JSON, ids=" ".join)
+def test_it_overwrites_nothing_but_json(path: tuple[str, ...], tmp_path: Path) -> None:
+    """What stands behind --json by mistake, a photograph for example, stays."""
+    photograph, before = tmp_path / "cat.png", tmp_path / "before.json"
+    photograph.write_bytes(b"\x89PNG")
+    before.write_text("{}")
+    option = JSON[path]
+    context = click.Context(click.Command("verb"))
+    with pytest.raises(click.BadParameter, match=r"cat\.png is no JSON, and is not overwritten: give another name"):
+        option.process_value(context, str(photograph))
+    with pytest.raises(click.BadParameter, match="there is no folder"):
+        option.process_value(context, str(tmp_path / "no" / "out.json"))
+    assert option.process_value(context, str(before)) == before
+
+
+def test_a_value_is_written_or_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not write_json(None, {"a": 1})
+    assert not write_json(tmp_path / "out.json", {"a": 1})
+    assert json.loads((tmp_path / "out.json").read_text()) == {"a": 1}
+    assert capsys.readouterr().out == ""
+    assert write_json(STANDARD_OUTPUT, {"a": 1})
+    assert json.loads(capsys.readouterr().out) == {"a": 1}
+
+
+def test_devices_and_findings_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Verbs that had nothing but a switch before: beside the table, in place of it."""
+    path = tmp_path / "device.json"
+    assert main(["device", "--json", str(path)]) == 0
+    assert capsys.readouterr().out
+    assert main(["device", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == json.loads(path.read_text()).keys()
+
+
+def test_commands_are_declared_apart_from_their_work() -> None:
+    folder = Path(commands.__file__).parent
+    for file in folder.glob("*.py"):
+        head = [line for line in file.read_text().splitlines() if line.startswith(("import ", "from "))]
+        assert not any("torch" in line or "rooftop.models" in line for line in head), file

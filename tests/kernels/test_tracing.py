@@ -1,0 +1,258 @@
+"""Programs that tracers make of calls of the public operators: they give what the calls give, in values and gradients,
+whether gradients were on while they were traced or not.
+
+torch.jit.trace does not know dicts and torch.fx no star arguments: each call is written out as a module of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from rooftop import kernels
+from rooftop.launch.operators import _functions
+from rooftop.launch.symbolic import recorded_whole
+
+TABLE = runpy.run_path(str(Path(__file__).with_name("test_robustness.py")))
+PUBLIC, SIZES, WITHOUT_GRADIENT, shape_of = (
+    TABLE[name] for name in ("PUBLIC", "SIZES", "WITHOUT_GRADIENT", "shape_of")
+)
+Public = Any  # of that table
+Tracer = Callable[[nn.Module, tuple[Tensor, ...]], Any]
+TRACERS: dict[str, Tracer] = {
+    "fx": lambda module, arguments: torch.fx.symbolic_trace(module),
+    "jit": lambda module, arguments: torch.jit.trace(module, arguments),
+    "export": lambda module, arguments: torch.export.export(module, arguments).module(),
+    "make_fx": lambda module, arguments: make_fx(module)(*arguments),
+}
+NO_GRADIENT = ("cos", "sin")  # arguments that have none
+quiet = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+
+
+def arguments_of(public: Public, seed: int, grad: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name in public.shapes:
+        shape = shape_of(public, name)
+        if name in public.integers:
+            found[name] = torch.randint(SIZES["V"], shape, generator=generator)
+        else:
+            watched = grad and name not in NO_GRADIENT and public.name not in WITHOUT_GRADIENT
+            found[name] = torch.rand(shape, generator=generator).requires_grad_(watched)
+    return found
+
+
+def module_of(public: Public, arguments: dict[str, Tensor]) -> nn.Module:
+    """A module whose forward calls the operator, its other keywords being constants."""
+    more = {**public._more(arguments), **public.ours_alone(arguments)}
+    names = ", ".join(arguments)
+    given = ", ".join(f"{name}={name}" for name in arguments)
+    scope = {"operator": getattr(kernels, public.name), "more": more}
+    exec(f"def forward(self, {names}):\n    return operator({given}, **more)", scope)
+    return type("Call", (nn.Module,), {"forward": scope["forward"]})()
+
+
+def tensors_of(results: Any) -> list[Tensor]:
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
+def gradients_of(module: Any, arguments: dict[str, Tensor]) -> list[Tensor | None]:
+    results = [each for each in tensors_of(module(*arguments.values())) if each.requires_grad]
+    watched = [each for each in arguments.values() if each.requires_grad]
+    weights = [torch.linspace(0.5, 1.5, each.numel()).reshape(each.shape) for each in results]
+    return list(torch.autograd.grad(results, watched, weights, allow_unused=True)) if results else []
+
+
+@quiet
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.name)
+def test_a_traced_call_gives_the_same(public: Public, tracer: str) -> None:
+    for traced_with_grad in (True, False):
+        arguments = arguments_of(public, 0, traced_with_grad)
+        module = module_of(public, arguments)
+        with torch.set_grad_enabled(traced_with_grad):
+            program = TRACERS[tracer](module, tuple(arguments.values()))
+        others = arguments_of(public, 1, True)
+        with torch.no_grad():
+            given = [each.detach() for each in others.values()]
+            torch.testing.assert_close(tensors_of(program(*given)), tensors_of(module(*given)), equal_nan=True)
+        torch.testing.assert_close(gradients_of(program, others), gradients_of(module, others), equal_nan=True)
+
+
+def test_every_public_function_of_tensors_is_recorded_whole() -> None:
+    """The table of operators has all of them, so this does."""
+    code = recorded_whole(lambda x: x).__code__
+    assert {public.name for public in PUBLIC if getattr(kernels, public.name).__code__ is not code} == set()
+
+
+@pytest.mark.parametrize("tracer", ["jit", "export"])
+@quiet
+def test_a_traced_activation_keeps_nothing_for_backward(tracer: str) -> None:
+    """A program for inference writes no second result, and trains all the same (the test above)."""
+    x, weight = torch.rand(3, 4), nn.Parameter(torch.rand(5, 4))
+
+    class Gelu(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return kernels.linear_act(x, self.weight, None, "gelu")
+
+    program = TRACERS[tracer](Gelu(), (x,))
+    kept: list[Tensor] = []
+    original = torch.ops.rooftop.linear_act.default
+
+    class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            results = func(*args, **(kwargs or {}))
+            if func is original:
+                kept.append(results[1])
+            return results
+
+    with Watching():
+        program(x)
+    assert [each.numel() for each in kept] == [0]
+
+
+def test_backward_of_a_traced_activation_ignores_autocast() -> None:
+    """What is activated is computed again as forward computed it, in the operands' dtype."""
+    x, weight = torch.rand(3, 4, requires_grad=True), torch.rand(5, 4, requires_grad=True)
+    operator = torch.ops.rooftop.linear_act.default
+    again = operator(x, weight, None, "gelu", None, False)[0].sum()
+    kept = operator(x, weight, None, "gelu", None, True)[0].sum()
+    with torch.autocast("cpu"):
+        torch.testing.assert_close(torch.autograd.grad(again, [x, weight]), torch.autograd.grad(kept, [x, weight]))
+
+
+@pytest.mark.parametrize("tensor", ["hidden", "weight", "bias"])
+def test_a_linear_cross_entropy_that_made_no_gradient_makes_it_in_backward(tensor: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    made = {"hidden": (4, 3), "weight": (6, 3), "bias": (6,)}
+    given = {name: torch.rand(shape, generator=generator, dtype=torch.float64) for name, shape in made.items()}
+    given[tensor].requires_grad_()
+    target = torch.tensor([0, 5, 2, 2])
+    rest = (target, None, -100, 0.1, 0.01, True, 2, [0, 0, 0])
+    loss = torch.ops.rooftop.linear_cross_entropy.default(*given.values(), *rest)[0]
+    logits = nn.functional.linear(given["hidden"], given["weight"], given["bias"])
+    expected = (
+        nn.functional.cross_entropy(logits, target, label_smoothing=0.1) + 0.01 * logits.logsumexp(1).square().mean()
+    )
+    torch.testing.assert_close(torch.autograd.grad(loss, given[tensor]), torch.autograd.grad(expected, given[tensor]))
+
+
+@quiet
+def test_a_shift_is_that_of_the_map_a_traced_program_is_given() -> None:
+    """Where one window covers a map there is none: traced at either kind of map, run at the other."""
+    packed, bias = torch.rand(1, 2, 2, 12), torch.rand(2, 4, 4)
+    large = torch.rand(1, 4, 6, 12)
+
+    class Windows(nn.Module):
+        def forward(self, packed: Tensor, bias: Tensor) -> Tensor:
+            return kernels.window_attention(packed, bias, 2, (2, 2), (1, 1))
+
+    for traced, run in ((packed, large), (large, packed)):
+        for tracer in ("fx", "jit"):
+            program = TRACERS[tracer](Windows(), (traced, bias))
+            torch.testing.assert_close(program(run, bias), Windows()(run, bias))
+
+
+@kernels.fused
+def gated(x: Any, gate: Any, scale: Any = 0.5) -> Any:
+    return x * torch.sigmoid(gate) * scale, x + gate
+
+
+@quiet
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_an_expression_of_the_user_is_traced(tracer: str) -> None:
+    class Gated(nn.Module):
+        def forward(self, x: Tensor, gate: Tensor) -> Any:
+            first, second = gated(x, gate)
+            return first - second
+
+    x, gate = torch.rand(4, 3), torch.rand(3)
+    program = TRACERS[tracer](Gated(), (x, gate))
+    torch.testing.assert_close(program(x + 1, gate), Gated()(x + 1, gate))
+
+
+def test_a_program_of_fx_is_saved_and_loaded() -> None:
+    class Two(nn.Module):
+        def forward(self, x):  # type: ignore[no-untyped-def]  # torch.fx does not pickle annotations that are strings
+            return gated(kernels.softmax(x, 1), x)[0], kernels.sum(x, 1)
+
+    x = torch.rand(4, 3)
+    loaded = pickle.loads(pickle.dumps(torch.fx.symbolic_trace(Two())))
+    torch.testing.assert_close(loaded(x), Two()(x))
+
+
+def test_an_argument_is_checked_when_a_program_of_fx_runs() -> None:
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return kernels.layer_norm(x, 4)
+
+    program = torch.fx.symbolic_trace(Norm())
+    with pytest.raises(ValueError, match=r"layer_norm: expected input of shape \(..., 4\), got \(2, 3\)"):
+        program(torch.rand(2, 3))
+
+
+# ---- decompositions ------------------------------------------------------------------------------------------------
+
+
+def test_an_operator_has_a_decomposition_unless_it_is_for_training_points_pages_or_random_numbers() -> None:
+    without = {name for name in _functions if getattr(torch.ops.rooftop, name).default not in kernels.decompositions()}
+    kinds = ("backward", "gradient", "sparse", "site", "random", "cross_entropy")
+    others = {name for name in without if not any(kind in name for kind in kinds)}
+    assert others == {"paged_attention", "counter_dropout"}
+
+
+DECOMPOSED = [
+    public
+    for public in PUBLIC
+    if "sparse" not in public.name
+    and public.name not in ("cross_entropy", "linear_cross_entropy", "paged_attention", "counter_dropout")
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:torch.*", "ignore:.isinstance.treespec:FutureWarning")
+@pytest.mark.parametrize("public", DECOMPOSED, ids=lambda public: public.name)
+def test_a_decomposed_program_gives_the_same_without_rooftop(public: Public) -> None:
+    arguments = arguments_of(public, 0, False)
+    module = module_of(public, arguments)
+    exported = torch.export.export(module, tuple(arguments.values())).run_decompositions(kernels.decompositions())
+    assert not [node for node in exported.graph.nodes if "rooftop" in str(node.target)]
+    others = list(arguments_of(public, 1, False).values())
+    torch.testing.assert_close(tensors_of(exported.module()(*others)), tensors_of(module(*others)), equal_nan=True)
+
+
+def test_shapes_that_change_have_the_strides_of_the_operator() -> None:
+    """FakeTensor takes the operator's fake, not its decomposition, whose result has other strides."""
+    packed, bias = torch.rand(2, 12, 4, 3).permute(0, 2, 3, 1), torch.rand(2, 4, 4)
+
+    def attended(packed: Tensor, bias: Tensor) -> Tensor:
+        y = kernels.layer_norm(packed.transpose(1, 2), 12)
+        return kernels.window_attention(y, bias, 2, (2, 2)).view(-1)
+
+    compiled = torch.compile(attended, dynamic=True, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(packed, bias), attended(packed, bias))
+
+
+@quiet
+def test_torchscript_is_saved_and_loaded() -> None:
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return kernels.layer_norm(x, 4)
+
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(Norm(), torch.rand(2, 4)), file)
+    file.seek(0)
+    x = torch.rand(5, 4)
+    torch.testing.assert_close(torch.jit.load(file)(x), Norm()(x))
