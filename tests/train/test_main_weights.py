@@ -209,6 +209,7 @@ def test_tied_parameters_stay_tied() -> None:
     with pytest.raises(WeightsError, match="one of the two would be lost"):
         one.model.load_state_dict(wrong, assign=True)
     one.model.head.output.weight = nn.Parameter(wrong["head.output.weight"])
+    one.model.embedding.tokens.weight = nn.Parameter(wrong["embedding.tokens.weight"])
     with pytest.raises(RuntimeError, match="has got different values in its places"):
         one.advance()
 
