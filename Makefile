@@ -22,24 +22,19 @@ TESTS ?= tests
 setup: $(STAMP)
 
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-TORCHVISION_WORKS := $(BIN)/python -c 'import torchvision' 2>/dev/null
 
-# torchvision must be built for the torch that is here: what PyPI has is built for CUDA, and where it fails to load, much
-# of transformers does too. Else PyTorch's own index is asked. Where neither has a build that fits, none is installed:
-# its Python parts lie in .venv/oracles, where only the tests look, to compare networks with (tests/conftest.py).
+# torchvision must be built for the torch that is here: where it fails to load, much of transformers does too. Where the
+# index has no build that fits (its builds are for CUDA), none is installed: its Python parts lie in .venv/oracles, where
+# only the tests look, to compare networks with (tests/conftest.py).
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -m venv .venv || { echo "Python's venv module is missing; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	$(PIP) torch
 	$(PIP) -e '.[dev]'
 	$(PIP) --no-deps torchvision
-	@rm -rf .venv/oracles; $(TORCHVISION_WORKS) || { \
-		build=$$($(BIN)/python -c 'import torch; print(torch.__version__.partition("+")[2] or "cpu")'); \
-		$(PIP) --retries 0 --timeout 15 --force-reinstall --no-deps --index-url https://download.pytorch.org/whl/$$build torchvision >/dev/null 2>&1; \
-		$(TORCHVISION_WORKS); \
-	} || { \
+	@rm -rf .venv/oracles; $(BIN)/python -c 'import torchvision' 2>/dev/null || { \
 		$(BIN)/pip uninstall --quiet --yes torchvision && $(PIP) --target .venv/oracles --no-deps torchvision && \
-		echo "torchvision is left out: no index here has a build for this torch. Tests compare networks with its Python parts; rooftop doctor says what to install."; \
+		echo "torchvision is left out: the index has no build for this torch. Tests compare networks with its Python parts; rooftop doctor says what to install."; \
 	}
 	@touch $@
 

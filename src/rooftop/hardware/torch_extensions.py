@@ -156,11 +156,12 @@ def _short(reason: str) -> str:
 
 
 def _mending(package: str, torch: str) -> str:
-    """Installs the build for this torch; a package that no index has for it is built here, from its source."""
+    """Installs the build for this torch, from the index that torch is from; a package that no index has for it is built
+    here, from its source."""
     release, _, build = torch.partition("+")
     if package not in ON_PYTORCHS_INDEX:
         return mending.pip(package, options=f"--force-reinstall --no-deps --no-build-isolation --no-binary {package}")
-    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    index = " --index-url INDEX_OF_THIS_TORCH" if build else ""
     if fits(torch, asked_by(package)["torch"]):
         version = version_of(package).partition("+")[0]
         return mending.pip(f"{package}=={version}", options=f"--force-reinstall --no-deps{index}")
