@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import rooftop
 from rooftop.analysis import given_objects
@@ -197,6 +199,18 @@ def test_iterators_threads_and_training_go_on() -> None:
     numbers = (n for n in range(9))
     held = Held([SimpleNamespace(a=loader, b=optimizer, c=numbers, d=threading.Thread(), e=nn.Linear(1, 1))])
     assert [type(container.owner) for container in held.containers] == [SimpleNamespace]
+
+
+def test_the_state_of_pytorch_itself_is_none_of_the_programs() -> None:
+    """Its registries and caches would be taken back as well."""
+
+    def program(x: Tensor) -> Any:
+        return checkpoint(lambda y: flex_attention(y, y, y), x), torch.cond, torch.compile
+
+    owners = {type(container.owner).__module__ for container in Held([program], everything=True).containers}
+    functions = [c.owner for c in Held([program], everything=True).containers if callable(c.owner)]
+    assert not [owner for owner in owners if owner.startswith("torch")]
+    assert {function.__module__ for function in functions} <= {__name__}
 
 
 def test_more_than_can_be_watched_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

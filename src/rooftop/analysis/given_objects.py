@@ -8,6 +8,7 @@ before each run where they are small (positions, lengths), and else only at the 
 
 from __future__ import annotations
 
+import os
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
@@ -34,6 +35,7 @@ _ALIVE = (
     *("threading", "torch.amp", "torch.cuda", "torch.distributed", "torch.optim", "torch.profiler", "torch.utils.data"),
 )
 """Packages whose objects are not entered either: threads and processes work on them, or training goes on in them."""
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _CODE = (types.FunctionType, types.MethodType, partial)
 
 
@@ -55,7 +57,7 @@ class Held:
         seen, left, entries = set[int](), deque(roots), 0
         while left and self.complete:
             value = left.popleft()
-            code = everything and isinstance(value, (*_CODE, nn.Module))
+            code = everything and isinstance(value, (*_CODE, nn.Module)) and not _is_pytorchs(value)
             closed = _is_closed(type(value)) and not code  # type: ignore[arg-type]
             if id(value) in seen or closed:
                 continue
@@ -90,7 +92,14 @@ def _is_closed(kind: type[Any]) -> bool:
     if issubclass(kind, _CLOSED) or hasattr(kind, "__next__"):
         return True
     packages = {base.__module__ for base in kind.__mro__}
+    if any(package.startswith("torch._") for package in packages):  # registries and caches of PyTorch itself
+        return True
     return any(f"{package}.".startswith(f"{alive}.") for package in packages for alive in _ALIVE)
+
+
+def _is_pytorchs(value: Any) -> bool:
+    """Whether a function is PyTorch's own: what its code names is PyTorch's state, and none of a program's."""
+    return isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(_TORCH)
 
 
 class _Container:
