@@ -372,7 +372,13 @@ def assert_as_torch(public: Public, tensors: dict[str, Tensor], copied: bool = F
             outcome(public, public.ours, tensors)
         return
     found = outcome(public, public.ours, tensors)
+    if public.name in MEANS_OF_LOSSES and tensors["target"].numel() == 0:  # PyTorch's mean of nothing is NaN
+        expected = [torch.zeros_like(expected[0]), *expected[1:]]
     torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+MEANS_OF_LOSSES = ("cross_entropy", "linear_cross_entropy")
+"""Without a target they are 0, so that one step of a training without one does no harm."""
 
 
 def refused(public: Public, arguments: Arguments, argument: str | None, *kinds: type[Exception]) -> None:
