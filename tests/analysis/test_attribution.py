@@ -214,6 +214,27 @@ def test_a_module_that_its_caller_does_not_hold_is_named_by_who_holds_it() -> No
     assert scopes(records, "addmm", "forward") == ["0.blocks.a.0", "1.blocks.a.0"]
 
 
+def test_a_module_whose_attributes_cannot_be_asked_for_ends_nothing() -> None:
+    class Closed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def __getattr__(self, name: str) -> Any:
+            found = self.__dict__["_modules"].get(name)
+            if found is None:
+                raise KeyError(name)
+            return found
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    tracker = ModuleTracker()
+    records = run(tracker, lambda: Closed()(torch.ones(3, 4)))
+    assert scopes(records, "addmm", "forward")
+    assert "KeyError" in tracker.uncounted["Closed"]
+
+
 def test_a_module_that_calls_itself_is_one_scope() -> None:
     class Tree(nn.Module):
         def __init__(self) -> None:

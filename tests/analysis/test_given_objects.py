@@ -186,6 +186,60 @@ def test_containers_of_any_kind_are_put_back(kind: str) -> None:
     assert seen(value) == before
 
 
+class Private:
+    __slots__ = ("__hidden",)
+
+    def __init__(self) -> None:
+        self.__hidden = 1
+
+    def change(self) -> None:
+        self.__hidden += 1
+
+    @property
+    def seen(self) -> int:
+        return self.__hidden
+
+
+def test_private_slots_are_put_back() -> None:
+    private = Private()
+    given = GivenObjects((private,))
+    private.change()
+    given.look()
+    given.put_back()
+    assert private.seen == 1
+
+
+IN_PLACE: dict[str, Callable[[Tensor], object]] = {
+    "resize": lambda t: t.resize_(7),
+    "set": lambda t: t.set_(torch.ones(3)),
+    "transpose": lambda t: t.t_(),
+    "unsqueeze": lambda t: t.unsqueeze_(0),
+    "out": lambda t: torch.mm(torch.ones(3, 2), torch.ones(2, 5), out=t),
+    "a graph": lambda t: t.mul_(torch.ones(1, requires_grad=True)),
+    "requires_grad": lambda t: t.requires_grad_(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("size", [2, 60])  # a small one is copied before each run, a large one is not
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_shapes_and_graphs_of_given_tensors_are_put_back(change: str, size: int) -> None:
+    x, shapes = torch.arange(float(size * size)).reshape(size, size).clone(), []
+    before, storage = x.clone(), x.untyped_storage()._cdata
+
+    def step(x: Tensor) -> None:
+        shapes.append((x.shape, x.stride(), x.requires_grad))
+        IN_PLACE[change](x)
+
+    program = Program(step, (x,), {})
+    with program.preserved():
+        for _ in range(3):
+            program.step()
+    assert set(shapes) == {(before.shape, before.stride(), False)}
+    assert torch.equal(x, before)
+    assert (x.untyped_storage()._cdata, x.requires_grad, x.grad_fn) == (storage, False, None)
+
+
 def test_a_step_that_changes_nothing_is_not_mentioned() -> None:
     given = GivenObjects((filled(), {"a": [1]}, threading.Lock()))
     given.look()
@@ -289,6 +343,19 @@ def test_what_a_callable_holds_is_the_same_after_its_prediction(ceilings: Ceilin
 
     rooftop.predict(step, ceilings=ceilings)
     assert (cache.layers[0].seen, outputs, calls, COUNT, STATE.cache, net.lengths) == (1, [], 0, 0, None, [])
+
+
+def test_a_prediction_refuses_to_take_the_data_of_a_weight(ceilings: Ceilings) -> None:
+    layer = nn.Linear(8, 8)
+    before = layer.weight.detach().clone()
+
+    def decay(x: Tensor) -> Tensor:
+        layer.weight.data = layer.weight.data * 0.9
+        return layer(x)
+
+    with pytest.raises(InputError, match=r"assigns to \.data"):
+        rooftop.predict(decay, torch.ones(2, 8), ceilings=ceilings)
+    assert torch.equal(layer.weight, before)
 
 
 def test_a_method_is_followed_to_its_object() -> None:

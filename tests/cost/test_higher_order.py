@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -229,3 +230,75 @@ def test_analysis_of_attention_ends_nothing(measured: Ceilings) -> None:
     assert row.flops == 64 * 64 * (4 * WIDTH + SOFTMAX_FLOPS)
     with pytest.raises(NotImplementedError, match="backward on CPU"):  # as without us
         Attends(None)(torch.rand(1, 1, 64, WIDTH))
+
+
+# ---- programs that a mode must not change --------------------------------------------------------------------------
+
+
+def nested_scan(x: Tensor) -> Any:
+    def combine(carry: list[Tensor], row: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
+        return [carry[0] + row], {"doubled": (carry[0] * 2).clone()}
+
+    return scan(combine, [torch.zeros(4)], x)
+
+
+NESTS: dict[str, Program] = {
+    "vmap of cond": lambda x: torch.vmap(lambda row: torch.cond(row.sum() > 2, torch.sin, torch.cos, (row,)))(x),
+    "cond of a dict": lambda x: torch.cond(
+        x.sum() > 0, lambda d: {"b": d["a"].sin()}, lambda d: {"b": d["a"] + 1}, ({"a": x},)
+    ),
+    "scan of a list": nested_scan,
+    "scan backwards along the second dimension": lambda x: scan(
+        lambda carry, row: (carry + row, carry.clone() * 2), torch.zeros(4), x, dim=1, reverse=True
+    ),
+    "a loop that does not begin": lambda x: while_loop(lambda y: y.sum() < 0, lambda y: (y + 1,), (x,)),
+    "map of a dict": lambda x: torch_map(lambda d, y: {"c": d["a"] + y}, {"a": x}, x[0].clone()),
+}
+
+
+@pytest.mark.parametrize("name", NESTS)
+def test_nests_come_out_as_without_a_mode(name: str) -> None:
+    x = torch.arange(16.0).reshape(4, 4) / 8
+    with CountingMode():
+        found = NESTS[name](x)
+    expected = NESTS[name](x)
+    torch.testing.assert_close(found, expected)
+    assert type(found) is type(expected)
+
+
+def compiles_now() -> bool:
+    compiles: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiles.append(graph)
+        return graph
+
+    torch.compile(lambda x: x.cos() * 3, backend=backend)(torch.ones(3))
+    return len(compiles) == 1
+
+
+def test_two_threads_that_count_at_once_leave_the_compiler_as_it_was() -> None:
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with CountingMode():
+            entered.set()
+            left.wait()
+
+    thread = threading.Thread(target=other)
+    with CountingMode():
+        thread.start()
+        entered.wait()
+    left.set()
+    thread.join()
+    assert compiles_now()
+    conditional(torch.ones(4, 4))
+
+
+def test_a_stance_that_outlives_the_block_goes_back_to_what_was_before_it() -> None:
+    mode = CountingMode()
+    mode.__enter__()
+    stance = torch.compiler.set_stance("eager_on_recompile")
+    mode.__exit__(None, None, None)
+    stance.__exit__(None, None, None)
+    assert compiles_now()

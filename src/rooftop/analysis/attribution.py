@@ -217,8 +217,14 @@ class ModuleTracker:
         if self._is_elsewhere():
             self.elsewhere = True
             return
-        self._stack.append(self._paths.of_call(module, self._stack))
-        self._makers.runs(self._stack[-1])
+        try:
+            scope = self._paths.of_call(module, self._stack)
+        except Exception as error:  # one whose attributes cannot be asked for, or that holds no modules and parameters
+            pass_on(error)
+            self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
+            scope = self._stack[-1] if self._stack else LOSS
+        self._stack.append(scope)
+        self._makers.runs(scope)
 
     def _leaving(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         # After an exception (also the one that ends a recomputation early) torch passes the output alone.
@@ -227,6 +233,8 @@ class ModuleTracker:
             return
         scope = self._stack.pop()
         self._makers.runs(self._stack[-1] if self._stack else self._outside())
+        if type(module).__name__ in self.uncounted:
+            return
         if torch._C._get_tracing_state() is not None:  # whoever looks at a size becomes part of the traced graph
             self.uncounted[type(module).__name__] = "it was being traced by torch.jit.trace"
             return

@@ -140,8 +140,8 @@ def _containers_of(value: Any) -> Iterator[_Container]:
     attributes = _attributes(value)
     if attributes is not None:
         yield _mapping(attributes, value)
-    for name in _slots(type(value)):
-        yield _attribute(value, name)
+    for slot in _slots(type(value)):
+        yield _place(value, partial(slot.__get__, value), partial(slot.__set__, value), partial(slot.__delete__, value))
 
 
 def _mapping(mapping: dict[Any, Any], owner: Any) -> _Container:
@@ -159,7 +159,8 @@ def _mapping(mapping: dict[Any, Any], owner: Any) -> _Container:
 def _of_function(function: types.FunctionType) -> Iterator[_Container]:
     """What it closes over, its defaults, and the globals that it names."""
     for cell in function.__closure__ or ():
-        yield _attribute(cell, "cell_contents", setattr, delattr)
+        contents = partial(getattr, cell, "cell_contents")
+        yield _place(cell, contents, partial(setattr, cell, "cell_contents"), partial(delattr, cell, "cell_contents"))
     yield _Container(function, lambda: [*(function.__defaults__ or ())], lambda items: None)
     for name in sorted(_global_names(function.__code__) & function.__globals__.keys()):
         yield _global(function.__globals__, name)
@@ -184,25 +185,20 @@ def _global(names: dict[str, Any], name: str) -> _Container:
     )
 
 
-def _attribute(
-    owner: Any,
-    name: str,
-    give: Callable[[Any, str, Any], None] = object.__setattr__,
-    take: Callable[[Any, str], None] = object.__delattr__,
-) -> _Container:
-    """One attribute, that may be missing."""
+def _place(owner: Any, get: Callable[[], Any], give: Callable[[Any], object], take: Callable[[], object]) -> _Container:
+    """A slot or a cell, which may be empty."""
 
     def read() -> list[Any]:
         try:
-            return [getattr(owner, name)]
-        except (AttributeError, ValueError):  # a slot or a cell that is empty
+            return [get()]
+        except (AttributeError, ValueError):
             return []
 
     def write(items: list[Any]) -> None:
         if items:
-            give(owner, name, items[0])
+            give(items[0])
         elif read():
-            take(owner, name)
+            take()
 
     return _Container(owner, read, write)
 
@@ -215,11 +211,10 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _slots(kind: type) -> list[str]:
+def _slots(kind: type) -> list[types.MemberDescriptorType]:
     """Those that Python code has declared."""
-    declared = [base.__dict__.get("__slots__", ()) for base in kind.__mro__ if base.__module__ != "builtins"]
-    names = [name for each in declared for name in ((each,) if isinstance(each, str) else each)]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+    classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [each for names in classes for each in names.values() if isinstance(each, types.MemberDescriptorType)]
 
 
 def _refill(value: Any, kind: Any, fill: Callable[[Any, list[Any]], object], items: list[Any]) -> None:
@@ -246,14 +241,27 @@ class GivenObjects:
         self._lost: list[str] = []
         self._changing: list[_Container] = []
         self._small: list[_Value] = []
+        self._moved: list[_Value] = []
 
     def put_back(self) -> None:
         """Before a run: what earlier ones have changed of containers, attributes and small tensors."""
         for container in self._changing:
             container.put_back()
-        if self._small:
+        if self._small or self._moved:
             with _disable_current_modes(), torch.no_grad():
-                torch._foreach_copy_([v.tensor for v in self._small], [v.here for v in self._small])
+                for values in (self._small, self._moved):
+                    values[:] = [value for value in values if self._is_laid_out(value)]
+                if self._small:
+                    torch._foreach_copy_([v.tensor for v in self._small], [v.here for v in self._small])
+
+    def _is_laid_out(self, value: _Value) -> bool:
+        """Whether the tensor has its shape again."""
+        try:
+            value.lay_out()
+        except RuntimeError as error:  # a view that has become part of a graph
+            self._lost.append(_first_line(error))
+            return False
+        return True
 
     def look(self) -> None:
         """After a run: what it has changed. Only the first runs are looked at."""
@@ -265,7 +273,9 @@ class GivenObjects:
             if id(container) not in known and container.is_changed():
                 self._changing.append(container)
         small = {id(value) for value in self._small}
-        self._small += [v for v in self._values if v.here is not None and id(v) not in small and v.is_written()]
+        self._small += [v for v in self._values if v.here is not None and id(v) not in small and v.is_changed()]
+        moved = {id(value) for value in self._moved}
+        self._moved += [v for v in self._values if v.here is None and id(v) not in moved and v.is_moved()]
         owners = [type(container.owner).__name__ for container in self._changing]
         self.changed = list(dict.fromkeys([name for name in owners if name not in _PLAIN] or owners))
 
@@ -279,7 +289,7 @@ class GivenObjects:
             try:
                 value.put_back()
             except RuntimeError as error:  # storage that is gone, or that nobody may write to
-                self._lost.append(str(error).partition("\n")[0])
+                self._lost.append(_first_line(error))
 
     @property
     def notes(self) -> list[str]:
@@ -300,8 +310,14 @@ class GivenObjects:
         elif self._small:
             notes.append("The step writes to its inputs: each of its runs began with them as given.")
         if self._lost:
-            notes.append(f"What the step wrote to its inputs could not be taken back: {'; '.join(self._lost)}.")
+            notes.append(
+                f"What the step wrote to its inputs could not be taken back: {'; '.join(dict.fromkeys(self._lost))}."
+            )
         return notes
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 _PLAIN = {"dict", "list", "set", "deque"}
@@ -313,6 +329,7 @@ class _Value:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self._version = None if tensor.is_inference() else tensor._version
+        self._storage, self._layout = tensor.untyped_storage(), _layout(tensor)
         self._before = tensor.detach().to("cpu", copy=True)
         small = self._version is not None and tensor.nbytes <= SMALL_BYTES
         self.here: Any = tensor.detach().clone() if small else None  # on its device
@@ -321,13 +338,34 @@ class _Value:
         """Whether the step wrote to it; of tensors made under `torch.inference_mode` that is not known."""
         return self._version is not None and self.tensor._version != self._version
 
+    def is_changed(self) -> bool:
+        return self.is_written() or self.is_moved()
+
+    def is_moved(self) -> bool:
+        """Whether it has another shape, shows other memory, or has become part of a graph."""
+        same = _layout(self.tensor) == self._layout
+        same = same and self.tensor.untyped_storage()._cdata == self._storage._cdata
+        return not same or self.tensor.requires_grad
+
+    def lay_out(self) -> None:
+        """Undo that; gradients are off."""
+        if not self.is_moved():
+            return
+        if self.tensor.grad_fn is not None:
+            self.tensor.detach_()
+        self.tensor.requires_grad_(False)
+        self.tensor.set_(self._storage, *self._layout)  # type: ignore[call-overload]
+
     def put_back(self) -> None:
-        if self._version is not None and not self.is_written():
+        if self._version is not None and not self.is_changed():
             return
         with torch.inference_mode() if self.tensor.is_inference() else torch.no_grad():
-            if self.tensor.shape != self._before.shape:
-                self.tensor.resize_(self._before.shape)
+            self.lay_out()
             self.tensor.copy_(self._before)
+
+
+def _layout(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return int(tensor.storage_offset()), tensor.shape, tensor.stride()
 
 
 def _value_of(tensor: Tensor) -> _Value | None:

@@ -96,7 +96,7 @@ def predict(
         program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
         tracker = ModuleTracker(program.module)
         unchanged = nullcontext() if program.module is not None else left_as_it_was(target)
-        with unchanged, answered_without_values(), _Untouched(mode), counted_for(ceilings.kind):
+        with unchanged, _DataStays(), answered_without_values(), _Untouched(mode), counted_for(ceilings.kind):
             if program.module is None or (train and (stepper is not None or loss is None)):
                 # The first step makes the optimizer's state, or draws the gradients that are sent back.
                 _counted(program, ModuleTracker(program.module), on_gpu)
@@ -284,6 +284,21 @@ def _shapes_in(value: Any) -> list[Tensor]:
 
 def _parameters(target: Any) -> Iterable[nn.Parameter]:
     return target.parameters() if isinstance(target, nn.Module) else ()
+
+
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class _DataStays(TorchFunctionMode):
+    """Refuses `tensor.data = ...` on a real tensor that a program holds: its values could not be put back."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and not isinstance(args[0], FakeTensor):
+            raise InputError(
+                "cannot be predicted: the program assigns to .data of a tensor that it holds, which would lose its "
+                "values; analyze it on a machine instead, or give the module itself to be predicted"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class _Untouched(TorchDispatchMode):

@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from functools import wraps
 from types import TracebackType
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator, _higher_order_ops
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -61,44 +65,111 @@ class ObservingMode(TorchDispatchMode):
         raise NotImplementedError
 
 
+_lock = threading.RLock()  # of the two below: what is changed belongs to the process
+_users = 0
+_changed = ExitStack()
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Inside, nothing is compiled, also for other threads. A stance that the program takes meanwhile stays.
 
     The compiler takes seconds to import. Where the program has not done so, this waits until it first compiles.
     """
-    with ExitStack() as stack:
-        _differentiate_what_functions_run(stack)
-        if "torch._dynamo.eval_frame" in sys.modules:
-            stack.enter_context(_eager_stance())
-        else:
-            stack.enter_context(patch.object(torch, "compile", _taking_the_stance(torch.compile, stack)))
-        yield
-
-
-def _taking_the_stance(compile: Callable[..., Any], stack: ExitStack) -> Callable[..., Any]:
-    taken = False
-
-    @wraps(compile)
-    def compiled(*args: Any, **kwargs: Any) -> Any:
-        nonlocal taken
-        if not taken:
-            taken = True
-            stack.enter_context(_eager_stance())
-        return compile(*args, **kwargs)
-
-    return compiled
-
-
-@contextmanager
-def _eager_stance() -> Iterator[None]:
-    stance = torch.compiler.set_stance("force_eager")
-    ours = torch._dynamo.eval_frame._stance
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _run_control_flow(_changed)
+            _differentiate_what_functions_run(_changed)
+            if "torch._dynamo.eval_frame" in sys.modules:
+                _take_eager_stance(_changed)
+            else:
+                _take_it_when_compiling(_changed)
     try:
         yield
     finally:
-        if torch._dynamo.eval_frame._stance is ours:
+        with _lock:
+            _users -= 1
+            if not _users:
+                _changed.close()
+
+
+def _take_it_when_compiling(stack: ExitStack) -> None:
+    compile, taken = torch.compile, False
+
+    @wraps(compile)
+    def compiled(*arguments: Any, **options: Any) -> Any:
+        nonlocal taken
+        with _lock:
+            if not taken:
+                taken = True
+                _take_eager_stance(stack)
+        return compile(*arguments, **options)
+
+    def end() -> None:
+        nonlocal taken
+        taken = True
+        if torch.compile is compiled:  # else somebody has put something in its place, which may call it
+            torch.compile = compile
+
+    torch.compile = compiled
+    stack.callback(end)
+
+
+def _take_eager_stance(stack: ExitStack) -> None:
+    frames = torch._dynamo.eval_frame
+    before = frames._stance
+    try:
+        stance = torch.compiler.set_stance("force_eager")
+    except RuntimeError:  # inside code that is being compiled, which ends at our mode
+        return
+    ours = frames._stance
+
+    def end() -> None:
+        if frames._stance is ours:
             stance.__exit__(None, None, None)
+        else:  # the program has taken one, and comes back to ours when it ends that
+            for field in fields(ours):
+                setattr(ours, field.name, getattr(before, field.name))
+
+    stack.callback(end)
+
+
+def _run_control_flow(stack: ExitStack) -> None:
+    """Let `torch.cond` and the like run the functions that they are given, whoever has a reference to them."""
+    for place, meaning in _CONTROL_FLOW.items():
+        module, _, name = place.rpartition(".")
+        public = getattr(sys.modules.get(module), name, None)
+        if not isinstance(public, types.FunctionType) or public.__closure__ is not None:
+            continue
+        itself = types.FunctionType(public.__code__, public.__globals__, name, public.__defaults__)
+        itself.__kwdefaults__ = public.__kwdefaults__
+        _running[place] = (meaning, itself)
+        code = public.__code__
+        public.__code__ = _entry(place)
+        stack.callback(setattr, public, "__code__", code)
+
+
+def _entry(place: str) -> types.CodeType:
+    """Code that calls `run_control_flow` from any module."""
+    text = (
+        "def entry(*arguments, **options):\n"
+        f"    from {__name__} import run_control_flow\n"
+        f"    return run_control_flow({place!r}, *arguments, **options)\n"
+    )
+    names: dict[str, Any] = {}
+    exec(text, names)
+    code: types.CodeType = names["entry"].__code__
+    return code
+
+
+def run_control_flow(place: str, *arguments: Any, **options: Any) -> Any:
+    """What the function of that place is while a program is watched."""
+    meaning, itself = _running[place]
+    if torch.compiler.is_compiling():  # torch.export takes it into its graph
+        return itself(*arguments, **options)
+    return meaning(*arguments, **options)
 
 
 def _differentiate_what_functions_run(stack: ExitStack) -> None:
@@ -152,3 +223,74 @@ def _scan(combine: Callable[..., Any], init: Any, xs: Any, additional_inputs: An
     from torch._higher_order_ops.scan import generic_scan
 
     return generic_scan(combine, init, xs, additional_inputs=additional_inputs)
+
+
+# ---- what people call, with nests of tensors -----------------------------------------------------------------------
+
+
+def _cond_of_nests(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    if not any(each.key() == torch._C._functorch.TransformType.Vmap for each in stack):
+        return true_fn(*operands) if pred else false_fn(*operands)
+    leaves, spec = pytree.tree_flatten(operands)  # each sample of the batch takes its own branch
+    found: list[Any] = []
+
+    def flat(branch: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*tensors: Any) -> tuple[Any, ...]:
+            results, result_spec = pytree.tree_flatten(branch(*pytree.tree_unflatten(tensors, spec)))
+            found.append(result_spec)
+            return tuple(results)
+
+        return run
+
+    results = torch.ops.higher_order.cond(pred, flat(true_fn), flat(false_fn), tuple(leaves))
+    return pytree.tree_unflatten(results, found[-1])
+
+
+def _while_loop_of_nests(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried_inputs: Any) -> Any:
+    if not cond_fn(*carried_inputs):
+        return pytree.tree_map_only(Tensor, Tensor.clone, tuple(carried_inputs))
+    carried = body_fn(*carried_inputs)
+    while cond_fn(*carried):
+        carried = body_fn(*carried)
+    return carried
+
+
+def _map_of_nests(f: Callable[..., Any], xs: Any, *args: Any) -> Any:
+    return _stacked([f(row, *args) for row in _rows(xs, 0)])
+
+
+def _scan_of_nests(
+    combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, reverse: bool = False
+) -> tuple[Any, Any]:
+    carry, results, rows = init, [], _rows(xs, dim)
+    for row in reversed(rows) if reverse else rows:
+        carry, result = combine_fn(carry, row)
+        results.append(result)
+    stacked = _stacked(results[::-1] if reverse else results)
+    return carry, pytree.tree_map(lambda leaf: leaf.movedim(0, dim) if dim < leaf.ndim else leaf, stacked)
+
+
+def _rows(xs: Any, dim: int) -> list[Any]:
+    leaves, spec = pytree.tree_flatten(xs)
+    if not leaves or not leaves[0].shape[dim]:
+        raise RuntimeError("expected tensors with at least one element to go through")
+    columns = [leaf.unbind(dim) for leaf in leaves]
+    return [pytree.tree_unflatten(row, spec) for row in zip(*columns, strict=True)]
+
+
+def _stacked(results: list[Any]) -> Any:
+    flat = [pytree.tree_flatten(result) for result in results]
+    leaves = zip(*(each for each, _ in flat), strict=True)
+    return pytree.tree_unflatten([torch.stack(each) for each in leaves], flat[0][1])
+
+
+_CONTROL_FLOW: dict[str, Callable[..., Any]] = {
+    "torch._higher_order_ops.cond.cond": _cond_of_nests,
+    "torch._higher_order_ops.while_loop.while_loop": _while_loop_of_nests,
+    "torch._higher_order_ops.map.map": _map_of_nests,
+    "torch._higher_order_ops.scan.scan": _scan_of_nests,
+}
+_running: dict[
+    str, tuple[Callable[..., Any], Callable[..., Any]]
+] = {}  # by place: its meaning, and the function itself
