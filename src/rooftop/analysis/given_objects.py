@@ -1,4 +1,4 @@
-"""What a step is given besides plain tensors, kept as it is: caches of keys and values, states, lists.
+"""Keeps the arguments of a step as they were given: caches of keys and values, states, lists, tensors.
 
 A step is run many times. An object that it changes (a cache that grows by a token, a counter) would make another
 problem of each run, and the caller would find it changed afterwards. So containers and attributes that the first runs
@@ -378,5 +378,5 @@ def _value_of(tensor: Tensor) -> _Value | None:
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             return None
         return _Value(tensor)
-    except (RuntimeError, NotImplementedError, AttributeError):  # tensors of a kind that is not known here
+    except (RuntimeError, NotImplementedError, AttributeError):  # a subclass that refuses to be copied: it stays alone
         return None

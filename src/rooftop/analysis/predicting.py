@@ -246,7 +246,7 @@ class _FakeCopies(TorchFunctionMode):
     def of(self, value: Any) -> Any:
         """The copy of a model, or of an argument, which may be any object that holds tensors.
 
-        An object that cannot be copied is used as it is if it holds none.
+        An object that holds no tensor and cannot be copied is used itself.
         """
         held = Held([value], everything=True)
         objects = [value, *(each for container in held.containers for each in container.items)]

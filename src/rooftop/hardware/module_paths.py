@@ -113,7 +113,7 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def joined(scope: str, path: str) -> str:
-    """One path from two, either of which may be empty."""
+    """Joins two paths with a dot; either may be empty."""
     return f"{scope}.{path}" if scope and path else scope or path
 
 

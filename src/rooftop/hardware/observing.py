@@ -61,8 +61,11 @@ class ObservingMode(TorchDispatchMode):
             return meaning(*args, **(kwargs or {}))
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns what the operator does. One that takes functions has no schema; control flow does not come here."""
-        raise NotImplementedError
+        """Runs the operator and returns its result; each subclass has its own.
+
+        An operator that takes functions has no schema. Control flow does not come here.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define observe")
 
 
 _lock = threading.RLock()  # of the two below: what is changed belongs to the process

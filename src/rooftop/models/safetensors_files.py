@@ -96,6 +96,11 @@ class TensorFiles:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        WeightsError: it cannot be read, or holds something else.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -106,6 +111,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def safetensors_library() -> Any:
+    """The module `safetensors`, with `safetensors.torch` loaded.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
     try:
         import safetensors.torch
     except ImportError as error:
