@@ -31,7 +31,7 @@ OF_TORCH_OR_CUDA = re.compile(r"undefined symbol|lib(torch|c10|cuda|cudart|cudnn
 """Why a part does not load that has to do with torch. A part for another FFmpeg is none of ours."""
 
 PATIENCE_S = 120
-"""An import that compiles or downloads is given up after it."""
+"""An import that takes longer, as one that compiles or downloads does, is given up."""
 
 CHILD = """
 import ctypes, importlib, json, os, signal, sys, warnings

@@ -25,7 +25,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names of attributes that torch.nn.Module sets itself."""
 
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and "hooks" in name)
-"""Those of them in which hooks stand."""
+"""Names of the dicts that hold hooks."""
 
 PLAIN = {bool, int, float, str, type(None)}
 """Types of most attributes: looked at first."""

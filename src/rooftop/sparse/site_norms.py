@@ -69,7 +69,7 @@ def site_norm_gradient_reference(
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of sums and statistics: on the CPU of float32, too, so wide that only results are rounded."""
+    """The dtype of sums and statistics; on the CPU it is float64 for float32 too, so that only results are rounded."""
     if x.dtype == torch.float64 or (x.dtype == torch.float32 and x.is_cpu and not INTERPRETED):
         return torch.float64
     return torch.float32
