@@ -217,6 +217,8 @@ class Plainly:
 def plainly(step: Callable[[], Any], device: str) -> Plainly:
     steady = steady_times(step, device)
     alone = []
+    synchronize(device)
+    time.sleep(0.5)  # a GPU that has just worked at its power limit is no idle one
     for _ in range(10):
         synchronize(device)
         began = time.perf_counter()

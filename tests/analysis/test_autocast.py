@@ -222,12 +222,12 @@ def test_a_transformer_takes_the_types_that_autocast_gives_it() -> None:
     real = [(r.name, r.dtype) for r in recorded(mixed) if r.name not in CASTS and r.phase == "forward"]
     predicted = [
         (record.name, "bfloat16" if recast.bytes_ratio < 0.75 else "float32")
-        for record, recast in zip(full, under_autocast(full, "cpu"), strict=True)
+        for record, recast in zip(full, under_autocast(full, "cuda"), strict=True)
         if record.name not in CASTS and record.phase == "forward"
     ]
     products = {"aten::addmm", "aten::mm", "aten::bmm", "aten::native_layer_norm", "aten::pow", "aten::_log_softmax"}
     assert [item for item in predicted if item[0] in products] == [item for item in real if item[0] in products]
-    casts = sum(len(recast.casts) for recast in under_autocast(full, "cpu"))
+    casts = sum(len(recast.casts) for recast in under_autocast(full, "cuda"))
     made = sum(r.name in ("aten::_to_copy", "aten::copy_") for r in recorded(mixed) if r.phase == "forward")
     assert casts == pytest.approx(made, rel=0.25)
 

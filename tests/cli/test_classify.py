@@ -34,7 +34,7 @@ Run = Callable[..., tuple[int, str, str]]
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Made-up weights of ResNet-18, by number of classes."""
     folder = tmp_path_factory.mktemp("weights")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for classes in (3, 1000):
             torch.save(models.resnet18(num_classes=classes).state_dict(), folder / f"{classes}.pth")

@@ -214,7 +214,8 @@ def test_a_machine_without_raises_has_all_figures_of_all_parts(measured: Ceiling
 @pytest.mark.gpu
 def test_gpu_kernel_floor_is_below_an_eager_launch() -> None:
     ceilings = measure_ceilings("cuda")
-    assert 0 < ceilings.kernel_floor_ms <= ceilings.launch_graph_ms < ceilings.launch_eager_ms
+    assert 0 < ceilings.kernel_floor_ms < ceilings.launch_eager_ms
+    assert 0 < ceilings.launch_graph_ms < ceilings.launch_eager_ms  # kernels of a graph may overlap a little
     assert ceilings.rate(16 << 20) > 1.2 * ceilings.rate(1 << 30)  # L2 is faster than DRAM
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +105,22 @@ def test_what_a_pool_calls_may_be_in_a_call_also_without_a_frame_of_its_own() ->
         while not product.done():
             seen.add(cupti.others_in_calls())
     assert any(who.startswith("the thread ThreadPoolExecutor") for who in seen)
+
+
+def test_who_asks_keeps_no_caller() -> None:
+    """With the frame of the asker in a variable of its own, all callers and their tensors waited for a collection."""
+
+    def caller() -> weakref.ref[torch.Tensor]:
+        held = torch.ones(1000)
+        assert cupti.others_in_calls() == ""
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()
 
 
 def test_cupti_stays_where_a_thread_may_be_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

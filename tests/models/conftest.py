@@ -25,7 +25,7 @@ def cache(models_remembered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def resnet18_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made-up weights of a ResNet-18 with three classes."""
     path = tmp_path_factory.mktemp("weights") / "three.pth"
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         torch.save(models.resnet18(num_classes=3).state_dict(), path)
     return path

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -78,12 +78,14 @@ def small() -> nn.Module:
 
 @given(names=st.lists(st.sampled_from(sorted(WRAPPERS)), max_size=5).filter(lambda names: names.count("compiled") < 2))
 @settings(max_examples=25, deadline=None)
+@example(["lightning", "averaged", "lightning"])  # the count is behind fewer prefixes than the weights
+@example(["averaged", "lightning", "averaged", "lightning"])
 def test_wrappers_in_any_order(names: list[str]) -> None:
     wrapped, plain = small(), small().state_dict()
     for name in names:
         wrapped = WRAPPERS[name](wrapped)
     found = weights_in({"state_dict": wrapped.state_dict(), "epoch": 3})
-    assert {key: value for key, value in found.tensors.items() if not key.endswith("n_averaged")}.keys() == plain.keys()
+    assert found.tensors.keys() == plain.keys()
     assert all(torch.equal(found.tensors[key], value) for key, value in plain.items())
     assert found.averaged == ("averaged" in names)
 

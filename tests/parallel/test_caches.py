@@ -32,7 +32,7 @@ def ids() -> Tensor:
 
 
 def decoder(transformers: ModuleType, name: str, **options: Any) -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = getattr(transformers, f"{name}Config")(**SMALL, **options)
         return getattr(transformers, f"{name}ForCausalLM")(config).eval()

@@ -4,6 +4,10 @@ on; gone on with, the same bit for bit; and what is wrong is said once, by every
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -230,10 +234,49 @@ def test_on_gpus_steps_from_a_graph_are_those_of_one_process(
     ranks, layout = REPLAYED[name]
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    words = [*WORDS, *layout, "--device", "cuda", "--data-path", str(data), "--dtype", "float64", "--enable-cuda-graph"]
+    words = instead(
+        [*WORDS, *layout, "--data-path", str(data), "--dtype", "float64", "--enable-cuda-graph"], ["--device", "cuda"]
+    )
     path = tmp_path / "metrics.jsonl"
     said: list[Said] = on_ranks(
         ranks, called, [*words, "--train-iters", str(STEPS), "--metrics", str(path)], joined=False, limit_s=240.0
     )
     assert [status for status, *_ in said] == [0] * ranks, said
     np.testing.assert_allclose(numbers(path), alone, rtol=0, atol=1e-9)
+
+
+def under_torchrun(words: list[str], folder: Path) -> subprocess.Popen[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*start, "-m", "rooftop", *instead(words, ["--device", "cuda"]), "--enable-cuda-graph"]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("name", ["dp=2", "tp=2 halves"])
+def test_on_gpus_a_training_from_a_graph_ends_by_itself(name: str, dtype: str, data: Path, tmp_path: Path) -> None:
+    words = [*WORDS, *REPLAYED[name][1], "--data-path", str(data), "--dtype", dtype, "--train-iters", "8"]
+    started = under_torchrun([*words, "--metrics", str(tmp_path / "metrics.jsonl")], tmp_path)
+    out, _ = started.communicate(timeout=60)
+    assert started.returncode == 0, out
+    last = lines(tmp_path / "metrics.jsonl")[-1]
+    assert last["step"] == 8
+    assert time.time() - (tmp_path / "metrics.jsonl").stat().st_mtime < 15  # the way out, with torchrun's own
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus_ctrl_c_ends_replayed_steps(data: Path, tmp_path: Path) -> None:
+    words = [*WORDS, *REPLAYED["dp=2"][1], "--data-path", str(data), "--train-iters", "1000000"]
+    started = under_torchrun([*words, "--metrics", str(tmp_path / "metrics.jsonl")], tmp_path)
+    until = time.monotonic() + 60
+    while not (tmp_path / "metrics.jsonl").exists() or (tmp_path / "metrics.jsonl").read_text().count("\n") < 20:
+        assert started.poll() is None, started.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    started.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    out, _ = started.communicate(timeout=60)
+    assert started.returncode not in (None, 0), out
+    assert time.monotonic() - began < 15

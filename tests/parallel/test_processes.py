@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from rooftop.parallel import Launch, Layout, RankError, World, join, launched, processes
+from rooftop.parallel.captures import graphs_end_here
 from rooftop.parallel.launchers import first_host
+from rooftop.train import Replayed
 
 Run = Callable[..., list[Any]]
 
@@ -372,3 +375,71 @@ def device_of_this_rank() -> tuple[str, str, int]:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_each_rank_has_the_gpu_of_its_number(on_ranks: Run) -> None:
     assert on_ranks(2, device_of_this_rank, joined=False) == [("cuda:0", "cuda", 0), ("cuda:1", "cuda", 1)]
+
+
+held: list[object] = []  # nothing lets go of a graph that is here
+
+
+def replaying(wrong: int, error: type[BaseException]) -> float:
+    """All-reduces from a CUDA graph, which somebody still holds when the block ends; rank `wrong` leaves it early."""
+    with join(timeout_s=60) as world:
+        found = torch.ones(1 << 20, device=world.device)
+
+        def step() -> tuple[torch.Tensor, ...]:
+            dist.all_reduce(found)
+            return (found / found.max(),)
+
+        replayed = Replayed(step, world.device)
+        held.append(replayed)
+        for number in range(50):
+            (ones,) = replayed()
+            if number == 20 and world.rank == wrong:
+                raise error("enough")
+        assert replayed.captured
+        return float(ones.sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("wrong", "error"), [(-1, KeyError), (0, KeyError), (1, KeyError), (1, KeyboardInterrupt)])
+def test_a_graph_with_work_of_nccl_keeps_no_rank(
+    wrong: int, error: type[BaseException], on_ranks: Run, ranks_failed: type[Exception]
+) -> None:
+    began = time.monotonic()
+    if wrong < 0:
+        assert on_ranks(2, replaying, wrong, error, joined=False, limit_s=40) == [1 << 20] * 2
+    else:
+        errors = errors_of(on_ranks, ranks_failed, 2, replaying, wrong, error)
+        assert errors[wrong].startswith(error.__name__)
+        assert errors[1 - wrong].startswith(f"RankError: rank {wrong} of 2 failed: {error.__name__}")
+    assert time.monotonic() - began < 30
+
+
+@contextmanager
+def counted_graphs() -> Iterator[list[str]]:
+    """torch's class of graphs replaced by one that only says what is done with it."""
+    calls: list[str] = []
+
+    class Graph:
+        def capture_begin(self) -> None:
+            calls.append("begin")
+
+        def reset(self) -> None:
+            calls.append("reset")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "CUDAGraph", Graph)
+        yield calls
+
+
+def test_graphs_end_with_their_block() -> None:
+    with counted_graphs() as calls:
+        before, gone, kept = (torch.cuda.CUDAGraph() for _ in range(3))
+        before.capture_begin()
+        with pytest.raises(KeyError), graphs_end_here():  # noqa: PT012
+            gone.capture_begin()
+            del gone
+            kept.capture_begin()
+            raise KeyError
+        before.capture_begin()
+        assert calls == ["begin", "begin", "begin", "reset", "begin"]

@@ -75,10 +75,12 @@ def others_in_calls() -> str:
         if any("nccl" in str(groups.pg_backend_config.get(group)) for group in groups.pg_map):
             return "NCCL"
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # in a variable of its own it would keep all callers and what they hold
+    for ident, frame in frames.items():
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         waits = package in sys.stdlib_module_names and frame.f_code.co_name in _WAITING
-        if ident != threading.get_ident() and not waits and package not in _WITHOUT_CUDA:
+        if not waits and package not in _WITHOUT_CUDA:
             return f"the thread {names[ident]}" if ident in names else f"a thread of {package or 'unknown code'}"
     return ""
 

@@ -31,6 +31,8 @@ from rooftop.hardware.page_faults import NO_FAULTS, PageFaults, page_faults
 LEAD_STEPS, LEAD_S = 2, 0.15
 """Steps before those that are counted: at least so many, and for at least so long. An H100 that was idle runs matrix
 products some 50 ms above the clocks that its power limit lets it keep. A CPU needs one."""
+REST_S = 0.1
+"""A GPU's, before it is idle enough for the latency of single steps."""
 LEAST_STEPS, MOST_STEPS = 3, 2000  # of a block
 WINDOW_STEPS, LEAST_WINDOWS = 10, 10
 LOWER_TENTH = 0.1
@@ -177,7 +179,13 @@ class StepClock:
         return StepTime.of([durations_ms])
 
     def run_alone(self, times: int) -> None:
-        """Time single steps, each from an idle device to the end of its work."""
+        """Time single steps, each from an idle device to the end of its work.
+
+        A GPU rests before: one that has just worked at its power limit is slower than one that waits for a request.
+        """
+        synchronize(self._device)
+        if times and self._device.type == "cuda":
+            time.sleep(REST_S)
         for _ in range(times):
             synchronize(self._device)
             began = time.perf_counter()

@@ -147,6 +147,7 @@ def _models_in(found: _Candidate) -> Iterator[_Candidate]:
     tensors = _unwrapped(found.tensors)
     prefixes = _prefixes(tensors)
     averaged = found.averaged or COUNT in tensors
+    counts = [key for key in tensors if key == COUNT or key.endswith(f".{COUNT}")]
     if len(prefixes) < 2 and (not prefixes or prefixes == [""]):
         yield _Candidate(found.name, tensors, averaged)
         return
@@ -155,6 +156,9 @@ def _models_in(found: _Candidate) -> Iterator[_Candidate]:
         if len(prefixes) == 1:  # what else is there belongs to no other model, and is not to be lost
             others = {key: value for key, value in tensors.items() if not key.startswith(prefix)}
             own |= {key: value for key, value in others.items() if key not in own}
+        around = [key for key in counts if prefix.startswith(key.removesuffix(COUNT))]  # of an average of this model
+        if around:
+            own = {key: value for key, value in own.items() if key not in around} | {COUNT: tensors[around[-1]]}
         mine = averaged or COUNT in own or AVERAGED.search(prefix) is not None
         yield _Candidate(f"{found.name}/{prefix}" if found.name else prefix, own, mine)
 

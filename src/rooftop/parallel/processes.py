@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rooftop.parallel.captures import graphs_end_here
 from rooftop.parallel.errors import RankError
 from rooftop.parallel.launchers import Launch, launched
 from rooftop.parallel.layouts import Layout
@@ -76,7 +77,8 @@ def join(
     """torch.distributed for the processes that a launcher started, within the block. Every rank must come here.
 
     A process by itself is a world of one rank, without a process group. A group that is there already is used, and is
-    there afterwards.
+    there afterwards. One that is made here ends with the block, and so does each CUDA graph that was captured in it:
+    NCCL waits for those of its work.
 
     Args:
         layout: refused if it has another number of ranks than the world.
@@ -125,7 +127,8 @@ def join(
                     timeout=timedelta(seconds=timeout_s),
                     device_id=_bound_device(where),
                 )
-            yield World(launch.rank, launch.size, where)
+            with nullcontext() if there or where.type != "cuda" else graphs_end_here():
+                yield World(launch.rank, launch.size, where)
             ranks.end(timeout_s)
     finally:
         if not there and dist.is_initialized():
