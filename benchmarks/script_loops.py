@@ -156,9 +156,10 @@ def tried(loop: Loop, device: str, ceilings: Path) -> Result:
     result.longer_by_s = round(analyzed.seconds - fmean([before.seconds, after.seconds]), 1)
     result.statuses = [before.status, analyzed.status, after.status]
     result.same_status = before.status == analyzed.status == loop.status
-    result.same_output = (
-        printed_by_loop(before.printed) == printed_by_loop(analyzed.printed)[: len(printed_by_loop(before.printed))]
-    )
+    plain, again, watched = (printed_by_loop(each.printed) for each in (before, after, analyzed))
+    result.same_output = plain == watched[: len(plain)]
+    if not result.same_output and plain != again:
+        result.same_output = None  # not even two plain runs agree
     if before.said.get("losses"):
         result.same_losses = before.said["losses"] == analyzed.said.get("losses")
         if not result.same_losses and before.said["losses"] != after.said["losses"]:

@@ -86,7 +86,10 @@ def earlier_processes(path: Path) -> list[dict[str, Any]]:
     found = json.loads(path.read_text())
     count = max(len(row["runs"]) for row in found["results"])
     return [
-        {"environment": found["environment"], "rows": {r["case"]: r["runs"][i] for r in found["results"]}}
+        {
+            "environment": found["environment"],
+            "rows": {r["case"]: r["runs"][i] for r in found["results"] if r["runs"][i:]},
+        }
         for i in range(count)
     ]
 

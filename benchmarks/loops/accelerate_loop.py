@@ -28,8 +28,7 @@ def main() -> None:
     )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     clock = LoopClock(options.device)
-    for _ in range(options.epochs):
-        clock.go_on()
+    for _ in range(options.epochs):  # to start the workers again is part of a step
         for x, y in loader:
             with accelerator.accumulate(model):
                 loss = F.cross_entropy(model(x), y)
@@ -38,7 +37,6 @@ def main() -> None:
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 clock.step(loss)
-        clock.pause()
     clock.finish()
 
 
