@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from rooftop.analysis.advice import advise
-from rooftop.analysis.advice.format_rules import half_precision
+from rooftop.analysis.advice.format_rules import channels_last, half_precision
 from rooftop.analysis.advice.host_rules import launch_gap
 from rooftop.analysis.advice.kernel_rules import pointwise_fusion
+from rooftop.analysis.advice.shape_rules import padded_products
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import operator_rows
 from rooftop.analysis.instruments import MeasuredOperator, Plain
+from rooftop.analysis.repeating import Form, Times, tensor_like
 from rooftop.analysis.report import Gaps, Summary
-from rooftop.cost import Cost, CountingMode, Record
+from rooftop.cost import CallSpec, Cost, CountingMode, Record, TensorSpec, roof
 from rooftop.hardware.ceilings import Ceilings
 
 MEGABYTE = 1_000_000  # 1 ms at 1 GB/s
@@ -33,11 +35,11 @@ def findings(ceilings: Ceilings, *operators: MeasuredOperator, launch_gap_ms: fl
     return Findings(operators, operator_rows(operators, ceilings), summary, Gaps(0.0, 0.0, launch_gap_ms), ceilings)
 
 
-def test_a_graph_saves_the_launch_gap_less_the_dispatch_of_each_kernel(ceilings: Ceilings) -> None:
-    gpu = dataclasses.replace(ceilings, kind="cuda")  # 2 us a launch in a graph, 1 us of it the kernel itself
+def test_a_graph_saves_the_launch_gap(ceilings: Ceilings) -> None:
+    gpu = dataclasses.replace(ceilings, kind="cuda")
     work = operator("relu", Cost(MEGABYTE, MEGABYTE), 2.0)
     (advice,) = launch_gap(findings(gpu, work, launch_gap_ms=8.0))
-    assert advice.gain_ms == pytest.approx(8.0 - 100 * 0.001)
+    assert advice.gain_ms == pytest.approx(8.0)
     assert "launch gap 8.00 ms of 10.00 ms" in advice.evidence
     assert launch_gap(findings(ceilings, work, launch_gap_ms=8.0)) == []
 
@@ -108,7 +110,7 @@ def test_advice_comes_by_falling_gain_and_not_for_trifles(ceilings: Ceilings) ->
     gains = [item.gain_ms for item in advise(everything)]
     assert gains == sorted(gains, reverse=True)
     assert len(gains) == 2
-    assert min(gains) >= 0.01 * everything.summary.wall_ms
+    assert min(gains) >= 0.02 * everything.summary.wall_ms
 
 
 def test_operators_slowed_by_their_labels_gain_in_proportion_to_the_plain_step(ceilings: Ceilings) -> None:
@@ -120,3 +122,86 @@ def test_operators_slowed_by_their_labels_gain_in_proportion_to_the_plain_step(c
     for rule in (half_precision, pointwise_fusion):
         (in_proportion,), (alone,) = rule(plain), rule(labelled)
         assert in_proportion.gain_ms == pytest.approx(alone.gain_ms * 5.0 / busy_ms)
+
+
+def on_a_gpu(ceilings: Ceilings, *operators: MeasuredOperator, launch_gap_ms: float = 0.0) -> Findings:
+    found = findings(dataclasses.replace(ceilings, kind="cuda"), *operators, launch_gap_ms=launch_gap_ms)
+    return dataclasses.replace(found, plain=Plain(found.summary.busy_ms, [], [], 0.0, 0.0, compiled=False))
+
+
+def test_where_the_host_sets_the_pace_what_is_compiled_is_replayed_from_a_graph(ceilings: Ceilings) -> None:
+    """Of 16.25 ms the GPU works 10, and 7.5 when it reads and writes once."""
+    waiting = on_a_gpu(ceilings, *chain(1.25), launch_gap_ms=6.25)
+    waiting = dataclasses.replace(waiting, host_ms=16.25)
+    (advice,) = pointwise_fusion(waiting)
+    assert advice.gain_ms == pytest.approx(16.25 - 7.5)
+    assert advice.command == 'torch.compile(model, mode="reduce-overhead")'
+    assert "the launch gap of 6.25 ms goes, too" in advice.evidence
+    steps = [dataclasses.replace(op, record=dataclasses.replace(op.record, phase="optimizer")) for op in chain(0.0)]
+    optimizing = dataclasses.replace(waiting, operators=[*waiting.operators, *steps])
+    (advice,) = pointwise_fusion(optimizing)  # half of the launches stay the host's
+    assert advice.gain_ms == pytest.approx(16.25 / 2)
+    (advice,) = pointwise_fusion(dataclasses.replace(waiting, plain=dataclasses.replace(waiting.plain, waiting_ms=1.0)))
+    assert advice.command == "torch.compile(model)"
+
+
+def image_step() -> list[MeasuredOperator]:
+    """A convolution of images that lie channels first, and a sum and relu after it."""
+    image, other = torch.randn(1, 8, 50, 50), torch.randn(1, 128, 50, 50)
+    convolution = torch.nn.Conv2d(8, 128, 1, bias=False)
+    with CountingMode() as mode, torch.no_grad():
+        (convolution(image) + other).relu()
+    return [MeasuredOperator(r, r.cost.bytes / MEGABYTE if r.cost else 0.0, ()) for r in mode.records]
+
+
+def test_a_compiler_also_lays_images_out_channels_last(ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
+
+    def ratios(operators: list[MeasuredOperator], *_: object) -> dict[object, float]:
+        timed.append([op.record.name for op in operators])
+        return {op.record.spec: 0.25 for op in operators}
+
+    monkeypatch.setattr("rooftop.analysis.advice.format_rules.repeated_ratios", ratios)
+    step = image_step()
+    of_convolution = next(op.measured_ms for op in step if "convolution" in op.record.name)
+    found = on_a_gpu(ceilings, *step)
+    (layout,), (fusion,) = channels_last(found), pointwise_fusion(found)
+    assert layout.gain_ms == pytest.approx(0.75 * of_convolution)
+    assert timed == [["aten::convolution"]]  # once for both
+    without = pointwise_fusion(dataclasses.replace(findings(ceilings, *step), plain=found.plain))[0]
+    assert fusion.gain_ms == pytest.approx(without.gain_ms + layout.gain_ms)
+    assert f"lays images out channels last: {layout.gain_ms:.2f} ms of the gain" in fusion.evidence
+
+
+def test_products_with_odd_sides_are_timed_with_whole_ones(ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary of 1,001 is slow, one of 1,000 is as slow and not odd, and one of 999 is at its roof."""
+    asked = []
+
+    def times(calls: list[tuple[CallSpec, Form]], *_: object) -> list[Times]:
+        asked.extend(calls)
+        return [Times(1.0, 1.0) for _ in calls]
+
+    monkeypatch.setattr("rooftop.analysis.advice.shape_rules.times_again", times)
+    x = torch.randn(64, 512, dtype=torch.bfloat16)
+    with CountingMode() as mode:
+        for side in (1001, 1000, 999):
+            x @ torch.randn(512, side, dtype=torch.bfloat16)
+    products = [r for r in mode.records if r.name == "aten::mm"]
+    roofs = [roof(r.cost, ceilings).ms for r in products if r.cost is not None]
+    slow_ms = 2 * max(roofs)
+    step = [MeasuredOperator(r, ms, ()) for r, ms in zip(products, (slow_ms, slow_ms, roofs[2]), strict=True)]
+    (advice,) = padded_products(on_a_gpu(ceilings, *step))
+    assert advice.gain_ms == pytest.approx(slow_ms - 1.0)
+    assert "1 matrix product with a side of 1,001 take" in advice.evidence
+    assert advice.command is not None
+    assert advice.command.startswith("1001 -> 1024 ")
+    assert [(spec, form.multiple) for spec, form in asked] == [(products[0].spec, 64)]
+    assert padded_products(on_a_gpu(ceilings, *step[1:])) == []
+
+
+def test_a_padded_call_has_whole_sides_and_as_many_batches() -> None:
+    made = [
+        tuple(tensor_like(TensorSpec(shape, torch.bfloat16), Form(multiple=64), torch.device("cpu")).shape)
+        for shape in ((3, 5, 65), (128, 50257), (50257,), (), (7, 64))
+    ]
+    assert made == [(3, 64, 128), (128, 50304), (50304,), (), (64, 64)]

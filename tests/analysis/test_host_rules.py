@@ -64,13 +64,13 @@ def plain(waiting_ms: float = 0.0, loading_ms: float = 0.0, kernels: tuple[Kerne
     return Plain(2.0, list(kernels), [], waiting_ms, loading_ms, compiled=False)
 
 
-def test_a_graph_saves_the_launch_gap_less_the_dispatch_of_each_kernel(gpu: Ceilings) -> None:
+def test_a_graph_saves_the_launch_gap(gpu: Ceilings) -> None:
     (advice,) = launch_gap(found(gpu))
-    assert advice.gain_ms == pytest.approx(8.0 - 100 * 0.001)
+    assert advice.gain_ms == pytest.approx(8.0)
     assert "launch gap 8.00 ms of 10.00 ms" in advice.evidence
 
 
-@pytest.mark.parametrize(("host_ms", "low_ms"), [(None, 7.9), (8.0, 5.9), (1.0, 0.1), (12.0, 7.9)])
+@pytest.mark.parametrize(("host_ms", "low_ms"), [(None, 8.0), (8.0, 6.0), (1.0, 0.2), (12.0, 8.0)])
 def test_a_graph_gains_less_where_the_host_can_be_faster(host_ms: float | None, low_ms: float, gpu: Ceilings) -> None:
     """Of a GPU busy for 2 ms with 100 kernels, 2 us from one to the next."""
     (advice,) = launch_gap(dataclasses.replace(found(gpu), host_ms=host_ms))
@@ -79,7 +79,7 @@ def test_a_graph_gains_less_where_the_host_can_be_faster(host_ms: float | None, 
 
 def test_what_a_program_does_otherwise_while_it_is_captured_is_taken_off(gpu: Ceilings) -> None:
     (advice,) = launch_gap(dataclasses.replace(found(gpu), traced_more_ms=3.0))
-    assert advice.gain_ms == pytest.approx(8.0 - 100 * 0.001 - 3.0)
+    assert advice.gain_ms == pytest.approx(8.0 - 3.0)
     assert "take 3.00 ms more" in advice.evidence
     (refused,) = launch_gap(dataclasses.replace(found(gpu), traced_more_ms=None))
     assert refused.title == "Double the batch to 32"

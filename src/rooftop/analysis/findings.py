@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ class Findings:
             captured; None if it fails then.
         faults: pages that a step took from the system; none on a GPU.
         batched: more samples are no more launches; those of a detector, a list of images, are.
+        timed: what one rule has timed, by name, for others that need it too.
     """
 
     operators: Sequence[MeasuredOperator]
@@ -45,6 +47,7 @@ class Findings:
     traced_more_ms: float | None = 0.0
     batched: bool = True
     faults: PageFaults = NO_FAULTS
+    timed: dict[str, Any] = field(default_factory=dict)
 
     @property
     def noise_ms(self) -> float:
@@ -115,6 +118,12 @@ class Findings:
         wall_ms = self.summary.wall_ms if self.best_ms is None else self.best_ms
         return wall_ms - max(self.host_ms + more_host_ms, wall_ms - busy_ms)
 
+    def saved_in_graph_ms(self, labelled_ms: float) -> float:
+        """What the step gains when operators take so much less and a graph launches all but the optimizer's."""
+        busy_ms = self.summary.busy_ms - self.undisturbed_ms(labelled_ms)
+        outside = sum(op.record.phase == "optimizer" for op in self.operators)
+        return self.summary.wall_ms - max(busy_ms, self.launched_ms(outside))
+
     def launched_ms(self, operators: int) -> float:
         """Time that the host needs for so many operators, at its average over the step; 0 where it is not known."""
         return (self.host_ms or 0.0) * operators / max(1, len(self.operators))
@@ -156,5 +165,5 @@ def waits_for_device(op: MeasuredOperator) -> bool:
     return not is_copy or any("DtoH" in kernel or "Pageable" in kernel for kernel in op.kernels)
 
 
-LEAST_GAIN = 0.01
+LEAST_GAIN = 0.02
 """Advice that would gain less than this fraction of the wall time is left out."""

@@ -1,4 +1,4 @@
-"""Recorded calls made again, alone, on random data of the same shapes, as they were or in another dtype or layout.
+"""Recorded calls made again, alone, on random data, as they were or in another dtype, layout or size.
 
 On a GPU the profiler times their kernels, which is how operators are timed; all calls share one session of it. Before
 each run the tensors are made anew, so a call finds its input as in a program: just written. On a CPU it is the host's
@@ -32,10 +32,12 @@ class Form:
     Attributes:
         dtype: in place of its floating-point dtypes; None: as they were.
         channels_last: images and convolution weights lie channels last; else as they lay.
+        multiple: of which the sides of matrices, and vectors, are; they are rounded up to it.
     """
 
     dtype: torch.dtype | None = None
     channels_last: bool = False
+    multiple: int = 1
 
 
 AS_IT_WAS = Form()
@@ -136,12 +138,14 @@ class _Repeated:
 
 
 def tensor_like(spec: TensorSpec, form: Form, device: torch.device) -> Tensor:
-    """Random numbers (zeros, of integers) of the same shape and layout."""
+    """Random numbers (zeros, of integers) of the same shape and layout, as far as the form leaves these."""
     kind = form.dtype if form.dtype is not None and spec.dtype.is_floating_point else spec.dtype
+    sides = len(spec.shape) - 2 if len(spec.shape) > 1 else 0
+    shape = [-(-n // form.multiple) * form.multiple if i >= sides else n for i, n in enumerate(spec.shape)]
     if not kind.is_floating_point:
-        return torch.zeros(spec.shape, dtype=kind, device=device)
+        return torch.zeros(shape, dtype=kind, device=device)
     made = kind if kind in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
-    tensor = torch.randn(spec.shape, device=device, dtype=made).to(kind)
+    tensor = torch.randn(shape, device=device, dtype=made).to(kind)
     if tensor.dim() == 4 and (form.channels_last or spec.channels_last):
         return tensor.to(memory_format=torch.channels_last)
     return tensor

@@ -14,6 +14,7 @@ from rooftop.analysis.advice.format_rules import channels_last, half_precision
 from rooftop.analysis.advice.host_rules import HOST_RULES
 from rooftop.analysis.advice.kernel_rules import layer_norms, pointwise_fusion, uneven_kernels
 from rooftop.analysis.advice.optimizer_rules import fused_optimizer
+from rooftop.analysis.advice.shape_rules import padded_products
 from rooftop.analysis.findings import LEAST_GAIN, Findings
 from rooftop.analysis.report import Advice
 
@@ -42,6 +43,7 @@ RULES: tuple[Callable[[Findings], list[Advice]], ...] = (
     *HOST_RULES,
     half_precision,
     channels_last,
+    padded_products,
     pointwise_fusion,
     fused_optimizer,
     layer_norms,

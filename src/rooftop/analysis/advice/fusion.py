@@ -33,7 +33,7 @@ ROW_REDUCTIONS = {
     *("batch_norm_backward",),
 }
 """Reductions over part of a tensor whose results are used beside all its elements."""
-READ_TWICE = {
+SUMS_OVER_ROWS = {
     *("native_layer_norm_backward", "_fused_rms_norm_backward", "native_batch_norm_backward", "batch_norm_backward"),
     *("cudnn_batch_norm_backward", "native_group_norm_backward"),
 }
@@ -43,6 +43,8 @@ BATCH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "_native_batch_norm
 LONGEST_ROW_BYTES = 64 * 1024  # of a row that one block keeps on the chip; longer ones are read again
 REDUCTIONS_OF_CHOICE = {"sum", "mean", "amax", "amin", "var", "var_mean"}
 """Along rows they join; over columns they are kernels of their own."""
+SUMMING = 0.75
+"""A compiled kernel that also sums over all rows reaches this part of what one on elements does."""
 OTHERS_ON_ELEMENTS = {
     *("_to_copy", "copy_", "clone", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "new_zeros"),
     *("native_dropout", "native_dropout_backward", "bernoulli_", "masked_fill_", "constant_pad_nd"),
@@ -90,7 +92,8 @@ def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
     for group, members in groups.items():
         moved = traffic.of(group)
         now_ms = sum(operators[place].measured_ms for place in members)
-        after_ms = max(1e3 * moved / ceilings.rate(moved) if moved else 0.0, ceilings.kernel_floor_ms) / share
+        roof_ms = max(1e3 * moved / ceilings.rate(moved) if moved else 0.0, ceilings.kernel_floor_ms)
+        after_ms = roof_ms / (share * (SUMMING if traffic.sums_over_rows(group) else 1.0))
         if len(members) < 2 or after_ms >= now_ms:
             continue
         found.operators += len(members)
@@ -208,7 +211,7 @@ class _Traffic:
             if self._is_kept(value, group)
         )
         moved = sum(read.values()) + written
-        if any(self._reads_twice(place) for place in self._groups[group]):
+        if self.sums_over_rows(group) or any(self._has_long_rows(place) for place in self._groups[group]):
             moved += sum(size for size in read.values() if size >= self._nodes[group].elements)
         return moved
 
@@ -244,13 +247,17 @@ class _Traffic:
             known = self._again[forward, backward] = more < saved
         return known
 
-    def _reads_twice(self, place: int) -> bool:
-        """Whether an operator passes twice over what it reads: it needs sums of more than a block keeps on the chip."""
-        op, name = self._operators[place], _plain(self._operators[place])
+    def sums_over_rows(self, group: int) -> bool:
+        """Whether an operator of the group needs sums over all rows, and so passes twice over what it reads."""
+        members = [self._operators[place] for place in self._groups[group]]
+        return any(_plain(op) in SUMS_OVER_ROWS or (_plain(op) in BATCH_STATISTICS and _trains(op)) for op in members)
+
+    def _has_long_rows(self, place: int) -> bool:
+        """Whether an operator reduces rows of more than a block keeps on the chip, and reads them again."""
+        op = self._operators[place]
         first = op.record.inputs[0]
         row_bytes = (first.shape[-1:] or (1,))[0] * first.dtype.itemsize
-        long_rows = name in ROW_REDUCTIONS and row_bytes > LONGEST_ROW_BYTES
-        return name in READ_TWICE or long_rows or (name in BATCH_STATISTICS and _trains(op))
+        return _plain(op) in ROW_REDUCTIONS and row_bytes > LONGEST_ROW_BYTES
 
 
 def _trains(op: MeasuredOperator) -> bool:
@@ -262,14 +269,24 @@ def _trains(op: MeasuredOperator) -> bool:
 
 
 def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], ceilings: Ceilings) -> float:
-    """The share of their roof that elementwise operators reach in this step, taken for compiled kernels as well."""
-    roof_ms = measured_ms = 0.0
+    """The share of their roof that a quarter of the elementwise operators of this step, by bytes, reach or surpass.
+
+    Compiled kernels do so, too: all of them move whole vectors. Of PyTorch's own, some are bound by arithmetic (powers
+    in bfloat16) or by their indices, and say nothing of those.
+    """
+    seen = []
     for op, node in zip(operators, nodes, strict=True):
         if not node.joins or op.record.cost is None or _plain(op) in ROW_REDUCTIONS | REDUCTIONS_OF_CHOICE:
             continue
-        roof_ms += roof(op.record.cost, ceilings).ms
-        measured_ms += op.measured_ms
-    return min(1.0, roof_ms / measured_ms) if roof_ms > 0 and measured_ms > 0 else 1.0
+        roof_ms = roof(op.record.cost, ceilings).ms
+        if op.measured_ms > 0 and roof_ms > 0:
+            seen.append((min(1.0, roof_ms / op.measured_ms), roof_ms))
+    left_ms = sum(roof_ms for _, roof_ms in seen) / 4
+    for share, roof_ms in sorted(seen, reverse=True):
+        left_ms -= roof_ms
+        if left_ms <= 0:
+            return share
+    return 1.0
 
 
 def _bytes(spec: TensorSpec) -> int:

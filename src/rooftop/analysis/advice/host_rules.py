@@ -13,8 +13,8 @@ from rooftop.hardware.page_faults import KEEP_MEMORY, MANY
 def launch_gap(findings: Findings) -> list[Advice]:
     """A graph, or else a larger batch: both remove the same gap, so there is one item for it.
 
-    Replayed from a graph, the device waits only for the dispatch of each kernel, not for the host. Where the host waits
-    for values of the step no graph can hold it, but twice the samples cost the host as much as one.
+    Replayed from a graph, a kernel follows the one before at once. Where the host waits for values of the step no graph
+    can hold it, but twice the samples cost the host as much as one.
     """
     if findings.ceilings.kind != "cuda" or findings.gaps.launch_gap_ms <= 0:
         return []
@@ -22,7 +22,6 @@ def launch_gap(findings: Findings) -> list[Advice]:
 
 
 def _graph(findings: Findings) -> list[Advice]:
-    per_kernel_ms = max(0.0, findings.ceilings.launch_graph_ms - findings.ceilings.kernel_floor_ms)
     kernels, gap_ms, wall_ms = findings.summary.kernels, findings.gaps.launch_gap_ms, findings.summary.wall_ms
     evidence = (
         f"launch gap {gap_ms:.2f} ms of {wall_ms:.2f} ms: the GPU waits while the host launches {kernels} kernels"
@@ -31,7 +30,7 @@ def _graph(findings: Findings) -> list[Advice]:
         evidence += f"; a batch of {2 * findings.summary.samples} would hide part of the same gap"
     if findings.refuses_capture:
         evidence += "; the optimizer needs capturable=True for it, and fused=True to launch no more kernels then"
-    gain_ms = gap_ms - kernels * per_kernel_ms - (findings.traced_more_ms or 0.0)
+    gain_ms = gap_ms - (findings.traced_more_ms or 0.0)
     return [
         Advice(
             "Replay the step from a CUDA graph",

@@ -1,0 +1,85 @@
+"""Rules about shapes: matrix products whose rows begin at addresses from which no whole vectors can be read.
+
+The fast kernels of the libraries move 16 bytes at once. Of a product with a side of 50,257, the vocabulary of GPT-2,
+every second row and more begins elsewhere, and slower kernels are taken. With the side padded to 50,304 the product
+has more to compute, and is several times as fast.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rooftop.analysis.findings import LEAST_GAIN, Findings
+from rooftop.analysis.formats import counted
+from rooftop.analysis.instruments import MeasuredOperator
+from rooftop.analysis.repeating import Form, times_again
+from rooftop.analysis.report import Advice
+from rooftop.cost import roof
+
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+VECTOR_BYTES = 16
+PADDED_TO = 64
+NEAR_ROOF = 0.7  # a product that reaches this part of it is left as it is
+MOST_SHAPES = 8
+
+
+def padded_products(findings: Findings) -> list[Advice]:
+    """Products with sides that are no multiples of 16 bytes, timed with sides that are."""
+    after = padded_ms(findings)
+    if not after:
+        return []
+    changed = [op for op in findings.operators if id(op) in after]
+    now_ms, after_ms = sum(op.measured_ms for op in changed), sum(after.values())
+    sides = sorted({side for op in changed for side in _odd_sides(op)})
+    named = ", ".join(f"{side:,}" for side in sides[:3]) + (", ..." if len(sides) > 3 else "")
+    return [
+        Advice(
+            "Pad matrices to whole vectors",
+            f"{counted(len(changed), 'matrix product')} with a side of {named} take {now_ms:.2f} ms; timed here, with "
+            f"sides padded to multiples of {PADDED_TO}, {after_ms:.2f} ms",
+            findings.saved_by_ms([after.get(id(op), op.measured_ms) for op in findings.operators]),
+            f"{sides[-1]} -> {_padded(sides[-1])} where the model is built; a vocabulary's extra entries are not used",
+        )
+    ]
+
+
+def padded_ms(findings: Findings) -> dict[int, float]:
+    """By operator (`id`), the time that products take with padded sides, where that is less."""
+    if "padded" not in findings.timed:
+        findings.timed["padded"] = _timed_padded(findings)
+    found: dict[int, float] = findings.timed["padded"]
+    return found
+
+
+def _timed_padded(findings: Findings) -> dict[int, float]:
+    if not findings.repeatable:
+        return {}
+    slow = [op for op in findings.operators if _odd_sides(op) and not _is_near_roof(op, findings)]
+    if sum(op.measured_ms for op in slow) < LEAST_GAIN * findings.summary.wall_ms:
+        return {}
+    specs = list(dict.fromkeys(op.record.spec for op in sorted(slow, key=lambda op: -op.measured_ms)))[:MOST_SHAPES]
+    times = times_again([(spec, Form(multiple=PADDED_TO)) for spec in specs if spec is not None], torch.device("cuda"))
+    timed = {spec: found.median_ms for spec, found in zip(specs, times, strict=True) if found is not None}
+    return {
+        id(op): timed[op.record.spec]
+        for op in slow
+        if op.record.spec in timed and timed[op.record.spec] < op.measured_ms
+    }
+
+
+def _odd_sides(op: MeasuredOperator) -> set[int]:
+    """Sides of the operands of a product in half precision or TF32 that are no whole vectors."""
+    record = op.record
+    if record.name not in PRODUCTS or record.spec is None:
+        return set()
+    matrices = [t for t in record.inputs if len(t.shape) > 1 and t.dtype.is_floating_point]
+    return {side for t in matrices for side in t.shape[-2:] if side * t.dtype.itemsize % VECTOR_BYTES}
+
+
+def _is_near_roof(op: MeasuredOperator, findings: Findings) -> bool:
+    cost = op.record.cost
+    return cost is None or roof(cost, findings.ceilings).ms >= NEAR_ROOF * op.measured_ms
+
+
+def _padded(side: int) -> int:
+    return -(-side // PADDED_TO) * PADDED_TO
