@@ -58,6 +58,8 @@ CASES = (
     Loop("lbfgs_closure"),
     Loop("inference_only"),
     Loop("ddp_torchrun", ranks=2),
+    Loop("grad_scaler"),
+    Loop("image_reference"),
     Loop("compiled"),
     Loop("weights_by_hand", status=3),
     Loop("hogwild", elsewhere=True),
