@@ -156,3 +156,21 @@ def test_both_ways_give_the_same_for_lists_of_tensors(monkeypatch: pytest.Monkey
             (second,) = torch.autograd.grad(first.sum(), x)
             found.append([each.detach() for each in (product, positive, unused, first, second)])
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_what_is_computed_on_the_cpu_alone() -> None:
+    x, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+    computed_on_cpu = operators.computed_on_cpu
+    assert computed_on_cpu(x, None)
+    assert not computed_on_cpu(x, weight)
+    with torch.no_grad():
+        assert computed_on_cpu(x, weight)
+    for other in (3, x.to("meta"), x.to_sparse(), FakeTensorMode().from_tensor(x), Own(x)):
+        assert not computed_on_cpu(other)
+    for context in (torch.autocast("cpu"), Names(), Watching(), profile()):
+        with context:
+            assert not computed_on_cpu(x)
+    seen = list[bool]()
+    torch.func.vmap(lambda row: seen.append(computed_on_cpu(row)) or row)(torch.ones(1, 2))
+    assert seen == [False]
+    assert computed_on_cpu(x)

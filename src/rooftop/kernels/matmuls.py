@@ -28,6 +28,7 @@ from rooftop.kernels.matmul_tables import LinearPlan, plan_of
 from rooftop.kernels.padded_rows import LEAST_PADDED, missing_columns, padded
 from rooftop.launch.operators import (
     by_formula,
+    computed_on_cpu,
     differentiable,
     differentiable_by_formula,
     in_pytorch,
@@ -48,7 +49,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def linear_act_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(y, what was activated) of x (M, K) and weight (N, K) in plain PyTorch; what follows the product is float32, or
+    """(y, what was activated) of x (..., K) and weight (N, K) in plain PyTorch; what follows the product is float32, or
     float64 for float64."""
     before = functional.linear(x, weight, bias)
     values = before.to(_wide(x.dtype))
@@ -268,6 +269,8 @@ def linear_act(
     """
     if activation == "none" and residual is None and _is_torchs(input, weight, bias):
         return functional.linear(input, weight, bias)
+    if _is_plain(input, weight, bias, activation, residual):
+        return linear_act_reference(input, weight, bias, activation, residual)[0]
     x, weight, bias, residual, later = _prepared("linear_act", input, weight, bias, activation, residual)
     columns = weight.shape[0]
     tensors = (x, weight, bias, residual)
@@ -277,6 +280,22 @@ def linear_act(
     y = _linear_act(rows, weight, bias, activation, added, keep)[0]
     y = y.reshape(*x.shape[:-1], columns)
     return y if later is None else y + later
+
+
+def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> bool:
+    """Whether all lie on the CPU and fit, so that PyTorch's own functions do it with less ado. Nothing is refused
+    here."""
+    if INTERPRETED or x is None or weight is None or not computed_on_cpu(x, weight, bias, residual):
+        return False
+    return (
+        activation in ACTIVATIONS
+        and x.dtype in FLOATS
+        and all(t is None or t.dtype == x.dtype for t in (weight, bias, residual))
+        and weight.dim() == 2
+        and x.shape[-1:] == weight.shape[1:]
+        and (bias is None or bias.shape == weight.shape[:1])
+        and (residual is None or residual.shape == (*x.shape[:-1], weight.shape[0]))
+    )
 
 
 _known_products: dict[tuple[Any, ...], bool] = {}

@@ -67,35 +67,35 @@ def _attend_one_by_one(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    pages: Tensor,
+    tables: Sequence[Sequence[int]],
     lengths: Sequence[int],
     scale: float,
     window: int | None,
     out: Tensor,
 ) -> None:
-    """As the reference, of pages and lengths that were checked: each sequence reads its own positions alone."""
-    page, groups = keys.shape[2], query.shape[1] // max(1, keys.shape[1])
-    by_head = keys.transpose(0, 1), values.transpose(0, 1)  # (H_k, N, P, D)
+    """As the reference, of pages and lengths that were checked, also as numbers: each sequence reads its own positions
+    alone."""
+    _, kv_heads, page, width = keys.shape
     for row, length in enumerate(lengths):
         if length == 0:
             out[row] = 0
             continue
         begin = 0 if window is None else max(0, length - window)
         first = begin // page
-        own, seen = pages[row, first : -(-length // page)], slice(begin - first * page, length - first * page)
-        # (1, H_k, T, D)
-        key, value = (_side_by_side(stored, own).flatten(1, 2)[None, :, seen] for stored in by_head)
-        grouped = query[row].unflatten(0, (-1, groups))[None]  # (1, H_k, G, D): queries of one position
+        own, seen = tables[row][first : -(-length // page)], slice(begin - first * page, length - first * page)
+        key, value = _side_by_side(keys, own)[None, :, seen], _side_by_side(values, own)[None, :, seen]
+        grouped = query[row].reshape(1, kv_heads, -1, width)  # queries of one position
         found = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, scale=scale)
-        out[row] = found[0].flatten(0, 1)
+        out[row] = found.reshape(-1, width)
 
 
-def _side_by_side(stored: Tensor, own: Tensor) -> Tensor:
-    """Of (H_k, N, P, D) the pages `own`; a view where they follow each other, as those of a new cache do."""
-    numbers = own.tolist()
-    if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-        return stored[:, numbers[0] : numbers[0] + len(numbers)]
-    return stored.index_select(1, own)
+def _side_by_side(stored: Tensor, own: Sequence[int]) -> Tensor:
+    """The positions (H_k, T, D) in the pages `own` of (N, H_k, P, D); those of a new cache follow each other."""
+    if len(own) == 1:
+        return stored[own[0]]
+    in_a_row = own == list(range(own[0], own[0] + len(own)))
+    found = stored[own[0] : own[0] + len(own)] if in_a_row else stored.index_select(0, torch.tensor(own))
+    return found.transpose(0, 1).flatten(1, 2)
 
 
 # ---- launch parameters -----------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def _attend(
         out.copy_(torch.where(lengths == 0, 0.0, torch.nan)[:, None, None].expand_as(out))
         return
     if numbers is not None and query.dtype != torch.float64:
-        _attend_one_by_one(query, keys, values, pages, numbers, scale, window, out)
+        _attend_one_by_one(query, keys, values, *numbers, scale, window, out)
         return
     if query.dtype == torch.float64:
         out.copy_(paged_attention_reference(query, keys, values, pages, lengths, scale, window))
@@ -353,8 +353,8 @@ def _check(tensors: dict[str, Tensor]) -> None:
         )
 
 
-def _checked_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> list[int]:
-    """The lengths, after they and the pages that they reach were checked."""
+def _checked_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> tuple[list[list[int]], list[int]]:
+    """Pages and lengths as numbers, after the lengths and the pages that they reach were checked."""
     count, page, room = keys.shape[0], keys.shape[2], pages.shape[1] * keys.shape[2]
     numbers: list[int] = lengths.tolist()
     if numbers and (min(numbers) < 0 or max(numbers) > room):
@@ -362,8 +362,9 @@ def _checked_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> list[int]:
             f"paged_attention: lengths must be from 0 to {room}, what {pages.shape[1]} pages of {page} positions hold, "
             f"got {min(numbers)} to {max(numbers)}"
         )
-    for row, length in enumerate(numbers):
-        wrong = [each for each in pages[row, : -(-length // max(1, page))].tolist() if not 0 <= each < count]
+    tables: list[list[int]] = pages.tolist()
+    for table, length in zip(tables, numbers, strict=True):
+        wrong = [each for each in table[: -(-length // max(1, page))] if not 0 <= each < count]
         if wrong:
             raise ValueError(f"paged_attention: pages must be from 0 to {count - 1}, got {wrong[0]}")
-    return numbers
+    return tables, numbers

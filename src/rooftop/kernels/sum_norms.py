@@ -31,8 +31,9 @@ from rooftop.kernels.norms import (
     statistics_dtype,
     unit_columns,
 )
-from rooftop.launch.operators import by_formula, differentiable, in_pytorch, operator
+from rooftop.launch.operators import by_formula, computed_on_cpu, differentiable, in_pytorch, operator
 from rooftop.launch.symbolic import recorded_whole
+from rooftop.launch.triton_launch import INTERPRETED
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -280,6 +281,10 @@ def add_layer_norm(
         TypeError: no dense tensors, or dtypes that are not floating point, or residual of another dtype than input.
         ValueError: shapes or devices that do not fit.
     """
+    if _is_plain_sum(input, residual, normalized_shape, weight, bias, input_bias):
+        total = add_reference(input, residual, input_bias)
+        y = torch.nn.functional.layer_norm(total, input.shape[-1:], weight, bias, eps)
+        return y, total if adds(residual, input_bias) else input
     name, parameters = "add_layer_norm", {"weight": weight, "bias": bias, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
     flat, *terms = flat_arguments(shape, input, residual, input_bias, weight, bias)
@@ -306,6 +311,21 @@ def add_rms_norm(
     flat, *terms = flat_arguments(shape, input, residual, input_bias, weight)
     y, total, _ = _add_rms_norm(flat, *terms, rms_eps(input, eps), result_dtype("rms_norm", input))
     return y.reshape(input.shape), total.reshape(input.shape) if adds(residual, input_bias) else input
+
+
+def _is_plain_sum(
+    x: Tensor, residual: Tensor | None, normalized_shape: int | Sequence[int], *parameters: Tensor | None
+) -> bool:
+    """Whether all are float32 on the CPU and fit, so that PyTorch's layer norm does the same with less ado."""
+    if INTERPRETED or x is None or not computed_on_cpu(x, residual, *parameters) or x.dim() == 0:
+        return False
+    last = x.shape[-1:]
+    return (
+        (normalized_shape == last[0] or normalized_shape == tuple(last))
+        and x.dtype == torch.float32
+        and (residual is None or (residual.dtype == x.dtype and residual.shape == x.shape))
+        and all(t is None or (t.dtype == x.dtype and t.shape == last) for t in parameters)
+    )
 
 
 def flat_arguments(

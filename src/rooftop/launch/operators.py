@@ -246,6 +246,18 @@ def unwatched(*arguments: Any) -> bool:
     return not torch.compiler.is_compiling() and forward_ad._current_level < 0 and _is_plain(arguments)
 
 
+def computed_on_cpu(*tensors: Any) -> bool:
+    """Whether these are dense tensors on the CPU, nothing notices by which operators something is computed with them,
+    and no gradient will be asked for: PyTorch's own functions do, and the host saves the way through an operator."""
+    recorded = torch.is_grad_enabled()
+    for t in tensors:
+        if t is None:
+            continue
+        if type(t) not in _PLAIN or not t.is_cpu or t.layout != torch.strided or (recorded and t.requires_grad):
+            return False
+    return not torch.is_autocast_enabled("cpu") and unwatched(*tensors)
+
+
 def transformed(arguments: Sequence[Any]) -> bool:
     """Whether a transform of `torch.func` or forward-mode differentiation is at work on a tensor among them, or
     autograd takes a batch of gradients at once."""
