@@ -11,7 +11,7 @@ import torch
 
 from rooftop.analysis.advice.alternatives import repeated_ratios
 from rooftop.analysis.advice.autocast import Recast, cast_host_ms, under_autocast
-from rooftop.analysis.findings import Findings
+from rooftop.analysis.findings import LEAST_GAIN, Findings
 from rooftop.analysis.formats import counted
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.repeating import Form
@@ -112,7 +112,9 @@ def _timed_channels_last(findings: Findings) -> dict[int, float]:
     ]
     convolutions = [op for op in images if "convolution" in op.record.name]
     first = [op for op in convolutions if not any(t.channels_last for t in op.record.inputs)]
-    if not findings.repeatable or 2 * _total(first) <= _total(convolutions):
+    gap_ms = sum(op.measured_ms - roof(op.record.cost, findings.ceilings).ms for op in images if op.record.cost)
+    worth_it = gap_ms >= LEAST_GAIN * findings.summary.wall_ms
+    if not findings.repeatable or not worth_it or 2 * _total(first) <= _total(convolutions):
         return {}
     timed = repeated_ratios(images, Form(channels_last=True))
     return {id(op): op.measured_ms * timed[op.record.spec] for op in images if op.record.spec in timed}
