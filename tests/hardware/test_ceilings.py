@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rooftop.errors import CeilingsFileError
 from rooftop.hardware import Ceilings, MemoryPoint, measure, measure_ceilings
-from rooftop.hardware.ceilings import ceilings_of
+from rooftop.hardware.ceilings import ceilings_of, known_machines
 from rooftop.hardware.histories import history_of
 from rooftop.hardware.kernel_times import Variant, kernel_times
 from rooftop.hardware.measuring import cache_path
@@ -79,10 +79,19 @@ def test_a_raise_is_noted_and_what_is_no_raise_changes_nothing(measured: Ceiling
             measured.raised("fp32", wrong, "aten::mm")
 
 
+PATTERNS = ("working_set_bytes", "read", "write", "copy", "triad")
+
+
 def test_machines_that_come_with_rooftop_load_in_the_format_in_which_they_were_written() -> None:
-    there = ceilings_of("h200")
-    assert there.rate(32 << 20) > 1.2 * there.rate(1 << 30)
-    assert (there.sustained, there.raises) == ({}, ())
+    for name in known_machines():
+        there = ceilings_of(name)
+        assert there.rate(32 << 20) > 1.2 * there.rate(1 << 30)
+        assert 0.5 < there.sustained["bf16"] / there.peak("bf16") < 1
+    before = {key: value for key, value in there.to_dict().items() if key not in ("sustained", "pulse", "raises")}
+    before["memory"] = [{key: rate for key, rate in each.items() if key in PATTERNS} for each in before["memory"]]
+    first = Ceilings.from_dict(before)  # as the first instrument wrote it
+    assert (first.sustained, first.raises) == ({}, ())
+    assert first.rate(1 << 30) == there.rate(1 << 30)
 
 
 def test_rate_is_never_below_what_was_measured(measured: Ceilings) -> None:
