@@ -778,6 +778,16 @@ def test_double_precision_counts_as_double() -> None:
     assert _cost("exp", lambda: x(3, dtype=double).exp()).flops == {"fp64": 3}
 
 
+def test_causal_keys_and_values_in_one_memory_are_read_once() -> None:
+    """As where values are a part of the keys; only positions that the queries see count."""
+    both = torch.randn(1, 2, 16, 8)
+    with CountingMode() as counted:
+        F.scaled_dot_product_attention(torch.randn(1, 2, 4, 8), both, both, is_causal=True)
+    cost = next(r.cost for r in counted.records if "scaled_dot_product" in r.name)
+    assert cost is not None
+    assert cost.read_bytes == 4 * (2 * 4 * 8 + 2 * 4 * 8)
+
+
 def test_an_expanded_causal_query_sees_only_keys_up_to_its_own_position() -> None:
     # 4 queries, 10 keys: pairs 1 + 2 + 3 + 4, and the last six keys and values are never read.
     q, k, v = meta(1, 1, 4, 8), meta(1, 1, 10, 8), meta(1, 1, 10, 8)
