@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -396,6 +396,28 @@ def test_what_a_module_keeps_is_the_same_for_each_run_and_afterwards(lazily: boo
         assert "The step changes what it is given" in " ".join(report.notes)
     assert (net.calls, net.outputs, net.position.item()) == (0, None if lazily else [], 0)
     assert set(net.shapes) == {x.shape}
+
+
+@pytest.mark.parametrize("decorator", [lambda f: f, torch.no_grad(), torch.inference_mode(), partial])
+def test_a_cache_is_as_given_whichever_way_it_is_held(decorator: Any) -> None:
+    net, cache, x = Attends(), filled(), torch.ones(1, 8)
+
+    class Session:
+        def __init__(self) -> None:
+            self.cache = cache
+
+        def step(self) -> Tensor:
+            return net(x, self.cache)
+
+    for step in (lambda: net(x, cache), Session().step, partial(net, x, cache=cache)):
+        outputs, program = list[Tensor](), Program(decorator(step), (), {})
+        with program.preserved():
+            for _ in range(4):
+                program.step(outputs.append)
+        # The first run may make what the later ones use, so the second one alone is left to tell.
+        rows = [output.shape[1] for output in outputs]
+        assert (rows[0], *rows[2:]) == (6, 6, 6)
+        assert (cache.layers[0].seen, cache.length.item()) == (1, 0)
 
 
 def test_what_a_modules_first_run_makes_is_used_by_the_later_ones(ceilings: Ceilings) -> None:

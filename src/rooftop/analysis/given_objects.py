@@ -155,7 +155,7 @@ class _State:
         self.tensors = held.tensors
         self.changing: list[Container] = []
         self.trains = False
-        weights = () if isinstance(target, nn.Module) else (t for t in held.tensors if t.requires_grad)
+        weights = () if isinstance(target, nn.Module) else (t for t in held.tensors if t.requires_grad and t.is_leaf)
         self._weights = [(weight, weight._version) for weight in weights if not weight.is_inference()]
         self._after_first: list[Container] | None = None
 

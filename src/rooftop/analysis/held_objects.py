@@ -56,7 +56,7 @@ class Held:
         self.complete = True
         seen, left, entries = set[int](), deque(roots), 0
         while left and self.complete:
-            value = left.popleft()
+            value = _undecorated(left.popleft())
             code = everything and isinstance(value, (*_CODE, nn.Module)) and not _is_of_libraries(value)
             closed = _is_closed(type(value)) and not code  # type: ignore[arg-type]
             if id(value) in seen or closed:
@@ -102,6 +102,13 @@ def _is_closed(kind: type[Any]) -> bool:
     if any(package.startswith("torch._") for package in packages):  # registries and caches of PyTorch itself
         return True
     return any(f"{package}.".startswith(f"{alive}.") for package in packages for alive in _ALIVE)
+
+
+def _undecorated(value: Any) -> Any:
+    """The program's function inside what `torch.no_grad()` and other decorators of libraries have made of it."""
+    while isinstance(value, types.FunctionType) and _is_of_libraries(value) and "__wrapped__" in vars(value):
+        value = vars(value)["__wrapped__"]
+    return value
 
 
 def _is_of_libraries(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 For a module the step is a forward pass without gradients, or (training) forward, backward and, if an optimizer is
 given, its step. Any other callable is run as it is. Whatever the step changes in a module (buffers, gradients, train
-flags), in its arguments (see `given_objects`) and the random state are put back afterwards.
+flags), in its arguments, in what the target keeps (see `given_objects`) and the random state are put back afterwards.
 """
 
 from __future__ import annotations
