@@ -6,6 +6,7 @@ import gc
 import re
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -440,3 +441,56 @@ def test_a_warning_that_was_shown_is_not_shown_again() -> None:
             with ModuleTracker():
                 pass
     assert len(shown) == 1
+
+
+class Force(nn.Module):
+    """A network whose output is a gradient, as in models of molecules: F = -dE/dx."""
+
+    def __init__(self, slope: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.outer, self.slope = nn.Linear(4, 4), nn.Linear(4, 4), slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.slope(lambda x: self.outer(self.inner(x).tanh()).sum(), x).sin()
+
+
+def slope_of_autograd(energy: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(energy(x), x, create_graph=True)
+    return slope
+
+
+def slope_of_functions(energy: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.func.grad(energy)(x)
+
+
+@pytest.mark.parametrize("slope", [slope_of_autograd, slope_of_functions])
+def test_gradients_taken_inside_a_module_belong_to_the_modules_that_they_pass(slope: Any) -> None:
+    net, x = nn.Sequential(Force(slope)), torch.randn(3, 4, requires_grad=True)
+    records = run(ModuleTracker(net), lambda: net(x))
+    assert scopes(records, "mm", "backward") == ["0.outer", "0.inner"]
+    assert scopes(records, "tanh_backward", "backward") == ["0"]
+    assert scopes(records, "sin", "forward") == ["0"]
+
+
+def test_what_follows_gradients_taken_inside_a_module_is_its_own() -> None:
+    net, x = nn.Sequential(Force(slope_of_autograd)), torch.randn(3, 4, requires_grad=True)
+    records = run(ModuleTracker(net), lambda: net(x).sum().backward())
+    assert scopes(records, "cos", "backward") == ["0"]
+    assert set(scopes(records, "mm", "backward")) == {"0.inner", "0.outer"}
+
+
+def test_a_module_recomputed_inside_a_module_that_asks_for_gradients_is_told() -> None:
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            (slope,) = torch.autograd.grad(checkpoint(self.layer, x, use_reentrant=False).sum(), x)
+            return slope.exp()
+
+    net, x = nn.Sequential(Recomputed()), torch.randn(3, 4, requires_grad=True)
+    records = run(ModuleTracker(net), lambda: net(x))
+    assert scopes(records, "tanh", "backward") == ["0.layer.1"]
+    assert scopes(records, "mm", "backward") == ["0.layer.2", "0.layer.0"]
+    assert scopes(records, "exp", "forward") == ["0"]

@@ -6,19 +6,23 @@ import threading
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import rooftop
-from rooftop.analysis import given_objects
-from rooftop.analysis.given_objects import GivenObjects, Held, left_as_it_was
+from rooftop.analysis import held_objects
+from rooftop.analysis.given_objects import GivenObjects
+from rooftop.analysis.held_objects import Held, left_as_they_were
 from rooftop.analysis.program import Program
+from rooftop.analysis.report import Report
 from rooftop.errors import InputError
 from rooftop.hardware import Ceilings
 
@@ -268,7 +272,7 @@ def test_the_state_of_pytorch_itself_is_none_of_the_programs() -> None:
 
 
 def test_more_than_can_be_watched_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(given_objects, "MOST_ENTRIES", 3)
+    monkeypatch.setattr(held_objects, "MOST_ENTRIES", 3)
     assert "more than 3 objects" in GivenObjects(([[1], [2], [3, 4], [5]],)).notes[0]
 
 
@@ -345,6 +349,143 @@ def test_what_a_callable_holds_is_the_same_after_its_prediction(ceilings: Ceilin
     assert (cache.layers[0].seen, outputs, calls, COUNT, STATE.cache, net.lengths) == (1, [], 0, 0, None, [])
 
 
+class KeepsOutputs(nn.Module):
+    """Keeps its outputs; what it makes once is made by the first run."""
+
+    masks: ClassVar[dict[int, Tensor]] = {}
+
+    def __init__(self, lazily: bool = False) -> None:
+        super().__init__()
+        self.layer, self.lazily = nn.Linear(8, 8), lazily
+        self.outputs: list[Tensor] | None = None if lazily else []
+        self.calls, self.shapes = 0, list[torch.Size]()
+        self.register_buffer("position", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.shapes.append(x.shape)
+        self.position += 1
+        if self.outputs is None:
+            self.outputs = []
+        if len(x) not in self.masks:
+            self.masks[len(x)] = torch.ones(len(x), len(x)).tril()
+        self.outputs.append(self.layer(self.masks[len(x)] @ x))
+        return torch.cat(self.outputs)[: 2 * int(positions(8).shape[0])]
+
+
+@lru_cache
+def positions(count: int) -> Tensor:
+    return torch.arange(count)
+
+
+HAND_COUNT = 2 * 2 * 2 * 8 + 2 * 2 * 8 * 8 + 2 * 8
+"""Of a mask of (2, 2) times (2, 8), and a linear layer with bias."""
+
+
+def products(report: Report) -> int:
+    return sum(row.flops for row in report.ops if row.name in ("aten::mm", "aten::addmm"))
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_what_a_module_keeps_is_the_same_for_each_run_and_afterwards(lazily: bool, ceilings: Ceilings) -> None:
+    net, x = KeepsOutputs(lazily), torch.ones(2, 8)
+    for report in (rooftop.analyze(net, x, ceilings=ceilings), rooftop.analyze(lambda: net(x), ceilings=ceilings)):
+        concatenated = next(row for row in report.ops if row.name == "aten::cat")
+        assert products(report) == HAND_COUNT
+        assert concatenated.bytes == 2 * 2 * 8 * 4
+        assert "The step changes what it is given" in " ".join(report.notes)
+    assert (net.calls, net.outputs, net.position.item()) == (0, None if lazily else [], 0)
+    assert set(net.shapes) == {x.shape}
+
+
+@pytest.mark.parametrize("decorator", [lambda f: f, torch.no_grad(), torch.inference_mode(), partial])
+def test_a_cache_is_as_given_whichever_way_it_is_held(decorator: Any) -> None:
+    net, cache, x = Attends(), filled(), torch.ones(1, 8)
+
+    class Session:
+        def __init__(self) -> None:
+            self.cache = cache
+
+        def step(self) -> Tensor:
+            return net(x, self.cache)
+
+    for step in (lambda: net(x, cache), Session().step, partial(net, x, cache=cache)):
+        outputs, program = list[Tensor](), Program(decorator(step), (), {})
+        with program.preserved():
+            for _ in range(4):
+                program.step(outputs.append)
+        # The first run may make what the later ones use, so the second one alone is left to tell.
+        rows = [output.shape[1] for output in outputs]
+        assert (rows[0], *rows[2:]) == (6, 6, 6)
+        assert (cache.layers[0].seen, cache.length.item()) == (1, 0)
+
+
+def test_what_a_modules_first_run_makes_is_used_by_the_later_ones(ceilings: Ceilings) -> None:
+    KeepsOutputs.masks.clear()
+    report = rooftop.analyze(KeepsOutputs(), torch.ones(2, 8), ceilings=ceilings)
+    assert "aten::tril" not in [row.name for row in report.ops]
+
+
+def test_a_prediction_leaves_no_fake_tensor_behind(ceilings: Ceilings) -> None:
+    """Hooks, what instances of a class share, and memories of functions are reached by a copy as well."""
+    KeepsOutputs.masks.clear()
+    positions.cache_clear()
+    seen: dict[str, Any] = {}
+    net, x = KeepsOutputs(), torch.ones(2, 8)
+    net.layer.register_forward_hook(lambda module, inputs, output: seen.update(output=output))
+    net.layer.weight.register_hook(lambda gradient: seen.update(gradient=gradient))
+    rooftop.predict(net, x, ceilings=ceilings, train=True, loss=lambda output: seen.setdefault("loss", output.sum()))
+    assert (seen, KeepsOutputs.masks, net.outputs) == ({}, {}, [])
+    assert not isinstance(positions(8), FakeTensor)
+
+
+def test_hooks_of_a_weight_are_part_of_a_prediction(ceilings: Ceilings) -> None:
+    net, x = nn.Linear(8, 8), torch.ones(2, 8)
+
+    def squared(weight: Tensor) -> None:
+        assert weight.grad is not None
+        weight.grad = weight.grad @ weight.grad
+
+    net.weight.register_hook(lambda gradient: gradient @ gradient)
+    net.weight.register_post_accumulate_grad_hook(squared)
+    report = rooftop.predict(net, x, ceilings=ceilings, train=True)
+    layer = 2 * (2 * 2 * 8 * 8) + 2 * 8
+    assert products(report) == layer + 2 * (2 * 8 * 8 * 8)
+
+
+def test_a_callable_that_trains_goes_on_as_its_weights_do(ceilings: Ceilings) -> None:
+    weight, losses, x = nn.Parameter(torch.ones(8, 8)), list[Tensor](), torch.ones(2, 8)
+    optimizer = torch.optim.SGD([weight], lr=1e-5)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = (x @ weight).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+
+    rooftop.analyze(step, ceilings=ceilings)
+    assert len(losses) > 3
+    assert not torch.equal(weight, torch.ones(8, 8))
+
+
+def test_optimizers_that_a_module_steps_itself_leave_no_trace(ceilings: Ceilings) -> None:
+    """An optimizer in the backward pass, which frees each gradient at once."""
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
+    optimizers = {weight: torch.optim.Adam([weight], lr=0.1) for weight in net.parameters()}
+
+    def step(weight: Tensor) -> None:
+        optimizers[weight].step()
+        optimizers[weight].zero_grad()
+
+    for weight in net.parameters():
+        weight.register_post_accumulate_grad_hook(step)
+    before = [weight.detach().clone() for weight in net.parameters()]
+    rooftop.analyze(net, x, ceilings=ceilings, train=True)
+    assert all(torch.equal(*pair) for pair in zip(before, net.parameters(), strict=True))
+    assert not any(optimizer.state for optimizer in optimizers.values())
+
+
 def test_a_prediction_refuses_to_take_the_data_of_a_weight(ceilings: Ceilings) -> None:
     layer = nn.Linear(8, 8)
     before = layer.weight.detach().clone()
@@ -373,6 +514,6 @@ def test_a_method_is_followed_to_its_object() -> None:
     engine = Engine()
     before = engine.cache
     for target in (engine, engine.step, lambda: engine.step()):
-        with left_as_it_was(target):
+        with left_as_they_were([target]):
             engine.step()
         assert engine.cache is before

@@ -110,3 +110,46 @@ def test_a_network_without_values_is_predicted_as_one_with_them(h200: Ceilings) 
     with fake_tensors():
         fake = rooftop.predict(Drawn(), torch.randn(2, 8), ceilings=h200)
     assert real.summary == fake.summary
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.sparse.mm(x.to_sparse(), x),
+        lambda x: x.to_sparse_csr() @ x,
+        lambda x: x.to_sparse(1) * 2,
+        lambda x: torch.sparse.mm(SPARSE, SPARSE),
+    ],
+)
+def test_how_much_a_sparse_tensor_stores_is_a_matter_of_values(function: Any, h200: Ceilings) -> None:
+    with pytest.raises(InputError, match="depends on values"):
+        rooftop.predict(function, torch.eye(8), ceilings=h200)
+
+
+SPARSE = torch.eye(8).to_sparse()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_entries_of_a_sparse_tensor_count_as_different(h200: Ceilings) -> None:
+    def product(x: Tensor) -> Tensor:
+        entries = torch.sparse_coo_tensor(torch.zeros(2, 5, dtype=torch.int64), torch.ones(5), (8, 8))
+        return torch.sparse.mm(entries.coalesce(), x)
+
+    report = rooftop.predict(product, torch.eye(8), ceilings=h200)
+    assert sum(row.flops for row in report.ops if row.name in ("aten::mm", "aten::_sparse_addmm")) == 2 * 5 * 8
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_an_optimizer_of_sparse_gradients_is_predicted_as_it_runs(h200: Ceilings) -> None:
+    net, indices = nn.Embedding(10, 4, sparse=True), torch.arange(6)
+    report = rooftop.predict(net, indices, ceilings=h200, train=True, optimizer=torch.optim.SparseAdam)
+    predicted = [(row.flops, row.bytes) for row in report.ops if row.phase == "optimizer"]
+    optimizer = torch.optim.SparseAdam(net.parameters())
+    for _ in range(2):
+        net(indices).sum().backward()
+        with CountingMode() as counted:
+            optimizer.step()
+        optimizer.zero_grad()
+    costs = [record.cost for record in counted.records if record.cost is not None]
+    assert sum(flops for flops, _ in predicted) == sum(cost.total_flops for cost in costs) > 0
+    assert sum(moved for _, moved in predicted) == sum(cost.bytes for cost in costs)

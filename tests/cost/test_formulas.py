@@ -778,6 +778,34 @@ def test_double_precision_counts_as_double() -> None:
     assert _cost("exp", lambda: x(3, dtype=double).exp()).flops == {"fp64": 3}
 
 
+@pytest.mark.parametrize("window", ["bartlett", "blackman", "hamming", "hann", "kaiser"])
+def test_a_spectrogram_has_a_cost_whatever_its_window(window: str) -> None:
+    with CountingMode() as counted:
+        weights = getattr(torch, f"{window}_window")(400)
+        torch.stft(torch.randn(1600), 400, 160, window=weights, return_complex=True)
+    assert not [record.name for record in counted.records if record.cost is None]
+    assert next(r.cost.write_bytes for r in counted.records if r.cost and r.name.endswith("_window")) == 1600
+
+
+def test_forward_mode_derivatives_have_costs() -> None:
+    """Primal, the tangent of the input, and what the weight's tangent of zeros takes: all operators are counted."""
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with CountingMode() as counted:
+        torch.func.jvp(layer, (x,), (x,))
+    assert any(record.name == "prims::add" for record in counted.records)
+    assert not [record.name for record in counted.records if record.cost is None]
+
+
+def test_causal_keys_and_values_in_one_memory_are_read_once() -> None:
+    """As where values are a part of the keys; only positions that the queries see count."""
+    both = torch.randn(1, 2, 16, 8)
+    with CountingMode() as counted:
+        F.scaled_dot_product_attention(torch.randn(1, 2, 4, 8), both, both, is_causal=True)
+    cost = next(r.cost for r in counted.records if "scaled_dot_product" in r.name)
+    assert cost is not None
+    assert cost.read_bytes == 4 * (2 * 4 * 8 + 2 * 4 * 8)
+
+
 def test_an_expanded_causal_query_sees_only_keys_up_to_its_own_position() -> None:
     # 4 queries, 10 keys: pairs 1 + 2 + 3 + 4, and the last six keys and values are never read.
     q, k, v = meta(1, 1, 4, 8), meta(1, 1, 10, 8), meta(1, 1, 10, 8)

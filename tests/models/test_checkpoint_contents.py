@@ -102,7 +102,8 @@ def test_a_compiled_part_of_a_model(plain: Tensors, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["state_dict_ema", "ema", "model_ema", "ema_model", "ema_state_dict", "swa_model", "averaged_model"]
+    "name",
+    ["state_dict_ema", "ema", "model_ema", "ema_model", "ema_state_dict", "swa_model", "averaged_model", "polyak"],
 )
 @pytest.mark.parametrize("beside", ["state_dict", "model", None])
 def test_averages_are_taken_and_said(
@@ -130,6 +131,32 @@ def test_averages_within(plain: Tensors, other: Tensors, tmp_path: Path) -> None
     path = saved({"model": plain, "ema": ema, "ema_decay": 0.9}, tmp_path)
     assert is_loaded(path, other)
     assert load_report("resnet18", path, num_classes=3).taken == "ema/module (averaged weights)"
+
+
+def test_averages_of_a_callback(plain: Tensors, other: Tensors, tmp_path: Path) -> None:
+    """Lightning saves what its callbacks keep; most of it are no weights."""
+    theirs, ours = ({f"model.{key}": value for key, value in each.items()} for each in (other, plain))
+    kept = {"EMA{'decay': 0.9}": {"ema_state_dict": theirs, "step": 3}, "Swag": {"swa": {"decay": torch.ones(1)}}}
+    path = saved({"state_dict": ours, "callbacks": kept}, tmp_path)
+    assert is_loaded(path, other)
+    assert is_loaded(path, plain, part="state_dict/model.")
+
+
+def test_averages_beside_what_they_average(plain: Tensors, other: Tensors, tmp_path: Path) -> None:
+    """As ema_pytorch saves both in one module, beside the model itself."""
+    both = {f"online_model.{key}": value for key, value in plain.items()}
+    both |= {f"ema_model.{key}": value for key, value in other.items()} | {"step": torch.tensor(3)}
+    path = saved({"model": plain, "ema": both}, tmp_path)
+    assert is_loaded(path, other)
+    assert is_loaded(path, plain, part="ema/online_model.")
+
+
+def test_averages_without_names_are_refused(plain: Tensors, other: Tensors, tmp_path: Path) -> None:
+    """As torch_ema saves them: the weights beside them are not what the training was evaluated by."""
+    path = saved({"model": plain, "ema": {"decay": 0.9, "shadow_params": [*other.values()]}}, tmp_path)
+    with pytest.raises(WeightsError, match="ema/shadow_params, without the names"):
+        load("resnet18", path, num_classes=3)
+    assert is_loaded(path, plain, part="model")
 
 
 def test_an_averaged_model(plain: Tensors, tmp_path: Path) -> None:

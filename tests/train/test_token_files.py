@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import pickle
 import struct
 from pathlib import Path
@@ -68,6 +69,10 @@ def test_the_width_of_a_large_file_is_found_by_places_all_over_it(kind: str, tmp
         (b"this is a text " * 9, "is text, not numbers"),
         (("grün" * 5000).encode(), "is text, not numbers"),
         (RANDOM.integers(0, 97, 1 << 16).astype(np.uint8).tobytes(), "look like bytes"),
+        (RANDOM.integers(0, 65, 10_000).astype(np.uint8).tobytes(), "look like bytes"),
+        (gzip.compress(RANDOM.bytes(1000)), "compressed by gzip"),
+        (b"LITPKDS" + struct.pack("<QBQ", 1, 8, 1000) + bytes(2000), "LitGPT's packed data set"),
+        (b"\x93NUMPY\x01\x00" + RANDOM.bytes(2000), "call it .npy"),
     ],
 )
 def test_what_cannot_be_told_is_refused(content: bytes, words: str, tmp_path: Path) -> None:

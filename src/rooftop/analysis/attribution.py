@@ -101,6 +101,7 @@ class ModuleTracker:
         self._optimizer_traffic: OptimizerTraffic | None = None  # of a snapshot
         self._paths = ModulePaths()
         self._stack: list[str] = []
+        self._entered_in: list[Any] = []  # for each of the stack the backward node that called it, None: no node
         self._makers = NodeMakers()
         self._optimizing = 0
         self._is_following = False
@@ -187,6 +188,7 @@ class ModuleTracker:
         self.uncounted.clear()
         self._optimizers = WeakIdKeyDictionary()
         self._stack.clear()
+        self._entered_in.clear()
         self._makers.clear()
         self._optimizing = 0
 
@@ -194,15 +196,22 @@ class ModuleTracker:
         """(scope, phase) of the operator that is being dispatched now."""
         node = torch._C._current_autograd_node()
         if node is not None:
-            # A module that runs inside a backward node is being recomputed (activation checkpointing).
-            scope = self._stack[-1] if self._stack else self._maker_of(node)
+            scope = self._running_in(node)
             if torch.is_grad_enabled():
                 self._makers.operator(scope)
             return scope, "backward"
-        self._makers.operator()
+        self._makers.operator(self._stack[-1] if self._stack else AUTOGRAD)
         if self._optimizing:
             return OPTIMIZER, "optimizer"
         return (self._stack[-1] if self._stack else LOSS), "forward"
+
+    def _running_in(self, node: Any) -> str:
+        """The scope of what a backward node computes.
+
+        A module that the node itself called is being recomputed (activation checkpointing). One that was running before
+        has called for gradients (`torch.autograd.grad`, `torch.func.grad`), which belong to the makers of their nodes.
+        """
+        return self._stack[-1] if self._stack and self._entered_in[-1] is node else self._maker_of(node)
 
     def _maker_of(self, node: Any) -> str:
         variable = getattr(node, "variable", None)  # of an AccumulateGrad node
@@ -224,6 +233,7 @@ class ModuleTracker:
             self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
             scope = self._stack[-1] if self._stack else LOSS
         self._stack.append(scope)
+        self._entered_in.append(torch._C._current_autograd_node())
         self._makers.runs(scope)
 
     def _leaving(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
@@ -232,7 +242,8 @@ class ModuleTracker:
         if not self._stack or self._is_elsewhere():  # entered before the tracker was, or in another thread
             return
         scope = self._stack.pop()
-        self._makers.runs(self._stack[-1] if self._stack else self._outside())
+        self._entered_in.pop()
+        self._makers.runs(self._outside())
         if type(module).__name__ in self.uncounted:
             return
         if torch._C._get_tracing_state() is not None:  # whoever looks at a size becomes part of the traced graph
@@ -245,9 +256,11 @@ class ModuleTracker:
             self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
 
     def _outside(self) -> str:
-        """The maker of nodes that are made outside all modules."""
+        """The maker of nodes that are made outside the module that has just ended."""
         node = torch._C._current_autograd_node()
-        return self._maker_of(node) if node is not None else AUTOGRAD
+        if node is not None:
+            return self._running_in(node)
+        return self._stack[-1] if self._stack else AUTOGRAD
 
     def _add_traffic(self, scope: str, module: nn.Module, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         taken, given = distinct_bytes(inputs), distinct_bytes(outputs)

@@ -1,251 +1,59 @@
-"""Keeps the arguments of a step as they were given: caches of keys and values, states, lists, tensors.
+"""Keeps what a step is given as it was given: caches of keys and values, states, lists, tensors.
 
 A step is run many times. An object that it changes (a cache that grows by a token, a counter) would make another
 problem of each run, and the caller would find it changed afterwards. So containers and attributes that the first runs
 change are put back before each further one, and everything at the end. Tensors that are written in place are put back
 before each run where they are small (positions, lengths), and else only at the end: they change no sizes.
+
+The same holds for what the target itself keeps: attributes of its modules, what its functions close over, globals. What
+its first run makes and later runs use (a mask) stays until the end. Logs go on: lists of numbers, counters that are
+variables. A callable that trains goes on with its weights.
 """
 
 from __future__ import annotations
 
-import os
-import types
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
-from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-MOST_ENTRIES = 200_000  # that are looked at
+from rooftop.analysis import held_objects
+from rooftop.analysis.held_objects import Container, Held
+
 SMALL_BYTES = 4096  # of a tensor that is put back before each run
 LOOKS = 2  # at what the first runs change: the first one may also make what later ones use
 
-_CLOSED = (
-    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType),
-    *(str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, torch.Generator),
-    *(nn.Module, torch.UntypedStorage, torch.TypedStorage),
-)
-"""Not entered: what has no parts."""
-_ALIVE = (
-    *("asyncio", "concurrent", "io", "_io", "logging", "multiprocessing", "queue", "selectors", "socket", "subprocess"),
-    *("threading", "torch.amp", "torch.cuda", "torch.distributed", "torch.optim", "torch.profiler", "torch.utils.data"),
-)
-"""Packages whose objects are not entered either: threads and processes work on them, or training goes on in them."""
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_CODE = (types.FunctionType, types.MethodType, partial)
-
-
-class Held:
-    """All containers and tensors that can be reached from some values through containers and attributes.
-
-    Args:
-        everything: also through functions (what they close over, the globals that they name), methods and modules.
-
-    Attributes:
-        containers: each with what it holds, in order. tensors: each once.
-        complete: False if there are more than `MOST_ENTRIES` entries; the others are not known.
-    """
-
-    def __init__(self, roots: Iterable[Any], everything: bool = False) -> None:
-        self.containers: list[_Container] = []
-        self.tensors: list[Tensor] = []
-        self.complete = True
-        seen, left, entries = set[int](), deque(roots), 0
-        while left and self.complete:
-            value = left.popleft()
-            code = everything and isinstance(value, (*_CODE, nn.Module)) and not _is_pytorchs(value)
-            closed = _is_closed(type(value)) and not code  # type: ignore[arg-type]
-            if id(value) in seen or closed:
-                continue
-            seen.add(id(value))
-            if isinstance(value, Tensor):
-                self.tensors.append(value)
-                continue
-            for container in _containers_of(value):
-                self.containers.append(container)
-                left.extend(container.items)
-                entries += len(container.items)
-            self.complete = entries <= MOST_ENTRIES
-
-
-@contextmanager
-def left_as_it_was(target: Callable[..., Any]) -> Iterator[None]:
-    """Containers and attributes that a callable can reach are the same after the block as before it."""
-    containers = Held([target], everything=True).containers
-    try:
-        yield
-    finally:
-        for container in containers:
-            if container.is_changed():
-                container.put_back()
-
-
-@cache
-def _is_closed(kind: type[Any]) -> bool:
-    """Whether objects of a class are not entered; iterators go on and cannot be put back."""
-    if issubclass(kind, Tensor):
-        return False
-    if issubclass(kind, _CLOSED) or hasattr(kind, "__next__"):
-        return True
-    packages = {base.__module__ for base in kind.__mro__}
-    if any(package.startswith("torch._") for package in packages):  # registries and caches of PyTorch itself
-        return True
-    return any(f"{package}.".startswith(f"{alive}.") for package in packages for alive in _ALIVE)
-
-
-def _is_pytorchs(value: Any) -> bool:
-    """Whether a function is PyTorch's own: what its code names is PyTorch's state, and none of a program's."""
-    return isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(_TORCH)
-
-
-class _Container:
-    """One container of an owner: its items now, and how to give it these again."""
-
-    def __init__(self, owner: Any, read: Callable[[], list[Any]], write: Callable[[list[Any]], object]) -> None:
-        self.owner, self._read, self._write = owner, read, write
-        self.items = read()
-
-    def is_changed(self) -> bool:
-        now = self._read()
-        return len(now) != len(self.items) or any(a is not b for a, b in zip(now, self.items, strict=True))
-
-    def put_back(self) -> None:
-        self._write(self.items)
-
-
-def _containers_of(value: Any) -> Iterator[_Container]:
-    """The parts of a value that can change: its items, its attributes."""
-    if isinstance(value, dict):
-        yield _mapping(value, value)
-    elif isinstance(value, list):
-        yield _Container(value, lambda: [*list.__iter__(value)], lambda items: _refill(value, list, list.extend, items))
-    elif isinstance(value, set):
-        yield _Container(value, lambda: [*set.__iter__(value)], lambda items: _refill(value, set, set.update, items))
-    elif isinstance(value, deque):
-        yield _Container(
-            value, lambda: [*deque.__iter__(value)], lambda items: _refill(value, deque, deque.extend, items)
-        )
-    elif isinstance(value, (tuple, frozenset)):
-        yield _Container(value, lambda: [*value], lambda items: None)
-    elif isinstance(value, types.FunctionType):
-        yield from _of_function(value)
-    elif isinstance(value, types.MethodType):
-        yield _Container(value, lambda: [value.__self__, value.__func__], lambda items: None)
-    elif isinstance(value, partial):
-        yield _Container(value, lambda: [value.func, *value.args, *value.keywords.values()], lambda items: None)
-    attributes = _attributes(value)
-    if attributes is not None:
-        yield _mapping(attributes, value)
-    for slot in _slots(type(value)):
-        yield _place(value, partial(slot.__get__, value), partial(slot.__set__, value), partial(slot.__delete__, value))
-
-
-def _mapping(mapping: dict[Any, Any], owner: Any) -> _Container:
-    """Keys and values, one after the other; past what a subclass makes of changes."""
-    kind: type[MutableMapping[Any, Any]] = OrderedDict if isinstance(mapping, OrderedDict) else dict
-
-    def write(items: list[Any]) -> None:
-        kind.clear(mapping)
-        for key, item in zip(items[::2], items[1::2], strict=True):
-            kind.__setitem__(mapping, key, item)
-
-    return _Container(owner, lambda: [part for entry in kind.items(mapping) for part in entry], write)
-
-
-def _of_function(function: types.FunctionType) -> Iterator[_Container]:
-    """What it closes over, its defaults, and the globals that it names."""
-    for cell in function.__closure__ or ():
-        contents = partial(getattr, cell, "cell_contents")
-        yield _place(cell, contents, partial(setattr, cell, "cell_contents"), partial(delattr, cell, "cell_contents"))
-    yield _Container(function, lambda: [*(function.__defaults__ or ())], lambda items: None)
-    for name in sorted(_global_names(function.__code__) & function.__globals__.keys()):
-        yield _global(function.__globals__, name)
-
-
-def named_globals(function: types.FunctionType) -> list[Any]:
-    """The values of the globals that a function's code names."""
-    names = function.__globals__
-    return [names[name] for name in _global_names(function.__code__) & names.keys()]
-
-
-def _global_names(code: types.CodeType) -> set[str]:
-    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return {*code.co_names}.union(*map(_global_names, inner))
-
-
-def _global(names: dict[str, Any], name: str) -> _Container:
-    return _Container(
-        names,
-        lambda: [names[name]] if name in names else [],
-        lambda items: names.__setitem__(name, items[0]) if items else names.pop(name, None),
-    )
-
-
-def _place(owner: Any, get: Callable[[], Any], give: Callable[[Any], object], take: Callable[[], object]) -> _Container:
-    """A slot or a cell, which may be empty."""
-
-    def read() -> list[Any]:
-        try:
-            return [get()]
-        except (AttributeError, ValueError):
-            return []
-
-    def write(items: list[Any]) -> None:
-        if items:
-            give(items[0])
-        elif read():
-            take()
-
-    return _Container(owner, read, write)
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    try:
-        found = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _slots(kind: type) -> list[types.MemberDescriptorType]:
-    """Those that Python code has declared."""
-    classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
-    return [each for names in classes for each in names.values() if isinstance(each, types.MemberDescriptorType)]
-
-
-def _refill(value: Any, kind: Any, fill: Callable[[Any, list[Any]], object], items: list[Any]) -> None:
-    kind.clear(value)
-    fill(value, items)
-
 
 class GivenObjects:
-    """The arguments of a step, as they were when this was made.
+    """The arguments of a step, and what its target keeps, as they were when this was made.
+
+    Args:
+        target: what is run; None: nothing of it is kept.
 
     Attributes:
         changed: class names of the objects that the first runs changed.
     """
 
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, arguments: tuple[Any, ...], target: Any = None) -> None:
         held = Held(arguments)
         self.changed: list[str] = []
         self._complete = held.complete
         self._containers = held.containers
         predicted = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # nothing has values
         tensors = [] if predicted else held.tensors
+        self._state = _State(target, {id(container.owner) for container in held.containers})
+        tensors += [] if predicted else self._state.small_tensors(besides=held.tensors)
         self._values = [value for tensor in tensors if (value := _value_of(tensor)) is not None]
         self._looks, self._writes = 0, False
         self._lost: list[str] = []
-        self._changing: list[_Container] = []
+        self._changing: list[Container] = []
         self._small: list[_Value] = []
         self._moved: list[_Value] = []
 
     def put_back(self) -> None:
         """Before a run: what earlier ones have changed of containers, attributes and small tensors."""
-        for container in self._changing:
+        for container in (*self._changing, *self._state.changing):
             container.put_back()
         if self._small or self._moved:
             with _disable_current_modes(), torch.no_grad():
@@ -268,6 +76,10 @@ class GivenObjects:
         if self._looks == LOOKS:
             return
         self._looks += 1
+        self._state.look()
+        if self._state.trains:
+            kept = {id(tensor) for tensor in self._state.tensors}
+            self._values = [value for value in self._values if id(value.tensor) not in kept]
         known = {id(container) for container in self._changing}
         for container in self._containers:
             if id(container) not in known and container.is_changed():
@@ -276,12 +88,12 @@ class GivenObjects:
         self._small += [v for v in self._values if v.here is not None and id(v) not in small and v.is_changed()]
         moved = {id(value) for value in self._moved}
         self._moved += [v for v in self._values if v.here is None and id(v) not in moved and v.is_moved()]
-        owners = [type(container.owner).__name__ for container in self._changing]
+        owners = [type(container.owner).__name__ for container in (*self._changing, *self._state.changing)]
         self.changed = list(dict.fromkeys([name for name in owners if name not in _PLAIN] or owners))
 
     def put_all_back(self) -> None:
         """At the end: everything as it was."""
-        for container in self._containers:
+        for container in (*self._containers, *self._state.changed()):
             if container.is_changed():
                 container.put_back()
         self._writes = any(value.here is None and value.is_written() for value in self._values)
@@ -297,8 +109,8 @@ class GivenObjects:
         notes = []
         if not self._complete:
             notes.append(
-                f"The arguments hold more than {MOST_ENTRIES:,} objects: those beyond are not put back when the step "
-                "changes them."
+                f"The arguments hold more than {held_objects.MOST_ENTRIES:,} objects: those beyond are not put back "
+                "when the step changes them."
             )
         if self.changed:
             names = ", ".join(self.changed)
@@ -320,7 +132,71 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-_PLAIN = {"dict", "list", "set", "deque"}
+_PLAIN = {"dict", "list", "set", "deque", "cell", "type"}
+
+
+class _State:
+    """What the target of a step keeps from run to run.
+
+    Args:
+        target: a module or another callable; None keeps nothing.
+        others: ids of objects that are the arguments', and so looked after already.
+
+    Attributes:
+        containers: as they were when this was made.
+        changing: those that do not stay as the first run leaves them.
+        trains: whether a target that is no module changes weights: its state then goes on as they do.
+    """
+
+    def __init__(self, target: Any, others: set[int]) -> None:
+        self._target, self._others = target, others
+        held = self._held()
+        self.containers = self._own(held)
+        self.tensors = held.tensors
+        self.changing: list[Container] = []
+        self.trains = False
+        weights = () if isinstance(target, nn.Module) else (t for t in held.tensors if t.requires_grad and t.is_leaf)
+        self._weights = [(weight, weight._version) for weight in weights if not weight.is_inference()]
+        self._after_first: list[Container] | None = None
+
+    def _held(self) -> Held:
+        return Held([] if self._target is None else [self._target], everything=True, of_modules=False)
+
+    def _own(self, held: Held) -> list[Container]:
+        return [container for container in held.containers if id(container.owner) not in self._others]
+
+    def small_tensors(self, besides: list[Tensor]) -> list[Tensor]:
+        """Tensors that may say where a run begins (positions, lengths), but for those that modules of PyTorch keep."""
+        modules = self._target.modules() if isinstance(self._target, nn.Module) else ()
+        kept = {id(b) for m in modules for b in m._buffers.values() if b is not None and _is_figure(m, b)}
+        kept |= {id(tensor) for tensor in besides}
+        return [t for t in self.tensors if id(t) not in kept and not t.is_nested and t.nbytes <= SMALL_BYTES]
+
+    def look(self) -> None:
+        """After a run, of which the first may make what the later ones use."""
+        if any(weight._version != version for weight, version in self._weights):
+            self.trains = True
+            self.containers, self.changing, self._weights = [], [], []
+        if self.trains:
+            return
+        if self._after_first is None:
+            self._after_first = self._own(self._held())
+            return
+        known = {id(container.owner) for container in self.containers}
+        growing = [each for each in self._after_first if each.is_changed() and not each.logs()]
+        self.changing = self.changed() if growing else []
+        if all(id(container.owner) in known for container in growing):  # else it begins before what the first run made
+            owners = {id(container.owner) for container in growing}
+            self.changing = [each for each in self.changing if id(each.owner) in owners]
+
+    def changed(self) -> list[Container]:
+        """What is not as it was, but for logs."""
+        return [each for each in self.containers if each.is_changed() and not each.logs()]
+
+
+def _is_figure(module: nn.Module, buffer: Tensor) -> bool:
+    """Whether a buffer is no position: a statistic, or what PyTorch's own modules count."""
+    return buffer.is_floating_point() or type(module).__module__.startswith("torch.")
 
 
 class _Value:

@@ -31,7 +31,7 @@ from rooftop.analysis.as_on_gpu import as_on_gpu
 from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import comparable, module_tree, operator_rows
-from rooftop.analysis.given_objects import Held, left_as_it_was
+from rooftop.analysis.held_objects import Held, left_as_they_were
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.program import Program, describe_tensor
 from rooftop.analysis.report import Gaps, Report, Summary
@@ -95,7 +95,7 @@ def predict(
                 stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
         program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
         tracker = ModuleTracker(program.module)
-        unchanged = nullcontext() if program.module is not None else left_as_it_was(target)
+        unchanged = left_as_they_were([target, loss, optimizer], logs=program.module is None)
         with unchanged, _DataStays(), answered_without_values(), _Untouched(mode), counted_for(ceilings.kind):
             if program.module is None or (train and (stepper is not None or loss is None)):
                 # The first step makes the optimizer's state, or draws the gradients that are sent back.
@@ -220,7 +220,13 @@ def _faked(
 def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:
     """A fake tensor on the CPU in place of a real one."""
     if isinstance(value, nn.Parameter):
-        return nn.Parameter(_fake(value.detach(), mode, dtype), requires_grad=value.requires_grad)
+        parameter = nn.Parameter(_fake(value.detach(), mode, dtype), requires_grad=value.requires_grad)
+        if value.requires_grad:
+            for hook in (value._backward_hooks or {}).values():
+                parameter.register_hook(hook)
+            for hook in (value._post_accumulate_grad_hooks or {}).values():
+                parameter.register_post_accumulate_grad_hook(hook)
+        return parameter
     kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
     if isinstance(value, FakeTensor) and value.device.type == "cpu" and value.dtype == kind:
         return value

@@ -2,7 +2,7 @@
 
 For a module the step is a forward pass without gradients, or (training) forward, backward and, if an optimizer is
 given, its step. Any other callable is run as it is. Whatever the step changes in a module (buffers, gradients, train
-flags), in its arguments (see `given_objects`) and the random state are put back afterwards.
+flags), in its arguments, in what the target keeps (see `given_objects`) and the random state are put back afterwards.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rooftop.analysis.compiled.finding import has_compiled_parts
 from rooftop.analysis.given_objects import GivenObjects
@@ -191,9 +192,10 @@ class Program:
         gradients = [(tensor, tensor.grad) for tensor in (*self._parameters(), *self._leaves())]
         for tensor, _ in gradients:
             tensor.grad = None
-        self._given = GivenObjects((self.args, self.kwargs))
+        self._given = GivenObjects((self.args, self.kwargs), self.target)
         try:
-            with torch.random.fork_rng(devices), _preserved(self.module, self.train):
+            inner = _inner_optimizers_undone(self.optimizer) if self.module is not None else nullcontext()
+            with torch.random.fork_rng(devices), _preserved(self.module, self.train), inner:
                 yield
         finally:
             self._given.put_all_back()
@@ -237,6 +239,37 @@ def _preserved(module: nn.Module | None, train: bool) -> Iterator[None]:
                 if not value.is_nested and value.shape != before.shape:
                     value.resize_(before.shape)
                 value.copy_(before)
+
+
+@contextmanager
+def _inner_optimizers_undone(known: torch.optim.Optimizer | None) -> Iterator[None]:
+    """What optimizers do that a module itself steps (in hooks of its parameters, say) is taken back at the end.
+
+    Nobody has asked for these steps, unlike for those of the optimizer that the program is given.
+    """
+    before: dict[torch.optim.Optimizer, tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]]] = {}
+
+    def keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is not known and optimizer not in before:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            values = [(weight, weight.detach().to("cpu", copy=True)) for weight in weights]
+            before[optimizer] = values, {weight: _copied(state) for weight, state in optimizer.state.items()}
+
+    handle = register_optimizer_step_pre_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
+        with torch.no_grad():
+            for optimizer, (values, states) in before.items():
+                for weight, value in values:
+                    weight.copy_(value)
+                optimizer.state.clear()
+                optimizer.state.update(states)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: part.clone() if isinstance(part, Tensor) else part for name, part in state.items()}
 
 
 def _repeats_elements(buffer: Tensor) -> bool:

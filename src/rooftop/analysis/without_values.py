@@ -5,6 +5,8 @@
 | `torch.nn.init.trunc_normal_` | draws until all values fit | draws nothing, as for meta tensors |
 | transformers' `find_packed_sequence_indices` | several sequences in a row need a mask of their own | one |
 | `_ctc_loss`, and backward | the longest target has as many states in its table | padded targets, or their mean |
+| `coalesce` of sparse tensors | equal indices become one | all are different, as costs count indices |
+| `to_sparse` of dense ones, sparse times sparse | what is not 0 is stored | refused, like `nonzero` |
 
 Left to itself transformers builds a mask for every fake tensor, and a decoder is counted without its causal kernel.
 """
@@ -19,7 +21,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
 
 @contextmanager
@@ -76,11 +78,66 @@ def _thnn_fused_lstm_cell(input_gates: Tensor, hidden_gates: Tensor, cx: Tensor,
     return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(input_gates)
 
 
+def _clone(source: Tensor, **memory_format: Any) -> Tensor:
+    """PyTorch's own stores nothing in the clone of a sparse fake tensor."""
+    if source.layout == torch.sparse_coo:
+        return _of_the_same_entries(source, source.is_coalesced())
+    made: Tensor = torch.ops.aten.clone.default(source, **memory_format)
+    return made
+
+
+def _of_the_same_entries(sparse: Tensor, is_coalesced: bool = True) -> Tensor:
+    made: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        sparse.sparse_dim(),
+        sparse.dense_dim(),
+        sparse.shape,
+        sparse._indices(),
+        torch.empty_like(sparse._values()),
+        dtype=sparse.dtype,
+        device=sparse.device,
+        layout=torch.sparse_coo,
+        is_coalesced=is_coalesced,
+    )
+    return made
+
+
+def _sparse_mask(source: Tensor, mask: Tensor) -> Tensor:
+    """What a dense tensor has where the mask has entries."""
+    if source.layout == torch.strided and mask.layout == torch.sparse_coo:
+        return _of_the_same_entries(mask, mask.is_coalesced())
+    made: Tensor = torch.ops.aten.sparse_mask.default(source, mask)
+    return made
+
+
+def _stores_what_is_not_zero(operator: Any) -> Callable[..., Tensor]:
+    def result(source: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if source.layout == torch.strided or operator is torch.ops.aten._sparse_sparse_matmul.default:
+            raise DynamicOutputShapeException(operator)
+        made: Tensor = operator(source, *args, **kwargs)
+        return made
+
+    return result
+
+
+_BY_VALUES = (
+    torch.ops.aten._to_sparse.default,
+    torch.ops.aten._to_sparse.sparse_dim,
+    torch.ops.aten._to_sparse_csr.default,
+    torch.ops.aten._to_sparse_csc.default,
+    torch.ops.aten._to_sparse_bsr.default,
+    torch.ops.aten._to_sparse_bsc.default,
+    torch.ops.aten._sparse_sparse_matmul.default,
+)
+
 RESULTS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._ctc_loss.default: _ctc_loss,
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
     torch.ops.aten._ctc_loss_backward.default: _ctc_loss_backward,
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     torch.ops.aten._thnn_fused_lstm_cell.default: _thnn_fused_lstm_cell,
+    torch.ops.aten._coalesce.default: _of_the_same_entries,
+    torch.ops.aten.clone.default: _clone,
+    torch.ops.aten.sparse_mask.default: _sparse_mask,
+    **{operator: _stores_what_is_not_zero(operator) for operator in _BY_VALUES},
 }
 """Operators that give PyTorch's fake tensors no result: what gives one in their place."""

@@ -12,6 +12,8 @@
 | `AveragedModel` of torch.optim.swa_utils | `n_averaged`, and keys behind `module.` | these, averaged |
 | Lightning | `state_dict`, keys behind the attribute of the model, such as `model.` | those of the one model |
 | Lightning's `WeightAveraging` | `state_dict`, averaged; `current_model_state` | the averaged ones |
+| callbacks of Lightning | `state_dict`, and under `callbacks` the averages of one of them | the averaged ones |
+| ema_pytorch | `online_model.` and `ema_model.` under one key | the averaged ones |
 
 What `DataParallel`, `torch.compile`, FSDP and activation checkpointing put before keys, or within, is taken off in any
 order. Several models in one file are refused with their names, of which `part` chooses one.
@@ -32,8 +34,11 @@ from rooftop.models.dialects import DETR, NEXT_FRAME, RESNET, SWIN
 PLAIN = ("state_dict", "model", "model_state_dict", "module", "net", "network", "current_model_state")
 """Keys under which scripts save the state dict of a model."""
 
-AVERAGED = re.compile(r"(^|[_./])(ema|swa|averaged?|avg)([_./]|$)", re.IGNORECASE)
+AVERAGED = re.compile(r"(^|[_./])(ema|swa|averaged?|avg|polyak|shadow)([_./]|$)", re.IGNORECASE)
 """Names of averaged weights: by exponential moving averages (EMA) or stochastic weight averaging (SWA)."""
+
+ONLINE = "online_model."
+"""What ema_pytorch puts before the weights that are trained, beside those that it averages."""
 
 COUNT = "n_averaged"
 """Where `AveragedModel` counts what it has averaged."""
@@ -96,6 +101,11 @@ def weights_in(content: Any, part: str | None = None) -> Contents:
             raise WeightsError(f"has no part {part!r}: expected one of {names}")
     elif any(each.averaged for each in candidates):
         chosen = [each for each in candidates if each.averaged]
+    elif (nameless := next(_nameless_averages(content), None)) is not None:
+        raise WeightsError(
+            f"holds averaged weights as a list, {nameless}, without the names of the parameters: choose other "
+            f"weights by part={candidates[0].name!r}, or save the model that has the averages"
+        )
     if len(chosen) > 1:
         names = ", ".join(f"{each.name!r} ({len(each.tensors)} tensors)" for each in chosen)
         raise WeightsError(
@@ -131,12 +141,30 @@ def _state_dicts(content: Any, path: tuple[str, ...] = ()) -> Iterator[_Candidat
             yield _Candidate(name, dict(content), AVERAGED.search(name) is not None)
         return
     lightnings = {"averaging_state", "current_model_state"} <= set(content)
+    callbacks = content.get("callbacks") if not path else None
+    for name, state in callbacks.items() if isinstance(callbacks, Mapping) else ():
+        for found in _state_dicts(state, ("callbacks", str(name))):
+            if found.averaged and _prefixes(found.tensors):
+                yield found
     for key, value in content.items():
         if not isinstance(key, str) or not (key in PLAIN or AVERAGED.search(key)) or key == "averaging_state":
             continue
         for found in _state_dicts(value, (*path, key)):
             averaged = found.averaged or (lightnings and key == "state_dict")
             yield _Candidate(found.name, found.tensors, averaged)
+
+
+def _nameless_averages(content: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Where averages are a list, in the order of a model's parameters, as torch_ema saves them."""
+    if not isinstance(content, Mapping) or len(path) > 3:
+        return
+    for key, value in content.items():
+        here = (*path, str(key))
+        if isinstance(value, (list, tuple)) and value and all(isinstance(each, Tensor) for each in value):
+            if AVERAGED.search("/".join(here)):
+                yield "/".join(here)
+        elif path or AVERAGED.search(str(key)):
+            yield from _nameless_averages(value, here)
 
 
 # ---- prefixes ------------------------------------------------------------------------------------------------------
@@ -159,7 +187,7 @@ def _models_in(found: _Candidate) -> Iterator[_Candidate]:
         around = [key for key in counts if prefix.startswith(key.removesuffix(COUNT))]  # of an average of this model
         if around:
             own = {key: value for key, value in own.items() if key not in around} | {COUNT: tensors[around[-1]]}
-        mine = averaged or COUNT in own or AVERAGED.search(prefix) is not None
+        mine = COUNT in own or AVERAGED.search(prefix) is not None or (averaged and not prefix.endswith(ONLINE))
         yield _Candidate(f"{found.name}/{prefix}" if found.name else prefix, own, mine)
 
 

@@ -31,7 +31,7 @@ KINDS: dict[str, np.dtype[Any]] = {
 PLACES, LOOKED_AT = 64, 8192  # of a file; bytes at each, a multiple of the widest number
 UPPER_HALF, NEIGHBOUR = 1 / 64, 1 / 4  # ratios of means, as above
 TEXT_BYTES = 64  # of tokens of 16 bits as many hardly ever have no zero and are UTF-8
-BYTE_PAIRS, BYTE_VALUES, SAME = 1 << 14, 224, 0.1  # enough to compare two distributions; of bytes of text; how close
+BYTE_PAIRS, BYTE_VALUES, SAME = 1 << 11, 224, 0.1  # enough to compare two distributions; of bytes of text; how close
 
 
 def found_kind(path: Path) -> str:

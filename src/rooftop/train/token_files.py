@@ -36,6 +36,20 @@ LLMC_OTHERS = {
     20240522: "questions of HellaSwag",
 }
 
+CONTAINERS = {
+    b"\x1f\x8b\x08": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\xfd7zXZ\0": "compressed by xz",
+    b"BZh": "compressed by bzip2",
+    b"PK\x03\x04": "a zip archive (.npz, or what torch.save writes)",
+    b"\x93NUMPY": "NumPy's: call it .npy",
+    b"PAR1": "a table: call it .parquet",
+    b"ARROW1": "a table: call it .arrow",
+    b"LITPKDS": "LitGPT's packed data set, in chunks",
+    b"GGUF": "a model of llama.cpp",
+}
+"""Of files that are no plain numbers how they begin, and what they are."""
+
 Integers = NDArray[np.integer[Any]]
 
 
@@ -70,6 +84,7 @@ def binary_numbers(path: Path, kind: str | None = None) -> Numbers:
     headed = _llmc_numbers(path, kind)
     if headed is not None:
         return headed
+    _refuse_containers(path)
     vocabulary = _nanogpt_vocabulary(path.parent / META)
     name = kind or found_kind(path)
     if vocabulary is not None and kind is None and name != "uint16":
@@ -110,6 +125,14 @@ def _check_same(path: Path, kind: str | None, dtype: np.dtype[Any], who: str) ->
         raise InputError(
             f"{path} has {dtype.name} tokens, as {who} says: --token-dtype {kind} does not fit, leave it out"
         )
+
+
+def _refuse_containers(path: Path) -> None:
+    with path.open("rb") as file:
+        start = file.read(8)
+    for magic, what in CONTAINERS.items():
+        if start.startswith(magic):
+            raise InputError(f"{path} is {what}: expected numbers alone, or a header of llm.c")
 
 
 def _llmc_numbers(path: Path, kind: str | None) -> Numbers | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rooftop.analysis.given_objects import Held, named_globals
+from rooftop.analysis.held_objects import Held, named_globals
 from rooftop.hardware.module_paths import inner_modules
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
+from rooftop.cost.accounting import Call, Cost, distinct_bytes
 from rooftop.cost.formulas.matmuls import matrix_flops, merged
 from rooftop.cost.formulas.softmaxes import SOFTMAX_BACKWARD_FLOPS, SOFTMAX_FLOPS
 from rooftop.cost.formulas.streaming import arithmetic, aten, requested, streaming
@@ -43,7 +43,7 @@ def attention(call: Call) -> Cost:
         matrix_flops(query, pairs * dimensions),
         arithmetic(pairs * (SOFTMAX_FLOPS + (bias is not None)), [query]),
     )
-    read = distinct_bytes([query, key, value, bias]) - _unseen_bytes(call, query, key, value)
+    read = distinct_bytes([query, *_seen(call, query, key, value), bias])
     return Cost(read, distinct_bytes(call.results[:2]), flops)
 
 
@@ -64,10 +64,9 @@ def attention_backward(call: Call) -> Cost:
     # exp(score - logsumexp) per pair, then the gradient of softmax; per query the sum of out · grad_out.
     pointwise = pairs * (2 + (bias is not None) + SOFTMAX_BACKWARD_FLOPS * through_softmax)
     flops = merged(matrix_flops(query, pairs * per_pair), arithmetic(pointwise, [query]))
-    read = distinct_bytes(
-        [gradient, query, key, value, bias, call["logsumexp"], call["out"] if through_softmax else None]
-    )
-    return Cost(read - _unseen_bytes(call, query, key, value), distinct_bytes(requested(call.results, mask)), flops)
+    read = [gradient, query, *_seen(call, query, key, value), bias, call["logsumexp"]]
+    read += [call["out"]] if through_softmax else []
+    return Cost(distinct_bytes(read), distinct_bytes(requested(call.results, mask)), flops)
 
 
 def _bias(call: Call) -> Tensor | None:
@@ -80,12 +79,12 @@ def _pairs(call: Call, query: Tensor, key: Tensor) -> int:
     return batch * heads * visible_pairs(queries, key.shape[2], call["is_causal"])
 
 
-def _unseen_bytes(call: Call, query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Bytes of keys and values after the last query, which a causal mask hides from all."""
+def _seen(call: Call, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Keys and values but for those after the last query, which a causal mask hides from all."""
     queries, keys = query.shape[2], key.shape[2]
     if not call["is_causal"] or keys <= queries:
-        return 0
-    return sum(tensor_bytes(t) * (keys - queries) // keys for t in (key, value))
+        return [key, value]
+    return [tensor.narrow(2, 0, queries) for tensor in (key, value)]
 
 
 @cost_of("aten::_native_multi_head_attention")

@@ -132,5 +132,14 @@ cover(FLOPS_PER_ELEMENT)
 cover({"glu_backward": 5}, lambda flops: streaming(flops, per="grad_output"))
 # The CPU keeps exp(-|x|) in `buffer`; the definition needs x alone.
 cover({"log_sigmoid_backward": 3}, lambda flops: streaming(flops, unread=["buffer"]))
+# Windows of a Fourier transform: a scaled position for each element, its cosines, their weighted sum.
+WINDOWS: dict[str, Flops] = {
+    "bartlett_window": 3,
+    "blackman_window": 7,
+    "hamming_window": 4,
+    "hann_window": 4,
+    "kaiser_window": 6,
+}
+cover(WINDOWS)
 # The gradient of training mode: drawn slopes are written to `noise`, not read.
 cover({"rrelu_with_noise": 2}, lambda flops: streaming(flops, unread=["noise"]))

@@ -1,10 +1,13 @@
-"""Operators that exist only in compiled graphs: conversions, ranges and the random numbers of inductor."""
+"""Operators of compiled graphs (conversions, ranges, the random numbers of inductor) and of forward-mode derivatives,
+which PyTorch takes apart into elementwise primitives.
+"""
 
 from __future__ import annotations
 
 from math import prod
 
 from rooftop.cost.accounting import Call, Cost
+from rooftop.cost.formulas.elementwise import BINARY, TERNARY, UNARY
 from rooftop.cost.formulas.streaming import streaming
 from rooftop.cost.registry import cost_of
 
@@ -13,6 +16,17 @@ cost_of("prims::iota", "prims::inductor_seeds", "prims::inductor_seed")(streamin
 cost_of("prims::inductor_lookup_seed")(streaming(unread=["seeds"]))
 cost_of("prims::inductor_random", "prims::inductor_randint")(streaming(1, unread=["seed"]))
 cost_of("prims::fma")(streaming(2))
+
+ELEMENTWISE = """
+    abs acos acosh add asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil conj_physical cos
+    cosh digamma div eq erf erfc exp exp2 expm1 floor fmax fmin fmod frexp gcd ge gt hypot igamma igammac le lgamma log
+    log10 log1p log2 lt maximum minimum mul ne neg nextafter pow reciprocal remainder round rsqrt sign signbit sin sinh
+    sqrt sub tan tanh trunc where
+"""
+"""Named as in aten, whose flops they have."""
+
+for _name in ELEMENTWISE.split():
+    cost_of(f"prims::{_name}")(streaming((UNARY | BINARY | TERNARY)[_name]))
 
 
 @cost_of("prims::_low_memory_max_pool_with_offsets")

@@ -1,0 +1,328 @@
+"""What can be reached from values, functions and modules: containers, attributes, variables, tensors; and giving each
+container again what it had.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from functools import _lru_cache_wrapper, cache, partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.hardware.source_lines import LIBRARIES
+
+MOST_ENTRIES = 200_000  # that are looked at
+
+_CLOSED = (
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType),
+    *(str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, torch.Generator),
+    *(nn.Module, torch.UntypedStorage, torch.TypedStorage),
+)
+"""Not entered: what has no parts."""
+_ALIVE = (
+    *("asyncio", "concurrent", "io", "_io", "logging", "multiprocessing", "queue", "selectors", "socket", "subprocess"),
+    *("threading", "torch.amp", "torch.cuda", "torch.distributed", "torch.optim", "torch.profiler", "torch.utils.data"),
+)
+"""Packages whose objects are not entered either: threads and processes work on them, or training goes on in them."""
+_CODE = (types.FunctionType, types.MethodType, partial, _lru_cache_wrapper, staticmethod, classmethod, property, type)
+_OF_ANY_MODULE = {*vars(nn.Module()), "_is_full_backward_hook"}
+"""Attributes that every module has: its parts, hooks and mode."""
+
+
+class Held:
+    """All containers and tensors that can be reached from some values through containers and attributes.
+
+    Args:
+        everything: also through functions (what they close over, the globals that they name), classes, modules, and
+            hooks of tensors.
+        of_modules: of a module also what every module has (its parts, its hooks, its mode), which is else only passed.
+
+    Attributes:
+        containers: each with what it holds, in order. tensors: each once.
+        complete: False if there are more than `MOST_ENTRIES` entries; the others are not known.
+    """
+
+    def __init__(self, roots: Iterable[Any], everything: bool = False, of_modules: bool = True) -> None:
+        self.containers: list[Container] = []
+        self.tensors: list[Tensor] = []
+        self.complete = True
+        seen, left, entries = set[int](), deque(roots), 0
+        while left and self.complete:
+            value = _undecorated(left.popleft())
+            code = everything and isinstance(value, (*_CODE, nn.Module)) and not _is_of_libraries(value)
+            closed = _is_closed(type(value)) and not code  # type: ignore[arg-type]
+            if id(value) in seen or closed:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Tensor):
+                self.tensors.append(value)
+                left.extend(hooks_of(value) if everything else ())
+                continue
+            if everything and not isinstance(value, type):
+                left.extend(base for base in type(value).__mro__ if not _is_of_libraries(base))
+            for container in _containers_of(value, of_modules):
+                self.containers.append(container)
+                left.extend(container.items)
+                entries += len(container.items)
+            self.complete = entries <= MOST_ENTRIES
+
+
+@contextmanager
+def left_as_they_were(targets: Iterable[Any], logs: bool = True) -> Iterator[None]:
+    """Containers and attributes that some values, functions among them, can reach are after the block as before it.
+
+    Args:
+        logs: these as well.
+    """
+    containers = Held(targets, everything=True).containers
+    try:
+        yield
+    finally:
+        for container in containers:
+            if container.is_changed() and (logs or not container.logs()):
+                container.put_back()
+
+
+@cache
+def _is_closed(kind: type[Any]) -> bool:
+    """Whether objects of a class are not entered; iterators go on and cannot be put back."""
+    if issubclass(kind, Tensor):
+        return False
+    if issubclass(kind, _CLOSED) or hasattr(kind, "__next__"):
+        return True
+    packages = {base.__module__ for base in kind.__mro__}
+    if any(package.startswith("torch._") for package in packages):  # registries and caches of PyTorch itself
+        return True
+    return any(f"{package}.".startswith(f"{alive}.") for package in packages for alive in _ALIVE)
+
+
+def _undecorated(value: Any) -> Any:
+    """The program's function inside what `torch.no_grad()` and other decorators of libraries have made of it."""
+    while isinstance(value, types.FunctionType) and _is_of_libraries(value) and "__wrapped__" in vars(value):
+        value = vars(value)["__wrapped__"]
+    return value
+
+
+def _is_of_libraries(value: Any) -> bool:
+    """Whether a function or a class is PyTorch's, ours or Python's own: what it names is none of a program's state."""
+    if isinstance(value, type):
+        package = value.__module__.partition(".")[0]
+        return package in ("torch", "rooftop") or (package in sys.stdlib_module_names and package != "__main__")
+    return isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(LIBRARIES)
+
+
+def _is_installed(value: Any) -> bool:
+    """Whether a function or a class is that of an installed package: each names many others, in the end all of it."""
+    return isinstance(value, (types.FunctionType, type)) and _is_in_site_packages(value.__module__)
+
+
+@cache
+def _is_in_site_packages(module: str | None) -> bool:
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return file.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *LIBRARIES))
+
+
+def hooks_of(tensor: Tensor) -> list[Any]:
+    """What `register_hook` and `register_post_accumulate_grad_hook` have put on a tensor."""
+    hooks = (getattr(tensor, name, None) or {} for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    return [hook for each in hooks for hook in each.values()]
+
+
+class Container:
+    """One container of an owner: its items now, and how to give it these again."""
+
+    def __init__(self, owner: Any, read: Callable[[], list[Any]], write: Callable[[list[Any]], object]) -> None:
+        self.owner, self._read, self._write = owner, read, write
+        self.items = read()
+
+    def is_changed(self) -> bool:
+        now = self._read()
+        return len(now) != len(self.items) or any(a is not b for a, b in zip(now, self.items, strict=True))
+
+    def put_back(self) -> None:
+        self._write(self.items)
+
+    def logs(self) -> bool:
+        """Whether it is a plain container or a variable, and holds numbers and text alone, before and now."""
+        plain = type(self.owner) in (list, dict, set, deque, OrderedDict, defaultdict, types.CellType)
+        return plain and all(map(_is_plain, chain(self.items, self._read())))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (str, bytes, int, float, complex, types.NoneType, torch.dtype, torch.device))
+
+
+class _Memory(Container):
+    """The results that `functools.lru_cache` keeps: they cannot be read, but dropped where there are new ones."""
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__(owner, lambda: [owner.__wrapped__], lambda items: owner.cache_clear())
+        self._misses = owner.cache_info().misses
+
+    def is_changed(self) -> bool:
+        return bool(self.owner.cache_info().misses != self._misses)
+
+
+def _passed(owner: Any, items: Iterable[Any]) -> Container:
+    """What is reached through an owner, and stays as it is."""
+    kept = [*items]
+    return Container(owner, lambda: kept, lambda items: None)
+
+
+def _containers_of(value: Any, of_modules: bool) -> Iterator[Container]:
+    """The parts of a value that can change: its items, its attributes."""
+    if isinstance(value, type):
+        yield from _of_class(value)
+        return
+    if isinstance(value, nn.Module) and not of_modules:
+        yield from _of_module(value)
+        return
+    if isinstance(value, dict):
+        yield _mapping(value, value)
+    elif isinstance(value, list):
+        yield Container(value, lambda: [*list.__iter__(value)], lambda items: _refill(value, list, list.extend, items))
+    elif isinstance(value, set):
+        yield Container(value, lambda: [*set.__iter__(value)], lambda items: _refill(value, set, set.update, items))
+    elif isinstance(value, deque):
+        yield Container(
+            value, lambda: [*deque.__iter__(value)], lambda items: _refill(value, deque, deque.extend, items)
+        )
+    elif isinstance(value, (tuple, frozenset)):
+        yield _passed(value, value)
+    elif isinstance(value, _lru_cache_wrapper):
+        yield _Memory(value)
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield _passed(value, [value.__func__])
+    elif isinstance(value, property):
+        yield _passed(value, [value.fget, value.fset])
+    elif isinstance(value, types.FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, types.MethodType):
+        yield _passed(value, [value.__self__, value.__func__])
+    elif isinstance(value, partial):
+        yield _passed(value, [value.func, *value.args, *value.keywords.values()])
+    attributes = _attributes(value)
+    if attributes is not None:
+        yield _mapping(attributes, value)
+    for slot in _slots(type(value)):
+        yield _place(value, partial(slot.__get__, value), partial(slot.__set__, value), partial(slot.__delete__, value))
+
+
+def _mapping(mapping: dict[Any, Any], owner: Any) -> Container:
+    """Keys and values, one after the other; past what a subclass makes of changes."""
+    kind: type[MutableMapping[Any, Any]] = OrderedDict if isinstance(mapping, OrderedDict) else dict
+
+    def write(items: list[Any]) -> None:
+        kind.clear(mapping)
+        for key, item in zip(items[::2], items[1::2], strict=True):
+            kind.__setitem__(mapping, key, item)
+
+    return Container(owner, lambda: [part for entry in kind.items(mapping) for part in entry], write)
+
+
+def _of_module(module: nn.Module) -> Iterator[Container]:
+    """A module's attributes of its own; its parts and hooks are passed. PyTorch's modules keep none of a program's."""
+    state = vars(module)
+    common = [part for name, part in state.items() if name in _OF_ANY_MODULE and isinstance(part, dict)]
+    yield _passed(module, chain.from_iterable(part.values() for part in common))
+    if type(module).__module__.startswith("torch."):
+        return
+
+    def own() -> dict[str, Any]:
+        return {name: part for name, part in state.items() if name not in _OF_ANY_MODULE}
+
+    def write(items: list[Any]) -> None:
+        for name in own():
+            del state[name]
+        state.update(zip(items[::2], items[1::2], strict=True))
+
+    yield Container(module, lambda: [part for entry in own().items() for part in entry], write)
+
+
+def _of_class(kind: type) -> Iterator[Container]:
+    """What instances of a class share; its methods are passed."""
+    code = (*_CODE, types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType)
+    named = {name: part for name, part in vars(kind).items() if not (name.startswith("__") and name.endswith("__"))}
+    yield _passed(kind, [part for name, part in vars(kind).items() if isinstance(part, _CODE)])
+    for name in [name for name, part in named.items() if not isinstance(part, code)]:
+        yield _place(
+            kind, partial(vars(kind).__getitem__, name), partial(setattr, kind, name), partial(delattr, kind, name)
+        )
+
+
+def _of_function(function: types.FunctionType) -> Iterator[Container]:
+    """What it closes over, its defaults, and the globals that it names."""
+    for cell in function.__closure__ or ():
+        contents = partial(getattr, cell, "cell_contents")
+        yield _place(cell, contents, partial(setattr, cell, "cell_contents"), partial(delattr, cell, "cell_contents"))
+    yield _passed(function, [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()])
+    for name in sorted(_global_names(function.__code__) & function.__globals__.keys()):
+        value = function.__globals__[name]
+        if not isinstance(value, types.ModuleType) and not _is_installed(value):
+            yield _global(function.__globals__, name)
+
+
+def named_globals(function: types.FunctionType) -> list[Any]:
+    """The values of the globals that a function's code names."""
+    names = function.__globals__
+    return [names[name] for name in _global_names(function.__code__) & names.keys()]
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return {*code.co_names}.union(*map(_global_names, inner))
+
+
+def _global(names: dict[str, Any], name: str) -> Container:
+    return Container(
+        names,
+        lambda: [names[name]] if name in names else [],
+        lambda items: names.__setitem__(name, items[0]) if items else names.pop(name, None),
+    )
+
+
+def _place(owner: Any, get: Callable[[], Any], give: Callable[[Any], object], take: Callable[[], object]) -> Container:
+    """A slot or a cell, which may be empty."""
+
+    def read() -> list[Any]:
+        try:
+            return [get()]
+        except (AttributeError, KeyError, ValueError):
+            return []
+
+    def write(items: list[Any]) -> None:
+        if items:
+            give(items[0])
+        elif read():
+            take()
+
+    return Container(owner, read, write)
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _slots(kind: type) -> list[types.MemberDescriptorType]:
+    """Those that Python code has declared."""
+    classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [each for names in classes for each in names.values() if isinstance(each, types.MemberDescriptorType)]
+
+
+def _refill(value: Any, kind: Any, fill: Callable[[Any, list[Any]], object], items: list[Any]) -> None:
+    kind.clear(value)
+    fill(value, items)
