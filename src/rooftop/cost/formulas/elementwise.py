@@ -7,18 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rooftop.cost.accounting import Call
+from rooftop.cost.accounting import Call, tensors_in
 from rooftop.cost.formulas.streaming import Flops, cover, each, streaming
 
 
-def _scaled(flops: int) -> Callable[[Call], int]:
-    """One multiplication more unless the factor (`alpha` of add, `value` of addcmul) is 1."""
-    return lambda call: flops + (call.get("alpha", call.get("value", 1)) != 1)
+def _scaled(flops: int, of_complex: int | None = None) -> Callable[[Call], int]:
+    """One multiplication more unless the factor (`alpha` of add, `value` of addcmul) is 1; of complex numbers by a real
+    factor two."""
+
+    def counted(call: Call) -> int:
+        factor = call.get("alpha", call.get("value", 1)) != 1
+        if of_complex is not None and _is_complex(call):
+            return of_complex + 2 * factor
+        return flops + factor
+
+    return counted
 
 
-def _product(call: Call) -> int:
-    """A complex product is four real ones and two additions."""
-    return 6 if call.written_tensors and call.written_tensors[0].is_complex() else 1
+def _either(flops: int, of_complex: int) -> Callable[[Call], int]:
+    """Of real numbers, and of complex ones."""
+    return lambda call: of_complex if _is_complex(call) else flops
+
+
+def _is_complex(call: Call) -> bool:
+    return any(tensor.is_complex() for tensor in [*call.written_tensors, *tensors_in(call.get("self"))])
 
 
 def _bounds(call: Call) -> int:
@@ -48,7 +60,12 @@ UNARY = each(
     tanh threshold trunc
     """,
     1,
-) | {"conj_physical": 0, "_conj_physical": 0, "complex": 0, "frexp": 1, "logit": 3, "polar": 4}
+) | {
+    **{"conj_physical": 0, "_conj_physical": 0, "complex": 0, "frexp": 1, "logit": 3, "polar": 4},
+    # of complex numbers: √(a² + b²); eᵃ, cos b, sin b and two products; a² - b² and 2ab; a - bi over a² + b²
+    **{"abs": _either(1, 4), "exp": _either(1, 5), "square": _either(1, 5), "reciprocal": _either(1, 6)},
+    **{"neg": _either(1, 2), "sgn": _either(1, 6)},
+}
 
 BINARY = each(
     """
@@ -63,13 +80,13 @@ BINARY = each(
     """,
     1,
 ) | {
-    "add": _scaled(1),
-    "sub": _scaled(1),
-    "rsub": _scaled(1),
+    "add": _scaled(1, of_complex=2),
+    "sub": _scaled(1, of_complex=2),
+    "rsub": _scaled(1, of_complex=2),
     "_add_relu": _scaled(2),
     "_dirichlet_grad": 1,
-    "mul": _product,
-    "div": 1,
+    "mul": _either(1, 6),  # four products and two sums
+    "div": _either(1, 11),  # six products, three sums, two divisions
     "ldexp": 2,
     "logaddexp": 6,  # max(a, b) + log1p(exp(-|a - b|))
     "logaddexp2": 6,
