@@ -69,9 +69,9 @@ PRODUCTS = [
     Hand("mv", lambda: x(3, 5) @ x(5), 2 * 3 * 5, (3 * 5 + 5) * 4, 3 * 4),
     Hand("dot", lambda: x(9) @ x(9), 2 * 9, (9 + 9) * 4, 1 * 4),
     # Complex numbers: two sums; eleven operations of a quotient; a square root of two squares.
-    Hand("add.Tensor", lambda: x(5, dtype=torch.complex64) + x(5, dtype=torch.complex64), 10, 80, 40),
-    Hand("sub.Tensor", lambda: torch.sub(x(5, dtype=torch.complex64), x(5), alpha=3), 20, 60, 40),
-    Hand("div.Tensor", lambda: x(5, dtype=torch.complex64) / x(5, dtype=torch.complex64), 55, 80, 40),
+    Hand("add", lambda: x(5, dtype=torch.complex64) + x(5, dtype=torch.complex64), 10, 80, 40),
+    Hand("sub", lambda: torch.sub(x(5, dtype=torch.complex64), x(5), alpha=3), 20, 60, 40),
+    Hand("div", lambda: x(5, dtype=torch.complex64) / x(5, dtype=torch.complex64), 55, 80, 40),
     Hand("abs", lambda: x(5, dtype=torch.complex64).abs(), 20, 40, 20),
     # A complex transform of 8 takes 4 * 8 * 3 - 6 * 8 + 8 = 56 operations, of 4 it takes 16; a real one half.
     Hand("_fft_r2c", lambda: torch.fft.rfft(x(4, 8)), 4 * 28, 4 * 8 * 4, 4 * 5 * 8),

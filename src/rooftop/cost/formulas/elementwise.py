@@ -61,10 +61,18 @@ UNARY = each(
     """,
     1,
 ) | {
-    **{"conj_physical": 0, "_conj_physical": 0, "complex": 0, "frexp": 1, "logit": 3, "polar": 4},
-    # of complex numbers: √(a² + b²); eᵃ, cos b, sin b and two products; a² - b² and 2ab; a - bi over a² + b²
-    **{"abs": _either(1, 4), "exp": _either(1, 5), "square": _either(1, 5), "reciprocal": _either(1, 6)},
-    **{"neg": _either(1, 2), "sgn": _either(1, 6)},
+    "conj_physical": 0,
+    "_conj_physical": 0,
+    "complex": 0,
+    "frexp": 1,
+    "logit": 3,
+    "polar": 4,
+    "abs": _either(1, 4),  # √(a² + b²)
+    "exp": _either(1, 5),  # eᵃ, cos b, sin b, two products
+    "neg": _either(1, 2),
+    "reciprocal": _either(1, 6),  # a - bi over a² + b²
+    "sgn": _either(1, 6),
+    "square": _either(1, 5),  # a² - b², 2ab
 }
 
 BINARY = each(
