@@ -9,6 +9,7 @@ before each run where they are small (positions, lengths), and else only at the 
 from __future__ import annotations
 
 import os
+import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
@@ -32,9 +33,11 @@ _CLOSED = (
 """Not entered: what has no parts."""
 _ALIVE = (
     *("asyncio", "concurrent", "io", "_io", "logging", "multiprocessing", "queue", "selectors", "socket", "subprocess"),
-    *("threading", "torch.amp", "torch.cuda", "torch.distributed", "torch.optim", "torch.profiler", "torch.utils.data"),
+    *("threading", "torch.cuda", "torch.distributed", "torch.profiler", "torch.utils.data"),
 )
-"""Packages whose objects are not entered either: threads and processes work on them, or training goes on in them."""
+"""Packages whose objects are not entered either: threads and processes work on them."""
+_TRAINING = ("torch.amp", "torch.optim")
+"""And neither are theirs, as training goes on in them, except where nothing is computed."""
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CODE = (types.FunctionType, types.MethodType, partial)
 
@@ -44,48 +47,78 @@ class Held:
 
     Args:
         everything: also through functions (what they close over, the globals that they name), methods and modules.
+        training: also through optimizers, their schedulers and gradient scalers.
 
     Attributes:
         containers: each with what it holds, in order. tensors: each once.
         complete: False if there are more than `MOST_ENTRIES` entries; the others are not known.
     """
 
-    def __init__(self, roots: Iterable[Any], everything: bool = False) -> None:
+    def __init__(self, roots: Iterable[Any], everything: bool = False, training: bool = False) -> None:
+        self._everything, self._training = everything, training
         self.containers: list[_Container] = []
         self.tensors: list[Tensor] = []
         self.complete = True
         seen, left, entries = set[int](), deque(roots), 0
         while left and self.complete:
             value = left.popleft()
-            code = everything and isinstance(value, (*_CODE, nn.Module)) and not _is_pytorchs(value)
-            closed = _is_closed(type(value)) and not code  # type: ignore[arg-type]
-            if id(value) in seen or closed:
+            if id(value) in seen or not self._enters(value):
                 continue
             seen.add(id(value))
             if isinstance(value, Tensor):
                 self.tensors.append(value)
-                continue
-            for container in _containers_of(value):
+            for container in self._parts(value):
                 self.containers.append(container)
                 left.extend(container.items)
                 entries += len(container.items)
             self.complete = entries <= MOST_ENTRIES
 
+    def _enters(self, value: Any) -> bool:
+        if self._everything and isinstance(value, (*_CODE, nn.Module)) and not _is_pytorchs(value):
+            return True
+        return not _is_closed(type(value), self._training)
+
+    def _parts(self, value: Any) -> Iterator[_Container]:
+        return iter(()) if isinstance(value, Tensor) else _containers_of(value)
+
 
 @contextmanager
 def left_as_it_was(target: Callable[..., Any]) -> Iterator[None]:
-    """Containers and attributes that a callable can reach are the same after the block as before it."""
-    containers = Held([target], everything=True).containers
+    """What a callable can reach is the same after a block in which nothing is computed: containers and attributes, also
+    of optimizers; gradients, and which tensors require them."""
+    held = Held([target], everything=True, training=True)
+    gradients = [_Gradient(tensor) for tensor in held.tensors]
     try:
         yield
     finally:
-        for container in containers:
+        for container in held.containers:
             if container.is_changed():
                 container.put_back()
+        for gradient in gradients:
+            gradient.put_back()
+
+
+class _Gradient:
+    """The gradient of a leaf of autograd's graph, and whether it requires one; of other tensors nothing."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            self._is_leaf = tensor.is_leaf
+            self._before = (tensor.grad, tensor.requires_grad) if self._is_leaf else (None, False)
+
+    def put_back(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._is_leaf and self._tensor.is_leaf:
+                gradient, required = self._before
+                if self._tensor.requires_grad != required:
+                    self._tensor.requires_grad_(required)
+                if self._tensor.grad is not gradient:
+                    self._tensor.grad = gradient
 
 
 @cache
-def _is_closed(kind: type[Any]) -> bool:
+def _is_closed(kind: type[Any], training: bool = False) -> bool:
     """Whether objects of a class are not entered; iterators go on and cannot be put back."""
     if issubclass(kind, Tensor):
         return False
@@ -94,7 +127,8 @@ def _is_closed(kind: type[Any]) -> bool:
     packages = {base.__module__ for base in kind.__mro__}
     if any(package.startswith("torch._") for package in packages):  # registries and caches of PyTorch itself
         return True
-    return any(f"{package}.".startswith(f"{alive}.") for package in packages for alive in _ALIVE)
+    closed = _ALIVE if training else (*_ALIVE, *_TRAINING)
+    return any(f"{package}.".startswith(f"{each}.") for package in packages for each in closed)
 
 
 def _is_pytorchs(value: Any) -> bool:
@@ -204,6 +238,8 @@ def _place(owner: Any, get: Callable[[], Any], give: Callable[[Any], object], ta
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
+    if isinstance(value, threading.local):
+        return vars(value)  # those of this thread
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
