@@ -56,7 +56,7 @@ class Held:
 
     def __init__(self, roots: Iterable[Any], everything: bool = False, training: bool = False) -> None:
         self._everything, self._training = everything, training
-        self.containers: list[_Container] = []
+        self.containers: list[Container] = []
         self.tensors: list[Tensor] = []
         self.complete = True
         seen, left, entries = set[int](), deque(roots), 0
@@ -76,9 +76,9 @@ class Held:
     def _enters(self, value: Any) -> bool:
         if self._everything and isinstance(value, (*_CODE, nn.Module)) and not _is_pytorchs(value):
             return True
-        return not _is_closed(type(value), self._training)
+        return not _is_closed(type(value), self._training)  # type: ignore[arg-type]
 
-    def _parts(self, value: Any) -> Iterator[_Container]:
+    def _parts(self, value: Any) -> Iterator[Container]:
         return iter(()) if isinstance(value, Tensor) else _containers_of(value)
 
 
@@ -136,49 +136,51 @@ def _is_pytorchs(value: Any) -> bool:
     return isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(_TORCH)
 
 
-class _Container:
+class Container:
     """One container of an owner: its items now, and how to give it these again."""
 
-    def __init__(self, owner: Any, read: Callable[[], list[Any]], write: Callable[[list[Any]], object]) -> None:
-        self.owner, self._read, self._write = owner, read, write
+    def __init__(
+        self, owner: Any, read: Callable[[], list[Any]], write: Callable[[list[Any]], object] = lambda items: None
+    ) -> None:
+        self.owner, self.now, self._write = owner, read, write
         self.items = read()
 
     def is_changed(self) -> bool:
-        now = self._read()
+        now = self.now()
         return len(now) != len(self.items) or any(a is not b for a, b in zip(now, self.items, strict=True))
 
     def put_back(self) -> None:
         self._write(self.items)
 
 
-def _containers_of(value: Any) -> Iterator[_Container]:
+def _containers_of(value: Any) -> Iterator[Container]:
     """The parts of a value that can change: its items, its attributes."""
     if isinstance(value, dict):
-        yield _mapping(value, value)
+        yield mapping_of(value, value)
     elif isinstance(value, list):
-        yield _Container(value, lambda: [*list.__iter__(value)], lambda items: _refill(value, list, list.extend, items))
+        yield Container(value, lambda: [*list.__iter__(value)], lambda items: _refill(value, list, list.extend, items))
     elif isinstance(value, set):
-        yield _Container(value, lambda: [*set.__iter__(value)], lambda items: _refill(value, set, set.update, items))
+        yield Container(value, lambda: [*set.__iter__(value)], lambda items: _refill(value, set, set.update, items))
     elif isinstance(value, deque):
-        yield _Container(
+        yield Container(
             value, lambda: [*deque.__iter__(value)], lambda items: _refill(value, deque, deque.extend, items)
         )
     elif isinstance(value, (tuple, frozenset)):
-        yield _Container(value, lambda: [*value], lambda items: None)
+        yield Container(value, lambda: [*value])
     elif isinstance(value, types.FunctionType):
         yield from _of_function(value)
     elif isinstance(value, types.MethodType):
-        yield _Container(value, lambda: [value.__self__, value.__func__], lambda items: None)
+        yield Container(value, lambda: [value.__self__, value.__func__])
     elif isinstance(value, partial):
-        yield _Container(value, lambda: [value.func, *value.args, *value.keywords.values()], lambda items: None)
-    attributes = _attributes(value)
+        yield Container(value, lambda: [value.func, *value.args, *value.keywords.values()])
+    attributes = attributes_of(value)
     if attributes is not None:
-        yield _mapping(attributes, value)
+        yield mapping_of(attributes, value)
     for slot in _slots(type(value)):
         yield _place(value, partial(slot.__get__, value), partial(slot.__set__, value), partial(slot.__delete__, value))
 
 
-def _mapping(mapping: dict[Any, Any], owner: Any) -> _Container:
+def mapping_of(mapping: dict[Any, Any], owner: Any) -> Container:
     """Keys and values, one after the other; past what a subclass makes of changes."""
     kind: type[MutableMapping[Any, Any]] = OrderedDict if isinstance(mapping, OrderedDict) else dict
 
@@ -187,39 +189,46 @@ def _mapping(mapping: dict[Any, Any], owner: Any) -> _Container:
         for key, item in zip(items[::2], items[1::2], strict=True):
             kind.__setitem__(mapping, key, item)
 
-    return _Container(owner, lambda: [part for entry in kind.items(mapping) for part in entry], write)
+    return Container(owner, lambda: [part for entry in kind.items(mapping) for part in entry], write)
 
 
-def _of_function(function: types.FunctionType) -> Iterator[_Container]:
+def _of_function(function: types.FunctionType) -> Iterator[Container]:
     """What it closes over, its defaults, and the globals that it names."""
     for cell in function.__closure__ or ():
         contents = partial(getattr, cell, "cell_contents")
         yield _place(cell, contents, partial(setattr, cell, "cell_contents"), partial(delattr, cell, "cell_contents"))
-    yield _Container(function, lambda: [*(function.__defaults__ or ())], lambda items: None)
-    for name in sorted(_global_names(function.__code__) & function.__globals__.keys()):
-        yield _global(function.__globals__, name)
+    yield Container(function, lambda: [*(function.__defaults__ or ())])
+    for name, _ in globals_by_name(function):
+        yield global_of(function.__globals__, name)
 
 
 def named_globals(function: types.FunctionType) -> list[Any]:
     """The values of the globals that a function's code names."""
+    return [value for _, value in globals_by_name(function)]
+
+
+def globals_by_name(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Those globals with their names. A function names the attributes that it takes of them, too: see `code_names`."""
     names = function.__globals__
-    return [names[name] for name in _global_names(function.__code__) & names.keys()]
+    return [(name, names[name]) for name in sorted(code_names(function.__code__) & names.keys())]
 
 
-def _global_names(code: types.CodeType) -> set[str]:
+def code_names(code: types.CodeType) -> set[str]:
+    """All names of globals and attributes in a function's code, and in that of functions inside it."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return {*code.co_names}.union(*map(_global_names, inner))
+    return {*code.co_names}.union(*map(code_names, inner))
 
 
-def _global(names: dict[str, Any], name: str) -> _Container:
-    return _Container(
+def global_of(names: dict[str, Any], name: str) -> Container:
+    """One global of a module."""
+    return Container(
         names,
         lambda: [names[name]] if name in names else [],
         lambda items: names.__setitem__(name, items[0]) if items else names.pop(name, None),
     )
 
 
-def _place(owner: Any, get: Callable[[], Any], give: Callable[[Any], object], take: Callable[[], object]) -> _Container:
+def _place(owner: Any, get: Callable[[], Any], give: Callable[[Any], object], take: Callable[[], object]) -> Container:
     """A slot or a cell, which may be empty."""
 
     def read() -> list[Any]:
@@ -234,10 +243,11 @@ def _place(owner: Any, get: Callable[[], Any], give: Callable[[Any], object], ta
         elif read():
             take()
 
-    return _Container(owner, read, write)
+    return Container(owner, read, write)
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes that an object has of its own; None if it can have none."""
     if isinstance(value, threading.local):
         return vars(value)  # those of this thread
     try:
@@ -275,7 +285,7 @@ class GivenObjects:
         self._values = [value for tensor in tensors if (value := _value_of(tensor)) is not None]
         self._looks, self._writes = 0, False
         self._lost: list[str] = []
-        self._changing: list[_Container] = []
+        self._changing: list[Container] = []
         self._small: list[_Value] = []
         self._moved: list[_Value] = []
 
