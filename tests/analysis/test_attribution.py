@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from rooftop.analysis.attribution import LOSS, OPTIMIZER, ModuleTracker
+from rooftop.analysis.attribution import AUTOGRAD, LOSS, OPTIMIZER, ModuleTracker
 from rooftop.cost import CountingMode, Record
 
 
@@ -347,6 +347,85 @@ def test_an_exception_in_forward_leaves_no_hook_and_no_open_scope() -> None:
     calls = tracker.traffic["0"].calls
     net[0](x)
     assert tracker.traffic["0"].calls == calls
+
+
+class Interrupted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.late = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.late:
+            raise KeyboardInterrupt
+        return x.sin()
+
+
+class Patient(nn.Module):
+    """Goes on with its own work where the one inside was interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Interrupted())
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.inner(x)
+        except KeyboardInterrupt:
+            return self.head(x.cos())
+
+
+@pytest.mark.parametrize("times", [1, 20])
+def test_a_module_that_was_interrupted_runs_no_more(times: int) -> None:
+    """PyTorch tells no hook of its end. Its frame may be kept by the exception, or a later one may lie in its place."""
+    net, x = Net(), torch.randn(3, 4)
+    slow = Interrupted()
+    net.add_module("slow", slow)
+
+    def step() -> None:
+        for _ in range(times):
+            try:
+                slow(x)
+            except KeyboardInterrupt:
+                x.exp()
+                net.head(x).cos().sum().backward()
+            x.tan()
+            net.blocks[0](x)
+
+    records = run(ModuleTracker(net), step)
+    assert scopes(records, "exp", "forward") == [LOSS] * times
+    assert scopes(records, "tan", "forward") == [LOSS] * times
+    assert scopes(records, "addmm", "forward") == ["slow.up", "head", "blocks.0.up", "blocks.0.down"] * times
+    backward = [r.scope for r in records if r.phase == "backward" and r.name in ("aten::mm", "aten::sin")]
+    assert backward == [AUTOGRAD, "head"] * times
+
+
+def test_a_module_that_catches_the_interruption_of_another_goes_on_as_itself() -> None:
+    net, x = Patient(), torch.randn(3, 4)
+    tracker = ModuleTracker(net)
+    records = run(tracker, lambda: [net(x), net.inner[0].up(x)])
+    assert scopes(records, "cos", "forward") == [""]
+    assert scopes(records, "addmm", "forward") == ["inner.0.up", "head", "inner.0.up"]
+    assert tracker.traffic["head"].calls == 1
+    assert tracker.traffic[""].calls == 1
+    assert "inner" not in tracker.traffic
+
+
+def test_nothing_of_an_interrupted_call_is_kept() -> None:
+    slow, kept = Interrupted(), list[weakref.ref[Tensor]]()
+
+    def step() -> None:
+        x = torch.randn(3, 4)
+        kept.append(weakref.ref(x))
+        with pytest.raises(KeyboardInterrupt):
+            slow(x)
+
+    with ModuleTracker(slow) as tracker, CountingMode(tracker.locate):
+        step()
+        gc.collect()
+        assert kept[0]() is None
 
 
 # ---- an observer ends nothing and changes nothing ------------------------------------------------------------------

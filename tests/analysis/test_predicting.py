@@ -184,6 +184,31 @@ def test_nothing_of_a_model_changes_that_a_callable_holds(has_stepped: bool, h20
     step(x)  # and still works
 
 
+def test_what_trains_goes_on_where_it_stood(h200: Ceilings) -> None:
+    """Learning rates, schedulers and gradients that a callable changes are as they were, wherever in it it does so."""
+    net, x = small_net(), images()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    net(x).sum().backward()
+
+    def step(x: Tensor) -> None:
+        optimizer.param_groups[0]["lr"] *= 3
+        net[0].requires_grad_(False)
+        optimizer.zero_grad()
+        net(x).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+    (group,) = optimizer.param_groups
+    before, schedule, gradients = dict(group), scheduler.state_dict(), [p.grad for p in net.parameters()]
+    rooftop.predict(step, x, ceilings=h200)
+    assert optimizer.param_groups == [group]
+    assert group == before
+    assert scheduler.state_dict() == schedule
+    assert all(p.requires_grad and p.grad is g for p, g in zip(net.parameters(), gradients, strict=True))
+
+
 def test_tensors_that_are_neither_parameters_nor_buffers(h200: Ceilings) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

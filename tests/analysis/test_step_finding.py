@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -174,6 +177,46 @@ def test_after_an_optimizer_that_raised_steps_are_found_as_before() -> None:
 
     told, _ = found(program)
     assert len(told.steps) == 4
+
+
+def test_an_optimizer_whose_hooks_raise_is_not_kept() -> None:
+    model = net()
+
+    def program() -> weakref.ref[Any]:
+        optimizer = sgd(model)
+
+        def impossible(*_: Any) -> None:
+            raise ArithmeticError("no hook")
+
+        loss_of(model).backward()
+        hook = register_optimizer_step_post_hook(impossible)  # runs after ours
+        try:
+            with pytest.raises(ArithmeticError):
+                optimizer.step()
+        finally:
+            hook.remove()
+        return weakref.ref(optimizer)
+
+    with StepFinder(Told()):
+        optimizer = program()
+        gc.collect()
+        assert optimizer() is None
+
+
+def test_who_takes_compile_by_its_name_keeps_no_finder() -> None:
+    told = Told()
+    finder = StepFinder(told)
+    with finder:
+        from torch import compile
+
+        compile(lambda x: x)
+    assert told.compiled == 1
+    compile(lambda x: x)
+    assert told.compiled == 1
+    gone = weakref.ref(finder)
+    del finder
+    gc.collect()
+    assert gone() is None
 
 
 def test_micro_batches_are_one_step() -> None:

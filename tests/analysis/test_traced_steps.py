@@ -57,6 +57,16 @@ def test_nothing_stays_in_place() -> None:
     assert [getattr(*question) for question in QUESTIONS] == before
 
 
+@pytest.mark.parametrize("way", ["noticed", "affirmed"])
+def test_who_takes_a_question_by_its_name_meanwhile_gets_the_answer_afterwards(way: str) -> None:
+    """As modules do that a program imports when it first needs them."""
+    questions = TracingQuestions()
+    with getattr(questions, way)():
+        from torch.compiler import is_compiling
+    assert is_compiling() is False
+    assert not questions.asked
+
+
 class Cautious(nn.Module):
     """Leaves work out, unless it may be captured."""
 

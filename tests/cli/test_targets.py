@@ -322,6 +322,21 @@ def test_exit_status_of_a_script(run: Run, tmp_path: Path) -> None:
     assert len(err.splitlines()) == 1
 
 
+def test_a_script_leaves_its_caller_as_it_was(run: Run, tmp_path: Path) -> None:
+    """A program that calls the verb goes on: the processes that it starts then would run the script again."""
+    (tmp_path / "elsewhere").mkdir()
+    text = "import os, sys, torch\ntorch.ones(3).relu()\nos.chdir('elsewhere')\nsys.path.append('elsewhere')\n"
+    (tmp_path / "train.py").write_text(text)
+
+    def surroundings() -> tuple[object, ...]:
+        return sys.modules["__main__"], sys.argv, list(sys.path), Path.cwd()
+
+    replace(ceilings_of("h200"), kind="cpu").save(tmp_path / "there.json")
+    before = surroundings()
+    assert run("train.py", "--device", "cpu", "--ceilings", "there.json", "--no-html")[0] == 0
+    assert surroundings() == before
+
+
 def test_no_words_at_all_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "Commands:\n  analyze " in capsys.readouterr().err

@@ -213,3 +213,13 @@ def test_tensors_are_found_in_dataclasses_that_name_each_other() -> None:
     first, second = Branch(a), Branch(b)
     first.other, second.other = second, first
     assert [id(tensor) for tensor in tensors_in({"in": [first], "class": Branch})] == [id(a), id(b)]
+
+
+def test_tensors_are_found_in_nests_that_hold_themselves() -> None:
+    a, b = torch.ones(1), torch.ones(2)
+    listed: list[object] = [a]
+    named: dict[str, object] = {"b": b, "a": (listed,)}
+    named["itself"] = named
+    listed += [listed, named]
+    assert [id(tensor) for tensor in tensors_in(listed)] == [id(a), id(b)]
+    assert [id(tensor) for tensor in tensors_in([listed, [listed]])] == [id(a), id(b), id(a), id(b)]

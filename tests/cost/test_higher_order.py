@@ -91,8 +91,10 @@ def test_gradients_of_control_flow_are_counted_without_their_tracing(kind: str) 
 
 AFTERWARDS = """
 import sys, torch
+from torch import compile
 from rooftop.cost import CountingMode
 assert "torch._dynamo" not in sys.modules
+finders = list(sys.meta_path)
 compiles = []
 def backend(graph, inputs):
     compiles.append(graph)
@@ -103,18 +105,20 @@ def compiled(x):
     return x.sin() + 1
 with CountingMode() as counted:
     program(torch.ones(4, 4))
-    compiled = torch.compile(compiled, backend=backend)
+    compiled = COMPILE(backend=backend)(compiled)
     compiled(torch.ones(3))
 assert [r.name for r in counted.records][-2:] == ["aten::sin", "aten::add"] and not compiles
 program(torch.ones(4, 4))
 compiled(torch.ones(3))
 assert len(compiles) == 1
+assert sys.meta_path == finders
 """
 
 
-def test_a_program_that_first_compiles_while_it_is_counted_can_compile_afterwards() -> None:
+@pytest.mark.parametrize("compile", ["torch.compile", "compile", "torch._dynamo.optimize"])
+def test_a_program_that_first_compiles_while_it_is_counted_can_compile_afterwards(compile: str) -> None:
     """In a process of its own, where nothing has imported the compiler yet."""
-    subprocess.run([sys.executable, "-c", AFTERWARDS], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", AFTERWARDS.replace("COMPILE", compile)], check=True, timeout=300)
 
 
 def test_what_is_compiled_is_compiled_after_it_was_counted() -> None:

@@ -221,6 +221,28 @@ def test_an_error_in_a_module_leaves_no_mark() -> None:
     assert marks == ["module Sequential", "module 0", "module Sequential", "", ""]
 
 
+def test_what_was_interrupted_is_marked_no_more() -> None:
+    class Interrupted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    class Broken(torch.optim.SGD):
+        def step(self) -> None:  # type: ignore[override]
+            raise ValueError("no step")
+
+    marks: list[str] = []
+    net, other = nn.Sequential(Interrupted()), nn.ReLU()
+    optimizer = Broken(nn.Linear(2, 2).parameters())
+    with out_of_memory._marking(out_of_memory._Watched(), marks.append):
+        with pytest.raises(KeyboardInterrupt):
+            net(torch.ones(1, 2))
+        other(torch.ones(1, 2))
+        with pytest.raises(ValueError, match="no step"):
+            optimizer.step()
+        other(torch.ones(1, 2))
+    assert marks == ["module Sequential", "module 0", "module ReLU", "", "optimizer", "module ReLU", "", ""]
+
+
 @contextmanager
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch, snapshot: Any) -> Iterator[list[Any]]:
     """A GPU that is recorded and has this snapshot; yields the calls that start and stop the recording."""

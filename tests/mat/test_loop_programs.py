@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -195,6 +197,24 @@ def test_a_thread_that_fails_is_heard() -> None:
         numba_loops.in_threads(work, 1, 2)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_what_a_thread_raised_keeps_nothing_of_its_caller() -> None:
+    def fails() -> weakref.ref[np.ndarray]:
+        given = np.zeros(4)
+
+        def work(first: int, last: int) -> None:
+            raise MemoryError(f"no room for {given[first]}")
+
+        with pytest.raises(MemoryError):
+            numba_loops.in_threads(work, 10, 1)
+        return weakref.ref(given)
+
+    gc.disable()
+    try:
+        assert fails()() is None
+    finally:
+        gc.enable()
 
 
 # ---- what else may be the case -----------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Which module, and which phase of the step, an operator belongs to: forward, backward or optimizer.
 
-Forward: hooks on every module keep a stack of the modules that are running.
+Forward: hooks on every module tell which modules are running (see `running_calls`).
 Backward: the node that is running tells the module that made it (see `node_makers`); the node that accumulates a
 gradient tells its parameter, and thereby the parameter's owner.
 Optimizer: hooks around `Optimizer.step`. What a closure passed to it runs (as LBFGS and Lightning do) is forward and
@@ -14,6 +14,7 @@ A program may drop a model or an optimizer so as to have its memory. So nothing 
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -38,6 +39,7 @@ from rooftop.cost import distinct_bytes
 from rooftop.cost.accounting import tensors_in
 from rooftop.hardware.interruptions import pass_on
 from rooftop.hardware.module_paths import ModulePaths, inner_modules, own_parameters
+from rooftop.hardware.running_calls import RunningCalls, caller_of_hook
 
 LOSS, AUTOGRAD, OPTIMIZER = "(loss)", "(autograd)", "(optimizer)"
 """Scopes of operators outside any module: forward, backward, and in the optimizer."""
@@ -100,8 +102,7 @@ class ModuleTracker:
         self._optimizers = WeakIdKeyDictionary()  # those whose `step` ran -> how often
         self._optimizer_traffic: OptimizerTraffic | None = None  # of a snapshot
         self._paths = ModulePaths()
-        self._stack: list[str] = []
-        self._entered_in: list[Any] = []  # for each of the stack the backward node that called it, None: no node
+        self._running = RunningCalls()  # each within the backward node that called it, None: no node
         self._makers = NodeMakers()
         self._optimizing = 0
         self._is_following = False
@@ -187,23 +188,25 @@ class ModuleTracker:
         self.traffic.clear()
         self.uncounted.clear()
         self._optimizers = WeakIdKeyDictionary()
-        self._stack.clear()
-        self._entered_in.clear()
+        self._running.clear()
         self._makers.clear()
         self._optimizing = 0
 
     def locate(self) -> tuple[str, str]:
         """(scope, phase) of the operator that is being dispatched now."""
+        if self._running.settle(sys._getframe(1)):  # the program caught an interruption: since then they made no node
+            self._makers.operator(self._outside())
+        running = self._running.innermost
         node = torch._C._current_autograd_node()
         if node is not None:
             scope = self._running_in(node)
             if torch.is_grad_enabled():
                 self._makers.operator(scope)
             return scope, "backward"
-        self._makers.operator(self._stack[-1] if self._stack else AUTOGRAD)
+        self._makers.operator(AUTOGRAD if running is None else running)
         if self._optimizing:
             return OPTIMIZER, "optimizer"
-        return (self._stack[-1] if self._stack else LOSS), "forward"
+        return (LOSS if running is None else running), "forward"
 
     def _running_in(self, node: Any) -> str:
         """The scope of what a backward node computes.
@@ -211,7 +214,8 @@ class ModuleTracker:
         A module that the node itself called is being recomputed (activation checkpointing). One that was running before
         has called for gradients (`torch.autograd.grad`, `torch.func.grad`), which belong to the makers of their nodes.
         """
-        return self._stack[-1] if self._stack and self._entered_in[-1] is node else self._maker_of(node)
+        running = self._running.innermost
+        return running if running is not None and self._running.within is node else self._maker_of(node)
 
     def _maker_of(self, node: Any) -> str:
         variable = getattr(node, "variable", None)  # of an AccumulateGrad node
@@ -226,23 +230,23 @@ class ModuleTracker:
         if self._is_elsewhere():
             self.elsewhere = True
             return
+        call = caller_of_hook(sys._getframe(1))
+        self._running.settle(call.f_back)
         try:
-            scope = self._paths.of_call(module, self._stack)
+            scope = self._paths.of_call(module, self._running.names)
         except Exception as error:  # one whose attributes cannot be asked for, or that holds no modules and parameters
             pass_on(error)
             self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
-            scope = self._stack[-1] if self._stack else LOSS
-        self._stack.append(scope)
-        self._entered_in.append(torch._C._current_autograd_node())
+            scope = LOSS if self._running.innermost is None else self._running.innermost
+        self._running.enter(scope, call, within=torch._C._current_autograd_node())
         self._makers.runs(scope)
 
     def _leaving(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         # After an exception (also the one that ends a recomputation early) torch passes the output alone.
         *kwargs, output = kwargs_and_output
-        if not self._stack or self._is_elsewhere():  # entered before the tracker was, or in another thread
+        scope = None if self._is_elsewhere() else self._running.leave(sys._getframe(1))
+        if scope is None:  # entered before the tracker was, or in another thread
             return
-        scope = self._stack.pop()
-        self._entered_in.pop()
         self._makers.runs(self._outside())
         if type(module).__name__ in self.uncounted:
             return
@@ -260,7 +264,7 @@ class ModuleTracker:
         node = torch._C._current_autograd_node()
         if node is not None:
             return self._running_in(node)
-        return self._stack[-1] if self._stack else AUTOGRAD
+        return AUTOGRAD if self._running.innermost is None else self._running.innermost
 
     def _add_traffic(self, scope: str, module: nn.Module, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         taken, given = distinct_bytes(inputs), distinct_bytes(outputs)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import threading
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
@@ -29,9 +30,11 @@ _CLOSED = (
 """Not entered: what has no parts."""
 _ALIVE = (
     *("asyncio", "concurrent", "io", "_io", "logging", "multiprocessing", "queue", "selectors", "socket", "subprocess"),
-    *("threading", "torch.amp", "torch.cuda", "torch.distributed", "torch.optim", "torch.profiler", "torch.utils.data"),
+    *("threading", "torch.cuda", "torch.distributed", "torch.profiler", "torch.utils.data"),
 )
-"""Packages whose objects are not entered either: threads and processes work on them, or training goes on in them."""
+"""Packages whose objects are not entered either: threads and processes work on them."""
+_TRAINING = ("torch.amp", "torch.optim")
+"""And neither are theirs, as training goes on in them, except where nothing is computed."""
 _CODE = (types.FunctionType, types.MethodType, partial, _lru_cache_wrapper, staticmethod, classmethod, property, type)
 _OF_ANY_MODULE = {*vars(nn.Module()), "_is_full_backward_hook"}
 """Attributes that every module has: its parts, hooks and mode."""
@@ -44,55 +47,94 @@ class Held:
         everything: also through functions (what they close over, the globals that they name), classes, modules, and
             hooks of tensors.
         of_modules: of a module also what every module has (its parts, its hooks, its mode), which is else only passed.
+        training: also through optimizers, their schedulers and gradient scalers.
+        installed: also through globals that are functions and classes of installed packages.
 
     Attributes:
         containers: each with what it holds, in order. tensors: each once.
         complete: False if there are more than `MOST_ENTRIES` entries; the others are not known.
     """
 
-    def __init__(self, roots: Iterable[Any], everything: bool = False, of_modules: bool = True) -> None:
+    def __init__(
+        self,
+        roots: Iterable[Any],
+        everything: bool = False,
+        of_modules: bool = True,
+        training: bool = False,
+        installed: bool = False,
+    ) -> None:
+        self._everything, self._of_modules = everything, of_modules
+        self._training, self._installed = training, installed
         self.containers: list[Container] = []
         self.tensors: list[Tensor] = []
         self.complete = True
         seen, left, entries = set[int](), deque(roots), 0
         while left and self.complete:
             value = _undecorated(left.popleft())
-            code = everything and isinstance(value, (*_CODE, nn.Module)) and not _is_of_libraries(value)
-            closed = _is_closed(type(value)) and not code  # type: ignore[arg-type]
-            if id(value) in seen or closed:
+            if id(value) in seen or not self._enters(value):
                 continue
             seen.add(id(value))
             if isinstance(value, Tensor):
                 self.tensors.append(value)
                 left.extend(hooks_of(value) if everything else ())
-                continue
-            if everything and not isinstance(value, type):
+            elif everything and not isinstance(value, type):
                 left.extend(base for base in type(value).__mro__ if not _is_of_libraries(base))
-            for container in _containers_of(value, of_modules):
+            for container in self._parts(value):
                 self.containers.append(container)
                 left.extend(container.items)
                 entries += len(container.items)
             self.complete = entries <= MOST_ENTRIES
 
+    def _enters(self, value: Any) -> bool:
+        if self._everything and isinstance(value, (*_CODE, nn.Module)) and not _is_of_libraries(value):
+            return True
+        return not _is_closed(type(value), self._training)  # type: ignore[arg-type]
+
+    def _parts(self, value: Any) -> Iterator[Container]:
+        return iter(()) if isinstance(value, Tensor) else _containers_of(value, self._of_modules, self._installed)
+
 
 @contextmanager
 def left_as_they_were(targets: Iterable[Any], logs: bool = True) -> Iterator[None]:
-    """Containers and attributes that some values, functions among them, can reach are after the block as before it.
+    """What some values, functions among them, can reach is after a block in which nothing is computed as before it:
+    containers and attributes, also of optimizers; gradients, and which tensors require them.
 
     Args:
         logs: these as well.
     """
-    containers = Held(targets, everything=True).containers
+    held = Held(targets, everything=True, training=True)
+    gradients = [_Gradient(tensor) for tensor in held.tensors]
     try:
         yield
     finally:
-        for container in containers:
+        for container in held.containers:
             if container.is_changed() and (logs or not container.logs()):
                 container.put_back()
+        for gradient in gradients:
+            gradient.put_back()
+
+
+class _Gradient:
+    """The gradient of a leaf of autograd's graph, and whether it requires one; of other tensors nothing."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            self._is_leaf = tensor.is_leaf
+            self._before = (tensor.grad, tensor.requires_grad) if self._is_leaf else (None, False)
+
+    def put_back(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._is_leaf and self._tensor.is_leaf:
+                gradient, required = self._before
+                if self._tensor.requires_grad != required:
+                    self._tensor.requires_grad_(required)
+                if self._tensor.grad is not gradient:
+                    self._tensor.grad = gradient
 
 
 @cache
-def _is_closed(kind: type[Any]) -> bool:
+def _is_closed(kind: type[Any], training: bool = False) -> bool:
     """Whether objects of a class are not entered; iterators go on and cannot be put back."""
     if issubclass(kind, Tensor):
         return False
@@ -101,7 +143,8 @@ def _is_closed(kind: type[Any]) -> bool:
     packages = {base.__module__ for base in kind.__mro__}
     if any(package.startswith("torch._") for package in packages):  # registries and caches of PyTorch itself
         return True
-    return any(f"{package}.".startswith(f"{alive}.") for package in packages for alive in _ALIVE)
+    closed = _ALIVE if training else (*_ALIVE, *_TRAINING)
+    return any(f"{package}.".startswith(f"{each}.") for package in packages for each in closed)
 
 
 def _undecorated(value: Any) -> Any:
@@ -139,12 +182,14 @@ def hooks_of(tensor: Tensor) -> list[Any]:
 class Container:
     """One container of an owner: its items now, and how to give it these again."""
 
-    def __init__(self, owner: Any, read: Callable[[], list[Any]], write: Callable[[list[Any]], object]) -> None:
-        self.owner, self._read, self._write = owner, read, write
+    def __init__(
+        self, owner: Any, read: Callable[[], list[Any]], write: Callable[[list[Any]], object] = lambda items: None
+    ) -> None:
+        self.owner, self.now, self._write = owner, read, write
         self.items = read()
 
     def is_changed(self) -> bool:
-        now = self._read()
+        now = self.now()
         return len(now) != len(self.items) or any(a is not b for a, b in zip(now, self.items, strict=True))
 
     def put_back(self) -> None:
@@ -153,7 +198,7 @@ class Container:
     def logs(self) -> bool:
         """Whether it is a plain container or a variable, and holds numbers and text alone, before and now."""
         plain = type(self.owner) in (list, dict, set, deque, OrderedDict, defaultdict, types.CellType)
-        return plain and all(map(_is_plain, chain(self.items, self._read())))
+        return plain and all(map(_is_plain, chain(self.items, self.now())))
 
 
 def _is_plain(value: Any) -> bool:
@@ -162,24 +207,13 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, bytes, int, float, complex, types.NoneType, torch.dtype, torch.device))
 
 
-class _Memory(Container):
-    """The results that `functools.lru_cache` keeps: they cannot be read, but dropped where there are new ones."""
-
-    def __init__(self, owner: Any) -> None:
-        super().__init__(owner, lambda: [owner.__wrapped__], lambda items: owner.cache_clear())
-        self._misses = owner.cache_info().misses
-
-    def is_changed(self) -> bool:
-        return bool(self.owner.cache_info().misses != self._misses)
-
-
 def _passed(owner: Any, items: Iterable[Any]) -> Container:
     """What is reached through an owner, and stays as it is."""
     kept = [*items]
-    return Container(owner, lambda: kept, lambda items: None)
+    return Container(owner, lambda: kept)
 
 
-def _containers_of(value: Any, of_modules: bool) -> Iterator[Container]:
+def _containers_of(value: Any, of_modules: bool, installed: bool) -> Iterator[Container]:
     """The parts of a value that can change: its items, its attributes."""
     if isinstance(value, type):
         yield from _of_class(value)
@@ -188,7 +222,7 @@ def _containers_of(value: Any, of_modules: bool) -> Iterator[Container]:
         yield from _of_module(value)
         return
     if isinstance(value, dict):
-        yield _mapping(value, value)
+        yield mapping_of(value, value)
     elif isinstance(value, list):
         yield Container(value, lambda: [*list.__iter__(value)], lambda items: _refill(value, list, list.extend, items))
     elif isinstance(value, set):
@@ -200,25 +234,25 @@ def _containers_of(value: Any, of_modules: bool) -> Iterator[Container]:
     elif isinstance(value, (tuple, frozenset)):
         yield _passed(value, value)
     elif isinstance(value, _lru_cache_wrapper):
-        yield _Memory(value)
+        yield _passed(value, [value.__wrapped__])  # `fake_leftovers` takes out what has no values
     elif isinstance(value, (staticmethod, classmethod)):
         yield _passed(value, [value.__func__])
     elif isinstance(value, property):
         yield _passed(value, [value.fget, value.fset])
     elif isinstance(value, types.FunctionType):
-        yield from _of_function(value)
+        yield from _of_function(value, installed)
     elif isinstance(value, types.MethodType):
         yield _passed(value, [value.__self__, value.__func__])
     elif isinstance(value, partial):
         yield _passed(value, [value.func, *value.args, *value.keywords.values()])
-    attributes = _attributes(value)
+    attributes = attributes_of(value)
     if attributes is not None:
-        yield _mapping(attributes, value)
+        yield mapping_of(attributes, value)
     for slot in _slots(type(value)):
         yield _place(value, partial(slot.__get__, value), partial(slot.__set__, value), partial(slot.__delete__, value))
 
 
-def _mapping(mapping: dict[Any, Any], owner: Any) -> Container:
+def mapping_of(mapping: dict[Any, Any], owner: Any) -> Container:
     """Keys and values, one after the other; past what a subclass makes of changes."""
     kind: type[MutableMapping[Any, Any]] = OrderedDict if isinstance(mapping, OrderedDict) else dict
 
@@ -260,30 +294,36 @@ def _of_class(kind: type) -> Iterator[Container]:
         )
 
 
-def _of_function(function: types.FunctionType) -> Iterator[Container]:
+def _of_function(function: types.FunctionType, installed: bool) -> Iterator[Container]:
     """What it closes over, its defaults, and the globals that it names."""
     for cell in function.__closure__ or ():
         contents = partial(getattr, cell, "cell_contents")
         yield _place(cell, contents, partial(setattr, cell, "cell_contents"), partial(delattr, cell, "cell_contents"))
     yield _passed(function, [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()])
-    for name in sorted(_global_names(function.__code__) & function.__globals__.keys()):
-        value = function.__globals__[name]
-        if not isinstance(value, types.ModuleType) and not _is_installed(value):
-            yield _global(function.__globals__, name)
+    for name, value in globals_by_name(function):
+        if not isinstance(value, types.ModuleType) and (installed or not _is_installed(value)):
+            yield global_of(function.__globals__, name)
 
 
 def named_globals(function: types.FunctionType) -> list[Any]:
     """The values of the globals that a function's code names."""
+    return [value for _, value in globals_by_name(function)]
+
+
+def globals_by_name(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Those globals with their names. A function names the attributes that it takes of them, too: see `code_names`."""
     names = function.__globals__
-    return [names[name] for name in _global_names(function.__code__) & names.keys()]
+    return [(name, names[name]) for name in sorted(code_names(function.__code__) & names.keys())]
 
 
-def _global_names(code: types.CodeType) -> set[str]:
+def code_names(code: types.CodeType) -> set[str]:
+    """All names of globals and attributes in a function's code, and in that of functions inside it."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return {*code.co_names}.union(*map(_global_names, inner))
+    return {*code.co_names}.union(*map(code_names, inner))
 
 
-def _global(names: dict[str, Any], name: str) -> Container:
+def global_of(names: dict[str, Any], name: str) -> Container:
+    """One global of a module."""
     return Container(
         names,
         lambda: [names[name]] if name in names else [],
@@ -309,7 +349,10 @@ def _place(owner: Any, get: Callable[[], Any], give: Callable[[Any], object], ta
     return Container(owner, read, write)
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes that an object has of its own; None if it can have none."""
+    if isinstance(value, threading.local):
+        return vars(value)  # those of this thread
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:

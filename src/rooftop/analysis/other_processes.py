@@ -105,7 +105,7 @@ class OtherProcesses:
         return fork
 
     def _note(self, pid: int | None, child: _Child) -> None:
-        if not pid or os.getpid() != self._process:  # a forked process is on its own
+        if not pid or self._done.is_set() or os.getpid() != self._process:  # a forked process is on its own
             return
         self.children[pid] = child
         if self._watch is None:

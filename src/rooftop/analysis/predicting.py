@@ -14,6 +14,8 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import copy_context
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 from rooftop.analysis.advice import advise
 from rooftop.analysis.as_on_gpu import as_on_gpu
 from rooftop.analysis.attribution import ModuleTracker
+from rooftop.analysis.fake_leftovers import fakes_taken_out, require_no_fakes
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import comparable, module_tree, operator_rows
 from rooftop.analysis.held_objects import Held, left_as_they_were
@@ -57,7 +60,8 @@ def predict(
 ) -> Report:
     """The least that one step of a model costs on the machine that has these ceilings.
 
-    Nothing is computed, and nothing of the model changes, also where a callable holds it.
+    Nothing is computed, and nothing of the model changes, also where a callable holds it. What it keeps of what it
+    computes (in a `functools.lru_cache`, a global, an attribute of a class) it forgets.
 
     Args:
         target: a module or callable; its weights may be real, fake (see `fake_tensors`) or on the meta device.
@@ -70,8 +74,8 @@ def predict(
 
     Raises:
         TypeError: `ceilings` are none (a machine's name, for example), `optimizer` makes none, `dtype` is not floating.
-        InputError: the model looks at values (`.item()`, `nonzero`), which fake tensors do not have, does nothing, or
-            cannot be copied.
+        InputError: the model looks at values (`.item()`, `nonzero`), which fake tensors do not have, does nothing,
+            cannot be copied, or keeps fake tensors where they cannot be taken from it.
         ModelRunError: the model raised.
 
     Example:
@@ -86,24 +90,13 @@ def predict(
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"predict(dtype={dtype!r}): expected a floating-point dtype, e.g. torch.bfloat16")
-    on_gpu = ceilings.kind == "cuda"
-    with fake_tensors() as mode:
-        fake_target, fake_args, fake_kwargs = _faked(target, args, kwargs, mode, dtype)
-        stepper = None
-        if optimizer is not None:
-            with _Untouched(mode):  # it looks at a learning rate that is a tensor
-                stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
-        program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
-        tracker = ModuleTracker(program.module)
-        unchanged = left_as_they_were([target, loss, optimizer], logs=program.module is None)
-        with unchanged, _DataStays(), answered_without_values(), _Untouched(mode), counted_for(ceilings.kind):
-            if program.module is None or (train and (stepper is not None or loss is None)):
-                # The first step makes the optimizer's state, or draws the gradients that are sent back.
-                _counted(program, ModuleTracker(program.module), on_gpu)
-            records = _counted(program, tracker, on_gpu)
+    step = copy_context().run(_counted_step, target, args, kwargs, ceilings.kind, train, optimizer, loss, dtype)
+    if step.ended is not None:
+        require_no_fakes(step.ended, step.name, step.emptied)
+    records, tracker = step.records, step.tracker
     if not any(record.cost is not None and _works(record) for record in records):
         raise InputError(
-            f"nothing to predict: no operator that {program.name} runs moves or computes anything that has a formula"
+            f"nothing to predict: no operator that {step.name} runs moves or computes anything that has a formula"
         )
     records = [comparable(record, ceilings) for record in records]
     operators = [MeasuredOperator(r, roof(r.cost, ceilings).ms if r.cost is not None else 0.0, ()) for r in records]
@@ -121,7 +114,7 @@ def predict(
         bytes=modules.bytes,
         parameters=modules.parameters,
         kernels=launches,
-        samples=program.samples,
+        samples=step.samples,
         repeats=0,
     )
     gaps = Gaps(0.0, modules.op_roof_ms - modules.fused_roof_ms, wall_ms - modules.op_roof_ms)
@@ -134,9 +127,9 @@ def predict(
     if uncovered:
         notes.append(f"Operators without a formula are missing from the prediction: {', '.join(uncovered)}.")
     return Report(
-        target=name or program.name,
-        mode="training" if train else "inference" if program.module is not None else "callable",
-        inputs=tuple(describe_tensor(t).replace(":", " ") for t in tensors_in([program.args, program.kwargs])),
+        target=name or step.name,
+        mode="training" if train else "inference" if isinstance(target, nn.Module) else "callable",
+        inputs=step.inputs,
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         device={"kind": ceilings.kind, "name": ceilings.device},
         versions=dict(ceilings.versions),
@@ -149,6 +142,70 @@ def predict(
         advice=tuple(advise(Findings(operators, rows, summary, gaps, ceilings))),
         predicted=True,
         notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True)
+class _CountedStep:
+    """What a prediction knows of a step on fake tensors, and holds none of them.
+
+    Attributes:
+        ended: the mode that made them; None where the caller's is still active.
+        emptied: see `fake_leftovers`.
+    """
+
+    name: str
+    records: list[Record]
+    tracker: ModuleTracker
+    samples: int | None
+    inputs: tuple[str, ...]
+    ended: FakeTensorMode | None
+    emptied: list[Any]
+
+
+def _counted_step(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kind: str,
+    train: bool,
+    optimizer: MakeOptimizer | None,
+    loss: Callable[[Any], Tensor] | None,
+    dtype: torch.dtype | None,
+) -> _CountedStep:
+    """Run a step on fake tensors, by the operators of a kind of device, in a context whose variables are its own."""
+    on_gpu = kind == "cuda"
+    is_inside = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    with fake_tensors() as mode:
+        fake_target, fake_args, fake_kwargs = _faked(target, args, kwargs, mode, dtype)
+        stepper = None
+        if optimizer is not None:
+            with _Untouched(mode):  # it looks at a learning rate that is a tensor
+                stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
+        program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
+        tracker = ModuleTracker(program.module)
+        unchanged = left_as_they_were([target, loss, optimizer], logs=program.module is None)
+        roots = [target, args, kwargs, optimizer, loss, [*copy_context().values()]]
+        with (
+            fakes_taken_out(roots, mode) as emptied,
+            unchanged,
+            _DataStays(),
+            answered_without_values(),
+            _Untouched(mode),
+            counted_for(kind),
+        ):
+            if program.module is None or (train and (stepper is not None or loss is None)):
+                # The first step makes the optimizer's state, or draws the gradients that are sent back.
+                _counted(program, ModuleTracker(program.module), on_gpu)
+            records = _counted(program, tracker, on_gpu)
+    return _CountedStep(
+        name=program.name,
+        records=records,
+        tracker=tracker,
+        samples=program.samples,
+        inputs=tuple(describe_tensor(t).replace(":", " ") for t in tensors_in([program.args, program.kwargs])),
+        ended=None if is_inside else mode,
+        emptied=emptied,
     )
 
 

@@ -41,6 +41,7 @@ class ProgramLabels:
 
     def __exit__(self, *error: object) -> None:
         self._around.close()
+        self._open.clear()
 
     def _entering(self) -> Any:
         @wraps(self._enter)

@@ -102,6 +102,7 @@ class StepFinder:
         self._stepped: torch.optim.Optimizer | None = None  # it has, and its label has not ended yet
         self._led = 0  # steps of the leading marker
         self._others = WeakIdKeyDictionary()  # marker beside the leading one (the finder: one without object) -> _Other
+        self._is_over = False
         self._around = ExitStack()
         self._calls_patched = ExitStack()
 
@@ -130,6 +131,8 @@ class StepFinder:
 
     def __exit__(self, *error: object) -> None:
         self._around.close()
+        self._stepped = None
+        self._is_over = True
 
     # ---- what the program calls ----------------------------------------------------------------------------------
 
@@ -207,10 +210,14 @@ class StepFinder:
         return step
 
     def _compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What a module keeps that takes it by name (`from torch import compile`), longer than it is to be told."""
+        known = weakref.ref(self)
+
         @wraps(original)
         def compile(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_elsewhere():
-                self._watcher.compiles()
+            finder = known()
+            if finder is not None and not finder._is_over and not finder._is_elsewhere():
+                finder._watcher.compiles()
             return original(*args, **kwargs)
 
         return compile
@@ -232,6 +239,7 @@ class StepFinder:
             return
         if raised:  # its last hook did not run
             self._optimizing = max(0, self._optimizing - 1)
+            self._stepped = None
         elif self._stepped is not None and not self._optimizing:
             optimizer, self._stepped = self._stepped, None
             self._marked(Level.OPTIMIZER, optimizer)

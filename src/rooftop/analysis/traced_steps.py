@@ -55,17 +55,24 @@ class TracingQuestions:
 
 @contextmanager
 def _answered(answer: Callable[..., bool]) -> Iterator[None]:
-    """`answer` (of the original and its arguments) in place of the originals, for those who are not told the truth."""
+    """`answer` (of the original and its arguments) in place of the originals, for those who are not told the truth.
+
+    A module that is first imported in the block keeps what is in their place: it answers as the originals afterwards.
+    """
+    is_over = False
 
     def answering(original: Callable[..., bool]) -> Callable[..., bool]:
         @wraps(original)
         def question(*args: Any) -> bool:
             asker = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
-            return original(*args) if asker in TOLD_THE_TRUTH else answer(original, *args)
+            return original(*args) if is_over or asker in TOLD_THE_TRUTH else answer(original, *args)
 
         return question
 
-    with ExitStack() as patched:
-        for module, name in QUESTIONS:
-            patched.enter_context(patch.object(module, name, answering(getattr(module, name))))
-        yield
+    try:
+        with ExitStack() as patched:
+            for module, name in QUESTIONS:
+                patched.enter_context(patch.object(module, name, answering(getattr(module, name))))
+            yield
+    finally:
+        is_over = True

@@ -37,12 +37,13 @@ from rooftop.analysis.text import WIDTH, renderable
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, Target, resolve_target
+from rooftop.cli.words import Words
 from rooftop.errors import CeilingsFileError, InputError, MeasurementError, ModelRunError, TargetError
 from rooftop.hardware.ceilings import Ceilings, ceilings_of
 
 
 def run(
-    words: Sequence[str],
+    words: Words,
     target: str,
     script_arguments: tuple[str, ...],
     inputs: tuple[str, ...],
@@ -97,7 +98,8 @@ def run(
         try:
             show(run)
         finally:
-            run.resume()
+            if words.ends_process:  # what runs at its end belongs to the script
+                run.resume()
         return run.status
     launches = _counted(words) if counters else []
     with progress_bar() as progress:

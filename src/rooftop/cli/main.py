@@ -15,6 +15,7 @@ import click
 
 import rooftop
 from rooftop.cli.lazy_groups import LazyGroup, Verb
+from rooftop.cli.words import Words
 from rooftop.errors import InputError, RooftopError, TargetError, did_you_mean
 
 # Verb -> its line in `rooftop --help`. The command itself is `rooftop.cli.commands.VERB:command`.
@@ -64,10 +65,14 @@ def command(debug: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status; errors are one line on stderr."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]  # accepted before and after the verb
+    """Run the command line and return its exit status; errors are one line on stderr.
+
+    Args:
+        arguments: the words after `rooftop`. None: those of this process, which ends after the call.
+    """
+    typed = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in typed  # accepted before and after the verb
+    words = Words((word for word in typed if word != "--debug"), ends_process=arguments is None)
     try:
         result = command.main(words, prog_name="rooftop", standalone_mode=False, obj=words)
         return result if isinstance(result, int) else 0

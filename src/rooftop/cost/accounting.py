@@ -158,7 +158,7 @@ def _signature(func: torch._ops.OpOverload) -> _Signature:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a nest of tuples, lists, dicts and dataclasses (which may name one another), in order."""
+    """The tensors in a nest of tuples, lists, dicts and dataclasses, in order. One may hold what it stands in."""
     found: list[Tensor] = []
     _collect(value, found, ())
     return iter(found)
@@ -174,15 +174,23 @@ def _collect(value: Any, found: list[Tensor], inside: tuple[int, ...]) -> None:
         return
     if isinstance(value, Tensor):
         found.append(value)
-    elif isinstance(value, (tuple, list)):
+    elif isinstance(value, tuple):
         for item in value:
             _collect(item, found, inside)
+    elif isinstance(value, list):
+        if id(value) not in inside:
+            inside = (*inside, id(value))
+            for item in value:
+                _collect(item, found, inside)
     elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found, inside)
+        if id(value) not in inside:
+            inside = (*inside, id(value))
+            for item in value.values():
+                _collect(item, found, inside)
     elif hasattr(kind, "__dataclass_fields__") and id(value) not in inside:
+        inside = (*inside, id(value))
         for name in value.__dataclass_fields__:
-            _collect(getattr(value, name, None), found, (*inside, id(value)))
+            _collect(getattr(value, name, None), found, inside)
 
 
 def is_sparse(tensor: Tensor) -> bool:

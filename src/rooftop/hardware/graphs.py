@@ -41,16 +41,20 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
     """
     within: BaseException | None = None
     try:
-        with collection_paused(), torch.cuda.graph(graph, pool, stream, "thread_local"):
-            try:
-                yield
-            except BaseException as error:
-                within = error
+        try:
+            with collection_paused(), torch.cuda.graph(graph, pool, stream, "thread_local"):
+                try:
+                    yield
+                except BaseException as error:
+                    within = error
+                    raise
+        except BaseException as error:
+            if within is None or error is within:
                 raise
-    except BaseException as error:
-        if within is None or error is within:
-            raise
-        raise within from None
+        if within is not None:  # out here: it would hold the consequence, whose frames hold it
+            raise within
+    finally:
+        within = None  # it holds this frame, which would hold it, and with it the memory of the capture
 
 
 @contextmanager

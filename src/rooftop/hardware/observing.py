@@ -17,7 +17,9 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
-from functools import wraps
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import TracebackType
 from typing import Any
 from unittest.mock import patch
@@ -68,6 +70,7 @@ class ObservingMode(TorchDispatchMode):
         raise NotImplementedError(f"{type(self).__name__} must define observe")
 
 
+_COMPILER = "torch._dynamo.eval_frame"
 _lock = threading.RLock()  # of the two below: what is changed belongs to the process
 _users = 0
 _changed = ExitStack()
@@ -77,7 +80,7 @@ _changed = ExitStack()
 def uncompiled() -> Iterator[None]:
     """Inside, nothing is compiled, also for other threads. A stance that the program takes meanwhile stays.
 
-    The compiler takes seconds to import. Where the program has not done so, this waits until it first compiles.
+    The compiler takes seconds to import. Where the program has not done so, this waits until it does.
     """
     global _users
     with _lock:
@@ -85,10 +88,10 @@ def uncompiled() -> Iterator[None]:
         if _users == 1:
             _run_control_flow(_changed)
             _differentiate_what_functions_run(_changed)
-            if "torch._dynamo.eval_frame" in sys.modules:
-                _take_eager_stance(_changed)
+            if _COMPILER in sys.modules:
+                _take_eager_stance(_changed, import_module(_COMPILER))  # waits for a thread that is loading it
             else:
-                _take_it_when_compiling(_changed)
+                _TakesItWhenLoaded(_changed)
     try:
         yield
     finally:
@@ -98,40 +101,50 @@ def uncompiled() -> Iterator[None]:
                 _changed.close()
 
 
-def _take_it_when_compiling(stack: ExitStack) -> None:
-    compile, taken = torch.compile, False
+class _TakesItWhenLoaded(MetaPathFinder):
+    """Takes the eager stance when the program loads the compiler, by whichever of its names it does so."""
 
-    @wraps(compile)
-    def compiled(*arguments: Any, **options: Any) -> Any:
-        nonlocal taken
-        with _lock:
-            if not taken:
-                taken = True
-                _take_eager_stance(stack)
-        return compile(*arguments, **options)
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        sys.meta_path.insert(0, self)
+        stack.callback(self._leave)
 
-    def end() -> None:
-        nonlocal taken
-        taken = True
-        if torch.compile is compiled:  # else somebody has put something in its place, which may call it
-            torch.compile = compile
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != _COMPILER:
+            return None
+        others = [each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((each for each in specs if each is not None), None)
+        loader: Any = spec.loader if spec is not None else None
+        if loader is not None:
+            execute = loader.exec_module
 
-    torch.compile = compiled
-    stack.callback(end)
+            def execute_and_take_it(module: types.ModuleType) -> None:
+                del loader.exec_module
+                execute(module)
+                with _lock:
+                    if self in sys.meta_path:  # the program is still watched
+                        self._leave()
+                        _take_eager_stance(self._stack, module)
+
+            loader.exec_module = execute_and_take_it
+        return spec
+
+    def _leave(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
-def _take_eager_stance(stack: ExitStack) -> None:
-    frames = torch._dynamo.eval_frame
-    before = frames._stance
+def _take_eager_stance(stack: ExitStack, compiler: Any) -> None:
+    before, ours = compiler._stance, compiler.DynamoStance("force_eager")
     try:
-        stance = torch.compiler.set_stance("force_eager")
+        compiler._set_stance(ours)
     except RuntimeError:  # inside code that is being compiled, which ends at our mode
         return
-    ours = frames._stance
 
     def end() -> None:
-        if frames._stance is ours:
-            stance.__exit__(None, None, None)
+        if compiler._stance is ours:
+            compiler._set_stance(before)
         else:  # the program has taken one, and comes back to ours when it ends that
             for field in fields(ours):
                 setattr(ours, field.name, getattr(before, field.name))

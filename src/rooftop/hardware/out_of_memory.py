@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -24,6 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from rooftop.hardware.memory import DeviceMemory, gpu_memory
 from rooftop.hardware.module_paths import ModulePaths, joined
+from rooftop.hardware.running_calls import RunningCalls, caller_of_hook
 from rooftop.hardware.source_lines import SourceLine, user_line
 
 PARAMETER, GRADIENT, BUFFER, OPTIMIZER_STATE = "parameters", "gradients", "buffers", "optimizer states"
@@ -240,28 +243,45 @@ class _Watched:
 @contextmanager
 def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]:
     """Calls `mark` whenever another module, or an optimizer, begins to run in this thread ("": none)."""
-    thread = threading.local()  # torch keeps the mark for each thread, too: backward passes have their own
+    threads = threading.local()  # torch keeps the mark for each thread, too: backward passes have their own
 
-    def enter(text: str) -> None:
-        thread.marks = [*getattr(thread, "marks", [""]), text]
-        mark(text)
+    def calls() -> tuple[RunningCalls, RunningCalls]:
+        """Of this thread: the scopes of modules; marks, also of optimizers."""
+        if not hasattr(threads, "calls"):
+            threads.calls = RunningCalls(), RunningCalls()
+        scopes, marks = threads.calls
+        return scopes, marks
 
-    def leave() -> None:
-        marks = getattr(thread, "marks", [""])
-        thread.marks = marks[:-1] or [""]  # a module that was running before the hooks leaves only
-        mark(thread.marks[-1])
+    def leaves(caller: FrameType) -> None:
+        scopes, marks = calls()
+        scopes.leave(caller)
+        marks.leave(caller)  # None of a module that was running before the hooks
+        marks.settle(caller)
+        mark(marks.innermost or "")
 
     def module_enters(module: nn.Module, args: Any) -> None:
-        thread.scopes = [*getattr(thread, "scopes", []), watched.scope(module, getattr(thread, "scopes", []))]
-        enter(MODULE_MARK + (thread.scopes[-1] or type(module).__name__))
+        scopes, marks = calls()
+        call = caller_of_hook(sys._getframe(1))
+        scopes.settle(call.f_back)
+        marks.settle(call.f_back)
+        scope = watched.scope(module, scopes.names)
+        scopes.enter(scope, call)
+        marks.enter(MODULE_MARK + (scope or type(module).__name__), call)
+        mark(marks.innermost or "")
 
     def module_leaves(module: nn.Module, args: Any, output: Any) -> None:
-        thread.scopes = getattr(thread, "scopes", [])[:-1]
-        leave()
+        leaves(sys._getframe(1))
 
     def optimizer_enters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watched.add_optimizer(optimizer)
-        enter(OPTIMIZER_MARK)
+        _, marks = calls()
+        step = sys._getframe(1)
+        marks.settle(step.f_back)
+        marks.enter(OPTIMIZER_MARK, step)
+        mark(OPTIMIZER_MARK)
+
+    def optimizer_leaves(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        leaves(sys._getframe(1))
 
     with ExitStack() as hooks:
         hooks.callback(mark, "")
@@ -269,7 +289,7 @@ def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]
             register_module_forward_pre_hook(module_enters),
             register_module_forward_hook(module_leaves, always_call=True),
             register_optimizer_step_pre_hook(optimizer_enters),
-            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: leave()),
+            register_optimizer_step_post_hook(optimizer_leaves),
         ):
             hooks.callback(handle.remove)
         yield

@@ -119,5 +119,8 @@ def in_threads(work: Callable[[int, int], None], count: int, most: int) -> None:
     part(0)
     for thread in others:
         thread.join()
-    if errors:
-        raise errors[0]
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # they hold this frame, and it would hold them

@@ -1,0 +1,266 @@
+"""Fake tensors that a prediction leaves in the program, which could not use them afterwards.
+
+Programs keep for later what they compute: masks in a `functools.lru_cache`, tables in a global or in an attribute of a
+class. Where such places can be found they get back what they held. Fake tensors that are kept in others are an error,
+which names the place.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from rooftop.analysis.held_objects import (
+    Container,
+    Held,
+    attributes_of,
+    code_names,
+    global_of,
+    globals_by_name,
+    mapping_of,
+)
+from rooftop.errors import InputError
+
+_CACHE = type(functools.lru_cache(lambda: None))
+_LIBRARIES = {"torch", "builtins", *sys.stdlib_module_names}
+"""Packages whose classes and modules are not entered."""
+_INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_MADE_BY_CODE = 1 << 9
+"""Flag of classes that are made as a program runs (Py_TPFLAGS_HEAPTYPE)."""
+MOST_STEPS = 30
+"""From a fake tensor to the name under which a program keeps it."""
+
+
+@contextmanager
+def fakes_taken_out(roots: Iterable[Any], mode: FakeTensorMode) -> Iterator[list[Any]]:
+    """What can be reached from the roots, and holds fake tensors of the mode after the block, is as it was before it.
+
+    Other changes stay: what a library has set up it must not set up again. Yields a list, of what gave fake tensors
+    back.
+    """
+    containers = _Reached(roots).containers
+    owners: list[Any] = []
+    try:
+        yield owners
+    finally:
+        for container in containers:
+            if container.is_changed() and _holds_fakes(container.now(), mode):
+                container.put_back()
+                owners.append(container.owner)
+
+
+def _holds_fakes(values: list[Any], mode: FakeTensorMode) -> bool:
+    tensors = Held(values, everything=True, training=True).tensors
+    return any(isinstance(tensor, FakeTensor) and tensor.fake_mode is mode for tensor in tensors)
+
+
+class _Reached(Held):
+    """Also what is reached through classes and their methods, caches of functions, and attributes of tensors.
+
+    Code of installed packages that do not use PyTorch is left out: there is much of it.
+    """
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self._classes = set[type]()
+        self._foreign = _packages_without_torch()
+        super().__init__(roots, everything=True, training=True, installed=True)
+
+    def _enters(self, value: Any) -> bool:
+        if isinstance(value, (type, types.FunctionType, _CACHE)):
+            package = str(getattr(value, "__module__", None)).partition(".")[0]
+            if package in _LIBRARIES or package in self._foreign:
+                return False
+        return bool(value.__flags__ & _MADE_BY_CODE) if isinstance(value, type) else super()._enters(value)
+
+    def _parts(self, value: Any) -> Iterator[Container]:
+        if isinstance(value, type):
+            yield from _of_class(value)
+            return
+        kind = type(value)
+        if kind not in self._classes:
+            self._classes.add(kind)
+            yield Container(value, lambda: [kind])
+        if isinstance(value, Tensor):
+            attributes = None if isinstance(value, FakeTensor) else attributes_of(value)
+            if attributes is not None:
+                yield mapping_of(attributes, value)
+            return
+        if isinstance(value, _CACHE):
+            yield from _of_cache(value)
+        if isinstance(value, types.FunctionType):
+            yield from _of_named_modules(value)
+        yield from super()._parts(value)
+
+
+def _packages_without_torch() -> set[str]:
+    """Installed ones that are loaded, none of whose modules has PyTorch among its globals."""
+    used = {id(each) for each in (torch, nn, nn.functional, Tensor, nn.Module)}
+    found: dict[str, bool] = {}
+    for name, module in list(sys.modules.items()):
+        package = name.partition(".")[0]
+        if not found.get(package) and isinstance(module, types.ModuleType):
+            is_own = not str(getattr(module, "__file__", None)).startswith(_INSTALLED)
+            found[package] = is_own or not used.isdisjoint(map(id, list(vars(module).values())))
+    return {package for package, is_entered in found.items() if not is_entered}
+
+
+def _is_programs(kind: type) -> bool:
+    """Whether a class is written in Python, and neither PyTorch's nor Python's own."""
+    return bool(kind.__flags__ & _MADE_BY_CODE) and _is_outside_libraries(kind.__module__)
+
+
+def _is_outside_libraries(module: object) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] not in _LIBRARIES
+
+
+def _of_class(kind: type) -> Iterator[Container]:
+    """Its attributes, the functions behind them, and the classes that it derives from."""
+
+    def read() -> list[Any]:
+        return [part for entry in vars(kind).items() if not entry[0].startswith("__") for part in entry]
+
+    def write(items: list[Any]) -> None:
+        before = dict(zip(items[::2], items[1::2], strict=True))
+        now = read()
+        for name in now[::2]:
+            if name not in before:
+                type.__delattr__(kind, name)
+        for name, value in before.items():
+            if vars(kind).get(name) is not value:
+                type.__setattr__(kind, name, value)
+
+    yield Container(kind, read, write)
+    functions: list[Any] = [*kind.__bases__]
+    for value in vars(kind).values():
+        if isinstance(value, (staticmethod, classmethod)):
+            functions.append(value.__func__)
+        elif isinstance(value, property):
+            functions += [each for each in (value.fget, value.fset, value.fdel) if each is not None]
+        elif isinstance(value, types.FunctionType):  # also those with names such as __call__
+            functions.append(value)
+    yield Container(kind, lambda: functions)
+
+
+def _of_named_modules(function: types.FunctionType) -> Iterator[Container]:
+    """The globals of other modules that it may name: "tables.MASKS"."""
+    for _, module in globals_by_name(function):
+        if isinstance(module, types.ModuleType) and _is_outside_libraries(module.__name__):
+            names = vars(module)
+            for name in sorted(code_names(function.__code__) & names.keys()):
+                yield global_of(names, name)
+
+
+def _of_cache(function: Any) -> Iterator[Container]:
+    """What an `lru_cache` has kept. Of one that is bounded only the keys can be taken out, which make it forget."""
+    parts = gc.get_referents(function)
+    places = [place for place, part in enumerate(parts) if part is getattr(function, "__wrapped__", None)]
+    kept = parts[places[-1] - 1] if places and places[-1] else None
+    if not isinstance(kept, dict):
+        return
+    cache = kept
+    if function.cache_info().maxsize is None:
+        yield mapping_of(cache, function)
+        return
+    before = set(cache)
+
+    def write(items: list[Any]) -> None:
+        for key in cache.keys() - before:
+            del cache[key]
+
+    yield Container(function, lambda: gc.get_referents(function), write)
+
+
+def require_no_fakes(mode: FakeTensorMode, name: str, emptied: list[Any]) -> None:
+    """Nothing has kept a fake tensor of a mode that has ended.
+
+    Args:
+        name: of the predicted program. emptied: what may still hold some, since they can be found there no more.
+
+    Raises:
+        InputError: the program has, with the place.
+    """
+    for generation in (1, 2):  # most are garbage that waits, and young
+        if not _fakes_of(mode):
+            return
+        gc.collect(generation)
+    place = _where_kept(_fakes_of(mode), emptied)
+    if place is not None:
+        raise InputError(
+            f"{name} was predicted, but keeps what it computed in {place}: fake tensors, which have no values, so it "
+            "could not use them afterwards; empty that before you run it, or predict it in a process of its own"
+        )
+
+
+def _fakes_of(mode: FakeTensorMode) -> list[FakeTensor]:
+    return [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode]
+
+
+def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
+    """What a program calls the first place that leads to one of these: a global, an attribute of a class, a cache; else
+    the class of an object.
+
+    None: only PyTorch leads to them, variables of functions that are running, or what was emptied.
+    """
+    frontier: list[Any] = [*fakes]
+    seen = {id(each) for each in (*fakes, fakes, frontier, emptied, *emptied)}
+    by_class, leads_to_emptied = None, False
+    empty = set(map(id, emptied))
+    for _ in range(MOST_STEPS):
+        referrers = gc.get_referrers(*frontier)
+        leads_to_emptied |= not empty.isdisjoint(map(id, referrers))
+        reached = [each for each in referrers if id(each) not in seen]
+        frontier = []
+        seen |= {id(referrers), id(reached), id(frontier)}
+        for each in reached:
+            place = _name_of(each, seen)
+            if place is not None:
+                return place
+            if not _is_end(each):
+                frontier.append(each)
+                if _is_programs(type(each)):
+                    by_class = f"an object of {_full_name(type(each))}"
+        seen |= {id(each) for each in frontier}
+        if not frontier:
+            break
+    # What was frozen (`gc.freeze`) is found by nobody: it may lead to what was emptied.
+    return None if leads_to_emptied or gc.get_freeze_count() else by_class
+
+
+def _name_of(holder: Any, held: set[int]) -> str | None:
+    """The name in a class or among the globals of a program of what it holds; None of other holders."""
+    if isinstance(holder, _CACHE):
+        return f"the cache of {_full_name(holder)}"
+    if isinstance(holder, type):
+        names, prefix, is_programs = dict(vars(holder)), _full_name(holder), _is_programs(holder)
+    elif _is_of_module(holder):
+        names, prefix = holder, holder["__name__"]
+        is_programs = _is_outside_libraries(prefix)
+    else:
+        return None
+    return next((f"{prefix}.{name}" for name, value in names.items() if is_programs and id(value) in held), None)
+
+
+def _is_end(holder: Any) -> bool:
+    """Whether it is held by everything, and by nothing of the program."""
+    return isinstance(holder, (type, types.ModuleType, types.FrameType)) or _is_of_module(holder)
+
+
+def _is_of_module(holder: Any) -> bool:
+    if type(holder) is not dict or not isinstance(holder.get("__name__"), str):
+        return holder is sys.modules
+    module = sys.modules.get(holder["__name__"])
+    return isinstance(module, types.ModuleType) and vars(module) is holder
+
+
+def _full_name(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
