@@ -145,7 +145,7 @@ def cross_entropy_rows_long(
                 apart = tl.where((tail >= shift) & (tail < length), last.to(tl.float32) - origin, 0.0)
                 apart *= _class_weights(weight, tail, columns, HAS_WEIGHT)
                 weighted += tl.sum(tl.reshape(apart, (COLUMNS // GROUP, GROUP)), axis=1)
-            maximum, total_sum = merge_lanes(largest, total)
+            maximum, total_sum = merge_lanes(largest, total, False)
             logarithm = tl.log(total_sum)
             loss = row_weight * (kept * (logarithm - (picked - maximum)))
             if SMOOTH:
