@@ -75,9 +75,8 @@ ON_THE_CPU = {
     ),
 }
 PAIRS |= {} if INTERPRETED else ON_THE_CPU
-KERNELS_ARE_WITHIN = ("layer_norm", "layer_norm alone", "rms_norm", "add_layer_norm", "sum", "mean", "norm")
 SHAPES = [(3, 7), (16, 33)] if INTERPRETED else [(2, 7), (4, 64), (3, 133), (5, 769), (301, 33)]
-DRAWS = 4 if INTERPRETED else 25
+DRAWS = 20 if INTERPRETED else 25
 
 
 def results(function: Function, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, seed: int) -> list[Tensor]:
@@ -92,7 +91,7 @@ def results(function: Function, x: Tensor, weight: Tensor, bias: Tensor, target:
 
 
 @pytest.mark.parametrize("offset", [0.0, 50.0, 1e4])
-@pytest.mark.parametrize("name", KERNELS_ARE_WITHIN if INTERPRETED else PAIRS)
+@pytest.mark.parametrize("name", PAIRS)
 def test_every_draw_is_within_the_gate(name: str, offset: float) -> None:
     ours, theirs = PAIRS[name]
     for rows, columns in SHAPES:
@@ -110,4 +109,4 @@ def test_every_draw_is_within_the_gate(name: str, offset: float) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
-    assert interpreted(__file__) == 3 * len(KERNELS_ARE_WITHIN)
+    assert interpreted(__file__) == 3 * (len(PAIRS) - len(ON_THE_CPU))

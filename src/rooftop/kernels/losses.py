@@ -5,8 +5,8 @@ loss of a row = w_t ((1 - e) (lse - x_t) + z lse^2) + e / V sum_c w_c (lse - x_c
 t: target, w: class weights (1), e: label smoothing (Szegedy et al. 2016), z: z-loss (Chowdhery et al. 2022, section 5),
 V: classes. "mean" divides the sum over rows by that of their w_t, as PyTorch does.
 
-Bound by memory. Two forms: *separable* reads the logits, keeps two numbers a row (the maximum, and the log of the sum
-of exponentials relative to it: their sum would be rounded where logits are large), and reads the logits again in
+Bound by memory. Two forms: *separable* reads the logits, keeps two numbers a row (the maximum, and the sum of
+exponentials relative to it: log-sum-exp would be rounded where logits are large), and reads the logits again in
 backward to write the gradient. *Fused* writes the gradient in the forward pass: one read and one write in all while a
 row in flight stays in registers or in L2; backward scales it in place by grad_output, or leaves it alone where that
 is 1. float16 is separable unless asked otherwise: a gradient not yet multiplied by a loss scale would underflow.
@@ -50,8 +50,8 @@ def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Te
     values = x.to(reference_dtype(x.dtype))
     counted = target != terms.ignore_index
     label = target.where(counted, 0)
-    maximum, logarithm = _statistics(values)
-    apart = values - maximum[:, None]
+    maximum, total = _statistics(values)
+    apart, logarithm = values - maximum[:, None], total.log()
     weights = _class_weights(values, terms)
     row_weight = weights[label]
     losses = row_weight * (1 - terms.label_smoothing) * (logarithm - apart.gather(1, label[:, None])[:, 0])
@@ -60,7 +60,7 @@ def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Te
         losses = losses + terms.label_smoothing / x.shape[1] * every.sum(1)
     if terms.z_loss:
         losses = losses + row_weight * terms.z_loss * (maximum + logarithm).square()
-    return losses.where(counted, 0.0), torch.stack([maximum, logarithm])
+    return losses.where(counted, 0.0), torch.stack([maximum, total])
 
 
 def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, terms: Terms) -> Tensor:
@@ -71,24 +71,24 @@ def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, 
     values = x.to(reference_dtype(x.dtype))
     counted = target != terms.ignore_index
     label = target.where(counted, 0)
-    maximum, logarithm = _statistics(values)
+    maximum, total = _statistics(values)
     weights = _class_weights(values, terms)
     kept, spread = weights[label] * (1 - terms.label_smoothing), terms.label_smoothing / x.shape[1]
-    power = ((values - maximum[:, None]) - logarithm[:, None]).exp()
+    power = (values - maximum[:, None]).exp() / total[:, None]
     # Each term cancels by itself, as exactly as it can where a probability is near 1.
     dx = power.scatter_add(1, label[:, None], power.new_full((len(label), 1), -1.0)) * kept[:, None]
     if spread:
         dx = dx + spread * (power * weights.sum() - weights)
     if terms.z_loss:
-        dx = dx + power * (2 * terms.z_loss * weights[label] * (maximum + logarithm))[:, None]
+        dx = dx + power * (2 * terms.z_loss * weights[label] * (maximum + total.log()))[:, None]
     dx = dx * factor.to(values.dtype).reshape(-1, 1)
     return dx.where(counted[:, None], 0.0).to(x.dtype)
 
 
 def _statistics(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The maximum of each row, and the logarithm of the sum of exponentials relative to it."""
+    """The maximum of each row, and the sum of exponentials relative to it."""
     maximum = values.amax(1)
-    return maximum, (values - maximum[:, None]).exp().sum(1).log()
+    return maximum, (values - maximum[:, None]).exp().sum(1)
 
 
 def reference_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -116,8 +116,8 @@ def _by_reference(x: Tensor) -> bool:
     return x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED)
 
 
-def losses_dtype(x: Tensor) -> torch.dtype:
-    """In what the losses of rows of x are, before they are added up."""
+def inverse_dtype(x: Tensor) -> torch.dtype:
+    """In what `inverse_of_targets` is, for logits x."""
     return reference_dtype(x.dtype) if _by_reference(x) else torch.float32
 
 
@@ -197,11 +197,13 @@ def _gradient(
     return loss_launches.gradient(dloss, x, target, statistics, terms, inverse)
 
 
-def total_of(losses: Tensor, inverse: Tensor | None) -> Tensor:
-    """The reduced loss, a scalar: losses (N,) added up and multiplied by `inverse`, one over what a mean divides by."""
-    if _by_reference(losses):
-        return losses.sum() if inverse is None else losses.sum() * inverse
-    return loss_launches.total_of(losses, inverse)
+def total_of(losses: Tensor, inverse: Tensor | None, x: Tensor) -> Tensor:
+    """The reduced loss of logits x, a scalar: losses (N,) added up and multiplied by `inverse`, one over what a mean
+    divides by."""
+    dtype = statistics_dtype(x.dtype)
+    if _by_reference(x):
+        return (losses.sum() if inverse is None else losses.sum() * inverse).to(dtype)
+    return loss_launches.total_of(losses, inverse, dtype)
 
 
 # ---- registration: separable -----------------------------------------------------------------------------------
@@ -217,8 +219,8 @@ def _cross_entropy(
     terms = Terms(weight, ignore_index, label_smoothing, z_loss)
     losses, statistics = losses_of_rows(x, target, terms, None, None)
     assert statistics is not None
-    inverse = inverse_of_targets(target, x.shape[1], terms, losses.dtype) if reduction == "mean" else None
-    loss = losses if reduction == "none" else total_of(losses, inverse)
+    inverse = inverse_of_targets(target, x.shape[1], terms, inverse_dtype(x)) if reduction == "mean" else None
+    loss = losses if reduction == "none" else total_of(losses, inverse, x)
     inverse = losses.new_empty(0) if inverse is None else inverse
     return loss.to(statistics.dtype), statistics, inverse.to(statistics.dtype)
 
@@ -320,10 +322,10 @@ def _cross_entropy_with_gradient(
     """(loss (), its gradient (N, V))."""
     check_targets(target, x.shape[1], ignore_index)
     terms = Terms(weight, ignore_index, label_smoothing, z_loss)
-    inverse = inverse_of_targets(target, x.shape[1], terms, losses_dtype(x)) if mean else None
+    inverse = inverse_of_targets(target, x.shape[1], terms, inverse_dtype(x)) if mean else None
     gradient = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     losses, _ = losses_of_rows(x, target, terms, inverse, gradient)
-    return total_of(losses, inverse).to(statistics_dtype(x.dtype)), gradient
+    return total_of(losses, inverse, x), gradient
 
 
 @torch.library.register_fake("rooftop::cross_entropy_with_gradient")

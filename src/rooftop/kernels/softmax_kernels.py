@@ -66,7 +66,7 @@ def softmax_forward(
         total += powers
         if HOLD:
             held = held + ((apart if LOG else powers),)
-    sums = sum_of_lanes(total, 1, WIDE)[:, None]
+    sums = sum_of_lanes(total, 1, WIDE).to(tl.float32)[:, None]
     inverse, logarithm = tl.div_rn(tl.full((ROWS, 1), 1.0, tl.float32), sums), tl.log(sums)
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + lane
@@ -112,6 +112,7 @@ def softmax_forward_long(
             last = _masked(last.to(tl.float32) * scale, mask_row + tail * column_stride, tail < columns, MASK)
         largest, total = fold_scores(largest, total, _scores(last, scale, tail, columns, MASK, False), GROUP)
         maximum, total_sum = merge_lanes(largest, total, WIDE)
+        total_sum = total_sum.to(tl.float32)
         inverse, logarithm = tl.div_rn(1.0, total_sum), tl.log(total_sum)
         result = _softmax_of(_scores(last, scale, tail, columns, MASK, True), maximum, inverse, logarithm, LOG)
         tl.store(target + tail, result.to(y.dtype.element_ty), mask=tail < columns)
@@ -240,11 +241,8 @@ def fold_scores(largest, total, scores, GROUP: tl.constexpr):
 
 @triton.jit
 def sum_of_lanes(total, axis: tl.constexpr, WIDE: tl.constexpr):
-    """Float32 sums along an axis; WIDE: added up in float64."""
-    if WIDE:
-        return tl.sum(total.to(tl.float64), axis=axis).to(tl.float32)
-    else:
-        return tl.sum(total, axis=axis)
+    """Sums along an axis, in float32, or WIDE: in float64."""
+    return tl.sum(_widened(total, WIDE), axis=axis)
 
 
 @triton.jit
