@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -338,8 +339,10 @@ def _(
 
 def _save_gradient(ctx: Context, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
     x, target, weight, *numbers, mean = inputs
-    again = (x, target, weight) if _by_reference(x) else ()  # elsewhere the logits are not kept: they would cost memory
-    ctx.save_for_backward(output[1], *again)
+    kept = x if _by_reference(x) else None
+    ctx.save_for_backward(output[1], target, weight, kept)  # type: ignore[arg-type]
+    # To keep the logits would cost the memory that the kernel saves. Who differentiates twice often still has them.
+    ctx.logits, ctx.version = weakref.ref(x), x._version  # type: ignore[attr-defined]
     ctx.terms, ctx.mean = numbers, mean  # type: ignore[attr-defined]
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # no zeros for the gradient, which take as long as to read the logits
@@ -348,15 +351,16 @@ def _save_gradient(ctx: Context, inputs: tuple, output: tuple) -> None:  # type:
 def _scale_gradient(ctx: Context, dloss: Tensor | None, _gradient: None) -> tuple[Tensor | None, ...]:
     if dloss is None:
         return (None,) * 7
-    gradient, *again = ctx.saved_tensors  # type: ignore[attr-defined]
+    gradient, target, weight, x = ctx.saved_tensors  # type: ignore[attr-defined]
     if not torch.is_grad_enabled():
         return (scaled(gradient, dloss), *(None,) * 6)
-    if not again:  # create_graph: the gradient made in forward does not know how it depends on the logits
+    # create_graph: the gradient made in forward does not know how it depends on the logits.
+    x = ctx.logits() if x is None else x  # type: ignore[attr-defined]
+    if x is None or x._version != ctx.version:  # type: ignore[attr-defined]
         raise NotImplementedError(
-            "cross_entropy has no second derivative by its fused kernel: use fused=False, or "
-            "torch.nn.functional.cross_entropy, in the part that is differentiated twice"
+            "cross_entropy has no second derivative by its fused kernel where the logits (N, V) are gone or changed: "
+            "keep them in a variable, or use fused=False"
         )
-    x, target, weight = again
     terms = Terms(weight, *ctx.terms)  # type: ignore[attr-defined]
     return (reduced_gradient_formula(dloss, x, target, terms, ctx.mean), *(None,) * 6)  # type: ignore[attr-defined]
 
@@ -515,7 +519,8 @@ def cross_entropy(
         ValueError: shapes, devices or numbers that do not fit; targets that are no class, on the CPU and, with
             ROOFTOP_CHECK=1 in the environment, on a GPU. Without it their rows, and a reduced loss, are NaN there; a
             mean is divided by what the other targets weigh, and their gradients are finite.
-        NotImplementedError: a second derivative of the fused form on a GPU.
+        NotImplementedError: a second derivative of the fused form on a GPU, where `input` is not (N, V), was changed in
+            place or is not there any more: that form does not keep it.
     """
     check_arguments("cross_entropy", input, target, weight, reduction, label_smoothing, z_loss)
     check_index("cross_entropy", ignore_index)
