@@ -24,6 +24,9 @@ from rooftop.kernels.losses import (
     check_arguments,
     check_index,
     check_targets,
+    cross_entropy_gradient_reference,
+    cross_entropy_reference,
+    inverse_by_formula,
     inverse_dtype,
     inverse_of_targets,
     loss_formula,
@@ -39,6 +42,7 @@ from rooftop.kernels.padded_rows import missing_columns, padded
 from rooftop.launch.operators import (
     by_formula,
     differentiable,
+    in_pytorch,
     keeps_for_backward,
     operator,
     without_autocast,
@@ -213,6 +217,29 @@ def _formula(
     return loss_formula(logits, target, terms, "mean" if mean else "sum"), None, None, None, None
 
 
+@without_autocast
+def _decomposed(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `_linear`, in PyTorch's operators and with all the logits."""
+    terms, wide = Terms(class_weight, ignore_index, label_smoothing, z_loss), statistics_dtype(hidden.dtype)
+    logits = functional.linear(hidden, weight, bias)
+    losses, _ = cross_entropy_reference(logits, target, terms)
+    inverse = inverse_by_formula(target, logits, terms) if mean else losses.new_ones(())
+    late = _scaled_late(hidden)
+    factor = losses.new_ones(()) if late else inverse
+    slope = cross_entropy_gradient_reference(factor, logits, target, terms)  # (N, V)
+    makers = (lambda: slope @ weight, lambda: slope.t().to(wide) @ hidden.to(wide), lambda: slope.sum(0, dtype=wide))
+    made = [
+        make().to(t.dtype if i == 0 or not late else wide) if w and t is not None else hidden.new_empty(0)
+        for i, (make, t, w) in enumerate(zip(makers, (hidden, weight, bias), wanted, strict=True))
+    ]
+    rest = (inverse if late else losses.new_ones(())).to(wide)
+    return (losses.sum() * inverse).to(wide), made[0], made[1], made[2], rest
+
+
+in_pytorch("linear_cross_entropy", _decomposed)
 by_formula("linear_cross_entropy", _formula)
 differentiable("linear_cross_entropy", _scale_gradients, _save_gradients)
 
@@ -292,7 +319,7 @@ def linear_cross_entropy(
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"linear_cross_entropy: chunk_size must be a positive int, got {chunk_size!r}")
     wanted = [int(keeps_for_backward(t)) for t in (hidden, weight, bias)]  # torch.jit.trace takes no list of bools
-    chunk = chunk_size or chunk_rows(*rows.shape, weight.shape[0])
+    chunk = chunk_size or chunk_rows(rows.shape[0], rows.shape[1], weight.shape[0])
     class_weight = class_weight.detach() if class_weight is not None else None
     numbers = (ignore_index, float(label_smoothing), float(z_loss))
     loss, *_ = _linear_cross_entropy(

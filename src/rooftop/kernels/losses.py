@@ -35,6 +35,7 @@ from rooftop.launch.operators import (
     by_formula,
     differentiable,
     differentiable_by_formula,
+    in_pytorch,
     keeps_for_backward,
     operator,
     transformed,
@@ -290,7 +291,7 @@ def loss_formula(x: Tensor, target: Tensor, terms: Terms, reduction: str) -> Ten
     losses = losses + row_weight * terms.z_loss * values.logsumexp(1).square()
     if reduction == "none":
         return losses
-    return losses.sum() / row_weight.sum() if reduction == "mean" else losses.sum()
+    return losses.sum() * inverse_of_count(row_weight.sum(), losses.dtype) if reduction == "mean" else losses.sum()
 
 
 def _formula(
@@ -309,6 +310,30 @@ def _backward_formula(
     return cross_entropy_gradient_reference(factor, x, target, terms)
 
 
+@without_autocast
+def _decomposed(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `_cross_entropy`, in PyTorch's operators. Targets are not checked: one that is no class raises or is NaN."""
+    terms, dtype = Terms(weight, ignore_index, label_smoothing, z_loss), statistics_dtype(x.dtype)
+    losses, statistics = cross_entropy_reference(x, target, terms)
+    inverse = losses.new_empty(0)
+    if reduction == "mean":
+        inverse = inverse_by_formula(target, x, terms)
+    loss = losses if reduction == "none" else losses.sum() * (inverse if reduction == "mean" else 1.0)
+    return loss.to(dtype), statistics.to(dtype), inverse.to(dtype)
+
+
+def inverse_by_formula(target: Tensor, x: Tensor, terms: Terms) -> Tensor:
+    """1 / sum of the weights of the targets that count, or 0, by PyTorch's operators and without waiting."""
+    counted = target != terms.ignore_index
+    weights = _class_weights(x.detach().to(reference_dtype(x.dtype)), terms)
+    total = weights[target.where(counted, 0)].where(counted, 0.0).sum()
+    return inverse_of_count(total, total.dtype)
+
+
+in_pytorch("cross_entropy", _decomposed)
 by_formula("cross_entropy", _formula)
 differentiable_by_formula("cross_entropy_backward", _backward_formula)
 
@@ -335,6 +360,21 @@ def _(
     mean: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return x.new_empty((), dtype=statistics_dtype(x.dtype)), x.new_empty(x.shape)
+
+
+@without_autocast
+def _decomposed_with_gradient(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    mean: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    terms = Terms(weight, ignore_index, label_smoothing, z_loss)
+    losses, _ = cross_entropy_reference(x, target, terms)
+    factor = inverse_by_formula(target, x, terms) if mean else losses.new_ones(())
+    gradient = cross_entropy_gradient_reference(factor, x, target, terms)
+    return (losses.sum() * factor).to(statistics_dtype(x.dtype)), gradient
+
+
+in_pytorch("cross_entropy_with_gradient", _decomposed_with_gradient)
 
 
 def _save_gradient(ctx: Context, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]

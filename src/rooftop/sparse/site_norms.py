@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import differentiable, no_second_derivative, operator
+from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -209,6 +209,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, *others: None) -> tuple[Tensor |
 
 
 differentiable("site_norm", _differentiate, _save)
+in_pytorch("site_norm", site_norm_reference)
 differentiable("site_norm_backward", no_second_derivative("site_norm", "torch.nn.functional.batch_norm"))
 
 
