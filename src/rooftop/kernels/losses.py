@@ -417,9 +417,7 @@ def _fused_formula(
 def reduced_gradient_formula(dloss: Tensor, x: Tensor, target: Tensor, terms: Terms, mean: bool) -> Tensor:
     """The gradient of the logits x (N, V) of a reduced loss, by PyTorch's operators: it can be differentiated again."""
     if mean:
-        counted = target != terms.ignore_index
-        weights = _class_weights(x.detach().to(reference_dtype(x.dtype)), terms)
-        dloss = dloss / weights[target.where(counted, 0)].where(counted, 0.0).sum()
+        dloss = dloss * inverse_by_formula(target, x, terms)
     return cross_entropy_gradient_reference(dloss, x, target, terms)
 
 
