@@ -60,7 +60,7 @@ def assert_gate_of_draws(draws: list[tuple[list[Tensor | None], Tensor]], **opti
             ours = loss_and_gradients(linear_cross_entropy, tensors, target, **options)
         if INTERPRETED or target.device.type == "cuda":
             launched = (n for name, n in launches.items() if name.startswith(("cross_entropy_rows", "cross_entropy_c")))
-            assert sum(launched) > 1
+            assert sum(launched) == -(-len(target) // (options.get("chunk_size") or len(target)))
         plain = {name: value for name, value in options.items() if name != "chunk_size"}
         eager = loss_and_gradients(by_torch, tensors, target, **plain)
         wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in plain.items()}
@@ -86,6 +86,18 @@ def test_gate(dtype: torch.dtype, chunk_size: int | None) -> None:
     else:
         each = [inputs(40, 33, 300, dtype, seed=seed) for seed in range(draws)]
         assert_gate_of_draws(each, chunk_size=chunk_size, dloss=1.7)
+
+
+@pytest.mark.parametrize("shape", [(5, 768, 50), (5, 768, 1000), (3, 64, 11)])
+def test_every_draw_of_few_rows_is_within_the_gate(shape: tuple[int, int, int]) -> None:
+    """Loss and gradients of each draw by itself: logits are multiplied as PyTorch multiplies them, all at once."""
+    for seed in range(5 if INTERPRETED else 20):
+        tensors, target = inputs(*shape, seed=100 * seed)
+        ours = loss_and_gradients(linear_cross_entropy, tensors, target)
+        eager = loss_and_gradients(by_torch, tensors, target)
+        exact = loss_and_gradients(by_torch, [t.double() if t is not None else None for t in tensors], target)
+        for number, values in enumerate(zip(ours, eager, exact, strict=True)):
+            assert_as_accurate(*values, what=f"{number} of {shape}, seed {seed}")
 
 
 def assert_chunks(tensors: list[Tensor | None], target: Tensor, rows: int, count: int) -> None:
@@ -125,7 +137,8 @@ def shapes_of_all_tensors() -> Iterator[set[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("rows", [2, 37, 64])
-def test_logits_of_all_rows_are_never_made(rows: int) -> None:
+def test_logits_of_all_rows_are_never_made(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_losses, "ONE_CHUNK_LOGITS", 100)  # as if these were many
     tensors, target = inputs(rows, 16, 101)
     with shapes_of_all_tensors() as seen:
         loss_and_gradients(linear_cross_entropy, tensors, target)
@@ -140,12 +153,14 @@ def test_logits_of_all_rows_are_never_made(rows: int) -> None:
 
 
 def test_chunks_take_no_more_memory_than_the_weight_and_are_even() -> None:
-    assert linear_losses.chunk_rows(8192, 4096) == 4096
-    assert linear_losses.chunk_rows(8193, 4096) == 2731
-    assert linear_losses.chunk_rows(100_000, 768) == 2041
-    assert linear_losses.chunk_rows(100_000, 16_384) == 7693
-    assert linear_losses.chunk_rows(1000, 4096) == 500
-    assert [linear_losses.chunk_rows(rows, 64) for rows in (0, 1, 2, 3)] == [1, 1, 1, 2]
+    vocabulary = 50_257
+    assert linear_losses.chunk_rows(8192, 4096, vocabulary) == 4096
+    assert linear_losses.chunk_rows(8193, 4096, vocabulary) == 2731
+    assert linear_losses.chunk_rows(100_000, 768, vocabulary) == 2041
+    assert linear_losses.chunk_rows(100_000, 16_384, vocabulary) == 7693
+    assert linear_losses.chunk_rows(1000, 4096, vocabulary) == 500
+    assert linear_losses.chunk_rows(3, 64, 1 << 20) == 2
+    assert [linear_losses.chunk_rows(rows, 64, 1000) for rows in (0, 1, 2, 3, 1000)] == [1, 1, 2, 3, 1000]
 
 
 def test_dimensions_before_the_last_and_no_rows() -> None:

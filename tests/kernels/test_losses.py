@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -209,6 +210,10 @@ def test_where_no_target_counts_the_mean_and_its_gradient_are_zero(fused: bool, 
         loss, dx = loss_and_gradient(cross_entropy, logits, target, fused=fused, **options)
         assert loss == 0
         assert (dx == 0).all()
+        again = functools.partial(cross_entropy, target=target, fused=fused, **options)
+        leaf = logits.clone().requires_grad_()
+        assert (torch.autograd.grad(again(leaf), leaf, create_graph=True)[0] == 0).all()
+        assert all((t == 0).all() for t in torch.func.grad_and_value(again)(logits))
 
 
 @pytest.mark.parametrize("columns", [50, 17_001])

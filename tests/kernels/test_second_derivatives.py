@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rooftop import kernels
-from rooftop.launch import INTERPRETED
+from rooftop.launch import INTERPRETED, count_launches
 from rooftop.nn import replace
 
 TWICE = {
@@ -201,16 +201,45 @@ def test_a_gradient_penalty_trains_a_critic_as_pytorchs() -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
-def test_what_the_fused_kernel_of_a_loss_does_not_know_is_refused() -> None:
-    x = torch.randn(4, 5, requires_grad=True)
-    loss = kernels.cross_entropy(x, TARGET)
-    if not INTERPRETED:
-        torch.autograd.grad(loss, x, create_graph=True)
-        return
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_fused_kernel_of_a_loss_has_derivatives_of_any_order(reduction: str) -> None:
+    """Of logits that are still there: the kernel has made the first derivative, PyTorch computes it again."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(5, 3), torch.randn(4, 3)
+    options = {"label_smoothing": 0.1, "reduction": reduction}
+    found = []
+    for function in (kernels.cross_entropy, F.cross_entropy):
+        leaf = weight.clone().requires_grad_()
+        with count_launches() as launches:
+            logits = F.linear(x, leaf)
+            value = function(logits, TARGET, **options)
+        assert bool(launches) == (INTERPRETED and not found)
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
+            value = gradient.square().sum()
+            found.append(gradient.detach())
+    for ours, theirs in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on the CPU the logits are kept")
+@pytest.mark.parametrize("lost", ["gone", "changed", "another shape"])
+def test_the_fused_kernel_of_a_loss_refuses_where_its_logits_are_lost(lost: str) -> None:
+    leaf = torch.randn(4, 5, requires_grad=True)
+    logits = leaf * 2
+    if lost == "another shape":
+        loss = kernels.cross_entropy(logits[..., None], TARGET[:, None])
+    else:
+        loss = kernels.cross_entropy(logits, TARGET)
+    if lost == "changed":
+        with torch.no_grad():
+            logits.add_(1)
+    elif lost == "gone":
+        del logits
     with pytest.raises(NotImplementedError, match="use fused=False"):
-        torch.autograd.grad(loss, x, create_graph=True)
+        torch.autograd.grad(loss, leaf, create_graph=True)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_gradients_of_kernels_through_the_interpreter(interpreted: Callable[..., int]) -> None:
-    assert interpreted(__file__, "-k", "penalty_trains or fused_kernel or interpreter") == 2
+    assert interpreted(__file__, "-k", "penalty_trains or fused_kernel or interpreter") == 6

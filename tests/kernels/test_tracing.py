@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rooftop import kernels
-from rooftop.launch.operators import _functions
+from rooftop.launch.operators import _decompositions, _functions
 from rooftop.launch.symbolic import recorded_whole
 
 TABLE = runpy.run_path(str(Path(__file__).with_name("test_robustness.py")))
@@ -207,19 +207,43 @@ def test_an_argument_is_checked_when_a_program_of_fx_runs() -> None:
 # ---- decompositions ------------------------------------------------------------------------------------------------
 
 
-def test_an_operator_has_a_decomposition_unless_it_is_for_training_points_pages_or_random_numbers() -> None:
-    without = {name for name in _functions if getattr(torch.ops.rooftop, name).default not in kernels.decompositions()}
-    kinds = ("backward", "gradient", "sparse", "site", "random", "cross_entropy")
+def test_an_operator_has_a_decomposition_unless_it_is_for_training_tables_pages_or_random_numbers() -> None:
+    without = {name for name in _functions if getattr(torch.ops.rooftop, name).default not in _decompositions}
+    kinds = ("backward", "scale_gradient", "sparse_r", "random")
     others = {name for name in without if not any(kind in name for kind in kinds)}
     assert others == {"paged_attention", "counter_dropout"}
 
 
-DECOMPOSED = [
-    public
-    for public in PUBLIC
-    if "sparse" not in public.name
-    and public.name not in ("cross_entropy", "linear_cross_entropy", "paged_attention", "counter_dropout")
-]
+UNDECOMPOSED = ("paged_attention", "counter_dropout")
+DECOMPOSED = [public for public in PUBLIC if public.name not in UNDECOMPOSED]
+
+
+@pytest.mark.parametrize("public", [p for p in PUBLIC if p.name in UNDECOMPOSED], ids=lambda public: public.name)
+def test_an_operator_without_a_decomposition_says_so_in_one_line(public: Public) -> None:
+    arguments = arguments_of(public, 0, False)
+    exported = torch.export.export(module_of(public, arguments), tuple(arguments.values()))
+    with pytest.raises(NotImplementedError, match=f"^rooftop::{public.name} has no decomposition .*: keep"):
+        exported.run_decompositions(kernels.decompositions())
+
+
+def test_losses_with_gradients_decompose_as_they_are() -> None:
+    """What a program holds that was traced where gradients are made in forward."""
+    generator = torch.Generator().manual_seed(0)
+    x, hidden = torch.randn(6, 5, generator=generator), torch.randn(6, 3, generator=generator)
+    weight, bias = torch.randn(5, 3, generator=generator), torch.randn(5, generator=generator)
+    target, classes = torch.tensor([0, 4, -100, 2, 2, 1]), torch.rand(5, generator=generator)
+    for mean in (True, False):
+        numbers = (-100, 0.1, 0.01, mean)
+        calls = [(torch.ops.rooftop.cross_entropy_with_gradient.default, (x, target, classes, *numbers))]
+        for dtype in (torch.float32, torch.float16):
+            given = [t.to(dtype) for t in (hidden, weight, bias)]
+            operator = torch.ops.rooftop.linear_cross_entropy.default
+            calls += [(operator, (*given, target, classes, *numbers, 2, wanted)) for wanted in ([1, 1, 1], [0, 1, 0])]
+        for operator, arguments in calls:
+            found, expected = _decompositions[operator](*arguments), operator(*arguments)
+            assert [t.dtype for t in found] == [t.dtype for t in expected]
+            tolerance = 1e-2 if arguments[0].dtype == torch.float16 else 1e-5
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:torch.*", "ignore:.isinstance.treespec:FutureWarning")

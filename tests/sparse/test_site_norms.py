@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rooftop.kernels import decompositions
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.sparse.site_norms import site_norm
 from rooftop.testing import assert_as_accurate
@@ -132,6 +133,18 @@ def test_operator_checks_of_torch_library() -> None:
     operator = torch.ops.rooftop.site_norm.default
     torch.library.opcheck(operator, (x, sites, weight.requires_grad_(), bias.requires_grad_(), *running, 1e-5))
     torch.library.opcheck(operator, (x, sites, None, None, None, None, 1e-5))
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
+def test_compiled_an_exported_program_runs_without_rooftop() -> None:
+    class Norm(torch.nn.Module):
+        def forward(self, *arguments: Tensor) -> Tensor:
+            return ours(*arguments)
+
+    arguments, others = given(30, 4, torch.float32), given(30, 4, torch.float32, share=0.4)
+    program = torch.export.export(Norm(), arguments).run_decompositions(decompositions())
+    assert not [node for node in program.graph.nodes if "rooftop" in str(node.target)]
+    torch.testing.assert_close(program.module()(*others), ours(*others))
 
 
 def test_compiled_whole() -> None:

@@ -24,11 +24,15 @@ from rooftop.kernels.losses import (
     check_arguments,
     check_index,
     check_targets,
+    cross_entropy_gradient_reference,
+    cross_entropy_reference,
+    inverse_by_formula,
+    inverse_dtype,
     inverse_of_targets,
     loss_formula,
-    losses_dtype,
     losses_of_rows,
     reduced_gradient_formula,
+    reference_dtype,
     row_flops,
     scaled,
     statistics_dtype,
@@ -38,6 +42,7 @@ from rooftop.kernels.padded_rows import missing_columns, padded
 from rooftop.launch.operators import (
     by_formula,
     differentiable,
+    in_pytorch,
     keeps_for_backward,
     operator,
     without_autocast,
@@ -48,13 +53,18 @@ from rooftop.launch.symbolic import recorded_whole
 
 MOST_CHUNK_ROWS = 8192  # more add nothing to the speed of the matrix products
 LEAST_CHUNK_ROWS = 2048  # fewer take from it, and add passes over the weight's gradient
+# So few logits are one chunk: they take no memory to speak of. PyTorch multiplies few rows in another order than many
+# on a CPU, so that of two chunks of 3 and 2 rows half of all draws of 5 x 768 were beyond the numerics gate.
+ONE_CHUNK_LOGITS = 1 << 20
 
 
-def chunk_rows(rows: int, features: int) -> int:
+def chunk_rows(rows: int, features: int, classes: int) -> int:
     """Rows whose logits are made at a time: they take as much memory as the weight (V, H), within the limits above.
 
-    Always at least two chunks, all of about the same size.
+    More logits than `ONE_CHUNK_LOGITS` are at least two chunks, all of about the same size.
     """
+    if rows * classes <= ONE_CHUNK_LOGITS:
+        return max(1, rows)
     most = min(max(features, LEAST_CHUNK_ROWS), MOST_CHUNK_ROWS)
     count = max(2, -(-rows // most))
     return max(1, -(-rows // count))
@@ -70,7 +80,7 @@ def _linear(
     """(loss, dhidden, dweight, dbias, factor): gradients still have to be multiplied by `factor`."""
     check_targets(target, weight.shape[0], terms.ignore_index)
     rows, classes, wide = hidden.shape[0], weight.shape[0], statistics_dtype(hidden.dtype)
-    inverse = inverse_of_targets(target, classes, terms, losses_dtype(hidden)) if mean else None
+    inverse = inverse_of_targets(target, classes, terms, inverse_dtype(hidden)) if mean else None
     within = None if _scaled_late(hidden) else inverse  # what the gradient of the logits is multiplied with
     shapes = (hidden, weight, bias)
     weight, bias = _of_aligned_classes(weight, bias)
@@ -78,7 +88,7 @@ def _linear(
         torch.zeros(t.shape, dtype=hidden.dtype if i == 0 else wide, device=t.device) if t is not None and w else None
         for i, (t, w) in enumerate(zip((hidden, weight, bias), wanted, strict=True))
     )
-    losses = torch.empty(rows, dtype=losses_dtype(hidden), device=hidden.device)
+    losses = torch.empty(rows, dtype=reference_dtype(hidden.dtype), device=hidden.device)
     for start in range(0, rows, chunk):
         stop = min(start + chunk, rows)
         part = hidden[start:stop]  # (chunk, H)
@@ -95,7 +105,7 @@ def _linear(
             dbias += logits.sum(0, dtype=wide)
         del logits, real, gradient  # before the next are made
     factor = inverse.clone() if inverse is not None and within is None else losses.new_ones(())
-    loss, factor = total_of(losses, inverse).to(wide), factor.to(wide)
+    loss, factor = total_of(losses, inverse, hidden), factor.to(wide)
     dweight, dbias = (t[:classes] if t is not None else None for t in (dweight, dbias))
     made = [
         hidden.new_empty(0) if d is None else d if _scaled_late(hidden) else d.to(t.dtype)  # type: ignore[union-attr]
@@ -207,6 +217,29 @@ def _formula(
     return loss_formula(logits, target, terms, "mean" if mean else "sum"), None, None, None, None
 
 
+@without_autocast
+def _decomposed(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, z_loss: float, mean: bool, chunk: int, wanted: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `_linear`, in PyTorch's operators and with all the logits."""
+    terms, wide = Terms(class_weight, ignore_index, label_smoothing, z_loss), statistics_dtype(hidden.dtype)
+    logits = functional.linear(hidden, weight, bias)
+    losses, _ = cross_entropy_reference(logits, target, terms)
+    inverse = inverse_by_formula(target, logits, terms) if mean else losses.new_ones(())
+    late = _scaled_late(hidden)
+    factor = losses.new_ones(()) if late else inverse
+    slope = cross_entropy_gradient_reference(factor, logits, target, terms)  # (N, V)
+    makers = (lambda: slope @ weight, lambda: slope.t().to(wide) @ hidden.to(wide), lambda: slope.sum(0, dtype=wide))
+    made = [
+        make().to(t.dtype if i == 0 or not late else wide) if w and t is not None else hidden.new_empty(0)
+        for i, (make, t, w) in enumerate(zip(makers, (hidden, weight, bias), wanted, strict=True))
+    ]
+    rest = (inverse if late else losses.new_ones(())).to(wide)
+    return (losses.sum() * inverse).to(wide), made[0], made[1], made[2], rest
+
+
+in_pytorch("linear_cross_entropy", _decomposed)
 by_formula("linear_cross_entropy", _formula)
 differentiable("linear_cross_entropy", _scale_gradients, _save_gradients)
 
@@ -258,7 +291,7 @@ def linear_cross_entropy(
         class_weight, ignore_index, label_smoothing, z_loss: as of `cross_entropy`.
         reduction: "mean" or "sum".
         chunk_size: rows whose logits are made at a time; None: so many that the logits take as much memory as the
-            weight, and 2048 to 8192.
+            weight, and 2048 to 8192; all of up to 2^20 logits.
 
     Returns:
         () in the dtype of hidden, float32 under autocast.
@@ -286,7 +319,7 @@ def linear_cross_entropy(
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"linear_cross_entropy: chunk_size must be a positive int, got {chunk_size!r}")
     wanted = [int(keeps_for_backward(t)) for t in (hidden, weight, bias)]  # torch.jit.trace takes no list of bools
-    chunk = chunk_size or chunk_rows(rows.shape[0], rows.shape[1])
+    chunk = chunk_size or chunk_rows(rows.shape[0], rows.shape[1], weight.shape[0])
     class_weight = class_weight.detach() if class_weight is not None else None
     numbers = (ignore_index, float(label_smoothing), float(z_loss))
     loss, *_ = _linear_cross_entropy(

@@ -5,6 +5,9 @@ programs block by block with an online maximum and sum. Where the gradient is ma
 second time from L2, from the end to the beginning; what a row has beyond its last full block stays in registers. `dx`
 may be the memory of `x`: a program has read what it needs of an element before it writes it.
 
+WIDE, where logits are float32: exponentials are added up in float64, and losses are float64. A sum or a logarithm that
+is rounded shifts the results of its row alike, which in some small tensors is beyond twice PyTorch's error.
+
 Logits count from the row's maximum or, while that is not known, from the target's logit, so that a large common offset
 costs no accuracy. A row whose target is ignored has loss 0 and gradient 0; one whose target is no class has NaN for
 both, and nothing is read out of bounds.
@@ -15,15 +18,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftop.kernels.softmax_kernels import fold_scores, is_inside, merge_lanes
+from rooftop.kernels.softmax_kernels import fold_scores, is_inside, merge_lanes, sum_of_lanes
 
 
 @triton.jit
 def cross_entropy_rows(
     x, target, weight, weight_sum, inverse,  # (M, V), (M,) int64, (V,), () float32, () float32
-    losses, statistics, dx,  # (M,) float32, (2, M) float32: maximum, log of the sum of exponentials; (M, V)
+    losses, statistics, dx,  # (M,) float32 or float64, (2, M) float32: maximum, sum of exponentials; (M, V)
     rows, units, x_stride, dx_stride, ignored, kept, spread, z_loss,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, MEAN: tl.constexpr, GRADIENT: tl.constexpr,
+    WIDE: tl.constexpr,
     UNIT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Losses of ROWS rows, and their statistics or (GRADIENT) dx; `kept` is 1 - smoothing, `spread` smoothing / V."""
@@ -51,25 +55,28 @@ def cross_entropy_rows(
             if HAS_WEIGHT:
                 apart *= tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
             weighted += tl.where((column < columns)[None, :], apart, 0.0)
-    logarithm = tl.log(tl.sum(total, axis=1))
+    sums = sum_of_lanes(total, 1, WIDE)  # (ROWS,)
+    logarithm = tl.log(sums)
     whole = _weight_sum(weight_sum, columns, HAS_WEIGHT)
     loss = row_weight * (kept * (logarithm - (picked - maximum)))
     if SMOOTH:
-        loss += spread * (whole * logarithm - tl.sum(weighted, axis=1))
+        loss += spread * (whole * logarithm - sum_of_lanes(weighted, 1, WIDE))
     if Z:
         loss += row_weight * z_loss * (maximum + logarithm) * (maximum + logarithm)
     tl.store(losses + row, tl.where(counted, loss, 0.0), mask=row < rows)
     if not GRADIENT:
         tl.store(statistics + row, maximum, mask=row < rows)
-        tl.store(statistics + rows + row, logarithm, mask=row < rows)
+        tl.store(statistics + rows + row, sums.to(tl.float32), mask=row < rows)
     else:
         factor = tl.full((ROWS,), 1.0, tl.float32)
         if MEAN:
             factor *= tl.load(inverse)
-        at_target, squared = _terms(factor, row_weight, maximum + logarithm, kept, z_loss)
+        log_sum_exp = (maximum + logarithm).to(tl.float32)
+        at_target, squared = _terms(factor, row_weight, log_sum_exp, kept, z_loss)
+        inverse_sum = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), sums.to(tl.float32))
         for block in tl.static_range(BLOCKS):
             column = block * COLUMNS + lane
-            power = tl.exp((values[block].to(tl.float32) - maximum[:, None]) - logarithm[:, None])
+            power = tl.exp(values[block].to(tl.float32) - maximum[:, None]) * inverse_sum[:, None]
             share = _class_weights(weight, column, columns, HAS_WEIGHT and SMOOTH)
             result = _gradient(
                 power, column[None, :] == label[:, None], at_target[:, None], squared[:, None],
@@ -86,6 +93,7 @@ def cross_entropy_rows_long(
     x, target, weight, weight_sum, inverse, losses, statistics, dx,  # as above
     rows, units, x_stride, dx_stride, ignored, kept, spread, z_loss,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, MEAN: tl.constexpr, GRADIENT: tl.constexpr,
+    WIDE: tl.constexpr,
     UNIT: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
     SHIFTED: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +127,7 @@ def cross_entropy_rows_long(
                     tl.store(result_row + (start + lane), zeros, mask=start + lane < columns)
             else:
                 tl.store(statistics + row, 0.0)
-                tl.store(statistics + rows + row, 0.0)
+                tl.store(statistics + rows + row, 1.0)
         else:
             last = tl.load(from_x + tail, mask=_in_groups(tail, length, GROUP, SHIFTED), other=float("-inf"))
             if SHIFTED:
@@ -145,22 +153,24 @@ def cross_entropy_rows_long(
                 apart = tl.where((tail >= shift) & (tail < length), last.to(tl.float32) - origin, 0.0)
                 apart *= _class_weights(weight, tail, columns, HAS_WEIGHT)
                 weighted += tl.sum(tl.reshape(apart, (COLUMNS // GROUP, GROUP)), axis=1)
-            maximum, total_sum = merge_lanes(largest, total)
+            maximum, total_sum = merge_lanes(largest, total, WIDE)
             logarithm = tl.log(total_sum)
             loss = row_weight * (kept * (logarithm - (picked - maximum)))
             if SMOOTH:
-                loss += spread * (whole * (logarithm + (maximum - origin)) - tl.sum(weighted, axis=0))
+                loss += spread * (whole * (logarithm + (maximum - origin)) - sum_of_lanes(weighted, 0, WIDE))
             if Z:
                 loss += row_weight * z_loss * (maximum + logarithm) * (maximum + logarithm)
             tl.store(losses + row, loss)
+            total_sum = total_sum.to(tl.float32)
             if not GRADIENT:
                 tl.store(statistics + row, maximum)
-                tl.store(statistics + rows + row, logarithm)
+                tl.store(statistics + rows + row, total_sum)
             else:
                 factor = 1.0
                 if MEAN:
                     factor = tl.load(inverse)
-                at_target, squared = _terms(factor, row_weight, maximum + logarithm, kept, z_loss)
+                log_sum_exp = (maximum + logarithm).to(tl.float32)
+                at_target, squared = _terms(factor, row_weight, log_sum_exp, kept, z_loss)
                 density = at_target
                 if SMOOTH:
                     density += factor * spread * whole
@@ -199,7 +209,7 @@ def cross_entropy_rows_long(
                     tl.store(to_dx + column, result.to(dx.dtype.element_ty), mask=shared)
                 # The target's element once more, so that the loop need not look for it.
                 tl.debug_barrier()
-                power = tl.exp((picked - maximum) - logarithm)
+                power = tl.div_rn(tl.exp(picked - maximum), total_sum)
                 valid = (label >= 0) & (label < columns)
                 share = _class_weight(weight, label, valid, HAS_WEIGHT)
                 result = _gradient(power, True, at_target, squared, factor * spread, whole, share, SMOOTH, Z)
@@ -224,13 +234,13 @@ def cross_entropy_gradient(
     counted = (row < rows) & (label != ignored)
     row_weight = _weight_of_target(weight, label, counted, columns, HAS_WEIGHT)
     maximum = tl.load(statistics + row, mask=row < rows, other=0.0)
-    logarithm = tl.load(statistics + rows + row, mask=row < rows, other=0.0)
+    sums = tl.load(statistics + rows + row, mask=row < rows, other=1.0)
     factor = tl.load(dloss + row * dloss_stride, mask=row < rows, other=0.0).to(tl.float32)
     if MEAN:
         factor *= tl.load(inverse)
     whole = _weight_sum(weight_sum, columns, HAS_WEIGHT)
-    at_target, squared = _terms(factor, row_weight, maximum + logarithm, kept, z_loss)
-    power = tl.exp((scores - maximum[:, None]) - logarithm[:, None])
+    at_target, squared = _terms(factor, row_weight, maximum + tl.log(sums), kept, z_loss)
+    power = tl.exp(scores - maximum[:, None]) * tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), sums)[:, None]
     share = _class_weights(weight, column, columns, HAS_WEIGHT and SMOOTH)
     result = _gradient(
         power, column[None, :] == label[:, None], at_target[:, None], squared[:, None],
@@ -260,15 +270,15 @@ def inverse_of_target_weights(
 
 @triton.jit
 def total_of_losses(losses, inverse, out, rows, HAS_INVERSE: tl.constexpr, BLOCK: tl.constexpr):  # (M,), (), ()
-    """The sum of losses, times `inverse`; one program, always in the same order."""
-    sums = tl.zeros((BLOCK,), tl.float32)
+    """The sum of losses, times `inverse`; one program, always in the same order, in float64."""
+    sums = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
-        sums += tl.load(losses + row, mask=row < rows, other=0.0)
+        sums += tl.load(losses + row, mask=row < rows, other=0.0).to(tl.float64)
     total = tl.sum(sums, axis=0)
     if HAS_INVERSE:
         total *= tl.load(inverse)
-    tl.store(out, total)
+    tl.store(out, total.to(out.dtype.element_ty))
 
 
 @triton.jit

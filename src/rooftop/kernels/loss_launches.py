@@ -71,14 +71,15 @@ def inverse_of_targets(target: Tensor, classes: int, terms: Terms) -> Tensor:
     return inverse
 
 
-def total_of(losses: Tensor, inverse: Tensor | None) -> Tensor:
-    """The sum of losses (N,), float32, times `inverse`: a tensor ()."""
+def total_of(losses: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The sum of losses (N,) times `inverse`: a tensor () of that dtype."""
     if losses.numel() > TOTAL_ROWS:
-        return losses.sum() if inverse is None else losses.sum() * inverse
+        total = losses.sum(dtype=torch.float64)
+        return (total if inverse is None else total * inverse).to(dtype)
     require_triton()
     from rooftop.kernels.loss_kernels import total_of_losses
 
-    total = torch.empty((), dtype=torch.float32, device=losses.device)
+    total = torch.empty((), dtype=dtype, device=losses.device)
     arguments = (losses, _or(inverse, losses), total, losses.numel())
     launch(total_of_losses, (1,), losses.device, *arguments, HAS_INVERSE=inverse is not None, **TOTAL)
     return total
@@ -87,25 +88,27 @@ def total_of(losses: Tensor, inverse: Tensor | None) -> Tensor:
 def losses_of_rows(
     x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(losses (N,), statistics (2, N)) of logits x (N, V), float32; with `dx`, whose rows may be apart, fills that
-    instead of the statistics."""
+    """(losses (N,), statistics (2, N)) of logits x (N, V); with `dx`, whose rows may be apart, fills that instead of
+    the statistics. Losses of float32 logits are float64, except by clusters."""
     require_triton()
     from rooftop.kernels import loss_kernels as kernels
 
     x, target, terms = rows_of(x), target.contiguous(), terms.contiguous()
     rows, columns = x.shape
-    losses = torch.empty(rows, dtype=torch.float32, device=x.device)
     if dx is not None and terms.weight is None:
         plan = clusters.plan(clusters.CLUSTER_FUSED, (x,), dx)
         if plan is not None:
+            losses = torch.empty(rows, dtype=torch.float32, device=x.device)
             clusters.cross_entropy(plan, x, target, inverse, losses, dx, _numbers(terms, columns))
             return losses, None
+    wide = x.dtype == torch.float32
+    losses = torch.empty(rows, dtype=torch.float64 if wide else torch.float32, device=x.device)
     kept = torch.empty((2, rows), dtype=torch.float32, device=x.device) if dx is None else None
     dx_stride = columns if dx is None else dx.stride(0)
     group = unit(columns, x.stride(0), dx_stride)
     tensors = (x, target, *_weight_arguments(terms, losses), _or(inverse, losses), losses)
     sizes = (rows, columns // group, x.stride(0) // group, dx_stride // group, *_numbers(terms, columns))
-    constants = _constants(terms, inverse) | {"GRADIENT": dx is not None, "UNIT": group}
+    constants = _constants(terms, inverse) | {"GRADIENT": dx is not None, "WIDE": wide, "UNIT": group}
     arguments = (*tensors, _or(kept, losses), _or(dx, losses), *sizes)
     config = tile_config(LOSS if dx is None else FUSED, columns * x.element_size())
     if config is None:

@@ -5,8 +5,8 @@ loss of a row = w_t ((1 - e) (lse - x_t) + z lse^2) + e / V sum_c w_c (lse - x_c
 t: target, w: class weights (1), e: label smoothing (Szegedy et al. 2016), z: z-loss (Chowdhery et al. 2022, section 5),
 V: classes. "mean" divides the sum over rows by that of their w_t, as PyTorch does.
 
-Bound by memory. Two forms: *separable* reads the logits, keeps two numbers a row (the maximum, and the log of the sum
-of exponentials relative to it: their sum would be rounded where logits are large), and reads the logits again in
+Bound by memory. Two forms: *separable* reads the logits, keeps two numbers a row (the maximum, and the sum of
+exponentials relative to it: log-sum-exp would be rounded where logits are large), and reads the logits again in
 backward to write the gradient. *Fused* writes the gradient in the forward pass: one read and one write in all while a
 row in flight stays in registers or in L2; backward scales it in place by grad_output, or leaves it alone where that
 is 1. float16 is separable unless asked otherwise: a gradient not yet multiplied by a loss scale would underflow.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from rooftop.launch.operators import (
     by_formula,
     differentiable,
     differentiable_by_formula,
+    in_pytorch,
     keeps_for_backward,
     operator,
     transformed,
@@ -50,8 +52,8 @@ def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Te
     values = x.to(reference_dtype(x.dtype))
     counted = target != terms.ignore_index
     label = target.where(counted, 0)
-    maximum, logarithm = _statistics(values)
-    apart = values - maximum[:, None]
+    maximum, total = _statistics(values)
+    apart, logarithm = values - maximum[:, None], total.log()
     weights = _class_weights(values, terms)
     row_weight = weights[label]
     losses = row_weight * (1 - terms.label_smoothing) * (logarithm - apart.gather(1, label[:, None])[:, 0])
@@ -60,7 +62,7 @@ def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Te
         losses = losses + terms.label_smoothing / x.shape[1] * every.sum(1)
     if terms.z_loss:
         losses = losses + row_weight * terms.z_loss * (maximum + logarithm).square()
-    return losses.where(counted, 0.0), torch.stack([maximum, logarithm])
+    return losses.where(counted, 0.0), torch.stack([maximum, total])
 
 
 def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, terms: Terms) -> Tensor:
@@ -71,24 +73,24 @@ def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, 
     values = x.to(reference_dtype(x.dtype))
     counted = target != terms.ignore_index
     label = target.where(counted, 0)
-    maximum, logarithm = _statistics(values)
+    maximum, total = _statistics(values)
     weights = _class_weights(values, terms)
     kept, spread = weights[label] * (1 - terms.label_smoothing), terms.label_smoothing / x.shape[1]
-    power = ((values - maximum[:, None]) - logarithm[:, None]).exp()
+    power = (values - maximum[:, None]).exp() / total[:, None]
     # Each term cancels by itself, as exactly as it can where a probability is near 1.
     dx = power.scatter_add(1, label[:, None], power.new_full((len(label), 1), -1.0)) * kept[:, None]
     if spread:
         dx = dx + spread * (power * weights.sum() - weights)
     if terms.z_loss:
-        dx = dx + power * (2 * terms.z_loss * weights[label] * (maximum + logarithm))[:, None]
+        dx = dx + power * (2 * terms.z_loss * weights[label] * (maximum + total.log()))[:, None]
     dx = dx * factor.to(values.dtype).reshape(-1, 1)
     return dx.where(counted[:, None], 0.0).to(x.dtype)
 
 
 def _statistics(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The maximum of each row, and the logarithm of the sum of exponentials relative to it."""
+    """The maximum of each row, and the sum of exponentials relative to it."""
     maximum = values.amax(1)
-    return maximum, (values - maximum[:, None]).exp().sum(1).log()
+    return maximum, (values - maximum[:, None]).exp().sum(1)
 
 
 def reference_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -116,8 +118,8 @@ def _by_reference(x: Tensor) -> bool:
     return x.dtype == torch.float64 or (x.device.type == "cpu" and not INTERPRETED)
 
 
-def losses_dtype(x: Tensor) -> torch.dtype:
-    """In what the losses of rows of x are, before they are added up."""
+def inverse_dtype(x: Tensor) -> torch.dtype:
+    """In what `inverse_of_targets` is, for logits x."""
     return reference_dtype(x.dtype) if _by_reference(x) else torch.float32
 
 
@@ -197,11 +199,13 @@ def _gradient(
     return loss_launches.gradient(dloss, x, target, statistics, terms, inverse)
 
 
-def total_of(losses: Tensor, inverse: Tensor | None) -> Tensor:
-    """The reduced loss, a scalar: losses (N,) added up and multiplied by `inverse`, one over what a mean divides by."""
-    if _by_reference(losses):
-        return losses.sum() if inverse is None else losses.sum() * inverse
-    return loss_launches.total_of(losses, inverse)
+def total_of(losses: Tensor, inverse: Tensor | None, x: Tensor) -> Tensor:
+    """The reduced loss of logits x, a scalar: losses (N,) added up and multiplied by `inverse`, one over what a mean
+    divides by."""
+    dtype = statistics_dtype(x.dtype)
+    if _by_reference(x):
+        return (losses.sum() if inverse is None else losses.sum() * inverse).to(dtype)
+    return loss_launches.total_of(losses, inverse, dtype)
 
 
 # ---- registration: separable -----------------------------------------------------------------------------------
@@ -217,8 +221,8 @@ def _cross_entropy(
     terms = Terms(weight, ignore_index, label_smoothing, z_loss)
     losses, statistics = losses_of_rows(x, target, terms, None, None)
     assert statistics is not None
-    inverse = inverse_of_targets(target, x.shape[1], terms, losses.dtype) if reduction == "mean" else None
-    loss = losses if reduction == "none" else total_of(losses, inverse)
+    inverse = inverse_of_targets(target, x.shape[1], terms, inverse_dtype(x)) if reduction == "mean" else None
+    loss = losses if reduction == "none" else total_of(losses, inverse, x)
     inverse = losses.new_empty(0) if inverse is None else inverse
     return loss.to(statistics.dtype), statistics, inverse.to(statistics.dtype)
 
@@ -287,7 +291,7 @@ def loss_formula(x: Tensor, target: Tensor, terms: Terms, reduction: str) -> Ten
     losses = losses + row_weight * terms.z_loss * values.logsumexp(1).square()
     if reduction == "none":
         return losses
-    return losses.sum() / row_weight.sum() if reduction == "mean" else losses.sum()
+    return losses.sum() * inverse_of_count(row_weight.sum(), losses.dtype) if reduction == "mean" else losses.sum()
 
 
 def _formula(
@@ -306,6 +310,30 @@ def _backward_formula(
     return cross_entropy_gradient_reference(factor, x, target, terms)
 
 
+@without_autocast
+def _decomposed(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `_cross_entropy`, in PyTorch's operators. Targets are not checked: one that is no class raises or is NaN."""
+    terms, dtype = Terms(weight, ignore_index, label_smoothing, z_loss), statistics_dtype(x.dtype)
+    losses, statistics = cross_entropy_reference(x, target, terms)
+    inverse = losses.new_empty(0)
+    if reduction == "mean":
+        inverse = inverse_by_formula(target, x, terms)
+    loss = losses if reduction == "none" else losses.sum() * (inverse if reduction == "mean" else 1.0)
+    return loss.to(dtype), statistics.to(dtype), inverse.to(dtype)
+
+
+def inverse_by_formula(target: Tensor, x: Tensor, terms: Terms) -> Tensor:
+    """1 / sum of the weights of the targets that count, or 0, by PyTorch's operators and without waiting."""
+    counted = target != terms.ignore_index
+    weights = _class_weights(x.detach().to(reference_dtype(x.dtype)), terms)
+    total = weights[target.where(counted, 0)].where(counted, 0.0).sum()
+    return inverse_of_count(total, total.dtype)
+
+
+in_pytorch("cross_entropy", _decomposed)
 by_formula("cross_entropy", _formula)
 differentiable_by_formula("cross_entropy_backward", _backward_formula)
 
@@ -320,10 +348,10 @@ def _cross_entropy_with_gradient(
     """(loss (), its gradient (N, V))."""
     check_targets(target, x.shape[1], ignore_index)
     terms = Terms(weight, ignore_index, label_smoothing, z_loss)
-    inverse = inverse_of_targets(target, x.shape[1], terms, losses_dtype(x)) if mean else None
+    inverse = inverse_of_targets(target, x.shape[1], terms, inverse_dtype(x)) if mean else None
     gradient = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     losses, _ = losses_of_rows(x, target, terms, inverse, gradient)
-    return total_of(losses, inverse).to(statistics_dtype(x.dtype)), gradient
+    return total_of(losses, inverse, x), gradient
 
 
 @torch.library.register_fake("rooftop::cross_entropy_with_gradient")
@@ -334,10 +362,27 @@ def _(
     return x.new_empty((), dtype=statistics_dtype(x.dtype)), x.new_empty(x.shape)
 
 
+@without_autocast
+def _decomposed_with_gradient(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    mean: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    terms = Terms(weight, ignore_index, label_smoothing, z_loss)
+    losses, _ = cross_entropy_reference(x, target, terms)
+    factor = inverse_by_formula(target, x, terms) if mean else losses.new_ones(())
+    gradient = cross_entropy_gradient_reference(factor, x, target, terms)
+    return (losses.sum() * factor).to(statistics_dtype(x.dtype)), gradient
+
+
+in_pytorch("cross_entropy_with_gradient", _decomposed_with_gradient)
+
+
 def _save_gradient(ctx: Context, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
     x, target, weight, *numbers, mean = inputs
-    again = (x, target, weight) if _by_reference(x) else ()  # elsewhere the logits are not kept: they would cost memory
-    ctx.save_for_backward(output[1], *again)
+    kept = x if _by_reference(x) else None
+    ctx.save_for_backward(output[1], target, weight, kept)  # type: ignore[arg-type]
+    # To keep the logits would cost the memory that the kernel saves. Who differentiates twice often still has them.
+    ctx.logits, ctx.version = weakref.ref(x), x._version  # type: ignore[attr-defined]
     ctx.terms, ctx.mean = numbers, mean  # type: ignore[attr-defined]
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # no zeros for the gradient, which take as long as to read the logits
@@ -346,15 +391,16 @@ def _save_gradient(ctx: Context, inputs: tuple, output: tuple) -> None:  # type:
 def _scale_gradient(ctx: Context, dloss: Tensor | None, _gradient: None) -> tuple[Tensor | None, ...]:
     if dloss is None:
         return (None,) * 7
-    gradient, *again = ctx.saved_tensors  # type: ignore[attr-defined]
+    gradient, target, weight, x = ctx.saved_tensors  # type: ignore[attr-defined]
     if not torch.is_grad_enabled():
         return (scaled(gradient, dloss), *(None,) * 6)
-    if not again:  # create_graph: the gradient made in forward does not know how it depends on the logits
+    # create_graph: the gradient made in forward does not know how it depends on the logits.
+    x = ctx.logits() if x is None else x  # type: ignore[attr-defined]
+    if x is None or x._version != ctx.version:  # type: ignore[attr-defined]
         raise NotImplementedError(
-            "cross_entropy has no second derivative by its fused kernel: use fused=False, or "
-            "torch.nn.functional.cross_entropy, in the part that is differentiated twice"
+            "cross_entropy has no second derivative by its fused kernel where the logits (N, V) are gone or changed: "
+            "keep them in a variable, or use fused=False"
         )
-    x, target, weight = again
     terms = Terms(weight, *ctx.terms)  # type: ignore[attr-defined]
     return (reduced_gradient_formula(dloss, x, target, terms, ctx.mean), *(None,) * 6)  # type: ignore[attr-defined]
 
@@ -371,9 +417,7 @@ def _fused_formula(
 def reduced_gradient_formula(dloss: Tensor, x: Tensor, target: Tensor, terms: Terms, mean: bool) -> Tensor:
     """The gradient of the logits x (N, V) of a reduced loss, by PyTorch's operators: it can be differentiated again."""
     if mean:
-        counted = target != terms.ignore_index
-        weights = _class_weights(x.detach().to(reference_dtype(x.dtype)), terms)
-        dloss = dloss / weights[target.where(counted, 0)].where(counted, 0.0).sum()
+        dloss = dloss * inverse_by_formula(target, x, terms)
     return cross_entropy_gradient_reference(dloss, x, target, terms)
 
 
@@ -513,7 +557,8 @@ def cross_entropy(
         ValueError: shapes, devices or numbers that do not fit; targets that are no class, on the CPU and, with
             ROOFTOP_CHECK=1 in the environment, on a GPU. Without it their rows, and a reduced loss, are NaN there; a
             mean is divided by what the other targets weigh, and their gradients are finite.
-        NotImplementedError: a second derivative of the fused form on a GPU.
+        NotImplementedError: a second derivative of the fused form on a GPU, where `input` is not (N, V), was changed in
+            place or is not there any more: that form does not keep it.
     """
     check_arguments("cross_entropy", input, target, weight, reduction, label_smoothing, z_loss)
     check_index("cross_entropy", ignore_index)

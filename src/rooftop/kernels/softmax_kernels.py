@@ -7,6 +7,11 @@ goes from the end to the beginning, so that it starts with what was read last. W
 stays in registers: the loops load without masks. In the first pass each lane keeps its own maximum and its sum of
 exponentials relative to it (Milakov and Gimelshein 2018), merged at the end.
 
+WIDE, where results are float32: forward adds up exponentials in float64, and backward is float64 between loads and
+stores. A sum that is rounded shifts all results of its row alike. In one of twenty small tensors that is beyond twice
+PyTorch's error. For the same reason backward divides the sum of dy * y by that of y, which is not exactly one. Half
+precision results are rounded so much more that none of this shows.
+
 A maximum ignores NaN, and an exponential does not: a row that has one becomes NaN as a whole, and so does a row of
 nothing but -inf, whose exponentials of -inf - (-inf) are NaN.
 
@@ -29,8 +34,8 @@ def softmax_forward(
     x, mask, y,  # (M, N), strided, (M, N)
     rows, units, x_stride, scale,
     mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
-    MASK: tl.constexpr, LOG: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, HOLD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+    MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
+    HOLD: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """softmax(x * scale + mask) of ROWS rows."""
     columns = units * UNIT
@@ -61,7 +66,7 @@ def softmax_forward(
         total += powers
         if HOLD:
             held = held + ((apart if LOG else powers),)
-    sums = tl.sum(total, axis=1)[:, None]
+    sums = sum_of_lanes(total, 1, WIDE).to(tl.float32)[:, None]
     inverse, logarithm = tl.div_rn(tl.full((ROWS, 1), 1.0, tl.float32), sums), tl.log(sums)
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + lane
@@ -82,7 +87,7 @@ def softmax_forward_long(
     x, mask, y,  # as above
     rows, units, x_stride, scale,
     mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
-    MASK: tl.constexpr, LOG: tl.constexpr, UNIT: tl.constexpr,
+    MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """The same of every (number of programs)-th row."""
@@ -106,7 +111,8 @@ def softmax_forward_long(
         if MASK != NO_MASK:
             last = _masked(last.to(tl.float32) * scale, mask_row + tail * column_stride, tail < columns, MASK)
         largest, total = fold_scores(largest, total, _scores(last, scale, tail, columns, MASK, False), GROUP)
-        maximum, total_sum = merge_lanes(largest, total)
+        maximum, total_sum = merge_lanes(largest, total, WIDE)
+        total_sum = total_sum.to(tl.float32)
         inverse, logarithm = tl.div_rn(1.0, total_sum), tl.log(total_sum)
         result = _softmax_of(_scores(last, scale, tail, columns, MASK, True), maximum, inverse, logarithm, LOG)
         tl.store(target + tail, result.to(y.dtype.element_ty), mask=tail < columns)
@@ -125,7 +131,7 @@ def softmax_backward(
     dy, y, mask, dx,  # (M, N), (M, N), strided, (M, N)
     rows, units, dy_stride, scale,
     mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
-    MASK: tl.constexpr, LOG: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
+    MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dx of ROWS rows from y and dy; 0 where a mask of bytes is 0."""
@@ -137,17 +143,22 @@ def softmax_backward(
     mask_rows = _rows_of_mask(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)
     gradients = ()  # of all blocks, as loaded
     results = ()
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float64 if WIDE else tl.float32)
+    whole = tl.zeros((ROWS, COLUMNS), tl.float64)  # only if WIDE
     for block in tl.static_range(BLOCKS):
         inside = is_inside(row, rows, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)
         gradients = gradients + (tl.load(dy_rows + block * COLUMNS, mask=inside, other=0.0),)
-        results = results + (tl.load(y_rows + block * COLUMNS, mask=inside, other=0.0),)
-        total += _summand(gradients[block], results[block], LOG)
+        results = results + (tl.load(y_rows + block * COLUMNS, mask=inside, other=float("-inf") if LOG else 0.0),)
+        total += _summand(gradients[block], results[block], LOG, WIDE)
+        if WIDE:
+            whole += _probability(results[block], LOG, WIDE)
     sums = tl.sum(total, axis=1)[:, None]
+    if WIDE:
+        sums /= tl.sum(whole, axis=1)[:, None]
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + lane
         inside = is_inside(row, rows, column, columns, EVEN or block < BLOCKS - 1)
-        result = _gradient(gradients[block], results[block], sums, scale, LOG)
+        result = _gradient(gradients[block], results[block], sums, scale, LOG, WIDE)
         if MASK == KEPT:
             place = mask + mask_rows[:, None] + (column * column_stride)[None, :]
             result = tl.where(tl.load(place, mask=inside, other=0) != 0, result, 0.0)
@@ -160,7 +171,7 @@ def softmax_backward_long(
     dy, y, mask, dx,  # as above
     rows, units, dy_stride, scale,
     mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
-    MASK: tl.constexpr, LOG: tl.constexpr, UNIT: tl.constexpr,
+    MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """The same of every (number of programs)-th row."""
@@ -173,18 +184,23 @@ def softmax_backward_long(
         dy_row, y_row, dx_row = dy + row * (dy_stride * UNIT), y + row * columns, dx + row * columns
         mask_row = mask + _rows_of_mask(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)
         last_gradient = tl.load(dy_row + tail, mask=tail < columns, other=0.0)
-        last_value = tl.load(y_row + tail, mask=tail < columns, other=0.0)
-        total = tl.zeros((COLUMNS,), tl.float32)
+        last_value = tl.load(y_row + tail, mask=tail < columns, other=float("-inf") if LOG else 0.0)
+        total = tl.zeros((COLUMNS,), tl.float64 if WIDE else tl.float32)
+        whole = tl.zeros((COLUMNS,), tl.float64)  # only if WIDE
         for start in tl.range(0, full, COLUMNS, num_stages=STAGES):
             gradient = tl.load(dy_row + (start + lane), eviction_policy=AGAIN)
-            if LOG:  # the sum needs no y
+            if LOG and not WIDE:  # the sum needs no y
                 total += gradient.to(tl.float32)
             else:
                 value = tl.load(y_row + (start + lane), eviction_policy=AGAIN)
-                total += _summand(gradient, value, LOG)
-        total += _summand(last_gradient, last_value, LOG)
+                total += _summand(gradient, value, LOG, WIDE)
+                if WIDE:
+                    whole += _probability(value, LOG, WIDE)
+        total += _summand(last_gradient, last_value, LOG, WIDE)
         sums = tl.sum(total, axis=0)
-        result = _gradient(last_gradient, last_value, sums, scale, LOG)
+        if WIDE:
+            sums /= tl.sum(whole + _probability(last_value, LOG, WIDE), axis=0)
+        result = _gradient(last_gradient, last_value, sums, scale, LOG, WIDE)
         if MASK == KEPT:
             kept = tl.load(mask_row + tail * column_stride, mask=tail < columns, other=0) != 0
             result = tl.where(kept, result, 0.0)
@@ -193,7 +209,7 @@ def softmax_backward_long(
             column = full - COLUMNS - behind + lane
             gradient = tl.load(dy_row + column, eviction_policy="evict_first")
             value = tl.load(y_row + column, eviction_policy="evict_first")
-            result = _gradient(gradient, value, sums, scale, LOG)
+            result = _gradient(gradient, value, sums, scale, LOG, WIDE)
             if MASK == KEPT:
                 result = tl.where(tl.load(mask_row + column * column_stride) != 0, result, 0.0)
             tl.store(dx_row + column, result.to(dx.dtype.element_ty), eviction_policy="evict_first")
@@ -224,10 +240,16 @@ def fold_scores(largest, total, scores, GROUP: tl.constexpr):
 
 
 @triton.jit
-def merge_lanes(largest, total):
+def sum_of_lanes(total, axis: tl.constexpr, WIDE: tl.constexpr):
+    """Sums along an axis, in float32, or WIDE: in float64."""
+    return tl.sum(_widened(total, WIDE), axis=axis)
+
+
+@triton.jit
+def merge_lanes(largest, total, WIDE: tl.constexpr):
     """The maximum of all lanes, and the sum of exponentials relative to it."""
     maximum = tl.max(largest, axis=0)
-    return maximum, tl.sum(total * tl.exp(largest - maximum), axis=0)
+    return maximum, sum_of_lanes(total * tl.exp(largest - maximum), 0, WIDE)
 
 
 @triton.jit
@@ -277,16 +299,29 @@ def _rows_of_mask(row, middle, inner, outer_stride, middle_stride, inner_stride)
 
 
 @triton.jit
-def _summand(gradient, value, LOG: tl.constexpr):
-    if LOG:
-        return gradient.to(tl.float32)
-    else:
-        return gradient.to(tl.float32) * value.to(tl.float32)
+def _widened(values, WIDE: tl.constexpr):
+    return values.to(tl.float64 if WIDE else tl.float32)
 
 
 @triton.jit
-def _gradient(gradient, value, sums, scale, LOG: tl.constexpr):
+def _probability(value, LOG: tl.constexpr, WIDE: tl.constexpr):
     if LOG:
-        return (gradient.to(tl.float32) - tl.exp(value.to(tl.float32)) * sums) * scale
+        return _widened(tl.exp(value.to(tl.float32)), WIDE)
     else:
-        return (gradient.to(tl.float32) - sums) * value.to(tl.float32) * scale
+        return _widened(value, WIDE)
+
+
+@triton.jit
+def _summand(gradient, value, LOG: tl.constexpr, WIDE: tl.constexpr):
+    if LOG:
+        return _widened(gradient, WIDE)
+    else:
+        return _widened(gradient, WIDE) * _widened(value, WIDE)
+
+
+@triton.jit
+def _gradient(gradient, value, sums, scale, LOG: tl.constexpr, WIDE: tl.constexpr):
+    if LOG:
+        return (_widened(gradient, WIDE) - _probability(value, LOG, WIDE) * sums) * scale
+    else:
+        return (_widened(gradient, WIDE) - sums) * _widened(value, WIDE) * scale

@@ -177,7 +177,7 @@ def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: tor
     group = unit(columns, table.stride(0))
     memory, kind, layout = _mask_arguments(mask, x.shape, x)
     arguments = (table, memory, y, rows, columns // group, table.stride(0) // group, scale, *layout)
-    constants: Constants = {"MASK": kind, "LOG": log, "UNIT": group}
+    constants: Constants = {"MASK": kind, "LOG": log, "WIDE": dtype == torch.float32, "UNIT": group}
     config = tile_config(FORWARD, columns * x.element_size())
     if config is None:
         per_sm, block = long_tile(FORWARD_LONG, columns * x.element_size(), x.element_size())
@@ -209,7 +209,8 @@ def _backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: boo
     group = unit(columns, dy.stride(0))
     memory, kind, layout = _mask_arguments(mask, y.shape, y)
     arguments = (dy, y_rows, memory, dx, rows, columns // group, dy.stride(0) // group, scale, *layout)
-    constants: Constants = {"MASK": kind, "LOG": log, "UNIT": group}
+    wide = y.dtype == dx.dtype == torch.float32
+    constants: Constants = {"MASK": kind, "LOG": log, "WIDE": wide, "UNIT": group}
     element_bytes = dy.element_size() + y.element_size()
     config = tile_config(BACKWARD, columns * element_bytes)
     if config is None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.autocasting import under_autocast
@@ -38,6 +39,7 @@ from rooftop.kernels.sparse_conv_launches import (
 )
 from rooftop.launch.operators import (
     differentiable,
+    in_pytorch,
     no_second_derivative,
     no_tangents,
     operator,
@@ -177,6 +179,28 @@ def _(
     pair_count: int,
 ) -> Tensor:  # fmt: skip
     return features.new_empty(rows_of(neighbours, order), weight.shape[0])
+
+
+def _decomposed(
+    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor | None, reverse: Tensor | None,
+    order: Tensor | None, reverse_order: Tensor | None, pairs: Tensor | None, pair_counts: Tensor | None,
+    pair_count: int,
+) -> Tensor:  # fmt: skip
+    """All rows times each tap, as the reference of the pairs alone: how many these are is not known before it runs."""
+    matrices = _by_taps(weight).to(_inside(features))
+    if neighbours is None:
+        assert order is not None
+        neighbours = unsorted_table(order, _taps(weight))
+    values = functional.pad(features.to(matrices.dtype), (0, 0, 0, 1))  # and one row for what is no site
+    out = torch.zeros(neighbours.shape[0], weight.shape[0], dtype=torch.float64, device=features.device)
+    for tap, column in enumerate(neighbours.unbind(1)):
+        known = column >= 0
+        products = values.index_select(0, column.where(known, features.shape[0])) @ matrices[:, tap].t()
+        out = out + products.double().where(known[:, None], 0.0)
+    return (out if bias is None else out + bias).to(features.dtype)
+
+
+in_pytorch("sparse_conv", _decomposed)
 
 
 @operator("sparse_conv_backward")

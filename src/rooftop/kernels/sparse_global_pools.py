@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.sparse_pools import check_features
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
@@ -140,6 +140,22 @@ def _sparse_global_pool(features: Tensor, batch: Tensor, batch_size: int, averag
 @torch.library.register_fake("rooftop::sparse_global_pool")
 def _(features: Tensor, batch: Tensor, batch_size: int, average: bool) -> tuple[Tensor, Tensor]:
     return features.new_empty(batch_size, features.shape[1]), batch.new_empty(batch_size, dtype=torch.int32)
+
+
+def _decomposed(features: Tensor, batch: Tensor, batch_size: int, average: bool) -> tuple[Tensor, Tensor]:
+    """Without the number of sites of each element, for which the reference waits."""
+    element = _elements(batch, batch_size)
+    counts, channels = _counts(element, batch_size), features.shape[1]
+    if average:
+        total = features.new_zeros((batch_size + 1, channels), dtype=torch.float64)
+        total = total.index_add(0, element, features.double())[:batch_size]
+        return (total / counts[:, None].clamp(min=1)).to(features.dtype), counts
+    places = element[:, None].expand(features.shape)
+    best = features.new_zeros(batch_size + 1, channels)  # of an element without sites
+    return best.scatter_reduce(0, places, features, "amax", include_self=False)[:batch_size], counts
+
+
+in_pytorch("sparse_global_pool", _decomposed)
 
 
 @operator("sparse_global_pool_backward")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
 from rooftop.kernels.neighbour_tables import check_neighbours, check_reverse
-from rooftop.launch.operators import differentiable, no_second_derivative, no_tangents, operator
+from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, no_tangents, operator
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 
@@ -47,7 +47,7 @@ def sparse_avg_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
     inside = _inside(features)
     total = torch.zeros(neighbours.shape[0], features.shape[1], dtype=inside, device=features.device)
     for values, _ in _by_tap([features], neighbours, 0.0):
-        total += values[0]
+        total = total + values[0]
     counts = _counts(neighbours, features.shape[0]).clamp(min=1).to(inside)
     return (total / counts[:, None]).to(features.dtype)
 
@@ -206,6 +206,18 @@ def _sparse_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None, a
 def _(features: Tensor, neighbours: Tensor, reverse: Tensor | None, average: bool) -> tuple[Tensor, Tensor]:
     rows = neighbours.shape[0]
     return features.new_empty(rows, features.shape[1]), neighbours.new_empty(rows if average else 0)
+
+
+def _decomposed(
+    features: Tensor, neighbours: Tensor, reverse: Tensor | None, average: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    counts = _counts(neighbours, features.shape[0])
+    if average:
+        return sparse_avg_pool_reference(features, neighbours), counts
+    return sparse_max_pool_reference(features, neighbours), counts[:0]
+
+
+in_pytorch("sparse_pool", _decomposed)
 
 
 @operator("sparse_pool_backward")

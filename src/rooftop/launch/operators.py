@@ -177,10 +177,22 @@ def in_pytorch(name: str, function: Callable[..., Any]) -> None:
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """What operators of Rooftop compute in PyTorch's own operators, for `ExportedProgram.run_decompositions`.
 
-    The program that comes of it runs without Rooftop, and by none of its kernels. Of operators for points, pages and
-    random numbers there is nothing.
+    The program that comes of it runs without Rooftop, and by none of its kernels. An operator that has none (tables of
+    sparse convolutions, pages, random numbers, backward) raises NotImplementedError where a program holds it.
     """
-    return dict(_decompositions)
+    overloads = {name: getattr(torch.ops.rooftop, name).default for name in _functions}
+    without = {each: _refuse_decomposition(name) for name, each in overloads.items() if each not in _decompositions}
+    return {**_decompositions, **without}
+
+
+def _refuse_decomposition(name: str) -> Callable[..., Any]:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError(
+            f"rooftop::{name} has no decomposition into PyTorch's operators: keep it out of what is exported, or leave "
+            "it in and run the program where Rooftop is installed"
+        )
+
+    return refuse
 
 
 def _recording(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -310,7 +310,7 @@ def vocab_parallel_linear_cross_entropy(
     shape = LogitsShape((len(flat), weight.shape[0]), hidden.dtype, hidden.device)
     check_arguments("vocab_parallel_linear_cross_entropy", shape, flat, None, reduction, label_smoothing, z_loss)
     check_targets(flat, classes.vocabulary, ignore_index)
-    chunk = chunk_size or chunk_rows(*rows.shape)
+    chunk = chunk_size or chunk_rows(rows.shape[0], rows.shape[1], classes.vocabulary)
     loss: Tensor = _LinearCrossEntropy.apply(rows, weight, flat, classes, reduction == "mean", chunk)
     return loss.to(result)
 

@@ -3,6 +3,9 @@
 Sums over rows are taken in parts of equal length, each by one program, and the parts are merged by one program for each
 block of columns, always in the same order. A part is a count, a mean and a sum of squares about that mean, merged as
 Chan et al. 1983, "Algorithms for Computing the Sample Variance", do: nothing cancels where means are large.
+
+All between loads and stores has the dtype of the statistics, which is float64 for float32 rows: a mean that float32
+rounds moves all sites alike, and far from zero by more than rows are rounded.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ def site_moments(
 ):  # fmt: skip
     """Count, mean and squares about it of `length` rows, a multiple of ROWS."""
     part, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    count = tl.zeros((), tl.float32)
-    mean = tl.zeros((COLUMNS,), tl.float32)
-    square = tl.zeros((COLUMNS,), tl.float32)
+    wide: tl.constexpr = means.dtype.element_ty
+    count = tl.zeros((), wide)
+    mean = tl.zeros((COLUMNS,), wide)
+    square = tl.zeros((COLUMNS,), wide)
     for start in range(0, length, ROWS):
-        value, known = _tile(x, sites, part, start, length, rows, column, CHANNELS, ROWS)
-        here = tl.sum(known.to(tl.float32))
+        value, known = _tile(x, sites, part, start, length, rows, column, CHANNELS, ROWS, wide)
+        here = tl.sum(known.to(wide))
         local = tl.sum(value, axis=0) / tl.maximum(here, 1.0)
         away = tl.where(known[:, None], value - local[None, :], 0.0)
         merged = count + here
@@ -48,14 +52,15 @@ def merge_moments(
     """Mean and variance of all sites, and what rows are normalized by: these, or of fewer than two sites the running
     ones, if there are."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    count = tl.zeros((), tl.float32)
-    total = tl.zeros((COLUMNS,), tl.float32)
+    wide: tl.constexpr = means.dtype.element_ty
+    count = tl.zeros((), wide)
+    total = tl.zeros((COLUMNS,), wide)
     for start in range(0, parts, PARTS):
         here, mean, _ = _parts(means, squares, counts, start, parts, column, CHANNELS, PARTS)
         count += tl.sum(here)
         total += tl.sum(mean * here[:, None], axis=0)
     mean_of_all = total / tl.maximum(count, 1.0)
-    square_of_all = tl.zeros((COLUMNS,), tl.float32)
+    square_of_all = tl.zeros((COLUMNS,), wide)
     for start in range(0, parts, PARTS):
         here, mean, square = _parts(means, squares, counts, start, parts, column, CHANNELS, PARTS)
         apart = mean - mean_of_all[None, :]
@@ -67,10 +72,10 @@ def merge_moments(
     tl.store(count_out, count, mask=tl.program_id(0) == 0)
     if RUNNING:
         few = count < 2.0
-        mean_of_all = tl.where(few, tl.load(running_mean + column, mask=inside, other=0.0).to(tl.float32), mean_of_all)
-        var = tl.where(few, tl.load(running_var + column, mask=inside, other=1.0).to(tl.float32), var)
+        mean_of_all = tl.where(few, tl.load(running_mean + column, mask=inside, other=0.0).to(wide), mean_of_all)
+        var = tl.where(few, tl.load(running_var + column, mask=inside, other=1.0).to(wide), var)
     tl.store(center + column, mean_of_all, mask=inside)
-    tl.store(rate + column, 1.0 / tl.sqrt_rn(var + eps), mask=inside)
+    tl.store(rate + column, (1.0 / tl.sqrt((var + eps).to(tl.float64))).to(wide), mask=inside)
 
 
 @triton.jit
@@ -80,13 +85,14 @@ def normalize_sites(
     CHANNELS: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """(x - center) * rate * weight + bias of sites, 0 of other rows."""
+    wide: tl.constexpr = center.dtype.element_ty
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    value, known = _tile(x, sites, tl.program_id(0), 0, ROWS, rows, column, CHANNELS, ROWS)
+    value, known = _tile(x, sites, tl.program_id(0), 0, ROWS, rows, column, CHANNELS, ROWS, wide)
     scale, inside = tl.load(rate + column, mask=column < CHANNELS, other=0.0), column < CHANNELS
     value = (value - tl.load(center + column, mask=inside, other=0.0)[None, :]) * scale[None, :]
     if AFFINE:
-        value = value * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        value = value * tl.load(weight + column, mask=inside, other=0.0).to(wide)[None, :]
+        value += tl.load(bias + column, mask=inside, other=0.0).to(wide)[None, :]
     _store(y, tl.where(known[:, None], value, 0.0), rows, column, CHANNELS, ROWS)
 
 
@@ -103,11 +109,12 @@ def site_gradient_sums(
         tl.load(center + column, mask=inside, other=0.0)[None, :],
         tl.load(rate + column, mask=inside, other=0.0)[None, :],
     )
-    plain = tl.zeros((COLUMNS,), tl.float32)
-    scaled = tl.zeros((COLUMNS,), tl.float32)
+    wide: tl.constexpr = center.dtype.element_ty
+    plain = tl.zeros((COLUMNS,), wide)
+    scaled = tl.zeros((COLUMNS,), wide)
     for start in range(0, length, ROWS):
-        value, known = _tile(x, sites, part, start, length, rows, column, CHANNELS, ROWS)
-        slope, _ = _tile(dy, sites, part, start, length, rows, column, CHANNELS, ROWS)
+        value, known = _tile(x, sites, part, start, length, rows, column, CHANNELS, ROWS, wide)
+        slope, _ = _tile(dy, sites, part, start, length, rows, column, CHANNELS, ROWS, wide)
         plain += tl.sum(slope, axis=0)
         scaled += tl.sum(tl.where(known[:, None], slope * (value - middle) * scale, 0.0), axis=0)
     place = part * CHANNELS + column
@@ -117,15 +124,16 @@ def site_gradient_sums(
 
 @triton.jit
 def site_gradient(
-    dy, x, sites, center, rate, weight, dbias, dweight, count, dx,  # ..., (C,) float32, (C,) float32, (1,), (N, C)
+    dy, x, sites, center, rate, weight, dbias, dweight, count, dx,  # ..., (C,), (C,), (1,), (N, C)
     rows,
     CHANNELS: tl.constexpr, AFFINE: tl.constexpr, RUNNING: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of sites, 0 of other rows."""
+    wide: tl.constexpr = center.dtype.element_ty
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
-    value, known = _tile(x, sites, tl.program_id(0), 0, ROWS, rows, column, CHANNELS, ROWS)
-    slope, _ = _tile(dy, sites, tl.program_id(0), 0, ROWS, rows, column, CHANNELS, ROWS)
+    value, known = _tile(x, sites, tl.program_id(0), 0, ROWS, rows, column, CHANNELS, ROWS, wide)
+    slope, _ = _tile(dy, sites, tl.program_id(0), 0, ROWS, rows, column, CHANNELS, ROWS, wide)
     scale = tl.load(rate + column, mask=inside, other=0.0)
     normal = (value - tl.load(center + column, mask=inside, other=0.0)[None, :]) * scale[None, :]
     sites_in_all = tl.load(count)
@@ -135,7 +143,7 @@ def site_gradient(
     if RUNNING:
         through = tl.where(sites_in_all < 2.0, 0.0, through)  # running statistics do not depend on x
     if AFFINE:
-        scale = scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        scale = scale * tl.load(weight + column, mask=inside, other=0.0).to(wide)
     _store(dx, tl.where(known[:, None], (slope - through) * scale[None, :], 0.0), rows, column, CHANNELS, ROWS)
 
 
@@ -143,13 +151,15 @@ def site_gradient(
 
 
 @triton.jit
-def _tile(x, sites, part, start, length, rows, column, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
-    """(ROWS, COLUMNS) values in float32, 0 of what is no site, and which rows are sites."""
+def _tile(
+    x, sites, part, start, length, rows, column, CHANNELS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """(ROWS, COLUMNS) values in that dtype, 0 of what is no site, and which rows are sites."""
     row = part.to(tl.int64) * length + start + tl.arange(0, ROWS)
     known = tl.load(sites + row, mask=row < rows, other=0) != 0
     place = row[:, None] * CHANNELS + column[None, :]
     value = tl.load(x + place, mask=known[:, None] & (column < CHANNELS)[None, :], other=0.0)
-    return value.to(tl.float32), known
+    return value.to(DTYPE), known
 
 
 @triton.jit

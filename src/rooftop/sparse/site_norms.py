@@ -5,8 +5,8 @@ fewer than two there is no variance, and the running statistics stand in. Ioffe 
 Bound by memory: forward reads x twice and writes y, backward reads dy and x twice and writes dx. Rows that are no sites
 hold anything: they are not read, and their results and gradients are 0.
 
-Sums are float32 (float64 for float64, and on the CPU for float32), in parts of equal length that are merged in order:
-the same bits each time.
+Sums and statistics are float64, of half precision float32, in parts of equal length that are merged in order: the same
+bits each time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, precision_of
-from rooftop.launch.operators import differentiable, no_second_derivative, operator
+from rooftop.launch.operators import differentiable, in_pytorch, no_second_derivative, operator
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -69,10 +69,8 @@ def site_norm_gradient_reference(
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of sums and statistics; on the CPU it is float64 for float32 too, so that only results are rounded."""
-    if x.dtype == torch.float64 or (x.dtype == torch.float32 and x.is_cpu and not INTERPRETED):
-        return torch.float64
-    return torch.float32
+    """The dtype of sums and statistics: wide enough that only results are rounded."""
+    return torch.float64 if x.dtype in (torch.float32, torch.float64) else torch.float32
 
 
 # ---- launches --------------------------------------------------------------------------------------------------
@@ -105,7 +103,7 @@ def _forward(
     rows, channels = x.shape
     tile = _tile(x)
     (parts, length), blocks = _parts(x, tile), -(-channels // tile["COLUMNS"])
-    means, squares = torch.empty(2, parts, channels, dtype=torch.float32, device=x.device).unbind(0)
+    means, squares = torch.empty(2, parts, channels, dtype=_wide(x), device=x.device).unbind(0)
     counts = means.new_empty(parts)
     launch(site_moments, (parts, blocks), x.device, x, sites, means, squares, counts, rows, length, **tile)
     mean, var, center, rate = (means.new_empty(channels) for _ in range(4))
@@ -132,7 +130,7 @@ def _backward(
     dy, x, sites = dy.contiguous(), x.contiguous(), sites.contiguous()
     tile = _tile(x)
     (parts, length), blocks = _parts(x, tile), -(-x.shape[1] // tile["COLUMNS"])
-    sums = torch.empty(2, parts, x.shape[1], dtype=torch.float32, device=x.device)
+    sums = torch.empty(2, parts, x.shape[1], dtype=rate.dtype, device=x.device)
     launch(site_gradient_sums, (parts, blocks), x.device, dy, x, sites, center, rate, sums, x.shape[0], length, **tile)
     dbias, dweight = (each.sum(0) for each in sums)
     dx = torch.empty_like(x)
@@ -154,8 +152,8 @@ def site_norm(
     """(y, mean, var, count, center, rate) as of `site_norm_reference`.
 
     x: (N, C), bfloat16, float16, float32 or float64; sites: (N,) bool; the others (C,), float32 or wider than x, weight
-    and bias both or none, running_mean and running_var both or none. mean, var (biased), center and rate are float32,
-    or float64 for float64 and for float32 on the CPU.
+    and bias both or none, running_mean and running_var both or none. mean, var (biased), center and rate are float64
+    for float32 and float64, else float32.
     """
     arguments = (x, sites, weight, bias, running_mean, running_var, eps)
     return site_norm_reference(*arguments) if _by_reference(x) else _forward(*arguments)
@@ -211,6 +209,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, *others: None) -> tuple[Tensor |
 
 
 differentiable("site_norm", _differentiate, _save)
+in_pytorch("site_norm", site_norm_reference)
 differentiable("site_norm_backward", no_second_derivative("site_norm", "torch.nn.functional.batch_norm"))
 
 
