@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rooftop.analysis.report import Advice
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -95,5 +98,9 @@ def test_advice_that_a_program_can_follow_has_a_way(trust: Any) -> None:
         "Fuse pointwise operators into their neighbours",
         "Step the optimizer in fused kernels",
     ]
-    assert None not in [trust.way_of(title) for title in titles]
-    assert trust.way_of("Speed up convolution (backward)") is None
+    items = [Advice(title, "", 1.0, "torch.compile(model)") for title in titles]
+    assert None not in [trust.way_of(item) for item in items]
+    assert trust.way_of(Advice("Speed up convolution (backward)", "", 1.0)) is None
+    replayed = replace(items[4], command='torch.compile(model, mode="reduce-overhead")')
+    assert trust.way_of(items[4]) is trust.compiled
+    assert trust.way_of(replayed) is trust.compiled_and_replayed

@@ -31,13 +31,14 @@ class Net(nn.Module):
     def __init__(self, seconds=0.0, wrong=False):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-        self.seconds, self.wrong, self.calls = seconds, wrong, 0
+        self.seconds, self.wrong = seconds, wrong
+        self.calls = []  # a log, which goes on
 
     def forward(self, x):
-        self.calls += 1
+        self.calls.append(len(self.calls) + 1)
         if torch.autograd._profiler_enabled():  # the steps that are looked at: they are few
             time.sleep(self.seconds)
-        if self.wrong and self.calls == 5:
+        if self.wrong and len(self.calls) == 5:
             raise KeyError("no such voxel")
         return self.layers(x)
 

@@ -170,7 +170,8 @@ class _State:
         modules = self._target.modules() if isinstance(self._target, nn.Module) else ()
         kept = {id(b) for m in modules for b in m._buffers.values() if b is not None and _is_figure(m, b)}
         kept |= {id(tensor) for tensor in besides}
-        return [t for t in self.tensors if id(t) not in kept and not t.is_nested and t.nbytes <= SMALL_BYTES]
+        dense = [t for t in self.tensors if t.layout == torch.strided and not t.is_nested]
+        return [t for t in dense if id(t) not in kept and t.nbytes <= SMALL_BYTES]
 
     def look(self) -> None:
         """After a run, of which the first may make what the later ones use."""
