@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from rooftop.models.gpt import Cache, Gpt, continue_greedily, parts_of, plain_dropouts
+from rooftop.models.gpt import Cache, Gpt, continue_greedily, parts_of
+from rooftop.models.gpt_blocks import plain_dropouts
 from rooftop.models.gpt_configs import GptConfig, config_of
 from rooftop.models.gpt_weights import gpt_state_dict, hugging_face_state_dict
 from rooftop.testing import assert_as_accurate

@@ -14,7 +14,7 @@ import torch
 from rooftop.errors import WeightsError
 from rooftop.models import Gpt, generate, load_gpt, save_gpt
 from rooftop.models.generation import Generation
-from rooftop.models.gpt import rotary_frequencies
+from rooftop.models.gpt_blocks import rotary_frequencies
 from rooftop.models.gpt_configs import config_of
 from rooftop.models.gpt_weights import gpt_state_dict
 from rooftop.models.sampling import Sampling

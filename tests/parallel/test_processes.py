@@ -134,6 +134,20 @@ def test_a_world_can_begin_again(served: bool, on_ranks: Run) -> None:
     assert on_ranks(4, twice, joined=False, environments=environments) == [[(6.0, 4, False)] * 2] * 4
 
 
+def twice_with_a_late_end() -> list[tuple[float, int, bool]]:
+    """Rank 0 closes its store a second after the others have left the first block."""
+    if os.environ["RANK"] != "0":
+        return twice()
+    destroy = dist.destroy_process_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", lambda: time.sleep(1.0) or destroy())
+        return twice()
+
+
+def test_a_world_begins_again_at_the_next_store(on_ranks: Run) -> None:
+    assert on_ranks(4, twice_with_a_late_end, joined=False, environments=own_store(4)) == [[(6.0, 4, False)] * 2] * 4
+
+
 def started_by_slurm(port: int) -> tuple[float, int, bool]:
     rank = os.environ.pop("RANK")
     del os.environ["WORLD_SIZE"]

@@ -17,6 +17,15 @@ from torch.nn import functional
 
 from rooftop.cost import Call, Cost, cost_of, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.autocasting import result_dtype, under_autocast
+from rooftop.kernels.loss_formulas import (
+    cross_entropy_gradient_reference,
+    cross_entropy_reference,
+    inverse_by_formula,
+    loss_formula,
+    reduced_gradient_formula,
+    reference_dtype,
+    statistics_dtype,
+)
 from rooftop.kernels.loss_launches import Terms
 from rooftop.kernels.losses import (
     FLOATS,
@@ -24,18 +33,11 @@ from rooftop.kernels.losses import (
     check_arguments,
     check_index,
     check_targets,
-    cross_entropy_gradient_reference,
-    cross_entropy_reference,
-    inverse_by_formula,
     inverse_dtype,
     inverse_of_targets,
-    loss_formula,
     losses_of_rows,
-    reduced_gradient_formula,
-    reference_dtype,
     row_flops,
     scaled,
-    statistics_dtype,
     total_of,
 )
 from rooftop.kernels.padded_rows import missing_columns, padded

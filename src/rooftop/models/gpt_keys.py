@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from rooftop.errors import WeightsError
-from rooftop.models.gpt import Gpt, rotary_frequencies
+from rooftop.models.gpt import Gpt
+from rooftop.models.gpt_blocks import rotary_frequencies
 from rooftop.models.gpt_configs import hugging_face_config, hugging_face_kind
 from rooftop.models.gpt_switches import GptConfig
 

@@ -107,12 +107,10 @@ def join(
         yield World(0, 1, where)
         return
     compared = {"layout": layout, "device": where.type, **(settings or {})}
-    store = dist.distributed_c10d._get_default_store() if there else _opened(launch, patience_s)
     number = _joined[launch.address, launch.port, launch.attempt]
     _joined[launch.address, launch.port, launch.attempt] += 1
-    store = dist.PrefixStore(f"rooftop/{launch.attempt}/{number}", store)  # type: ignore[attr-defined]
-    ranks = _Ranks(store, launch.rank, launch.size, holds_store=launch.rank == 0 and not launch.served)
-    ranks.call_the_roll(compared, problem, patience_s)
+    ranks = _called(launch, number, there, lambda ranks: ranks.call_the_roll(compared, problem, patience_s), patience_s)
+    store = ranks.store
     if where.type == "cuda":
         torch.cuda.set_device(where)
     try:
@@ -133,6 +131,30 @@ def join(
     finally:
         if not there and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _called(launch: Launch, number: int, there: bool, call: Callable[[_Ranks], object], patience_s: float) -> _Ranks:
+    """The ranks after the roll call of block `number`, at the store where they meet.
+
+    A rank may be here again before rank 0 has closed the store of the block before. It meets nobody there: once that
+    store is closed, it looks for the next one.
+    """
+    until = time.monotonic() + patience_s
+    while True:
+        store = dist.distributed_c10d._get_default_store() if there else _opened(launch, patience_s)
+        store = dist.PrefixStore(f"rooftop/{launch.attempt}/{number}", store)  # type: ignore[attr-defined]
+        ranks = _Ranks(store, launch.rank, launch.size, holds_store=launch.rank == 0 and not launch.served)
+        try:
+            call(ranks)
+            return ranks
+        except _StoreEnded:
+            may_be_old = number > 0 and launch.rank > 0 and not (there or launch.served)
+            if not may_be_old or time.monotonic() >= until:
+                raise
+
+
+class _StoreEnded(RankError):
+    """The store ended during the roll call."""
 
 
 _joined: Counter[tuple[str, int, int]] = Counter()  # a launcher's store outlives a block: keys are used once
@@ -223,7 +245,9 @@ class _Ranks:
             if verdict:
                 self._say("heard", LINGER_S if self.holds_store else 0.0, self._present())
         except RuntimeError as error:
-            verdict = f"rank 0 of {self.size} ended during the roll call; see what it says ({_line(error)})"
+            raise _StoreEnded(
+                f"rank 0 of {self.size} ended during the roll call; see what it says ({_line(error)})"
+            ) from error
         if verdict:
             raise RankError(verdict)
 

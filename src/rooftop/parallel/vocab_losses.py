@@ -22,13 +22,15 @@ from torch.distributed import ProcessGroup
 
 from rooftop.kernels import cross_entropy, linear_cross_entropy
 from rooftop.kernels.linear_losses import chunk_rows
+from rooftop.kernels.loss_formulas import (
+    inverse_of_count,
+    statistics_dtype,
+)
 from rooftop.kernels.losses import (
     LogitsShape,
     check_arguments,
     check_index,
     check_targets,
-    inverse_of_count,
-    statistics_dtype,
 )
 from rooftop.parallel.exchanges import Group, place_in, start_sum
 from rooftop.parallel.tensor_linears import under_autocast
