@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rooftop.models import gpt, gpt_layouts
+from rooftop.models import gpt_blocks, gpt_layouts
 from rooftop.models.gpt import Gpt, continue_greedily
 from rooftop.models.gpt_configs import GptConfig
 from rooftop.models.gpt_layouts import parallel_gpt, rules_of
@@ -324,7 +324,7 @@ FAULTS = {
     "the head's share of a tied gradient is left out": Fault(
         Case("gpt", TWO),
         "gradient",
-        lambda: patch.object(gpt, HEAD_LOSS, with_weight_detached(getattr(gpt, HEAD_LOSS))),
+        lambda: patch.object(gpt_blocks, HEAD_LOSS, with_weight_detached(getattr(gpt_blocks, HEAD_LOSS))),
     ),
     "the embedding's share of a tied gradient is left out": Fault(
         Case("gpt", TWO),

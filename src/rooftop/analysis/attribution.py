@@ -211,8 +211,9 @@ class ModuleTracker:
     def _running_in(self, node: Any) -> str:
         """The scope of what a backward node computes.
 
-        A module that the node itself called is being recomputed (activation checkpointing). One that was running before
-        has called for gradients (`torch.autograd.grad`, `torch.func.grad`), which belong to the makers of their nodes.
+        If the node itself called the running module, the module is being recomputed (activation checkpointing), and the
+        work is the module's. If the module was running before, it has asked for gradients (`torch.autograd.grad`,
+        `torch.func.grad`), and the work belongs to the module that made the node.
         """
         running = self._running.innermost
         return running if running is not None and self._running.within is node else self._maker_of(node)

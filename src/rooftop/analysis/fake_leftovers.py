@@ -1,8 +1,8 @@
-"""Fake tensors that a prediction leaves in the program, which could not use them afterwards.
+"""Removes fake tensors that a predicted program has stored. They have no values, so the program could not use them.
 
-Programs keep for later what they compute: masks in a `functools.lru_cache`, tables in a global or in an attribute of a
-class. Where such places can be found they get back what they held. Fake tensors that are kept in others are an error,
-which names the place.
+Programs store results for later: masks in a `functools.lru_cache`, tables in a global or in an attribute of a class.
+Places that can be found get back what they held before. If fake tensors are still stored elsewhere, an error names the
+place.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ MOST_STEPS = 30
 
 @contextmanager
 def fakes_taken_out(roots: Iterable[Any], mode: FakeTensorMode) -> Iterator[list[Any]]:
-    """What can be reached from the roots, and holds fake tensors of the mode after the block, is as it was before it.
+    """Restores every container reachable from the roots that holds fake tensors of the mode after the block.
 
-    Other changes stay: what a library has set up it must not set up again. Yields a list, of what gave fake tensors
-    back.
+    Other changes stay: a library that has set itself up must not do so again. Yields a list, to which the owners of the
+    restored containers are added.
     """
     containers = _Reached(roots).containers
     owners: list[Any] = []
@@ -65,9 +65,9 @@ def _holds_fakes(values: list[Any], mode: FakeTensorMode) -> bool:
 
 
 class _Reached(Held):
-    """Also what is reached through classes and their methods, caches of functions, and attributes of tensors.
+    """Also follows classes and their methods, caches of functions, and attributes of tensors.
 
-    Code of installed packages that do not use PyTorch is left out: there is much of it.
+    Leaves out installed packages that do not use PyTorch: they have much code and no tensors.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -103,7 +103,7 @@ class _Reached(Held):
 
 
 def _packages_without_torch() -> set[str]:
-    """Installed ones that are loaded, none of whose modules has PyTorch among its globals."""
+    """Installed packages that are loaded and have no module with PyTorch among its globals."""
     used = {id(each) for each in (torch, nn, nn.functional, Tensor, nn.Module)}
     found: dict[str, bool] = {}
     for name, module in list(sys.modules.items()):
@@ -161,7 +161,7 @@ def _of_named_modules(function: types.FunctionType) -> Iterator[Container]:
 
 
 def _of_cache(function: Any) -> Iterator[Container]:
-    """What an `lru_cache` has kept. Of one that is bounded only the keys can be taken out, which make it forget."""
+    """The stored results of an `lru_cache`. If it is bounded, only keys can be removed; it then computes them again."""
     parts = gc.get_referents(function)
     places = [place for place, part in enumerate(parts) if part is getattr(function, "__wrapped__", None)]
     kept = parts[places[-1] - 1] if places and places[-1] else None
@@ -181,13 +181,14 @@ def _of_cache(function: Any) -> Iterator[Container]:
 
 
 def require_no_fakes(mode: FakeTensorMode, name: str, emptied: list[Any]) -> None:
-    """Nothing has kept a fake tensor of a mode that has ended.
+    """Checks that no fake tensor of a mode is stored anywhere after the mode has ended.
 
     Args:
-        name: of the predicted program. emptied: what may still hold some, since they can be found there no more.
+        name: of the predicted program, for the error.
+        emptied: caches that may still hold fake tensors, but can no longer return them.
 
     Raises:
-        InputError: the program has, with the place.
+        InputError: the program stores one. The message names the place.
     """
     for generation in (1, 2):  # most are garbage that waits, and young
         if not _fakes_of(mode):
@@ -206,10 +207,10 @@ def _fakes_of(mode: FakeTensorMode) -> list[FakeTensor]:
 
 
 def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
-    """What a program calls the first place that leads to one of these: a global, an attribute of a class, a cache; else
-    the class of an object.
+    """The name of the first place from which one of these tensors is reached: a global, an attribute of a class, or a
+    cache; if there is none, the class of an object that holds it.
 
-    None: only PyTorch leads to them, variables of functions that are running, or what was emptied.
+    None if they are reached only from PyTorch, from variables of running functions, or from what was emptied.
     """
     frontier: list[Any] = [*fakes]
     seen = {id(each) for each in (*fakes, fakes, frontier, emptied, *emptied)}
@@ -232,12 +233,12 @@ def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
         seen |= {id(each) for each in frontier}
         if not frontier:
             break
-    # What was frozen (`gc.freeze`) is found by nobody: it may lead to what was emptied.
+    # Objects frozen by `gc.freeze` are not listed: they may lead to what was emptied.
     return None if leads_to_emptied or gc.get_freeze_count() else by_class
 
 
 def _name_of(holder: Any, held: set[int]) -> str | None:
-    """The name in a class or among the globals of a program of what it holds; None of other holders."""
+    """The program's name for what this class, cache or module's globals hold; None for other holders."""
     if isinstance(holder, _CACHE):
         return f"the cache of {_full_name(holder)}"
     if isinstance(holder, type):
@@ -251,7 +252,7 @@ def _name_of(holder: Any, held: set[int]) -> str | None:
 
 
 def _is_end(holder: Any) -> bool:
-    """Whether it is held by everything, and by nothing of the program."""
+    """Whether a search for holders stops here: what holds classes, modules and frames says nothing."""
     return isinstance(holder, (type, types.ModuleType, types.FrameType)) or _is_of_module(holder)
 
 

@@ -119,7 +119,7 @@ class Findings:
         return wall_ms - max(self.host_ms + more_host_ms, wall_ms - busy_ms)
 
     def saved_in_graph_ms(self, labelled_ms: float) -> float:
-        """What the step gains when operators take so much less and a graph launches all but the optimizer's."""
+        """Time saved if operators take `labelled_ms` less and a CUDA graph launches all but the optimizer's kernels."""
         busy_ms = self.summary.busy_ms - self.undisturbed_ms(labelled_ms)
         outside = sum(op.record.phase == "optimizer" for op in self.operators)
         return self.summary.wall_ms - max(busy_ms, self.launched_ms(outside))

@@ -5,9 +5,9 @@ problem of each run, and the caller would find it changed afterwards. So contain
 change are put back before each further one, and everything at the end. Tensors that are written in place are put back
 before each run where they are small (positions, lengths), and else only at the end: they change no sizes.
 
-The same holds for what the target itself keeps: attributes of its modules, what its functions close over, globals. What
-its first run makes and later runs use (a mask) stays until the end. Logs go on: lists of numbers, counters that are
-variables. A callable that trains goes on with its weights.
+The same holds for what the target itself keeps: attributes of its modules, closures and globals of its functions. What
+the first run creates for later runs (a mask) stays until the end. Logs are never put back: lists of numbers, and
+variables that hold numbers. If a callable trains, all of its state is left as the runs leave it.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class _State:
         return [t for t in dense if id(t) not in kept and t.nbytes <= SMALL_BYTES]
 
     def look(self) -> None:
-        """After a run, of which the first may make what the later ones use."""
+        """Called after each run. The first run may create what later runs use."""
         if any(weight._version != version for weight, version in self._weights):
             self.trains = True
             self.containers, self.changing, self._weights = [], [], []

@@ -1,5 +1,5 @@
-"""What can be reached from values, functions and modules: containers, attributes, variables, tensors; and giving each
-container again what it had.
+"""Finds all containers, attributes, variables and tensors that values, functions and modules refer to, and restores
+containers to their earlier contents.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _CLOSED = (
     *(str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, torch.Generator),
     *(nn.Module, torch.UntypedStorage, torch.TypedStorage),
 )
-"""Not entered: what has no parts."""
+"""Objects of these classes have no parts to follow."""
 _ALIVE = (
     *("asyncio", "concurrent", "io", "_io", "logging", "multiprocessing", "queue", "selectors", "socket", "subprocess"),
     *("threading", "torch.cuda", "torch.distributed", "torch.profiler", "torch.utils.data"),
 )
-"""Packages whose objects are not entered either: threads and processes work on them."""
+"""Packages whose objects are not followed either: threads and processes use them."""
 _TRAINING = ("torch.amp", "torch.optim")
-"""And neither are theirs, as training goes on in them, except where nothing is computed."""
+"""Packages whose objects keep the state of a training. They are followed only if nothing is computed."""
 _CODE = (types.FunctionType, types.MethodType, partial, _lru_cache_wrapper, staticmethod, classmethod, property, type)
 _OF_ANY_MODULE = {*vars(nn.Module()), "_is_full_backward_hook"}
 """Attributes that every module has: its parts, hooks and mode."""
@@ -44,11 +44,11 @@ class Held:
     """All containers and tensors that can be reached from some values through containers and attributes.
 
     Args:
-        everything: also through functions (what they close over, the globals that they name), classes, modules, and
-            hooks of tensors.
-        of_modules: of a module also what every module has (its parts, its hooks, its mode), which is else only passed.
-        training: also through optimizers, their schedulers and gradient scalers.
-        installed: also through globals that are functions and classes of installed packages.
+        everything: follow functions (their closures and the globals that they name), classes, modules and hooks of
+            tensors, too.
+        of_modules: restore also what every module has (submodules, hooks, mode); otherwise it is only followed.
+        training: follow optimizers, schedulers and gradient scalers, too.
+        installed: follow globals that are functions or classes of installed packages, too.
 
     Attributes:
         containers: each with what it holds, in order. tensors: each once.
@@ -96,11 +96,12 @@ class Held:
 
 @contextmanager
 def left_as_they_were(targets: Iterable[Any], logs: bool = True) -> Iterator[None]:
-    """What some values, functions among them, can reach is after a block in which nothing is computed as before it:
-    containers and attributes, also of optimizers; gradients, and which tensors require them.
+    """Restores everything that the targets refer to after a block in which nothing is computed: containers, attributes,
+    optimizers, gradients and `requires_grad`.
 
     Args:
-        logs: these as well.
+        targets: values and functions.
+        logs: restore containers that hold only numbers and text, too.
     """
     held = Held(targets, everything=True, training=True)
     gradients = [_Gradient(tensor) for tensor in held.tensors]
@@ -115,7 +116,7 @@ def left_as_they_were(targets: Iterable[Any], logs: bool = True) -> Iterator[Non
 
 
 class _Gradient:
-    """The gradient of a leaf of autograd's graph, and whether it requires one; of other tensors nothing."""
+    """`grad` and `requires_grad` of a leaf tensor. Other tensors are left alone."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -135,7 +136,7 @@ class _Gradient:
 
 @cache
 def _is_closed(kind: type[Any], training: bool = False) -> bool:
-    """Whether objects of a class are not entered; iterators go on and cannot be put back."""
+    """Whether objects of a class are not followed. Iterators are not: they cannot be set back."""
     if issubclass(kind, Tensor):
         return False
     if issubclass(kind, _CLOSED) or hasattr(kind, "__next__"):
@@ -148,14 +149,14 @@ def _is_closed(kind: type[Any], training: bool = False) -> bool:
 
 
 def _undecorated(value: Any) -> Any:
-    """The program's function inside what `torch.no_grad()` and other decorators of libraries have made of it."""
+    """The program's own function, without the wrappers of library decorators such as `torch.no_grad()`."""
     while isinstance(value, types.FunctionType) and _is_of_libraries(value) and "__wrapped__" in vars(value):
         value = vars(value)["__wrapped__"]
     return value
 
 
 def _is_of_libraries(value: Any) -> bool:
-    """Whether a function or a class is PyTorch's, ours or Python's own: what it names is none of a program's state."""
+    """Whether a function or a class belongs to PyTorch, Rooftop or Python: it has no state of the program."""
     if isinstance(value, type):
         package = value.__module__.partition(".")[0]
         return package in ("torch", "rooftop") or (package in sys.stdlib_module_names and package != "__main__")
@@ -163,7 +164,7 @@ def _is_of_libraries(value: Any) -> bool:
 
 
 def _is_installed(value: Any) -> bool:
-    """Whether a function or a class is that of an installed package: each names many others, in the end all of it."""
+    """Whether a function or a class belongs to an installed package: following it would lead through all of it."""
     return isinstance(value, (types.FunctionType, type)) and _is_in_site_packages(value.__module__)
 
 
@@ -180,7 +181,7 @@ def hooks_of(tensor: Tensor) -> list[Any]:
 
 
 class Container:
-    """One container of an owner: its items now, and how to give it these again."""
+    """One container of an owner: its items when this was made, and how to restore them."""
 
     def __init__(
         self, owner: Any, read: Callable[[], list[Any]], write: Callable[[list[Any]], object] = lambda items: None
@@ -208,7 +209,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _passed(owner: Any, items: Iterable[Any]) -> Container:
-    """What is reached through an owner, and stays as it is."""
+    """Items of an owner that are followed, but never restored."""
     kept = [*items]
     return Container(owner, lambda: kept)
 
@@ -253,7 +254,7 @@ def _containers_of(value: Any, of_modules: bool, installed: bool) -> Iterator[Co
 
 
 def mapping_of(mapping: dict[Any, Any], owner: Any) -> Container:
-    """Keys and values, one after the other; past what a subclass makes of changes."""
+    """Keys and values in turn. Written with the methods of `dict`, whatever a subclass overrides."""
     kind: type[MutableMapping[Any, Any]] = OrderedDict if isinstance(mapping, OrderedDict) else dict
 
     def write(items: list[Any]) -> None:
@@ -265,7 +266,7 @@ def mapping_of(mapping: dict[Any, Any], owner: Any) -> Container:
 
 
 def _of_module(module: nn.Module) -> Iterator[Container]:
-    """A module's attributes of its own; its parts and hooks are passed. PyTorch's modules keep none of a program's."""
+    """Attributes that a module has besides those of every module. Submodules and hooks are only followed."""
     state = vars(module)
     common = [part for name, part in state.items() if name in _OF_ANY_MODULE and isinstance(part, dict)]
     yield _passed(module, chain.from_iterable(part.values() for part in common))
@@ -284,7 +285,7 @@ def _of_module(module: nn.Module) -> Iterator[Container]:
 
 
 def _of_class(kind: type) -> Iterator[Container]:
-    """What instances of a class share; its methods are passed."""
+    """Attributes of a class. Its methods are only followed."""
     code = (*_CODE, types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType)
     named = {name: part for name, part in vars(kind).items() if not (name.startswith("__") and name.endswith("__"))}
     yield _passed(kind, [part for name, part in vars(kind).items() if isinstance(part, _CODE)])
@@ -311,7 +312,7 @@ def named_globals(function: types.FunctionType) -> list[Any]:
 
 
 def globals_by_name(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """Those globals with their names. A function names the attributes that it takes of them, too: see `code_names`."""
+    """(name, value) of the globals that a function's code names. `code_names` also has names of attributes."""
     names = function.__globals__
     return [(name, names[name]) for name in sorted(code_names(function.__code__) & names.keys())]
 
@@ -361,7 +362,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def _slots(kind: type) -> list[types.MemberDescriptorType]:
-    """Those that Python code has declared."""
+    """The slots that a class and its bases declare."""
     classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     return [each for names in classes for each in names.values() if isinstance(each, types.MemberDescriptorType)]
 

@@ -74,8 +74,8 @@ def predict(
 
     Raises:
         TypeError: `ceilings` are none (a machine's name, for example), `optimizer` makes none, `dtype` is not floating.
-        InputError: the model looks at values (`.item()`, `nonzero`), which fake tensors do not have, does nothing,
-            cannot be copied, or keeps fake tensors where they cannot be taken from it.
+        InputError: the model does nothing or cannot be copied; it looks at values (`.item()`, `nonzero`), which fake
+            tensors do not have; or it has kept fake tensors in a place from which they cannot be removed.
         ModelRunError: the model raised.
 
     Example:
@@ -147,7 +147,7 @@ def predict(
 
 @dataclass(frozen=True)
 class _CountedStep:
-    """What a prediction knows of a step on fake tensors, and holds none of them.
+    """What was counted in a step on fake tensors. It keeps none of these tensors.
 
     Attributes:
         ended: the mode that made them; None where the caller's is still active.
@@ -173,7 +173,10 @@ def _counted_step(
     loss: Callable[[Any], Tensor] | None,
     dtype: torch.dtype | None,
 ) -> _CountedStep:
-    """Run a step on fake tensors, by the operators of a kind of device, in a context whose variables are its own."""
+    """Runs a step on fake tensors as a kind of device ("cpu", "cuda") would run it.
+
+    The caller provides a copy of the context, so that changes of context variables are lost afterwards.
+    """
     on_gpu = kind == "cuda"
     is_inside = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     with fake_tensors() as mode:

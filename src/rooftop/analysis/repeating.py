@@ -32,7 +32,7 @@ class Form:
     Attributes:
         dtype: in place of its floating-point dtypes; None: as they were.
         channels_last: images and convolution weights lie channels last; else as they lay.
-        multiple: of which the sides of matrices, and vectors, are; they are rounded up to it.
+        multiple: sides of matrices and lengths of vectors are rounded up to a multiple of it.
     """
 
     dtype: torch.dtype | None = None

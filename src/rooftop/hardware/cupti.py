@@ -76,7 +76,7 @@ def others_in_calls() -> str:
             return "NCCL"
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
-    del frames[threading.get_ident()]  # in a variable of its own it would keep all callers and what they hold
+    del frames[threading.get_ident()]  # a local variable with its own frame is a cycle, and keeps all callers alive
     for ident, frame in frames.items():
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         waits = package in sys.stdlib_module_names and frame.f_code.co_name in _WAITING

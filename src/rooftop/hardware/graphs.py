@@ -54,7 +54,7 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
         if within is not None:  # out here: it would hold the consequence, whose frames hold it
             raise within
     finally:
-        within = None  # it holds this frame, which would hold it, and with it the memory of the capture
+        within = None  # the error refers to this frame: a cycle, which would keep the memory of the capture
 
 
 @contextmanager

@@ -241,7 +241,7 @@ def _scan(combine: Callable[..., Any], init: Any, xs: Any, additional_inputs: An
     return generic_scan(combine, init, xs, additional_inputs=additional_inputs)
 
 
-# ---- what people call, with nests of tensors -----------------------------------------------------------------------
+# ---- public functions, which take nested tensors --------------------------------------------------------------------
 
 
 def _cond_of_nests(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:

@@ -33,7 +33,7 @@ class RunningCalls:
 
     @property
     def names(self) -> list[str]:
-        """Those that have entered and not left; `settle` finds which of them have ended."""
+        """Names of the calls whose end no hook has reported; `settle` removes those that have ended."""
         return [call.name for call in self._calls]
 
     @property

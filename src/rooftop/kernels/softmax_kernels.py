@@ -241,7 +241,7 @@ def fold_scores(largest, total, scores, GROUP: tl.constexpr):
 
 @triton.jit
 def sum_of_lanes(total, axis: tl.constexpr, WIDE: tl.constexpr):
-    """Sums along an axis, in float32, or WIDE: in float64."""
+    """Sums along an axis, in float64 if WIDE, else in float32."""
     return tl.sum(_widened(total, WIDE), axis=axis)
 
 

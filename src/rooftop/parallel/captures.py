@@ -1,8 +1,8 @@
 """CUDA graphs end before the communication that they hold.
 
-A communicator of NCCL counts the graphs that were captured with its work, and its end waits for the last of them
-(NVIDIA, NCCL User Guide, "Using NCCL with CUDA Graphs"). A graph that a trainer, a traceback or a cycle of references
-still holds would keep the process for good.
+An NCCL communicator counts the CUDA graphs that contain its work. Destroying it waits until the last of them is gone
+(NVIDIA, NCCL User Guide, "Using NCCL with CUDA Graphs"). If a trainer, a traceback or a reference cycle still holds
+such a graph, the process never ends.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 @contextmanager
 def graphs_end_here() -> Iterator[None]:
-    """CUDA graphs that were captured in the `with` block are empty after it, whoever captured or still holds them.
+    """Resets all CUDA graphs that were captured in the `with` block, whoever captured or still holds them.
 
-    To replay one then is a RuntimeError of torch's. The memory of its tensors stays theirs.
+    PyTorch raises a RuntimeError if one is replayed afterwards. Its tensors keep their memory.
     """
     begin = torch.cuda.CUDAGraph.capture_begin
     graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()

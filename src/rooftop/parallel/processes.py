@@ -77,8 +77,8 @@ def join(
     """torch.distributed for the processes that a launcher started, within the block. Every rank must come here.
 
     A process by itself is a world of one rank, without a process group. A group that is there already is used, and is
-    there afterwards. One that is made here ends with the block, and so does each CUDA graph that was captured in it:
-    NCCL waits for those of its work.
+    there afterwards. A group that is made here is destroyed at the end of the block. CUDA graphs that were captured in
+    the block are reset before: NCCL waits for graphs that hold its work.
 
     Args:
         layout: refused if it has another number of ranks than the world.
@@ -109,7 +109,7 @@ def join(
     compared = {"layout": layout, "device": where.type, **(settings or {})}
     number = _joined[launch.address, launch.port, launch.attempt]
     _joined[launch.address, launch.port, launch.attempt] += 1
-    ranks = _called(launch, number, there, lambda ranks: ranks.call_the_roll(compared, problem, patience_s), patience_s)
+    ranks = _at_the_store(launch, number, there, compared, problem, patience_s)
     store = ranks.store
     if where.type == "cuda":
         torch.cuda.set_device(where)
@@ -133,11 +133,13 @@ def join(
             dist.destroy_process_group()
 
 
-def _called(launch: Launch, number: int, there: bool, call: Callable[[_Ranks], object], patience_s: float) -> _Ranks:
-    """The ranks after the roll call of block `number`, at the store where they meet.
+def _at_the_store(
+    launch: Launch, number: int, there: bool, settings: Mapping[str, object], problem: str, patience_s: float
+) -> _Ranks:
+    """The ranks of block `number`, after their roll call.
 
-    A rank may be here again before rank 0 has closed the store of the block before. It meets nobody there: once that
-    store is closed, it looks for the next one.
+    A rank may begin the next block before rank 0 has closed the store of the previous one, and connects to that store
+    then. When it closes, the rank connects again.
     """
     until = time.monotonic() + patience_s
     while True:
@@ -145,7 +147,7 @@ def _called(launch: Launch, number: int, there: bool, call: Callable[[_Ranks], o
         store = dist.PrefixStore(f"rooftop/{launch.attempt}/{number}", store)  # type: ignore[attr-defined]
         ranks = _Ranks(store, launch.rank, launch.size, holds_store=launch.rank == 0 and not launch.served)
         try:
-            call(ranks)
+            ranks.call_the_roll(settings, problem, patience_s)
             return ranks
         except _StoreEnded:
             may_be_old = number > 0 and launch.rank > 0 and not (there or launch.served)

@@ -151,9 +151,9 @@ def site_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, mean, var, count, center, rate) as of `site_norm_reference`.
 
-    x: (N, C), bfloat16, float16, float32 or float64; sites: (N,) bool; the others (C,), float32 or wider than x, weight
-    and bias both or none, running_mean and running_var both or none. mean, var (biased), center and rate are float64
-    for float32 and float64, else float32.
+    x: (N, C), bfloat16, float16, float32 or float64. sites: (N,), bool. All others are (C,), float32 or wider than x;
+    weight and bias come together or not at all, and so do running_mean and running_var. The results mean, var (biased),
+    center and rate are float64 if x is float32 or float64, else float32.
     """
     arguments = (x, sites, weight, bias, running_mean, running_var, eps)
     return site_norm_reference(*arguments) if _by_reference(x) else _forward(*arguments)

@@ -48,7 +48,7 @@ CONTAINERS = {
     b"LITPKDS": "LitGPT's packed data set, in chunks",
     b"GGUF": "a model of llama.cpp",
 }
-"""Of files that are no plain numbers how they begin, and what they are."""
+"""First bytes of files that are not plain numbers, and the format that they belong to."""
 
 Integers = NDArray[np.integer[Any]]
 

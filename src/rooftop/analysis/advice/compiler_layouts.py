@@ -1,8 +1,10 @@
-"""Whether torch.compile lays the images of a program out channels last, by the rule of its own.
+"""Whether torch.compile lays the images of a program out channels last. It decides by a rule of its own
+(PyTorch, torch/_inductor/graph.py, decide_layout_opt):
 
-In training it does unless some convolution is grouped with several channels a group, or narrows to half of its
-channels or fewer with a kernel wider than one, or all have at most 64 channels. In inference it weighs the operations
-of these classes by what it has seen the layout gain or lose (PyTorch, torch/_inductor/graph.py, decide_layout_opt).
+- Training: yes, unless a convolution is grouped with several channels in each group, or a convolution with a kernel
+  wider than 1 has at most half as many output channels as input channels, or all have at most 64 channels.
+- Inference: each class of convolutions has a relative time channels last, taken from PyTorch's benchmarks. Yes, if the
+  flops of the program, weighted with these times, are not more than without weights.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.cost import Record
 
 TIME_CHANNELS_LAST = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "other": 0.823}
-"""Relative to channels first, as torch.compile takes it."""
+"""By class of convolution: time channels last over time channels first, as torch.compile assumes it."""
 FEW = 300  # nodes of a graph for each convolution, from which on it leaves the layout
 
 
 def compiler_lays_out_channels_last(operators: Sequence[MeasuredOperator]) -> bool:
-    """Whether it does, of a step of these operators."""
+    """Whether torch.compile changes the layout of a step that consists of these operators."""
     forward = [op.record for op in operators if op.record.phase == "forward"]
     convolutions = [r for r in forward if r.name == "aten::convolution" and r.spec is not None]
     if not convolutions or len(forward) >= FEW * len(convolutions):

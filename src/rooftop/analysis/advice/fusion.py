@@ -44,7 +44,7 @@ LONGEST_ROW_BYTES = 64 * 1024  # of a row that one block keeps on the chip; long
 REDUCTIONS_OF_CHOICE = {"sum", "mean", "amax", "amin", "var", "var_mean"}
 """Along rows they join; over columns they are kernels of their own."""
 SUMMING = 0.75
-"""A compiled kernel that also sums over all rows reaches this part of what one on elements does."""
+"""Share of an elementwise kernel's bandwidth that a compiled kernel reaches if it also sums over all rows."""
 OTHERS_ON_ELEMENTS = {
     *("_to_copy", "copy_", "clone", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "new_zeros"),
     *("native_dropout", "native_dropout_backward", "bernoulli_", "masked_fill_", "constant_pad_nd"),
@@ -253,7 +253,7 @@ class _Traffic:
         return any(_plain(op) in SUMS_OVER_ROWS or (_plain(op) in BATCH_STATISTICS and _trains(op)) for op in members)
 
     def _has_long_rows(self, place: int) -> bool:
-        """Whether an operator reduces rows of more than a block keeps on the chip, and reads them again."""
+        """Whether an operator reduces rows that are too long for one block to keep on the chip: they are read twice."""
         op = self._operators[place]
         first = op.record.inputs[0]
         row_bytes = (first.shape[-1:] or (1,))[0] * first.dtype.itemsize
@@ -269,10 +269,10 @@ def _trains(op: MeasuredOperator) -> bool:
 
 
 def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], ceilings: Ceilings) -> float:
-    """The share of their roof that a quarter of the elementwise operators of this step, by bytes, reach or surpass.
+    """The share of their roof that the best quarter of this step's elementwise operators, by bytes, reaches.
 
-    Compiled kernels do so, too: all of them move whole vectors. Of PyTorch's own, some are bound by arithmetic (powers
-    in bfloat16) or by their indices, and say nothing of those.
+    Compiled kernels are assumed to reach it, too. Other eager kernels say nothing about those: some are limited by
+    arithmetic (powers in bfloat16), some by the computation of indices.
     """
     seen = []
     for op, node in zip(operators, nodes, strict=True):

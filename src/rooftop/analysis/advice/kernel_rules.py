@@ -16,8 +16,8 @@ from rooftop.analysis.report import Advice, OperatorRow
 def pointwise_fusion(findings: Findings) -> list[Advice]:
     """Operators that a compiler would join into kernels that move less memory (see `fusion`).
 
-    torch.compile also lays images out channels last and pads products, where that is faster; and where the host sets
-    the pace and a CUDA graph can hold the step, a mode of it replays what it has compiled.
+    torch.compile also changes the layout of images and pads matrix products. If the host is the bottleneck and the step
+    can be captured, the advice is for its mode that replays a CUDA graph.
     """
     found = fused(findings.operators, findings.ceilings)
     if not found.operators or findings.traced_more_ms is None:
@@ -50,7 +50,7 @@ def pointwise_fusion(findings: Findings) -> list[Advice]:
 
 
 def saved_by_layout_ms(findings: Findings) -> float:
-    """What convolutions and poolings gain if torch.compile lays their images out channels last; 0 if it would not."""
+    """Time saved in convolutions and poolings if torch.compile lays images out channels last; 0 if it does not."""
     if not compiler_lays_out_channels_last(findings.operators):
         return 0.0
     after = channels_last_ms(findings)
@@ -62,7 +62,7 @@ def saved_by_layout_ms(findings: Findings) -> float:
 
 
 def saved_by_padding_ms(findings: Findings) -> float:
-    """What matrix products gain with padded sides, which torch.compile tries, too."""
+    """Time saved by padding matrix products. torch.compile pads them too where that is faster."""
     after = padded_ms(findings)
     return sum(op.measured_ms - after[id(op)] for op in findings.operators if id(op) in after)
 

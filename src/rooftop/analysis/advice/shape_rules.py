@@ -1,8 +1,8 @@
-"""Rules about shapes: matrix products whose rows begin at addresses from which no whole vectors can be read.
+"""Rules about shapes: matrix products whose rows are not aligned to 16 bytes.
 
-The fast kernels of the libraries move 16 bytes at once. Of a product with a side of 50,257, the vocabulary of GPT-2,
-every second row and more begins elsewhere, and slower kernels are taken. With the side padded to 50,304 the product
-has more to compute, and is several times as fast.
+The fast kernels of cuBLAS load 16 bytes at a time, and need each row of a matrix to begin at a multiple of 16 bytes. In
+half precision, rows of 50,257 elements (the vocabulary of GPT-2) do not, so a slower kernel is chosen. Padding the side
+to 50,304 adds a little arithmetic and allows the fast kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_SHAPES = 8
 
 
 def padded_products(findings: Findings) -> list[Advice]:
-    """Products with sides that are no multiples of 16 bytes, timed with sides that are."""
+    """Matrix products with a side that is not a multiple of 16 bytes, timed here with padded sides."""
     after = padded_ms(findings)
     if not after:
         return []
@@ -44,7 +44,7 @@ def padded_products(findings: Findings) -> list[Advice]:
 
 
 def padded_ms(findings: Findings) -> dict[int, float]:
-    """By operator (`id`), the time that products take with padded sides, where that is less."""
+    """Time in ms of products with padded sides, by `id` of the operator; only of those that get faster."""
     if "padded" not in findings.timed:
         findings.timed["padded"] = _timed_padded(findings)
     found: dict[int, float] = findings.timed["padded"]
@@ -68,7 +68,7 @@ def _timed_padded(findings: Findings) -> dict[int, float]:
 
 
 def _odd_sides(op: MeasuredOperator) -> set[int]:
-    """Sides of the operands of a product in half precision or TF32 that are no whole vectors."""
+    """Sides of the operands of a floating-point product that are not a multiple of 16 bytes."""
     record = op.record
     if record.name not in PRODUCTS or record.spec is None:
         return set()
