@@ -53,6 +53,34 @@ def test_half_precision_keeps_each_operators_percent_of_roof(ceilings: Ceilings)
     assert "2 operators of 11.00 ms in float32 would take 3.50 ms, at their percent of roof" in advice.evidence
 
 
+def test_half_precision_is_advised_on_a_cpu_only_where_it_is_faster_there(
+    ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peaks of the processor say nothing about the library's kernels: seen with a convolution, 700 times as slow."""
+    x, weight = torch.randn(64, 512), torch.randn(512, 512)
+    with CountingMode() as mode:
+        x @ weight
+    ran = findings(ceilings, MeasuredOperator(mode.records[0], 8.0, ()))
+    ran = dataclasses.replace(ran, plain=Plain(8.0, [], [], 0.0, 0.0, compiled=False))
+    asked = []
+
+    def timed(ratio: float | None) -> object:
+        def times(calls: list[tuple[CallSpec, Form]], device: torch.device) -> list[Times | None]:
+            asked.append(device.type)
+            now_and_half = (1.0, ratio) * (len(calls) // 2)
+            return [Times(ms, ms) if ms is not None else None for ms in now_and_half]
+
+        return times
+
+    casts_ms = (64 * 512 + 512 * 512) * 6 / MEGABYTE
+    for ratio, gain_ms in ((0.5, 4.0 - casts_ms), (700.0, -8.0 * 699 - casts_ms), (None, -casts_ms)):
+        monkeypatch.setattr("rooftop.analysis.advice.alternatives.times_again", timed(ratio))
+        (advice,) = half_precision(ran)
+        assert advice.gain_ms == pytest.approx(gain_ms)
+        assert (len(advise(ran)) > 0) == (ratio == 0.5)
+    assert set(asked) == {"cpu"}
+
+
 def test_half_precision_is_silent_about_half_precision(ceilings: Ceilings) -> None:
     half = dataclasses.replace(operator("mm", Cost(1, 1, {"bf16": 9}), 1.0).record, dtype="bfloat16")
     assert half_precision(findings(ceilings, MeasuredOperator(half, 1.0, ()))) == []
@@ -169,7 +197,7 @@ def test_a_compiler_also_lays_images_out_channels_last(ceilings: Ceilings, monke
     (layout,), (fusion,) = channels_last(found), pointwise_fusion(found)
     assert layout.gain_ms == pytest.approx(0.75 * of_convolution)
     assert timed == [["aten::convolution"]]  # once for both
-    without = pointwise_fusion(dataclasses.replace(findings(ceilings, *step), plain=found.plain))[0]
+    without = pointwise_fusion(findings(ceilings, *step))[0]
     assert fusion.gain_ms == pytest.approx(without.gain_ms + layout.gain_ms)
     assert f"lays images out channels last: {layout.gain_ms:.2f} ms of the gain" in fusion.evidence
 

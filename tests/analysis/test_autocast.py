@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import rooftop
 from rooftop import models
+from rooftop.analysis import repeating
 from rooftop.analysis.advice import alternatives, autocast
 from rooftop.analysis.advice.alternatives import repeated_ratios
 from rooftop.analysis.advice.autocast import cast_host_ms, under_autocast
@@ -158,6 +160,41 @@ def test_what_cannot_run_again_is_not_timed() -> None:
     assert taken is not None
 
 
+def test_norms_poolings_and_resizing_run_again_in_another_layout() -> None:
+    """A batch norm is made again through its public function, the others as they are recorded."""
+    layers = nn.Sequential(
+        *(nn.GroupNorm(2, 4), nn.AvgPool2d(2), nn.Upsample(scale_factor=2, mode="bilinear")),
+        *(nn.Upsample(7, mode="bicubic"), nn.Upsample(8, mode="nearest"), nn.Upsample(9, mode="nearest-exact")),
+        nn.AdaptiveAvgPool2d(3),
+    )
+    found = specs(recorded(lambda: layers(torch.randn(2, 4, 8, 8, requires_grad=True))))
+    assert len(found) == 14
+    again = times_again([(spec, Form(channels_last=True)) for spec in found], CPU)
+    assert [spec.name for spec, times in zip(found, again, strict=True) if times is None] == []
+
+
+def test_a_slow_call_on_a_cpu_runs_once_and_none_begins_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = specs(recorded(lambda: nn.Linear(16, 8)(torch.randn(4, 16))))[0]
+    runs = []
+    plain = repeating._Repeated.run
+
+    def run(call: Any) -> None:
+        plain(call)
+        runs.append(call)
+        call.ms = 1e3 * slow_s
+        now[0] += slow_s
+
+    now, slow_s = [0.0], 1.0
+    monkeypatch.setattr(repeating._Repeated, "run", run)
+    monkeypatch.setattr(repeating, "perf_counter", lambda: now[0])
+    found = times_again([(spec, AS_IT_WAS)] * 6, CPU)
+    assert [times and times.median_ms for times in found] == [1000.0] * 4 + [None] * 2
+    assert len(runs) == 4
+    slow_s = 0.001
+    assert len(times_again([(spec, AS_IT_WAS)], CPU, repeats=3)) == 1
+    assert len(runs) == 4 + 1 + 3
+
+
 def test_small_calls_go_by_their_larger_likes(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(16, 8)
     large = specs(recorded(lambda: layer(torch.randn(64, 16))))[0]
@@ -175,7 +212,7 @@ def test_small_calls_go_by_their_larger_likes(monkeypatch: pytest.MonkeyPatch) -
         for record in recorded(lambda rows=rows: layer(torch.randn(rows, 16)))
         if record.spec in (large, small)
     ]
-    ratios = repeated_ratios(operators, Form(torch.bfloat16))
+    ratios = repeated_ratios(operators, Form(torch.bfloat16), CPU)
     assert ratios[large] == ratios[small] == 0.5
     assert small not in asked
 

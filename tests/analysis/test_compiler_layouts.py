@@ -35,9 +35,10 @@ PROGRAMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_as_torch_decides(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_torch_decides(name: str, train: bool, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = PROGRAMS[name]().train(train), torch.randn(2, 3, 32, 32)
 
     def phase() -> tuple[str, str]:
@@ -55,7 +56,9 @@ def test_as_torch_decides(name: str, train: bool, monkeypatch: pytest.MonkeyPatc
         return found
 
     graph = make_fx(forward, tracing_mode="fake")(module.state_dict(), x)
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # as on a GPU
+    if on_gpu:
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     expected = GraphLowering.decide_layout_opt(graph, is_inference=not train)
-    assert compiler_lays_out_channels_last(operators) is expected
-    assert name not in ("none", "few") or not expected
+    assert compiler_lays_out_channels_last(operators, on_gpu) is expected
+    assert name != "none" or not expected
+    assert not (on_gpu and name == "few" and expected)

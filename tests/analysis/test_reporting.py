@@ -67,11 +67,15 @@ def test_other_processes_are_named(measured: Profile, ceilings: Ceilings, monkey
     assert any("other processes used 1.9 of 4 cores" in note for note in report.notes)
 
 
-def test_a_gain_that_noise_could_hide_is_not_offered(measured: Profile, ceilings: Ceilings) -> None:
+def test_a_gain_that_noise_could_hide_is_not_offered(
+    measured: Profile, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """bfloat16 gains some of the operators' time: offered on a quiet machine, with its interval; not in 90% noise.
 
-    Operators take twice their roofs on the machine of these ceilings, casts once theirs.
+    Operators take twice their roofs on the machine of these ceilings, casts once theirs; products half in bfloat16.
     """
+    ratios = {op.record.spec: 0.5 for op in measured.operators}
+    monkeypatch.setattr("rooftop.analysis.advice.format_rules.repeated_ratios", lambda *_: ratios)
     slow = [
         dataclasses.replace(op, measured_ms=2 * roof(op.record.cost, ceilings).ms if op.record.cost else 0.0)
         for op in measured.operators
@@ -134,11 +138,11 @@ def test_the_new_figures_survive_their_file(measured: Profile, ceilings: Ceiling
 
 @pytest.mark.parametrize(("rate", "said"), [(97.0, ""), (80.0, "a fixed matrix product ran at 80% of the rate")])
 def test_a_cpu_that_was_slower_all_the_time_is_said(
-    rate: float, said: str, measured: Profile, ceilings: Ceilings
+    rate: float, said: str, measured: Profile, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its steps agree with each other, and yet the percent of roof is not that of this CPU at its best."""
+    monkeypatch.setattr(Pulse, "rates", {"product": rate, "read": 100.0})
     pulse = Pulse()
-    pulse.rates = {"product": rate, "read": 100.0}
     known = dataclasses.replace(ceilings, pulse={"product": 100.0, "read": 100.0}, threads=torch.get_num_threads())
     report = reported(measured, known, steps(100.0), pulse=pulse)
     disturbed = [note for note in report.notes if note.startswith("Disturbed")]

@@ -1,4 +1,4 @@
-"""A CPU's pulse: the best of what was taken, beside what the same CPU has reached."""
+"""A CPU's pulse: the median of what was taken, beside what the same CPU has reached."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from rooftop.hardware import pulse as pulses
 from rooftop.hardware.pulse import Pulse
 
 
-def test_each_taking_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([0.5, 0.1, 0.25, 0.2])
-    monkeypatch.setattr(pulses, "_best_s", lambda call: next(seconds))
+def taken(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Pulse:
+    """A pulse, taken while product and read, in turn, took so long."""
+    following = iter(seconds)
+    monkeypatch.setattr(pulses, "_mean_s", lambda call: next(following))
     pulse = Pulse()
-    pulse.take()
-    pulse.take()
-    assert pulse.rates == {"product": 2 * 1024**3 / 0.25, "read": (64 << 20) / 0.1}
+    for _ in range(len(seconds) // 2):
+        pulse.take()
+    return pulse
 
 
-def test_the_slower_of_the_two_is_told() -> None:
-    pulse = Pulse()
-    assert pulse.share_of({"product": 1.0}) is None
-    pulse.rates = {"product": 80.0, "read": 30.0}
-    assert pulse.share_of({"product": 100.0, "read": 30.0}) == ("product", 0.8)
-    assert pulse.share_of({"product": 100.0, "read": 60.0}) == ("read", 0.5)
+def test_one_fast_moment_is_not_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulse = taken(monkeypatch, 0.5, 0.1, 0.125, 0.2, 0.5, 0.2)
+    assert pulse.rates == {"product": 2 * 1024**3 / 0.5, "read": (64 << 20) / 0.2}
+
+
+def test_the_slower_of_the_two_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Pulse().share_of({"product": 1.0}) is None
+    pulse = taken(monkeypatch, 1.0, 1.0)
+    product, read = 2.0 * 1024**3, float(64 << 20)
+    assert pulse.share_of({"product": product / 0.8, "read": read}) == ("product", pytest.approx(0.8))
+    assert pulse.share_of({"product": product, "read": 2 * read}) == ("read", 0.5)
     assert pulse.share_of({}) is None  # ceilings of before
 
 
@@ -33,3 +39,15 @@ def test_it_computes_what_it_counts() -> None:
     assert set(pulse.rates) == {"product", "read"}
     assert 1e6 < pulse.rates["product"] < 2 * 1024**3 / 1e-6
     assert 1e6 < pulse.rates["read"] < 1e13
+
+
+def test_a_core_that_is_taken_away_now_and_then_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each third call takes four times as long: as long as the others, on average twice."""
+    now, calls = [0.0], [0]
+    monkeypatch.setattr(pulses.time, "perf_counter", lambda: now[0])
+
+    def call() -> None:
+        calls[0] += 1
+        now[0] += 0.004 if calls[0] % 3 == 0 else 0.001
+
+    assert pulses._mean_s(call) == pytest.approx(0.002)

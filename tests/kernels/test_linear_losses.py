@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rooftop.cost import CountingMode
 from rooftop.cost.accounting import tensors_in
 from rooftop.kernels import linear_cross_entropy, linear_losses
+from rooftop.kernels.linear_losses import chunk_rows
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
@@ -60,7 +61,11 @@ def assert_gate_of_draws(draws: list[tuple[list[Tensor | None], Tensor]], **opti
             ours = loss_and_gradients(linear_cross_entropy, tensors, target, **options)
         if INTERPRETED or target.device.type == "cuda":
             launched = (n for name, n in launches.items() if name.startswith(("cross_entropy_rows", "cross_entropy_c")))
-            assert sum(launched) == -(-len(target) // (options.get("chunk_size") or len(target)))
+            hidden, weight, _ = tensors
+            assert hidden is not None
+            assert weight is not None
+            rows = options.get("chunk_size") or chunk_rows(*hidden.shape, len(weight))
+            assert sum(launched) == -(-len(target) // rows)
         plain = {name: value for name, value in options.items() if name != "chunk_size"}
         eager = loss_and_gradients(by_torch, tensors, target, **plain)
         wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in plain.items()}

@@ -92,8 +92,17 @@ class Findings:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the step's operators can be timed again here: it ran, and on this machine's GPU."""
-        return self.plain is not None and self.ceilings.kind == "cuda"
+        """Whether the step's operators can be timed again here: it ran, and on this machine."""
+        return self.plain is not None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.ceilings.kind == "cuda"
+
+    @property
+    def device(self) -> torch.device:
+        """Where operators are timed again."""
+        return torch.device(self.ceilings.kind)
 
     def undisturbed_ms(self, labelled_ms: float) -> float:
         """Time of operators as it is in a plain step: all together take no longer there than the device is busy."""

@@ -144,15 +144,13 @@ def profile_program(
         for _ in range(COMPILED_WARM_UP_STEPS if graphs else WARM_UP_STEPS):
             program.step()
         progress("timing the step", 0.1)
-        clock = StepClock(program.step, device)
+        pulse = Pulse() if device.type == "cpu" else None
+        clock = StepClock(program.step, device, beside=pulse.take if pulse is not None else None)
         began = time.perf_counter()
         step_s = clock.run_block(BLOCK_S).ms / 1e3
         blocks = max(LEAST_BLOCKS, min(MOST_BLOCKS, int(BLOCKS_S / (time.perf_counter() - began))))
         alone = max(LEAST_ALONE, min(MOST_ALONE, int(ALONE_S / max(step_s, 1e-6)))) if device.type == "cuda" else 0
         clock.run_alone(alone)
-        pulse = Pulse() if device.type == "cpu" else None
-        if pulse is not None:
-            pulse.take()
         progress("profiling", 0.3)
         with PlainInstrument(device, _allocated_bytes(program), trace) as plain:
             program.step()
@@ -170,8 +168,6 @@ def profile_program(
         clock.run_block(BLOCK_S)
         while clock.blocks < blocks and (clock.wall.blocks < QUIET_BLOCKS or clock.wall.spread > AGREEMENT):
             clock.run_block(BLOCK_S)
-        if pulse is not None:
-            pulse.take()
         if times is not None and times.busy_ms > (1 + UNEXPLAINED) * clock.wall.ms:
             times = _kernel_times(program, clock, plain.result)  # one of the two was disturbed
             clock.run_block(BLOCK_S)

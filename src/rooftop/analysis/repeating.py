@@ -2,15 +2,16 @@
 
 On a GPU the profiler times their kernels, which is how operators are timed; all calls share one session of it. Before
 each run the tensors are made anew, so a call finds its input as in a program: just written. On a CPU it is the host's
-clock.
+clock, and a call may take a thousand times as long as it did (one in bfloat16 where the processor has no instructions
+for it): a slow one runs once, and after `MOST_SECONDS` no other begins.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from rooftop.hardware.kernel_times import Variant, kernel_times
 
 REPEATS = 4
 MOST_BYTES = 0.4  # of a GPU's free memory, for one call
+MOST_SECONDS = 3.0  # of a CPU, for all calls together
+SLOW_MS = 100.0  # on a CPU: its first run is warm enough
 
 
 @dataclass(frozen=True)
@@ -54,34 +57,40 @@ class Times:
 def times_again(
     calls: Sequence[tuple[CallSpec, Form]], device: torch.device, repeats: int = REPEATS
 ) -> list[Times | None]:
-    """The time of each call; None where PyTorch refuses it (no such operator for that dtype, no room).
+    """The time of each call; None where PyTorch refuses it (no such operator for that dtype, no room), or where a CPU
+    has no time left for it.
 
     Raises:
         torch.AcceleratorError: the device failed; nothing measured after that would hold.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         repeated = [_Repeated(spec, form, device) for spec, form in calls]
-        accepted = [call.accepted() for call in repeated]
-        return _times([call for call, good in zip(repeated, accepted, strict=True) if good], accepted, device, repeats)
+        return _times_on_gpu(repeated, device, repeats) if device.type == "cuda" else _times_on_host(repeated, repeats)
 
 
-def _times(
-    calls: Sequence[_Repeated], accepted: Sequence[bool], device: torch.device, repeats: int
-) -> list[Times | None]:
-    if device.type == "cuda":
-        variants = [Variant(call.run, call.prepare, repeats) for call in calls]
-        by_call = [[sum(kernels) for kernels in runs] for runs in kernel_times(variants, device)] if variants else []
-    else:
-        by_call = [[_on_host(call) for _ in range(repeats)] for call in calls]
-    times = iter([Times(median(runs), min(runs)) for runs in by_call])
-    return [next(times) if good else None for good in accepted]
+def _times_on_gpu(calls: Sequence[_Repeated], device: torch.device, repeats: int) -> list[Times | None]:
+    accepted = [call.accepted() for call in calls]
+    variants = [Variant(call.run, call.prepare, repeats) for call, good in zip(calls, accepted, strict=True) if good]
+    runs = kernel_times(variants, device) if variants else []
+    times = iter([[sum(kernels) for kernels in each] for each in runs])
+    return [_times_of(next(times)) if good else None for good in accepted]
 
 
-def _on_host(call: _Repeated) -> float:
-    call.prepare()
-    began = time.perf_counter_ns()
-    call.run()
-    return (time.perf_counter_ns() - began) / 1e6
+def _times_on_host(calls: Sequence[_Repeated], repeats: int) -> list[Times | None]:
+    found: list[Times | None] = []
+    began = perf_counter()
+    for call in calls:
+        if perf_counter() - began > MOST_SECONDS or not call.accepted():
+            found.append(None)
+        elif call.ms > SLOW_MS:
+            found.append(Times(call.ms, call.ms))
+        else:
+            found.append(_times_of([call.timed_ms() for _ in range(repeats)]))
+    return found
+
+
+def _times_of(runs: Sequence[float]) -> Times:
+    return Times(median(runs), min(runs))
 
 
 class _Repeated:
@@ -90,6 +99,7 @@ class _Repeated:
     def __init__(self, spec: CallSpec, form: Form, device: torch.device) -> None:
         self._spec, self._form, self._device = spec, form, device
         self._ready: Callable[[], object] | None = None
+        self.ms = 0.0  # of the last run, by the host's clock
 
     def prepare(self) -> None:
         """Make the tensors; of a backward operator also its forward pass."""
@@ -112,11 +122,19 @@ class _Repeated:
     def run(self) -> None:
         """Make the call. Its tensors are gone afterwards."""
         assert self._ready is not None
+        began = perf_counter()
         try:
             with torch.no_grad():
                 self._ready()
         finally:
             self._ready = None
+        self.ms = 1e3 * (perf_counter() - began)
+
+    def timed_ms(self) -> float:
+        """Of one run by the host's clock."""
+        self.prepare()
+        self.run()
+        return self.ms
 
     def accepted(self) -> bool:
         """Whether PyTorch takes the call, and there is room for it. Makes it once: libraries choose their kernels."""

@@ -1,8 +1,9 @@
-"""How fast this CPU is now, compared with its best so far.
+"""How fast this CPU is at the moment, compared with its best so far.
 
 Other guests of its host slow a virtual machine down, which is not told of it; a laptop that is warm lowers its clocks.
 Steps then take longer from the first to the last, so that their times agree. So two fixed pieces of work are timed with
-the ceilings, and again with each step that is compared with these.
+the ceilings, and again beside the steps that are compared with these. Each is timed for about as long as a step takes:
+a host may take a core away for some milliseconds, again and again, which the shortest calls do not see.
 
     product    a matrix product of 1024 x 1024 x 1024 in float32, flop/s
     read       a sum over 64 MiB, bytes/s
@@ -11,23 +12,23 @@ the ceilings, and again with each step that is compared with these.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from statistics import median
 
 import torch
 
 __all__ = ["Pulse"]
 
 SIDE, READ_BYTES = 1024, 64 << 20
-LEAST_CALLS, LEAST_S = 3, 0.02
+LEAST_CALLS, LEAST_S = 3, 0.03
 
 
 class Pulse:
-    """Attributes:
-    rates: by name, the best so far; empty before `take`.
-    """
+    """Taken again and again while something is measured."""
 
     def __init__(self) -> None:
-        self.rates: dict[str, float] = {}
+        self._taken: defaultdict[str, list[float]] = defaultdict(list)
         left, right, out = (torch.rand(SIDE, SIDE) for _ in range(3))
         numbers, total = torch.rand(READ_BYTES // 4), torch.empty(())
         self._work: dict[str, tuple[float, Callable[[], object]]] = {
@@ -36,10 +37,16 @@ class Pulse:
         }
 
     def take(self) -> None:
-        """Time both, for some 20 ms each."""
+        """Time both, for some 30 ms each."""
         with torch.no_grad():
             for name, (amount, call) in self._work.items():
-                self.rates[name] = max(self.rates.get(name, 0.0), amount / _best_s(call))
+                self._taken[name].append(amount / _mean_s(call))
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """By name, the median of what was taken: the best one may be of a moment that no step had. Empty before
+        `take`."""
+        return {name: median(rates) for name, rates in self._taken.items()}
 
     def share_of(self, best: Mapping[str, float]) -> tuple[str, float] | None:
         """Name of the rate that fell most below its earlier best, and its share of it; None without earlier rates."""
@@ -47,11 +54,10 @@ class Pulse:
         return min(shares.items(), key=lambda share: share[1]) if shares else None
 
 
-def _best_s(call: Callable[[], object]) -> float:
-    times: list[float] = []
+def _mean_s(call: Callable[[], object]) -> float:
     began = time.perf_counter()
-    while len(times) < LEAST_CALLS or time.perf_counter() - began < LEAST_S:
-        start = time.perf_counter()
+    calls = 0
+    while calls < LEAST_CALLS or time.perf_counter() - began < LEAST_S:
         call()
-        times.append(time.perf_counter() - start)
-    return max(min(times), 1e-9)
+        calls += 1
+    return max(time.perf_counter() - began, 1e-9) / calls

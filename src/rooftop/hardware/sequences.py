@@ -106,10 +106,13 @@ class StepClock:
     Args:
         step: runs once; it may synchronize by itself.
         device: where it runs.
+        beside: what else is to be done after each block.
     """
 
-    def __init__(self, step: Callable[[], object], device: torch.device) -> None:
-        self._step, self._device = step, device
+    def __init__(
+        self, step: Callable[[], object], device: torch.device, beside: Callable[[], object] | None = None
+    ) -> None:
+        self._step, self._device, self._beside = step, device, beside
         self._blocks: list[list[float]] = []
         self._alone_ms: list[float] = []
         self._launching_ms: list[float] = []
@@ -176,6 +179,8 @@ class StepClock:
         count = max(LEAST_STEPS, min(MOST_STEPS, math.ceil(seconds / max(took_s, 1e-9))))
         durations_ms = self._durations_ms(count)
         self._blocks.append(durations_ms)
+        if self._beside is not None:
+            self._beside()
         return StepTime.of([durations_ms])
 
     def run_alone(self, times: int) -> None:

@@ -27,12 +27,12 @@ MOST_TIME, MOST_CALLS = 0.9, 16  # of the operators' time, and how many calls, t
 
 
 def repeated_ratios(
-    operators: Sequence[MeasuredOperator], form: Form, device: torch.device | str = "cuda"
+    operators: Sequence[MeasuredOperator], form: Form, device: torch.device
 ) -> dict[CallSpec | None, float]:
     """For recorded calls, the time in another dtype or layout over the time as they are.
 
     The longest calls are timed, at most `MOST_CALLS`, together `MOST_TIME` of the time; others get the mean ratio of
-    their operator.
+    their operator. A call whose operator could not be timed at all is as it was: nothing is promised of it.
 
     Args:
         operators: those of other kinds than `_TIMED_AGAIN` are left out.
@@ -44,7 +44,7 @@ def repeated_ratios(
         if op.record.spec is not None and op.record.name in _TIMED_AGAIN:
             times[op.record.spec] += op.measured_ms  # type: ignore[assignment]
     longest = _longest(times)
-    seen = times_again([(spec, f) for spec in longest for f in (AS_IT_WAS, form)], torch.device(device))
+    seen = times_again([(spec, f) for spec in longest for f in (AS_IT_WAS, form)], device)
     ratios: dict[CallSpec | None, float] = {}
     before: Counter[str] = Counter()
     after: Counter[str] = Counter()
@@ -55,8 +55,8 @@ def repeated_ratios(
         before[spec.name] += times[spec]
         after[spec.name] += times[spec] * ratios[spec]  # type: ignore[assignment]
     for spec in times:
-        if spec not in ratios and before[spec.name]:
-            ratios[spec] = after[spec.name] / before[spec.name]
+        if spec not in ratios:
+            ratios[spec] = after[spec.name] / before[spec.name] if before[spec.name] else 1.0
     return ratios
 
 
@@ -71,6 +71,11 @@ def _longest(times: Counter[CallSpec]) -> list[CallSpec]:
     return chosen
 
 
+_POOLINGS = ("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d")
+_RESIZINGS = (
+    *("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_nearest_exact2d"),
+    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
+)
 _TIMED_AGAIN = {
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::convolution_backward"),
     *("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::native_batch_norm_backward"),
@@ -78,7 +83,8 @@ _TIMED_AGAIN = {
     *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention"),
     *("aten::_scaled_dot_product_efficient_attention_backward", "aten::_scaled_dot_product_flash_attention_backward"),
     "aten::_scaled_dot_product_cudnn_attention_backward",
-    *("aten::max_pool2d_with_indices", "aten::max_pool2d_with_indices_backward"),
+    *("aten::native_group_norm", "aten::native_group_norm_backward"),
+    *(f"aten::{name}{way}" for name in (*_POOLINGS, *_RESIZINGS) for way in ("", "_backward")),
 }
 """Matrix work and what has kernels of its own for a dtype or layout. What others take follows from their bytes."""
 

@@ -1,6 +1,7 @@
 """Whether torch.compile lays the images of a program out channels last. It decides by a rule of its own
 (PyTorch, torch/_inductor/graph.py, decide_layout_opt):
 
+- CPU with oneDNN: yes, if it has a convolution. The other rules are for GPUs.
 - Training: yes, unless a convolution is grouped with several channels in each group, or a convolution with a kernel
   wider than 1 has at most half as many output channels as input channels, or all have at most 64 channels.
 - Inference: each class of convolutions has a relative time channels last, taken from PyTorch's benchmarks. Yes, if the
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.cost import Record
 
@@ -19,10 +22,12 @@ TIME_CHANNELS_LAST = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "oth
 FEW = 300  # nodes of a graph for each convolution, from which on it leaves the layout
 
 
-def compiler_lays_out_channels_last(operators: Sequence[MeasuredOperator]) -> bool:
+def compiler_lays_out_channels_last(operators: Sequence[MeasuredOperator], on_gpu: bool) -> bool:
     """Whether torch.compile changes the layout of a step that consists of these operators."""
     forward = [op.record for op in operators if op.record.phase == "forward"]
     convolutions = [r for r in forward if r.name == "aten::convolution" and r.spec is not None]
+    if convolutions and not on_gpu and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available():
+        return True
     if not convolutions or len(forward) >= FEW * len(convolutions):
         return False
     kinds = [_kind(record) for record in convolutions]

@@ -1,8 +1,8 @@
 """Rules about the formats of numbers and images: bfloat16 in place of float32, channels last in place of first.
 
-On a GPU the operators that decide, matrix work and norms, are timed in the other format, on their own shapes
-(`alternatives`): how much faster they are depends on which kernels the libraries have, and no model of the hardware
-tells that. All others keep their percent of roof.
+Where the step ran, the operators that decide, matrix work and norms, are timed in the other format, on their own shapes
+(`alternatives`): how much faster they are, or slower, depends on which kernels the libraries have, and no model of the
+hardware tells that. All others keep their percent of roof.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def half_precision(findings: Findings) -> list[Advice]:
     ]
     if "bf16" not in ceilings.flops or not changed:
         return []
-    timed = repeated_ratios([op for op, _ in changed], Form(torch.bfloat16)) if findings.repeatable else {}
+    timed = (
+        repeated_ratios([op for op, _ in changed], Form(torch.bfloat16), findings.device) if findings.repeatable else {}
+    )
     now_ms = after_ms = timed_ms = 0.0
     ratios: dict[int, float] = {}  # by operator
     for op, recast in changed:
@@ -41,7 +43,7 @@ def half_precision(findings: Findings) -> list[Advice]:
         after_ms += op.measured_ms * ratios[id(op)]
     casts = sum(len(recast.casts) for recast in recasts) * (2 if findings.training else 1)
     casts_ms = [_casts_ms(recast, findings) for recast in recasts]
-    host_ms = casts * cast_host_ms(ceilings.kind, findings.training) if findings.repeatable else 0.0
+    host_ms = casts * cast_host_ms(ceilings.kind, findings.training) if findings.repeatable and findings.on_gpu else 0.0
     with_casts_ms = [
         op.measured_ms * ratios.get(id(op), 1.0) + cast_ms
         for op, cast_ms in zip(findings.operators, casts_ms, strict=True)
@@ -75,12 +77,13 @@ def _roof_ratio(op: MeasuredOperator, recast: Recast, findings: Findings) -> flo
     return min(1.0, roof(recast_cost, findings.ceilings).ms / roof(cost, findings.ceilings).ms)
 
 
-IMAGE_OPERATORS = ("convolution", "batch_norm", "max_pool2d")
-"""Parts of the names of operators that have kernels of their own for images that lie channels last."""
+IMAGE_OPERATORS = ("convolution", "batch_norm", "group_norm", "pool2d", "upsample_")
+"""Parts of the names of operators whose time depends on how images lie: some have kernels of their own for channels
+last, others take longer, or copy what they get."""
 
 
 def channels_last(findings: Findings) -> list[Advice]:
-    """Convolutions, batch norms and pooling of the step, timed channels last."""
+    """Operators on images of the step, timed channels last."""
     after = channels_last_ms(findings)
     if not after:
         return []
@@ -88,8 +91,8 @@ def channels_last(findings: Findings) -> list[Advice]:
     return [
         Advice(
             "Lay images out channels last",
-            f"{len(after)} convolutions, batch norms and poolings take {now_ms:.2f} ms; timed here on their shapes, "
-            f"channels last, they take {after_ms:.2f} ms",
+            f"{counted(len(after), 'operator')} on images (convolutions, norms, resizing) take {now_ms:.2f} ms; "
+            f"timed here on their shapes, channels last, they take {after_ms:.2f} ms",
             findings.saved_by_ms([after.get(id(op), op.measured_ms) for op in findings.operators]),
             "model = model.to(memory_format=torch.channels_last); x = x.to(memory_format=torch.channels_last)",
         )
@@ -119,7 +122,7 @@ def _timed_channels_last(findings: Findings) -> dict[int, float]:
     worth_it = gap_ms >= LEAST_GAIN * findings.summary.wall_ms
     if not findings.repeatable or not worth_it or 2 * _total(first) <= _total(convolutions):
         return {}
-    timed = repeated_ratios(images, Form(channels_last=True))
+    timed = repeated_ratios(images, Form(channels_last=True), findings.device)
     return {id(op): op.measured_ms * timed[op.record.spec] for op in images if op.record.spec in timed}
 
 

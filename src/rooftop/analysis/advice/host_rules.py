@@ -115,7 +115,7 @@ def data_loading(findings: Findings) -> list[Advice]:
     loading_ms = gain_ms = min(
         findings.plain.loading_ms, findings.summary.wall_ms
     )  # that of one step, maybe a slow one
-    if findings.ceilings.kind == "cuda":  # what the GPU works meanwhile is hidden already
+    if findings.on_gpu:  # what the GPU works meanwhile is hidden already
         gain_ms = min(loading_ms, findings.gaps.launch_gap_ms)
     return [
         Advice(

@@ -33,7 +33,7 @@ def pointwise_fusion(findings: Findings) -> list[Advice]:
         if ms > 0:
             labelled_ms += ms
             evidence += f"; the compiler also {words}: {ms:.2f} ms of the gain"
-    replayed = findings.ceilings.kind == "cuda" and findings.capturable and not findings.summary.device_bound
+    replayed = findings.on_gpu and findings.capturable and not findings.summary.device_bound
     if replayed:
         saved_ms = findings.saved_in_graph_ms(labelled_ms)
         evidence += f"; replayed from a CUDA graph, the launch gap of {findings.gaps.launch_gap_ms:.2f} ms goes, too"
@@ -51,13 +51,13 @@ def pointwise_fusion(findings: Findings) -> list[Advice]:
 
 def saved_by_layout_ms(findings: Findings) -> float:
     """Time saved in convolutions and poolings if torch.compile lays images out channels last; 0 if it does not."""
-    if not compiler_lays_out_channels_last(findings.operators):
+    if not compiler_lays_out_channels_last(findings.operators, findings.on_gpu):
         return 0.0
     after = channels_last_ms(findings)
     return sum(
         op.measured_ms - after[id(op)]
         for op in findings.operators
-        if id(op) in after and "batch_norm" not in op.record.name  # those are in the fused kernels
+        if id(op) in after and any(part in op.record.name for part in ("convolution", "max_pool2d"))  # others are fused
     )
 
 

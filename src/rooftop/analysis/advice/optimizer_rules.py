@@ -17,7 +17,7 @@ MOST_MEMORY = 0.5  # of what is free: parameters, gradients and state are made a
 
 def fused_optimizer(findings: Findings) -> list[Advice]:
     """What `fused=True` saves."""
-    if not findings.repeatable or len(findings.optimizers) != 1:
+    if not (findings.repeatable and findings.on_gpu) or len(findings.optimizers) != 1:
         return []
     (optimizer,) = findings.optimizers
     now_ms = sum(op.measured_ms for op in findings.operators if op.record.phase == "optimizer")

@@ -7,8 +7,6 @@ to 50,304 adds a little arithmetic and allows the fast kernel.
 
 from __future__ import annotations
 
-import torch
-
 from rooftop.analysis.findings import LEAST_GAIN, Findings
 from rooftop.analysis.formats import counted
 from rooftop.analysis.instruments import MeasuredOperator
@@ -52,13 +50,13 @@ def padded_ms(findings: Findings) -> dict[int, float]:
 
 
 def _timed_padded(findings: Findings) -> dict[int, float]:
-    if not findings.repeatable:
+    if not (findings.repeatable and findings.on_gpu):
         return {}
     slow = [op for op in findings.operators if _odd_sides(op) and not _is_near_roof(op, findings)]
     if sum(op.measured_ms for op in slow) < LEAST_GAIN * findings.summary.wall_ms:
         return {}
     specs = list(dict.fromkeys(op.record.spec for op in sorted(slow, key=lambda op: -op.measured_ms)))[:MOST_SHAPES]
-    times = times_again([(spec, Form(multiple=PADDED_TO)) for spec in specs if spec is not None], torch.device("cuda"))
+    times = times_again([(spec, Form(multiple=PADDED_TO)) for spec in specs if spec is not None], findings.device)
     timed = {spec: found.median_ms for spec, found in zip(specs, times, strict=True) if found is not None}
     return {
         id(op): timed[op.record.spec]
