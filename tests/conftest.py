@@ -33,7 +33,8 @@ import hypothesis
 import pytest
 import torch
 
-from rooftop.hardware import Ceilings, cpu_probes, measure_ceilings
+from rooftop.analysis import profiling, repeating
+from rooftop.hardware import Ceilings, cpu_probes, measure_ceilings, pulse
 from rooftop.launch import INTERPRETED, cuda, nvrtc
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # a first call imports and compiles
@@ -93,6 +94,21 @@ def memory_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
         yield
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_measurements() -> Iterator[None]:
+    """On a CPU a step is timed for moments, not for seconds: tests look at what is made of its times."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("BLOCK_S", "BLOCKS_S", "LABELLED_S"):
+            patch.setattr(profiling, name, getattr(profiling, name) / 20)
+        patch.setattr(repeating, "MOST_SECONDS", 0.1)
+        for name, value in (("SIDE", 64), ("READ_BYTES", 1 << 20), ("LEAST_S", 0.0)):
+            patch.setattr(pulse, name, value)
+        yield
 
 
 @pytest.fixture(autouse=True)

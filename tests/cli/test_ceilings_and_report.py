@@ -15,6 +15,7 @@ import torch
 import rooftop
 from rooftop.cli.main import main
 from rooftop.hardware import Ceilings, measure_ceilings
+from rooftop.hardware.figures import in_words
 from rooftop.hardware.histories import history_of
 from rooftop.hardware.measuring import cache_path, keep
 from rooftop.hardware.probes import identity
@@ -82,6 +83,7 @@ def test_a_refresh_says_what_came_out_lower_and_that_the_higher_stays(
         measured_at="2100-01-01T00:00:00Z",
         flops={**good.flops, "fp32": good.peak("fp32") / 2},
         conditions={"others_cores": 1.5, "cores": 2.0, "threads": 2.0},
+        disturbed=(in_words("flops fp32"),),
     )
     monkeypatch.setattr("rooftop.hardware.measuring.probe", lambda *_: history_of(loaded))
     status, out, _ = run("ceilings", "--device", "cpu", "--refresh")
@@ -93,7 +95,7 @@ def test_a_refresh_says_what_came_out_lower_and_that_the_higher_stays(
     assert measure_ceilings("cpu").flops == good.flops
     status, out, _ = run("ceilings", "--device", "cpu", "--forget")
     assert measure_ceilings("cpu").peak("fp32") == good.peak("fp32") / 2
-    assert "disturbed" in out
+    assert f"disturbed: {in_words('flops fp32')} may be too low" in " ".join(out.split())
 
 
 def test_what_an_operator_raised_is_said(

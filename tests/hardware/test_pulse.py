@@ -20,24 +20,24 @@ def taken(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Pulse:
 
 def test_one_fast_moment_is_not_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pulse = taken(monkeypatch, 0.5, 0.1, 0.125, 0.2, 0.5, 0.2)
-    assert pulse.rates == {"product": 2 * 1024**3 / 0.5, "read": (64 << 20) / 0.2}
+    assert pulse.rates == {"product": 2 * pulses.SIDE**3 / 0.5, "read": pulses.READ_BYTES / 0.2}
 
 
 def test_the_slower_of_the_two_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Pulse().share_of({"product": 1.0}) is None
     pulse = taken(monkeypatch, 1.0, 1.0)
-    product, read = 2.0 * 1024**3, float(64 << 20)
+    product, read = 2.0 * pulses.SIDE**3, float(pulses.READ_BYTES)
     assert pulse.share_of({"product": product / 0.8, "read": read}) == ("product", pytest.approx(0.8))
     assert pulse.share_of({"product": product, "read": 2 * read}) == ("read", 0.5)
     assert pulse.share_of({}) is None  # ceilings of before
 
 
 def test_it_computes_what_it_counts() -> None:
-    """A product of 2 GFLOP takes more than a microsecond, and memory is read."""
+    """No processor of today multiplies or reads as fast as the bounds say."""
     pulse = Pulse()
     pulse.take()
     assert set(pulse.rates) == {"product", "read"}
-    assert 1e6 < pulse.rates["product"] < 2 * 1024**3 / 1e-6
+    assert 1e6 < pulse.rates["product"] < 2 * pulses.SIDE**3 / 1e-6
     assert 1e6 < pulse.rates["read"] < 1e13
 
 
