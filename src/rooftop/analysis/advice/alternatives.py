@@ -49,9 +49,9 @@ def repeated_ratios(
     before: Counter[str] = Counter()
     after: Counter[str] = Counter()
     for spec, now, other in zip(longest, seen[::2], seen[1::2], strict=True):
-        if now is None or other is None or now.median_ms <= 0:
+        if now is None or other is None or now.best_ms <= 0:
             continue
-        ratios[spec] = other.median_ms / now.median_ms
+        ratios[spec] = other.best_ms / now.best_ms
         before[spec.name] += times[spec]
         after[spec.name] += times[spec] * ratios[spec]  # type: ignore[assignment]
     for spec in times:
