@@ -173,6 +173,15 @@ def test_norms_poolings_and_resizing_run_again_in_another_layout() -> None:
     assert [spec.name for spec, times in zip(found, again, strict=True) if times is None] == []
 
 
+@pytest.mark.parametrize(("free_bytes", "taken"), [(10_000_000, True), (1_000, False)])
+def test_a_call_for_which_there_is_no_room_is_not_made(
+    free_bytes: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = specs(recorded(lambda: nn.Linear(16, 8)(torch.randn(4, 16))))[0]
+    monkeypatch.setattr(repeating, "_free_bytes", lambda device: free_bytes)
+    assert (times_again([(spec, AS_IT_WAS)], CPU) != [None]) is taken
+
+
 def test_a_slow_call_on_a_cpu_runs_once_and_none_begins_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = specs(recorded(lambda: nn.Linear(16, 8)(torch.randn(4, 16))))[0]
     runs = []

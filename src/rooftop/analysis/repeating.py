@@ -1,4 +1,4 @@
-"""Recorded calls made again, alone, on random data, as they were or in another dtype, layout or size.
+"""Recorded calls made again, alone, on other data, as they were or in another dtype, layout or size.
 
 On a GPU the profiler times their kernels, which is how operators are timed; all calls share one session of it. Before
 each run the tensors are made anew, so a call finds its input as in a program: just written. On a CPU it is the host's
@@ -14,6 +14,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.nn.functional import batch_norm, max_pool2d, scaled_dot_product_attention
@@ -23,7 +24,7 @@ from rooftop.cost import CallSpec, TensorSpec
 from rooftop.hardware.kernel_times import Variant, kernel_times
 
 REPEATS = 4
-MOST_BYTES = 0.4  # of a GPU's free memory, for one call
+MOST_BYTES = 0.4  # of the free memory, for one call
 MOST_SECONDS = 1.0  # of a CPU, for all calls of one question together
 SLOW_MS = 100.0  # on a CPU: its first run is warm enough
 
@@ -138,10 +139,8 @@ class _Repeated:
 
     def accepted(self) -> bool:
         """Whether PyTorch takes the call, and there is room for it. Makes it once: libraries choose their kernels."""
-        if self._device.type == "cuda":
-            free_bytes, _ = torch.cuda.mem_get_info(self._device)
-            if _bytes(self._spec) > MOST_BYTES * free_bytes:
-                return False
+        if _bytes(self._spec) > MOST_BYTES * _free_bytes(self._device):
+            return False
         try:
             self.prepare()
             self.run()
@@ -156,14 +155,20 @@ class _Repeated:
 
 
 def tensor_like(spec: TensorSpec, form: Form, device: torch.device) -> Tensor:
-    """Random numbers (zeros, of integers) of the same shape and layout, as far as the form leaves these."""
+    """Numbers of the same shape and layout, as far as the form leaves these: zeros of integers, random floating ones.
+
+    On a CPU those are all the same: it is as fast with them, and needs longer to draw numbers than for most calls.
+    """
     kind = form.dtype if form.dtype is not None and spec.dtype.is_floating_point else spec.dtype
     sides = len(spec.shape) - 2 if len(spec.shape) > 1 else 0
     shape = [-(-n // form.multiple) * form.multiple if i >= sides else n for i, n in enumerate(spec.shape)]
     if not kind.is_floating_point:
         return torch.zeros(shape, dtype=kind, device=device)
     made = kind if kind in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
-    tensor = torch.randn(shape, device=device, dtype=made).to(kind)
+    if device.type == "cuda":
+        tensor = torch.randn(shape, device=device, dtype=made).to(kind)
+    else:
+        tensor = torch.full(shape, 0.5, dtype=made).to(kind)
     if tensor.dim() == 4 and (form.channels_last or spec.channels_last):
         return tensor.to(memory_format=torch.channels_last)
     return tensor
@@ -189,6 +194,10 @@ def _tensors(spec: CallSpec) -> list[TensorSpec]:
 
 def _bytes(spec: CallSpec) -> int:
     return sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in _tensors(spec))
+
+
+def _free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
 
 
 Make = Callable[[TensorSpec], Tensor]
