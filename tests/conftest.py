@@ -358,14 +358,19 @@ def measured_with_switches_turned() -> Callable[[str], Measurement]:
 
     def measured(device: str) -> Measurement:
         usual = (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
+        dtype = torch.get_default_dtype()
         try:
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.benchmark = True
+            torch.set_default_dtype(torch.float64)
             before = switches()
-            return measure_ceilings(device, refresh=True), before, switches()
+            with torch.device("meta"):
+                found = measure_ceilings(device, refresh=True)
+            return found, before, switches()
         finally:
             torch.set_float32_matmul_precision(usual[0])
             torch.backends.cudnn.benchmark = usual[1]
+            torch.set_default_dtype(dtype)
 
     return measured
 

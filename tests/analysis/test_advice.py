@@ -202,6 +202,21 @@ def test_a_compiler_also_lays_images_out_channels_last(ceilings: Ceilings, monke
     assert f"lays images out channels last: {layout.gain_ms:.2f} ms of the gain" in fusion.evidence
 
 
+def test_sequences_and_volumes_are_no_images(ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels last is a layout of four dimensions; pooling along a sequence has four inside."""
+    monkeypatch.setattr(
+        "rooftop.analysis.advice.format_rules.repeated_ratios", lambda ops, *_: {op.record.spec: 0.25 for op in ops}
+    )
+    for layers, x in (
+        ((torch.nn.Conv1d(8, 64, 5), torch.nn.MaxPool1d(3)), torch.randn(4, 8, 300)),
+        ((torch.nn.Conv3d(3, 8, 3), torch.nn.MaxPool3d(2)), torch.randn(1, 3, 9, 9, 9)),
+    ):
+        with CountingMode() as mode, torch.no_grad():
+            torch.nn.Sequential(*layers)(x)
+        step = [MeasuredOperator(record, 10.0, ()) for record in mode.records]
+        assert channels_last(on_a_gpu(ceilings, *step)) == []
+
+
 def test_products_with_odd_sides_are_timed_with_whole_ones(ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vocabulary of 1,001 is slow, one of 1,000 is as slow and not odd, and one of 999 is at its roof."""
     asked = []

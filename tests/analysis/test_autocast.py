@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftop
 from rooftop import models
@@ -171,6 +172,46 @@ def test_norms_poolings_and_resizing_run_again_in_another_layout() -> None:
     assert len(found) == 14
     again = times_again([(spec, Form(channels_last=True)) for spec in found], CPU)
     assert [spec.name for spec, times in zip(found, again, strict=True) if times is None] == []
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        *(nn.InstanceNorm2d(8), nn.InstanceNorm2d(8, affine=True), nn.BatchNorm2d(8, affine=False)),
+        *(nn.BatchNorm2d(8, affine=False, track_running_stats=False), nn.BatchNorm2d(8, track_running_stats=False)),
+    ],
+)
+def test_norms_with_and_without_weights_and_statistics_run_again(norm: nn.Module, train: bool) -> None:
+    norm = norm.train(train)
+    found = specs(recorded(lambda: norm(torch.randn(4, 8, 6, 6, requires_grad=True))))
+    assert len(found) == 2
+    for form in (AS_IT_WAS, OTHER):
+        assert None not in times_again([(spec, form) for spec in found], CPU)
+
+
+class Watching(TorchDispatchMode):
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_neither_defaults_nor_modes_of_the_program_meet_calls_that_are_made_again() -> None:
+    spec = specs(images())[0]
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"), Watching() as watching:
+            (taken,) = times_again([(spec, AS_IT_WAS)], CPU)
+            assert torch.empty(1).is_meta
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(dtype)
+    assert taken is not None
+    assert watching.seen == 1  # ours
 
 
 @pytest.mark.parametrize(("free_bytes", "taken"), [(10_000_000, True), (1_000, False)])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
+from torch import Tensor
 
 from rooftop.hardware import pulse as pulses
 from rooftop.hardware.pulse import Pulse
@@ -39,6 +43,29 @@ def test_it_computes_what_it_counts() -> None:
     assert set(pulse.rates) == {"product", "read"}
     assert 1e6 < pulse.rates["product"] < 2 * pulses.SIDE**3 / 1e-6
     assert 1e6 < pulse.rates["read"] < 1e13
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_defaults_of_the_program_change_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is multiplied and read are float32 numbers of the CPU, also where a program has other defaults."""
+    seen = []
+
+    def looked_at(call: Callable[[], Tensor]) -> float:
+        result = call()
+        seen.append((result.dtype, result.device.type))
+        return 1.0
+
+    monkeypatch.setattr(pulses, "_mean_s", looked_at)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.device("meta"):
+            Pulse().take()
+            assert torch.empty(1).is_meta
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(before)
+    assert seen == [(torch.float32, "cpu")] * 2
 
 
 def test_a_core_that_is_taken_away_now_and_then_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

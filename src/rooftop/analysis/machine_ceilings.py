@@ -16,6 +16,7 @@ from rooftop.analysis.profiling import Profile, Progress
 from rooftop.analysis.raising import raised_and_kept
 from rooftop.hardware import measure_ceilings
 from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.defaults import usual_defaults
 
 LIKELY = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
 """Precisions that a program probably needs. The others take their time: float64 is slow, and so is float16 on a CPU."""
@@ -54,16 +55,12 @@ def completed_ceilings(likely: Ceilings, profile: Profile) -> tuple[Ceilings, li
 
 @contextmanager
 def _torch_as_before(likely: Ceilings) -> Iterator[None]:
-    """Threads as those ceilings had them, and no default device; what the program has set is put back."""
-    threads, default = torch.get_num_threads(), torch.get_default_device()
-    is_set = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None
+    """Threads as those ceilings had them; what the program has set is put back."""
+    threads = torch.get_num_threads()
     if likely.kind == "cpu":
         torch.set_num_threads(likely.threads)
-    if is_set:
-        torch.set_default_device(None)
     try:
-        yield
+        with usual_defaults():
+            yield
     finally:
         torch.set_num_threads(threads)
-        if is_set:
-            torch.set_default_device(default)

@@ -21,6 +21,7 @@ from torch.nn.functional import batch_norm, max_pool2d, scaled_dot_product_atten
 from torch.utils._pytree import tree_map_only
 
 from rooftop.cost import CallSpec, TensorSpec
+from rooftop.hardware.defaults import usual_defaults
 from rooftop.hardware.kernel_times import Variant, kernel_times
 
 REPEATS = 4
@@ -64,7 +65,7 @@ def times_again(
     Raises:
         torch.AcceleratorError: the device failed; nothing measured after that would hold.
     """
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with usual_defaults(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         repeated = [_Repeated(spec, form, device) for spec, form in calls]
         return _times_on_gpu(repeated, device, repeats) if device.type == "cuda" else _times_on_host(repeated, repeats)
 
@@ -168,7 +169,7 @@ def tensor_like(spec: TensorSpec, form: Form, device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = torch.randn(shape, device=device, dtype=made).to(kind)
     else:
-        tensor = torch.full(shape, 0.5, dtype=made).to(kind)
+        tensor = torch.full(shape, 0.5, device=device, dtype=made).to(kind)
     if tensor.dim() == 4 and (form.channels_last or spec.channels_last):
         return tensor.to(memory_format=torch.channels_last)
     return tensor
@@ -204,12 +205,26 @@ Make = Callable[[TensorSpec], Tensor]
 
 
 def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    tensors = [item for item in spec.args if isinstance(item, TensorSpec)]
-    x = make(next(t for t in tensors if len(t.shape) > 1))
-    parameters = next(t.dtype for t in tensors if len(t.shape) == 1)  # autocast leaves them in float32
-    weight, bias, mean, variance = (torch.ones(x.shape[1], device=x.device, dtype=parameters) for _ in range(4))
-    training = spec.name.endswith("_backward") or spec["training"]
-    return lambda: batch_norm(x, mean, variance, weight, bias, training), [x, weight, bias]
+    """Weights and running statistics are there where they were, in the dtype that autocast leaves them."""
+    x = make(spec["input"])
+
+    def given(name: str) -> Tensor | None:
+        was = spec[name]
+        return torch.ones(was.shape, dtype=was.dtype, device=x.device) if isinstance(was, TensorSpec) else None
+
+    backward = spec.name.endswith("_backward")
+    mean, variance = given("running_mean"), given("running_var")
+    weight = given("weight")
+    bias = weight if backward else given("bias")
+    if backward and bias is not None:  # it takes none, and gives its gradient
+        bias = torch.ones_like(bias)
+    training = next((spec[name] for name in ("training", "train") if _has(spec, name)), True)  # cuDNN's: always
+    inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    return lambda: batch_norm(x, mean, variance, weight, bias, training), inputs
+
+
+def _has(spec: CallSpec, argument: str) -> bool:
+    return any(declared.name == argument for declared in spec.func._schema.arguments)
 
 
 def _attention(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[Tensor]]:

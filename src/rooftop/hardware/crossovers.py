@@ -266,7 +266,7 @@ def _point(op: Operation, size: int, dtype: torch.dtype, device: torch.device, s
     """All variants at one size: the CPU's by the host's clock, the GPU's interleaved and by device events."""
     random = torch.Generator().manual_seed(size)
     inputs, parameters = (
-        [torch.randn(shape, generator=random).to(dtype) for shape in shapes(size)]
+        [torch.randn(shape, generator=random, device="cpu").to(dtype) for shape in shapes(size)]
         for shapes in (op.inputs, op.parameters)
     )
     on_host = measure(lambda: op.call(*inputs, *parameters), device="cpu", seconds=seconds)

@@ -15,6 +15,7 @@ import torch
 from rooftop.hardware import cpu_probes
 from rooftop.hardware.ceilings import Progress
 from rooftop.hardware.conditions import Watch
+from rooftop.hardware.defaults import usual_defaults
 from rooftop.hardware.device import cpu, gpu, gpu_uuid, versions
 from rooftop.hardware.histories import History, Machine, Measurement
 
@@ -56,7 +57,7 @@ def probe(device: torch.device, parts: Collection[str], progress: Progress) -> H
     machine = machine_of(device)
     wanted = [part for part in parts_of(device) if part in parts]
     gpus = [device.index or 0] if device.type == "cuda" else []
-    with Watch(device) as watch, torch.no_grad(), _full_precision(), torch.random.fork_rng(gpus):
+    with Watch(device) as watch, usual_defaults(), torch.no_grad(), _full_precision(), torch.random.fork_rng(gpus):
         if device.type == "cuda":
             from rooftop.hardware.gpu_probes import probe_gpu
 

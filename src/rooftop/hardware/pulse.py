@@ -18,6 +18,8 @@ from statistics import median
 
 import torch
 
+from rooftop.hardware.defaults import usual_defaults
+
 __all__ = ["Pulse"]
 
 SIDE, READ_BYTES = 1024, 64 << 20
@@ -29,8 +31,9 @@ class Pulse:
 
     def __init__(self) -> None:
         self._taken: defaultdict[str, list[float]] = defaultdict(list)
-        left, right, out = (torch.rand(SIDE, SIDE) for _ in range(3))
-        numbers, total = torch.rand(READ_BYTES // 4), torch.empty(())
+        with usual_defaults():
+            left, right, out = (torch.full((SIDE, SIDE), 0.5) for _ in range(3))
+            numbers, total = torch.full((READ_BYTES // 4,), 0.5), torch.empty(())
         self._work: dict[str, tuple[float, Callable[[], object]]] = {
             "product": (2.0 * SIDE**3, lambda: torch.mm(left, right, out=out)),
             "read": (float(READ_BYTES), lambda: torch.sum(numbers, 0, out=total)),
@@ -38,7 +41,7 @@ class Pulse:
 
     def take(self) -> None:
         """Time both, for some 30 ms each."""
-        with torch.no_grad():
+        with usual_defaults(), torch.no_grad():
             for name, (amount, call) in self._work.items():
                 self._taken[name].append(amount / _mean_s(call))
 

@@ -33,7 +33,7 @@ def let_profiler_say_its_word() -> None:
 
     For a program that is watched and has not begun: what is written to stderr meanwhile (0.1 ms) is lost.
     """
-    block = torch.empty(1)
+    block = torch.empty(1, device="cpu")
     try:
         heard = os.dup(2)
     except OSError:  # nobody hears anything

@@ -83,6 +83,10 @@ _TIMED_AGAIN = {
     *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention"),
     *("aten::_scaled_dot_product_efficient_attention_backward", "aten::_scaled_dot_product_flash_attention_backward"),
     "aten::_scaled_dot_product_cudnn_attention_backward",
+    *(
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    ),
     *("aten::native_group_norm", "aten::native_group_norm_backward"),
     *(f"aten::{name}{way}" for name in (*_POOLINGS, *_RESIZINGS) for way in ("", "_backward")),
 }

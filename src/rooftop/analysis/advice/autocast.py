@@ -150,8 +150,8 @@ def cast_host_ms(device: str, training: bool) -> float:
     A chain of small products is launched as it is and under autocast, forward and (for training) backward. What else
     the host does only adds to a time: the least of several counts.
     """
-    weights = [torch.zeros(16, 16, device=device, requires_grad=training) for _ in range(LAYERS)]
-    x = torch.zeros(16, 16, device=device)
+    weights = [torch.zeros(16, 16, device=device, dtype=torch.float32, requires_grad=training) for _ in range(LAYERS)]
+    x = torch.zeros(16, 16, device=device, dtype=torch.float32)
 
     def launched_ms(half: bool) -> float:
         if device == "cuda":

@@ -91,8 +91,8 @@ def channels_last(findings: Findings) -> list[Advice]:
     return [
         Advice(
             "Lay images out channels last",
-            f"{counted(len(after), 'operator')} on images (convolutions, norms, resizing) take {now_ms:.2f} ms; "
-            f"timed here on their shapes, channels last, they take {after_ms:.2f} ms",
+            f"{counted(len(after), 'operator')} on images take {now_ms:.2f} ms; timed here on their shapes, channels "
+            f"last, they take {after_ms:.2f} ms",
             findings.saved_by_ms([after.get(id(op), op.measured_ms) for op in findings.operators]),
             "model = model.to(memory_format=torch.channels_last); x = x.to(memory_format=torch.channels_last)",
         )
@@ -114,7 +114,7 @@ def _timed_channels_last(findings: Findings) -> dict[int, float]:
     images = [
         op
         for op in findings.operators
-        if any(part in op.record.name for part in IMAGE_OPERATORS) and op.record.spec is not None
+        if op.record.spec is not None and any(part in op.record.name for part in IMAGE_OPERATORS) and _on_image(op)
     ]
     convolutions = [op for op in images if "convolution" in op.record.name]
     first = [op for op in convolutions if not any(t.channels_last for t in op.record.inputs)]
@@ -124,6 +124,11 @@ def _timed_channels_last(findings: Findings) -> dict[int, float]:
         return {}
     timed = repeated_ratios(images, Form(channels_last=True), findings.device)
     return {id(op): op.measured_ms * timed[op.record.spec] for op in images if op.record.spec in timed}
+
+
+def _on_image(op: MeasuredOperator) -> bool:
+    """Whether it is of images (N, C, H, W), and not of sequences or volumes."""
+    return bool(op.record.inputs) and len(op.record.inputs[0].shape) == 4
 
 
 def _total(operators: list[MeasuredOperator]) -> float:

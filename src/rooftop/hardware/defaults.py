@@ -1,0 +1,25 @@
+"""Torch as it is by default, while something is measured.
+
+A program may have set another default dtype or device, or run inside a mode that sees each call. What is measured is
+the same everywhere, and nothing of it belongs to the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextmanager
+def usual_defaults() -> Iterator[None]:
+    """float32 and the CPU by default, and none of the program's modes; what the program has set is put back."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():  # a default device is a mode
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
