@@ -209,13 +209,12 @@ def test_a_program_that_goes_on_with_a_finer_habit_keeps_its_coarser_steps(ceili
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, ceilings: Ceilings) -> list[dict[str, Any]]:
-    """Each measurement of this machine that is asked for, with the threads of torch."""
+    """Each measurement of this machine that is asked for, with the threads of torch and its default device."""
     asked: list[dict[str, Any]] = []
 
     def measure(device: torch.device, **words: Any) -> Ceilings:
         words.pop("progress", None)
-        default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-        asked.append({**words, "threads": torch.get_num_threads(), "default": default})
+        asked.append({**words, "threads": torch.get_num_threads(), "default": torch.empty(0).device.type})
         return ceilings
 
     monkeypatch.setattr(machine_ceilings, "measure_ceilings", measure)
@@ -271,7 +270,7 @@ def test_what_a_program_has_set_does_not_change_the_machine(measured: list[dict[
     finally:
         torch.set_num_threads(1)
         torch.set_default_device(None)
-    assert [(each["threads"], each["default"]) for each in measured] == [(1, None)] * 2
+    assert [(each["threads"], each["default"]) for each in measured] == [(1, "cpu")] * 2
 
 
 def test_a_device_that_is_full_after_the_program_costs_no_report(
