@@ -517,3 +517,17 @@ def test_a_method_is_followed_to_its_object() -> None:
         with left_as_they_were([target]):
             engine.step()
         assert engine.cache is before
+
+
+def test_what_could_not_be_copied_is_named_if_the_step_writes_to_it() -> None:
+    """A sparse tensor; another one, which is only read, is not named."""
+    written, read = torch.eye(3).to_sparse(), torch.eye(3).to_sparse()
+
+    def step(x: Tensor, sparse: Tensor, other: Tensor) -> Tensor:
+        sparse.mul_(2.0)
+        return x + sparse.to_dense() + other.to_dense()
+
+    notes = [note for note in rooftop.analyze(step, torch.ones(3, 3), written, read).notes if "taken back" in note]
+    assert len(notes) == 1
+    assert notes[0].count("a Tensor (sparse_coo) could not be copied beforehand") == 1
+    assert not [n for n in rooftop.analyze(lambda x: x + read.to_dense(), torch.ones(3, 3)).notes if "taken back" in n]

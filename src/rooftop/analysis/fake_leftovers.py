@@ -207,8 +207,8 @@ def _fakes_of(mode: FakeTensorMode) -> list[FakeTensor]:
 
 
 def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
-    """The name of the first place from which one of these tensors is reached: a global, an attribute of a class, or a
-    cache; if there is none, the class of an object that holds it.
+    """Where one of these tensors can first be reached from: the name of a global, a class attribute or a cache, or else
+    the class of an object that holds it.
 
     None if they are reached only from PyTorch, from variables of running functions, or from what was emptied.
     """

@@ -6,10 +6,10 @@ import re
 
 
 def time_text(value: float) -> str:
-    """Milliseconds as "1.5 ms" or "230 us"."""
-    if abs(value) >= 1000:
+    """Milliseconds as "1.5 ms", "230 us" or "2,720 ms"."""
+    if abs(value) >= 999.5:
         return f"{value:,.0f} ms"
-    return f"{value:.3g} ms" if abs(value) >= 1 else f"{1e3 * value:.3g} us"
+    return f"{value:.3g} ms" if abs(value) >= 0.9995 else f"{1e3 * value:.3g} us"
 
 
 def percent_text(value: float) -> str:

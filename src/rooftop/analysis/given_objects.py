@@ -44,7 +44,10 @@ class GivenObjects:
         tensors = [] if predicted else held.tensors
         self._state = _State(target, {id(container.owner) for container in held.containers})
         tensors += [] if predicted else self._state.small_tensors(besides=held.tensors)
-        self._values = [value for tensor in tensors if (value := _value_of(tensor)) is not None]
+        written = [tensor for tensor in tensors if not _is_left(tensor)]
+        values = [(tensor, _value_of(tensor)) for tensor in written]
+        self._values = [value for _, value in values if value is not None]
+        self._not_kept = [(tensor, _version_of(tensor)) for tensor, value in values if value is None]
         self._looks, self._writes = 0, False
         self._lost: list[str] = []
         self._changing: list[Container] = []
@@ -102,6 +105,9 @@ class GivenObjects:
                 value.put_back()
             except RuntimeError as error:  # storage that is gone, or that nobody may write to
                 self._lost.append(_first_line(error))
+        for tensor, version in self._not_kept:
+            if _version_of(tensor) != version:
+                self._lost.append(f"a {type(tensor).__name__} ({_layout_of(tensor)}) could not be copied beforehand")
 
     @property
     def notes(self) -> list[str]:
@@ -205,7 +211,7 @@ class _Value:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self._version = None if tensor.is_inference() else tensor._version
+        self._version = _version_of(tensor)
         self._storage, self._layout = tensor.untyped_storage(), _layout(tensor)
         self._before = tensor.detach().to("cpu", copy=True)
         small = self._version is not None and tensor.nbytes <= SMALL_BYTES
@@ -245,15 +251,30 @@ def _layout(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
     return int(tensor.storage_offset()), tensor.shape, tensor.stride()
 
 
+def _is_left(tensor: Tensor) -> bool:
+    """Whether nothing is to be put back: weights change by optimizers alone, and others have no values."""
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse to be asked
+        return isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.device.type == "meta"
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    """How often it was written to; None where that is not counted (tensors made under `torch.inference_mode`)."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return None if tensor.is_inference() else tensor._version
+
+
+def _layout_of(tensor: Tensor) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        return str(tensor.layout).removeprefix("torch.")
+
+
 def _value_of(tensor: Tensor) -> _Value | None:
-    """None if a step does not write to it, or its value cannot be kept: weights change by optimizers alone."""
+    """None if it cannot be kept. If the step writes to it, a note says so."""
     try:
-        if isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.device.type == "meta":
-            return None
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
             return None
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             return None
         return _Value(tensor)
-    except (RuntimeError, NotImplementedError, AttributeError):  # a subclass that refuses to be copied: it stays alone
+    except (RuntimeError, NotImplementedError, AttributeError):  # a subclass that refuses to be copied
         return None

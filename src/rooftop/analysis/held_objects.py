@@ -45,10 +45,10 @@ class Held:
 
     Args:
         everything: follow functions (their closures and the globals that they name), classes, modules and hooks of
-            tensors, too.
+            tensors as well.
         of_modules: restore also what every module has (submodules, hooks, mode); otherwise it is only followed.
-        training: follow optimizers, schedulers and gradient scalers, too.
-        installed: follow globals that are functions or classes of installed packages, too.
+        training: follow optimizers, schedulers and gradient scalers as well.
+        installed: follow globals that are functions or classes of installed packages as well.
 
     Attributes:
         containers: each with what it holds, in order. tensors: each once.
@@ -101,7 +101,7 @@ def left_as_they_were(targets: Iterable[Any], logs: bool = True) -> Iterator[Non
 
     Args:
         targets: values and functions.
-        logs: restore containers that hold only numbers and text, too.
+        logs: restore containers that hold only numbers and text as well.
     """
     held = Held(targets, everything=True, training=True)
     gradients = [_Gradient(tensor) for tensor in held.tensors]

@@ -133,7 +133,7 @@ class _Repeated:
         self.ms = 1e3 * (perf_counter() - began)
 
     def timed_ms(self) -> float:
-        """Of one run by the host's clock."""
+        """The time of one run by the host's clock."""
         self.prepare()
         self.run()
         return self.ms
@@ -218,13 +218,9 @@ def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[
     bias = weight if backward else given("bias")
     if backward and bias is not None:  # it takes none, and gives its gradient
         bias = torch.ones_like(bias)
-    training = next((spec[name] for name in ("training", "train") if _has(spec, name)), True)  # cuDNN's: always
+    training = next((spec[name] for name in ("training", "train") if name in spec), True)  # cuDNN's: always
     inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
     return lambda: batch_norm(x, mean, variance, weight, bias, training), inputs
-
-
-def _has(spec: CallSpec, argument: str) -> bool:
-    return any(declared.name == argument for declared in spec.func._schema.arguments)
 
 
 def _attention(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[Tensor]]:

@@ -110,8 +110,8 @@ def _balance(
     if busy_ms > (1 + (UNEXPLAINED if on_gpu else NOISY)) * wall_ms:
         what = "kernels of a step under the profiler" if on_gpu else "operators of a labelled step"
         notes.append(
-            f"Unexplained: the {what} took {busy_ms:.3g} ms, more than the {wall_ms:.3g} ms of a plain step (a machine "
-            "that was disturbed, or operators of microseconds). The launch gap is shown as 0, and gains are taken in "
+            f"Unexplained: the {what} took {time_text(busy_ms)}, more than the {time_text(wall_ms)} of a plain step (a "
+            "machine that was disturbed, or operators of microseconds). The launch gap is shown as 0, and gains are taken in "
             "proportion to the plain step."
         )
     busy_ms = min(busy_ms, wall_ms)

@@ -72,6 +72,10 @@ class CallSpec:
                 return dict(self.kwargs).get(argument, given)
         raise KeyError(f"{self.name} has no argument {argument}")
 
+    def __contains__(self, argument: str) -> bool:
+        """Whether the operator has an argument of that name."""
+        return any(declared.name == argument for declared in self.func._schema.arguments)
+
 
 @dataclass(frozen=True, slots=True)
 class Record:

@@ -1,7 +1,7 @@
-"""Torch as it is by default, while something is measured.
+"""Resets torch to its own defaults while something is measured.
 
-A program may have set another default dtype or device, or run inside a mode that sees each call. What is measured is
-the same everywhere, and nothing of it belongs to the program.
+A program may have set another default dtype or device, or may run inside a mode that sees every call. Neither may
+change a measurement, and the program's modes must not see one.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Te
 def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, terms: Terms) -> Tensor:
     """dx (N, V); `factor`: (N,) or (), what the derivative of each row's loss is multiplied with.
 
-    The statistics are computed again: as they are kept, in float32, they would round each probability.
+    The statistics are computed again. The saved ones are float32, and would round each probability.
     """
     values = x.to(reference_dtype(x.dtype))
     counted = target != terms.ignore_index

@@ -152,7 +152,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, update: Tensor | None = None, rotation: Rotation | None = None, cache: Remembered | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x and update (B, S, W), whose sum is the input; two such, whose sum is the result."""
+        """Takes x and update, (B, S, W), whose sum is the input. Returns two such tensors, whose sum is the result."""
         x, normed = summed_and_normed(self.attention_norm, x, update)
         x, normed = summed_and_normed(self.mlp_norm, x, self.attention(normed, rotation, cache))
         return x, self.mlp(normed)

@@ -1,4 +1,4 @@
-"""The names of `spconv.pytorch.utils`: points to voxels, and back to points."""
+"""The names of `spconv.pytorch.utils`. The file has its name, so that a program only changes the package it imports."""
 
 from rooftop.sparse.voxels import PointToVoxel, gather_features_by_pc_voxel_id
 

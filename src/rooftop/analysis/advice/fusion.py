@@ -148,8 +148,7 @@ def _along_rows(op: MeasuredOperator) -> bool:
     """Whether a reduction is over the last dimension, or over all."""
     spec, rank = op.record.spec, len(op.record.inputs[0].shape)
     assert spec is not None
-    declared = {argument.name for argument in spec.func._schema.arguments}
-    dims = spec["dim"] if "dim" in declared else None
+    dims = spec["dim"] if "dim" in spec else None  # noqa: SIM401 (a CallSpec has no `get`)
     if dims is None or dims == ():
         return True
     return any(dim % max(1, rank) == rank - 1 for dim in (dims if isinstance(dims, (tuple, list)) else (dims,)))
@@ -263,16 +262,15 @@ class _Traffic:
 def _trains(op: MeasuredOperator) -> bool:
     spec = op.record.spec
     assert spec is not None
-    declared = {argument.name for argument in spec.func._schema.arguments}
-    name = next((each for each in ("training", "train") if each in declared), None)
+    name = next((each for each in ("training", "train") if each in spec), None)
     return name is None or bool(spec[name])
 
 
 def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], ceilings: Ceilings) -> float:
     """The share of their roof that the best quarter of this step's elementwise operators, by bytes, reaches.
 
-    Compiled kernels are assumed to reach it, too. Other eager kernels say nothing about those: some are limited by
-    arithmetic (powers in bfloat16), some by the computation of indices.
+    Compiled kernels are assumed to reach it as well. The slower eager kernels are no guide: some are limited by
+    arithmetic (powers in bfloat16), some by computing indices.
     """
     seen = []
     for op, node in zip(operators, nodes, strict=True):

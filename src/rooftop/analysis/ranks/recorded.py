@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rooftop.analysis.advice.rank_rules import rank_advice
+from rooftop.analysis.formats import time_text
 from rooftop.analysis.ranks.lockstep import agent_store
 from rooftop.analysis.ranks.measuring import RANK_STEP_LABEL, rank_row
 from rooftop.analysis.ranks.merging import RankRow, Ranks, compared
@@ -117,5 +118,7 @@ def with_ranks(report: Report, ranks: Ranks) -> Report:
     advice = sorted([*report.advice, *rank_advice(ranks)], key=lambda item: -item.gain_ms)
     gap = "kernel gap" if report.device["kind"] == "cuda" else "launch gap"  # NCCL's kernels keep a GPU busy
     first = ranks.rows[0]
-    note = f"Rank {first.rank}'s {gap} contains {first.exposed_ms:.3g} ms of exposed communication, waiting included."
+    note = (
+        f"Rank {first.rank}'s {gap} contains {time_text(first.exposed_ms)} of exposed communication, waiting included."
+    )
     return replace(report, ranks=ranks, advice=tuple(advice), notes=(*report.notes, note))

@@ -1,4 +1,4 @@
-"""The names of `spconv.pytorch.utils`: points to voxels, and back to points."""
+"""The path of `spconv.pytorch.utils`: a program replaces `spconv` by `rooftop.sparse` in its imports."""
 
 from rooftop.sparse.utils import PointToVoxel, gather_features_by_pc_voxel_id
 
