@@ -111,8 +111,8 @@ def _balance(
         what = "kernels of a step under the profiler" if on_gpu else "operators of a labelled step"
         notes.append(
             f"Unexplained: the {what} took {time_text(busy_ms)}, more than the {time_text(wall_ms)} of a plain step (a "
-            "machine that was disturbed, or operators of microseconds). The launch gap is shown as 0, and gains are taken in "
-            "proportion to the plain step."
+            "machine that was disturbed, or operators of microseconds). The launch gap is shown as 0, and gains are "
+            "taken in proportion to the plain step."
         )
     busy_ms = min(busy_ms, wall_ms)
     summary = Summary(
