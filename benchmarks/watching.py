@@ -3,8 +3,9 @@
     python benchmarks/watching.py [--out benchmarks/results/h200/watching.json] [--rounds 20] [--quick]
 
 A loop of a small model, which its host bounds, runs in turn plainly, with the steps found and nothing else
-(`StepFinder`), and inside `rooftop.recording`, after the steps that this watches. Each is timed over as many steps, and
-what else the host does meets all three. `--quick` tries the script on a CPU.
+(`StepFinder`), and inside `rooftop.recording`, after the steps that this watches. The order changes from round to
+round, and what else the host does meets all three. `by_tens_us`: the median of each ten after the watched steps, over
+the rounds. `--quick` tries the script on a CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,7 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/watching.json"))
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="two rounds on the CPU")
+    parser.add_argument("--quick", action="store_true", help="three rounds on the CPU")
     options = parser.parse_args()
     device = torch.device("cpu" if options.quick else "cuda")
     step, ceilings = training(device), measure_ceilings(device)
@@ -59,15 +61,19 @@ def main() -> int:
         "steps found": lambda: StepFinder(Nobody()),
         "recorded": lambda: rooftop.recording(ceilings=ceilings, device=device, find_steps=True),
     }
-    times: dict[str, list[float]] = {name: [] for name in around}
-    for _ in range(2 if options.quick else options.rounds):
-        for name, make in around.items():
-            with make():
-                times[name] += steps_us(step, device)
-    rows = {name: {"median_us": statistics.median(us), "tenth_us": lower_tenth(us)} for name, us in times.items()}
+    times: dict[str, list[list[float]]] = {name: [] for name in around}
+    for number in range(3 if options.quick else options.rounds):
+        names = list(around)
+        for name in names[number % 3 :] + names[: number % 3]:
+            with around[name]():
+                times[name].append(steps_us(step, device))
+    rows = {name: row_of(rounds) for name, rounds in times.items()}
     for name, row in rows.items():
         more = row["tenth_us"] / rows["plain"]["tenth_us"] - 1
-        print(f"{name:12} median {row['median_us']:8.1f} us, lower tenth {row['tenth_us']:8.1f} us ({more:+.1%})")
+        by_tens = " ".join(f"{us:.0f}" for us in row["by_tens_us"])
+        print(
+            f"{name:12} median {row['median_us']:6.0f} us, lower tenth {row['tenth_us']:6.0f} us ({more:+.1%}): {by_tens}"
+        )
     here = next(each for each in devices() if each.kind == device.type)
     result = {"device": here.to_dict(), "torch": torch.__version__, "results": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -103,8 +109,10 @@ def steps_us(step: Callable[[], None], device: torch.device) -> list[float]:
     return times
 
 
-def lower_tenth(times: list[float]) -> float:
-    return sorted(times)[len(times) // 10]
+def row_of(rounds: list[list[float]]) -> dict[str, Any]:
+    times = sorted(us for each in rounds for us in each)
+    by_tens = [statistics.median(tens) for tens in zip(*rounds, strict=True)]
+    return {"median_us": statistics.median(times), "tenth_us": times[len(times) // 10], "by_tens_us": by_tens}
 
 
 if __name__ == "__main__":

@@ -123,8 +123,8 @@ def test_fusion_reads_and_writes_once(ceilings: Ceilings) -> None:
     (advice,) = pointwise_fusion(findings(ceilings, *chain(1.25)))
     assert advice.gain_ms == pytest.approx(1.25 * (5 - 3))
     assert advice.evidence == (
-        "2 activations, sums, norms and casts take 6.25 ms; one fused kernel would take 3.75 ms and move only what "
-        "others need"
+        "2 activations, sums, norms, casts and copies take 6.25 ms; one fused kernel would take 3.75 ms and move "
+        "only what others need"
     )
 
 
@@ -171,6 +171,16 @@ def test_where_the_host_sets_the_pace_what_is_compiled_is_replayed_from_a_graph(
     assert advice.gain_ms == pytest.approx(16.25 / 2)
     (advice,) = pointwise_fusion(dataclasses.replace(waiting, plain=dataclasses.replace(waiting.plain, waiting_ms=1.0)))
     assert advice.command == "torch.compile(model)"
+
+
+def test_a_host_that_would_not_keep_ahead_of_fused_kernels_is_replaced_by_a_graph(ceilings: Ceilings) -> None:
+    """The GPU works 10 ms, and 7.5 when it reads and writes once. The launch gap of 0.1 ms goes only with a graph."""
+    busy = on_a_gpu(ceilings, *chain(1.25), launch_gap_ms=0.1)
+    (advice,) = pointwise_fusion(dataclasses.replace(busy, host_ms=3.0))
+    assert (advice.gain_ms, advice.command) == (pytest.approx(2.5), "torch.compile(model)")
+    (advice,) = pointwise_fusion(dataclasses.replace(busy, host_ms=4.0))
+    assert (advice.gain_ms, advice.command) == (pytest.approx(2.6), 'torch.compile(model, mode="reduce-overhead")')
+    assert "launched one by one, the host's 4.00 ms might set the pace" in advice.evidence
 
 
 def image_step() -> list[MeasuredOperator]:

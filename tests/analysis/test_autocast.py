@@ -18,7 +18,7 @@ from rooftop.analysis.advice import alternatives, autocast
 from rooftop.analysis.advice.alternatives import repeated_ratios
 from rooftop.analysis.advice.autocast import cast_host_ms, under_autocast
 from rooftop.analysis.instruments import MeasuredOperator
-from rooftop.analysis.repeating import AS_IT_WAS, Form, Times, times_again
+from rooftop.analysis.repeating import AS_IT_WAS, Form, Times, tensor_like, times_again
 from rooftop.cost import CallSpec, CountingMode, Record, TensorSpec
 
 CASTS = {"aten::_to_copy", "aten::copy_", "aten::detach", "aten::empty", "aten::t", "aten::view", "aten::transpose"}
@@ -174,6 +174,22 @@ def test_norms_poolings_and_resizing_run_again_in_another_layout() -> None:
     assert [spec.name for spec, times in zip(found, again, strict=True) if times is None] == []
 
 
+def test_an_image_of_one_pixel_stays_channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pooling leaves, as PyTorch leaves it; a weight of one pixel changes with its model."""
+    layers = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 6, 1), nn.Upsample(scale_factor=8))
+    found = specs(recorded(lambda: layers(torch.randn(2, 4, 6, 6))))
+    made = []
+
+    def remembered(spec: TensorSpec, form: Form, device: torch.device) -> Tensor:
+        made.append((spec.shape, form.channels_last))
+        return tensor_like(spec, form, device)
+
+    monkeypatch.setattr(repeating, "tensor_like", remembered)
+    assert None not in times_again([(spec, Form(channels_last=True)) for spec in found], CPU)
+    assert ((6, 4, 1, 1), True) in made
+    assert {last for shape, last in made if len(shape) == 4 and shape[0] == 2 and shape[2:] == (1, 1)} == {False}
+
+
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize(
     "norm",
@@ -266,6 +282,24 @@ def test_small_calls_go_by_their_larger_likes(monkeypatch: pytest.MonkeyPatch) -
     ratios = repeated_ratios(operators, Form(torch.bfloat16), CPU)
     assert ratios[large] == ratios[small] == 0.5
     assert small not in asked
+
+
+def test_a_convolution_that_was_not_timed_gains_as_others_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Depthwise ones gain by a layout what pointwise ones do not."""
+    layers = (nn.Conv2d(8, 16, 3, groups=8), nn.Conv2d(4, 16, 3, groups=4), nn.Conv2d(8, 16, 1), nn.Conv2d(4, 16, 1))
+    found = [specs(recorded(lambda layer=layer: layer(torch.randn(1, layer.in_channels, 9, 9))))[0] for layer in layers]
+
+    def timed(calls: list[tuple[CallSpec, Form]], device: torch.device) -> list[Times]:
+        halves = [1.0 if form == AS_IT_WAS or spec["groups"] == 1 else 0.5 for spec, form in calls]
+        return [Times(ms, ms) for ms in halves]
+
+    monkeypatch.setattr(alternatives, "times_again", timed)
+    monkeypatch.setattr(alternatives, "MOST_CALLS", 2)
+    operators = [
+        MeasuredOperator(Record(spec.name, (), "float32", "cpu", "", "forward", None, spec=spec), ms, ())
+        for spec, ms in zip(found, (30.0, 2.0, 20.0, 1.0), strict=True)
+    ]
+    assert list(repeated_ratios(operators, Form(channels_last=True), CPU).values()) == [0.5, 1.0, 0.5, 1.0]
 
 
 @pytest.mark.gpu

@@ -84,6 +84,37 @@ def test_a_sum_over_columns_is_a_kernel_of_its_own(ceilings: Ceilings, x: Tensor
     assert (found.now_ms, found.after_ms) == pytest.approx((3 * UNIT_MS, UNIT_MS), rel=0.01)
 
 
+def slowed(operators: list[MeasuredOperator], *names: str) -> list[MeasuredOperator]:
+    """Those of these names take twice as long as their bytes."""
+    return [
+        replace(op, measured_ms=op.measured_ms * (2 if any(name in op.record.name for name in names) else 1))
+        for op in operators
+    ]
+
+
+def test_a_slow_norm_between_two_products_is_written_anew_and_an_activation_is_not(
+    ceilings: Ceilings, x: Tensor, weight: Tensor
+) -> None:
+    """Elementwise kernels already move each byte once: what makes one slow stays in the compiled one."""
+    operators = counted(lambda: functional.gelu(functional.layer_norm(x.relu() @ weight, (WIDTH,)) @ weight) @ weight)
+    assert fused(operators, ceilings) == Fused()
+    assert fused(slowed(operators, "gelu"), ceilings) == Fused()
+    assert seen(fused(slowed(operators, "gelu", "layer_norm"), ceilings)) == (1, 1, 4.01, 2.0)
+
+
+def test_a_slow_sum_over_columns_is_written_anew_and_joins_nothing(
+    ceilings: Ceilings, x: Tensor, weight: Tensor
+) -> None:
+    operators = slowed(counted(lambda: (x.relu() @ weight).mul(2).sum(0)), "sum")
+    assert seen(fused(operators, ceilings)) == (1, 1, 2.0, 1.0)
+
+
+def test_parts_are_put_together_in_the_kernel_that_reads_them(ceilings: Ceilings, x: Tensor, weight: Tensor) -> None:
+    """Two products side by side, 2 units read and 2 written, then an activation, as much: half of it is left."""
+    operators = counted(lambda: torch.cat([x @ weight, weight @ x]).relu() @ weight)
+    assert seen(fused(operators, ceilings)) == (2, 1, 8.0, 4.0)
+
+
 def test_backward_computes_a_formula_again_rather_than_read_what_it_left(ceilings: Ceilings, weight: Tensor) -> None:
     """Forward of x * sigmoid(x) after a product: sigmoid 2, product 3; joined 2. Backward: of the five units that its
     operators move beyond the gradient and the result, joined only x is left."""

@@ -9,7 +9,7 @@ for it): a slow one runs once, and after `MOST_SECONDS` no other begins.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -36,7 +36,8 @@ class Form:
 
     Attributes:
         dtype: in place of its floating-point dtypes; None: as they were.
-        channels_last: images and convolution weights lie channels last; else as they lay.
+        channels_last: images and convolution weights lie channels last; else as they lay. An image of one pixel has no
+            layout of its own, and PyTorch takes what was averaged to one as channels first.
         multiple: sides of matrices and lengths of vectors are rounded up to a multiple of it.
     """
 
@@ -152,7 +153,11 @@ class _Repeated:
         return True
 
     def _made(self, spec: TensorSpec) -> Tensor:
-        return tensor_like(spec, self._form, self._device)
+        keeps = self._form.channels_last and spec.shape[2:] == (1, 1) and not self._is_weight(spec)
+        return tensor_like(spec, replace(self._form, channels_last=False) if keeps else self._form, self._device)
+
+    def _is_weight(self, spec: TensorSpec) -> bool:
+        return "convolution" in self._spec.name and spec is self._spec["weight"]
 
 
 def tensor_like(spec: TensorSpec, form: Form, device: torch.device) -> Tensor:

@@ -20,10 +20,10 @@ from torch import Tensor
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.repeating import AS_IT_WAS, REPEATS, Form, times_again
 from rooftop.analysis.report import OperatorRow
-from rooftop.cost import CallSpec
+from rooftop.cost import CallSpec, TensorSpec
 from rooftop.hardware.kernel_times import Variant, kernel_times
 
-MOST_TIME, MOST_CALLS = 0.9, 16  # of the operators' time, and how many calls, that is timed again
+MOST_TIME, MOST_CALLS = 0.95, 40  # of the operators' time, and how many calls, that is timed again
 
 
 def repeated_ratios(
@@ -32,7 +32,7 @@ def repeated_ratios(
     """For recorded calls, the time in another dtype or layout over the time as they are.
 
     The longest calls are timed, at most `MOST_CALLS`, together `MOST_TIME` of the time; others get the mean ratio of
-    their operator. A call whose operator could not be timed at all is as it was: nothing is promised of it.
+    their kind (see `_kind`). A call of whose kind none could be timed is as it was: nothing is promised of it.
 
     Args:
         operators: those of other kinds than `_TIMED_AGAIN` are left out.
@@ -46,18 +46,27 @@ def repeated_ratios(
     longest = _longest(times)
     seen = times_again([(spec, f) for spec in longest for f in (AS_IT_WAS, form)], device)
     ratios: dict[CallSpec | None, float] = {}
-    before: Counter[str] = Counter()
-    after: Counter[str] = Counter()
+    before: Counter[tuple[str, bool, bool]] = Counter()
+    after: Counter[tuple[str, bool, bool]] = Counter()
     for spec, now, other in zip(longest, seen[::2], seen[1::2], strict=True):
         if now is None or other is None or now.best_ms <= 0:
             continue
         ratios[spec] = other.best_ms / now.best_ms
-        before[spec.name] += times[spec]
-        after[spec.name] += times[spec] * ratios[spec]  # type: ignore[assignment]
+        before[_kind(spec)] += times[spec]
+        after[_kind(spec)] += times[spec] * ratios[spec]  # type: ignore[assignment]
     for spec in times:
         if spec not in ratios:
-            ratios[spec] = after[spec.name] / before[spec.name] if before[spec.name] else 1.0
+            kind = _kind(spec)
+            ratios[spec] = after[kind] / before[kind] if before[kind] else 1.0
     return ratios
+
+
+def _kind(spec: CallSpec) -> tuple[str, bool, bool]:
+    """Calls that other dtypes and layouts change alike: convolutions by whether they are grouped, and pointwise."""
+    weight = spec["weight"] if "convolution" in spec.name else None
+    if not isinstance(weight, TensorSpec):
+        return spec.name, False, False
+    return spec.name, spec["groups"] > 1, prod(weight.shape[2:]) == 1
 
 
 def _longest(times: Counter[CallSpec]) -> list[CallSpec]:

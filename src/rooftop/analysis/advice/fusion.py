@@ -1,9 +1,12 @@
 """What a compiler would put into one kernel, and the memory traffic that this leaves.
 
-Elementwise operators and reductions along rows are joined with their neighbours in the flow of the data: a value that
-one operator of a kernel writes and another reads stays in registers. Products, convolutions, attention and operators
-that move elements about stay kernels of their own, which read their inputs from memory and write their results there.
-So an activation between two products saves nothing; one beside a norm or a sum saves a write and a read.
+Elementwise operators, copies and reductions along rows are joined with their neighbours in the flow of the data: a
+value that one operator of a kernel writes and another reads stays in registers. Products, convolutions and attention
+stay kernels of their own, which read their inputs from memory and write their results there. So an activation between
+two products saves nothing; one beside a norm or a sum saves a write and a read.
+
+A compiler also writes the kernels of norms, sums and copies that have no neighbour to join. Many of PyTorch's own are
+far from the memory's rate: they are written for every shape, the compiler's for this one.
 
 A kernel of joined operators reads each input once, and writes the results that other kernels read or the program keeps.
 A backward kernel may compute a value of the forward pass again instead of reading it, where that moves less memory.
@@ -42,19 +45,22 @@ BATCH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "_native_batch_norm
 """Operators that also need sums over all rows when they train."""
 LONGEST_ROW_BYTES = 64 * 1024  # of a row that one block keeps on the chip; longer ones are read again
 REDUCTIONS_OF_CHOICE = {"sum", "mean", "amax", "amin", "var", "var_mean"}
-"""Along rows they join; over columns they are kernels of their own."""
-SUMMING = 0.75
+"""Along rows they join; over columns each is a kernel of its own."""
+SUMMING = 0.85
 """Share of an elementwise kernel's bandwidth that a compiled kernel reaches if it also sums over all rows."""
 OTHERS_ON_ELEMENTS = {
     *("_to_copy", "copy_", "clone", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "new_zeros"),
     *("native_dropout", "native_dropout_backward", "bernoulli_", "masked_fill_", "constant_pad_nd"),
+    *("cat", "stack"),
 }
 """Elementwise operators that PyTorch does not tag as such."""
+COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "constant_pad_nd"}
+"""Those of them that move elements about."""
 
 
 @dataclass
 class Fused:
-    """How many operators would be joined, in how many kernels, and their time before and after, in ms."""
+    """How many operators would be compiled, to how many kernels, and their time before and after, in ms."""
 
     operators: int = 0
     kernels: int = 0
@@ -73,12 +79,13 @@ class _Node:
     reads: dict[Value, int] = field(default_factory=dict)  # and its bytes
     writes: dict[Value, int] = field(default_factory=dict)
     joins: bool = False
+    alone: bool = False  # a compiler writes its kernel, but no other operator is in it
     elements: int = 0
     level: int = 0  # kernels of their own on the longest way to it
 
 
 def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
-    """What a compiler would join of a step; groups that gain nothing are left out.
+    """What a compiler would write kernels for; those that gain nothing are left out.
 
     Args:
         operators: in order of execution. Without a record of their tensors (the optimizer's, those of compiled code)
@@ -94,7 +101,7 @@ def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
         now_ms = sum(operators[place].measured_ms for place in members)
         roof_ms = max(1e3 * moved / ceilings.rate(moved) if moved else 0.0, ceilings.kernel_floor_ms)
         after_ms = roof_ms / (share * (SUMMING if traffic.sums_over_rows(group) else 1.0))
-        if len(members) < 2 or after_ms >= now_ms:
+        if after_ms >= now_ms or (len(members) == 1 and not _gains_alone(operators[members[0]])):
             continue
         found.operators += len(members)
         found.kernels += 1
@@ -121,11 +128,24 @@ def _flow(operators: Sequence[MeasuredOperator]) -> list[_Node]:
                 writers[spec.memory] = place
                 node.writes[place, spec.memory] = _bytes(spec)
         node.joins = record.cost is not None and _joins(op)
+        node.alone = record.cost is not None and not node.joins and _is_sum_over_columns(op)
         node.elements = max((prod(s.shape) for s in (*record.inputs, *record.outputs)), default=0)
         node.level = max(
             (nodes[writer].level + (not nodes[writer].joins) for writer, _ in node.reads if writer >= 0), default=0
         )
     return nodes
+
+
+def _gains_alone(op: MeasuredOperator) -> bool:
+    """Whether the kernel that a compiler writes for this operator alone may be faster than PyTorch's.
+
+    Elementwise ones move each byte once already.
+    """
+    return _plain(op) in ROW_REDUCTIONS | REDUCTIONS_OF_CHOICE | COPIES
+
+
+def _is_sum_over_columns(op: MeasuredOperator) -> bool:
+    return op.record.spec is not None and bool(op.record.inputs) and _plain(op) in REDUCTIONS_OF_CHOICE
 
 
 def _joins(op: MeasuredOperator) -> bool:
@@ -155,7 +175,7 @@ def _along_rows(op: MeasuredOperator) -> bool:
 
 
 def _groups(nodes: Sequence[_Node]) -> dict[int, list[int]]:
-    """The places of the operators of each group, by the place of its first.
+    """The places of the operators of each kernel that a compiler writes, by the place of its first.
 
     The operators of a group are connected, work on the same number of elements, and have no other kernel between them.
     """
@@ -177,7 +197,7 @@ def _groups(nodes: Sequence[_Node]) -> dict[int, list[int]]:
                 first[another] = one
     groups: dict[int, list[int]] = defaultdict(list)
     for place, node in enumerate(nodes):
-        if node.joins:
+        if node.joins or node.alone:
             groups[root(place)].append(place)
     return groups
 

@@ -12,19 +12,23 @@ from rooftop.analysis.findings import LEAST_GAIN, Findings
 from rooftop.analysis.formats import percent_text
 from rooftop.analysis.report import Advice, OperatorRow
 
+AHEAD = 0.5
+"""Of the time that the GPU would be busy: a host that needs less for the step as it is keeps ahead of the compiled one,
+too. That has fewer kernels to launch, but guards to check: its host may need longer."""
+
 
 def pointwise_fusion(findings: Findings) -> list[Advice]:
     """Operators that a compiler would join into kernels that move less memory (see `fusion`).
 
-    torch.compile also changes the layout of images and pads matrix products. If the host is the bottleneck and the step
-    can be captured, the advice is for its mode that replays a CUDA graph.
+    torch.compile also changes the layout of images and pads matrix products. If the host is the bottleneck, or would be
+    once the kernels are faster, and the step can be captured, the advice is for its mode that replays a CUDA graph.
     """
     found = fused(findings.operators, findings.ceilings)
     if not found.operators or findings.traced_more_ms is None:
         return []
     kernels = f"{found.kernels} fused kernels" if found.kernels > 1 else "one fused kernel"
     evidence = (
-        f"{found.operators} activations, sums, norms and casts take {found.now_ms:.2f} ms; {kernels} would "
+        f"{found.operators} activations, sums, norms, casts and copies take {found.now_ms:.2f} ms; {kernels} would "
         f"take {found.after_ms:.2f} ms and move only what others need"
     )
     labelled_ms = found.now_ms - found.after_ms
@@ -33,10 +37,14 @@ def pointwise_fusion(findings: Findings) -> list[Advice]:
         if ms > 0:
             labelled_ms += ms
             evidence += f"; the compiler also {words}: {ms:.2f} ms of the gain"
-    replayed = findings.on_gpu and findings.capturable and not findings.summary.device_bound
+    busy_ms = findings.summary.busy_ms - findings.undisturbed_ms(labelled_ms)
+    keeps_ahead = findings.summary.device_bound and (findings.host_ms or 0.0) < AHEAD * busy_ms
+    replayed = findings.on_gpu and findings.capturable and not keeps_ahead
     if replayed:
         saved_ms = findings.saved_in_graph_ms(labelled_ms)
         evidence += f"; replayed from a CUDA graph, the launch gap of {findings.gaps.launch_gap_ms:.2f} ms goes, too"
+        if findings.summary.device_bound:
+            evidence += f" (launched one by one, the host's {findings.host_ms:.2f} ms might set the pace)"
     else:
         saved_ms = findings.saved_ms(labelled_ms, -findings.launched_ms(found.operators - found.kernels))
     return [
