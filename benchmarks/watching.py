@@ -70,7 +70,7 @@ def main() -> int:
     rows = {name: row_of(rounds) for name, rounds in times.items()}
     for name, row in rows.items():
         more, tens = row["tenth_us"] / rows["plain"]["tenth_us"] - 1, [round(us) for us in row["by_tens_us"]]
-        print(f"{name:12} median {row['median_us']:6.0f} us, lower tenth {row['tenth_us']:6.0f} us ({more:+.1%}): {tens}")
+        print(f"{name:12} median {row['median_us']:.0f} us, lower tenth {row['tenth_us']:.0f} us ({more:+.1%}): {tens}")
     here = next(each for each in devices() if each.kind == device.type)
     result = {"device": here.to_dict(), "torch": torch.__version__, "results": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
