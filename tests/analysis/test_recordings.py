@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import rooftop
-from rooftop.analysis import Recording, instruments, stages
+from rooftop.analysis import Recording, instruments, recordings, stages
 from rooftop.analysis.recordings import NEEDED
 from rooftop.analysis.report import Report
 from rooftop.errors import InputError
@@ -147,6 +149,41 @@ class Seeing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def allocated_by_rooftop() -> int:
+    """Bytes that its code has allocated since tracemalloc started, and that are still there."""
+    gc.collect()
+    of_rooftop = tracemalloc.Filter(True, str(Path(rooftop.__file__).parent / "*"))
+    return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([of_rooftop]).traces)
+
+
+@pytest.mark.parametrize("find_steps", [False, True])
+def test_nothing_is_kept_of_the_steps_after_the_timed_ones(
+    find_steps: bool, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training may take weeks, and start threads of its own at each step."""
+    monkeypatch.setattr(recordings, "TIMED_STEPS", 5)
+    net, x = small_net(), torch.randn(6, 8)
+    optimizer = torch.optim.AdamW(net.parameters())
+    kept = []
+    tracemalloc.start()
+    with rooftop.recording(ceilings=ceilings, find_steps=find_steps) as recorded:
+        for number in range(NEEDED + 160):
+            thread = threading.Thread(target=net, args=(x,), name=f"evaluation {number}")
+            thread.start()
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            thread.join()
+            if not find_steps:
+                recorded.step()
+            if number in (NEEDED + 60, NEEDED + 159):
+                kept.append(allocated_by_rooftop())
+    tracemalloc.stop()
+    assert recorded.steps == NEEDED + 160
+    assert kept[1] <= kept[0] + 1000  # bytes; each step of these once left about 100
+    assert recorded.report.mode == f"{NEEDED + 160} recorded steps"
 
 
 def test_a_mode_of_the_program_sees_the_program_alone(ceilings: Ceilings) -> None:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from rooftop.analysis.step_finding import Level, StepFinder
+from rooftop.analysis.step_finding import MOST_THREADS, Level, StepFinder
 
 Calls = tuple[int, int]
 
@@ -427,6 +427,21 @@ def test_other_threads_end_no_step_and_are_counted() -> None:
     told, finder = found(program)
     assert (told.steps, finder.level) == ([(1, 0)] * 2, Level.CALL)
     assert list(finder.threads) == ["loader"]
+
+
+def test_threads_that_come_and_go_are_added_up() -> None:
+    """A program may start new ones at each step."""
+    model = net()
+
+    def program() -> None:
+        for number in range(MOST_THREADS + 9):
+            thread = threading.Thread(target=evaluate, args=(model, 1), name=f"worker {number}")
+            thread.start()
+            thread.join()
+
+    _, finder = found(program)
+    assert list(finder.threads) == [*(f"worker {number}" for number in range(MOST_THREADS)), ""]
+    assert min(finder.threads.values()) > 0
 
 
 def test_nothing_is_told_to_a_watcher_that_is_not_in_charge() -> None:

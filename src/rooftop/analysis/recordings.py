@@ -291,7 +291,9 @@ class Recording:
         if self._clock is not None:
             self._clock.mark()
             laps.timed_calls.append(calls)
-            self._left = 0 if self._clock.steps >= LEAST_TIMED and self._has_timed_enough(self._clock) else 1
+            if self._has_timed_enough(self._clock):
+                self._end_stage(keep=True)
+                self._next_stage()
         elif name != "off":
             self._count_step(calls)
         self._step_began = time.perf_counter()
@@ -325,7 +327,7 @@ class Recording:
         return began_at or self._step_began
 
     def _has_timed_enough(self, clock: StepClock) -> bool:
-        return clock.steps >= TIMED_STEPS or clock.elapsed_s >= TIMED_SECONDS
+        return clock.steps >= LEAST_TIMED and (clock.steps >= TIMED_STEPS or clock.elapsed_s >= TIMED_SECONDS)
 
     # ---- stages ----------------------------------------------------------------------------------------------------
 
@@ -470,8 +472,9 @@ class Recording:
         if not threads:
             return ""
         names = ", ".join(list(threads)[:4]) + (", ..." if len(threads) > 4 else "")
+        count = f"more than {len(threads) - 1}" if "" in threads else f"{len(threads)}"
         return (
-            f"{len(threads)} other {'thread' if len(threads) == 1 else 'threads'} ran modules ({names}) for "
+            f"{count} other {'thread' if len(threads) == 1 else 'threads'} ran modules ({names}) for "
             f"{sum(threads.values()):.1f} s of CPU time: their operators are not in the report."
         )
 

@@ -39,6 +39,7 @@ from rooftop.analysis.optimizer_labels import optimizer_ends
 from rooftop.hardware.module_paths import inner_modules, own_parameters
 
 MOST_INNER_STEPS = 16  # of the leading marker in one step of a coarser one; more is an epoch
+MOST_THREADS = 16  # that are kept by name: a program may start new ones at each step
 FORGOTTEN_AFTER = 24  # markers of another optimizer without one of the leading: the program has gone on without it
 
 
@@ -83,7 +84,8 @@ class StepFinder:
         level: of the leading marker; None until one has come.
         began_at: (`time.perf_counter`) when the first step of the leading kind began: its first call of a module, with
             gradients if they are computed. None if no module was called.
-        threads: CPU seconds that each other thread spent in calls of modules, by its name.
+        threads: CPU seconds that each other thread spent in calls of modules, by its name; of `MOST_THREADS`, and of
+            all others together by the name "".
     """
 
     def __init__(self, watcher: Watcher) -> None:
@@ -160,7 +162,9 @@ class StepFinder:
         finally:
             self._inside.discard(thread)
             if thread != self._thread:
-                self.threads[threading.current_thread().name] += time.thread_time() - cpu_s
+                name = threading.current_thread().name
+                is_known = name in self.threads or len(self.threads) < MOST_THREADS
+                self.threads[name if is_known else ""] += time.thread_time() - cpu_s
         if level is not None and not self._optimizing:  # in a closure it is part of the optimizer's step
             self._marked(level, module)
         return output
