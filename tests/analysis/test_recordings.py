@@ -186,6 +186,43 @@ def test_nothing_is_kept_of_the_steps_after_the_timed_ones(
     assert recorded.report.mode == f"{NEEDED + 160} recorded steps"
 
 
+def test_a_recording_that_another_thread_closes_has_the_report_of_the_stages_before(ceilings: Ceilings) -> None:
+    """A watchdog that ends a program that hangs, in the steps that are timed."""
+    with rooftop.recording(ceilings=ceilings) as recorded:
+        train(NEEDED + 5, recorded)
+        closing = threading.Thread(target=recorded.close)
+        closing.start()
+        closing.join()
+        train(3)
+    assert recorded.report.mode == f"{NEEDED + 5} recorded steps"
+    assert recorded.report.modules.find("0").calls == 1
+
+
+def test_the_first_training_step_does_not_begin_with_the_evaluation_before_it(ceilings: Ceilings) -> None:
+    net, x = small_net(), torch.randn(6, 8)
+    optimizer = torch.optim.SGD(net.parameters())
+    with rooftop.recording(ceilings=ceilings, find_steps=True) as recorded:
+        for _ in range(20):  # with gradients, as nobody forbids them
+            net(x)
+            time.sleep(0.03)
+        for _ in range(NEEDED):
+            net(x).square().mean().backward()
+            optimizer.step()
+    assert recorded.steps == NEEDED
+    assert recorded._laps.laps[0].ms < 20 * 30
+
+
+def test_little_is_kept_of_kinds_of_steps_that_take_the_lead_in_turn(ceilings: Ceilings) -> None:
+    first, last = (torch.optim.SGD(small_net().parameters()) for _ in range(2))
+    with rooftop.recording(ceilings=ceilings, find_steps=True) as recorded:
+        for _ in range(8):
+            for _ in range(4):
+                for optimizer in (first, first, last):
+                    optimizer.step()
+            first, last = last, first
+    assert len(recorded._earlier) <= recordings.MOST_EARLIER
+
+
 def test_a_mode_of_the_program_sees_the_program_alone(ceilings: Ceilings) -> None:
     """The labels for the profiler, which are operators, are ours."""
 

@@ -310,6 +310,38 @@ def test_a_process_that_ends_at_once_has_its_report_made_before(
     assert seen == [(6, True, before)]
 
 
+def test_a_watchdog_that_ends_the_process_ends_it_with_its_report(tmp_path: Path) -> None:
+    """Another thread than the one that is observed."""
+    watched = """
+    import os
+    import threading
+    import time
+    import torch
+
+    net = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def watchdog():
+        done.wait()
+        os._exit(3)
+
+    done = threading.Event()
+    threading.Thread(target=watchdog, daemon=True).start()
+    for step in range(100_000):
+        net(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        if step == 40:
+            done.set()
+        time.sleep(0.001)
+    """
+    path = script(tmp_path, textwrap.dedent(watched))
+    words = [sys.executable, "-m", "rooftop", "analyze", str(path), "--no-html", "--device", "cpu"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 3, ended.stderr
+    assert "of roof" in ended.stdout
+    assert "Traceback" not in ended.stderr
+
+
 # ---- what else runs ----------------------------------------------------------------------------------------------
 
 

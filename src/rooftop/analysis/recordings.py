@@ -64,7 +64,7 @@ from rooftop.analysis.stages import (
     stages,
     steps_needed,
 )
-from rooftop.analysis.step_finding import Level, StepFinder
+from rooftop.analysis.step_finding import MOST_INNER_STEPS, Level, StepFinder
 from rooftop.hardware import cupti
 from rooftop.hardware.ceilings import Ceilings, require_ceilings
 from rooftop.hardware.sequences import synchronize
@@ -72,6 +72,7 @@ from rooftop.hardware.sequences import synchronize
 __all__ = ["NEEDED", "Recording", "recording"]
 
 MOST_OPERATORS = 200_000  # of a block without steps: about 1 GB of records
+MOST_EARLIER = 4  # kinds of steps before the one that leads now, of which something is kept
 MOST_LAPS = 64  # steps of which the host's clock is kept
 
 
@@ -164,7 +165,8 @@ class Recording:
     def close(self) -> None:
         """End what is under way, as the end of the block does: where a program ends its process inside the block.
 
-        In another thread than the block's, the stage that runs now is given up.
+        In another thread than the block's, the stage that runs now is given up, but for steps that have been timed: the
+        program may hang, so nothing is waited for.
         """
         if not self._open:
             return
@@ -173,6 +175,8 @@ class Recording:
         try:
             if self._thread == threading.get_ident():
                 self._end_stage(keep=self._stage.name in ("whole", "compiling", "timed"))
+            elif self._clock is not None:
+                self._keep_timed(self._clock)
         finally:
             self._around.close()
 
@@ -236,7 +240,7 @@ class Recording:
             self._end_stage(keep=self._stage.name == "timed")
             self._following = self._planned()[1:]
             self._stage, self._left = Stage("unwatched", 1), 1
-        self._earlier.append(self._laps)
+        self._earlier = [*self._earlier, self._laps][-MOST_EARLIER:]
         self._laps = Laps()
 
     def step_ends(self, calls: Calls, whole: bool) -> None:
@@ -323,7 +327,9 @@ class Recording:
         return not coarsest and self._laps.steps < 2
 
     def _began_step(self) -> float:
-        began_at = self._finder.began_at if self._finder is not None and self._laps.steps == 1 else None
+        finer = sum(laps.steps for laps in self._earlier)  # more than an accumulation's are a phase of their own
+        is_first = self._laps.steps == 1 and finer <= MOST_INNER_STEPS
+        began_at = self._finder.began_at if self._finder is not None and is_first else None
         return began_at or self._step_began
 
     def _has_timed_enough(self, clock: StepClock) -> bool:
@@ -379,7 +385,7 @@ class Recording:
         name, laps = self._stage.name, self._laps
         if self._clock is not None:
             synchronize(self._device)
-            laps.timed_ms, laps.faults, self._clock = self._clock.durations_ms(), self._clock.faults(), None
+            self._keep_timed(self._clock)
         elif not keep:
             self._now.close()
         elif name == "plain":
@@ -392,6 +398,11 @@ class Recording:
             laps.early = self._watched_until_now()
         elif name == "labelled":
             laps.labelled.append(self._watched_until_now())
+
+    def _keep_timed(self, clock: StepClock) -> None:
+        laps, self._clock = self._laps, None
+        laps.timed_ms, laps.faults = clock.durations_ms(), clock.faults()
+        del laps.timed_calls[len(laps.timed_ms) :]
 
     def _ended_instrument(self) -> Any:
         synchronize(self._device)

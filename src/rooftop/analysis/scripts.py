@@ -121,10 +121,10 @@ def run_script(
     def exit_now(status: int) -> NoReturn:
         """As `os._exit`, which runs no `finally` and no `atexit`; before it, the report."""
         if os.getpid() == process and recorded.is_open:
-            recorded.close()
-            others.__exit__(None, None, None)
-            surroundings.__exit__(None, None, None)
             try:
+                recorded.close()
+                others.__exit__(None, None, None)
+                surroundings.__exit__(None, None, None)
                 before_exit(_reported(recorded, others, several, status))
                 sys.stdout.flush()
             except Exception:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from statistics import median
 from typing import Any
 
@@ -198,8 +198,8 @@ class StepClock:
         return page_faults().since(self._faults, self.steps)
 
     def durations_ms(self) -> list[float]:
-        """Of each step; the device must have passed the last mark."""
-        pairs = pairwise(self._marks)
+        """Of each step whose marks the device has passed."""
         if self._device.type == "cuda":
-            return [begin.elapsed_time(end) for begin, end in pairs]
-        return [1e3 * (end - begin) for begin, end in pairs]
+            passed = list(takewhile(lambda event: event.query(), self._marks))
+            return [begin.elapsed_time(end) for begin, end in pairwise(passed)]
+        return [1e3 * (end - begin) for begin, end in pairwise(self._marks)]

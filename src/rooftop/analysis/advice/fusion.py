@@ -5,8 +5,9 @@ value that one operator of a kernel writes and another reads stays in registers.
 stay kernels of their own, which read their inputs from memory and write their results there. So an activation between
 two products saves nothing; one beside a norm or a sum saves a write and a read.
 
-A compiler also writes the kernels of norms, sums and copies that have no neighbour to join. Many of PyTorch's own are
-far from the memory's rate: they are written for every shape, the compiler's for this one.
+For a GPU a compiler also writes the kernels of norms, sums and copies that have no neighbour to join. Many of PyTorch's
+own are far from the memory's rate there: they are written for every shape, the compiler's for this one. On a CPU
+PyTorch's own are as fast.
 
 A kernel of joined operators reads each input once, and writes the results that other kernels read or the program keeps.
 A backward kernel may compute a value of the forward pass again instead of reading it, where that moves less memory.
@@ -46,6 +47,7 @@ BATCH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "_native_batch_norm
 LONGEST_ROW_BYTES = 64 * 1024  # of a row that one block keeps on the chip; longer ones are read again
 REDUCTIONS_OF_CHOICE = {"sum", "mean", "amax", "amin", "var", "var_mean"}
 """Along rows they join; over columns each is a kernel of its own."""
+USUAL_SHARE = 0.85  # of their roof, that elementwise kernels reach
 SUMMING = 0.85
 """Share of an elementwise kernel's bandwidth that a compiled kernel reaches if it also sums over all rows."""
 OTHERS_ON_ELEMENTS = {
@@ -95,13 +97,14 @@ def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
     groups = _groups(nodes)
     traffic = _Traffic(operators, nodes, groups)
     share = _share_of_roof(operators, nodes, ceilings)
-    found = Fused()
+    found, on_gpu = Fused(), ceilings.kind == "cuda"
     for group, members in groups.items():
         moved = traffic.of(group)
         now_ms = sum(operators[place].measured_ms for place in members)
         roof_ms = max(1e3 * moved / ceilings.rate(moved) if moved else 0.0, ceilings.kernel_floor_ms)
         after_ms = roof_ms / (share * (SUMMING if traffic.sums_over_rows(group) else 1.0))
-        if after_ms >= now_ms or (len(members) == 1 and not _gains_alone(operators[members[0]])):
+        alone = len(members) == 1
+        if after_ms >= now_ms or (alone and not (on_gpu and _gains_alone(operators[members[0]]))):
             continue
         found.operators += len(members)
         found.kernels += 1
@@ -150,13 +153,18 @@ def _is_sum_over_columns(op: MeasuredOperator) -> bool:
 
 def _joins(op: MeasuredOperator) -> bool:
     spec, record = op.record.spec, op.record
-    if spec is None or not record.inputs or record.phase == "optimizer":
+    if spec is None or not record.inputs or record.phase == "optimizer" or _crosses(op):
         return False
     name = _plain(op)
     if name in REDUCTIONS_OF_CHOICE:
         return _along_rows(op)
     on_elements = torch.Tag.pointwise in spec.func.tags or name in OTHERS_ON_ELEMENTS
     return on_elements or name in ROW_REDUCTIONS
+
+
+def _crosses(op: MeasuredOperator) -> bool:
+    """Whether it copies between the host's memory and the GPU's, which no kernel does."""
+    return any("HtoD" in kernel or "DtoH" in kernel for kernel in op.kernels)
 
 
 def _plain(op: MeasuredOperator) -> str:
@@ -169,7 +177,7 @@ def _along_rows(op: MeasuredOperator) -> bool:
     spec, rank = op.record.spec, len(op.record.inputs[0].shape)
     assert spec is not None
     dims = spec["dim"] if "dim" in spec else None  # noqa: SIM401 (a CallSpec has no `get`)
-    if dims is None or dims == ():
+    if dims is None or (isinstance(dims, (tuple, list)) and not dims):
         return True
     return any(dim % max(1, rank) == rank - 1 for dim in (dims if isinstance(dims, (tuple, list)) else (dims,)))
 
@@ -289,8 +297,8 @@ def _trains(op: MeasuredOperator) -> bool:
 def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], ceilings: Ceilings) -> float:
     """The share of their roof that the best quarter of this step's elementwise operators, by bytes, reaches.
 
-    Compiled kernels are assumed to reach it as well. The slower eager kernels are no guide: some are limited by
-    arithmetic (powers in bfloat16), some by computing indices.
+    `USUAL_SHARE` where it has none. Compiled kernels are assumed to reach it as well. The slower eager kernels are no
+    guide: some are limited by arithmetic (powers in bfloat16), some by computing indices.
     """
     seen = []
     for op, node in zip(operators, nodes, strict=True):
@@ -304,7 +312,7 @@ def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node]
         left_ms -= roof_ms
         if left_ms <= 0:
             return share
-    return 1.0
+    return USUAL_SHARE
 
 
 def _bytes(spec: TensorSpec) -> int:

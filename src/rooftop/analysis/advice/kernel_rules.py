@@ -12,6 +12,8 @@ from rooftop.analysis.findings import LEAST_GAIN, Findings
 from rooftop.analysis.formats import percent_text
 from rooftop.analysis.report import Advice, OperatorRow
 
+CALLED_MS = 0.1
+"""That a call of a compiled function takes on a CPU before its kernels run: it checks its guards."""
 AHEAD = 0.5
 """Of the time that the GPU would be busy: a host that needs less for the step as it is keeps ahead of the compiled one,
 too. That has fewer kernels to launch, but guards to check: its host may need longer."""
@@ -43,7 +45,7 @@ def pointwise_fusion(findings: Findings) -> list[Advice]:
     if replayed:
         saved_ms = findings.saved_in_graph_ms(labelled_ms)
         evidence += f"; replayed from a CUDA graph, the launch gap of {findings.gaps.launch_gap_ms:.2f} ms goes, too"
-        if findings.summary.device_bound:
+        if findings.summary.device_bound and findings.host_ms is not None:
             evidence += f" (launched one by one, the host's {findings.host_ms:.2f} ms might set the pace)"
     else:
         saved_ms = findings.saved_ms(labelled_ms, -findings.launched_ms(found.operators - found.kernels))
@@ -51,7 +53,7 @@ def pointwise_fusion(findings: Findings) -> list[Advice]:
         Advice(
             "Fuse pointwise operators into their neighbours",
             evidence + findings.said_of_tracing,
-            saved_ms - (findings.traced_more_ms or 0.0),
+            saved_ms - (findings.traced_more_ms or 0.0) - (0.0 if findings.on_gpu else CALLED_MS),
             'torch.compile(model, mode="reduce-overhead")' if replayed else "torch.compile(model)",
         )
     ]

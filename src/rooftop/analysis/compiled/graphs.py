@@ -12,9 +12,10 @@ import itertools
 import logging
 import os
 import re
+import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -117,12 +118,14 @@ class CompiledGraphs:
     _breaks: list[tuple[str, str]] = field(default_factory=list)  # (file:line, reason)
     _frames: deque[Any] = field(default_factory=deque)  # dynamo's metrics of each compilation; it keeps the last 64
     _stack: ExitStack = field(default_factory=ExitStack)
+    _thread: int = 0
 
     def __enter__(self) -> CompiledGraphs:
         import torch._dynamo.utils
         from torch._functorch import config as functorch_config
         from torch._inductor import compile_fx
 
+        self._thread = threading.get_ident()
         self._stack.callback(torch._dynamo.utils._compilation_metrics.extend, self._frames)
         self._stack.enter_context(patch.object(torch._dynamo.utils, "_compilation_metrics", self._frames))
         self._stack.enter_context(patch.object(compile_fx, "compile_fx", self._recording(compile_fx)))
@@ -131,7 +134,9 @@ class CompiledGraphs:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._stack.close()
+        elsewhere = threading.get_ident() != self._thread
+        with suppress(AssertionError) if elsewhere else nullcontext():  # a setting belongs to the thread that made it
+            self._stack.close()
 
     def _recording(self, compile_fx: Any) -> Callable[..., Any]:
         """`compile_fx` with an inner compiler that keeps graph and kernels, forward and backward alike."""
