@@ -207,8 +207,10 @@ def _fakes_of(mode: FakeTensorMode) -> list[FakeTensor]:
 
 
 def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
-    """Where one of these tensors can first be reached from: the name of a global, a class attribute or a cache, or else
-    the class of an object that holds it.
+    """The first place that one of these tensors can be reached from.
+
+    That is the name of a global, a class attribute or a cache. If there is none, it is the class of an object that
+    holds the tensor.
 
     None if they are reached only from PyTorch, from variables of running functions, or from what was emptied.
     """

@@ -252,7 +252,7 @@ def _layout(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 
 def _is_left(tensor: Tensor) -> bool:
-    """Whether nothing is to be put back: weights change by optimizers alone, and others have no values."""
+    """Whether the tensor needs no restoring. Only optimizers change weights, and meta tensors have no values."""
     with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse to be asked
         return isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.device.type == "meta"
 

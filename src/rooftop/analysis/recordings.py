@@ -72,7 +72,7 @@ from rooftop.hardware.sequences import synchronize
 __all__ = ["NEEDED", "Recording", "recording"]
 
 MOST_OPERATORS = 200_000  # of a block without steps: about 1 GB of records
-MOST_EARLIER = 4  # kinds of steps before the one that leads now, of which something is kept
+MOST_EARLIER = 4  # earlier kinds of steps whose laps are kept
 MOST_LAPS = 64  # steps of which the host's clock is kept
 
 
@@ -165,8 +165,8 @@ class Recording:
     def close(self) -> None:
         """End what is under way, as the end of the block does: where a program ends its process inside the block.
 
-        In another thread than the block's, the stage that runs now is given up, but for steps that have been timed: the
-        program may hang, so nothing is waited for.
+        Called from another thread, it waits for nothing, because the program may hang. It gives up the current stage
+        and keeps the steps that have been timed.
         """
         if not self._open:
             return
@@ -327,7 +327,7 @@ class Recording:
         return not coarsest and self._laps.steps < 2
 
     def _began_step(self) -> float:
-        finer = sum(laps.steps for laps in self._earlier)  # more than an accumulation's are a phase of their own
+        finer = sum(laps.steps for laps in self._earlier)  # too many for one accumulation: another phase
         is_first = self._laps.steps == 1 and finer <= MOST_INNER_STEPS
         began_at = self._finder.began_at if self._finder is not None and is_first else None
         return began_at or self._step_began

@@ -198,7 +198,7 @@ class StepClock:
         return page_faults().since(self._faults, self.steps)
 
     def durations_ms(self) -> list[float]:
-        """Of each step whose marks the device has passed."""
+        """The duration of each step that the device has finished."""
         if self._device.type == "cuda":
             passed = list(takewhile(lambda event: event.query(), self._marks))
             return [begin.elapsed_time(end) for begin, end in pairwise(passed)]

@@ -39,7 +39,7 @@ from rooftop.analysis.optimizer_labels import optimizer_ends
 from rooftop.hardware.module_paths import inner_modules, own_parameters
 
 MOST_INNER_STEPS = 16  # of the leading marker in one step of a coarser one; more is an epoch
-MOST_THREADS = 16  # that are kept by name: a program may start new ones at each step
+MOST_THREADS = 16  # kept by name; a program may start new threads at each step
 FORGOTTEN_AFTER = 24  # markers of another optimizer without one of the leading: the program has gone on without it
 
 

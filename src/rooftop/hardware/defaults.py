@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def usual_defaults() -> Iterator[None]:
-    """float32 and the CPU by default, and none of the program's modes; what the program has set is put back."""
+    """Inside, the defaults are float32 and the CPU, and no mode of the program is active. Its settings return after."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

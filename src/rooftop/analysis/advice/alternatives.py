@@ -62,7 +62,7 @@ def repeated_ratios(
 
 
 def _kind(spec: CallSpec) -> tuple[str, bool, bool]:
-    """Calls that other dtypes and layouts change alike: convolutions by whether they are grouped, and pointwise."""
+    """Groups calls that gain about the same in another format: (operator, grouped, pointwise) for convolutions."""
     weight = spec["weight"] if "convolution" in spec.name else None
     if not isinstance(weight, TensorSpec):
         return spec.name, False, False

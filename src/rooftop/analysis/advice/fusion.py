@@ -7,7 +7,7 @@ two products saves nothing; one beside a norm or a sum saves a write and a read.
 
 For a GPU a compiler also writes the kernels of norms, sums and copies that have no neighbour to join. Many of PyTorch's
 own are far from the memory's rate there: they are written for every shape, the compiler's for this one. On a CPU
-PyTorch's own are as fast.
+PyTorch's own are as fast as the compiler's.
 
 A kernel of joined operators reads each input once, and writes the results that other kernels read or the program keeps.
 A backward kernel may compute a value of the forward pass again instead of reading it, where that moves less memory.
@@ -46,8 +46,8 @@ BATCH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "_native_batch_norm
 """Operators that also need sums over all rows when they train."""
 LONGEST_ROW_BYTES = 64 * 1024  # of a row that one block keeps on the chip; longer ones are read again
 REDUCTIONS_OF_CHOICE = {"sum", "mean", "amax", "amin", "var", "var_mean"}
-"""Along rows they join; over columns each is a kernel of its own."""
-USUAL_SHARE = 0.85  # of their roof, that elementwise kernels reach
+"""Along rows they join their neighbours. Over columns each gets a kernel of its own."""
+USUAL_SHARE = 0.85  # of the roof: what elementwise kernels usually reach
 SUMMING = 0.85
 """Share of an elementwise kernel's bandwidth that a compiled kernel reaches if it also sums over all rows."""
 OTHERS_ON_ELEMENTS = {
@@ -57,7 +57,7 @@ OTHERS_ON_ELEMENTS = {
 }
 """Elementwise operators that PyTorch does not tag as such."""
 COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "constant_pad_nd"}
-"""Those of them that move elements about."""
+"""Operators that copy elements from one place to another."""
 
 
 @dataclass
@@ -81,13 +81,13 @@ class _Node:
     reads: dict[Value, int] = field(default_factory=dict)  # and its bytes
     writes: dict[Value, int] = field(default_factory=dict)
     joins: bool = False
-    alone: bool = False  # a compiler writes its kernel, but no other operator is in it
+    alone: bool = False  # gets a compiled kernel that no other operator joins
     elements: int = 0
     level: int = 0  # kernels of their own on the longest way to it
 
 
 def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
-    """What a compiler would write kernels for; those that gain nothing are left out.
+    """The operators that a compiler would write kernels for, without those that would gain nothing.
 
     Args:
         operators: in order of execution. Without a record of their tensors (the optimizer's, those of compiled code)
@@ -297,8 +297,8 @@ def _trains(op: MeasuredOperator) -> bool:
 def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], ceilings: Ceilings) -> float:
     """The share of their roof that the best quarter of this step's elementwise operators, by bytes, reaches.
 
-    `USUAL_SHARE` where it has none. Compiled kernels are assumed to reach it as well. The slower eager kernels are no
-    guide: some are limited by arithmetic (powers in bfloat16), some by computing indices.
+    `USUAL_SHARE` where it has none. Compiled kernels are assumed to reach it as well. The slower eager kernels say
+    little about them: some are limited by arithmetic (powers in bfloat16), others by index computations.
     """
     seen = []
     for op, node in zip(operators, nodes, strict=True):

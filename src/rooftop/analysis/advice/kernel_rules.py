@@ -13,10 +13,10 @@ from rooftop.analysis.formats import percent_text
 from rooftop.analysis.report import Advice, OperatorRow
 
 CALLED_MS = 0.1
-"""That a call of a compiled function takes on a CPU before its kernels run: it checks its guards."""
+"""Assumed on a CPU for a call of a compiled function before its kernels run: it checks its guards."""
 AHEAD = 0.5
-"""Of the time that the GPU would be busy: a host that needs less for the step as it is keeps ahead of the compiled one,
-too. That has fewer kernels to launch, but guards to check: its host may need longer."""
+"""A host that needs less than this part of the time that the GPU will be busy stays ahead of it in the compiled step,
+too. That step launches fewer kernels, but checks guards, so its host may need longer than today's."""
 
 
 def pointwise_fusion(findings: Findings) -> list[Advice]:
