@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -160,22 +161,54 @@ def test_the_graph_of_a_backward_pass_belongs_to_the_modules_that_it_differentia
     assert not [r for r in records if r.scope == "(autograd)" and r.name == "aten::mm"]
 
 
+class Recomputed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant).tanh()
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_number_of_two_threads_is_that_of_the_node_that_can_still_be_run(reentrant: bool) -> None:
+    """As on a GPU, where the numbers of both threads begin at 0: here the other thread comes to those of this one, and
+    no frame of `backward` is on its stack."""
+    number = torch._C._autograd._get_sequence_nr
+    run_backward = torch.autograd.Variable._execution_engine.run_backward
+    net, x, slope = Recomputed(reentrant), torch.randn(3, 4, requires_grad=True), torch.ones(3, 4)
+
+    def elsewhere(ahead: int) -> list[Record]:
+        tracker, found, one = ModuleTracker(net), list[Record](), torch.ones(1, requires_grad=True)
+
+        def backward() -> None:
+            while number() < first + ahead:
+                one.neg()
+            with CountingMode(tracker.locate) as counted:
+                run_backward((y,), (slope,), False, False, (), accumulate_grad=True)
+            found.extend(counted.records)
+
+        with tracker, CountingMode(tracker.locate):
+            first, y = number(), net(x)
+            thread = threading.Thread(target=backward)
+            thread.start()
+            thread.join()
+        return found
+
+    for ahead in range(-12, 16):
+        records = elsewhere(ahead)
+        assert sorted(scopes(records, "mm", "backward")) == ["layers.0"] * 2 + ["layers.1"] * 2, ahead
+        assert scopes(records, "tanh_backward", "backward") == ["", ""], ahead
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_work_belongs_to_its_module_on_a_gpu(reentrant: bool) -> None:
     """There the backward pass, and so what it makes, is of another thread with numbers of its own."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=reentrant).tanh()
-            return x
-
-    net, x = Two().cuda(), torch.randn(3, 4, device="cuda", requires_grad=True)
+    net, x = Recomputed(reentrant).cuda(), torch.randn(3, 4, device="cuda", requires_grad=True)
     for _ in range(5):
         records = run(ModuleTracker(net), lambda: net(x).sum().backward())
         assert sorted(scopes(records, "mm", "backward")) == ["layers.0"] * 2 + ["layers.1"] * 2

@@ -199,24 +199,26 @@ class ModuleTracker:
         running = self._running.innermost
         node = torch._C._current_autograd_node()
         if node is not None:
-            scope = self._running_in(node)
+            scope, recomputed = self._running_in(node)
             if torch.is_grad_enabled():
-                self._makers.operator(scope)
+                self._makers.operator(scope, recomputed)
             return scope, "backward"
         self._makers.operator(AUTOGRAD if running is None else running)
         if self._optimizing:
             return OPTIMIZER, "optimizer"
         return (LOSS if running is None else running), "forward"
 
-    def _running_in(self, node: Any) -> str:
-        """The scope of what a backward node computes.
+    def _running_in(self, node: Any) -> tuple[str, bool]:
+        """The scope of what a backward node computes, and whether it is a module that is being recomputed.
 
         If the node itself called the running module, the module is being recomputed (activation checkpointing), and the
         work is the module's. If the module was running before, it has asked for gradients (`torch.autograd.grad`,
         `torch.func.grad`), and the work belongs to the module that made the node.
         """
         running = self._running.innermost
-        return running if running is not None and self._running.within is node else self._maker_of(node)
+        if running is not None and self._running.within is node:
+            return running, True
+        return self._maker_of(node), False
 
     def _maker_of(self, node: Any) -> str:
         variable = getattr(node, "variable", None)  # of an AccumulateGrad node
@@ -264,7 +266,7 @@ class ModuleTracker:
         """The maker of nodes that are made outside the module that has just ended."""
         node = torch._C._current_autograd_node()
         if node is not None:
-            return self._running_in(node)
+            return self._running_in(node)[0]
         return AUTOGRAD if self._running.innermost is None else self._running.innermost
 
     def _add_traffic(self, scope: str, module: nn.Module, inputs: list[Tensor], outputs: list[Tensor]) -> None:

@@ -6,7 +6,8 @@ the number that comes next, and a node that runs belongs to whoever was running 
 Nodes are made during the backward pass as well: a reentrant checkpoint runs its modules again and differentiates what
 they make, and `create_graph=True` makes a graph of the backward pass itself. They belong to the module that runs again,
 else to the maker of the node that is running. Each thread has numbers of its own, and on a GPU the backward pass has a
-thread of its own: where two threads have given out the same number, the maker is not known.
+thread of its own. A number that two threads have given out is that of the node which can still be run: what a checkpoint
+recomputes is run at once, or never. Where both can, the maker is not known.
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ class _Made:
         position = bisect_right(self.numbers, number) - 1
         return position >= 0 and number < self.next and self.run_later[position]
 
+    def ran(self, number: int) -> None:
+        """A backward pass that a node began has run that node: no later pass will run it, nor those beside it."""
+        position = bisect_right(self.numbers, number) - 1
+        if position >= 0:
+            self.run_later[position] = False
+
 
 class NodeMakers:
     """The makers of the nodes of one step, which runs in this thread."""
@@ -66,12 +73,17 @@ class NodeMakers:
         made.next = _next_number()
         made.change(scope, made.next, run_later=torch._C._current_autograd_node() is None)
 
-    def operator(self, scope: str | None = None) -> None:
-        """An operator runs, and may have made its node. In the backward pass: the scope that it belongs to."""
+    def operator(self, scope: str | None = None, recomputed: bool = False) -> None:
+        """An operator runs, and may have made its node.
+
+        Args:
+            scope: in the backward pass, the scope that it belongs to.
+            recomputed: its module runs again there. If its node is run at all, then by a pass that a node begins.
+        """
         made = self._of_this_thread()
         since, made.next = made.next, _next_number()
         if scope is not None and since < made.next:
-            made.change(scope, since, run_later=True)
+            made.change(scope, since, run_later=not recomputed)
 
     def of(self, node: Any) -> str | None:
         """The scope that made a node; None if it is not known."""
@@ -81,6 +93,7 @@ class NodeMakers:
             return first.maker(number)
         here = self._of_this_thread()
         if here is not first and number < here.next and _is_inside_a_backward():
+            here.ran(number)
             return here.maker(number)
         makers = {made.maker(number) for made in (first, *others) if made.may_run(number)}
         return makers.pop() if len(makers) == 1 else None
