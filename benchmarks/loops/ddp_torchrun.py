@@ -20,7 +20,7 @@ def train(device: str, steps: int, large: bool) -> LoopClock:
     model = DistributedDataParallel(net.to(device), device_ids=[device] if large else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batch = 256 * (1 + (rank == last))
-    clock = LoopClock(device)
+    clock = LoopClock(device, watched=20)  # of ranks more steps are watched
     for _ in range(steps):
         loss = model(torch.randn(batch, width, device=device)).square().mean()
         optimizer.zero_grad()

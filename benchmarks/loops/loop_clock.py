@@ -8,7 +8,7 @@
 
 The clock starts at the end of the second step and waits for the device there, at pauses (an evaluation) and at the end,
 as loops that print their speed do. `finish` prints one line of JSON. Its `late_ms` is the mean of the steps after the
-first 12, in which nobody watches the loop any more.
+first 12 (`watched`), in which nobody watches the loop any more.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MARK = "LOOP "
 
 
 class LoopClock:
-    def __init__(self, device: str = "cpu") -> None:
-        self.device = device
+    def __init__(self, device: str = "cpu", watched: int = WATCHED) -> None:
+        self.device, self.watched = device, watched
         self.steps = 0
         self.seconds = 0.0
         self.losses: list[Any] = []
@@ -67,7 +67,7 @@ class LoopClock:
 
     def _late_ms(self) -> float | None:
         pairs = [(begin, end) for begin, end in pairwise(self._marks) if begin is not None and end is not None]
-        late = pairs[WATCHED:]
+        late = pairs[self.watched :]
         if self.device.startswith("cuda"):
             durations = [begin.elapsed_time(end) for begin, end in late]
         else:

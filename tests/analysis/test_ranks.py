@@ -38,7 +38,7 @@ from rooftop.analysis.ranks.measuring import (
 )
 from rooftop.analysis.ranks.merging import RankRow, Ranks, compared
 from rooftop.analysis.report import Report
-from rooftop.analysis.stages import steps_needed
+from rooftop.analysis.stages import stages, steps_needed
 from rooftop.analysis.text import ranks_table
 from rooftop.hardware.ceilings import Ceilings
 
@@ -506,7 +506,7 @@ RUN = """
     write([ended.status, ended.problem, report, time.monotonic() - began])
     os._exit(0)
 """
-NEEDED_OF_RANKS = steps_needed(found=True, compiled=False, ranks=True)
+NEEDED_OF_RANKS = steps_needed(stages(found=True, compiled=False, ranks=True))
 
 
 def write_script(folder: Path, ceilings: Ceilings, steps: int, wrong: int = -1, end: str = "") -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -196,6 +198,50 @@ def test_a_recording_that_another_thread_closes_has_the_report_of_the_stages_bef
         train(3)
     assert recorded.report.mode == f"{NEEDED + 5} recorded steps"
     assert recorded.report.modules.find("0").calls == 1
+
+
+def late(monkeypatch: pytest.MonkeyPatch, steps: int, ceilings: Ceilings, slower_s: float = 0.0) -> Recording:
+    """A recording whose profiler stays, as beside NCCL: each step after its begin takes so much longer."""
+    monkeypatch.setattr(Recording, "_profiler_stays", True)
+    net, x = small_net(), torch.randn(6, 8)
+    optimizer = torch.optim.SGD(net.parameters())
+    with rooftop.recording(ceilings=ceilings, find_steps=True) as recorded:
+        for step in range(steps):
+            time.sleep(0.004 + (slower_s if step > 9 else 0.0))
+            net(x).square().mean().backward()
+            optimizer.step()
+    return recorded
+
+
+def test_beside_a_profiler_that_stays_the_steps_before_it_are_the_wall_time(
+    monkeypatch: pytest.MonkeyPatch, ceilings: Ceilings
+) -> None:
+    slowed = late(monkeypatch, 40, ceilings, slower_s=0.05).report
+    assert slowed.mode == "40 recorded steps"
+    assert 4 < slowed.summary.wall_ms < 40
+    (said,) = [note for note in slowed.notes if "before the profiler began" in note]
+    assert "6 steps" in said
+    assert slowed.modules.find("0").calls == 1
+
+
+def test_steps_after_it_are_more_and_count_where_they_are_as_fast(
+    monkeypatch: pytest.MonkeyPatch, ceilings: Ceilings
+) -> None:
+    recorded = late(monkeypatch, 40, ceilings)
+    recorded._laps.before_ms = [1.01 * max(recorded._laps.timed_ms)] * 6
+    assert not [note for note in recorded.report.notes if "before the profiler" in note]
+    assert recorded.report.summary.wall_ms == pytest.approx(fmean(recorded._laps.timed_ms))
+
+
+def test_a_program_that_ends_before_the_profiler_begins_is_told_how_many_steps_it_needs(
+    monkeypatch: pytest.MonkeyPatch, ceilings: Ceilings
+) -> None:
+    with pytest.raises(InputError, match=r"ended after 5 steps.* run \d+ steps or more") as told:
+        _ = late(monkeypatch, 5, ceilings).report
+    least = int(re.findall(r"run (\d+) steps", str(told.value))[0])
+    assert late(monkeypatch, least, ceilings).report.mode == f"{least} recorded steps"
+    with pytest.raises(InputError, match="run"):
+        _ = late(monkeypatch, least - 1, ceilings).report
 
 
 def test_the_first_training_step_does_not_begin_with_the_evaluation_before_it(ceilings: Ceilings) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rooftop.analysis.instruments import Labelled, Plain
 from rooftop.analysis.stages import (
+    BEFORE_STEPS,
     COMPILED_WARM_UP,
     LABELLED,
     LEAST_TIMED,
@@ -28,25 +29,29 @@ from rooftop.analysis.stages import (
 flags = st.booleans()
 
 
-@given(found=flags, compiled=flags, ranks=flags)
-def test_laws_of_the_stages(found: bool, compiled: bool, ranks: bool) -> None:
-    planned = stages(found=found, compiled=compiled, ranks=ranks)
+@given(found=flags, compiled=flags, ranks=flags, stays=flags)
+def test_laws_of_the_stages(found: bool, compiled: bool, ranks: bool, stays: bool) -> None:
+    planned = stages(found=found, compiled=compiled, ranks=ranks, stays=stays)
     names = [stage.name for stage in planned]
     assert names[-1] == "timed"
     assert all(stage.steps > 0 for stage in planned[:-1])
     assert ("ranks" in names) == ranks
-    assert ("early" in names) == found
-    before_plain = sum(stage.steps for stage in planned[: names.index("plain")])
-    assert before_plain == (COMPILED_WARM_UP if compiled else WARM_UP) + (RANK_STEPS if ranks else 0)
+    assert ("early" in names) == (found and not stays)
+    warm_up = COMPILED_WARM_UP if compiled else WARM_UP
+    extra = (RANK_STEPS if ranks else 0) + (BEFORE_STEPS if stays else 0)
+    assert sum(stage.steps for stage in planned[: names.index("warm") + 1]) == warm_up
     assert next(stage.steps for stage in planned if stage.name == "labelled") == LABELLED
     if compiled:
         assert "whole" not in names, "PyTorch never compiles what it met under labels"
-    assert steps_needed(found=found, compiled=compiled, ranks=ranks) == before_plain + 1 + LABELLED + 1 + LEAST_TIMED
+    if stays:
+        first = min(names.index(name) for name in ("plain", "labelled", "ranks") if name in names)
+        assert set(names[:first]) == {"unwatched", "warm", "before"}, "a profiler that stays begins late"
+    assert steps_needed(planned) == warm_up + extra + 1 + LABELLED + 1 + LEAST_TIMED
 
 
 def test_needed_is_what_most_programs_need() -> None:
-    assert steps_needed(found=False, compiled=False, ranks=False) == NEEDED
-    assert steps_needed(found=True, compiled=False, ranks=False) == NEEDED
+    assert steps_needed(stages(found=False, compiled=False, ranks=False)) == NEEDED
+    assert steps_needed(stages(found=True, compiled=False, ranks=False)) == NEEDED
 
 
 TRAINED, EVALUATED = (1, 1), (9, 1)

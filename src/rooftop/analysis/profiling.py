@@ -285,7 +285,8 @@ def assembled(
     if device.type == "cuda" and cupti.stays_for:
         notes.append(
             f"CUPTI, through which the profiler watched, stays attached, as {cupti.stays_for} may be in a call of the "
-            "CUDA runtime. Launches take longer with it: a step that its host bounds would be up to a quarter faster."
+            "CUDA runtime. Launches take longer with it: after the profiler a step that its host bounds was up to a "
+            "quarter slower."
         )
     if tracker.uncounted:
         (name, why), *others = tracker.uncounted.items()

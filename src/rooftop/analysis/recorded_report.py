@@ -44,6 +44,7 @@ def recorded_report(
     needed: int,
     traced: bool,
     profiled: bool,
+    least: int,
     notes: Sequence[str],
 ) -> Report:
     """The report of what was recorded.
@@ -54,17 +55,18 @@ def recorded_report(
         start_up: what came before the first step, if that is known.
         needed: steps after which a recording has all that it wants.
         traced: whether a trace was asked for. profiled: whether the program used PyTorch's profiler itself.
+        least: steps before there is anything to report, where the profiler begins late; else 0.
         notes: what the report is to say first.
 
     Raises:
         InputError: no operator was seen.
     """
-    laps = _chosen(recorded, profiled)
+    laps = _chosen(recorded, profiled, least)
     label_ms = _label_ms()
     if laps.is_complete:
         labelled, plain = laps.labelled, laps.plain or _plain_of(laps.labelled[-1].labelled)
-        wall = StepTime.of_loop(laps.steady_ms)
-        mode, which = f"{laps.steps} recorded steps", list[str]()
+        wall, which = _of_enough(laps)
+        mode = f"{laps.steps} recorded steps"
     else:
         labelled, wall, which = _of_few(laps, label_ms, device, needed)
         plain = laps.plain if laps.plain is not None and laps.labelled else _plain_of(labelled[-1].labelled)
@@ -91,7 +93,7 @@ def recorded_report(
     return report_of(profile, ceilings, target=name, mode=mode, inputs=[], root_type="step", notes=said)
 
 
-def _chosen(recorded: Sequence[Laps], profiled: bool) -> Laps:
+def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
     """The coarsest kind of step that came at least twice, else whatever was watched."""
     for laps in recorded:
         if laps.is_complete or (laps.steps > 1 and _watched(laps)):
@@ -104,6 +106,12 @@ def _chosen(recorded: Sequence[Laps], profiled: bool) -> Laps:
             "nothing to report: the program uses PyTorch's profiler itself, beside which there can be no other, and on "
             "a GPU and in compiled code nothing is seen without one; run it without its profiler"
         )
+    if least:
+        raise InputError(
+            f"nothing to report: the program ended after {_steps(max(laps.steps for laps in recorded))}. Where ranks "
+            "talk through NCCL, all steps after a profiler are slower, so the first ones are timed before it begins: "
+            f"run {least} steps or more"
+        )
     raise InputError("nothing to report: no operator of PyTorch ran in the recorded block's own thread")
 
 
@@ -111,6 +119,24 @@ def _watched(laps: Laps) -> list[Watched]:
     """Labelled stretches in which an operator ran; the later ones are better examples."""
     candidates = [laps.labelled, [laps.early] if laps.early else [], [laps.whole] if laps.whole else []]
     return next((found for found in candidates if found and found[-1].labelled.records), [])
+
+
+def _of_enough(laps: Laps) -> tuple[StepTime, list[str]]:
+    """The wall time of steps that nothing watched, and a note if it is that of the steps before the profiler.
+
+    These are few. They count where those after it are slower than they vary, since CUPTI stayed.
+    """
+    after = StepTime.of_loop(laps.steady_ms) if laps.steady_ms else None
+    if not laps.steady_before_ms:
+        assert after is not None
+        return after, []
+    before = StepTime.of_loop(laps.steady_before_ms)
+    if after is not None and before.ms >= after.low_ms:
+        return after, []
+    said = f"The wall time is that of {_steps(before.steps)} before the profiler began."
+    if after is not None:
+        said += f" Beside CUPTI, which stays attached, {_steps(after.steps)} after it took {time_text(after.ms)} in the mean."
+    return before, [said]
 
 
 def _of_few(

@@ -44,6 +44,8 @@ from rooftop.analysis.recorded_report import StartUp, recorded_report
 from rooftop.analysis.report import Report
 from rooftop.analysis.settled_modes import modes_settled
 from rooftop.analysis.stages import (
+    BEFORE_SECONDS,
+    BEFORE_STEPS,
     COMPILED_WARM_UP,
     LEAST_TIMED,
     LONG_LABELLED_MS,
@@ -174,7 +176,7 @@ class Recording:
         _open_recordings.remove(self)
         try:
             if self._thread == threading.get_ident():
-                self._end_stage(keep=self._stage.name in ("whole", "compiling", "timed"))
+                self._end_stage(keep=self._stage.name in ("whole", "compiling"))
             elif self._clock is not None:
                 self._keep_timed(self._clock)
         finally:
@@ -237,7 +239,7 @@ class Recording:
     def leader_changes(self) -> None:
         """See `step_finding.Watcher`. What watches the first step as a whole goes on: the step is not over yet."""
         if self._stage.name != "whole":
-            self._end_stage(keep=self._stage.name == "timed")
+            self._end_stage(keep=False)
             self._following = self._planned()[1:]
             self._stage, self._left = Stage("unwatched", 1), 1
         self._earlier = [*self._earlier, self._laps][-MOST_EARLIER:]
@@ -294,7 +296,7 @@ class Recording:
             return
         if self._clock is not None:
             self._clock.mark()
-            laps.timed_calls.append(calls)
+            (laps.before_calls if name == "before" else laps.timed_calls).append(calls)
             if self._has_timed_enough(self._clock):
                 self._end_stage(keep=True)
                 self._next_stage()
@@ -333,12 +335,23 @@ class Recording:
         return began_at or self._step_began
 
     def _has_timed_enough(self, clock: StepClock) -> bool:
-        return clock.steps >= LEAST_TIMED and (clock.steps >= TIMED_STEPS or clock.elapsed_s >= TIMED_SECONDS)
+        before = self._stage.name == "before"
+        steps, seconds = (BEFORE_STEPS, BEFORE_SECONDS) if before else (TIMED_STEPS, TIMED_SECONDS)
+        return clock.steps >= LEAST_TIMED and (clock.steps >= steps or clock.elapsed_s >= seconds)
 
     # ---- stages ----------------------------------------------------------------------------------------------------
 
     def _planned(self) -> list[Stage]:
-        return stages(found=self._finder is not None, compiled=self._compiles, ranks=self._one_of_ranks)
+        return self._planned_where(self._compiles)
+
+    def _planned_where(self, compiled: bool) -> list[Stage]:
+        ranks, found = self._one_of_ranks, self._finder is not None
+        return stages(found=found, compiled=compiled, ranks=ranks, stays=self._profiler_stays)
+
+    @property
+    def _profiler_stays(self) -> bool:
+        """Whether CUPTI probably stays attached once a profiler has begun: beside NCCL, through which ranks talk."""
+        return self._one_of_ranks and self._device.type == "cuda"
 
     def _next_stage(self) -> None:
         self._stage = self._following.pop(0) if self._following else Stage("off", 0)
@@ -366,7 +379,7 @@ class Recording:
             collect_garbage()
             if self._device.type == "cuda":
                 cupti.detach()
-        elif name == "timed":
+        elif name in ("before", "timed"):
             self._clock = StepClock(self._device)
         self._calls_in_stage, self._given_up = 0, False
         self._stage_began = time.perf_counter()
@@ -401,8 +414,12 @@ class Recording:
 
     def _keep_timed(self, clock: StepClock) -> None:
         laps, self._clock = self._laps, None
-        laps.timed_ms, laps.faults = clock.durations_ms(), clock.faults()
-        del laps.timed_calls[len(laps.timed_ms) :]
+        if self._stage.name == "before":
+            laps.before_ms = clock.durations_ms()
+            del laps.before_calls[len(laps.before_ms) :]
+        else:
+            laps.timed_ms, laps.faults = clock.durations_ms(), clock.faults()
+            del laps.timed_calls[len(laps.timed_ms) :]
 
     def _ended_instrument(self) -> Any:
         synchronize(self._device)
@@ -458,6 +475,7 @@ class Recording:
                 needed=self._needed,
                 traced=self._trace is not None,
                 profiled=self._profilers.used,
+                least=self._least,
                 notes=self.notes,
             )
         return self._report
@@ -465,9 +483,17 @@ class Recording:
     @property
     def _needed(self) -> int:
         """Number of steps for a complete recording. Without an optimizer the first two steps are watched as one."""
-        finder = self._finder
-        needed = steps_needed(found=finder is not None, compiled=self._runs_compiled, ranks=self._one_of_ranks)
-        return needed + (finder is not None and finder.level != Level.OPTIMIZER)
+        planned = self._planned_where(self._runs_compiled)
+        undecided = planned[0].name == "whole" and self._finder is not None and self._finder.level != Level.OPTIMIZER
+        return steps_needed(planned) + undecided
+
+    @property
+    def _least(self) -> int:
+        """Steps before there is anything to report, where the profiler begins late; else 0."""
+        if not self._profiler_stays:
+            return 0
+        names = [stage.name for stage in self._planned() for _ in range(stage.steps)]
+        return 1 + names.index("labelled")
 
     @property
     def why_no_row(self) -> str:

@@ -6,14 +6,17 @@
 `whole` and `early` are labelled: they are what a report is made of if no more steps come. `warm` lets caches settle,
 `plain` runs under the profiler alone, `labelled` steps give each operator's time, `settling` lets the host run ahead
 again, and `timed` steps are undisturbed. Of a program that compiles, the first steps compile and are left alone. Of one
-of several ranks, some steps more run under the profiler (`ranks`). A step that does more than the others, as the last
-one before an evaluation, is no example of them: a stage that met it is repeated, and it is not timed.
+of several ranks, some steps more run under the profiler (`ranks`). On GPUs these talk through NCCL, beside which CUPTI
+stays attached (see `hardware.cupti`) and slows later steps: there the profiler begins after steps that are timed
+`before` it. A step that does more than the others, as the last one before an evaluation, is no example of them: a stage
+that met it is repeated, and it is not timed.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from statistics import median
@@ -34,12 +37,13 @@ LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 1000, 10.0  # undisturbed steps: at
 NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
 """Steps after which a recording has all that it wants (more where something is compiled, and of several ranks)."""
 RANK_STEPS = 6  # of a rank under the profiler
+BEFORE_STEPS, BEFORE_SECONDS = 6, 2.0  # undisturbed steps before a profiler that stays: until either is reached
 MOST_REPEATS = 5  # of steps that were watched, and then turned out to be no example of the others
 
 MOST_MODULE_CALLS = 3_000  # from outside any module, in one watched stage: the profiler keeps 50 kB of a small one
 LONG_STAGE_S, LONG_STAGE_LAPS = 10.0, 20  # a watched stage longer than both, the latter in usual steps, is no step
 
-UNDISTURBED = ("warm", "settling", "timed")
+UNDISTURBED = ("warm", "before", "settling", "timed")
 Calls = tuple[int, int]
 """Of modules and of backward in a step: what tells a step with an evaluation in it from one without."""
 NO_STEP: Calls = (-1, -1)
@@ -54,31 +58,32 @@ class Stage:
     steps: int
 
 
-def stages(*, found: bool, compiled: bool, ranks: bool) -> list[Stage]:
+def stages(*, found: bool, compiled: bool, ranks: bool, stays: bool = False) -> list[Stage]:
     """The stages of the steps, from the first one on.
 
     Args:
         found: the steps were found, not told: only then is it known at the first one whether something is compiled.
         compiled: something is compiled. ranks: this is one of several ranks.
+        stays: once a profiler has begun, CUPTI stays attached: so it begins late.
     """
-    first = "unwatched" if compiled else "whole"
+    first = "unwatched" if compiled or stays else "whole"
     warm_up = COMPILED_WARM_UP if compiled else WARM_UP
-    early = [Stage("early", 1)] if found else []
+    early = [Stage("early", 1)] if found and not stays else []
+    communicating = [Stage("ranks", RANK_STEPS)] if ranks else []
+    watched = [Stage("plain", 1), Stage("labelled", LABELLED)]
     return [
         Stage(first, 1),
         *early,
         Stage("warm", warm_up - 1 - len(early)),
-        *([Stage("ranks", RANK_STEPS)] if ranks else []),
-        Stage("plain", 1),
-        Stage("labelled", LABELLED),
+        *([Stage("before", BEFORE_STEPS), *watched, *communicating] if stays else [*communicating, *watched]),
         Stage("settling", 1),
         Stage("timed", 0),
     ]
 
 
-def steps_needed(*, found: bool, compiled: bool, ranks: bool) -> int:
-    """Steps after which a recording has all that it wants."""
-    return LEAST_TIMED + sum(stage.steps for stage in stages(found=found, compiled=compiled, ranks=ranks))
+def steps_needed(planned: Sequence[Stage]) -> int:
+    """Steps after which a recording of these stages has all that it wants."""
+    return LEAST_TIMED + sum(stage.steps for stage in planned)
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ class Laps:
         laps: the first ones by the host's clock.
         whole, early: labelled steps for a program that ends soon.
         plain, labelled: the step under the profiler, and the labelled ones.
-        timed_ms: durations of undisturbed steps, and what each called.
+        timed_ms: durations of undisturbed steps, and what each called. before_ms: of those before a profiler that stays.
         faults: page faults of a timed step; 0 on a GPU.
     """
 
@@ -124,6 +129,8 @@ class Laps:
     labelled: list[Watched] = field(default_factory=list)
     timed_ms: list[float] = field(default_factory=list)
     timed_calls: list[Calls] = field(default_factory=list)
+    before_ms: list[float] = field(default_factory=list)
+    before_calls: list[Calls] = field(default_factory=list)
     faults: PageFaults = NO_FAULTS
     repeats: int = 0
 
@@ -146,12 +153,20 @@ class Laps:
     @property
     def steady_ms(self) -> list[float]:
         """The timed steps that are like most others."""
-        usual, timed = self.usual_calls, list(zip(self.timed_ms, self.timed_calls, strict=True))
-        return [ms for ms, calls in timed if usual is None or calls == usual] or self.timed_ms
+        return self._usual(self.timed_ms, self.timed_calls)
+
+    @property
+    def steady_before_ms(self) -> list[float]:
+        """The same, of steps before a profiler that stays."""
+        return self._usual(self.before_ms, self.before_calls)
+
+    def _usual(self, durations_ms: list[float], called: list[Calls]) -> list[float]:
+        usual, steps = self.usual_calls, list(zip(durations_ms, called, strict=True))
+        return [ms for ms, calls in steps if usual is None or calls == usual] or durations_ms
 
     @property
     def is_complete(self) -> bool:
-        return bool(self.labelled) and len(self.steady_ms) >= LEAST_TIMED
+        return bool(self.labelled) and max(len(self.steady_ms), len(self.steady_before_ms)) >= LEAST_TIMED
 
     @property
     def undisturbed_ms(self) -> list[float]:
