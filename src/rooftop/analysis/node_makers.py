@@ -6,8 +6,8 @@ the number that comes next, and a node that runs belongs to whoever was running 
 Nodes are made during the backward pass as well: a reentrant checkpoint runs its modules again and differentiates what
 they make, and `create_graph=True` makes a graph of the backward pass itself. They belong to the module that runs again,
 else to the maker of the node that is running. Each thread has numbers of its own, and on a GPU the backward pass has a
-thread of its own. A number that two threads have given out is that of the node which can still be run: what a checkpoint
-recomputes is run at once, or never. Where both can, the maker is not known.
+thread of its own. A number that two threads have given out is that of the node which can still be run: what a
+checkpoint recomputes is run at once, or never. Where both can, the maker is not known.
 """
 
 from __future__ import annotations

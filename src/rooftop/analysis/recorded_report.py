@@ -135,7 +135,7 @@ def _of_enough(laps: Laps) -> tuple[StepTime, list[str]]:
         return after, []
     said = f"The wall time is that of {_steps(before.steps)} before the profiler began."
     if after is not None:
-        said += f" Beside CUPTI, which stays attached, {_steps(after.steps)} after it took {time_text(after.ms)} in the mean."
+        said += f" Beside CUPTI, which stays attached, {_steps(after.steps)} after it took {time_text(after.ms)} each."
     return before, [said]
 
 

@@ -117,7 +117,8 @@ class Laps:
         laps: the first ones by the host's clock.
         whole, early: labelled steps for a program that ends soon.
         plain, labelled: the step under the profiler, and the labelled ones.
-        timed_ms: durations of undisturbed steps, and what each called. before_ms: of those before a profiler that stays.
+        timed_ms, timed_calls: durations of undisturbed steps, and what each called.
+        before_ms, before_calls: the same, of steps before a profiler that stays.
         faults: page faults of a timed step; 0 on a GPU.
     """
 
