@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rooftop.analysis.host_operators import LEAST_WORK
 from rooftop.analysis.instruments import MeasuredOperator, Plain
 from rooftop.analysis.report import Gaps, OperatorRow, Summary
 from rooftop.hardware.ceilings import Ceilings
@@ -29,6 +30,7 @@ class Findings:
         refuses_capture: whether an optimizer refuses to run inside a CUDA graph as it is configured.
         traced_more_ms: by how much the device is busy longer where the program believes that it is compiled or
             captured; None if it fails then.
+        host_work: bytes and flops of a GPU's step that the CPU worked on.
         faults: pages that a step took from the system; none on a GPU.
         batched: more samples are no more launches; those of a detector, a list of images, are.
         timed: what one rule has timed, by name, for others that need it too.
@@ -46,6 +48,7 @@ class Findings:
     refuses_capture: bool = False
     traced_more_ms: float | None = 0.0
     batched: bool = True
+    host_work: int = 0
     faults: PageFaults = NO_FAULTS
     timed: dict[str, Any] = field(default_factory=dict)
 
@@ -71,11 +74,17 @@ class Findings:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold the step: the host waits for no value of it, and it does not refuse."""
-        if self.traced_more_ms is None:
+        """Whether a CUDA graph can hold the step: the host waits for no value of it and computes none, and the step does
+        not refuse."""
+        if self.traced_more_ms is None or self.host_works or not self.summary.busy_ms:
             return False
         waiting = self.plain is not None and self.plain.waiting_ms > 0
         return not waiting and not any(waits_for_device(op) for op in self.operators)
+
+    @property
+    def host_works(self) -> bool:
+        """Whether a step of a GPU has operators on the CPU, more than counters."""
+        return self.host_work >= LEAST_WORK
 
     @property
     def said_of_tracing(self) -> str:
@@ -110,7 +119,8 @@ class Findings:
 
     @cached_property
     def _undisturbed(self) -> float:
-        return min(1.0, self.summary.busy_ms / sum(op.measured_ms for op in self.operators))
+        labelled_ms = sum(op.measured_ms for op in self.operators)
+        return min(1.0, self.summary.busy_ms / labelled_ms) if labelled_ms else 1.0
 
     def saved_ms(self, labelled_ms: float, more_host_ms: float = 0.0) -> float:
         """What the step gains when operators take so much less: nothing beyond where the host becomes the slower one.

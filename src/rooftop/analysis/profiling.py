@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ import torch
 
 from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.compiled.graphs import CompiledGraphs
+from rooftop.analysis.host_operators import host_work, said_of_host
 from rooftop.analysis.instruments import (
     CompiledInstrument,
     Labelled,
@@ -91,6 +93,7 @@ class Profile:
         plain: the run under the profiler alone.
         tracker: what the modules and optimizers took in and gave out.
         runs: labelled runs.
+        host_work: bytes and flops of a GPU's step that the CPU worked on.
         compilation: what `torch.compile` did, None if nothing is compiled.
         load: what other programs did to the CPU meanwhile.
         faults: page faults of a plain step. labelled_faults: those of a labelled step. Both are 0 on a GPU.
@@ -114,6 +117,7 @@ class Profile:
     compilation: Compilation | None
     load: OtherLoad
     notes: list[str]
+    host_work: int = 0
     faults: PageFaults = NO_FAULTS
     labelled_faults: PageFaults = NO_FAULTS
     otherwise: OtherState | None = None
@@ -274,8 +278,11 @@ def assembled(
     """
     notes: list[str] = []
     operators, unattributed_ms = medians(labelled, notes, times)
+    on_host = Counter[str]()
     if device.type == "cuda":
         busy, launches = times.busy_ms if times is not None else plain.busy_ms, len(plain.kernels)
+        operators, on_host = host_work(operators)
+        notes += filter(None, [said_of_host(on_host, gpu_works=busy > 0)])
     else:
         busy, launches = sum(op.measured_ms for op in operators), len(operators)
     if tracker.elsewhere:
@@ -309,6 +316,7 @@ def assembled(
         runs=len(labelled),
         compilation=graphs.compilation() if graphs is not None and graphs.graphs else None,
         load=load or OtherLoad(),
+        host_work=on_host.total(),
         notes=notes,
     )
 

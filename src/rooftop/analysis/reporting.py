@@ -70,6 +70,7 @@ def report_of(
         refuses_capture=profile.tracker.optimizer_traffic().refuses_capture,
         traced_more_ms=profile.traced_more_ms,
         batched=batched,
+        host_work=profile.host_work,
         faults=profile.faults,
     )
     return Report(

@@ -14,9 +14,9 @@ def launch_gap(findings: Findings) -> list[Advice]:
     """A graph, or else a larger batch: both remove the same gap, so there is one item for it.
 
     Replayed from a graph, a kernel follows the one before at once. Where the host waits for values of the step no graph
-    can hold it, but twice the samples cost the host as much as one.
+    can hold it, but twice the samples cost the host as much as one, if it does not compute itself.
     """
-    if findings.ceilings.kind != "cuda" or findings.gaps.launch_gap_ms <= 0:
+    if findings.ceilings.kind != "cuda" or findings.gaps.launch_gap_ms <= 0 or not findings.summary.busy_ms:
         return []
     return _graph(findings) if findings.capturable else _larger_batch(findings)
 
@@ -44,7 +44,7 @@ def _graph(findings: Findings) -> list[Advice]:
 
 def _larger_batch(findings: Findings) -> list[Advice]:
     wall_ms, busy_ms, samples = findings.summary.wall_ms, findings.summary.busy_ms, findings.summary.samples
-    if not samples or not findings.batched or findings.summary.device_bound:
+    if not samples or not findings.batched or findings.summary.device_bound or findings.host_works:
         return []
     doubled_ms = max(wall_ms, 2 * busy_ms) / 2
     return [

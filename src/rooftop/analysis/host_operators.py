@@ -1,0 +1,54 @@
+"""Operators that ran on the CPU in a step of a GPU: data that is prepared there, or a model that was left there.
+
+A GPU's roof is none of theirs, and their time is the host's: it is part of the launch gap, where the GPU waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rooftop.analysis.formats import quantity_text
+from rooftop.analysis.instruments import MeasuredOperator
+from rooftop.cost import FREE, Cost
+
+LEAST_WORK = 1_000_000  # bytes and flops in a step; the counters of an optimizer or a loader are less
+MOST_NAMES = 3
+
+
+def host_work(operators: Sequence[MeasuredOperator]) -> tuple[list[MeasuredOperator], Counter[str]]:
+    """The operators of a GPU's step, those that ran on the CPU without a cost; and the bytes and flops of these by
+    name."""
+    work = Counter[str]()
+    for op in filter(_on_host, operators):
+        if op.record.cost != FREE:
+            cost = op.record.cost or FREE
+            work[op.record.shown_name] += cost.bytes + cost.total_flops
+    return [_without_cost(op) if _on_host(op) else op for op in operators], work
+
+
+def said_of_host(work: Counter[str], gpu_works: bool) -> str:
+    """A note on what ran on the CPU, "" if that is not worth one."""
+    names = [name for name, _ in work.most_common()]
+    named = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
+    if names and not gpu_works:
+        return (
+            f"Nothing ran on the GPU: the operators ({named}) ran on the CPU. Move the model and its inputs "
+            '(.to("cuda")), or have the CPU analyzed (--device cpu).'
+        )
+    if work.total() < LEAST_WORK:
+        return ""
+    return (
+        f"Some operators ran on the CPU: {named}, {quantity_text(work.total())}bytes and flops a step. They have no roof "
+        "here. While the host works on them the GPU may wait; that is part of the launch gap."
+    )
+
+
+def _on_host(op: MeasuredOperator) -> bool:
+    """Copies to the GPU begin on the CPU, and are kernels of the driver."""
+    return op.record.device == "cpu" and not op.kernels
+
+
+def _without_cost(op: MeasuredOperator) -> MeasuredOperator:
+    return replace(op, record=replace(op.record, cost=FREE, uncovered=""))
