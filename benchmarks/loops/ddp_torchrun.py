@@ -40,9 +40,8 @@ def main() -> None:
     if large:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if large else "gloo")
-    clock = train(
-        device, options.steps or (400 if large else 40), large
-    )  # its model is gone before the group: else gloo aborts now and then
+    steps = options.steps or (400 if large else 40)
+    clock = train(device, steps, large)  # its model is gone before the group: else gloo aborts now and then
     if dist.get_rank() == 0:
         clock.finish()
     dist.destroy_process_group()

@@ -74,8 +74,8 @@ class Findings:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold the step: the host waits for no value of it and computes none, and the step does
-        not refuse."""
+        """Whether a CUDA graph can hold the step: it has kernels and does not refuse, and the host neither waits for a
+        value nor computes one."""
         if self.traced_more_ms is None or self.host_works or not self.summary.busy_ms:
             return False
         waiting = self.plain is not None and self.plain.waiting_ms > 0

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rooftop.analysis.formats import quantity_text
 from rooftop.analysis.instruments import MeasuredOperator
-from rooftop.cost import FREE, Cost
+from rooftop.cost import FREE
 
 LEAST_WORK = 1_000_000  # bytes and flops in a step; the counters of an optimizer or a loader are less
 MOST_NAMES = 3
@@ -40,8 +40,8 @@ def said_of_host(work: Counter[str], gpu_works: bool) -> str:
     if work.total() < LEAST_WORK:
         return ""
     return (
-        f"Some operators ran on the CPU: {named}, {quantity_text(work.total())}bytes and flops a step. They have no roof "
-        "here. While the host works on them the GPU may wait; that is part of the launch gap."
+        f"Some operators ran on the CPU: {named}, {quantity_text(work.total())}bytes and flops a step. They have no "
+        "roof here. While the host works on them the GPU may wait; that is part of the launch gap."
     )
 
 
