@@ -8,6 +8,10 @@ are as many busy loops beside them as cores (a third as often, since they take l
 median of the undisturbed ones, or say that it was disturbed. Then the ceilings are measured again beside the loops: no
 percent of roof may change by that.
 
+A shared machine is not equally fast in any two minutes. So each process also times its step plainly, ten steps in a row
+by the host's clock, before and after the report: where these tens vary, no report can repeat, and its wall time must lie
+within 5% of them.
+
 Exits with 1 if a report misses. What the machine did by itself while the first reports were made counts as well: they
 are marked if it disturbed them.
 """
@@ -34,6 +38,7 @@ from rooftop.hardware import devices, measure_ceilings
 from rooftop.models import resnet18, swin_t
 
 TOLERANCE = 0.05
+PLAIN_STEPS, PLAIN_SECONDS = 10, 3.0  # steps in a row, and for how long they are timed before and after a report
 LOOP = "while True: pass"
 
 
@@ -114,6 +119,11 @@ def analyzed(name: str, repeats: int, beside: bool) -> dict[str, Any]:
         f"{p:.1f}{'*' if d else ''}" for p, d in zip(row["percent_of_roof"], row["disturbed"], strict=True)
     )
     print(f"{name:30} {'beside loops' if beside else 'alone':12} {percents} (* disturbed)", flush=True)
+    ratios = " ".join(
+        f"{wall / min(ms):.2f}/{max(ms) / min(ms):.2f}"
+        for wall, ms in zip(row["wall_ms"], row["plain_ms"], strict=True)
+    )
+    print(f"{'':30} wall / slowest over the fastest plain ten: {ratios}", flush=True)
     return row
 
 
@@ -128,8 +138,11 @@ def fresh_report(name: str) -> dict[str, Any]:
 def report_of(name: str) -> dict[str, Any]:
     build, shape, train = CASES[name]
     torch.manual_seed(0)
-    report = rooftop.analyze(build(), torch.randn(shape), train=train)
+    model, x = build().train(train), torch.randn(shape)
+    before = plain_ms(model, x, train)
+    report = rooftop.analyze(model, x, train=train)
     return {
+        "plain_ms": before + plain_ms(model, x, train),
         "wall_ms": report.summary.wall_ms,
         "percent_of_roof": report.summary.percent_of_roof,
         "launch_gap_ms": report.gaps.launch_gap_ms,
@@ -138,6 +151,21 @@ def report_of(name: str) -> dict[str, Any]:
         "advice": [[item.title, item.gain_ms] for item in report.advice],
         "notes": list(report.notes),
     }
+
+
+def plain_ms(model: nn.Module, x: Tensor, train: bool) -> list[float]:
+    """The mean time of a step in each ten of them, without Rooftop."""
+    found, until = [], time.perf_counter() + PLAIN_SECONDS
+    with torch.set_grad_enabled(train):
+        while time.perf_counter() < until:
+            began = time.perf_counter()
+            for _ in range(PLAIN_STEPS):
+                y = model(x)
+                if train:
+                    model.zero_grad()
+                    y.sum().backward()
+            found.append(1e3 * (time.perf_counter() - began) / PLAIN_STEPS)
+    return found[1:]  # the first ten warm up
 
 
 def percent(name: str) -> float:
@@ -165,6 +193,9 @@ def problems(rows: list[dict[str, Any]], refreshed: dict[str, Any]) -> Iterator[
             continue
         right = statistics.median(quiet)
         for row in (alone, beside):
+            for wall, ms in zip(row["wall_ms"], row["plain_ms"], strict=True):
+                if not min(ms) * (1 - TOLERANCE) <= wall <= max(ms) * (1 + TOLERANCE):
+                    yield f"{name}: a wall time of {wall:.1f} ms, the plain tens took {min(ms):.1f} to {max(ms):.1f} ms"
             unmarked = zip(row["percent_of_roof"], row["disturbed"], strict=True)
             worst = max((abs(p / right - 1) for p, d in unmarked if not d), default=0.0)
             if worst > TOLERANCE:
