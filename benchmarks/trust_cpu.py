@@ -8,9 +8,9 @@ are as many busy loops beside them as cores (a third as often, since they take l
 median of the undisturbed ones, or say that it was disturbed. Then the ceilings are measured again beside the loops: no
 percent of roof may change by that.
 
-A shared machine is not equally fast in any two minutes. So each process also times its step plainly, ten steps in a row
-by the host's clock, before and after the report: where these tens vary, no report can repeat, and its wall time must lie
-within 5% of them.
+A shared machine is not equally fast in any two minutes. So each process also times its step plainly, ten steps in a
+row by the host's clock, before and after the report: where these tens vary, no report can repeat, and its wall time
+must lie within 5% of them.
 
 Exits with 1 if a report misses. What the machine did by itself while the first reports were made counts as well: they
 are marked if it disturbed them.

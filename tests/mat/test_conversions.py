@@ -160,6 +160,19 @@ def test_small_numbers_go_through_every_pair(depth: int, new: int) -> None:
     assert scaled == ([1, 1] if new == mat.CV_Bool else [2, 5])
 
 
+@pytest.mark.parametrize("new", [mat.CV_8U, mat.CV_32S, mat.CV_64S, mat.CV_64U])
+@pytest.mark.parametrize("depth", [mat.CV_64S, mat.CV_64U])
+@pytest.mark.parametrize(("alpha", "beta"), [(1, 1), (-1, 3), (2, 0), (2**40, -(2**70)), (0, 7), (1e300, 0)])
+def test_64_bits_by_a_whole_scale_and_shift_are_exact(depth: int, new: int, alpha: float, beta: float) -> None:
+    low, high = DEPTHS[depth].limits or (0, 0)
+    array = np.array([[low, low + 1, 0, 1, 2**53 + 1, 2**60 + 1, 2**62 + 3, high - 1, high]], DEPTHS[depth].numpy)
+    expected = [exactly(x, new, Fraction(alpha), Fraction(beta)) for x in array[0].tolist()]
+    m = Mat(array)
+    assert m.convertTo(new, alpha, beta).numpy()[0].tolist() == expected
+    if new == depth:
+        assert m.convertTo(-1, alpha, beta, dst=m).numpy()[0].tolist() == expected
+
+
 @pytest.mark.parametrize("new", [mat.CV_32S, mat.CV_32U, mat.CV_64S, mat.CV_64U, mat.CV_64F])
 def test_wide_integers_are_scaled_in_float64(new: int) -> None:
     """float32, which OpenCV takes for some of these, has 24 bits."""

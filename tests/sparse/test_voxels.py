@@ -207,6 +207,48 @@ def test_voxelize_reduces_the_points_of_a_voxel(dtype: torch.dtype, reduce: str)
     assert x.dense().shape == (3, 5, 3, 6, 4)
 
 
+# A size and a range, and how many cells cover it: thirds, decimals that float64 rounds up and down, one part of a cell.
+COVERED = [
+    (0.3, 0.0, 1.0, 4), (0.16, 0.0, 40.0, 250), (0.1, 0.0, 70.4, 704), (0.16, -39.68, 39.68, 496),
+    (0.05, -1.0, 3.0, 80), (0.16, 0.05, 40.0, 250), (0.7, 0.1, 0.2, 1), (0.1, 0.0, 0.30000001, 3),
+    (1.0, -0.5, 2.75, 4), (1e-3, 0.0, 2e3, 2_000_000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("size", "low", "high", "count"), COVERED)
+def test_every_point_of_a_range_is_in_a_voxel_and_no_other(
+    size: float, low: float, high: float, count: int, dtype: torch.dtype
+) -> None:
+    assert voxel_grid([size], [low, high]) == [count]
+    ends = torch.tensor([low, high], dtype=dtype)
+    steps = torch.arange(count + 2, dtype=torch.float64) * size + low
+    borders = torch.cat([ends, steps.to(dtype), torch.linspace(low, high, 1001, dtype=torch.float64).to(dtype)])
+    up, down = (torch.nextafter(borders, torch.tensor(to, dtype=dtype)) for to in (math.inf, -math.inf))
+    points = torch.cat([borders, up, down, ends + size / 4, ends - size / 4])[:, None]
+    inside = (points[:, 0] >= ends[0]) & (points[:, 0] < ends[1])
+    sums, indices = voxelize(torch.cat([points, torch.ones_like(points)], 1), [size], [low, high], "sum")
+    assert int(sums[:, 1].sum()) == int(inside.sum())
+    assert 0 <= int(indices[:, 1].min()) <= int(indices[:, 1].max()) == count - 1
+    wide = points[inside, 0].numpy()
+    cells = np.floor((wide - ends[0].numpy()) / wide.dtype.type(size)).astype(int)
+    assert sorted(set(np.minimum(cells, count - 1).tolist())) == indices[:, 1].tolist()
+
+
+def test_under_spconvs_name_the_grid_ends_where_spconvs_does() -> None:
+    """In the whole number of cells that comes nearest: of 0 to 1 in thirds the last tenth is left out, of 0 to 0.8 some
+    more is taken in."""
+    points = torch.tensor([[0.85], [0.95], [0.89]])
+    for high, kept in ((1.0, [0, -1, 0]), (0.8, [0, -1, 0])):
+        make = PointToVoxel([0.3], [0.0, high], 1, 9, 9)
+        assert make.grid_size == [3]
+        assert make.generate_voxel_with_id(points)[3].tolist() == kept
+    _, indices = voxelize(points, [0.3], [0.0, 1.0])
+    assert indices.tolist() == [[0, 2], [0, 3]]
+    _, indices = voxelize(points[:1], [0.3], [0.0, 0.8])
+    assert indices.tolist() == []
+
+
 def assert_sums_are_wide(device: str) -> None:
     """In half precision 2048 + 1 is 2048."""
     points = torch.zeros(6000, 4, dtype=torch.float16, device=device)

@@ -47,6 +47,7 @@ WITHOUT_PROGRAMS = (CV_64S, CV_64U, CV_16F, CV_16BF)
 """Depths that neither loops nor kernels convert."""
 _WIDE = (CV_32S, CV_32U, CV_64S, CV_64U, CV_64F)
 _TOP = 1 << 63
+_MOST_SCALE = 2.0**128  # beyond, a number that is not 0 is past every limit
 
 
 def convert(source: Tensor, target: Tensor, depth: int, new_depth: int, alpha: float, beta: float) -> None:
@@ -70,6 +71,15 @@ def convert(source: Tensor, target: Tensor, depth: int, new_depth: int, alpha: f
         loop_programs.run_conversion(source, target, depth, new_depth, scaling, by_blocks)
     else:
         by_blocks()
+
+
+def scales_wholes(depth: int, new_depth: int, alpha: float, beta: float) -> bool:
+    """Whether 64-bit integers become others, or come of others, by a whole scale and shift: then all numbers are exact,
+    as in an expression."""
+    integers = DEPTHS[depth].limits is not None and DEPTHS[new_depth].limits is not None
+    if not integers or not {depth, new_depth} & {CV_64S, CV_64U} or (alpha, beta) == (1, 0):
+        return False
+    return all(float(number).is_integer() and abs(number) < _MOST_SCALE for number in (alpha, beta))
 
 
 def convert_blocks(source: Tensor, target: Tensor, depth: int, new_depth: int, scaling: Scaling | None) -> None:

@@ -17,11 +17,12 @@ from rooftop.launch.numba_loops import worth_a_loop
 from rooftop.launch.triton_launch import INTERPRETED
 from rooftop.mat.allocation import same_device
 from rooftop.mat.copies import apart, overlap, same_elements
-from rooftop.mat.expressions import BITWISE, MatExpr, leaf, node, rebuilt, topological
+from rooftop.mat.expressions import BITWISE, FLOATING, MatExpr, leaf, node, rebuilt, topological
 from rooftop.mat.matrix import Mat
-from rooftop.mat.planning import of, plan_of, simpler
+from rooftop.mat.planning import Plan, of, plan_of, simpler
 from rooftop.mat.products import gemm_of, inverse_of, multiply_into
-from rooftop.mat.type_codes import CV_MAKETYPE, CV_MAT_DEPTH, DEPTHS, type_code
+from rooftop.mat.type_codes import CV_64F, CV_MAKETYPE, CV_MAT_DEPTH, DEPTHS, type_code
+from rooftop.mat.whole_numbers import store_whole_numbers
 
 
 def evaluate(expression: MatExpr, dst: Mat | None = None, rtype: Any = None) -> Mat:
@@ -63,13 +64,16 @@ def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
             return
         nodes = topological(rebuilt(root, _without_matrices))
     plan = plan_of(nodes, depth)
-    if plan.has_wide_bits:
+    if plan.has_wide_bits and not plan.is_large:
         nodes = topological(rebuilt(nodes[-1], _without_wide_bits))
         plan = plan_of(nodes, depth)
     into = target.view(DEPTHS[depth].carrier) if plan.bits or plan.is_copy else target
     tensors = [tensor_of(each, plan.bits or plan.is_copy) for each in nodes if each._operation == "mat"]
     if plan.is_copy:
         into.copy_(apart(tensors[0], into))
+        return
+    if plan.is_large:
+        _store_large(plan, nodes[-1], [apart(tensor, into) for tensor in tensors], into)
         return
     if by_kernel:
         from rooftop.mat.kernel_programs import Evaluation  # which imports Triton
@@ -83,6 +87,16 @@ def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
         from rooftop.mat import loop_programs
 
         loop_programs.run(plan, tensors, into)
+
+
+def _store_large(plan: Plan, root: MatExpr, tensors: Sequence[Tensor], into: Tensor) -> None:
+    """Whole numbers beyond int64. Into a floating depth they come by way of float64, as all numbers do."""
+    if plan.depth not in FLOATING or plan.depth == CV_64F:
+        store_whole_numbers(plan.root, plan.bounds, plan.leaves, tensors, into, plan.depth)
+        return
+    wide = Mat(root._sizes, CV_MAKETYPE(CV_64F, root.channels()), device=root._device)
+    store_whole_numbers(plan.root, plan.bounds, plan.leaves, tensors, wide._writable(), CV_64F)
+    evaluate_into(leaf(wide), into, plan.depth)
 
 
 def _launched(nodes: Sequence[MatExpr], target: Tensor, depth: int) -> bool:

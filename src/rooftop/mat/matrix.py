@@ -18,10 +18,10 @@ from torch.utils.dlpack import from_dlpack
 
 from rooftop.mat import growth, headers
 from rooftop.mat.allocation import DeviceLike, MatAllocator, allocator_for, same_device
-from rooftop.mat.conversions import convert
+from rooftop.mat.conversions import convert, scales_wholes
 from rooftop.mat.copies import apart, copy_masked, fill
 from rooftop.mat.exports import ExportedHeader
-from rooftop.mat.expressions import Arithmetic, MatExpr, Operand
+from rooftop.mat.expressions import Arithmetic, MatExpr, Operand, leaf
 from rooftop.mat.headers import Sizes
 from rooftop.mat.interchange import is_foreign, parts_of
 from rooftop.mat.scalars import Scalar, ScalarLike, element
@@ -284,8 +284,14 @@ class Mat(ExportedHeader, Arithmetic):
         source = self._header_of_itself()
         dst = Mat(device=self._device) if dst is None else dst
         dst.prepare_for(source, type)
-        if not dst.empty():
-            target = dst._writable()
+        if dst.empty():
+            return dst
+        target = dst._writable()
+        if scales_wholes(source.depth(), depth, alpha, beta):
+            from rooftop.mat.evaluation import evaluate_into  # that needs this file
+
+            evaluate_into(leaf(source) * int(alpha) + int(beta), target, depth)
+        else:
             convert(apart(source._tensor(), target), target, source.depth(), depth, alpha, beta)
         return dst
 

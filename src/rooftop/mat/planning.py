@@ -62,6 +62,13 @@ class Plan:
         return self.root._operation == "mat" and self.root.depth() == self.depth
 
     @cached_property
+    def is_large(self) -> bool:
+        """Whether all its values are whole numbers, some perhaps beyond int64."""
+        if self.bits or self.is_copy or self.dtype != torch.float64:
+            return False
+        return all((known := self.bounds[id(each)]) is not None and known.unit == 0 for each in self.nodes)
+
+    @cached_property
     def has_wide_bits(self) -> bool:
         """Whether bits of 64 are among its operations, and it is computed in a dtype that does not hold them."""
         wide = any(each._operation in BITWISE and DEPTHS[each.depth()].size_bytes == 8 for each in self.nodes)

@@ -4,6 +4,10 @@ A point p lies in the cell floor((p - low) / size) of each dimension, in float32
 divisions that IEEE 754 rounds: on a GPU and on a CPU the same cell, and the one that spconv finds. Points are sorted by
 the int64 key of their cell, stably, so that nothing depends on the order in which threads run. What lies outside of the
 grid, or nowhere (NaN), is in no voxel.
+
+Two rules say where a grid ends. `voxelize` has every point of its range, low <= p < high in the points' dtype; where
+the range is no whole number of cells, the last cell reaches beyond it. `PointToVoxel` has spconv's rule: as many whole
+cells as come nearest to the range, so that up to half a cell of it is left out, or as much beyond it is in.
 """
 
 from __future__ import annotations
@@ -26,15 +30,25 @@ MOST_CELLS = 2**31  # of a dimension: indices are int32
 
 
 class Grid(NamedTuple):
-    """Cells of `sizes` from `low` on, `shape` of them; in each dimension, in the order of the points' coordinates."""
+    """Cells of `sizes` from `low` on, `shape` of them; in each dimension, in the order of the points' coordinates.
+
+    `high`: where what is in it ends; None: where the cells end.
+    """
 
     low: tuple[float, ...]
     sizes: tuple[float, ...]
     shape: tuple[int, ...]
+    high: tuple[float, ...] | None = None
 
 
-def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float]) -> Grid:
-    """The grid of a range (all low ends, then all high ends), in as many cells as come nearest to it.
+_WHOLE = 1e-6  # of the number of cells: 40 / 0.16 and 70.4 / 0.1 are whole numbers, if not in float64
+
+
+def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_spconv: bool = False) -> Grid:
+    """The grid of a range (all low ends, then all high ends): the cells that cover it.
+
+    Args:
+        as_spconv: in as many cells as come nearest to it, and what is in them.
 
     Raises:
         TypeError: what are no sequences of numbers.
@@ -58,14 +72,22 @@ def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float]) -> G
         raise ValueError(f"the size of a voxel must be positive in each dimension, got {list(sizes)}")
     if not all(-math.inf < a < b < math.inf for a, b in zip(low, high, strict=True)):
         raise ValueError(f"a range must be finite and have its low ends below its high ends, got {list(ends)}")
-    first, last, step = (torch.tensor(values, dtype=torch.float32) for values in (low, high, sizes))
-    counts = ((last - first) / step + 0.5).floor().tolist()  # as spconv: half a cell is one
+    if as_spconv:
+        first, last, step = (torch.tensor(values, dtype=torch.float32) for values in (low, high, sizes))
+        counts = ((last - first) / step + 0.5).floor().tolist()  # half a cell is one
+    else:
+        counts = [_covering((b - a) / size) for a, b, size in zip(low, high, sizes, strict=True)]
     if not all(1 <= count <= MOST_CELLS for count in counts) or math.prod(counts) >= NO_KEY:
         raise ValueError(
             f"voxels of {list(sizes)} in the range {list(ends)} make a grid of {counts}: it must have a cell in each "
             "dimension, at most 2^31, and fewer than 2^63 in all"
         )
-    return Grid(low, sizes, tuple(map(int, counts)))
+    return Grid(low, sizes, tuple(map(int, counts)), None if as_spconv else high)
+
+
+def _covering(cells: float) -> float:
+    nearest = float(round(cells)) if math.isfinite(cells) else cells
+    return nearest if abs(cells - nearest) <= _WHOLE * nearest else float(math.ceil(cells))
 
 
 @torch.no_grad()
@@ -76,7 +98,12 @@ def _cells(points: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     # Divided by a tensor: by a number, a GPU would multiply by its reciprocal, which is rounded.
     low, sizes = _on_device([grid.low, grid.sizes], at.dtype, at.device)
     cells = at.sub(low).div(sizes).floor().nan_to_num(-1.0).clamp(-1, MOST_CELLS).long()
-    return cells, ((cells >= 0) & (cells < _on_device(grid.shape, torch.int64, at.device))).all(1)
+    shape = _on_device(grid.shape, torch.int64, at.device)
+    if grid.high is None:
+        return cells, ((cells >= 0) & (cells < shape)).all(1)
+    high = _on_device(grid.high, at.dtype, at.device)
+    # A point just below the end can be rounded into the cell beyond it.
+    return torch.minimum(cells.clamp_min(0), shape - 1), ((at >= low) & (at < high)).all(1)
 
 
 def _on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -120,6 +147,7 @@ def _by_voxel(keys: Tensor) -> _ByVoxel:
 class PointToVoxel:
     """Points into the slots of voxels, as spconv's class of this name: (V, P, F) for a batch of one.
 
+    The grid has as many whole cells as come nearest to the range, which is spconv's rule; `voxelize` covers the range.
     Voxels are numbered by the first of their points, and have their points in the order of these, until there are no
     more slots, or no more voxels: on a GPU as on a CPU, where spconv takes whichever comes first.
 
@@ -151,7 +179,7 @@ class PointToVoxel:
         Raises:
             ValueError: what cannot be a grid, as `grid_of` says; fewer features than coordinates, no voxels, no points.
         """
-        self._grid = grid_of(vsize_xyz, coors_range_xyz)
+        self._grid = grid_of(vsize_xyz, coors_range_xyz, as_spconv=True)
         dims = len(self._grid.shape)
         self.ndim, self.device = dims, torch.device(device)
         self.grid_size = list(self._grid.shape[::-1])
@@ -231,7 +259,8 @@ def voxelize(
     Args:
         points: (N, F) float16, bfloat16, float32 or float64, the coordinates (x, y, z) first; N may be 0.
         voxel_size: of x, y, z, in the points' units; 1 to 4 dimensions.
-        coordinate_range: low ends, then high ends; the grid is `voxel_grid(voxel_size, coordinate_range)`.
+        coordinate_range: low ends, then high ends: all points from a low end on and below its high end are in a voxel.
+            The grid is `voxel_grid(voxel_size, coordinate_range)`, whose last cells may reach beyond the range.
         reduce: "mean", "max" or "sum" of a voxel's points, or the "first" of them.
         batch: (N,) int32 or int64, the batch element of each point, -1 for points that are in no voxel; None: of one
             cloud.

@@ -1,0 +1,268 @@
+"""Expressions of whole numbers that may be beyond 64 bits on the way: exact, by operations of torch on any device.
+
+A number is a list of int64 tensors, its digits in base 2^30, the lowest first. All but the last are from 0 to 2^30 - 1,
+the last has the sign. How many digits a value needs follows from its bounds. So no carry is lost: sums of digits have
+34 bits to spare, and a product of two digits is divided into two before it is added.
+
+Expressions whose values are all within 64 bits do not come here: int64 holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds
+from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, topological
+from rooftop.mat.type_codes import CV_16U, CV_64F, CV_64S, CV_64U, CV_Bool
+
+Digits = list[Tensor]
+
+_BITS = 30
+_MASK = (1 << _BITS) - 1
+_BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements that are computed at a time, with all their digits
+_PIECE = 5  # bits that are taken at a time on the way to float64
+
+
+def store_whole_numbers(
+    root: MatExpr, bounds: BoundsOf, leaves: Sequence[MatExpr], tensors: Sequence[Tensor], into: Tensor, depth: int
+) -> None:
+    """Writes the value of an expression that has whole numbers only, each saturated or rounded once.
+
+    Args:
+        bounds: of all nodes, each of whole numbers.
+        leaves, tensors: the Mats among the nodes, and their elements (..., channels), of the target's shape.
+        into: the target, of the dtype of `depth`. It overlaps no tensor, or has its very elements.
+        depth: an integer one, Bool or CV_64F.
+    """
+    known = bounds[id(root)]
+    assert known is not None
+    for block in _blocks(into):
+        some = {id(leaf): tensor[block] for leaf, tensor in zip(leaves, tensors, strict=True)}
+        digits = _value(root, bounds, some, into.device)
+        if depth == CV_64F:
+            into[block] = _to_float64(digits, known)
+        else:
+            _store(digits, known, into[block], depth)
+
+
+def _blocks(target: Tensor) -> list[Any]:
+    """Rows of the first dimension, where there are others than the channels."""
+    if target.dim() < 2 or not target.numel():
+        return [...]
+    rows = max(1, _BLOCK.get(target.device.type, 1 << 22) * target.shape[0] // target.numel())
+    return [slice(first, first + rows) for first in range(0, target.shape[0], rows)]
+
+
+def _value(root: MatExpr, bounds: BoundsOf, tensors: dict[int, Tensor], device: torch.device) -> Digits:
+    found: dict[int, Digits] = {}
+    for each in topological(root):
+        known = bounds[id(each)]
+        assert known is not None
+        of = [found[id(operand)] for operand in each._operands]
+        if each._operation == "mat":
+            digits = _of_elements(tensors[id(each)], each.depth())
+        elif each._operation == "numbers":
+            digits = _of_numbers([int(number) for number in each._value], device)
+        elif each._operation in COMPARISONS:
+            digits = [torch.where(_compared(each._operation, _difference(*of)), 255, 0)]
+        elif each._operation in BITWISE:
+            digits = _of_bits(each, of, [bounds[id(operand)] for operand in each._operands])
+        else:
+            digits = _computed(each._operation, of)
+        found[id(each)] = _fitted(digits, known)
+    return found[id(root)]
+
+
+def _computed(operation: str, of: list[Digits]) -> Digits:
+    if operation == "add":
+        return _sum(*of)
+    if operation == "sub":
+        return _difference(*of)
+    if operation == "mul":
+        return _product(*of)
+    if operation == "neg":
+        return [-digit for digit in of[0]]
+    if operation == "abs":
+        return [torch.where(of[0][-1] < 0, -digit, digit) for digit in of[0]]
+    a, b = _alike(*of)
+    is_less = _difference(a, b)[-1] < 0
+    return [torch.where(is_less if operation == "min" else ~is_less, x, y) for x, y in zip(a, b, strict=True)]
+
+
+# ---- digits ------------------------------------------------------------------------------------------------------
+
+
+def _of_elements(x: Tensor, depth: int) -> Digits:
+    unsigned = {torch.uint16: torch.int32, torch.uint32: torch.int64}
+    if depth == CV_64U:
+        return _of_int64(x.view(torch.int64), unsigned=True)
+    return _of_int64((x.to(unsigned[x.dtype]) if x.dtype in unsigned else x).to(torch.int64))
+
+
+def _of_int64(x: Tensor, unsigned: bool = False) -> Digits:
+    """Of int64 numbers, or of the bits of uint64 ones."""
+    last = x >> 2 * _BITS
+    return [x & _MASK, (x >> _BITS) & _MASK, last & ((1 << 64 - 2 * _BITS) - 1) if unsigned else last]
+
+
+def _of_numbers(numbers: Sequence[int], device: torch.device) -> Digits:
+    """Of one number for each channel."""
+    count = _count(max(map(abs, numbers)))
+    rows = [[n >> _BITS * place & _MASK for n in numbers] for place in range(count - 1)]
+    rows.append([n >> _BITS * (count - 1) for n in numbers])
+    return [torch.tensor(row, dtype=torch.int64, device=device) for row in rows]
+
+
+def _count(largest: int | Fraction) -> int:
+    """Digits of a number with its sign."""
+    return int(largest).bit_length() // _BITS + 1
+
+
+def _fitted(digits: Digits, known: Bounds) -> Digits:
+    """The digits in their limits, and as many as the bounds of the value need."""
+    count = _count(known.largest)
+    digits = list(digits)
+    while len(digits) < count:
+        digits.append(torch.zeros_like(digits[-1]))
+    for place in range(len(digits) - 1):
+        digits[place + 1] = digits[place + 1] + (digits[place] >> _BITS)
+        digits[place] = digits[place] & _MASK
+    for place in range(count, len(digits)):  # these hold its sign alone: what is shifted out is none of the value
+        if _BITS * (place - count + 1) < 64:
+            digits[count - 1] = digits[count - 1] + (digits[place] << _BITS * (place - count + 1))
+    return digits[:count]
+
+
+def _alike(a: Digits, b: Digits) -> tuple[Digits, Digits]:
+    """As many digits of both."""
+    count = max(len(a), len(b))
+    return _extended(a, count), _extended(b, count)
+
+
+def _extended(digits: Digits, count: int) -> Digits:
+    digits = list(digits)
+    while len(digits) < count:
+        last = digits[-1]
+        digits[-1:] = [last & _MASK, last >> _BITS]
+    return digits
+
+
+def _sum(a: Digits, b: Digits) -> Digits:
+    return [x + y for x, y in zip(*_alike(a, b), strict=True)]
+
+
+def _difference(a: Digits, b: Digits) -> Digits:
+    """Whose last digit has the sign."""
+    digits = [x - y for x, y in zip(*_alike(a, b), strict=True)]
+    for place in range(len(digits) - 1):
+        digits[place + 1] = digits[place + 1] + (digits[place] >> _BITS)
+        digits[place] = digits[place] & _MASK
+    return digits
+
+
+def _product(a: Digits, b: Digits) -> Digits:
+    digits: list[Tensor | int] = [0] * (len(a) + len(b) + 1)
+    for m, x in enumerate(a):
+        for n, y in enumerate(b):
+            both = x * y
+            digits[m + n] = digits[m + n] + (both & _MASK)
+            digits[m + n + 1] = digits[m + n + 1] + (both >> _BITS)
+    digits[-1] = torch.zeros_like(digits[0])  # type: ignore[arg-type]
+    return digits  # type: ignore[return-value]
+
+
+def _compared(operation: str, difference: Digits) -> Tensor:
+    """By the sign of a - b."""
+    if operation in ("lt", "ge"):
+        is_less = difference[-1] < 0
+        return is_less if operation == "lt" else ~is_less
+    is_equal = _is_zero(difference)
+    if operation in ("eq", "ne"):
+        return is_equal if operation == "eq" else ~is_equal
+    at_most = (difference[-1] < 0) | is_equal
+    return at_most if operation == "le" else ~at_most
+
+
+def _is_zero(digits: Digits) -> Tensor:
+    found = digits[0] == 0
+    for digit in digits[1:]:
+        found = found & (digit == 0)
+    return found
+
+
+# ---- stored ------------------------------------------------------------------------------------------------------
+
+
+def _of_bits(each: MatExpr, of: list[Digits], known: Sequence[Bounds | None]) -> Digits:
+    """Of numbers as their depth stores them."""
+    depth, limits = each.depth(), depth_bounds(each.depth())
+    assert limits is not None
+    bits = [_saturated(digits, one, depth) for digits, one in zip(of, known, strict=True)]
+    if each._operation == "not":
+        found = bits[0] ^ (-1 if limits.low < 0 or depth == CV_64U else int(limits.high))
+    else:
+        a, b = bits
+        found = a & b if each._operation == "and" else a | b if each._operation == "or" else a ^ b
+    return _of_int64(found, unsigned=depth == CV_64U)
+
+
+def _saturated(digits: Digits, known: Bounds | None, depth: int) -> Tensor:
+    """Kept within the limits of an integer depth: int64 numbers, of CV_64U their bits."""
+    assert known is not None
+    limits = depth_bounds(depth)
+    assert limits is not None
+    if depth == CV_Bool:
+        return (~_is_zero(digits)).to(torch.int64)
+    bits = digits[0]
+    for place, digit in enumerate(digits[1:], 1):
+        if _BITS * place < 64:  # beyond, there is nothing but the sign of what is within the limits
+            bits = bits + (digit << _BITS * place)
+    for limit, beyond in ((limits.low, known.low < limits.low), (limits.high, known.high > limits.high)):
+        if beyond:
+            number = _of_numbers([int(limit)], digits[0].device)
+            difference = _difference(digits, number) if limit == limits.low else _difference(number, digits)
+            bits = bits.masked_fill(difference[-1] < 0, _as_int64(int(limit)))
+    return bits
+
+
+def _as_int64(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _store(digits: Digits, known: Bounds, into: Tensor, depth: int) -> None:
+    bits = _saturated(digits, known, depth)
+    if depth == CV_64U:
+        into.view(torch.int64).copy_(bits)
+    elif depth == CV_Bool:
+        into.copy_(bits != 0)
+    else:  # not every device converts to unsigned numbers of 16 bits directly
+        into.copy_(bits.to(torch.int32) if depth == CV_16U else bits)
+
+
+def _to_float64(digits: Digits, known: Bounds) -> Tensor:
+    """Each number rounded once, half to even.
+
+    The bits of its absolute value are taken from the highest on, as many as an int64 has room for. Whether anything but
+    zeros follows is kept in the last of them: it decides a half, and is none of the 53 that are kept.
+    """
+    if known.within(torch.int64):
+        return _saturated(digits, known, CV_64S).to(torch.float64)
+    negative = digits[-1] < 0
+    digits = _fitted([torch.where(negative, -digit, digit) for digit in digits], known)
+    taken = torch.zeros_like(digits[0])
+    exponent, rest = torch.zeros_like(taken), torch.zeros_like(negative)
+    for digit in reversed(digits):
+        for shift in range(_BITS - _PIECE, -1, -_PIECE):
+            piece = digit >> shift & ((1 << _PIECE) - 1)
+            has_room = taken < 1 << 62 - _PIECE
+            rest = rest | (~has_room & (piece != 0))
+            exponent = torch.where(has_room, exponent, exponent + _PIECE)
+            taken = torch.where(has_room, (taken << _PIECE) | piece, taken)
+    power = (exponent.clamp_max(1023) + 1023 << 52).view(torch.float64)  # pow of a GPU need not be exact
+    found = (taken | rest.to(torch.int64)).to(torch.float64) * power
+    return torch.where(negative, -found, found)
