@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +100,45 @@ def test_what_nothing_decides() -> None:
     assert torch.equal(other.weight, conv.weight)
     with pytest.raises(RuntimeError, match=r"spconv's layout RSKC or RSCK: load it with .*load_spconv_state_dict"):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("layout", ["KRSC", "RSKC"])
+def test_load_state_dict_refuses_what_nothing_decides(layout: str) -> None:
+    conv, other = spconv.SubMConv3d(16, 3, 3), spconv.SubMConv3d(16, 3, 3)
+    before = other.weight.detach().clone()
+    state = saved(conv, layout)  # a plain dict, as of other files: no version is noted
+    with pytest.raises(RuntimeError, match=r"layout KRSC or RSKC: load it with .*load_spconv_state_dict"):
+        other.load_state_dict(state)
+    assert torch.equal(other.weight, before)
+    assert spconv.load_spconv_state_dict(other, state, layout).layouts == {"weight": layout}
+    assert torch.equal(other.weight, conv.weight)
+
+
+@pytest.mark.parametrize("layout", ["KRSC", "RSKC"])
+def test_the_other_layers_decide_for_a_network(layout: str) -> None:
+    """The last weight, (3, 3, 3, 3, 16), fits both."""
+    network, other = (spconv.SparseSequential(spconv.SubMConv3d(4, 16, 3), spconv.SubMConv3d(16, 3, 3)) for _ in "12")
+    spconv.load_spconv_state_dict(other, saved(network, layout))
+    assert all(map(torch.equal, other.state_dict().values(), network.state_dict().values()))
+
+
+@pytest.mark.parametrize("shape", [(16, 3, 3), (16, 16, 3), (3, 3, 3), (1, 1, 1), (4, 1, 1)])
+def test_what_this_library_saved_loads_as_it_is(shape: tuple[int, int, int], tmp_path: Path) -> None:
+    """The file notes who saved it; also within another module, and by way of `load_spconv_state_dict`."""
+    conv, other = (nn.ModuleDict({"last": spconv.SubMConv3d(*shape)}) for _ in range(2))
+    torch.save(conv.state_dict(), tmp_path / "last.pt")
+    state = torch.load(tmp_path / "last.pt")
+    other.load_state_dict(state)
+    assert torch.equal(other["last"].weight, conv["last"].weight)
+    nn.init.zeros_(other["last"].weight)
+    assert not spconv.load_spconv_state_dict(other, state).converted
+    assert torch.equal(other["last"].weight, conv["last"].weight)
+
+
+def test_kernels_of_one_site_are_the_same_in_all_layouts() -> None:
+    conv, other = spconv.SubMConv3d(5, 1, 1), spconv.SubMConv3d(5, 1, 1)
+    other.load_state_dict(saved(conv, "KRSC"))
+    assert torch.equal(other.weight, conv.weight)
 
 
 def test_load_state_dict_itself_converts_what_shapes_settle() -> None:

@@ -9,19 +9,26 @@
 | `RSCK` | (*kernel, in, out) | spconv 1 |
 
 Layouts are told apart by shape, layer by layer. Where a layer's shape fits several, as with as many channels in as out,
-the other layers of the network decide. `load_state_dict` itself converts what a layer's own shape settles.
+the other layers of the network decide. `load_state_dict` itself, in which a layer sees nothing of the others, converts
+what the layer's own shape settles, and refuses what it does not (three channels out of a kernel of three), unless
+`OWN_VERSION` says that this library saved it.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rooftop.errors import did_you_mean
 
 LAYOUTS = ("KRSC", "RSKC", "RSCK")
+OWN_VERSION = 2
+"""What `state_dict` notes of a convolution of this library; spconv notes 1."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,9 @@ def load_spconv_state_dict(
 
 def convert_state_dict(
     module: nn.Module, state_dict: Mapping[str, Tensor], layout: str | None = None
-) -> tuple[dict[str, Tensor], LayoutReport]:
-    """A copy of the state dict with the weights of the module's sparse convolutions as (out, *kernel, in).
+) -> tuple[OrderedDict[str, Tensor], LayoutReport]:
+    """A copy of the state dict with the weights of the module's sparse convolutions as (out, *kernel, in), which it
+    notes for `load_state_dict`.
 
     Args:
         layout: as of `load_spconv_state_dict`.
@@ -99,7 +107,11 @@ def convert_state_dict(
     for key in wanted:
         if key in state_dict and not isinstance(state_dict[key], Tensor):
             raise TypeError(f"{key} must be a tensor, got {type(state_dict[key]).__name__}")
+    noted: Mapping[str, Any] = getattr(state_dict, "_metadata", {})
     fits = {key: fitting(state_dict[key], shape) for key, shape in wanted.items() if key in state_dict}
+    for key, found in fits.items():
+        if "KRSC" in found and noted.get(_module_of(key), {}).get("version", 1) >= OWN_VERSION:
+            fits[key] = ["KRSC"]
     if layout is not None:
         fits = {key: [each for each in found if each == layout] for key, found in fits.items()}
     for key, found in fits.items():
@@ -120,14 +132,25 @@ def convert_state_dict(
             )
         layouts[key] = left[0]
     changed = {key: as_krsc(state_dict[key], each).contiguous() for key, each in layouts.items()}
-    return {**state_dict, **changed}, LayoutReport(layouts)
+    converted = OrderedDict({**state_dict, **changed})
+    own = {_module_of(key): {"version": OWN_VERSION} for key in layouts}
+    converted._metadata = {**noted, **own}  # type: ignore[attr-defined]
+    return converted, LayoutReport(layouts)
+
+
+def _module_of(key: str) -> str:
+    return key.removesuffix("weight").removesuffix(".")
 
 
 def fitting(weight: Tensor, shape: tuple[int, ...]) -> list[str]:
-    """The layouts in which this weight is one of shape (out, *kernel, in)."""
+    """The layouts in which this weight is one of shape (out, *kernel, in); one name for those that are the same."""
     if weight.dim() != len(shape):
         return []
-    return [layout for layout in LAYOUTS if tuple(as_krsc(weight, layout).shape) == shape]
+    found = [layout for layout in LAYOUTS if tuple(as_krsc(weight, layout).shape) == shape]
+    if "KRSC" not in found:
+        return found
+    whole = torch.empty(shape, device="meta")  # stays contiguous where but sides of 1 are moved
+    return [layout for layout in found if layout == "KRSC" or not as_krsc(whole, layout).is_contiguous()]
 
 
 def as_krsc(weight: Tensor, layout: str) -> Tensor:

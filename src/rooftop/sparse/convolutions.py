@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftop.sparse.checkpoints import as_krsc, fitting
+from rooftop.sparse.checkpoints import OWN_VERSION, as_krsc, fitting
 from rooftop.sparse.functional import convolve, linear
 from rooftop.sparse.geometries import PerDimension
 from rooftop.sparse.modules import SparseModule
@@ -60,6 +60,8 @@ class SparseConvolution(SparseModule):
         num_out_act_bound: rows of the outputs, or None.
         conv1x1: whether it is a product of matrices, without a rulebook.
     """
+
+    _version = OWN_VERSION  # which `state_dict` notes: weights are (out, *kernel, in)
 
     ndim: int
     subm = transposed = inverse = False
@@ -200,7 +202,7 @@ class SparseConvolution(SparseModule):
         """As of any module, with a weight of another of spconv's layouts permuted, where its shape says which."""
         key, shape = prefix + "weight", tuple(self.weight.shape)
         weight = state_dict.get(key)
-        if isinstance(weight, Tensor) and tuple(weight.shape) != shape:
+        if isinstance(weight, Tensor) and (local_metadata or {}).get("version", 1) < OWN_VERSION:
             layouts = fitting(weight, shape)
             if len(layouts) == 1:
                 state_dict[key] = as_krsc(weight, layouts[0]).contiguous()
@@ -209,6 +211,8 @@ class SparseConvolution(SparseModule):
                     f"{key} of shape {tuple(weight.shape)} may be in spconv's layout {' or '.join(layouts)}: load it "
                     "with rooftop.sparse.load_spconv_state_dict, to which the other weights or layout= say which"
                 )
+                if tuple(weight.shape) == shape:
+                    state_dict[key] = self.weight  # else it would be written before the error is raised
         count = prefix + VOXEL_COUNT
         if hasattr(self, VOXEL_COUNT) and count not in state_dict:
             state_dict[count] = getattr(self, VOXEL_COUNT)
