@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +136,69 @@ def test_transcode_keeps_variable_times_ten_bits_and_turns(tmp_path: Path) -> No
     assert VideoReader(out).times.tolist() == pytest.approx(times, abs=1e-4)
     before, after = (VideoReader(path, dtype=torch.float32)[0] for path in (given, out))
     assert float((before - after).abs().mean()) < 2 / 1023
+
+
+TIMES = {
+    "held.gif": [0, 10, 20, 30, 40, 340],  # in hundredths, and the end
+    "coarse.mp4": [0, 8, 12, 16, 24, 28],  # a clock of 1/25 s, where frames were dropped
+    "dropped.avi": [0, 4, 8, 24, 28, 32],
+    "held.mkv": [0, 4, 8, 12, 16, 604],
+    "constant.mp4": [0, 4, 8, 12, 16, 20],
+}
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv", "webm", "mov", "avi"])
+@pytest.mark.parametrize("name", TIMES)
+def test_transcode_keeps_the_time_of_each_frame(tmp_path: Path, name: str, suffix: str) -> None:
+    *hundredths, end = TIMES[name]
+    given, out = tmp_path / name, tmp_path / f"out.{suffix}"
+    if name.endswith("gif"):
+        pictures = [Image.new("RGB", (64, 48), (40 * n, 80, 200 - 30 * n)) for n in range(5)]
+        steps = [10 * (b - a) for a, b in pairwise(TIMES[name])]
+        pictures[0].save(given, save_all=True, append_images=pictures[1:], duration=steps, loop=0)
+    else:
+        codec = "mjpeg" if name.endswith("avi") else "libx264"
+        with av.open(str(given), "w", options={"video_track_timescale": "25"} if name == "coarse.mp4" else {}) as file:
+            stream = file.add_stream(codec, rate=25)
+            stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p" if codec == "mjpeg" else "yuv420p"
+            stream.codec_context.time_base = Fraction(1, 25)
+            for number, hundredth in enumerate(hundredths):
+                frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 40 * number, np.uint8))
+                frame.pts, frame.time_base = hundredth // 4, Fraction(1, 25)
+                file.mux(stream.encode(frame))
+            for packet in stream.encode(None):
+                if packet.pts == hundredths[-1] // 4:
+                    packet.duration = (end - hundredths[-1]) // 4
+                file.mux(packet)
+    assert VideoReader(given).times.tolist() == pytest.approx([each / 100 for each in hundredths], abs=0.001)
+    assert main(["media", "transcode", str(given), str(out)]) == 0
+    reader = VideoReader(out)
+    assert reader.times.tolist() == pytest.approx([each / 100 for each in hundredths], abs=0.001)
+    if suffix != "avi" and name != "dropped.avi":  # AVI does not say how long the last frame is shown
+        assert reader.duration == pytest.approx(end / 100, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    "times", [[0.0, 0.1, 0.2, 0.3, 0.4], [0.0, 0.08, 0.12, 0.16, 0.36], [0.04 * n for n in range(5)]]
+)
+def test_transcode_keeps_sound_beside_its_pictures(tmp_path: Path, times: list[float]) -> None:
+    """A click at the time of each white picture stays at it."""
+    given, out = tmp_path / "clicks.mkv", tmp_path / "out.mkv"
+    samples = torch.zeros(1, RATE)
+    for time in times[1::2]:
+        samples[0, round(time * RATE) : round(time * RATE) + 40] = 0.9
+    with VideoWriter(given, 25, options=LOSSLESS) as writer:
+        writer.write_sound(samples, RATE, "pcm_s16le")
+        for number, time in enumerate(times):
+            until = 1.0 if number == len(times) - 1 else None
+            writer.write(torch.full((3, 32, 48), float(number % 2)), times=[time], until=until)
+    assert main(["media", "transcode", str(given), str(out)]) == 0
+    reader = VideoReader(out)
+    sound = read_sound(out).samples[0]
+    for frame in reader.timed():
+        heard = bool(sound[max(0, round(frame.time * RATE) - 100) : round(frame.time * RATE) + 100].abs().max() > 0.5)
+        assert heard == bool(frame.pixels.float().mean() > 127)
+    assert reader.duration == pytest.approx(1.0, abs=0.002)
 
 
 def test_a_failure_leaves_no_output(damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,11 @@ def make_video(tmp_path_factory: pytest.TempPathFactory) -> MakeVideo:
 
 
 @pytest.fixture(scope="session")
+def make_picture() -> Callable[[int, int, int], np.ndarray]:
+    return picture
+
+
+@pytest.fixture(scope="session")
 def read_number() -> Callable[[Tensor], int]:
     return number_of
 

@@ -47,6 +47,8 @@ def _lines(info: VideoInfo) -> list[tuple[str, str]]:
     if info.rotation_degrees or info.mirrored:
         lines.insert(3, ("turned", f"{info.rotation_degrees} degrees counterclockwise{mirrored}"))
     lines += [("audio", f"{each.codec}, {each.rate_hz:,} Hz, {each.channels} channels") for each in info.audio]
+    if info.discontinuity:
+        lines.append(("clock", info.discontinuity))
     return [*lines, ("damage", info.damage or "none seen in the packets")]
 
 

@@ -23,6 +23,7 @@ from rooftop.media.pyav import load_av
 
 USUAL = {".webm": "libvpx-vp9", ".avi": "mpeg4"}  # encoders by suffix; of others, libx264
 WITH_CRF = ("libx264", "libx265", "libvpx-vp9", "libsvtav1", "libaom-av1", "libvpx")
+HELD_S = 0.002
 CHROMA = {"yuv420p": "yuv420p", "yuv422p": "yuv422p", "yuv444p": "yuv444p"}
 
 
@@ -53,9 +54,13 @@ def run_transcode(
     if start and first == len(reader):
         raise InputError(f"no frame of {source} begins at {start} s or later: it ends at {end_of(reader):.3f} s")
     begin = float(reader.times[first]) if start else 0.0  # what becomes 0, of the sound as well
+    rate, last_s = reader.constant_rate, float(reader.durations[-1])
+    held = rate is not None and abs(last_s - 1 / rate) > HELD_S  # the last frame, longer than the others
+    if rate is None and out.suffix.lower() == ".avi":
+        rate, held = reader.index.grid(reader.time_base), True  # AVI leaves places empty, and has no others
     writer = VideoWriter(
         out,
-        fps or reader.fps,
+        fps or rate or reader.fps,
         codec,
         pixel_format=pixel_format,
         options=None if crf is None else {"crf": str(crf)},
@@ -66,10 +71,10 @@ def run_transcode(
         sound_start_s=begin,
         cut_sound=end is not None,
     )
-    timed = fps is None and (info.variable_frame_rate or (not start and info.start_s > CLOCK_SLACK_S))
+    timed = fps is None and (rate is None or held or (not start and info.start_s > CLOCK_SLACK_S))
     with progress_bar() as show, writer, reader:
-        for pixels, time in _frames(reader, first, begin, end, fps, show):
-            writer.write(pixels, times=[time] if timed else None)
+        for pixels, time, until in _frames(reader, first, begin, end, fps, show):
+            writer.write(pixels, times=[time] if timed else None, until=until if timed else None)
     _tell(info, reader, writer, no_sound)
 
 
@@ -80,8 +85,8 @@ def _frames(
     end: float | None,
     fps: float | None,
     show: Callable[[str, float], None],
-) -> Iterator[tuple[Tensor, float]]:
-    """Frames with their times from `begin` on: their own, or those of a constant rate."""
+) -> Iterator[tuple[Tensor, float, float]]:
+    """Frames with their times from `begin` on, and until when they are shown; their own, or of a constant rate."""
     until = end if end is not None else end_of(reader)
     given = 0
     for pixels, time, duration in reader.timed(first):
@@ -89,11 +94,11 @@ def _frames(
             return
         show(f"{time:.1f} s", min(1.0, (time - begin) / max(until - begin, 1e-9)))
         if fps is None:
-            yield pixels, max(0.0, time - begin)
+            yield pixels, max(0.0, time - begin), min(time + duration, until) - begin
             continue
         # As often as it is the frame shown: the first also before its time, so that the video begins at 0.
         while begin + given / fps < min(time + duration, until) - CLOCK_SLACK_S:
-            yield pixels, given / fps
+            yield pixels, given / fps, (given + 1) / fps
             given += 1
 
 

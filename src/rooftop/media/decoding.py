@@ -8,22 +8,21 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from array import array
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from fractions import Fraction
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from rooftop.errors import InputError
-from rooftop.media.frame_index import FrameIndex
+from rooftop.media.file_ends import declared_end, is_webp
 from rooftop.media.frame_tensors import display_matrix
 from rooftop.media.nvdec import NoNvdecError
 from rooftop.media.nvdec_decoders import Kind, given_back, kind_of, says_otherwise, taken
 from rooftop.media.opening import Source, open_input, said
 from rooftop.media.pyav import load_av
+from rooftop.media.suspicions import Suspicions
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
@@ -36,11 +35,11 @@ KEY_FRAMES_ONLY = frozenset(
 """Codecs whose frames do not depend on each other: in an AVI file, which has no times, each has its place."""
 
 ONE_WAITS = ("mpeg1video", "mpeg2video", "mpeg4")  # in these at most one frame waits for others to be shown before it
-ONE_FRAME_A_PACKET = KEY_FRAMES_ONLY | {"h264", "hevc", "vvc", "vp9", "av1", "gif", "webp", "qtrle"}
-"""Codecs whose packets are shown as one frame each. Others (VP8 has frames that are never shown, MPEG-4 two frames in
-one packet) are indexed by decoding them once."""
+UNMARKED = ("gif",)  # codecs whose first packet some containers do not mark as a key frame
 
 WHOLE_PICTURES = (0, 1, 5)  # AVPictureType: not told, I, SI
+_SLACK_S = Fraction(1, 1000)  # of the durations that a Matroska file gives
+
 NO_TIMESTAMPS = 0x80  # AVFMT_NOTIMESTAMPS, of formats that are nothing but the codec's packets
 
 
@@ -98,6 +97,11 @@ class Decoder:
             self.container = open_input(self._file)
         except (self.av.FFmpegError, OSError, ValueError, RuntimeError) as error:  # UnicodeError is a ValueError
             why = "not the format of a video file" if isinstance(error, self.av.ArgumentError) else said(error)
+            if is_webp(self._file):
+                raise InputError(
+                    f"{self.source.name} is a WebP picture, which FFmpeg does not decode as a video. With Pillow it "
+                    'becomes one: Image.open(path).save("frames.png", save_all=True)'
+                ) from error
             raise InputError(
                 f"{self.source.name} is no video that FFmpeg can read ({why}): expected a whole file of MP4, "
                 "Matroska, AVI or another of its formats. An MP4 that was cut off has lost its index, which is its end"
@@ -108,7 +112,9 @@ class Decoder:
             others = ", ".join(f"{each.type}" for each in self.container.streams) or "nothing"
             self.container.close()
             raise InputError(f"{self.source.name} has no video, only {others}: expected a file with a video stream")
-        self.stream: av.video.stream.VideoStream = videos[0]
+        # A sequence of AVIF has its cover as a stream of its own.
+        sequence = self.container.metadata.get("major_brand") == "avis"
+        self.stream: av.video.stream.VideoStream = max(videos, key=lambda each: each.frames) if sequence else videos[0]
         context = self.stream.codec_context
         if context is None:
             self.container.close()
@@ -132,18 +138,36 @@ class Decoder:
         # FFmpeg guesses it from memory that is freed with the container, and PyAV does not look whether it is.
         rate = self.stream.average_rate or self.stream.guessed_rate or self.stream.base_rate
         self._rate: Fraction | None = rate if rate and rate > 0 else None
+        form = self.container.format
+        self.is_stream = "mpegts" in form.name
+        self.suspicions = Suspicions(self.stream.codec_context, self.is_stream, usual_duration(self), options)
         start = self.container.start_time
         # PyAV gives it in microseconds.
         self.start_ticks = round(Fraction(start, 1_000_000) / self.time_base) if start is not None else 0
-        form = self.container.format
         raw = bool(int(form.flags) & NO_TIMESTAMPS)
-        self.clocked = not raw and not ("avi" in form.name and context.name not in KEY_FRAMES_ONLY)
+        self._by_places = "avi" in form.name and context.name not in KEY_FRAMES_ONLY
+        self.clocked = not raw and not self._by_places
         # What the file says of its length, to know whether it is all there.
         self._entries = len(self.stream.index_entries) if "mp4" in form.name else 0
         self._entries = self.stream.frames if "avi" in form.name else self._entries
+        self._end = self._end_of_track()
         self._whole = True  # no seek yet: packets can be counted
         self._keys: list[int] = []  # ticks of key frames that went into the decoder
+        self._went_back = False  # the clock; ticks of packets are none of the frames' then
         self._missing = False  # whether packets, at the end, have given no frame
+
+    def _end_of_track(self) -> int | None:
+        """The tick at which the last frame ends, as an MP4 or a Matroska file names it. None if it does not, or if the
+        track would end after the file."""
+        name, stream = self.container.format.name, self.stream
+        if "mp4" in name:  # whose packets have the durations of decoding
+            return None if not stream.duration or stream.start_time is None else stream.start_time + stream.duration
+        if "matroska" not in name or not self.container.duration:
+            return None
+        end_s = _seconds_of(stream.metadata.get("DURATION"))
+        if end_s is None or end_s > Fraction(self.container.duration, 1_000_000) + _SLACK_S:
+            return None
+        return round(end_s / self.time_base)
 
     def close(self) -> None:
         self._let_go()
@@ -164,6 +188,14 @@ class Decoder:
     def rate(self) -> Fraction | None:
         """Frames a second, of the whole file as its header says it; None if unknown. Also when it is closed."""
         return self._rate
+
+    def last_duration(self, pts: int, given: int | None, damaged: bool) -> int:
+        """How long the last frame is shown, in ticks: as its packet says, or until the end that the file names.
+
+        Also when it is closed.
+        """
+        ticks = given or usual_duration(self)
+        return ticks if damaged or self._end is None else max(ticks, self._end - pts)
 
     def seconds(self, ticks: int) -> float:
         """On the clock of the file, which starts with the first of its streams."""
@@ -194,19 +226,15 @@ class Decoder:
         self._check_end(count if self._whole else None, end)
 
     def _check_end(self, count: int | None, end: int | None) -> None:
-        """Whether all is there that the header of an MP4, an AVI or a Matroska file names."""
-        if count is not None and count < self._entries:
+        """Whether all is there: the bytes that an AVI or a Matroska file says it has, else the frames of the header."""
+        size = self.source.size_bytes
+        declared = declared_end(self._file, self.container.format.name, size)
+        few = count is not None and count < self._entries
+        if few and (declared is None or declared > size):
             raise Broken(f"the file ends after {count} of {self._entries} frames")
-        said = self.stream.metadata.get("DURATION") if "matroska" in self.container.format.name else None
-        if said and end is not None:
-            try:
-                hours, minutes, seconds = said.split(":")
-                whole = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
-            except ValueError:
-                return
-            there = float(end * self.time_base)
-            if there + max(0.1, 2 / float(self.rate() or 10)) < whole:
-                raise Broken(f"the file ends after {there:.3f} of {whole:.3f} s")
+        if declared is not None and declared > size:
+            until = "" if end is None else f", at {self.seconds(end):.3f} s"
+            raise Broken(f"the file ends after {size:,} of {declared:,} bytes{until}")
 
     def seek(self, pts: int) -> None:
         """Go to a packet that comes no later than the key frame at `pts`, if the format can; decoding begins anew.
@@ -225,7 +253,8 @@ class Decoder:
     def frames(self, start: int | None = None) -> Iterator[tuple[int, av.VideoFrame]]:
         """Frames in the order in which they are shown, from the next key frame on, each with its tick.
 
-        Where packets have no times (raw streams, AVI with frames out of order) frames get those of the frame rate.
+        Where packets have no times frames get those of the frame rate (raw streams), or of their places in the file
+        (AVI with frames out of order).
 
         Args:
             start: after a seek, the tick of the key frame sought. Frames shown before the key frame to which the seek
@@ -258,7 +287,8 @@ class Decoder:
         Raises:
             Broken: as of `frames`.
         """
-        before = [key for key in self._keys[1:] if last is not None and key <= last]
+        keys = [] if self._went_back or self.suspicions.places else self._keys[1:]  # a tick may be of several places
+        before = [key for key in keys if last is not None and key <= last]
         for key in dict.fromkeys((max(before, default=start), start)):
             slow = Decoder(self.source, threads=False)
             try:
@@ -277,11 +307,22 @@ class Decoder:
     def _timed(self, start: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
         step = usual_duration(self)
         last: int | None = None
+        first_place: int | None = None
         for frame in self._decoded(start):
             pts = frame.pts
+            if self._by_places and frame.dts is not None:
+                # In an AVI file the place of the packet with which a frame came out: later than that at which it is
+                # shown by as many frames as wait in the decoder, which are as many as before the first.
+                first_place = frame.dts if first_place is None else first_place
+                place = self.start_ticks + frame.dts - first_place
+                if last is None or place > last:
+                    last = place
+                    yield place, frame
+                    continue
             if start is not None and last is None and frame.pict_type not in WHOLE_PICTURES:
                 raise Unclean("decoding cannot start here", pts)
             if not self.clocked or pts is None or (last is not None and pts <= last):
+                self._went_back = self.clocked
                 pts = self.start_ticks if last is None else last + step
             last = pts
             yield pts, frame
@@ -291,9 +332,9 @@ class Decoder:
         started, sought = False, start is not None
         pending: set[int] = set()  # ticks of packets whose frames have not come out: decoding runs in several threads
         try:
-            for packet in self.packets():
+            for packet, damage in self.suspicions.checked(self.packets()):
                 if not started:
-                    if not packet.is_keyframe:
+                    if not self.begins(packet):
                         continue
                     if start is not None and (packet.pts is None or packet.pts > start):
                         raise Misled("the seek led to a later key frame", packet.pts)
@@ -302,8 +343,8 @@ class Decoder:
                     pending.add(packet.pts)
                     if packet.is_keyframe:
                         self._keys.append(packet.pts)
-                if packet.is_corrupt:
-                    raise Broken("a packet is damaged or incomplete", packet.pts)
+                if damage is not None:
+                    raise Broken(damage, packet.pts)
                 if self.kind is not None and self._sound:
                     self._sound = not (packet.has_sidedata("new_extradata") or says_otherwise(bytes(packet), self.kind))
                 try:
@@ -325,6 +366,10 @@ class Decoder:
             pending.discard(frame.pts or 0)
             yield frame
         self._missing = any(first is None or tick >= first for tick in pending)
+
+    def begins(self, packet: av.Packet[av.VideoStream]) -> bool:
+        """Whether decoding can begin with a packet: a key frame, or the first of a codec without a mark for these."""
+        return packet.is_keyframe or (self._whole and self.stream.codec_context.name in UNMARKED)
 
     def _decode(self, packet: av.Packet[av.VideoStream] | None) -> list[av.VideoFrame]:
         if self.context is None:
@@ -381,95 +426,13 @@ def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Itera
         yield frame
 
 
-def build_index(source: Source) -> FrameIndex:
-    """The index of a source: from its packets, without decoding, where these tell all; else decoded once."""
-    decoder = Decoder(source)
+def _seconds_of(text: str | None) -> Fraction | None:
+    """Of "00:00:03.400000000"."""
     try:
-        index = _index_by_packets(decoder)
-    finally:
-        decoder.close()
-    if index is not None:
-        return index
-    decoder = Decoder(source)
-    try:
-        return _index_by_frames(decoder)
-    finally:
-        decoder.close()
-
-
-def _index_by_packets(decoder: Decoder) -> FrameIndex | None:
-    """None where packets do not tell: codecs of which a packet may be no frame, or two fields of one."""
-    context = decoder.stream.codec_context
-    interlaced = int(context.field_order) > 1  # 0 is unknown, 1 progressive
-    if not decoder.clocked or context.codec.canonical_name not in ONE_FRAME_A_PACKET or interlaced:
+        hours, minutes, seconds = (text or "").split(":")
+        return int(hours) * 3600 + int(minutes) * 60 + Fraction(seconds)
+    except ValueError:
         return None
-    shown, starts, last, last_duration = array("q"), array("q"), None, 0
-    damage = None
-    try:
-        for packet in decoder.packets():
-            if packet.pts is None:
-                return None
-            if not starts and not packet.is_keyframe:
-                continue
-            if packet.is_corrupt:
-                damage = damage or "a packet is damaged or incomplete"
-                continue
-            if packet.is_keyframe:
-                starts.append(packet.pts)
-            if not packet.is_discard:
-                shown.append(packet.pts)
-                if last is None or packet.pts > last:
-                    last, last_duration = packet.pts, packet.duration or 0
-    except Broken as broken:
-        damage = damage or str(broken)
-    pts = array("q", sorted(shown))
-    if any(a == b for a, b in pairwise(pts)):
-        return None
-    if pts and pts[0] < starts[0]:  # shown before the first key frame: some need frames that are not there
-        there = _shown_before(decoder.source, starts[0])
-        pts = array("q", [tick for tick in pts if tick >= starts[0] or tick in there])
-    return _index(decoder, pts, last_duration, starts, True, damage)
-
-
-def _shown_before(source: Source, first: int) -> set[int]:
-    """The ticks of the frames that can be decoded and are shown before the first key frame."""
-    decoder, there = Decoder(source), set[int]()
-    try:
-        for pts, _ in decoder.frames():
-            if pts >= first:
-                break
-            there.add(pts)
-    except Broken:
-        pass
-    finally:
-        decoder.close()
-    return there
-
-
-def _index_by_frames(decoder: Decoder) -> FrameIndex:
-    ticks, starts, damage, last_duration = array("q"), array("q"), None, 0
-    seekable = decoder.clocked
-    try:
-        for pts, frame in decoder.frames():
-            seekable = seekable and pts == frame.pts
-            ticks.append(pts)
-            last_duration = frame.duration or 0
-            if frame.key_frame:
-                starts.append(pts)
-    except Broken as broken:
-        damage = str(broken)
-    return _index(decoder, ticks, last_duration, starts, seekable, damage)
-
-
-def _index(
-    decoder: Decoder, pts: array[int], last_duration: int, starts: array[int], seekable: bool, damage: str | None
-) -> FrameIndex:
-    if last_duration <= 0:
-        last_duration = usual_duration(decoder)
-    starts = array("q", sorted(set(starts)))
-    at = set(starts)
-    keys = array("q", [position for position, tick in enumerate(pts) if tick in at])
-    return FrameIndex(pts, last_duration, starts, keys, seekable, damage)
 
 
 def usual_duration(decoder: Decoder) -> int:

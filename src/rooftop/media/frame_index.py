@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ class FrameIndex:
         keys: positions of the key frames.
         seekable: whether the file itself has these times; if not, decoding starts at the first frame, always.
         damage: what is wrong with the file as far as its packets show it, or None.
+        discontinuity: where its clock goes back or its pieces do not follow each other, or None.
     """
 
     pts: array[int]
@@ -27,6 +29,7 @@ class FrameIndex:
     keys: array[int]
     seekable: bool
     damage: str | None
+    discontinuity: str | None = None
 
     def __len__(self) -> int:
         return len(self.pts)
@@ -49,6 +52,29 @@ class FrameIndex:
         if position + 1 < len(self.pts):
             return self.pts[position + 1] - self.pts[position]
         return self.last_duration
+
+    def constant_rate(self, time_base: Fraction, stated: Fraction | None) -> Fraction | None:
+        """Frames a second, if the k-th frame is shown k / rate after the first, as exactly as the clock can say it.
+        None if there is no such rate.
+
+        Args:
+            time_base: seconds of a tick. stated: the rate that the file names.
+        """
+        if len(self.pts) < 2:
+            return stated
+        span = (self.pts[-1] - self.pts[0]) * time_base
+        mean = ((len(self.pts) - 1) / span).limit_denominator(1001)
+        return next((rate for rate in (stated, mean) if rate and self._is_at(rate, time_base)), None)
+
+    def grid(self, time_base: Fraction) -> Fraction:
+        """The lowest rate of which each frame is shown at a multiple, after the first."""
+        step = math.gcd(*(tick - self.pts[0] for tick in self.pts)) or 1
+        return 1 / (step * time_base)
+
+    def _is_at(self, rate: Fraction, time_base: Fraction) -> bool:
+        step = 1 / (rate * time_base)  # of a frame, in ticks
+        slack = 0 if step.denominator == 1 else min(Fraction(1), step / 4)
+        return all(abs(tick - self.pts[0] - k * step) <= slack for k, tick in enumerate(self.pts))
 
     @property
     def end(self) -> int:

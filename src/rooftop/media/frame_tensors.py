@@ -49,6 +49,9 @@ REPACKED = {  # the same numbers, in planes
 def colours_of(frame: av.VideoFrame) -> Colours:
     """What the numbers of a frame mean; what it does not say is assumed and named.
 
+    Luma alone ("gray") has full range whatever a codec writes beside it, as FFmpeg and OpenCV show it: encoders tag it
+    as they tag all other formats.
+
     Raises:
         InputError: a matrix that is none (YCgCo, ICtCp, constant luminance).
     """
@@ -61,7 +64,7 @@ def colours_of(frame: av.VideoFrame) -> Colours:
     if matrix is None:
         assumed.append("matrix")
         matrix = usual_matrix(frame.height, frame.width)
-    full = extent == 2 or frame.format.name.startswith("yuvj")
+    full = extent == 2 or frame.format.name.startswith(("yuvj", "gray"))
     if extent not in (1, 2) and not full:
         assumed.append("range")
     return Colours(matrix, full, tuple(assumed))

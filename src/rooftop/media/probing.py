@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from rooftop.errors import InputError
 from rooftop.media.colours import Colours
-from rooftop.media.decoding import Broken, Decoder, build_index
+from rooftop.media.decoding import Broken, Decoder
 from rooftop.media.errors import DamagedVideoError
 from rooftop.media.frame_tensors import colours_of, displayed_size, orientation
+from rooftop.media.indexing import build_index
 from rooftop.media.opening import Source
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class VideoInfo:
         colours: matrix and range, and which of them are assumed; None if not supported.
         hdr: PQ or HLG, if the brightness follows one of these; else None. `VideoReader` does not map tones.
         fps: the mean, as the file says it.
-        variable_frame_rate: whether times between frames differ by more than one tick of the clock.
+        variable_frame_rate: whether frames are not shown at k / rate, whatever the rate.
         frames, key_frames: how many.
         longest_gop: most frames from one key frame to the next: what one random access may have to decode.
         start_s, duration_s: time of the first frame; until the end of the last.
@@ -56,6 +57,8 @@ class VideoInfo:
         seekable: whether decoding can start at key frames; else always at the beginning.
         audio: its streams of sound.
         damage: what is wrong with the packets, None if nothing is; frames were not all decoded for this.
+        discontinuity: where the clock of the file goes back, or pieces of a transport stream do not follow each other,
+            as in files that were joined; None if nowhere.
     """
 
     source: str
@@ -86,6 +89,7 @@ class VideoInfo:
     seekable: bool
     audio: tuple[AudioInfo, ...]
     damage: str | None
+    discontinuity: str | None
 
 
 def probe(path_or_bytes: str | os.PathLike[str] | bytes) -> VideoInfo:
@@ -113,7 +117,6 @@ def probe(path_or_bytes: str | os.PathLike[str] | bytes) -> VideoInfo:
 def _describe(source: Source, decoder: Decoder, frame: av.VideoFrame) -> VideoInfo:
     index, base = build_index(source), decoder.time_base
     stream, context = decoder.stream, decoder.stream.codec_context
-    gaps = [index.duration(position) for position in range(len(index) - 1)]
     keys = [*index.keys, len(index)]
     duration = float((index.end - index.pts[0]) * base) if len(index) else 0.0
     turns, mirrored = orientation(frame)
@@ -144,7 +147,7 @@ def _describe(source: Source, decoder: Decoder, frame: av.VideoFrame) -> VideoIn
         colours=colours,
         hdr=H273_TRANSFERS.get(int(frame.color_trc)),
         fps=float(decoder.rate() or 0),
-        variable_frame_rate=bool(gaps) and max(gaps) - min(gaps) > 1,
+        variable_frame_rate=len(index) > 1 and index.constant_rate(base, decoder.rate()) is None,
         frames=len(index),
         key_frames=len(index.keys),
         longest_gop=max((b - a for a, b in pairwise(keys)), default=len(index)),
@@ -158,4 +161,5 @@ def _describe(source: Source, decoder: Decoder, frame: av.VideoFrame) -> VideoIn
             if each.codec_context is not None
         ),
         damage=index.damage,
+        discontinuity=index.discontinuity,
     )

@@ -24,11 +24,12 @@ from torch import Tensor
 
 from rooftop.errors import InputError
 from rooftop.media.colours import Colours
-from rooftop.media.decoding import Broken, Decoder, Misled, Unclean, build_index, usual_duration
+from rooftop.media.decoding import Broken, Decoder, Misled, Unclean, usual_duration
 from rooftop.media.errors import DamagedVideoError, NoVideoDecoderError
 from rooftop.media.forms import Normalization, form_of
 from rooftop.media.frame_index import FrameIndex
 from rooftop.media.frame_tensors import colours_of, displayed_size, orientation, to_tensor, to_tensors
+from rooftop.media.indexing import build_index
 from rooftop.media.nvdec import NoNvdecError, gpu_of, missing, odd, too_small
 from rooftop.media.nvdec_decoders import release_decoders
 from rooftop.media.opening import Source
@@ -77,6 +78,7 @@ class VideoReader:
         fallback_reason: why that is not a GPU, if "auto" was asked for; else None.
         height, width: in pixels, of what is given.
         fps: frames a second, the mean as the file says it.
+        time_base: seconds of a tick of the file's clock.
         colours: what the numbers of the file mean, and what of that is assumed.
 
     Raises:
@@ -119,7 +121,7 @@ class VideoReader:
             ) from broken
         finally:
             decoder.close()
-        self._time_base, self._start = decoder.time_base, decoder.start_ticks
+        self.time_base, self._start = decoder.time_base, decoder.start_ticks
         self.fps = float(decoder.rate() or 1 / (usual_duration(decoder) * decoder.time_base))
         self.fallback_reason: str | None = None
         if wanted is not None:
@@ -180,13 +182,18 @@ class VideoReader:
         """(N,) float64: how long each frame is shown, in seconds: until the next."""
         index = self.index
         ticks = [index.duration(position) for position in range(len(index))]
-        return torch.tensor([float(each * self._time_base) for each in ticks], dtype=torch.float64, device="cpu")
+        return torch.tensor([float(each * self.time_base) for each in ticks], dtype=torch.float64, device="cpu")
 
     @property
     def duration(self) -> float:
         """Seconds from the first frame to the end of the last."""
         index = self.index
-        return float((index.end - index.pts[0]) * self._time_base) if len(index) else 0.0
+        return float((index.end - index.pts[0]) * self.time_base) if len(index) else 0.0
+
+    @property
+    def constant_rate(self) -> Fraction | None:
+        """Frames a second, if the k-th frame is shown k / rate after the first; None if there is no such rate."""
+        return self.index.constant_rate(self.time_base, Fraction(self.fps).limit_denominator(1001))
 
     @property
     def key_frames(self) -> list[int]:
@@ -205,7 +212,7 @@ class VideoReader:
     def timed(self, start: int = 0) -> Iterator[TimedFrame]:
         """Frames with their times, from position `start` on; the same errors as a loop over the reader."""
         for tick, pixels, ticks in self._converted(self._stream(self._position(start) if start else 0)):
-            yield TimedFrame(pixels, self._seconds(tick), float(ticks * self._time_base))
+            yield TimedFrame(pixels, self._seconds(tick), float(ticks * self.time_base))
 
     def clips(self, frames: int, stride: int | None = None) -> Iterator[Tensor]:
         """Clips (frames, 3, H, W) of frames one after another; what is left at the end is no clip.
@@ -278,13 +285,13 @@ class VideoReader:
         """
         if isinstance(times, (int, float)) or (isinstance(times, Tensor) and times.dim() != 1):
             raise InputError(f"times are {times!r}: expected several, in seconds, such as frames_at([1.5])")
-        slack = min(Fraction(1, 2), CLOCK_SLACK_S / self._time_base)
+        slack = min(Fraction(1, 2), CLOCK_SLACK_S / self.time_base)
         index = self.index
         positions = []
         for time in [float(each) for each in times]:
             first, end = (self._seconds(index.pts[0]), self._seconds(index.end)) if len(index) else (0.0, 0.0)
             finite = abs(time) < float("inf")
-            tick = Fraction(time) / self._time_base + self._start + slack if finite else Fraction(0)
+            tick = Fraction(time) / self.time_base + self._start + slack if finite else Fraction(0)
             position = index.shown_at(tick)
             if not finite or position < 0 or tick > index.end + 2 * slack:
                 raise InputError(
@@ -320,7 +327,7 @@ class VideoReader:
         return f"VideoReader({self.source.name}: {self.width} x {self.height}, {self.fps:.5g} frames/s, {self.device})"
 
     def _seconds(self, tick: int) -> float:
-        return float((tick - self._start) * self._time_base)
+        return float((tick - self._start) * self.time_base)
 
     def _position(self, position: int) -> int:
         count, given = len(self), as_integer(position)
@@ -385,12 +392,12 @@ class VideoReader:
                 held = tick, frame
         except Broken as broken:
             if held is not None:
-                yield (*held, held[1].duration or usual_duration(cursor.decoder))
+                yield (*held, cursor.decoder.last_duration(held[0], held[1].duration, damaged=True))
             raise self._damaged(broken, held and held[0]) from broken
         finally:
             cursor.close()
         if held is not None:
-            yield (*held, held[1].duration or usual_duration(cursor.decoder))
+            yield (*held, cursor.decoder.last_duration(held[0], held[1].duration, damaged=False))
 
     def _from_the_beginning(self) -> _Cursor:
         with self._lock:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 TICKS = 120_000  # a second, where frames have times: whole for 24, 25, 30 and 60 frames/s, and for NTSC's of 1001
+AVI_SLACK_S = Fraction(1, 1000)  # by which a time may miss the place of a frame
+DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")  # formats in which a packet lasts until the next is decoded
+TICKS_MPEG4 = 60_000  # of an encoder that has 16 bits for them
 NARROWEST_X265 = 64  # of fewer pixels, x265 (in PyAV 18) writes beyond its memory in `Lookahead::cuTree`
 
 
@@ -43,7 +46,8 @@ class VideoWriter:
 
     Args:
         path: of the file; its suffix names the format (.mp4, .mkv, .webm, .avi, .mov, ...).
-        fps: frames a second. Frames that are given times are shown at these instead.
+        fps: frames a second. Frames that are given times are shown at these instead; in an AVI file they must be
+            multiples of 1 / fps.
         codec: the name of an FFmpeg encoder: libx264, libx265, libvpx-vp9, libsvtav1, mpeg4, ffv1, h264_nvenc, ...; or
             "auto", h264_nvenc where a GPU here has encoded a trial, and else libx264. It takes no `options`.
         pixel_format: as FFmpeg names it; of more than 8 bits (yuv420p10le) it keeps more of floating frames. By default
@@ -113,7 +117,14 @@ class VideoWriter:
         if self.path.is_dir():
             raise InputError(f"{self.path} is a folder: expected the name of a file")
         self._timed = False
+        self._ticks_a_second = self.fps if self.path.suffix.lower() == ".avi" else Fraction(TICKS)
+        if self.encoder == "mpeg4":
+            self._ticks_a_second = min(self._ticks_a_second, Fraction(TICKS_MPEG4))
         self._last_tick = -1
+        self._last_duration: int | None = None  # in ticks, of the last frame
+        self._first_tick = 0
+        self._begin: int | None = None  # by how many ticks decoding begins before showing
+        self._held: list[av.Packet[av.VideoStream]] = []
         self.size: tuple[int, int] | None = None
         try:
             self._container = self.av.open(str(self._partial), "w")
@@ -161,13 +172,15 @@ class VideoWriter:
             return self.av.Codec(name, "w").is_encoder
         return False
 
-    def write(self, frames: Tensor, times: Sequence[float] | Tensor | None = None) -> None:
+    def write(self, frames: Tensor, times: Sequence[float] | Tensor | None = None, until: float | None = None) -> None:
         """Add one frame or several.
 
         Args:
             frames: (3, H, W) or (T, 3, H, W), on any device; uint8, or floating in 0..1 (what is beyond is clipped).
                 The first call decides the size.
             times: seconds at which they are shown, increasing; of all frames or of none.
+            until: with times, the second until which the last of them is shown, if no other follows it. By default 1 /
+                fps later.
 
         Raises:
             InputError: another shape, dtype or size than expected, values that are not finite, times that do not
@@ -195,6 +208,7 @@ class VideoWriter:
         if self.frames and self._timed != (seconds is not None):
             raise InputError("some frames with times and some without: give them to all frames, or to none")
         ticks = self._ticks(seconds, len(batch))
+        last = None if until is None else self._until(until, ticks[-1], timed=seconds is not None)
         if batch.is_floating_point() and not bool(torch.isfinite(batch).all()):
             raise InputError("frames with values that are not finite (nan or inf): expected 0..1")
         if not self.frames:
@@ -205,9 +219,12 @@ class VideoWriter:
         try:
             if not self.frames:
                 self._start(timed=seconds is not None)
+            self._last_duration = last
             for pixels, tick in zip(batch, ticks, strict=True):
-                self._encode(self._frame(pixels.cpu(), tick))
-                self.frames, self._last_tick = self.frames + 1, tick
+                frame, self._last_tick = self._frame(pixels.cpu(), tick), tick
+                self._first_tick = tick if self.frames == 0 else self._first_tick
+                self._encode(frame)
+                self.frames += 1
                 self._mux_sound(tick * self._time_base)
         except (self.av.FFmpegError, ValueError, OSError) as error:
             self.discard()
@@ -270,7 +287,8 @@ class VideoWriter:
             raise VideoWriteError(f"no frames were written to {self.path}: a video needs at least one")
         assert self._container is not None
         try:
-            end = self._last_tick * self._time_base + 1 / self.fps if self.cut_sound else None
+            shown_s = 1 / self.fps if self._last_duration is None else self._last_duration * self._time_base
+            end = self._last_tick * self._time_base + shown_s if self.cut_sound else None
             if self._sound is not None:
                 self._sound.finish()
             self._mux_sound(end)
@@ -323,15 +341,28 @@ class VideoWriter:
             return list(range(self._last_tick + 1, self._last_tick + 1 + count))
         if not all(0 <= each < float("inf") for each in seconds):
             raise InputError("times have to be finite and not below 0")
-        ticks = [round(each * TICKS) for each in seconds]
+        rate = self._ticks_a_second
+        ticks = [round(each * rate) for each in seconds]
         before = self._last_tick
-        for tick in ticks:
+        for tick, each in zip(ticks, seconds, strict=True):
+            if rate == self.fps and abs(tick / rate - Fraction(each)) > AVI_SLACK_S:
+                raise InputError(
+                    f"a frame at {each:.6f} s: AVI has frames at multiples of 1/{float(rate):.6g} s only, by fps. "
+                    "Choose another fps, or another suffix, as .mp4"
+                )
             if tick <= before:
                 raise InputError(
-                    f"a frame at {tick / TICKS:.6f} s after one at {before / TICKS:.6f} s: expected times that "
-                    f"increase (by at least 1/{TICKS} s)"
+                    f"a frame at {float(tick / rate):.6f} s after one at {float(before / rate):.6f} s: expected times "
+                    f"that increase (by at least 1/{float(rate):.6g} s)"
                 )
             before = tick
+        return ticks
+
+    def _until(self, until: float, last_tick: int, timed: bool) -> int:
+        """Ticks from the last frame on."""
+        ticks = round(until * self._ticks_a_second) - last_tick if 0 <= until < float("inf") else 0
+        if not timed or ticks <= 0:
+            raise InputError(f"until={until}: expected times, and a second after the last of them")
         return ticks
 
     def _check_size(self, height: int, width: int) -> None:
@@ -364,7 +395,7 @@ class VideoWriter:
                 raise VideoWriteError(f'{self.path} was not written: {self.fallback_reason}. Use codec="{OTHERWISE}"')
             self.encoder = OTHERWISE if self.fallback_reason else ENCODER
         self._colours = Colours(self.matrix or usual_matrix(height, width), self.full_range)
-        self._time_base = Fraction(1, TICKS) if timed else 1 / self.fps
+        self._time_base = 1 / self._ticks_a_second if timed else 1 / self.fps
         stream = self._add_video()
         stream.height, stream.width, stream.pix_fmt = height, width, self.pixel_format
         self.size = height, width
@@ -395,7 +426,19 @@ class VideoWriter:
     def _encode(self, frame: av.VideoFrame | None) -> None:
         assert self._container is not None
         assert self._stream is not None
-        for packet in self._stream.encode(frame):
+        packets = [*self._held, *self._stream.encode(frame)]
+        # The last packet is held back: it may not be that of the last frame, and a clock of decoding ends with it.
+        self._held = packets[-1:] if frame is not None else []
+        by_decoding = self.path.suffix.lower() in DURATIONS_OF_DECODING
+        if packets and self._begin is None and packets[0].dts is not None:
+            self._begin = self._first_tick - packets[0].dts
+        for packet in packets[: len(packets) - len(self._held)]:
+            if self._last_duration is not None and packet.dts is not None:
+                end = self._last_tick + self._last_duration
+                if by_decoding and frame is None and packet is packets[-1]:
+                    packet.duration = end - packet.dts - (self._begin or 0)
+                elif packet.pts == self._last_tick:
+                    packet.duration = self._last_duration
             self._container.mux(packet)
 
     def _mux_sound(self, until: Fraction | None) -> None:

@@ -1,0 +1,112 @@
+"""Packets that a demuxer suspects: whether they are damaged is seen by decoding them.
+
+A transport stream counts its pieces. Where the count breaks, pieces are lost, or files were joined there: then all
+packets are whole. So from a suspicion on, packets are read ahead until the second key frame after it, and go through a
+decoder of their own that overlooks no error. It begins at the key frame before, whose packets are kept for that. Lost
+pictures leave no packet that could be in error: they show in a gap of the clock before what is no key frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rooftop.media.opening import said
+from rooftop.media.pyav import load_av
+
+if TYPE_CHECKING:
+    from rooftop.media.pyav import av
+
+    Packet = av.Packet[av.VideoStream]
+
+DAMAGED = "a packet is damaged or incomplete"
+_MOST_KEPT = 1000  # packets; a key frame farther back is not reached
+_MOST_AHEAD = 2000
+_KEY_FRAMES = 2  # until so many have come after a suspicion
+
+
+class Suspicions:
+    """The packets of a video, each with what is wrong with it.
+
+    Args:
+        context: FFmpeg's, of the stream.
+        looked_into: whether a suspicion is looked into; else a packet that is suspected is damaged.
+        step: ticks from one picture to the next, usually.
+        options: of the decoder.
+
+    Attributes:
+        places: how many packets were suspected.
+    """
+
+    def __init__(self, context: av.VideoCodecContext, looked_into: bool, step: int, options: dict[str, str]) -> None:
+        self.places = 0
+        self._context, self._looked_into, self._step, self._options = context, looked_into, step, options
+
+    def checked(self, packets: Iterator[Packet]) -> Iterator[tuple[Packet, str | None]]:
+        """The packets in their order, with why each cannot be relied on, None if it can. Raises what `packets` does,
+        after the packets before it."""
+        kept: list[Packet] = []  # from the last key frame on; none where that is too far back
+        for packet in packets:
+            if not packet.is_corrupt or not self._looked_into:
+                self.places += packet.is_corrupt
+                if self._looked_into:
+                    _keep(kept, packet)
+                yield packet, DAMAGED if packet.is_corrupt else None
+                continue
+            ahead = [packet]
+            failure: Exception | None = None
+            try:
+                self._read_ahead(ahead, packets)
+            except Exception as error:
+                failure = error
+            self.places += sum(each.is_corrupt for each in ahead)
+            wrong = self._wrong(kept, ahead)
+            for each in ahead:
+                _keep(kept, each)
+                yield each, wrong.get(id(each))
+            if failure is not None:
+                raise failure
+
+    def _read_ahead(self, ahead: list[Packet], packets: Iterator[Packet]) -> None:
+        """Until the second key frame after the last suspicion."""
+        keys = 0
+        while keys < _KEY_FRAMES and len(ahead) < _MOST_AHEAD and (packet := next(packets, None)) is not None:
+            ahead.append(packet)
+            keys = 0 if packet.is_corrupt else keys + packet.is_keyframe
+
+    def _wrong(self, before: list[Packet], ahead: list[Packet]) -> dict[int, str]:
+        """By packet, why it cannot be relied on."""
+        if not before and not ahead[0].is_keyframe:
+            return {id(each): DAMAGED for each in ahead if each.is_corrupt}
+        av = load_av()
+        strict = av.CodecContext.create(self._context.codec.name, "r")
+        strict.extradata = self._context.extradata
+        strict.options = {**self._options, "err_detect": "explode"}
+        strict.thread_type, strict.thread_count = "NONE", 1
+        wrong: dict[int, str] = {}
+        shown: set[int | None] = set()
+        last = None
+        for packet in (*before, *ahead, None):
+            try:
+                shown.update(frame.pts for frame in strict.decode(packet))
+            except (av.FFmpegError, ValueError) as error:
+                if packet is not None:
+                    wrong[id(packet)] = f"{DAMAGED} ({said(error)})"
+            if packet is not None and packet.dts is not None:
+                gap = 0 if last is None else packet.dts - last
+                if not packet.is_keyframe and last is not None and not 0 < gap < 2 * self._step:
+                    wrong[id(packet)] = "pictures are missing before it"
+                last = packet.dts
+        for packet in ahead:
+            if packet.pts not in shown and not packet.is_discard:
+                wrong.setdefault(id(packet), DAMAGED)
+        return {number: why for number, why in wrong.items() if number in {id(each) for each in ahead}}
+
+
+def _keep(kept: list[Packet], packet: Packet) -> None:
+    if packet.is_keyframe:
+        kept[:] = [packet]
+    elif kept and len(kept) < _MOST_KEPT:
+        kept.append(packet)
+    else:
+        kept.clear()
