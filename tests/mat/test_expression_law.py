@@ -463,3 +463,35 @@ def test_numbers_at_the_limits_follow_the_law(depth: int, device: str) -> None:
         low_end, high_end = DEPTHS[expression.depth()].limits or (0, 0)
         found = numbers_of(evaluated(expression)).reshape(-1)
         assert (found == expected.clip(low_end, high_end)).all(), expression
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_integers_of_64_bits_are_exact_and_saturate_once(dtype: Any, device: str) -> None:
+    limits = np.iinfo(dtype)
+    numbers = [2**60 + 1, 2**62 + 3, 5, int(limits.max), int(limits.min), 2**53 + 1]
+    others = [2**60, 2**62 + 1, 7, int(limits.max) - 1, 1, 2**53]
+    a, b = (
+        Mat(torch.tensor([each], dtype=torch.from_numpy(np.zeros(1, dtype)).dtype).to(device))
+        for each in (numbers, others)
+    )
+    cases: list[tuple[MatExpr, list[int]]] = [
+        (a + 1, [x + 1 for x in numbers]),
+        (-a, [-x for x in numbers]),
+        (abs(a), [abs(x) for x in numbers]),
+        (a - b, [x - y for x, y in zip(numbers, others, strict=True)]),
+        (mat.absdiff(a, b), [abs(x - y) for x, y in zip(numbers, others, strict=True)]),
+        (a + b - b, numbers),
+        (a.mul(b).mul(b) - a.mul(b.mul(b)) + 3, [3] * 6),
+        (mat.minimum(a, b), [min(x, y) for x, y in zip(numbers, others, strict=True)]),
+        (a > b, [255 * (x > y) for x, y in zip(numbers, others, strict=True)]),
+        (a == b + 1, [255 * (x == y + 1) for x, y in zip(numbers, others, strict=True)]),
+    ]
+    for expression, expected in cases:
+        low, high = (0, 255) if expression.depth() == mat.CV_8U else (int(limits.min), int(limits.max))
+        found = expression.to_mat().cpu().numpy()[0].tolist()
+        assert found == [min(max(x, low), high) for x in expected], expression
+    assert (a - b).to_mat(mat.CV_64F).cpu().numpy()[0].tolist() == [
+        float(x - y) for x, y in zip(numbers, others, strict=True)
+    ]
+    assert (a + a).to_mat(mat.CV_64F).cpu().numpy()[0].tolist() == [float(2 * x) for x in numbers]
