@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from rooftop.errors import InputError, MissingExtraError
 from rooftop.scene.building.meshes import MOST_MATERIALS
 from rooftop.scene.building.normals import unit_vectors
+from rooftop.scene.building.obj_texts import plain_obj, utf8
 
 Floats = npt.NDArray[np.float64]
 
@@ -48,7 +50,9 @@ def read_mesh(path: Path) -> MeshFile:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
-        scene = trimesh.load_scene(str(path), process=False)
+        scene = _loaded(trimesh, path)
+    except InputError:
+        raise
     except ImportError as error:
         raise MissingExtraError(f"reading {path} needs another package: {error}") from error
     except NotImplementedError as error:
@@ -90,6 +94,22 @@ def _load_trimesh() -> ModuleType:
     except ImportError as error:
         raise MissingExtraError('reading mesh files needs trimesh: pip install "rooftop[scene]"') from error
     return trimesh
+
+
+def _loaded(trimesh: ModuleType, path: Path) -> Any:
+    """Its scene. OBJ files come as plain texts, and so do the materials that they name."""
+    if path.suffix.lower() != ".obj":
+        return trimesh.load_scene(str(path), process=False)
+
+    class Beside(trimesh.resolvers.FilePathResolver):  # type: ignore[misc, name-defined]
+        """Files of the same folder."""
+
+        def get(self, name: str) -> bytes:
+            content: bytes = super().get(name)
+            return utf8(content) if name.lower().endswith(".mtl") else content
+
+    text = io.BytesIO(plain_obj(path.read_bytes(), str(path)))
+    return trimesh.load_scene(text, file_type="obj", resolver=Beside(str(path)), process=False)
 
 
 def _faces(at: Floats, part: Any) -> npt.NDArray[np.int64]:

@@ -1,0 +1,169 @@
+"""Wavefront OBJ as its format allows it, made plain for a reader that takes less.
+
+Plain are: UTF-8, lines that end with a line feed, blanks between words, indices counted from the beginning, and
+triangles or convex polygons. The format has more: any encoding, carriage returns, tabs, lines that go on after a
+backslash, indices counted back from where they stand, and polygons with corners that point inwards, which a fan of
+triangles covers wrongly. What is plain already is not touched, since each pass over a large text takes long.
+
+Source: the OBJ specification of Alias|Wavefront (B1. Object Files, version 3.0).
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.errors import InputError
+
+Points = npt.NDArray[np.float64]
+
+_NOT_PLAIN = re.compile(rb"\t|\r(?!\n)|\\\r?\n|^[ ]+\S|^fo |^f [^\n]*-\d", re.MULTILINE)
+_POLYGON = re.compile(rb"^f ((?:[^\s]+[ ]+){3,}[^\s]+)[ ]*\r?$", re.MULTILINE)
+_VERTEX = re.compile(rb"^v +(\S+) +(\S+) +(\S+)", re.MULTILINE)
+_OTHER_INDICES = re.compile(rb"/\S*")
+_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+_STRAIGHT = 1e-12  # of the square of a polygon's size: corners that turn less turn not at all
+
+
+def utf8(content: bytes) -> bytes:
+    """A text in UTF-8 without a mark; what is no UTF-8 is Latin-1, as older exporters write it."""
+    for mark, encoding in _MARKS:
+        if content.startswith(mark):
+            return content.decode(encoding, errors="replace").encode()
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return content.decode("latin-1").encode()
+    return content
+
+
+def plain_obj(content: bytes, name: str) -> bytes:
+    """The same mesh as a plain text.
+
+    Args:
+        content: of a file. name: what messages call it.
+
+    Raises:
+        InputError: a face that names a vertex which is not there, or indices that are no numbers.
+    """
+    content = utf8(content)
+    if _NOT_PLAIN.search(content) is None and not _has_concave(content):
+        return content
+    return "\n".join(_lines(content.decode(), name)).encode() + b"\n"
+
+
+def _has_concave(content: bytes) -> bool:
+    """Whether a polygon has a corner that points inwards, or one cannot be told here."""
+    polygons = _POLYGON.findall(content)
+    if not polygons:
+        return False
+    try:
+        vertices = np.array(_VERTEX.findall(content), dtype="S").astype(np.float64)
+        by_count: dict[int, list[list[bytes]]] = {}
+        for each in polygons:
+            corners = _OTHER_INDICES.sub(b"", each).split()
+            by_count.setdefault(len(corners), []).append(corners)
+        return any(bool(_concave(vertices[np.array(rows).astype(np.int64) - 1]).any()) for rows in by_count.values())
+    except (ValueError, IndexError):
+        return True  # the words are looked at one by one, and the first wrong one is named
+
+
+def _concave(polygons: Points) -> npt.NDArray[np.bool_]:
+    """Of (P, N, 3) corners: whether one turns against the others."""
+    edges = np.roll(polygons, -1, 1) - polygons
+    turns = np.cross(np.roll(edges, 1, 1), edges)
+    normals = np.cross(polygons - polygons[:, :1], np.roll(polygons, -1, 1) - polygons[:, :1]).sum(1)
+    length = np.linalg.norm(normals, axis=1)
+    along = np.einsum("pnk,pk->pn", turns, normals / np.maximum(length, np.finfo(float).tiny)[:, None])
+    found: npt.NDArray[np.bool_] = (along < -_STRAIGHT * np.square(edges).sum((1, 2))[:, None]).any(1)
+    return found
+
+
+def _lines(text: str, name: str) -> list[str]:
+    text = re.sub(r"\\(\r\n|\r|\n)", " ", text)
+    counts = {"v": 0, "vt": 0, "vn": 0}
+    vertices: list[list[float]] = []
+    found: list[str] = []
+    faces: list[tuple[int, list[str], list[int]]] = []  # where in `found`, its corners, and their vertices
+    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
+        word, *rest = line.split() or [""]
+        if word in counts:
+            counts[word] += 1
+            if word == "v":
+                vertices.append(_numbers(rest[:3], number, name))
+        elif word in ("f", "fo"):  # `fo` is what version 2 called it
+            corners = [_absolute(corner, counts, number, name) for corner in rest]
+            faces.append((len(found), corners, [int(corner.partition("/")[0]) - 1 for corner in corners]))
+            word, rest = "f", corners
+        found.append(" ".join([word, *rest]))
+    points = np.array(vertices, np.float64).reshape(-1, 3)
+    for place, corners, at in faces:
+        if at and max(at) >= len(points):
+            raise InputError(f"{name}: {found[place]!r} names vertex {max(at) + 1}, and there are {len(points):,}")
+        if len(corners) > 3:
+            found[place] = "\n".join(f"f {corners[a]} {corners[b]} {corners[c]}" for a, b, c in _cut(points[at]))
+    return found
+
+
+def _numbers(words: list[str], line: int, name: str) -> list[float]:
+    try:
+        return [float(word) for word in words] + [0.0] * (3 - len(words))
+    except ValueError as error:
+        raise InputError(f"{name}, line {line}: a vertex needs three numbers, got {' '.join(words)!r}") from error
+
+
+def _absolute(corner: str, counts: dict[str, int], line: int, name: str) -> str:
+    """`v/vt/vn` counted from the beginning."""
+    parts = []
+    for part, kind in zip(corner.split("/"), counts, strict=False):
+        try:
+            index = int(part) if part else None
+        except ValueError as error:
+            raise InputError(f"{name}, line {line}: {corner!r} is no index of a vertex") from error
+        if index is not None and index < 0:
+            index += counts[kind] + 1
+        if index is not None and index < 1:
+            raise InputError(f"{name}, line {line}: {corner!r} counts back beyond the first of {counts[kind]:,}")
+        parts.append("" if index is None else str(index))
+    return "/".join(parts)
+
+
+def _cut(corners: Points) -> list[tuple[int, int, int]]:
+    """A polygon (N, 3) as triangles, by cutting off one corner after another; a convex one as a fan.
+
+    A corner can be cut off if it points outwards and no other lies in its triangle. Of a polygon that crosses itself,
+    in which there is no such corner, the rest is a fan.
+    """
+    if not bool(_concave(corners[None])[0]):
+        return [(0, n, n + 1) for n in range(1, len(corners) - 1)]
+    normal = np.cross(corners, np.roll(corners, -1, 0)).sum(0)
+    drop = int(np.abs(normal).argmax())
+    flat = np.delete(corners, drop, 1) * ([1, 1] if normal[drop] * (-1 if drop == 1 else 1) > 0 else [1, -1])
+    left, found = list(range(len(corners))), []
+    while len(left) > 3:
+        for place in range(len(left)):
+            a, b, c = (left[(place + step) % len(left)] for step in (-1, 0, 1))
+            others = flat[[n for n in left if n not in (a, b, c)]]
+            if _area(flat[a], flat[b], flat[c]) > 0 and not _inside(others, flat[a], flat[b], flat[c]).any():
+                found.append((a, b, c))
+                del left[place]
+                break
+        else:
+            return found + [(left[0], left[n], left[n + 1]) for n in range(1, len(left) - 1)]
+    return [*found, (left[0], left[1], left[2])]
+
+
+def _area(a: Points, b: Points, c: Points) -> Points:
+    """Twice the area of a triangle in the plane, positive where it turns to the left."""
+    found: Points = (b[..., 0] - a[..., 0]) * (c[..., 1] - a[..., 1]) - (b[..., 1] - a[..., 1]) * (
+        c[..., 0] - a[..., 0]
+    )
+    return found
+
+
+def _inside(points: Points, a: Points, b: Points, c: Points) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = (_area(a, b, points) >= 0) & (_area(b, c, points) >= 0) & (_area(c, a, points) >= 0)
+    return found & ~(points == a).all(-1) & ~(points == b).all(-1) & ~(points == c).all(-1)
