@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.errors import InputError, MissingExtraError
+from rooftop.scene.building.gltf_meshes import plain_gltf
 from rooftop.scene.building.meshes import MOST_MATERIALS
 from rooftop.scene.building.normals import unit_vectors
 from rooftop.scene.building.obj_texts import plain_obj, utf8
@@ -97,8 +98,12 @@ def _load_trimesh() -> ModuleType:
 
 
 def _loaded(trimesh: ModuleType, path: Path) -> Any:
-    """Its scene. OBJ files come as plain texts, and so do the materials that they name."""
-    if path.suffix.lower() != ".obj":
+    """Its scene. OBJ and glTF come in a plain form, and so do the materials that an OBJ file names."""
+    suffix = path.suffix.lower()
+    if suffix in (".glb", ".gltf") and (plain := plain_gltf(path)) is not None:
+        beside = trimesh.resolvers.FilePathResolver(str(path))
+        return trimesh.load_scene(io.BytesIO(plain), file_type="glb", resolver=beside, process=False)
+    if suffix != ".obj":
         return trimesh.load_scene(str(path), process=False)
 
     class Beside(trimesh.resolvers.FilePathResolver):  # type: ignore[misc, name-defined]

@@ -1,0 +1,244 @@
+"""glTF with all that it allows for geometry, made plain for a reader that takes less; the rest is refused by name.
+
+Plain are triangles whose positions, normals and texture coordinates are float32, each value in its place. The format
+has more: integers that stand for -1..1 (quantized meshes), values that replace some of others (sparse accessors),
+strips and fans of triangles. Their bytes are read here, and written behind the others. Points and lines are no
+surfaces: they are left out with a warning. Meshes compressed by Draco or meshoptimizer, and instances in an extension,
+are refused: a reader that does not know them makes something else of the file, without a word.
+
+Source: the glTF 2.0 specification of the Khronos Group, and its registry of extensions.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.errors import InputError
+
+Array = npt.NDArray[Any]
+Document = dict[str, Any]
+
+_GLB, _JSON, _BINARY = 0x46546C67, 0x4E4F534A, 0x004E4942
+_DTYPES = {5120: "i1", 5121: "u1", 5122: "<i2", 5123: "<u2", 5125: "<u4", 5126: "<f4"}
+_FLOAT32, _UINT32 = 5126, 5125
+_WIDTHS = {"SCALAR": 1, "VEC2": 2, "VEC3": 3, "VEC4": 4, "MAT2": 4, "MAT3": 9, "MAT4": 16}
+_TRIANGLES, _STRIP, _FAN = 4, 5, 6
+_KINDS = {0: "points", 1: "lines", 2: "a closed line", 3: "a line"}
+_READ = ("POSITION", "NORMAL", "TEXCOORD_0", "COLOR_0")
+_OF_NO_GEOMETRY = ("KHR_materials_", "KHR_texture_", "EXT_texture_", "MSFT_texture_", "KHR_lights_", "KHR_xmp")
+_UNDERSTOOD = {"KHR_mesh_quantization", "KHR_node_visibility", "KHR_animation_pointer", "MSFT_lod"}
+_REFUSED = {
+    "KHR_draco_mesh_compression": "gltf-transform copy, or gltf-pipeline -d",
+    "EXT_meshopt_compression": "gltf-transform copy",
+    "KHR_meshopt_compression": "gltf-transform copy",
+    "EXT_mesh_gpu_instancing": "gltf-transform with its function `uninstance`",
+}
+
+
+def plain_gltf(path: Path) -> bytes | None:
+    """The file as a GLB of plain meshes; None if it is plain already.
+
+    Raises:
+        InputError: it is damaged, or has geometry in a form that cannot be read here.
+    """
+    try:
+        document, binary = _parts(path)
+        _refuse_extensions(document, path)
+        return _Plain(document, binary, path).made()
+    except InputError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, struct.error) as error:
+        raise InputError(f"{path} is a damaged glTF file ({type(error).__name__}: {error})") from error
+
+
+def _parts(path: Path) -> tuple[Document, bytes]:
+    """The JSON and, of a GLB, its bytes."""
+    content = path.read_bytes()
+    if len(content) < 12 or struct.unpack_from("<I", content)[0] != _GLB:
+        return dict(json.loads(content.decode("utf-8-sig"))), b""
+    document: Document = {}
+    binary, place = b"", 12
+    while place + 8 <= len(content):
+        size, kind = struct.unpack_from("<II", content, place)
+        chunk = content[place + 8 : place + 8 + size]
+        if len(chunk) < size:
+            raise ValueError(f"it ends {size - len(chunk):,} bytes too early")
+        document = dict(json.loads(chunk)) if kind == _JSON else document
+        binary = chunk if kind == _BINARY and not binary else binary
+        place += 8 + size
+    return document, binary
+
+
+def _refuse_extensions(document: Document, path: Path) -> None:
+    for name in (*document.get("extensionsRequired", ()), *document.get("extensionsUsed", ())):
+        if name in _REFUSED:
+            raise InputError(f"{path} has meshes in {name}, which is not read here: convert it, as by {_REFUSED[name]}")
+    for name in document.get("extensionsRequired", ()):
+        if name not in _UNDERSTOOD and not name.startswith(_OF_NO_GEOMETRY):
+            raise InputError(f"{path} requires {name}, which is not known here: export it without that extension")
+
+
+class _Plain:
+    """A document that is being made plain."""
+
+    def __init__(self, document: Document, binary: bytes, path: Path) -> None:
+        self._document, self._binary, self._path = document, binary, path
+        self._buffers: list[bytes] | None = None
+        self._added: list[bytes] = []  # behind the buffers, each for one view
+        self._made: dict[tuple[int, bool], int] = {}  # accessor, whether indices -> its plain one
+        self._changed = False
+
+    def made(self) -> bytes | None:
+        left_out: dict[str, int] = {}
+        for mesh in self._document.get("meshes", ()):
+            for primitive in mesh["primitives"]:
+                kind = _KINDS.get(primitive.get("mode", _TRIANGLES))
+                if kind is not None:
+                    left_out[kind] = left_out.get(kind, 0) + 1
+                else:
+                    self._make_plain(primitive)
+        if left_out:
+            counted = ", ".join(f"{count} of {kind}" for kind, count in left_out.items())
+            warnings.warn(f"{self._path}: parts that are no surfaces are left out ({counted})", stacklevel=4)
+        return self._glb() if self._changed else None
+
+    def _make_plain(self, primitive: Document) -> None:
+        attributes = primitive["attributes"]
+        for name in _READ:
+            if name in attributes and self._is_other(self._accessor(attributes[name]), (_FLOAT32,)):
+                attributes[name] = self._plain(attributes[name], is_index=False)
+        if "TEXCOORD_0" in attributes and "material" not in primitive:  # without which they are not looked at
+            self._document.setdefault("materials", []).append({})
+            primitive["material"], self._changed = len(self._document["materials"]) - 1, True
+        mode, indices = primitive.get("mode", _TRIANGLES), primitive.get("indices")
+        if mode in (_STRIP, _FAN):
+            count = self._accessor(attributes["POSITION"])["count"]
+            order = np.arange(count) if indices is None else self._values(self._accessor(indices)).reshape(-1)
+            primitive["indices"] = self._add(_triangles(order.astype(np.int64), mode).astype("<u4"), "SCALAR", _UINT32)
+            primitive["mode"] = _TRIANGLES
+        elif mode != _TRIANGLES:
+            raise ValueError(f"a primitive of mode {mode}")
+        elif indices is not None and self._is_other(self._accessor(indices), (5121, 5123, _UINT32)):
+            primitive["indices"] = self._plain(indices, is_index=True)
+
+    def _accessor(self, number: int) -> Document:
+        found: Document = self._document["accessors"][number]
+        return found
+
+    def _is_other(self, accessor: Document, plain: tuple[int, ...]) -> bool:
+        return "sparse" in accessor or "bufferView" not in accessor or accessor["componentType"] not in plain
+
+    def _plain(self, number: int, is_index: bool) -> int:
+        key = (number, is_index)
+        if key not in self._made:
+            accessor = self._accessor(number)
+            values = self._values(accessor)
+            if not is_index:
+                values = _floats(values, bool(accessor.get("normalized")))
+            dtype, kind = ("<u4", _UINT32) if is_index else ("<f4", _FLOAT32)
+            self._made[key] = self._add(values.astype(dtype), accessor["type"], kind)
+        return self._made[key]
+
+    def _add(self, values: Array, of: str, kind: int) -> int:
+        """A new accessor."""
+        views, accessors = self._document.setdefault("bufferViews", []), self._document["accessors"]
+        self._added.append(values.tobytes())
+        views.append({"buffer": -len(self._added), "byteLength": values.nbytes})
+        rows = values.reshape(-1, _WIDTHS[of])
+        accessors.append({"bufferView": len(views) - 1, "componentType": kind, "count": len(rows), "type": of})
+        if of == "VEC3" and len(rows):
+            accessors[-1].update(min=rows.min(0).tolist(), max=rows.max(0).tolist())
+        self._changed = True
+        return len(accessors) - 1
+
+    # ---- values
+
+    def _values(self, accessor: Document) -> Array:
+        """(count, width) as they are stored, those that a sparse accessor replaces as well."""
+        count, width, dtype = accessor["count"], _WIDTHS[accessor["type"]], np.dtype(_DTYPES[accessor["componentType"]])
+        values = np.zeros((count, width), dtype)
+        if "bufferView" in accessor:
+            values[:] = self._viewed(accessor["bufferView"], accessor.get("byteOffset", 0), count, width, dtype)
+        sparse = accessor.get("sparse")
+        if sparse is not None:
+            some, at = sparse["count"], sparse["indices"]
+            places = self._viewed(at["bufferView"], at.get("byteOffset", 0), some, 1, _DTYPES[at["componentType"]])
+            new = sparse["values"]
+            values[places.reshape(-1)] = self._viewed(new["bufferView"], new.get("byteOffset", 0), some, width, dtype)
+        return values
+
+    def _viewed(self, number: int, offset: int, count: int, width: int, dtype: Any) -> Array:
+        view, item = self._document["bufferViews"][number], np.dtype(dtype)
+        content = self._content(view["buffer"])
+        stride = view.get("byteStride", width * item.itemsize)
+        begin, end = view.get("byteOffset", 0) + offset, view.get("byteOffset", 0) + view["byteLength"]
+        needed = begin + (stride * (count - 1) + width * item.itemsize if count else 0)
+        if needed > min(end, len(content)):
+            raise ValueError(f"view {number} ends before its {count:,} values")
+        return np.ndarray((count, width), item, content, begin, (stride, item.itemsize))
+
+    def _content(self, number: int) -> bytes:
+        if self._buffers is None:
+            self._buffers = [self._buffer(each) for each in self._document.get("buffers", ())]
+        return self._buffers[number]
+
+    def _buffer(self, described: Document) -> bytes:
+        uri = described.get("uri")
+        if uri is None:
+            return self._binary
+        if uri.startswith("data:"):
+            return base64.b64decode(uri.partition(",")[2])
+        file = (self._path.parent / unquote(uri)).resolve()
+        if not file.is_relative_to(self._path.parent.resolve()) or not file.is_file():
+            raise InputError(f"{self._path} names {uri}, which is no file beside it")
+        return file.read_bytes()
+
+    def _glb(self) -> bytes:
+        """One buffer of all that there was, and behind it what is new."""
+        pieces, starts, size = list[bytes](), list[int](), 0
+        if self._document.get("buffers"):
+            self._content(0)
+        for content in [*(self._buffers or []), *self._added]:
+            starts.append(size)
+            pieces.append(content + bytes(-len(content) % 4))
+            size += len(pieces[-1])
+        own = len(self._buffers or [])
+        for view in self._document["bufferViews"]:
+            number = view["buffer"] if view["buffer"] >= 0 else own - view["buffer"] - 1
+            view["byteOffset"] = view.get("byteOffset", 0) + starts[number]
+            view["buffer"] = 0
+        self._document["buffers"] = [{"byteLength": size}]
+        text = json.dumps(self._document).encode()
+        text += b" " * (-len(text) % 4)
+        head = struct.pack("<III", _GLB, 2, 12 + 8 + len(text) + 8 + size)
+        return b"".join([head, struct.pack("<II", len(text), _JSON), text, struct.pack("<II", size, _BINARY), *pieces])
+
+
+def _floats(values: Array, normalized: bool) -> Array:
+    """Integers as the numbers that they stand for: themselves, or fractions of the greatest."""
+    if not normalized or values.dtype.kind == "f":
+        return values.astype(np.float32)
+    found: Array = np.maximum(values.astype(np.float64) / np.iinfo(values.dtype).max, -1.0)
+    return found
+
+
+def _triangles(order: Array, mode: int) -> Array:
+    """(3 T,) of a strip or a fan of vertices; in a strip every other triangle is turned."""
+    if len(order) < 3:
+        return order[:0]
+    if mode == _FAN:
+        corners = [np.broadcast_to(order[0], len(order) - 2), order[1:-1], order[2:]]
+    else:
+        turned = np.arange(len(order) - 2) % 2 == 1
+        corners = [order[:-2], np.where(turned, order[2:], order[1:-1]), np.where(turned, order[1:-1], order[2:])]
+    found: Array = np.stack(corners, 1).reshape(-1)
+    return found

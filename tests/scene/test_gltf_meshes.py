@@ -1,0 +1,227 @@
+"""glTF files in every form that geometry may have: what was read has the corners that the values stand for."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rooftop.errors import InputError
+from rooftop.scene.building.gltf_meshes import plain_gltf
+from rooftop.scene.building.reading import MeshFile, read_mesh
+
+pytest.importorskip("trimesh")
+
+CORNERS = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0]], "<f4")
+TWO = np.array([0, 1, 2, 2, 1, 3], "<u2")
+NUMBERS = {"i1": 5120, "u1": 5121, "i2": 5122, "u2": 5123, "u4": 5125, "f4": 5126}
+
+
+class Gltf:
+    """A document with one mesh, and its bytes."""
+
+    def __init__(self) -> None:
+        self.binary = b""
+        self.document: dict[str, Any] = {
+            "asset": {"version": "2.0"},
+            "scene": 0,
+            "scenes": [{"nodes": [0]}],
+            "nodes": [{"mesh": 0}],
+            "meshes": [{"primitives": []}],
+            "bufferViews": [],
+            "accessors": [],
+        }
+
+    def view(self, values: np.ndarray, **more: Any) -> int:
+        self.binary += bytes(-len(self.binary) % 4)
+        described = {"buffer": 0, "byteOffset": len(self.binary), "byteLength": values.nbytes, **more}
+        self.document["bufferViews"].append(described)
+        self.binary += values.tobytes()
+        return len(self.document["bufferViews"]) - 1
+
+    def values(self, values: np.ndarray, of: str = "VEC3", stride: int = 0, **more: Any) -> int:
+        width = {"SCALAR": 1, "VEC2": 2, "VEC3": 3}[of]
+        rows = values.reshape(len(values) if of != "SCALAR" else -1, width)
+        padded = rows
+        if stride:
+            padded = np.zeros((len(rows), stride // values.itemsize), values.dtype)
+            padded[:, :width] = rows
+        self.document["accessors"].append(
+            {
+                "bufferView": self.view(padded, **({"byteStride": stride} if stride else {})),
+                "componentType": NUMBERS[values.dtype.str[1:]],
+                "count": len(rows),
+                "type": of,
+                **more,
+            }
+        )
+        return len(self.document["accessors"]) - 1
+
+    def part(self, positions: int, indices: int | None = None, mode: int | None = None, **attributes: int) -> None:
+        primitive: dict[str, Any] = {"attributes": {"POSITION": positions, **attributes}}
+        primitive |= {} if indices is None else {"indices": indices}
+        primitive |= {} if mode is None else {"mode": mode}
+        self.document["meshes"][0]["primitives"].append(primitive)
+
+    def read(self, folder: Path, form: str = "glb") -> MeshFile:
+        return read_mesh(self.saved(folder, form))
+
+    def saved(self, folder: Path, form: str = "glb") -> Path:
+        buffer: dict[str, Any] = {"byteLength": len(self.binary)}
+        if form == "file":
+            (folder / "a b.bin").write_bytes(self.binary)
+            buffer["uri"] = "a%20b.bin"
+        elif form == "data":
+            buffer["uri"] = "data:application/octet-stream;base64," + base64.b64encode(self.binary).decode()
+        text = json.dumps(self.document | {"buffers": [buffer]}).encode()
+        path = folder / ("a.glb" if form == "glb" else "a.gltf")
+        if form == "glb":
+            text, binary = text + b" " * (-len(text) % 4), self.binary + bytes(-len(self.binary) % 4)
+            head = struct.pack("<III", 0x46546C67, 2, 28 + len(text) + len(binary))
+            chunks = (
+                struct.pack("<II", len(text), 0x4E4F534A),
+                text,
+                struct.pack("<II", len(binary), 0x004E4942),
+                binary,
+            )
+            text = head + b"".join(chunks)
+        path.write_bytes(text)
+        return path
+
+
+def area(mesh: MeshFile) -> float:
+    corners = mesh.vertices[mesh.faces]
+    return float(
+        np.linalg.norm(np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0]), axis=1).sum() / 2
+    )
+
+
+def towards(mesh: MeshFile) -> set[float]:
+    """The z of the faces' normals."""
+    corners = mesh.vertices[mesh.faces]
+    return set(np.sign(np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])[:, 2]).tolist())
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize(("mode", "order"), [(5, [0, 1, 2, 3]), (6, [0, 1, 3, 2])])
+def test_strips_and_fans_are_triangles(tmp_path: Path, mode: int, order: list[int], indexed: bool) -> None:
+    """Beside others as well, all facing the same way."""
+    gltf = Gltf()
+    plain = gltf.values(CORNERS + np.array([5, 0, 0], "<f4"))
+    gltf.part(plain, gltf.values(TWO, "SCALAR"))
+    if indexed:
+        gltf.part(gltf.values(CORNERS), gltf.values(np.array(order, "u1"), "SCALAR"), mode)
+    else:
+        gltf.part(gltf.values(CORNERS[order]), None, mode)
+    mesh = gltf.read(tmp_path)
+    assert (len(mesh.faces), area(mesh)) == (4, pytest.approx(2.0))
+    assert towards(mesh) == {1.0}
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "<i2", "<u2"])
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("form", ["glb", "data", "file"])
+def test_quantized_meshes(tmp_path: Path, dtype: str, normalized: bool, form: str) -> None:
+    gltf, most = Gltf(), np.iinfo(dtype).max
+    positions = gltf.values((CORNERS * most).astype(dtype), stride=8, normalized=normalized)
+    uv = gltf.values((CORNERS[:, :2] * 255).astype("u1"), "VEC2", stride=4, normalized=True)
+    normals = gltf.values(np.array([[0, 0, 127]] * 4, "i1"), stride=4, normalized=True)
+    gltf.part(positions, gltf.values(TWO, "SCALAR"), TEXCOORD_0=uv, NORMAL=normals)
+    gltf.document["extensionsRequired"] = gltf.document["extensionsUsed"] = ["KHR_mesh_quantization"]
+    mesh = gltf.read(tmp_path, form)
+    plain = Gltf()
+    positions, uv = plain.values(CORNERS * np.float32(1 if normalized else most)), plain.values(CORNERS[:, :2], "VEC2")
+    normals = plain.values(np.array([[0, 0, 1]] * 4, "<f4"))
+    plain.part(positions, plain.values(TWO, "SCALAR"), TEXCOORD_0=uv, NORMAL=normals)
+    expected = plain.read(tmp_path)
+    for name in ("vertices", "faces", "uv", "normals"):
+        np.testing.assert_allclose(getattr(mesh, name), getattr(expected, name), rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("base", [True, False])
+def test_sparse_values_replace_others(tmp_path: Path, base: bool) -> None:
+    gltf = Gltf()
+    positions = gltf.values(CORNERS)
+    new = np.array([[5, 0, 0], [5, 1, 0]] if base else [[1, 0, 0], [0, 1, 0]], "<f4")
+    places = np.array([1, 3] if base else [1, 2], "u1")
+    gltf.document["accessors"][positions]["sparse"] = {
+        "count": 2,
+        "indices": {"bufferView": gltf.view(places), "componentType": 5121},
+        "values": {"bufferView": gltf.view(new)},
+    }
+    if not base:  # all others are 0
+        del gltf.document["accessors"][positions]["bufferView"]
+    indices = gltf.values(TWO, "SCALAR")
+    gltf.document["accessors"][indices]["sparse"] = {
+        "count": 1,
+        "indices": {"bufferView": gltf.view(np.array([5], "<u2")), "componentType": 5123},
+        "values": {"bufferView": gltf.view(np.array([3 if base else 0], "<u2"))},
+    }
+    gltf.part(positions, indices)
+    mesh = gltf.read(tmp_path)
+    assert area(mesh) == pytest.approx(5.0 if base else 1.0)
+
+
+def test_what_is_plain_stays_and_points_are_told(tmp_path: Path) -> None:
+    gltf = Gltf()
+    positions = gltf.values(CORNERS)
+    gltf.part(positions, gltf.values(TWO, "SCALAR"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plain_gltf(gltf.saved(tmp_path)) is None
+    for mode in (0, 0, 1, 3):
+        gltf.part(positions, None, mode)
+    with pytest.warns(UserWarning, match=r"no surfaces are left out \(2 of points, 1 of lines, 1 of a line\)"):
+        assert area(gltf.read(tmp_path)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("extension", "required"),
+    [
+        ("KHR_draco_mesh_compression", True),
+        ("EXT_meshopt_compression", False),
+        ("EXT_mesh_gpu_instancing", False),
+        ("ACME_mesh_folding", True),
+    ],
+)
+def test_other_forms_of_geometry_are_refused_by_name(tmp_path: Path, extension: str, required: bool) -> None:
+    gltf = Gltf()
+    gltf.part(gltf.values(CORNERS), gltf.values(TWO, "SCALAR"))
+    gltf.document["extensionsRequired" if required else "extensionsUsed"] = ["KHR_materials_unlit", extension]
+    with pytest.raises(InputError, match=f"{extension}.*(convert it, as by|export it without)"):
+        gltf.read(tmp_path)
+
+
+def test_extensions_of_materials_are_no_geometry(tmp_path: Path) -> None:
+    gltf = Gltf()
+    gltf.part(gltf.values(CORNERS), gltf.values(TWO, "SCALAR"))
+    gltf.document["extensionsUsed"] = ["KHR_materials_clearcoat", "ACME_physics"]
+    assert area(gltf.read(tmp_path)) == pytest.approx(1.0)
+
+
+def test_damaged_files_say_so(tmp_path: Path) -> None:
+    gltf = Gltf()
+    gltf.part(gltf.values((CORNERS * 127).astype("i1"), stride=4), gltf.values(TWO, "SCALAR"))
+    for number, change in enumerate((("count", 400), ("componentType", 9), ("bufferView", 77), ("type", "VEC9"))):
+        spoilt = json.loads(json.dumps(gltf.document))
+        spoilt["accessors"][0][change[0]] = change[1]
+        other = Gltf()
+        other.document, other.binary = spoilt, gltf.binary
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.raises(InputError, match="damaged glTF file"):
+            other.read(folder)
+    whole = gltf.saved(tmp_path).read_bytes()
+    (tmp_path / "cut.glb").write_bytes(whole[:-10])
+    with pytest.raises(InputError, match="bytes too early"):
+        read_mesh(tmp_path / "cut.glb")
+    path = gltf.saved(tmp_path, "file")
+    (tmp_path / "a b.bin").unlink()
+    with pytest.raises(InputError, match=r"names a%20b\.bin, which is no file beside it"):
+        read_mesh(path)
