@@ -60,22 +60,26 @@ def plain_gltf(path: Path) -> bytes | None:
         raise InputError(f"{path} is a damaged glTF file ({type(error).__name__}: {error})") from error
 
 
-def _parts(path: Path) -> tuple[Document, bytes]:
-    """The JSON and, of a GLB, its bytes."""
-    content = path.read_bytes()
-    if len(content) < 12 or struct.unpack_from("<I", content)[0] != _GLB:
-        return dict(json.loads(content.decode("utf-8-sig"))), b""
-    document: Document = {}
-    binary, place = b"", 12
-    while place + 8 <= len(content):
-        size, kind = struct.unpack_from("<II", content, place)
-        chunk = content[place + 8 : place + 8 + size]
-        if len(chunk) < size:
-            raise ValueError(f"it ends {size - len(chunk):,} bytes too early")
-        document = dict(json.loads(chunk)) if kind == _JSON else document
-        binary = chunk if kind == _BINARY and not binary else binary
-        place += 8 + size
-    return document, binary
+def _parts(path: Path) -> tuple[Document, tuple[int, int]]:
+    """The JSON; and of a GLB where its bytes begin, and how many there are. These are only read if they are needed."""
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(12)
+        if len(head) < 12 or struct.unpack_from("<I", head)[0] != _GLB:
+            return dict(json.loads((head + file.read()).decode("utf-8-sig"))), (0, 0)
+        document: Document = {}
+        binary, place = (0, 0), 12
+        while place + 8 <= size_bytes:
+            file.seek(place)
+            size, kind = struct.unpack("<II", file.read(8))
+            if place + 8 + size > size_bytes:
+                raise ValueError(f"it ends {place + 8 + size - size_bytes:,} bytes too early")
+            if kind == _JSON:
+                document = dict(json.loads(file.read(size)))
+            elif kind == _BINARY and binary == (0, 0):
+                binary = (place + 8, size)
+            place += 8 + size
+        return document, binary
 
 
 def _refuse_extensions(document: Document, path: Path) -> None:
@@ -90,7 +94,7 @@ def _refuse_extensions(document: Document, path: Path) -> None:
 class _Plain:
     """A document that is being made plain."""
 
-    def __init__(self, document: Document, binary: bytes, path: Path) -> None:
+    def __init__(self, document: Document, binary: tuple[int, int], path: Path) -> None:
         self._document, self._binary, self._path = document, binary, path
         self._buffers: list[bytes] | None = None
         self._added: list[bytes] = []  # behind the buffers, each for one view
@@ -194,7 +198,10 @@ class _Plain:
     def _buffer(self, described: Document) -> bytes:
         uri = described.get("uri")
         if uri is None:
-            return self._binary
+            begin, size = self._binary
+            with self._path.open("rb") as file:
+                file.seek(begin)
+                return file.read(size)
         if uri.startswith("data:"):
             return base64.b64decode(uri.partition(",")[2])
         file = (self._path.parent / unquote(uri)).resolve()
