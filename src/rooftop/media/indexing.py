@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from rooftop.analysis.formats import counted
 from rooftop.media.decoding import KEY_FRAMES_ONLY, Broken, Decoder
 from rooftop.media.frame_index import FrameIndex
 from rooftop.media.opening import Source
@@ -108,7 +107,8 @@ def _breaks(decoder: Decoder) -> str | None:
     places = decoder.suspicions.places
     if not places:
         return None
-    return f"pieces do not follow each other at {counted(places, 'place')}: they are lost, or files were joined"
+    where = "1 place" if places == 1 else f"{places:,} places"
+    return f"pieces do not follow each other at {where}: they are lost, or files were joined"
 
 
 def _shown_before(source: Source, first: int) -> set[int]:

@@ -199,9 +199,9 @@ class _Plain:
         uri = described.get("uri")
         if uri is None:
             begin, size = self._binary
-            with self._path.open("rb") as file:
-                file.seek(begin)
-                return file.read(size)
+            with self._path.open("rb") as whole:
+                whole.seek(begin)
+                return whole.read(size)
         if uri.startswith("data:"):
             return base64.b64decode(uri.partition(",")[2])
         file = (self._path.parent / unquote(uri)).resolve()
