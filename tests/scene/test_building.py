@@ -472,10 +472,11 @@ def test_any_mesh_is_built_or_refused_and_its_finest_level_is_itself(tmp_path: P
         assert "place" in str(error) or "area" in str(error)  # noqa: PT017
         return
     repairs = built.report.repairs
-    assert built.report.triangles == len(faces) - repairs.degenerate_faces - repairs.duplicate_faces
+    dropped = repairs.degenerate_faces + repairs.small_faces
+    assert built.report.triangles == len(faces) - dropped - repairs.duplicate_faces
     wanted = np.rint((points - built.geometry.meta["origin"]) / built.report.precision).astype(np.int64)[faces]
     flat = (wanted == np.roll(wanted, 1, axis=1)).all(2).any(1)
-    assert repairs.degenerate_faces == flat.sum()
+    assert dropped == flat.sum()
     found = built.triangles(np.flatnonzero(built.levels == 0))
     assert (np.unique(canonical(found), axis=0) == np.unique(canonical(wanted[~flat]), axis=0)).all()
     assert len(found) == built.report.triangles

@@ -243,3 +243,51 @@ def test_the_mesh_is_not_replaced_by_what_is_built_from_it(tmp_path: Path) -> No
     with pytest.raises(FileNotFoundError, match="no folder"):
         scene.build_file(tmp_path / "ball.stl", tmp_path / "none" / "ball.rtg")
     assert (tmp_path / "ball.stl").read_bytes() == before
+
+
+def terrain_and_ball(radius: float) -> tuple[np.ndarray, np.ndarray]:
+    """3 km of terrain in faces of 30 m, and a ball of 1,280 faces above it."""
+    side = np.linspace(0, 3000, 101)
+    x, y = np.meshgrid(side, side)
+    ground = np.stack([x, y, 30 * np.sin(x / 200) * np.cos(y / 170)], -1).reshape(-1, 3)
+    number = np.arange(len(ground)).reshape(x.shape)
+    corners = [number[:-1, :-1], number[:-1, 1:], number[1:, 1:], number[1:, :-1]]
+    faces = np.concatenate([np.stack([corners[0], b, c], -1).reshape(-1, 3) for b, c in (corners[1:3], corners[2:])])
+    ball = trimesh.creation.icosphere(3, radius)
+    points = np.concatenate([ground, np.add(ball.vertices, [1500, 1500, 40])])
+    return points, np.concatenate([faces, ball.faces + len(ground)])
+
+
+def test_a_small_part_of_a_large_mesh_keeps_its_faces() -> None:
+    points, faces = terrain_and_ball(0.1)
+    mesh = checked_mesh(points, faces)
+    assert len(mesh.faces) == len(faces)
+    assert (mesh.repairs.small_faces, mesh.repairs.degenerate_faces) == (0, 0)
+    step = 2.0**mesh.vertices.exponent
+    ball = (mesh.vertices.grid * step + mesh.origin)[mesh.vertices.grid[:, 2] * step + mesh.origin[2] > 39.8]
+    away = np.linalg.norm(ball - [1500, 1500, 40], axis=1)
+    np.testing.assert_allclose(away[away < 0.2], 0.1, atol=step)
+    alone = checked_mesh(points[:10201], faces[:20000])
+    assert alone.vertices.exponent > mesh.vertices.exponent  # which needs no grid so fine
+
+
+def test_what_a_given_grid_swallows_is_named_as_small() -> None:
+    points, faces = terrain_and_ball(0.1)
+    repairs = checked_mesh(points, faces, precision=0.1).repairs
+    assert repairs.small_faces > 1000
+    assert repairs.degenerate_faces == 0
+
+
+def test_what_no_grid_keeps_makes_it_no_finer() -> None:
+    points, faces = terrain_and_ball(1e-5)
+    mesh, alone = checked_mesh(points, faces), checked_mesh(points[:10201], faces[:20000])
+    assert (mesh.repairs.small_faces, mesh.vertices.exponent) == (1280, alone.vertices.exponent)
+
+
+def test_needles_and_points_have_no_area() -> None:
+    points, faces = terrain_and_ball(10.0)
+    needle = np.array([[0, 0, 50], [500, 0, 50], [500, 1e-7, 50]], float)
+    points, count = np.concatenate([points, needle]), len(points)
+    faces = np.concatenate([faces, [[count, count + 1, count + 2], [5, 5, 6], [count, count, count]]])
+    mesh = checked_mesh(points, faces)
+    assert (mesh.repairs.degenerate_faces, mesh.repairs.small_faces) == (3, 0)

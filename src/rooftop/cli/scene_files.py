@@ -98,6 +98,7 @@ def _summary(report: BuildReport) -> list[str]:
     ]
     words = {
         "degenerate_faces": "faces without area dropped",
+        "small_faces": "faces dropped that are smaller than the grid's step",
         "duplicate_faces": "faces dropped that were there twice",
         "unused_vertices": "unused vertices dropped",
         "equal_vertices": "vertices made one with others",

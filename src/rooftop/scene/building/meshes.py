@@ -23,6 +23,8 @@ Floats = npt.NDArray[np.float64]
 STEPS_PER_EDGE = 64  # the grid is at least so much finer than the mean edge is long,
 STEPS = 1 << 14  # and than the mesh is: a quarter of a pixel where it fills a picture 4096 wide
 MOST_STEPS = 1 << 24  # along an axis: whole numbers up to here are exact in float32, in which renderers compute
+STEPS_PER_SMALL_EDGE = 16  # and than the edges of most faces that it would swallow otherwise
+NEEDLE = 0.01  # height of a face over its longest edge, below which it may be swallowed
 UV_STEPS_PER_EDGE = 32
 UV_STEP = 2.0**-13  # half a texel of a texture 4096 wide
 MOST_UV_STEPS = 1 << 30
@@ -60,7 +62,8 @@ class Repairs:
     """What was done to the mesh before it was built from.
 
     Attributes:
-        degenerate_faces: dropped, since two of their corners are at the same place of the grid.
+        degenerate_faces: dropped, since two of their corners are at the same place: they have no area, or next to none.
+        small_faces: dropped, since two of their corners are at the same place of the grid, though they have an area.
         duplicate_faces: dropped, since the same face is there already.
         unused_vertices: dropped.
         equal_vertices: made one with another.
@@ -69,6 +72,7 @@ class Repairs:
     """
 
     degenerate_faces: int = 0
+    small_faces: int = 0
     duplicate_faces: int = 0
     unused_vertices: int = 0
     equal_vertices: int = 0
@@ -110,7 +114,8 @@ def checked_mesh(
         normals: (V, 3), or "smooth": of the faces around a vertex, weighted by their angles.
         uv: (V, 2).
         materials: (F,) integers, 0 to 65535.
-        precision: the greatest step of the grid, in object units; by default about 1/64 of the mean edge.
+        precision: the greatest step of the grid, in object units; by default about 1/64 of the mean edge, and where
+            faces would be smaller than that, 1/16 of theirs.
 
     Raises:
         TypeError: an array that does not hold numbers, or not whole ones.
@@ -171,7 +176,17 @@ def checked_mesh(
         triangles, source, of_vertex = _split_by_material(triangles, ids, len(points))
         grid, attributes = grid[source], [*(each[source] for each in attributes), of_vertex[:, None]]
 
-    rows, welded, repairs = _welded(grid, attributes, triangles)
+    rows, welded, repairs, flat = _welded(grid, attributes, triangles)
+    small = _edges_of_small(points, np.asarray(faces)[flat]) if flat.any() else np.empty(0)
+    if len(small) and precision is None:
+        finer = _finer_exponent(small, float((high - low).max()))
+        if finer is not None and finer < exponent:
+            return checked_mesh(positions, faces, normals, uv, materials, math.ldexp(1.0, finer))
+    if flat.all():
+        raise ValueError(
+            f"none of the mesh's {len(flat):,} faces has an area on its grid; give a finer precision if they are meant"
+        )
+    repairs = replace(repairs, degenerate_faces=int(flat.sum()) - len(small), small_faces=len(small))
     columns = iter(np.split(rows, np.cumsum([3, *(each.shape[1] for each in attributes)])[:-1], axis=1))
     places = np.ascontiguousarray(next(columns))
     vertices = Vertices(
@@ -290,6 +305,26 @@ def _grid_exponent(
     return wanted, False
 
 
+def _edges_of_small(points: Floats, faces: npt.NDArray[np.int64]) -> Floats:
+    """The shortest edge of each of these faces that has an area: that is no needle."""
+    corners = points[faces]
+    edges = np.roll(corners, -1, 1) - corners
+    lengths = np.linalg.norm(edges, axis=2)
+    longest = lengths.max(1)
+    height = np.linalg.norm(np.cross(edges[:, 0], edges[:, 1]), axis=1) / np.maximum(longest, SMALLEST)
+    found: Floats = lengths.min(1)[height > NEEDLE * longest]
+    return found
+
+
+def _finer_exponent(small: Floats, largest: float) -> int | None:
+    """For faces with these shortest edges; no finer than a mesh of that length can have. None where that keeps none."""
+    least = max(math.ceil(math.log2(largest / MOST_STEPS)), math.ceil(math.log2(SMALLEST)))
+    kept = small[small > 2 * math.ldexp(1.0, least)]
+    if not len(kept):
+        return None
+    return max(least, math.floor(math.log2(float(np.quantile(kept, 0.05)) / STEPS_PER_SMALL_EDGE)))
+
+
 def _uv_exponent(uv: Floats, faces: npt.NDArray[np.int64], used: npt.NDArray[np.bool_]) -> int:
     largest = float(np.abs(uv[used]).max())
     if largest > LARGEST:
@@ -317,8 +352,9 @@ def _welded(
     grid: npt.NDArray[np.int32],
     attributes: list[npt.NDArray[np.int32]],
     faces: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32], Repairs]:
-    """Vertices as rows (V, 3 + attributes), each once, in the order of their use; faces, each once; what was done."""
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32], Repairs, npt.NDArray[np.bool_]]:
+    """Vertices as rows (V, 3 + attributes), each once, in the order of their use; faces, each once; what was done; and
+    which of the faces given have two corners at one place."""
     used = np.zeros(len(grid), bool)
     used[faces] = True
     _, place = meshopt.same_rows(grid)
@@ -326,9 +362,7 @@ def _welded(
     flat = repeats(corners)
     faces = faces[~flat]
     if not len(faces):
-        raise ValueError(
-            f"none of the mesh's {len(flat):,} faces has an area on its grid; give a finer precision if they are meant"
-        )
+        return np.empty((0, 0), np.int32), np.empty((0, 3), np.uint32), Repairs(), flat
     rows = np.ascontiguousarray(np.concatenate([grid, *attributes], axis=1))
     count, numbers = meshopt.same_rows(rows, np.ascontiguousarray(faces, np.uint32))
     kept = np.empty((count, rows.shape[1]), np.int32)
@@ -338,12 +372,11 @@ def _welded(
 
     welded = without_repetition(welded)
     repairs = Repairs(
-        degenerate_faces=int(flat.sum()),
         duplicate_faces=len(faces) - len(welded),
         unused_vertices=len(grid) - int(used.sum()),
         equal_vertices=int(known.sum()) - count,
     )
-    return kept, np.ascontiguousarray(welded), repairs
+    return kept, np.ascontiguousarray(welded), repairs, flat
 
 
 def _with_merged(vertices: Vertices) -> Vertices:
