@@ -1,6 +1,6 @@
-"""Operators that ran on the CPU in a step of a GPU: data that is prepared there, or a model that was left there.
+"""Operators that ran on the CPU during a step on a GPU, such as data augmentation, or a model that was never moved.
 
-A GPU's roof is none of theirs, and their time is the host's: it is part of the launch gap, where the GPU waits.
+The GPU's roof does not apply to them. Their time is host time, so it is part of the launch gap.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ MOST_NAMES = 3
 
 
 def host_work(operators: Sequence[MeasuredOperator]) -> tuple[list[MeasuredOperator], Counter[str]]:
-    """The operators of a GPU's step, those that ran on the CPU without a cost; and the bytes and flops of these by
-    name."""
+    """Separates the work of the CPU from that of the GPU.
+
+    Returns:
+        All operators, with a cost of zero for those that ran on the CPU; and for these, bytes plus flops by name.
+    """
     work = Counter[str]()
     for op in filter(_on_host, operators):
         if op.record.cost != FREE:
@@ -29,7 +32,7 @@ def host_work(operators: Sequence[MeasuredOperator]) -> tuple[list[MeasuredOpera
 
 
 def said_of_host(work: Counter[str], gpu_works: bool) -> str:
-    """A note on what ran on the CPU, "" if that is not worth one."""
+    """A note on what ran on the CPU; "" if it was little."""
     names = [name for name, _ in work.most_common()]
     named = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
     if names and not gpu_works:
@@ -46,7 +49,7 @@ def said_of_host(work: Counter[str], gpu_works: bool) -> str:
 
 
 def _on_host(op: MeasuredOperator) -> bool:
-    """Copies to the GPU begin on the CPU, and are kernels of the driver."""
+    """A copy to the GPU has a tensor on the CPU, too, but the profiler shows it as a kernel."""
     return op.record.device == "cpu" and not op.kernels
 
 

@@ -5,11 +5,10 @@
 
 `whole` and `early` are labelled: they are what a report is made of if no more steps come. `warm` lets caches settle,
 `plain` runs under the profiler alone, `labelled` steps give each operator's time, `settling` lets the host run ahead
-again, and `timed` steps are undisturbed. Of a program that compiles, the first steps compile and are left alone. Of one
-of several ranks, some steps more run under the profiler (`ranks`). On GPUs these talk through NCCL, beside which CUPTI
-stays attached (see `hardware.cupti`) and slows later steps: there the profiler begins after steps that are timed
-`before` it. A step that does more than the others, as the last one before an evaluation, is no example of them: a stage
-that met it is repeated, and it is not timed.
+again, and `timed` steps are undisturbed. If the program compiles, its first steps are left alone. If it is one of several
+ranks, a few more steps run under the profiler (`ranks`). Ranks on GPUs use NCCL, and then CUPTI stays attached after the
+profiler (see `hardware.cupti`) and slows later steps. So some steps are timed `before` the profiler begins. A step that does more than the others, such as the last one before an evaluation, is not typical: it is not
+timed, and a watched stage that includes it is repeated.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def stages(*, found: bool, compiled: bool, ranks: bool, stays: bool = False) -> 
 
 
 def steps_needed(planned: Sequence[Stage]) -> int:
-    """Steps after which a recording of these stages has all that it wants."""
+    """Number of steps that a recording with these stages needs to be complete."""
     return LEAST_TIMED + sum(stage.steps for stage in planned)
 
 

@@ -1,10 +1,10 @@
-"""Expressions of whole numbers that may be beyond 64 bits on the way: exact, by operations of torch on any device.
+"""Exact evaluation of whole-number expressions whose intermediate values may exceed 64 bits, on any device.
 
-A number is a list of int64 tensors, its digits in base 2^30, the lowest first. All but the last are from 0 to 2^30 - 1,
-the last has the sign. How many digits a value needs follows from its bounds. So no carry is lost: sums of digits have
-34 bits to spare, and a product of two digits is divided into two before it is added.
+A number is a list of int64 tensors: its digits in base 2^30, lowest first. All digits but the last are from 0 to
+2^30 - 1; the last one carries the sign. The bounds of a value give the number of digits. No carry is lost: a sum of
+digits has 34 bits to spare, and the product of two digits is split in two before it is added.
 
-Expressions whose values are all within 64 bits do not come here: int64 holds them.
+Expressions whose values all fit in int64 are evaluated elsewhere, in int64.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PIECE = 5  # bits that are taken at a time on the way to float64
 def store_whole_numbers(
     root: MatExpr, bounds: BoundsOf, leaves: Sequence[MatExpr], tensors: Sequence[Tensor], into: Tensor, depth: int
 ) -> None:
-    """Writes the value of an expression that has whole numbers only, each saturated or rounded once.
+    """Evaluates an expression of whole numbers and writes the result, saturated or rounded once.
 
     Args:
-        bounds: of all nodes, each of whole numbers.
+        bounds: of all nodes. Every node has whole numbers only.
         leaves, tensors: the Mats among the nodes, and their elements (..., channels), of the target's shape.
         into: the target, of the dtype of `depth`. It overlaps no tensor, or has its very elements.
         depth: an integer one, Bool or CV_64F.
@@ -247,8 +247,8 @@ def _store(digits: Digits, known: Bounds, into: Tensor, depth: int) -> None:
 def _to_float64(digits: Digits, known: Bounds) -> Tensor:
     """Each number rounded once, half to even.
 
-    The bits of its absolute value are taken from the highest on, as many as an int64 has room for. Whether anything but
-    zeros follows is kept in the last of them: it decides a half, and is none of the 53 that are kept.
+    The highest bits of the absolute value go into an int64, up to 62 of them. If any lower bit is set, the lowest bit of
+    the int64 is set too. It lies below the 53 bits that float64 keeps, so it only breaks ties.
     """
     if known.within(torch.int64):
         return _saturated(digits, known, CV_64S).to(torch.float64)

@@ -28,7 +28,7 @@ def declared_end(file: BinaryIO, container: str, size_bytes: int) -> int | None:
 
 
 def _end_of_riff(file: BinaryIO, size_bytes: int) -> int | None:
-    """Of one RIFF chunk after another: AVI files of more than 1 GB have several."""
+    """The end of the last RIFF chunk: AVI files of more than 1 GB have several."""
     end = 0
     while end + 8 <= size_bytes:
         file.seek(end)
@@ -42,7 +42,7 @@ def _end_of_riff(file: BinaryIO, size_bytes: int) -> int | None:
 
 
 def _end_of_matroska(file: BinaryIO, size_bytes: int) -> int | None:
-    """Of the segment. One of unknown size, as of a stream, ends with its last element; so does a cluster."""
+    """The end of the segment. If its size is unknown, as in a live stream, it ends with its last element."""
     place = 0
     while (found := _element(file, place)) is not None:
         name, begin, size = found

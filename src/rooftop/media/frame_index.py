@@ -67,7 +67,7 @@ class FrameIndex:
         return next((rate for rate in (stated, mean) if rate and self._is_at(rate, time_base)), None)
 
     def grid(self, time_base: Fraction) -> Fraction:
-        """The lowest rate of which each frame is shown at a multiple, after the first."""
+        """The lowest frame rate at which the time of every frame falls on a frame boundary."""
         step = math.gcd(*(tick - self.pts[0] for tick in self.pts)) or 1
         return 1 / (step * time_base)
 

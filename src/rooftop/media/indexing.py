@@ -1,4 +1,4 @@
-"""The index of a video: from its packets, without decoding, where these tell all; else decoded once."""
+"""Builds the index of a video: from its packets alone if they are enough, otherwise by decoding the video once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ one packet) are indexed by decoding them once."""
 
 
 def build_index(source: Source) -> FrameIndex:
-    """The index of a source: from its packets, without decoding, where these tell all; else decoded once."""
+    """The index of a source."""
     decoder = Decoder(source)
     try:
         index = _index_by_packets(decoder)
@@ -69,7 +69,7 @@ class _Clock:
 
 
 def _index_by_packets(decoder: Decoder) -> FrameIndex | None:
-    """None where packets do not tell: codecs of which a packet may be no frame, or two fields of one."""
+    """None if packets are not enough: in some codecs a packet can hold no frame, or one field of a frame."""
     context = decoder.stream.codec_context
     interlaced = int(context.field_order) > 1  # 0 is unknown, 1 progressive
     if not decoder.clocked or context.codec.canonical_name not in ONE_FRAME_A_PACKET or interlaced:

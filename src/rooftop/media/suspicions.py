@@ -1,9 +1,9 @@
-"""Packets that a demuxer suspects: whether they are damaged is seen by decoding them.
+"""Decides whether packets that a demuxer marks as corrupt are really damaged.
 
-A transport stream counts its pieces. Where the count breaks, pieces are lost, or files were joined there: then all
-packets are whole. So from a suspicion on, packets are read ahead until the second key frame after it, and go through a
-decoder of their own that overlooks no error. It begins at the key frame before, whose packets are kept for that. Lost
-pictures leave no packet that could be in error: they show in a gap of the clock before what is no key frame.
+A transport stream numbers its packets. A break in the numbers means lost data, or files that were joined without any
+loss. To tell the two apart, the packets up to the second key frame after the break go through a separate decoder with
+strict error checks. It starts at the last key frame before the break, so the packets since then are kept. A picture that
+is lost entirely leaves no packet to check, but a gap in the decoding times before a picture that is no key frame.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _KEY_FRAMES = 2  # until so many have come after a suspicion
 
 
 class Suspicions:
-    """The packets of a video, each with what is wrong with it.
+    """Checks the packets of a video.
 
     Args:
         context: FFmpeg's, of the stream.
-        looked_into: whether a suspicion is looked into; else a packet that is suspected is damaged.
+        looked_into: whether to check marked packets by decoding. If not, they count as damaged.
         step: ticks from one picture to the next, usually.
         options: of the decoder.
 
     Attributes:
-        places: how many packets were suspected.
+        places: number of packets that the demuxer has marked.
     """
 
     def __init__(self, context: av.VideoCodecContext, looked_into: bool, step: int, options: dict[str, str]) -> None:
@@ -43,8 +43,8 @@ class Suspicions:
         self._context, self._looked_into, self._step, self._options = context, looked_into, step, options
 
     def checked(self, packets: Iterator[Packet]) -> Iterator[tuple[Packet, str | None]]:
-        """The packets in their order, with why each cannot be relied on, None if it can. Raises what `packets` does,
-        after the packets before it."""
+        """Yields each packet with the reason why it is damaged, or None. An error of `packets` is raised after the
+        packets that came before it."""
         kept: list[Packet] = []  # from the last key frame on; none where that is too far back
         for packet in packets:
             if not packet.is_corrupt or not self._looked_into:
@@ -75,7 +75,7 @@ class Suspicions:
             keys = 0 if packet.is_corrupt else keys + packet.is_keyframe
 
     def _wrong(self, before: list[Packet], ahead: list[Packet]) -> dict[int, str]:
-        """By packet, why it cannot be relied on."""
+        """The damaged packets among `ahead`: id(packet) -> reason."""
         if not before and not ahead[0].is_keyframe:
             return {id(each): DAMAGED for each in ahead if each.is_corrupt}
         av = load_av()

@@ -179,8 +179,8 @@ class VideoWriter:
             frames: (3, H, W) or (T, 3, H, W), on any device; uint8, or floating in 0..1 (what is beyond is clipped).
                 The first call decides the size.
             times: seconds at which they are shown, increasing; of all frames or of none.
-            until: with times, the second until which the last of them is shown, if no other follows it. By default 1 /
-                fps later.
+            until: the time in seconds at which the last frame stops being shown, if no other frame follows. It needs
+                `times`. The default is 1 / fps after the last time.
 
         Raises:
             InputError: another shape, dtype or size than expected, values that are not finite, times that do not

@@ -30,9 +30,13 @@ MOST_CELLS = 2**31  # of a dimension: indices are int32
 
 
 class Grid(NamedTuple):
-    """Cells of `sizes` from `low` on, `shape` of them; in each dimension, in the order of the points' coordinates.
+    """A grid of cells. Each field has one value for each dimension, in the order of the points' coordinates.
 
-    `high`: where what is in it ends; None: where the cells end.
+    Attributes:
+        low: where the first cell begins.
+        sizes: of a cell.
+        shape: number of cells.
+        high: points from here on are outside; None: the grid ends with its last cell.
     """
 
     low: tuple[float, ...]

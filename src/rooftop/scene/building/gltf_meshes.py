@@ -45,7 +45,7 @@ _REFUSED = {
 
 
 def plain_gltf(path: Path) -> bytes | None:
-    """The file as a GLB of plain meshes; None if it is plain already.
+    """The file converted to a GLB with plain meshes only. None if it has no others.
 
     Raises:
         InputError: it is damaged, or has geometry in a form that cannot be read here.
@@ -210,7 +210,7 @@ class _Plain:
         return file.read_bytes()
 
     def _glb(self) -> bytes:
-        """One buffer of all that there was, and behind it what is new."""
+        """A GLB with a single buffer: all original buffers, then the new values."""
         pieces, starts, size = list[bytes](), list[int](), 0
         if self._document.get("buffers"):
             self._content(0)

@@ -306,7 +306,7 @@ def _grid_exponent(
 
 
 def _edges_of_small(points: Floats, faces: npt.NDArray[np.int64]) -> Floats:
-    """The shortest edge of each of these faces that has an area: that is no needle."""
+    """The length of the shortest edge of each face that is not a needle."""
     corners = points[faces]
     edges = np.roll(corners, -1, 1) - corners
     lengths = np.linalg.norm(edges, axis=2)
