@@ -5,10 +5,11 @@
 
 `whole` and `early` are labelled: they are what a report is made of if no more steps come. `warm` lets caches settle,
 `plain` runs under the profiler alone, `labelled` steps give each operator's time, `settling` lets the host run ahead
-again, and `timed` steps are undisturbed. If the program compiles, its first steps are left alone. If it is one of several
-ranks, a few more steps run under the profiler (`ranks`). Ranks on GPUs use NCCL, and then CUPTI stays attached after the
-profiler (see `hardware.cupti`) and slows later steps. So some steps are timed `before` the profiler begins. A step that does more than the others, such as the last one before an evaluation, is not typical: it is not
-timed, and a watched stage that includes it is repeated.
+again, and `timed` steps are undisturbed. If the program compiles, its first steps are left alone. If it is one of
+several ranks, a few more steps run under the profiler (`ranks`). Ranks on GPUs use NCCL, and then CUPTI stays attached
+after the profiler (see `hardware.cupti`) and slows later steps. So some steps are timed `before` the profiler begins.
+A step that does more than the others, such as the last one before an evaluation, is not typical: it is not timed, and
+a watched stage that includes it is repeated.
 """
 
 from __future__ import annotations

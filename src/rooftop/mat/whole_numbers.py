@@ -247,8 +247,8 @@ def _store(digits: Digits, known: Bounds, into: Tensor, depth: int) -> None:
 def _to_float64(digits: Digits, known: Bounds) -> Tensor:
     """Each number rounded once, half to even.
 
-    The highest bits of the absolute value go into an int64, up to 62 of them. If any lower bit is set, the lowest bit of
-    the int64 is set too. It lies below the 53 bits that float64 keeps, so it only breaks ties.
+    The highest bits of the absolute value go into an int64, up to 62 of them. If any lower bit is set, the lowest bit
+    of the int64 is set too. It lies below the 53 bits that float64 keeps, so it only breaks ties.
     """
     if known.within(torch.int64):
         return _saturated(digits, known, CV_64S).to(torch.float64)

@@ -2,8 +2,8 @@
 
 A transport stream numbers its packets. A break in the numbers means lost data, or files that were joined without any
 loss. To tell the two apart, the packets up to the second key frame after the break go through a separate decoder with
-strict error checks. It starts at the last key frame before the break, so the packets since then are kept. A picture that
-is lost entirely leaves no packet to check, but a gap in the decoding times before a picture that is no key frame.
+strict error checks. It starts at the last key frame before the break, so the packets since then are kept. A picture
+that is lost entirely leaves no packet to check, but a gap in the decoding times before a picture that is no key frame.
 """
 
 from __future__ import annotations
