@@ -153,12 +153,25 @@ def test_a_cpu_that_was_slower_all_the_time_is_said(
     assert not reported(measured, others, steps(100.0), pulse=pulse).summary.disturbed
 
 
-def test_two_states_of_the_heap_are_no_noise(measured: Profile, ceilings: Ceilings) -> None:
+@pytest.mark.parametrize(("system_ms", "disturbed"), [(4.0, False), (30.0, True)])
+def test_a_step_that_takes_its_memory_anew_does_not_repeat_in_another_process(
+    system_ms: float, disturbed: bool, measured: Profile, ceilings: Ceilings
+) -> None:
+    report = reported(measured, ceilings, steps(100.0), faults=PageFaults(9_000.0, system_ms))
+    assert report.summary.disturbed is disturbed
+    notes = [note for note in report.notes if note.startswith("Disturbed: ")]
+    assert len(notes) == disturbed
+    part_ms = system_ms * (1 + 1 / torch.get_num_threads()) / 2
+    assert all(f"a step took 9,000 pages of memory from the system, some {part_ms:.3g} ms" in note for note in notes)
+    assert all(f"below {part_ms:.3g} ms say nothing" in note for note in notes)
+
+
+def test_two_states_of_the_heap_are_told_apart(measured: Profile, ceilings: Ceilings) -> None:
     first = PageFaults(7001.0, 12.0)
 
     def noted(otherwise: OtherState | None, labelled: PageFaults = first) -> list[str]:
         changes = {"faults": first, "labelled_faults": labelled, "otherwise": otherwise, "busy_ms": 50.0}
-        return [n for n in reported(measured, ceilings, steps(100.0), **changes).notes if "pages of memory" in n]
+        return [n for n in reported(measured, ceilings, steps(100.0), **changes).notes if n.startswith("A step took")]
 
     (note,) = noted(OtherState(PageFaults(3.0, 0.1), steps(80.0)))
     assert note.startswith("A step took 7,001 pages of memory from the system at first, and 3 later,")

@@ -58,7 +58,7 @@ Progress = Callable[[str, float], None]
 WARM_UP_STEPS = 2
 COMPILED_WARM_UP_STEPS = 5  # compile, warm up and capture CUDA graphs, forward and backward
 BLOCK_S = 0.25  # of steps in sequence
-BLOCKS_S, LEAST_BLOCKS, MOST_BLOCKS = 2.0, 2, 10
+BLOCKS_S, LEAST_BLOCKS, MOST_BLOCKS = 3.0, 2, 10
 """All blocks together take about so long, but there are at least and at most so many."""
 AGREEMENT, QUIET_BLOCKS = 0.03, 4
 """Blocks after these are left out where the interval of the wall time is at most so wide, relative to it."""

@@ -133,7 +133,7 @@ def _balance(
         latency_ms=profile.latency.ms if profile.latency is not None else None,
         latency_low_ms=profile.latency.low_ms if profile.latency is not None else None,
         latency_high_ms=profile.latency.high_ms if profile.latency is not None else None,
-        disturbed=_crowded(profile) or profile.wall.spread > NOISY or _slowed(profile, ceilings) is not None,
+        disturbed=bool(_noise(profile, ceilings)),
     )
     gaps = Gaps(
         kernel_gap_ms=busy_ms - modules.op_roof_ms,
@@ -159,15 +159,21 @@ def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
 def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
     """What cannot be said, where the times of a step were not reproduced."""
     wall, slowed = profile.wall, _slowed(profile, ceilings)
-    if not (_crowded(profile) or slowed) and wall.spread <= NOISY:
+    faults_ms = profile.faults.step_ms(torch.get_num_threads())
+    if not (_crowded(profile) or slowed or faults_ms > NOISY * wall.ms) and wall.spread <= NOISY:
         return []
-    seen, unsure_ms = list[str](), max(wall.high_ms - wall.low_ms, NOISY * wall.ms)
+    seen, unsure_ms = list[str](), max(wall.high_ms - wall.low_ms, NOISY * wall.ms, faults_ms)
     if _crowded(profile):
         seen.append(f"other processes used {profile.load.cores:.1f} of {os.cpu_count()} cores")
     if slowed is not None:
         what = {"product": "a fixed matrix product ran", "read": "memory was read"}[slowed[0]]
         seen.append(f"{what} at {100 * slowed[1]:.0f}% of the rate that this CPU has reached")
         unsure_ms = max(unsure_ms, (1 - slowed[1]) * wall.ms)
+    if faults_ms > NOISY * wall.ms:
+        seen.append(
+            f"a step took {profile.faults.count:,.0f} pages of memory from the system, some {time_text(faults_ms)} of "
+            "it, and takes more or fewer in another process"
+        )
     fastest, half = time_text(wall.low_ms), time_text(wall.high_ms)
     if wall.mean:
         seen.append(f"most of {wall.steps} steps took {fastest} to {half}, {time_text(wall.ms)} in the mean")
@@ -190,7 +196,7 @@ def _two_states(profile: Profile) -> list[str]:
         part_ms, lasted = profile.wall.ms - later.wall.ms, f", when it lasted {time_text(later.wall.ms)}"
     else:
         threads = torch.get_num_threads()
-        part_ms, lasted = (faults.system_ms - labelled.system_ms) * (1 + 1 / threads) / 2, ""
+        part_ms, lasted = faults.step_ms(threads) - labelled.step_ms(threads), ""
     part_ms = min(part_ms, profile.wall.ms - profile.busy_ms)
     gap = f"; operators were timed later, which makes some {time_text(part_ms)} of launch gap" if part_ms > 0 else ""
     return [

@@ -39,6 +39,14 @@ class PageFaults:
         """The mean of so many steps since then."""
         return PageFaults((self.count - before.count) / steps, (self.system_ms - before.system_ms) / steps)
 
+    def step_ms(self, threads: int) -> float:
+        """By how much they lengthen a step that so many threads work on.
+
+        The system works for one thread at a time; whether the others wait meanwhile is not known. This is the middle
+        between its share of each thread and all of it.
+        """
+        return self.system_ms * (1 + 1 / threads) / 2
+
     def is_like(self, other: PageFaults) -> bool:
         """Whether steps with these faults are in the same state: few pages in both, or about as many."""
         least, most = sorted((self.count, other.count))

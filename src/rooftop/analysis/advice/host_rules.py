@@ -128,11 +128,7 @@ def data_loading(findings: Findings) -> list[Advice]:
 
 
 def freed_memory(findings: Findings) -> list[Advice]:
-    """On a CPU: pages that malloc gives back to the system, and takes again, in each step.
-
-    The system works for all threads; whether the others wait meanwhile is not known. The gain is the middle between its
-    share of each thread and all of it.
-    """
+    """On a CPU: pages that malloc gives back to the system, and takes again, in each step."""
     faults, threads = findings.faults, findings.ceilings.threads
     if faults.count < MANY:
         return []
@@ -141,7 +137,7 @@ def freed_memory(findings: Findings) -> list[Advice]:
             "Keep memory that is freed",
             f"each step takes {faults.count:,.0f} pages of memory from the system again, which works for them "
             f"{faults.system_ms:.2f} ms, all threads together",
-            faults.system_ms * (1 + 1 / threads) / 2,
+            faults.step_ms(threads),
             KEEP_MEMORY,
             low_ms=faults.system_ms / threads,
         )
