@@ -40,7 +40,7 @@ from rooftop.models import resnet18, swin_t
 
 TOLERANCE = 0.05
 LEAST_PLAIN = 3
-PLAIN_STEPS, PLAIN_SECONDS = 10, 3.0  # steps in a row, and for how long they are timed before and after a report
+PLAIN_STEPS, PLAIN_SECONDS = 10, 2.0  # steps in a row, and for how long they are timed before and after a report
 LOOP = "while True: pass"
 KEPT = dict(word.split("=") for word in KEEP_MEMORY.split() if "=" in word)
 

@@ -6,6 +6,7 @@ are made by thresholds, and by cameras, and the triangles of each are looked at 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from rooftop import scene
 from rooftop.scene import Geometry, layouts
-from rooftop.scene.building import grouping, levels, meshopt, simplifying
+from rooftop.scene.building import grouping, levels
 from rooftop.scene.geometry import DecodedCluster
 
 Floats = NDArray[np.float64]
@@ -109,17 +110,51 @@ class Built:
         return np.flatnonzero(own & ~parent)
 
 
-@pytest.fixture(scope="module", params=CLOSED)
-def closed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    points, faces, options = CLOSED[request.param]()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouping, "LEAST", 3)
-        patch.setattr(grouping, "USUAL", 6)  # small groups, so that a small mesh has many, and many levels side by side
-        return _built(tmp_path_factory, points, faces, options)
+def leaves(count: int, size: float) -> tuple[Floats, Ints]:
+    """Squares in a ball of radius 1, turned at random."""
+    random = np.random.default_rng(count)
+    middles = random.normal(size=(count, 3))
+    middles *= (random.random(count) ** (1 / 3) / np.linalg.norm(middles, axis=1))[:, None]
+    along, across = np.linalg.qr(random.normal(size=(count, 3, 2)))[0].transpose(2, 0, 1)
+    corners = [middles + size / 2 * (a * along + b * across) for a, b in ((-1, -1), (1, -1), (1, 1), (-1, 1))]
+    faces = 4 * np.arange(count)[:, None] + np.array([0, 1, 2, 0, 2, 3])
+    return np.stack(corners, 1).reshape(-1, 3), faces.reshape(-1, 3)
 
 
-def _built(tmp_path_factory: pytest.TempPathFactory, points: Floats, faces: Ints, options: dict[str, Any]) -> Built:
-    return Built(tmp_path_factory.mktemp("closed") / "mesh.rtg", points, faces, **options)
+def _leaves() -> tuple[Floats, Ints, dict[str, Any]]:
+    """Squares of two materials, with normals and texture coordinates of their own."""
+    points, faces = leaves(6000, 0.06)
+    options = {"materials": np.arange(len(faces)) // 2 % 2, "normals": "smooth", "uv": points[:, :2]}
+    return points, faces, options
+
+
+EACH = {**CLOSED, "leaves": _leaves}
+
+
+@pytest.fixture(scope="module")
+def of_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+    """Each built once."""
+    folder = tmp_path_factory.mktemp("kinds")
+
+    @functools.cache
+    def built(kind: str) -> Built:
+        points, faces, options = EACH[kind]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grouping, "LEAST", 3)
+            patch.setattr(grouping, "USUAL", 6)  # small groups: a small mesh has many, and many levels side by side
+            return Built(folder / f"{kind}.rtg", points, faces, **options)
+
+    return built
+
+
+@pytest.fixture(params=CLOSED)
+def closed(request: pytest.FixtureRequest, of_kind: Callable[[str], Built]) -> Built:
+    return of_kind(request.param)
+
+
+@pytest.fixture(params=EACH)
+def each(request: pytest.FixtureRequest, of_kind: Callable[[str], Built]) -> Built:
+    return of_kind(request.param)
 
 
 def open_edges(triangles: Ints) -> int:
@@ -171,57 +206,55 @@ def test_every_cut_is_watertight(closed: Built) -> None:
         assert open_edges(closed.triangles(np.array(chosen))) == 0
 
 
-def test_every_way_to_the_root_crosses_a_cut_once(closed: Built) -> None:
+def test_every_way_to_the_root_crosses_a_cut_once(each: Built) -> None:
     """From each finest cluster up through the groups, to what nothing replaces."""
-    replaced_by = {int(source): number for number, source in enumerate(closed.sources) if source >= 0}
-    for fine in cameras(closed, 7):
-        drawn = np.zeros(len(closed.heads), bool)
-        drawn[closed.cut(fine)] = True
-        for cluster in np.flatnonzero(closed.levels == 0).tolist():
+    replaced_by = {int(source): number for number, source in enumerate(each.sources) if source >= 0}
+    for fine in cameras(each, 7):
+        drawn = np.zeros(len(each.heads), bool)
+        drawn[each.cut(fine)] = True
+        for cluster in np.flatnonzero(each.levels == 0).tolist():
             states = [drawn[cluster]]
-            while (above := replaced_by.get(int(closed.owners[cluster]))) is not None:
+            while (above := replaced_by.get(int(each.owners[cluster]))) is not None:
                 cluster = above
                 states.append(drawn[cluster])
             assert sum(states) == 1
 
 
-def test_errors_grow_and_spheres_enclose(closed: Built) -> None:
-    groups = closed.groups[closed.owners].astype(float)
-    own = closed.heads.astype(float)
+def test_errors_grow_and_spheres_enclose(each: Built) -> None:
+    groups = each.groups[each.owners].astype(float)
+    own = each.heads.astype(float)
     assert (groups[:, 4] >= GROWTH * own[:, 4]).all()
     away = np.linalg.norm(groups[:, :3] - own[:, :3], axis=1)
     assert (away + own[:, 3] <= groups[:, 3]).all()
-    for number, cluster in enumerate(closed.clusters):  # the surface is within the finest spheres
-        if closed.levels[number] == 0:
-            points = cluster.positions - np.array(closed.geometry.meta["origin"])
-            assert (np.linalg.norm(points - own[number, :3], axis=1) <= own[number, 3]).all()
+    origin = np.array(each.geometry.meta["origin"])
+    for number, cluster in enumerate(each.clusters):
+        distances = np.linalg.norm(cluster.positions - origin - own[number, :3], axis=1)
+        assert (distances <= own[number, 3]).all()
 
 
-def test_clusters_share_the_bits_of_the_group_that_they_replace(closed: Built) -> None:
-    replacing = closed.sources >= 0
+def test_clusters_share_the_bits_of_the_group_that_they_replace(each: Built) -> None:
+    replacing = each.sources >= 0
     assert replacing.any()
-    assert (
-        closed.heads[replacing, :5].view(np.uint32) == closed.groups[closed.sources[replacing], :5].view(np.uint32)
-    ).all()
-    assert (closed.heads[~replacing, 4] == 0).all()
-    assert (closed.levels[~replacing] == 0).all()
-    sources = closed.levels[replacing] - 1
+    assert (each.heads[replacing, :5].view(np.uint32) == each.groups[each.sources[replacing], :5].view(np.uint32)).all()
+    assert (each.heads[~replacing, 4] == 0).all()
+    assert (each.levels[~replacing] == 0).all()
+    sources = each.levels[replacing] - 1
     assert (sources >= 0).all()
 
 
-def test_one_cluster_is_left(closed: Built) -> None:
-    assert closed.report.roots == 1
-    assert closed.report.why_several is None
-    terminal = closed.groups[:, layouts.GROUP_ERROR] == np.float32(layouts.NEVER)
-    assert closed.records[terminal, layouts.GROUP_COUNT].tolist() == [1]
-    assert len(closed.report.levels) >= 5
+def test_one_cluster_is_left(each: Built) -> None:
+    assert each.report.roots == 1
+    assert each.report.why_several is None
+    terminal = each.groups[:, layouts.GROUP_ERROR] == np.float32(layouts.NEVER)
+    assert each.records[terminal, layouts.GROUP_COUNT].tolist() == [1]
+    assert len(each.report.levels) >= 5
 
 
-def test_the_finest_level_is_the_mesh(closed: Built) -> None:
+def test_the_finest_level_is_the_mesh(each: Built) -> None:
     """Its triangles, the same way round, on the grid, and nothing else."""
-    origin, step = np.array(closed.geometry.meta["origin"]), closed.report.precision
-    wanted = np.rint((closed.points - origin) / step).astype(np.int64)[closed.faces]
-    found = closed.triangles(np.flatnonzero(closed.levels == 0))
+    origin, step = np.array(each.geometry.meta["origin"]), each.report.precision
+    wanted = np.rint((each.points - origin) / step).astype(np.int64)[each.faces]
+    found = each.triangles(np.flatnonzero(each.levels == 0))
     assert (canonical(found) == canonical(wanted)).all()
 
 
@@ -232,8 +265,8 @@ def canonical(triangles: Ints) -> Ints:
     return turned[np.lexsort(turned.T)]
 
 
-def test_the_tree_leads_to_each_group_once_and_bounds_what_is_below(closed: Built) -> None:
-    nodes = closed.geometry.nodes
+def test_the_tree_leads_to_each_group_once_and_bounds_what_is_below(each: Built) -> None:
+    nodes = each.geometry.nodes
     reals = nodes.view(np.float32).astype(float)
     seen: list[int] = []
     deepest = 0
@@ -253,17 +286,17 @@ def test_the_tree_leads_to_each_group_once_and_bounds_what_is_below(closed: Buil
             else:
                 group = int(child[layouts.CHILD_GROUP])
                 seen.append(group)
-                assert child[layouts.CHILD_KIND] == closed.records[group, layouts.GROUP_COUNT]
+                assert child[layouts.CHILD_KIND] == each.records[group, layouts.GROUP_COUNT]
                 assert (nodes[node].view(np.float32)[nodes[node, :, layouts.CHILD_GROUP] == group, 6:11] != 0).any()
-                assert (sphere == closed.groups[group, :4]).all()
-                assert error == closed.groups[group, layouts.GROUP_ERROR]
-                words = closed.geometry.page(int(child[layouts.CHILD_AT]))
+                assert (sphere == each.groups[group, :4]).all()
+                assert error == each.groups[group, layouts.GROUP_ERROR]
+                words = each.geometry.page(int(child[layouts.CHILD_AT]))
                 first = int(words[layouts.PAGE_FIRST_CLUSTER] + child[layouts.CHILD_FIRST])
                 inside = range(first, first + int(child[layouts.CHILD_KIND]))
-                assert (closed.owners[inside] == group).all()
-                assert first == 0 or closed.owners[first - 1] != group
-                points = np.concatenate([closed.clusters[each].positions for each in inside])
-                points -= closed.geometry.meta["origin"]
+                assert (each.owners[inside] == group).all()
+                assert first == 0 or each.owners[first - 1] != group
+                points = np.concatenate([each.clusters[number].positions for number in inside])
+                points -= each.geometry.meta["origin"]
                 below_low, below_high, below = points.min(0), points.max(0), sphere[None]
             assert (center - half <= below_low).all()
             assert (center + half >= below_high).all()
@@ -275,8 +308,8 @@ def test_the_tree_leads_to_each_group_once_and_bounds_what_is_below(closed: Buil
         return np.min(low, 0), np.max(high, 0), np.array(spheres), worst
 
     visit(0, 1)
-    assert sorted(seen) == list(range(len(closed.groups)))
-    assert deepest == closed.geometry.meta["depth"]
+    assert sorted(seen) == list(range(len(each.groups)))
+    assert deepest == each.geometry.meta["depth"]
 
 
 def test_clusters_are_full_and_pages_hold_whole_groups_from_coarse_to_fine(closed: Built) -> None:
@@ -358,8 +391,12 @@ def test_a_geometry_with_normals_takes_less_than_15_bytes_a_triangle(tmp_path: P
     assert report.fill >= 0.85
 
 
-def test_the_file_does_not_depend_on_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["ring", "leaves"])
+def test_the_file_does_not_depend_on_threads(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points, faces, uv = ring(128, 96)
+    if kind == "leaves":
+        points, faces = leaves(9000, 0.05)
+        uv = points[:, :2]
     monkeypatch.setattr(levels, "PIECE_TRIANGLES", 2000)
     monkeypatch.setattr(levels, "BATCH_TRIANGLES", 4000)  # so that there is something to do side by side
     for threads in (1, 3):
@@ -430,32 +467,6 @@ def test_random_materials_still_have_levels(tmp_path: Path) -> None:
     built = Geometry.open(tmp_path / "mesh.rtg")
     found: list[DecodedCluster] = [built.decode(number) for number in range(built.meta["clusters"])]
     assert set(np.concatenate([each.materials for each in found]).tolist()) <= set(range(5))
-
-
-def test_parts_too_small_to_be_seen_are_dropped_only_where_no_border_is_torn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """meshoptimizer may drop a part that another group continues; then the group is simplified without dropping."""
-    calls: list[int] = []
-    real = meshopt.library().meshopt_simplifyWithAttributes
-
-    class Watched:
-        def meshopt_simplifyWithAttributes(self, *arguments: Any) -> int:
-            calls.append(arguments[13])
-            return int(real(*arguments))
-
-    from rooftop.scene.building.meshes import checked_mesh
-
-    points, faces = ball(3)
-    small = points[faces[:1]].reshape(-1, 3) * 0.01 + 3
-    mesh = checked_mesh(np.concatenate([points, small]), np.concatenate([faces, [[642, 643, 644]]]))
-    monkeypatch.setattr(meshopt, "library", lambda: Watched())
-    for locked, expected in ((False, [meshopt.PRUNE_ABSOLUTE]), (True, [meshopt.PRUNE_ABSOLUTE, meshopt.ABSOLUTE])):
-        calls.clear()
-        lone = mesh.faces[-1]
-        locks = np.zeros(len(mesh.vertices.grid), bool)
-        locks[lone] = locked
-        left = simplifying.simplify(mesh, mesh.faces, np.array([len(mesh.faces)]), locks)
-        assert calls == expected
-        assert bool(np.isin(lone[0], left.corners)) == locked
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -39,22 +39,36 @@ def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[
 
 
 def _small_ones_joined(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
-    """Parts of fewer than LEAST clusters (lonely bodies, leftovers between full parts) joined along Morton's curve."""
+    """Parts of fewer than LEAST clusters (lonely bodies, leftovers between full parts) joined along Morton's curve.
+
+    The last one joins its neighbour there: alone it would not become fewer clusters.
+    """
     sizes = np.bincount(parts)
     small = np.flatnonzero((sizes > 0) & (sizes < LEAST))
-    if len(small) < 2:
+    if not len(small):
         return parts
-    codes = morton_codes(_middles(parts, spheres))[small]
-    order = small[np.argsort(codes, kind="stable")]
+    order = _in_order(parts, spheres)
     joined = np.arange(len(sizes))
     target, held = -1, MOST
-    for part in order.tolist():
+    for part in order[np.isin(order, small)].tolist():
         size = int(sizes[part])
         if held + size > USUAL:
             target, held = part, 0
         joined[part] = target
         held += size
-    return joined[parts]
+    parts = joined[parts]
+    if held >= LEAST or len(np.unique(parts)) == 1:
+        return parts
+    order = _in_order(parts, spheres)
+    at = int(np.flatnonzero(order == target)[0])
+    return np.where(parts == target, order[at - 1 if at else 1], parts)
+
+
+def _in_order(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
+    """The numbers of parts that there are, along Morton's curve."""
+    present = np.unique(parts)
+    order: Ints = present[np.argsort(morton_codes(_middles(parts, spheres)[present]), kind="stable")]
+    return order
 
 
 def _middles(parts: Ints, spheres: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
@@ -65,9 +79,9 @@ def _middles(parts: Ints, spheres: npt.NDArray[np.float32]) -> npt.NDArray[np.fl
 
 def _along_curve(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
     """The parts numbered from 0 in the order of their centres along Morton's curve."""
-    present, parts = np.unique(parts, return_inverse=True)
-    rank = np.empty(len(present), np.int64)
-    rank[np.argsort(morton_codes(_middles(parts, spheres)), kind="stable")] = np.arange(len(present))
+    order = _in_order(parts, spheres)
+    rank = np.empty(int(parts.max()) + 1, np.int64)
+    rank[order] = np.arange(len(order))
     return rank[parts]
 
 

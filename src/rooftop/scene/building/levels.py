@@ -11,8 +11,8 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,9 @@ from rooftop.scene.building.clustering import Clusters, cut
 from rooftop.scene.building.grouping import group
 from rooftop.scene.building.meshes import Mesh
 from rooftop.scene.building.orders import morton_codes
+from rooftop.scene.building.parts import Added, parts_of
 from rooftop.scene.building.ragged import rows_of, starts_of, taken
-from rooftop.scene.building.simplifying import simplify
+from rooftop.scene.building.simplifying import Simplified, simplify
 from rooftop.scene.building.spheres import around_spheres
 
 Ints = npt.NDArray[np.int64]
@@ -32,6 +33,7 @@ Words = npt.NDArray[np.uint32]
 Progress = Callable[[str, float], None]
 T = TypeVar("T")
 R = TypeVar("R")
+V = TypeVar("V", bound=np.generic)
 
 PIECE_TRIANGLES = 1 << 14  # of the mesh as given, cut together: clusters do not cross from one piece into another
 BATCH_TRIANGLES = 1 << 16  # a task of one thread
@@ -98,6 +100,21 @@ def build_levels(mesh: Mesh, progress: Progress, threads: int | None = None) -> 
             raise
 
 
+class _Column(Generic[V]):
+    """An array that grows: what is appended is joined when it is asked for."""
+
+    def __init__(self, first: npt.NDArray[V]) -> None:
+        self._pieces = [first]
+
+    def append(self, more: npt.NDArray[V]) -> None:
+        self._pieces.append(more)
+
+    def all(self) -> npt.NDArray[V]:
+        if len(self._pieces) > 1:
+            self._pieces = [np.concatenate(self._pieces)]
+        return self._pieces[0]
+
+
 class _Levels:
     """What is made step by step."""
 
@@ -109,10 +126,11 @@ class _Levels:
         self.heads: list[Words] = []
         self.streams: list[Words] = []
         self.lengths: list[Ints] = []
-        self.spheres = np.empty((0, 4), np.float32)  # of clusters
-        self.errors = np.empty(0, np.float32)
-        self.levels = np.empty(0, np.int64)
-        self.sizes = np.empty(0, np.int64)
+        self.clusters = 0
+        self.spheres = _Column(np.empty((0, 4), np.float32))  # of clusters
+        self.errors = _Column(np.empty(0, np.float32))
+        self.levels = _Column(np.empty(0, np.int64))
+        self.sizes = _Column(np.empty(0, np.int64))
         self.members: list[tuple[Ints, Ints]] = []  # clusters, and the group of each
         self.group_spheres: list[Reals] = []
         self.group_errors: list[Reals] = []
@@ -120,18 +138,20 @@ class _Levels:
         self.unshrunk = 0
 
     def build(self) -> Hierarchy:
+        parts = self.pool.submit(parts_of, self.mesh.vertices, self.mesh.faces)
         front = self._finest()
+        self.mesh = replace(self.mesh, vertices=replace(self.mesh.vertices, parts=parts.result()))
         total = len(front.triangles)
         while len(front.triangles) > 1:
             self.progress(f"simplifying {len(front.triangles):,} clusters", 1 - len(front.triangles) / total)
             front = self._next(front)
         if len(front.triangles):
             self._end(front.numbers, np.zeros(len(front.numbers), np.int64))
-        groups = np.full(len(self.levels), -1)
+        groups = np.full(self.clusters, -1)
         for clusters, numbers in self.members:
             groups[clusters] = numbers
         return Hierarchy(
-            np.concatenate(self.heads), self.streams, np.concatenate(self.lengths), self.levels, groups,
+            np.concatenate(self.heads), self.streams, np.concatenate(self.lengths), self.levels.all(), groups,
             np.concatenate(self.group_spheres), np.concatenate(self.group_errors), self.unshrunk,
         )  # fmt: skip
 
@@ -154,34 +174,48 @@ class _Levels:
 
     def _next(self, front: Front) -> Front:
         """One step."""
-        vertices = self.mesh.vertices
         numbers = front.numbers
-        parts = group(vertices.place[front.corners], front.triangles, self.spheres[numbers], self.sizes[numbers])
+        parts = group(
+            self.mesh.vertices.place[front.corners],
+            front.triangles,
+            self.spheres.all()[numbers],
+            self.sizes.all()[numbers],
+        )
         front = front.part(np.argsort(parts, kind="stable"))
         parts = np.sort(parts)
         counts = np.bincount(parts)  # clusters of each group
         locked = self._locked(front, parts)
 
-        spheres = around_spheres(self.spheres[front.numbers], counts)
+        spheres = around_spheres(self.spheres.all()[front.numbers], counts)
         starts = starts_of(counts)
-        least = np.maximum.reduceat(self.errors[front.numbers], starts[:-1]).astype(np.float64) * GROWTH
-        levels = np.maximum.reduceat(self.levels[front.numbers], starts[:-1]) + 1
+        least = np.maximum.reduceat(self.errors.all()[front.numbers], starts[:-1]).astype(np.float64) * GROWTH
+        levels = np.maximum.reduceat(self.levels.all()[front.numbers], starts[:-1]) + 1
         triangles = np.add.reduceat(front.triangles, starts[:-1])
         ends = starts_of(triangles)
         batches = _batches(triangles)
 
-        def work(batch: tuple[int, int]) -> tuple[Clusters | None, Reals, npt.NDArray[np.bool_]]:
+        def simplified(batch: tuple[int, int]) -> Simplified:
             a, b = batch
-            simplified = simplify(self.mesh, front.corners[ends[a] : ends[b]], triangles[a:b], locked)
-            errors = np.maximum(simplified.errors * self.step, least[a:b]).astype(np.float32)
-            if not len(simplified.corners):
-                return None, errors, np.zeros(b - a, bool)
-            clusters = cut(vertices, simplified.corners, simplified.counts, levels[a:b])
-            fewer = np.bincount(clusters.pieces, minlength=b - a)
-            return clusters, errors, (fewer > 0) & (fewer < counts[a:b]) & (levels[a:b] <= MOST_LEVELS)
+            return simplify(self.mesh, front.corners[ends[a] : ends[b]], triangles[a:b], locked)
 
+        def again_cut(batch: tuple[tuple[int, int], Simplified]) -> tuple[Clusters | None, npt.NDArray[np.bool_]]:
+            (a, b), found = batch
+            if not len(found.corners):
+                return None, np.zeros(b - a, bool)
+            clusters = cut(self.mesh.vertices, found.corners, found.counts, levels[a:b])
+            fewer = np.bincount(clusters.pieces, minlength=b - a)
+            return clusters, (fewer > 0) & (fewer < counts[a:b]) & (levels[a:b] <= MOST_LEVELS)
+
+        found = self._numbered(self._run(simplified, batches))
         fronts, stuck = [], []
-        for (a, b), (clusters, errors, shrunk) in zip(batches, self._run(work, batches), strict=True):
+        again = self._run(again_cut, list(zip(batches, found, strict=True)))
+        for (a, b), each, (clusters, shrunk) in zip(batches, found, again, strict=True):
+            errors = np.maximum(each.errors * self.step, least[a:b]).astype(np.float32)
+            if clusters is not None and len(each.added.sources):
+                both = np.concatenate([np.arange(b - a), clusters.pieces])
+                order = np.argsort(both, kind="stable")
+                all_spheres = np.concatenate([spheres[a:b], clusters.spheres])[order]
+                spheres[a:b] = around_spheres(all_spheres, np.bincount(both))
             inside = rows_of(counts[a:b])
             own = front.numbers[starts[a] : starts[b]]
             number = np.cumsum(shrunk) - 1 + self.groups
@@ -206,6 +240,17 @@ class _Levels:
         joined = _joined(fronts)
         joined.tries[len(joined.tries) - len(rest) :] = tries[rest]
         return joined
+
+    def _numbered(self, found: list[Simplified]) -> list[Simplified]:
+        """With vertices that were added numbered over all batches; the mesh gets them."""
+        first = len(self.mesh.vertices.grid)
+        starts = starts_of([len(each.added.sources) for each in found])
+        if starts[-1]:
+            added = Added.joined([each.added for each in found])
+            self.mesh = replace(self.mesh, vertices=added.behind(self.mesh.vertices))
+        for each, start in zip(found, starts[:-1].tolist(), strict=True):
+            each.corners[each.corners >= first] += start
+        return found
 
     def _locked(self, front: Front, parts: Ints) -> npt.NDArray[np.bool_]:
         """Whether a vertex's place is used by more than one group."""
@@ -246,11 +291,12 @@ class _Levels:
         self.heads.append(heads)
         self.streams.append(streams)
         self.lengths.append(encoded.counts[kept])
-        numbers = np.arange(len(kept)) + len(self.levels)
-        self.spheres = np.concatenate([self.spheres, spheres[kept]])
-        self.errors = np.concatenate([self.errors, errors[kept]])
-        self.levels = np.concatenate([self.levels, (heads[:, layouts.CLUSTER_COUNTS] >> 24).astype(np.int64)])
-        self.sizes = np.concatenate([self.sizes, 4 * (encoded.counts[kept] + layouts.CLUSTER_WORDS)])
+        numbers = np.arange(len(kept)) + self.clusters
+        self.clusters += len(kept)
+        self.spheres.append(spheres[kept])
+        self.errors.append(errors[kept])
+        self.levels.append((heads[:, layouts.CLUSTER_COUNTS] >> 24).astype(np.int64))
+        self.sizes.append(4 * (encoded.counts[kept] + layouts.CLUSTER_WORDS))
         return Front(front.corners, front.triangles, numbers, front.tries)
 
     def _end(self, clusters: Ints, parts: Ints) -> None:
@@ -258,7 +304,7 @@ class _Levels:
         order = np.argsort(parts, kind="stable")
         counts = np.bincount(parts)
         self.members.append((clusters[order], parts[order] + self.groups))
-        self.group_spheres.append(around_spheres(self.spheres[clusters[order]], counts))
+        self.group_spheres.append(around_spheres(self.spheres.all()[clusters[order]], counts))
         self.group_errors.append(np.full(len(counts), layouts.NEVER, np.float32))
         self.groups += len(counts)
 

@@ -44,6 +44,7 @@ class Vertices:
         uv: (V, 2) int32, in steps of theirs, or None.
         materials: (V,) uint16, or None where all are 0.
         merged: (V,) uint32: the vertex that stands for all at this place with this material.
+        parts: (V,) uint32, equal for vertices that faces connect; None where they connect all.
         exponent, uv_exponent: a step is two to that.
     """
 
@@ -55,6 +56,7 @@ class Vertices:
     merged: npt.NDArray[np.uint32]
     exponent: int
     uv_exponent: int
+    parts: npt.NDArray[np.uint32] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from rooftop.errors import MissingExtraError
 
 Array = npt.NDArray[np.generic]
 
-PRUNE_ABSOLUTE = (1 << 2) | (1 << 3)  # errors in the units of the positions; parts too small to be seen may go
-ABSOLUTE = 1 << 2
+ABSOLUTE = 1 << 2  # errors in the units of the positions
 NO_LIMIT = 1e18  # an error that no mesh reaches, whose square is a float32 still
 
 MESHLET = np.dtype([("vertex", "<u4"), ("triangle", "<u4"), ("vertices", "<u4"), ("triangles", "<u4")])  # two starts

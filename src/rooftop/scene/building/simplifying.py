@@ -1,11 +1,12 @@
 """Groups simplified to half their triangles, their borders kept.
 
 A vertex that another group uses too is locked, by its place: so is every vertex there, whatever its attributes. What is
-left uses vertices of the mesh, and its error is in steps of the grid.
+left uses vertices of the mesh, or copies of them in parts that grew, and its error is in steps of the grid.
 
 One way after another is tried until a group shrinks:
 
-1. with attributes, and with parts dropped that are smaller than the error (unless that would tear the border);
+1. with attributes; small parts that lie in the group whole become fewer and larger, if that costs less (see
+   `thinning`);
 2. with the attributes of a place merged into one vertex, where seams hold everything (a mesh in which every face has
    vertices of its own);
 3. by moving together the vertices in each cell of a grid, whatever the topology, and whatever the materials.
@@ -26,7 +27,9 @@ from rooftop.scene.building import meshopt
 from rooftop.scene.building.clustering import local_points, localized
 from rooftop.scene.building.meshes import Mesh, Vertices, repeats, without_repetition
 from rooftop.scene.building.normals import from_octahedral
+from rooftop.scene.building.parts import Added
 from rooftop.scene.building.ragged import starts_of
+from rooftop.scene.building.thinning import MISSING, LooseParts, Pairs, Thinned
 
 Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]
@@ -51,11 +54,13 @@ class Simplified:
         corners: (T, 3) of all groups, one after another; of a group that would not shrink, nothing.
         counts: (G,) how many triangles each has left.
         errors: (G,) float64, how far what is left is from what was there, in steps of the grid.
+        added: vertices that the mesh does not have; corners name them by numbers from V on.
     """
 
     corners: Corners
     counts: Ints
     errors: npt.NDArray[np.float64]
+    added: Added
 
 
 def simplify(mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.bool_]) -> Simplified:
@@ -68,13 +73,25 @@ def simplify(mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.
         locked: (V,) whether a vertex must stay.
     """
     left: list[Corners] = []
+    added: list[Added] = []
+    more = 0
     errors = np.zeros(len(counts))
     starts = starts_of(counts)
     found = _attempt(mesh, corners, counts, locked)
     for group, (kept, error) in enumerate(found):
         count = int(counts[group])
+        own = corners[starts[group] : starts[group + 1]]
+        if mesh.vertices.parts is not None:
+            parts = LooseParts(mesh.vertices, own, locked)
+            if len(parts) > 1:
+                thinned = _thinned(mesh, own, locked, parts, kept, error)
+                kept, error = thinned.corners, thinned.error
+                if _shrunk(kept, count):
+                    new = kept >= len(mesh.vertices.grid)
+                    kept[new] += more
+                    more += len(thinned.added.sources)
+                    added.append(thinned.added)
         if not _shrunk(kept, count):
-            own = corners[starts[group] : starts[group + 1]]
             merged = without_flat(mesh.vertices, mesh.vertices.merged[own])
             if (merged != own[: len(merged)]).any() or len(merged) < len(own):
                 kept, error = _attempt(mesh, merged, np.array([len(merged)]), locked)[0]
@@ -83,7 +100,40 @@ def simplify(mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.
         ok = _shrunk(kept, count)
         left.append(kept if ok else kept[:0])
         errors[group] = error
-    return Simplified(np.concatenate(left), np.array([len(each) for each in left]), errors)
+    return Simplified(
+        np.concatenate(left), np.array([len(each) for each in left]), errors, Added.joined(added or [Added.none()])
+    )
+
+
+def _thinned(
+    mesh: Mesh, corners: Corners, locked: npt.NDArray[np.bool_], parts: LooseParts, kept: Corners, error: float
+) -> Thinned:
+    """A group with several loose parts: simplified, or with fewer parts, whichever costs less.
+
+    Args:
+        mesh, locked: as for `simplify`.
+        corners: (T, 3) of the group.
+        parts: its loose parts.
+        kept, error: what simplifying leaves of it, and its error.
+    """
+    count = len(corners)
+    missing = parts.missing(kept)
+    whole = _shrunk(kept, count) and missing < MISSING
+    if whole and not missing and parts.are_large(error):
+        return Thinned(kept, error, Added.none())
+    target = _target(count, len(np.unique(corners)))
+    pairs = parts.pairs(count - target)
+    if whole and error <= pairs.error:
+        return parts.thinned(kept, error, Pairs.none())
+    stay = parts.without(corners, pairs)
+    fewer, fewer_error = stay, 0.0
+    if len(stay) > target:
+        fewer, fewer_error = _attempt(mesh, stay, np.array([len(stay)]), locked, np.array([target]))[0]
+    if whole and error <= fewer_error:
+        return parts.thinned(kept, error, Pairs.none() if missing else parts.pairs(count - target, error))
+    if not parts.remain(fewer):
+        fewer, fewer_error = stay, 0.0
+    return parts.thinned(fewer, fewer_error, pairs)
 
 
 def without_flat(vertices: Vertices, corners: Corners) -> Corners:
@@ -98,11 +148,18 @@ def _target(triangles: int, vertices: int) -> int:
 
 
 def _shrunk(kept: Corners, before: int) -> bool:
-    return len(kept) > 0 and (len(kept) <= SHRUNK * before or before <= layouts.MAX_TRIANGLES)
+    return 0 < len(kept) <= max(SHRUNK * before, layouts.MAX_TRIANGLES)
 
 
-def _attempt(mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.bool_]) -> list[tuple[Corners, float]]:
-    """The triangles that are left of each group, and the error."""
+def _attempt(
+    mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.bool_], targets: Ints | None = None
+) -> list[tuple[Corners, float]]:
+    """The triangles that are left of each group, and the error.
+
+    Args:
+        mesh, corners, counts, locked: as for `simplify`.
+        targets: (G,) about so many triangles; by default half.
+    """
     vertices = mesh.vertices
     local = localized(corners, counts)
     points = local_points(vertices, local)
@@ -115,19 +172,15 @@ def _attempt(mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.
     found = []
     for group in range(len(counts)):
         a, b, c, d = starts[group], starts[group + 1], firsts[group], firsts[group + 1]
-        for options in (meshopt.PRUNE_ABSOLUTE, meshopt.ABSOLUTE):
-            count = library.meshopt_simplifyWithAttributes(
-                meshopt.address(out[a:b]), meshopt.address(local.corners[a:b]), 3 * (b - a),
-                meshopt.address(points[c:d]), d - c, 12,
-                meshopt.address(attributes[c:d]), 4 * attributes.shape[1], meshopt.address(weights[group]),
-                attributes.shape[1], meshopt.address(locks[c:d]), 3 * _target(b - a, d - c), meshopt.NO_LIMIT, options,
-                ctypes.addressof(error),
-            )  # fmt: skip
-            kept = out[a : a + count // 3]
-            still = np.zeros(d - c, bool)
-            still[kept] = True
-            if count and not (locks[c:d].astype(bool) & ~still).any():
-                break
+        target = _target(b - a, d - c) if targets is None else int(targets[group])
+        count = library.meshopt_simplifyWithAttributes(
+            meshopt.address(out[a:b]), meshopt.address(local.corners[a:b]), 3 * (b - a),
+            meshopt.address(points[c:d]), d - c, 12,
+            meshopt.address(attributes[c:d]), 4 * attributes.shape[1], meshopt.address(weights[group]),
+            attributes.shape[1], meshopt.address(locks[c:d]), 3 * target, meshopt.NO_LIMIT, meshopt.ABSOLUTE,
+            ctypes.addressof(error),
+        )  # fmt: skip
+        kept = out[a : a + count // 3]
         found.append(
             (without_flat(vertices, local.vertices[c + kept.astype(np.int64)].astype(np.uint32)), SAFETY * error.value)
         )

@@ -1,0 +1,201 @@
+"""Many small parts: from far they cover what they cover from near, and none of what was there is left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import trimesh
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from rooftop import scene
+from rooftop.scene import Camera, Geometry, Renderer, Scene
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+PIXELS = 2 / np.geomspace(60, 1.5, 12)  # a ball of radius 1 is so many pixels wide
+PIXELS_SEEN, SPACING = 20_000, 2.6
+
+
+def parts(of: tuple[Floats, Ints], middles: Floats, sizes: Floats, seed: int = 0) -> tuple[Floats, Ints]:
+    """The same small mesh at many places, each turned at random."""
+    points, faces = of
+    random = np.random.default_rng(seed)
+    turns = np.linalg.qr(random.normal(size=(len(middles), 3, 3)))[0]
+    placed = np.einsum("nij,vj->nvi", turns, points) * sizes[:, None, None] + middles[:, None]
+    first = len(points) * np.arange(len(middles))[:, None, None]
+    return placed.reshape(-1, 3), (faces + first).reshape(-1, 3)
+
+
+def in_ball(count: int, seed: int = 1) -> Floats:
+    random = np.random.default_rng(seed)
+    middles = random.normal(size=(count, 3))
+    return middles * (random.random(count) ** (1 / 3) / np.linalg.norm(middles, axis=1))[:, None]
+
+
+SQUARE = np.array([[-0.5, -0.5, 0], [0.5, -0.5, 0], [0.5, 0.5, 0], [-0.5, 0.5, 0]]), np.array([[0, 1, 2], [0, 2, 3]])
+
+
+def grass() -> tuple[Floats, Ints]:
+    """Narrow upright blades on a disc."""
+    random = np.random.default_rng(2)
+    count = 3000
+    foot = np.sqrt(random.random(count))[:, None] * np.stack(
+        [np.cos(angle := random.uniform(0, 6.28, count)), np.sin(angle)], 1
+    )
+    way = random.normal(size=(count, 2))
+    way *= 0.01 / np.linalg.norm(way, axis=1)[:, None]
+    height = random.uniform(0.1, 0.2, count)
+    corners = np.zeros((count, 3, 3))
+    corners[:, 0, :2], corners[:, 1, :2], corners[:, 2, :2] = foot - way, foot + way, foot + 3 * way
+    corners[:, 2, 2] = height
+    return corners.reshape(-1, 3), np.arange(3 * count).reshape(-1, 3)
+
+
+def berries() -> tuple[Floats, Ints]:
+    ball = trimesh.creation.icosphere(1)
+    middles = in_ball(400)
+    return parts((np.array(ball.vertices), np.array(ball.faces)), middles, np.full(len(middles), 0.03))
+
+
+def tree() -> tuple[Floats, Ints]:
+    """A trunk in one piece, and leaves around its upper half."""
+    trunk = trimesh.creation.cylinder(0.06, 1.2, sections=24).subdivide().subdivide()
+    points, faces = parts(SQUARE, in_ball(5000) * 0.6 + (0, 0, 0.5), np.full(5000, 0.03))
+    return np.concatenate([trunk.vertices, points]), np.concatenate([trunk.faces, faces + len(trunk.vertices)])
+
+
+KINDS: dict[str, Callable[[], tuple[Floats, Ints]]] = {
+    "dense leaves": lambda: parts(SQUARE, in_ball(8000), np.full(8000, 0.08)),
+    "sparse leaves": lambda: parts(SQUARE, in_ball(3000), np.full(3000, 0.03)),
+    "leaves of many sizes": lambda: parts(SQUARE, in_ball(4000), np.random.default_rng(3).uniform(0.01, 0.08, 4000)),
+    "grass": grass,
+    "berries": berries,
+    "tree": tree,
+}
+
+
+def covered(geometry: Geometry, pixel: float, crowns: int, pixel_error: float = 1.0) -> float:
+    """The area that each of many instances covers, turned at random, side by side in a parallel view."""
+    random = np.random.default_rng(0)
+    side = math.isqrt(crowns)
+    transforms = np.tile(np.eye(4), (side * side, 1, 1))
+    transforms[:, :3, :3] = np.linalg.qr(random.normal(size=(len(transforms), 3, 3)))[0]  # the same ones first
+    at = SPACING * (np.stack(np.divmod(np.arange(len(transforms)), side), 1) - (side - 1) / 2)
+    transforms[:, :2, 3] = at + random.uniform(-0.5, 0.5, (len(transforms), 2)) * pixel
+    drawn = Scene()
+    drawn.add_instances(drawn.add_mesh(geometry), transforms)
+    size = math.ceil(side * SPACING / pixel)
+    camera = Camera.parallel((0, 0, 20), (0, 0, 0), (0, 1, 0), size * pixel, size, size)
+    frame = Renderer(drawn, "cpu", pixel_error=pixel_error).render(camera, ("depth",))
+    return float(torch.isfinite(frame["depth"]).sum()) * pixel**2 / len(transforms)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_far_as_much_is_covered_as_by_all_parts(kind: str, tmp_path: Path) -> None:
+    report = scene.build(*KINDS[kind](), tmp_path / "parts.rtg")
+    assert report.roots == 1
+    errors = [level.error for level in report.levels]
+    assert errors == sorted(errors)
+    geometry = Geometry.open(tmp_path / "parts.rtg")
+    whole = covered(geometry, PIXELS[0], 64, pixel_error=0.0)
+    ratios = [
+        covered(geometry, pixel, max(64, round(PIXELS_SEEN * pixel**2 / whole))) / whole for pixel in PIXELS.tolist()
+    ]
+    assert all(0.9 < ratio < 1.1 for ratio in ratios), " ".join(f"{ratio:.2f}" for ratio in ratios)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_level_has_the_area_of_the_mesh(kind: str, tmp_path: Path) -> None:
+    points, faces = KINDS[kind]()
+    scene.build(points, faces, tmp_path / "parts.rtg")
+    areas = level_areas(Geometry.open(tmp_path / "parts.rtg"))[:, 0]
+    assert len(areas) >= 4
+    slack = 0.15 if kind == "tree" else 0.05  # the trunk is one piece: it loses what its few faces cut off
+    assert (np.abs(areas / area(points[faces]) - 1) < slack).all(), areas / area(points[faces])
+
+
+def area(triangles: Floats) -> float:
+    return float(trimesh.triangles.area(triangles).sum())
+
+
+def drawn_clusters(geometry: Geometry, error: float) -> Ints:
+    """What is drawn where this error is allowed everywhere."""
+    heads, groups = geometry.clusters().view(np.float32), geometry.groups()
+    owners = np.repeat(np.arange(len(groups)), groups.view(np.int32)[:, scene.layouts.GROUP_COUNT])
+    replaced = groups.view(np.float32)[owners, scene.layouts.GROUP_ERROR] <= error
+    return np.flatnonzero((heads[:, scene.layouts.CLUSTER_ERROR] <= error) & ~replaced)
+
+
+def level_areas(geometry: Geometry, materials: int = 1) -> Floats:
+    """(levels, materials): the area that is drawn where the error of each level is allowed everywhere."""
+    rows = []
+    for level in geometry.meta["levels"]:
+        row = np.zeros(materials)
+        for number in drawn_clusters(geometry, level["error"]).tolist():
+            cluster = geometry.decode(number)
+            sizes = trimesh.triangles.area(cluster.positions[cluster.triangles])
+            row += np.bincount(cluster.materials, sizes, materials)
+        rows.append(row)
+    return np.array(rows)
+
+
+def test_each_material_keeps_its_share(tmp_path: Path) -> None:
+    points, faces = KINDS["sparse leaves"]()
+    flower = np.random.default_rng(5).random(len(faces) // 2) < 0.1
+    scene.build(points, faces, tmp_path / "parts.rtg", materials=np.repeat(flower, 2).astype(int))
+    areas = level_areas(Geometry.open(tmp_path / "parts.rtg"), 2)
+    assert (np.abs(areas / areas[0] - 1) < 0.15).all(), areas / areas[0]
+
+
+def test_a_speck_beside_a_large_part_stays_until_the_error_is_as_large(tmp_path: Path) -> None:
+    ball = trimesh.creation.icosphere(5)
+    speck = ball.vertices[ball.faces[0]] * 0.3 + (3, 0, 0)
+    points = np.concatenate([ball.vertices, speck])
+    faces = np.concatenate([ball.faces, len(ball.vertices) + np.arange(3)[None]])
+    assert scene.build(points, faces, tmp_path / "parts.rtg").roots == 1
+    geometry = Geometry.open(tmp_path / "parts.rtg")
+    size = np.ptp(speck, axis=0).max()
+    shown = []
+    for level in geometry.meta["levels"]:
+        far = max(geometry.decode(n).positions[:, 0].max() for n in drawn_clusters(geometry, level["error"]).tolist())
+        shown.append(far > 2)
+        assert shown[-1] or level["error"] > size / 2
+    assert sum(shown) >= 3
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_parts_come_to_one_cluster_within_the_box_of_the_mesh(tmp_path: Path, data: st.DataObject) -> None:
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    count = data.draw(st.sampled_from([2, 3, 65, 400, 1500]))
+    flat = np.array(data.draw(st.sampled_from([(1.0, 1, 1), (1, 1, 0), (1, 0.01, 0.01)])))
+    kinds = [SQUARE, (np.array(trimesh.creation.box().vertices), np.array(trimesh.creation.box().faces))]
+    chosen = data.draw(st.sampled_from([0, 1]))
+    sizes = 10.0 ** random.uniform(data.draw(st.sampled_from([-3, -1.5])), -1, count)
+    points, faces = parts(kinds[chosen], random.uniform(-1, 1, (count, 3)) * flat, sizes, count)
+    narrow = random.random(count) < data.draw(st.sampled_from([0.0, 0.5]))
+    each = points.reshape(count, -1, 3)
+    each[narrow] = each[narrow].mean(1, keepdims=True) + (each[narrow] - each[narrow].mean(1, keepdims=True)) * (
+        1, 1, 1e-3,
+    )  # fmt: skip
+    materials = random.integers(0, data.draw(st.sampled_from([1, 3, 200])), count)
+    of_faces = np.repeat(materials, len(faces) // count)
+    report = scene.build(points, faces, tmp_path / "parts.rtg", materials=of_faces)
+    assert report.roots == 1
+    geometry = Geometry.open(tmp_path / "parts.rtg")
+    low, high = (np.array(each) + geometry.meta["origin"] for each in geometry.meta["bounds"])
+    step = report.precision
+    assert (low >= points.min(0) - step).all()
+    assert (high <= points.max(0) + step).all()
+    for number in range(geometry.meta["clusters"]):
+        positions = geometry.decode(number).positions
+        assert (positions >= low).all()
+        assert (positions <= high).all()
