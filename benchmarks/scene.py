@@ -9,8 +9,9 @@ G-buffer; those of each stage, from the device's events, in frames of their own;
 through `scene_brute_force.py`, as long as that takes less than a second. The brute-force picture is compared with ours:
 the share of pixels whose depth is within 2%. Frames are drawn by the kernels in Warp and by those in CUDA C++. Then the
 same view of ever finer rocks, as many; 64 cameras at once; and hills of ten million triangles as a single mesh, beside
-brute force and a ray for each pixel through Warp's tree of boxes. Builds are of such hills, too, on the CPU of the
-machine, all its threads.
+brute force and a ray for each pixel through Warp's tree of boxes. Then a tree of 200,000 leaves: what it covers from
+ever farther, as a share of all its triangles from near, and a forest of it. Builds are of such hills, too, on the CPU
+of the machine, all its threads.
 
 `--quick` shows on a CPU that the script runs, with few and small pictures. Rows are written after each case.
 """
@@ -34,6 +35,7 @@ import torch
 import trimesh
 from scene_brute_force import BruteForce
 from scene_rays import Rays
+from scene_trees import DISTANCES, NARROWEST, PIXELS_SEEN, WIDEST, covered, grove, tree
 
 from rooftop import scene
 from rooftop.hardware import ceilings_of, measure_ceilings
@@ -240,7 +242,42 @@ def builds(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) 
         rows(row | {"bytes_per_triangle": round(report.bytes_per_triangle, 3), "fill": round(report.fill, 4)})
 
 
-CASES = {"builds": builds, "frames": frames, "finer": finer, "cameras": many_cameras, "hills": one_mesh}
+def trees(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
+    """A tree of many leaves: built, seen from ever farther beside all its triangles, and a forest of it."""
+    vertices, faces, materials = tree(options.leaves)
+    width = float(np.ptp(vertices[:, :2], axis=0).max())
+    with tempfile.TemporaryDirectory() as folder:
+        report = scene.build(vertices, faces, Path(folder) / "tree.rtg", "smooth", materials=materials)
+        levels = [[level.triangles, level.error] for level in report.levels]
+        row = {"what": "tree", "leaves": options.leaves, "triangles": len(faces)}
+        rows(row | {"seconds": round(report.seconds, 3), "roots": report.roots, "levels": levels})
+        mesh = scene.Geometry.open(Path(folder) / "tree.rtg")
+        whole = covered(mesh, width, WIDEST / (10 if options.quick else 1), 16, options.device, 0.0)
+        for pixels in np.geomspace(WIDEST / (10 if options.quick else 1), NARROWEST, DISTANCES).tolist():
+            count = max(16, round(PIXELS_SEEN / (100 if options.quick else 1) / (whole["area"] * pixels**2)))
+            ours = covered(mesh, width, pixels, count, options.device, 1.0)
+            row = {"what": "tree from far", "pixels_wide": round(pixels, 2), "trees": count}
+            rows(row | {"covered": round(ours["area"] / whole["area"], 4), "drawn": round(ours["triangles"])})
+        world = scene.Scene()
+        world.add_instances(world.add_mesh(mesh), grove(options.trees, 0.4 * width))
+        cameras = [over_trees(k, *options.sizes[0]) for k in range(options.frames)]
+        row = {"what": "forest", "trees": options.trees, "triangles": options.trees * len(faces)}
+        rows(row | {"size": list(options.sizes[0])} | of_scene(world, cameras, options.kernels[-1], options))
+
+
+def over_trees(frame: int, width: int, height: int) -> scene.Camera:
+    eye = np.array([0.03 * frame, 0.01 * frame, 16])
+    return scene.Camera.look_at(eye, eye + np.array((10, 1, -2.5)), fov_y_degrees=60, width=width, height=height)
+
+
+CASES = {
+    "builds": builds,
+    "frames": frames,
+    "finer": finer,
+    "cameras": many_cameras,
+    "hills": one_mesh,
+    "trees": trees,
+}
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -280,6 +317,8 @@ def main() -> int:
     parser.add_argument("--details", nargs="+", type=int, default=[5, 7, 9], help="of finer rocks")
     parser.add_argument("--hills", type=int, default=10_000_000, help="triangles of the single mesh")
     parser.add_argument("--builds", nargs="+", type=int, default=[1_000_000, 10_000_000], help="triangles")
+    parser.add_argument("--leaves", type=int, default=200_000, help="of a tree")
+    parser.add_argument("--trees", type=int, default=10_000, help="of a forest")
     parser.add_argument("--frames", type=int, default=40)
     parser.add_argument("--quick", action="store_true", help="small, on the CPU: shows that the script runs")
     options = parser.parse_args()
@@ -289,7 +328,7 @@ def main() -> int:
     if options.quick:
         options.device, options.frames, options.rocks, options.detail = "cpu", 2, [49, 81], 3
         options.sizes, options.kernels, options.builds = [(64, 48)], ["warp"], [5000]
-        options.details, options.hills = [2, 3], 3000
+        options.details, options.hills, options.leaves, options.trees = [2, 3], 3000, 2000, 16
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
     found: dict[str, Any] = {"environment": {"device": ceilings.device, "versions": ceilings.versions}}
     found |= {"rows": [], "failed": {}}

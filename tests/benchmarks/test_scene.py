@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-NAMES = ("build", "frame", "brute force", "finer", "cameras", "hills")
+NAMES = ("build", "frame", "brute force", "finer", "cameras", "hills", "tree", "tree from far", "forest")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scene.py"
 
 
@@ -42,3 +42,7 @@ def test_a_quick_run_measures_all_cases(
         assert peer["by"] == name
         assert peer["same_coverage"] > 0.99
         assert peer["close"] > 0.98
+    assert rows["tree"][0]["roots"] == 1
+    assert len(rows["tree from far"]) == 12
+    assert all(0.5 < row["covered"] < 1.5 for row in rows["tree from far"])
+    assert rows["forest"][0]["drawn"]["triangles"] < rows["forest"][0]["triangles"]

@@ -2,7 +2,8 @@
 
 Leaves, blades of grass or gravel cannot be simplified by moving vertices: each is a few triangles already. Without them
 far pictures would miss what they cover. So of two neighbours one goes, and the other grows until it has the area of
-both. Its vertices are new ones, copies of the old in all but the position.
+both, a narrow one in width first. Its vertices are new ones, copies of the old in all but the position. Its error is
+about its width: narrower than a pixel, two parts cannot be told from one of their area.
 
 Only *loose* parts are treated so: those that lie whole in one group, whose vertices no other group uses.
 """
@@ -26,15 +27,15 @@ Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float64]
 
-SEEN = 1.5  # of the radius of a part that stands for two: its error
+SEEN = 1.75  # of half the width of a part that stands for two: its error
 MOST_GROWTH = 4.0  # of a part's lengths in one step: a needle would grow without end
+FAR_LARGER = 4.0  # areas of a part over its neighbour's, from which on it always stays
 LIKE = 2.0  # median errors of pairs: pairs with more, such as a leaf and its tree, are left alone
 MISSING = 0.05  # of the area of all parts: those of which simplifying leaves nothing
-LARGE_PARTS = 16  # radii of parts over an error, from which on they need not grow
+LARGE_PARTS = 16  # half their widths over an error, from which on they need not grow
 UNCHANGED = 0.005  # of its lengths: a part that would grow by less stays as it is
-ROUNDS = 3  # of growing and moving back into the group's box, which makes narrow parts wider instead of longer
+ROUNDS = 4  # of growing and moving back into the group's room, in which parts become wider for what is cut off
 LEAST, LARGE = 1e-30, 1e30
-MOVED = 0.5  # of its radius, by which a part that stands for two may move towards the middle of both
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class LooseParts:
             error: of the pairs, at most.
         """
         shapes = self._shapes
-        by_size = np.argsort(shapes.radii, kind="stable")
+        by_size = np.argsort(shapes.widths, kind="stable")
         enough = np.searchsorted(np.cumsum(shapes.triangles[by_size]), 2 * most) + 1
         chosen = self._order[np.isin(self._order, by_size[:enough])]
         _, runs = np.unique(self._materials[chosen], return_counts=True)
@@ -133,10 +134,12 @@ class LooseParts:
             runs = np.array([len(chosen)])
         second = np.flatnonzero(within(runs) % 2 == 1)
         pairs = np.column_stack([chosen[second - 1], chosen[second]])
-        swapped = shapes.areas[pairs[:, 1]] > shapes.areas[pairs[:, 0]]
-        pairs[swapped] = pairs[swapped, ::-1]
+        pairs[::2] = pairs[::2, ::-1]  # always the larger one would make grass taller
+        smaller = FAR_LARGER * shapes.areas[pairs[:, 0]] < shapes.areas[pairs[:, 1]]
+        pairs[smaller] = pairs[smaller, ::-1]
         kept, gone = pairs.T
-        errors = SEEN * shapes.radii[kept] * _growth(shapes.areas[kept] + shapes.areas[gone], shapes.areas[kept])
+        ratios = (shapes.areas[kept] + shapes.areas[gone]) / np.maximum(shapes.areas[kept], LEAST)
+        errors = SEEN * shapes.widths[kept] * _growth(ratios, shapes.slenderness[kept])[1]
         usual = LIKE * float(np.median(errors)) if len(errors) else 0.0
         small = errors <= min(error, usual)
         kept, gone, errors = kept[small], gone[small], errors[small]
@@ -151,7 +154,7 @@ class LooseParts:
 
     def are_large(self, error: float) -> bool:
         """Whether parts that are off by so much still have nearly their area."""
-        return float(self._shapes.radii.min()) > LARGE_PARTS * error
+        return float(self._shapes.widths.min()) > LARGE_PARTS * error
 
     def without(self, corners: Corners, pairs: Pairs) -> Corners:
         """The triangles that are not of a part that goes."""
@@ -181,9 +184,9 @@ class LooseParts:
         lost = now.triangles == 0
         lost[pairs.gone] = False
         if lost.any():
-            np.add.at(wanted, self._nearest(lost, now.triangles > 0), wanted[lost])
-        growth = _growth(wanted, now.areas)
-        changed = growth > 1 + UNCHANGED
+            wanted = self._shared(wanted, lost, now.triangles > 0)
+        ratios = wanted / np.maximum(now.areas, LEAST)
+        changed = ratios > 1 + UNCHANGED
         changed[pairs.kept] = True
         grows = changed[of]
         if not grows.any():
@@ -194,20 +197,18 @@ class LooseParts:
         part[triangles] = of[grows][:, None]
 
         old = grid[used].astype(np.float64)
-        points = old + self._moves(pairs, before, growth * now.radii)[part]
-        room = _Room.around(grid[self._corners.ravel()])
-        for turn in range(ROUNDS if len(pairs.kept) else 1):
+        points = old
+        room = _Room.of(grid[self._corners.ravel()], old, part, count)
+        for turn in range(ROUNDS):
             shapes = _Shapes.of(points[triangles], of[grows], count)
-            growth = _growth(wanted, shapes.areas) ** (
-                2 if turn else 1
-            )  # later, what was cut off is made up for in width
-            middles = shapes.centres[part]
-            points = room.holds((points - middles) * growth[part][:, None] + middles, part, count)
+            ratios = wanted / np.maximum(shapes.areas, LEAST)
+            along, across = _growth(ratios, shapes.slenderness) if not turn else (_again(ratios),) * 2
+            points = room.holds(shapes.scaled(points, part, along, across))
         grown = np.rint(points).astype(np.int32)
         alone = ~np.isin(part, pairs.kept)
         moved = float(np.sqrt(((points - old)[alone] ** 2).sum(1)).max(initial=0.0))
-        radii = _Shapes.of(points[triangles], of[grows], count).radii[pairs.kept]
-        error = max(error, moved, SEEN * float(radii.max(initial=0.0)))
+        widths = _Shapes.of(points[triangles], of[grows], count).widths[pairs.kept]
+        error = max(error, moved, SEEN * float(widths.max(initial=0.0)))
 
         places = meshopt.same_rows(grown)[1].astype(np.int64)
         corners, stays = left.copy(), np.ones(len(left), bool)
@@ -216,23 +217,15 @@ class LooseParts:
         stays[rows] = ~repeats(places[triangles])  # of what was cut off nothing may be left
         return Thinned(corners[stays], error, Added(used.astype(np.int64), grown, places))
 
-    def _nearest(self, lost: npt.NDArray[np.bool_], there: npt.NDArray[np.bool_]) -> Ints:
-        """For each part that is lost one that is there."""
-        rank = np.empty(len(self), np.int64)
-        rank[self._order] = np.arange(len(self))
-        found = np.flatnonzero(there[self._order])
-        after = np.minimum(np.searchsorted(found, rank[lost]), len(found) - 1)
-        before = np.maximum(after - 1, 0)
-        nearer = np.abs(found[before] - rank[lost]) < np.abs(found[after] - rank[lost])
-        return self._order[found[np.where(nearer, before, after)]]
-
-    def _moves(self, pairs: Pairs, shapes: _Shapes, radii: Floats) -> Floats:
-        """(P, 3) how parts that stand for two move towards the middle of both."""
-        share = shapes.areas[pairs.gone] / np.maximum(shapes.areas[pairs.kept] + shapes.areas[pairs.gone], LEAST)
-        moves = np.zeros((len(self), 3))
-        moves[pairs.kept] = share[:, None] * (shapes.centres[pairs.gone] - shapes.centres[pairs.kept])
-        lengths = np.sqrt((moves**2).sum(1))
-        return moves * np.minimum(1.0, MOVED * radii / np.maximum(lengths, LEAST))[:, None]
+    def _shared(self, areas: Floats, lost: npt.NDArray[np.bool_], there: npt.NDArray[np.bool_]) -> Floats:
+        """Areas in which parts that are there have those of lost ones of their material, each in proportion."""
+        areas = areas.copy()
+        for material in np.unique(self._materials[lost]).tolist():
+            own = lost & (self._materials == material)
+            heirs = there & (self._materials == material)
+            heirs = heirs if heirs.any() else there
+            areas[heirs] *= 1 + areas[own].sum() / max(float(areas[heirs].sum()), LEAST)
+        return areas
 
     def _numbers(self, corners: Corners) -> Ints:
         """(T,) the loose part of each triangle, as a number into `ids`; -1 for one of none."""
@@ -249,12 +242,21 @@ class LooseParts:
 
 @dataclass(frozen=True)
 class _Shapes:
-    """Of parts: triangles, areas and centres of area, and how far a corner is from there at most. 0 of none."""
+    """Of parts, 0 of those without triangles.
+
+    Attributes:
+        triangles, areas: of each.
+        centres: (P, 3) of its area.
+        axes: (P, 3) from there to its farthest corner, 1 long.
+        lengths, widths: how far a corner is from the centre, and from the axis, at most.
+    """
 
     triangles: Ints
     areas: Floats
     centres: Floats
-    radii: Floats
+    axes: Floats
+    lengths: Floats
+    widths: Floats
 
     @classmethod
     def of(cls, grid: npt.NDArray[Any], numbers: Ints, count: int) -> _Shapes:
@@ -266,52 +268,100 @@ class _Shapes:
         weighted = (areas / 3)[:, None] * (first + second + third)
         columns = [np.bincount(numbers, column, count) for column in weighted.T]
         centres = np.column_stack(columns) / np.maximum(sums, LEAST)[:, None]
-        away, middles = np.zeros(len(numbers)), centres[numbers]
-        for corner in (first, second, third):
-            distances = corner - middles
-            np.maximum(away, np.einsum("ij,ij->i", distances, distances), out=away)
-        radii = np.zeros(count)
-        np.maximum.at(radii, numbers, away)
-        return cls(np.bincount(numbers, minlength=count), sums, centres, np.sqrt(radii))
+
+        of = np.concatenate([numbers, numbers, numbers])
+        away = np.concatenate([first, second, third]) - centres[of]
+        squares = np.einsum("ij,ij->i", away, away)
+        lengths = _most(squares, of, count)
+        axes = np.zeros((count, 3))
+        farthest = np.flatnonzero(squares == lengths[of])
+        axes[of[farthest]] = away[farthest]
+        lengths = np.sqrt(lengths)
+        axes /= np.maximum(lengths, LEAST)[:, None]
+        along = np.einsum("ij,ij->i", away, axes[of])
+        widths = np.sqrt(_most(np.maximum(squares - along**2, 0.0), of, count))
+        return cls(np.bincount(numbers, minlength=count), sums, centres, axes, lengths, widths)
+
+    @property
+    def slenderness(self) -> Floats:
+        """Length over width, at least 1."""
+        found: Floats = np.maximum(self.lengths / np.maximum(self.widths, LEAST), 1.0)
+        return found
+
+    def scaled(self, points: Floats, parts: Ints, along: Floats, across: Floats) -> Floats:
+        """Points of parts, so many times as far from the part's centre along its axis, and across."""
+        away = points - self.centres[parts]
+        axes = self.axes[parts]
+        lengths = np.einsum("ij,ij->i", away, axes) * (along - across)[parts]
+        moved: Floats = self.centres[parts] + across[parts][:, None] * away + lengths[:, None] * axes
+        return moved
 
 
-def _growth(wanted: Floats, areas: Floats) -> Floats:
-    """By what lengths grow when areas do."""
-    growth: Floats = np.clip(np.sqrt(wanted / np.maximum(areas, LEAST)), 1.0, MOST_GROWTH)
+def _most(values: Floats, numbers: Ints, count: int) -> Floats:
+    found = np.zeros(count)
+    np.maximum.at(found, numbers, values)
+    return found
+
+
+def _growth(ratios: Floats, slenderness: Floats) -> tuple[Floats, Floats]:
+    """By what lengths and widths grow when areas grow by these ratios: widths alone until they are as large."""
+    ratios = np.clip(ratios, 1 / MOST_GROWTH, MOST_GROWTH)
+    along = np.sqrt(np.maximum(ratios / slenderness, 1.0))
+    return along, ratios / along
+
+
+def _again(ratios: Floats) -> Floats:
+    """By what parts grow that were squeezed: in two directions, so that one of them is enough."""
+    growth: Floats = np.clip(np.where(ratios > 1, ratios, np.sqrt(ratios)), 1 / MOST_GROWTH, MOST_GROWTH)
     return growth
 
 
 @dataclass(frozen=True)
 class _Room:
-    """The box and the sphere around a group, which its parts must not leave: seen from far it would become wider."""
+    """The room of a group, which its parts must not leave, and how large each may become: else it would look larger.
 
-    low: Floats
-    high: Floats
+    Attributes:
+        middle: of the box around the group. half: (3,) of its extent. radius: of the sphere around all points.
+        parts: (N,) the part of each point.
+        most: (P, 3) how far parts may extend along each axis.
+    """
+
+    middle: Floats
+    half: Floats
     radius: float
+    parts: Ints
+    most: Floats
 
     @classmethod
-    def around(cls, points: npt.NDArray[np.int32]) -> _Room:
-        """Around points (N, 3)."""
-        low, high = points.min(0).astype(np.float64), points.max(0).astype(np.float64)
-        return cls(low, high, float(np.sqrt(((points - (low + high) / 2) ** 2).sum(1).max())))
+    def of(cls, group: npt.NDArray[np.int32], points: Floats, parts: Ints, count: int) -> _Room:
+        """Of a group's points (G, 3); points (N, 3) are those of the parts that will grow, as they are."""
+        low, high = group.min(0).astype(np.float64), group.max(0).astype(np.float64)
+        radius = float(np.sqrt(((group - (low + high) / 2) ** 2).sum(1).max()))
+        least, most = _boxes(points, parts, count)
+        return cls((low + high) / 2, (high - low) / 2, radius, parts, np.maximum(most - least, (high - low) / 2))
 
-    def holds(self, points: Floats, parts: Ints, count: int) -> Floats:
-        """Points of parts, each moved into the room; what is larger than the box is cut off by it."""
-        middle = (self.low + self.high) / 2
-        least, most = np.full((count, 3), LARGE), np.full((count, 3), -LARGE)
-        np.minimum.at(least, parts, points)
-        np.maximum.at(most, parts, points)
-        centres = (least + most) / 2 - middle
-        room = np.maximum((self.high - self.low - (most - least)) / 2, 0.0)
-        moves = np.clip(centres, -room, room) - centres
-        points = points + moves[parts] - middle
+    def holds(self, points: Floats) -> Floats:
+        """Points of parts, each squeezed to what it may be, and moved into the room."""
+        parts, count = self.parts, len(self.most)
+        least, most = _boxes(points, parts, count)
+        centres, extents = (least + most) / 2, most - least
+        squeezed = np.minimum(1.0, self.most / np.maximum(extents, LEAST))
+        points = (points - centres[parts]) * squeezed[parts]
+        centres -= self.middle
+        free = np.maximum(self.half - extents * squeezed / 2, 0.0)
+        centres = np.clip(centres, -free, free)
 
-        centres += moves
-        away = np.sqrt((points**2).sum(1))
-        outside = np.zeros(count)
-        np.maximum.at(outside, parts, away - self.radius)
+        away = points + centres[parts]
+        outside = _most(np.sqrt((away**2).sum(1)) - self.radius, parts, count)
         lengths = np.sqrt((centres**2).sum(1))
-        pulled = np.minimum(outside / np.maximum(lengths, LEAST), 1.0)
-        points = points - (pulled[:, None] * centres)[parts] + middle
-        held: Floats = np.clip(points, self.low, self.high)
+        centres *= 1 - np.minimum(outside / np.maximum(lengths, LEAST), 1.0)[:, None]
+        held: Floats = np.clip(points + centres[parts], -self.half, self.half) + self.middle
         return held
+
+
+def _boxes(points: Floats, parts: Ints, count: int) -> tuple[Floats, Floats]:
+    """The lowest and highest corners of the boxes around parts."""
+    least, most = np.full((count, 3), LARGE), np.full((count, 3), -LARGE)
+    np.minimum.at(least, parts, points)
+    np.maximum.at(most, parts, points)
+    return least, most
