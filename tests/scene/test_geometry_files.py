@@ -106,12 +106,13 @@ def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.Monke
         span = 2 ** int(random.integers(0, 25))
         vertices.append(random.integers(-span, span, (len(used), 3)))
     grid = np.concatenate(vertices).astype(np.int32)
-    has_normals, has_uv, has_materials = (data.draw(st.booleans()) for _ in range(3))
+    has_normals, has_uv, has_colors, has_materials = (data.draw(st.booleans()) for _ in range(4))
     table = Vertices(
         grid=grid,
         place=np.arange(len(grid), dtype=np.uint32),
         normals=random.integers(0, 1023, (len(grid), 2)).astype(np.uint16) if has_normals else None,
         uv=random.integers(-(2**30), 2**30, (len(grid), 2)).astype(np.int32) if has_uv else None,
+        colors=random.integers(0, 256, (len(grid), 3)).astype(np.uint8) if has_colors else None,
         materials=random.integers(0, 65536, len(grid)).astype(np.uint16) if has_materials else None,
         merged=np.arange(len(grid), dtype=np.uint32),
         exponent=-3,
@@ -129,6 +130,7 @@ def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.Monke
     reader.meta = {
         "has_normals": has_normals,
         "has_uv": has_uv,
+        "has_colors": has_colors,
         "grid_exponent": -3,
         "uv_exponent": -5,
         "origin": [0] * 3,
@@ -157,6 +159,9 @@ def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.Monke
         if table.uv is not None:
             assert found.uv is not None
             assert (found.uv == table.uv[order] / 32).all()
+        if table.colors is not None:
+            assert found.colors is not None
+            assert (found.colors == table.colors[order] / 255).all()
         if table.materials is not None:
             owner = table.materials[wanted]
             assert (found.materials[:, None] == owner).any(1).all()
@@ -359,7 +364,7 @@ def test_other_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
 
 def test_a_newer_version_is_named(path: Path, tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
-    struct.pack_into("<I", data, 8, 2)
-    with pytest.raises(GeometryFileError, match="version 2") as caught:
+    struct.pack_into("<I", data, 8, 3)
+    with pytest.raises(GeometryFileError, match="version 3") as caught:
         Geometry.open(damaged(tmp_path, bytes(data)))
     assert caught.value.offset == 8

@@ -31,6 +31,7 @@ def lightness(colors: NDArray[np.uint8]) -> NDArray[np.float64]:
 def test_background_is_dark_in_every_picture() -> None:
     inf, nan = torch.inf, torch.nan
     backgrounds = {"depth": inf, "normal": (0, 0, 0), "uv": (nan, nan), "velocity": (0, 0), "color": (0, 0, 0)}
+    backgrounds["vertex_color"] = (nan, nan, nan)
     for name in OUTPUTS:
         floats = name in backgrounds
         value = backgrounds.get(name, 0 if name == "overdraw" else -1)
@@ -41,6 +42,7 @@ def test_background_is_dark_in_every_picture() -> None:
 
 def test_colors_and_normals_are_what_they_are() -> None:
     assert shown("color", [[1, 0.5, 0.2], [2, 0, 0]]).tolist() == [[255, 128, 51], [255, 0, 0]]
+    assert shown("vertex_color", [[1, 0.5, 0.2], [0, 0, 0]]).tolist() == [[255, 128, 51], [0, 0, 0]]
     assert shown("normal", [[0, 0, 1], [-1, 0, 0]]).tolist() == [[128, 128, 255], [0, 128, 128]]
     assert shown("uv", [[0.25, 3.5], [-0.75, 0.5]]).tolist() == [[64, 128, 76]] * 2  # from whole number to whole number
 

@@ -73,7 +73,7 @@ def _info(geometry: Geometry) -> dict[str, Any]:
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    stored = [name for name, has in (("normals", found["has_normals"]), ("uv", found["has_uv"])) if has]
+    stored = [name for name in ("normals", "uv", "colors") if found[f"has_{name}"]]
     low, high = (np.array(corner) + found["origin"] for corner in found["bounds"])
     lines = [
         f"{found['triangles']:,} triangles in {found['bytes']:,} bytes, {found['bytes_per_triangle']:.1f} a triangle "

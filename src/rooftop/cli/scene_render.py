@@ -65,6 +65,8 @@ def run_render(
     world = _world(files, instances, up or (0.0, 0.0, 1.0))
     if "uv" in shows and not any(mesh.meta["has_uv"] for mesh in world.meshes):
         raise click.UsageError("--show uv: no FILE has texture coordinates")
+    if "vertex_color" in shows and not any(mesh.meta["has_colors"] for mesh in world.meshes):
+        raise click.UsageError("--show vertex_color: no FILE has colours of vertices")
     bounds = world.bounds()
     choice = Choice(eye, target, up, fov, orbit, parallel, intrinsics, pose, camera, size, near)
     cameras = chosen_cameras(choice, outline(world))

@@ -17,6 +17,7 @@ OUTPUTS = (
     "velocity",
     "material",
     "color",
+    "vertex_color",
     "overdraw",
 )
 
@@ -59,6 +60,7 @@ class GBuffer:
             what was behind the camera then.
         material: int32.
         color: float32 (..., 3), 0 to 1, shaded; 0 is background.
+        vertex_color: float32 (..., 3), 0 to 1, as the mesh has it; nan is background, and where the mesh has none.
         overdraw: int32, how many triangles covered the pixel in what was drawn; 0 is background.
     """
 
@@ -73,6 +75,7 @@ class GBuffer:
     velocity: Tensor | None = None
     material: Tensor | None = None
     color: Tensor | None = None
+    vertex_color: Tensor | None = None
     overdraw: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:

@@ -33,6 +33,7 @@ _NEEDED: dict[str, type | tuple[type, ...]] = {
     "uv_exponent": int,
     "has_normals": bool,
     "has_uv": bool,
+    "has_colors": bool,
     "depth": int,
     "clusters": int,
     "groups": int,
@@ -50,6 +51,7 @@ class DecodedCluster:
         triangles: (T, 3) int64, vertices of the cluster.
         normals: (V, 3) float64 of length 1, or None.
         uv: (V, 2) float64, or None.
+        colors: (V, 3) float64 from 0 to 1, or None.
         materials: (T,) int64.
     """
 
@@ -58,6 +60,7 @@ class DecodedCluster:
     triangles: npt.NDArray[np.int64]
     normals: Floats | None
     uv: Floats | None
+    colors: Floats | None
     materials: npt.NDArray[np.int64]
 
 
@@ -119,7 +122,7 @@ class Geometry:
         if zlib.crc32(memoryview(self._data)[start : start + length]) != self._checksums[page]:
             raise GeometryFileError(self.path, f"the checksum of page {page} does not match", start)
         words: Words = np.frombuffer(self._data, "<i4", length // 4, start)
-        wrong = _wrong_in_page(words, self.meta["has_normals"])
+        wrong = _wrong_in_page(words, self._fixed_bits)
         if not wrong and words[layouts.PAGE_CLUSTERS] < self._reach[page]:
             wrong = "the tree names clusters that it does not have"
         if wrong:
@@ -169,10 +172,12 @@ class Geometry:
         if self.meta["has_uv"]:
             uv_extent = head[layouts.CLUSTER_UV_EXTENT : layouts.CLUSTER_UV_EXTENT + 2].view(np.uint32).tolist()
             widths += [each.bit_length() for each in uv_extent]
+        uv_at = len(widths) - 2
+        widths += [layouts.COLOR_BITS] * 3 if self.meta["has_colors"] else []
         attributes, start = _values(bits, start, vertices, widths)
         uv = None
         if self.meta["has_uv"]:
-            steps = attributes[:, -2:] + head[layouts.CLUSTER_UV_BASE : layouts.CLUSTER_UV_BASE + 2]
+            steps = attributes[:, uv_at : uv_at + 2] + head[layouts.CLUSTER_UV_BASE : layouts.CLUSTER_UV_BASE + 2]
             uv = steps * math.ldexp(1.0, self.meta["uv_exponent"])
         material = int(head[layouts.CLUSTER_MATERIAL])
         materials = np.full(triangles, material, np.int64)
@@ -184,8 +189,14 @@ class Geometry:
             triangles=corners,
             normals=_normals(attributes[:, :2]) if self.meta["has_normals"] else None,
             uv=uv,
+            colors=attributes[:, -3:] / 255 if self.meta["has_colors"] else None,
             materials=materials,
         )
+
+    @property
+    def _fixed_bits(self) -> int:
+        """That the attributes of a vertex take, but for its texture coordinates."""
+        return 2 * layouts.NORMAL_BITS * self.meta["has_normals"] + 3 * layouts.COLOR_BITS * self.meta["has_colors"]
 
     def _first_cluster(self, page: int) -> int:
         at = int(self.page_offsets[page]) + 4 * layouts.PAGE_FIRST_CLUSTER
@@ -227,8 +238,9 @@ def _sections(path: Path, data: mmap.mmap) -> dict[str, tuple[int, int]]:
     magic, version, count, length, checksum, zero = struct.unpack_from(layouts.HEADER, data, 0)
     if magic != layouts.MAGIC:
         raise GeometryFileError(path, "it does not begin as a geometry file does", 0)
-    if version != layouts.VERSION:
-        raise GeometryFileError(path, f"it has version {version}, and this program reads {layouts.VERSION}", 8)
+    if version not in (layouts.VERSION, layouts.VERSION_WITH_COLORS):
+        last = layouts.VERSION_WITH_COLORS
+        raise GeometryFileError(path, f"it has version {version}, and this program reads 1 to {last}", 8)
     if length != len(data):
         raise GeometryFileError(path, f"it should have {length:,} bytes and has {len(data):,}", min(length, len(data)))
     table_end = layouts.HEADER_BYTES + count * layouts.SECTION_BYTES
@@ -263,6 +275,8 @@ def _meta(path: Path, data: mmap.mmap, start: int, length: int) -> dict[str, Any
         meta = json.loads(data[start : start + length])
     except ValueError as error:
         raise GeometryFileError(path, f"its description is no JSON ({error})", start) from None
+    if isinstance(meta, dict):
+        meta.setdefault("has_colors", False)  # files from before there were any
     for name, kind in _NEEDED.items():
         if not isinstance(meta, dict) or not isinstance(meta.get(name), kind):
             raise GeometryFileError(path, f"its description lacks {name}", start)
@@ -293,8 +307,12 @@ def _heads_of(page: Words) -> Words:
     return page[begin : begin + size].reshape(-1, layouts.CLUSTER_WORDS)
 
 
-def _wrong_in_page(page: Words, normals: bool) -> str | None:
-    """What is wrong with a page, so that whoever reads its clusters stays inside of it."""
+def _wrong_in_page(page: Words, fixed_bits: int) -> str | None:
+    """What is wrong with a page, so that whoever reads its clusters stays inside of it.
+
+    Args:
+        fixed_bits: that the attributes of a vertex take, but for its texture coordinates.
+    """
     clusters, groups, first, length = (int(word) for word in page[: layouts.PAGE_WORDS])
     before = layouts.PAGE_WORDS + groups * layouts.GROUP_WORDS + clusters * layouts.CLUSTER_WORDS
     if length != len(page) or clusters < 1 or groups < 1 or first < 0 or before >= length:
@@ -305,7 +323,7 @@ def _wrong_in_page(page: Words, normals: bool) -> str | None:
     extent = heads[:, layouts.CLUSTER_EXTENT : layouts.CLUSTER_EXTENT + 3] & 0xFFFFFFFF
     uv_extent = heads[:, layouts.CLUSTER_UV_EXTENT : layouts.CLUSTER_UV_EXTENT + 2] & 0xFFFFFFFF
     position = np.frexp(extent.astype(np.float64))[1].sum(1)
-    attributes = np.frexp(uv_extent.astype(np.float64))[1].sum(1) + (2 * layouts.NORMAL_BITS if normals else 0)
+    attributes = np.frexp(uv_extent.astype(np.float64))[1].sum(1) + fixed_bits
     mixed = heads[:, layouts.CLUSTER_MATERIAL] == layouts.MIXED
     bits = [(3 * triangles - vertices) * reference_bits, vertices * position, vertices * attributes]
     needed = layouts.NEW_WORDS + sum((each + 31) // 32 for each in bits)

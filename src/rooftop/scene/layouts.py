@@ -8,7 +8,7 @@ object units apart.
 from __future__ import annotations
 
 MAGIC = b"ROOFTOPG"
-VERSION = 1
+VERSION, VERSION_WITH_COLORS = 1, 2
 PAGE_BYTES = 128 << 10  # at most
 
 # As docs/scene-format.md lists them: magic, version, sections, length of the file, CRC-32 of the table, zero;
@@ -51,11 +51,13 @@ MIXED = -1
 # new         two masks of 128 bits: the low and the high bit of how many vertices triangle t is the first to use
 # references  for each other corner: how far before the newest vertex so far
 # positions   for each vertex, x, y, z above the base
-# attributes  for each vertex, the normal (two numbers of NORMAL_BITS), u, v; what the mesh does not have takes no bits
+# attributes  for each vertex, the normal (two numbers of NORMAL_BITS), u, v, and red, green and blue (COLOR_BITS each);
+#             what the mesh does not have takes no bits
 # materials   16 bits for each triangle, if MIXED
 NEW_WORDS = 8
 NORMAL_BITS = 10
 NORMAL_MIDDLE = 511  # which means 0, so that the axes are exact: a number q is (q - 511) / 511
+COLOR_BITS = 8
 MATERIAL_BITS = 16
 
 # ---- a node of the tree over the groups: eight children --------------------------------------------------------------

@@ -47,7 +47,7 @@ def picture(frame: GBuffer, name: str, view: int = 0) -> Bytes:
     Args:
         frame: what `Renderer.render` returned, with this output.
         name: of the output:
-            "color": as it is.
+            "color", "vertex_color": as it is.
             "depth": the nearest point of this picture is light, the farthest dark, equal steps are equal distances.
             "normal": (n + 1) / 2: x is red, y green, z blue.
             "instance", "cluster", "triangle", "material": a colour for each number, the same in every picture.
@@ -137,6 +137,7 @@ _COVERED: dict[str, Callable[..., NDArray[np.bool_]]] = {  # of the others, whet
     "uv": lambda uv: np.isfinite(uv).all(-1),
     "velocity": lambda velocity: np.isfinite(velocity).all(-1) & _any(velocity),
     "color": _any,
+    "vertex_color": lambda color: np.isfinite(color).all(-1),
     "overdraw": lambda times: times > 0,
 }
 
@@ -190,6 +191,7 @@ def _of_overdraw(times: NDArray[np.int32]) -> Bytes:
 _COLORS: dict[str, Callable[..., Bytes]] = {
     **dict.fromkeys(OUTPUTS, _of_number),
     "color": _of_color,
+    "vertex_color": _of_color,
     "depth": _of_depth,
     "normal": _of_normal,
     "uv": _of_uv,

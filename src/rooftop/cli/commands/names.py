@@ -24,6 +24,7 @@ LADDERS = {
 """What each ladder climbs, and what --size counts."""
 SURFACES = (
     *("depth", "normal", "instance", "cluster", "triangle", "level", "uv", "velocity", "material", "color"),
+    "vertex_color",
     "overdraw",
 )
 """Of --show."""

@@ -67,6 +67,7 @@ def build(
     uv: npt.ArrayLike | None = None,
     materials: npt.ArrayLike | None = None,
     *,
+    colors: npt.ArrayLike | None = None,
     precision: float | None = None,
     progress: Callable[[str, float], None] | None = None,
     threads: int | None = None,
@@ -80,6 +81,7 @@ def build(
         normals: (V, 3); or "smooth": computed; or None: none are stored, a renderer uses those of the faces.
         uv: (V, 2) texture coordinates.
         materials: (F,) numbers from 0 to 65535.
+        colors: (V, 3) red, green and blue, 0 to 1 or uint8; kept with 8 bits each.
         precision: positions are rounded to a grid whose step is a power of two, at most this. By default 1/64 of the
             mean edge, or 1/16384 of the mesh's extent if that is less.
         progress: called with what is being done and the fraction done.
@@ -96,7 +98,7 @@ def build(
         raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
     show = progress or (lambda what, fraction: None)
     show("checking the mesh", 0.0)
-    mesh = checked_mesh(vertices, faces, normals, uv, materials, precision)
+    mesh = checked_mesh(vertices, faces, normals, uv, materials, precision, colors)
     with ThreadPoolExecutor(1) as beside:
         counted = beside.submit(non_manifold_edges, mesh)
         hierarchy = build_levels(mesh, show, threads)
@@ -128,7 +130,7 @@ def build_file(
     """Write a mesh file as a geometry file.
 
     Parts of a scene are put together at their places; each has its own material number. Texture coordinates are kept
-    where all parts have them.
+    where all parts have them, colours of vertices where any has; the others are white then.
 
     Args:
         mesh: any file that trimesh reads: .glb, .gltf, .obj, .ply, .stl and more.
@@ -152,7 +154,7 @@ def build_file(
     chosen = {"file": found.normals, "smooth": "smooth", "flat": None}[normals]
     return build(
         found.vertices, found.faces, target, chosen, found.uv, found.materials if found.materials.any() else None,
-        precision=precision, progress=progress, threads=threads,
+        colors=found.colors, precision=precision, progress=progress, threads=threads,
     )  # fmt: skip
 
 
@@ -176,6 +178,7 @@ def _meta(mesh: Mesh, hierarchy: Hierarchy, levels: tuple[LevelCount, ...], why:
         "uv_exponent": vertices.uv_exponent,
         "has_normals": vertices.normals is not None,
         "has_uv": vertices.uv is not None,
+        "has_colors": vertices.colors is not None,
         "materials": 1 if vertices.materials is None else int(vertices.materials.max()) + 1,
         "triangles": len(mesh.faces),
         "clusters": len(hierarchy.levels),

@@ -132,7 +132,7 @@ def _meshlets(
     count = library.meshopt_buildMeshletsFlex(
         meshopt.address(found), meshopt.address(owned), meshopt.address(flat), meshopt.address(corners), corners.size,
         meshopt.address(points), len(points), 12, layouts.MAX_VERTICES, LEAST_TRIANGLES, layouts.MAX_TRIANGLES, 0.0,
-        SPLIT_FACTOR if len(corners) > layouts.MAX_TRIANGLES else 0.0,
+        SPLIT_FACTOR if len(corners) > SPLIT_FROM else 0.0,
     )  # fmt: skip
     found = found[:count]
     at_vertex, at_corner = meshopt.address(owned), meshopt.address(flat)
@@ -145,4 +145,5 @@ def _meshlets(
 
 
 LEAST_TRIANGLES = 96  # a cluster that has so many may end where its next triangle
-SPLIT_FACTOR = 2.0  # is farther away than so many times its radius
+SPLIT_FACTOR = 2.0  # is farther away than so many times its radius,
+SPLIT_FROM = 2 * layouts.MAX_TRIANGLES  # in a piece of more triangles: few clusters must become fewer

@@ -109,6 +109,10 @@ def encode(
         attribute_columns += [(uv - uv_base[at])[:, axis] for axis in range(2)]
         attribute_bits += list(bit_lengths(uv_extent).T)
 
+    if vertices.colors is not None:
+        attribute_columns += list(vertices.colors[ordered].astype(np.int64).T)
+        attribute_bits += [np.full(clusters, layouts.COLOR_BITS)] * 3
+
     materials, mixed = None, np.zeros(clusters, bool)
     if vertices.materials is not None:
         materials = vertices.materials[ordered[first[of_triangle] + local[:, 0]]].astype(np.int64)

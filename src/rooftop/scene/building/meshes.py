@@ -42,6 +42,7 @@ class Vertices:
         place: (V,) uint32, equal for vertices at the same place.
         normals: (V, 2) uint16, octahedral, or None.
         uv: (V, 2) int32, in steps of theirs, or None.
+        colors: (V, 3) uint8, or None.
         materials: (V,) uint16, or None where all are 0.
         merged: (V,) uint32: the vertex that stands for all at this place with this material.
         parts: (V,) uint32, equal for vertices that faces connect; None where they connect all.
@@ -52,6 +53,7 @@ class Vertices:
     place: npt.NDArray[np.uint32]
     normals: npt.NDArray[np.uint16] | None
     uv: npt.NDArray[np.int32] | None
+    colors: npt.NDArray[np.uint8] | None
     materials: npt.NDArray[np.uint16] | None
     merged: npt.NDArray[np.uint32]
     exponent: int
@@ -107,6 +109,7 @@ def checked_mesh(
     uv: npt.ArrayLike | None = None,
     materials: npt.ArrayLike | None = None,
     precision: float | None = None,
+    colors: npt.ArrayLike | None = None,
 ) -> Mesh:
     """Check, mend and round a mesh.
 
@@ -118,6 +121,7 @@ def checked_mesh(
         materials: (F,) integers, 0 to 65535.
         precision: the greatest step of the grid, in object units; by default about 1/64 of the mean edge, and where
             faces would be smaller than that, 1/16 of theirs.
+        colors: (V, 3), 0 to 1, or uint8.
 
     Raises:
         TypeError: an array that does not hold numbers, or not whole ones.
@@ -152,6 +156,7 @@ def checked_mesh(
     if uv is not None:
         texture = _numbers("uv", uv, 2, len(points))
         _refuse_non_finite("uv", texture, used)
+    shades = None if colors is None else _colors(colors, used)
     ids = None
     if materials is not None:
         ids = _integers("materials", materials, (len(triangles),))
@@ -174,6 +179,8 @@ def checked_mesh(
         rounded = np.zeros((len(points), 2), np.int32)
         np.rint(texture / math.ldexp(1.0, uv_exponent), out=rounded, casting="unsafe", where=used[:, None])
         attributes.append(rounded)
+    if shades is not None:
+        attributes.append(shades)
     if ids is not None and ids.any():
         triangles, source, of_vertex = _split_by_material(triangles, ids, len(points))
         grid, attributes = grid[source], [*(each[source] for each in attributes), of_vertex[:, None]]
@@ -183,7 +190,7 @@ def checked_mesh(
     if len(small) and precision is None:
         finer = _finer_exponent(small, float((high - low).max()))
         if finer is not None and finer < exponent:
-            return checked_mesh(positions, faces, normals, uv, materials, math.ldexp(1.0, finer))
+            return checked_mesh(positions, faces, normals, uv, materials, math.ldexp(1.0, finer), colors)
     if flat.all():
         raise ValueError(
             f"none of the mesh's {len(flat):,} faces has an area on its grid; give a finer precision if they are meant"
@@ -196,6 +203,7 @@ def checked_mesh(
         place=meshopt.same_rows(places)[1] if attributes else np.arange(len(rows), dtype=np.uint32),
         normals=next(columns).astype(np.uint16) if directions is not None else None,
         uv=np.ascontiguousarray(next(columns)) if texture is not None else None,
+        colors=next(columns).astype(np.uint8) if shades is not None else None,
         materials=last[:, 0].astype(np.uint16) if (last := next(columns, None)) is not None else None,
         merged=np.arange(len(rows), dtype=np.uint32),
         exponent=exponent,
@@ -243,6 +251,21 @@ def _numbers(name: str, values: npt.ArrayLike, width: int, count: int | None = N
         expected = f"({'V' if count is None else f'{count:,}'}, {width})"
         raise ValueError(f"{name} have shape {expected}, one row for each vertex, not {array.shape}")
     return array.astype(np.float64, copy=False)
+
+
+def _colors(values: npt.ArrayLike, used: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    """(V, 3), 0 to 255."""
+    array = np.asarray(values)
+    colors = _numbers("colors", array, 3, len(used))
+    if array.dtype == np.uint8:
+        return array.astype(np.int32)
+    _refuse_non_finite("color", colors, used)
+    low, high = float(colors[used].min()), float(colors[used].max())
+    if low < 0 or high > 1:
+        raise ValueError(f"colors are numbers from 0 to 1, or uint8; these ({array.dtype}) are {low:g} to {high:g}")
+    found = np.zeros(colors.shape, np.int32)
+    np.rint(255 * colors, out=found, casting="unsafe", where=used[:, None])
+    return found
 
 
 def _integers(name: str, values: npt.ArrayLike, shape: tuple[int | None, ...]) -> npt.NDArray[np.int64]:
@@ -382,7 +405,7 @@ def _welded(
 
 
 def _with_merged(vertices: Vertices) -> Vertices:
-    """With one more vertex for each place that has several of the same material: the mean normal, the first's uv."""
+    """With one more vertex for each place that has several of the same material: mean normal and colour, first uv."""
     if int(vertices.place.max()) + 1 == len(vertices.place):
         return vertices
     keys = vertices.place[:, None].astype(np.int32)
@@ -397,17 +420,23 @@ def _with_merged(vertices: Vertices) -> Vertices:
     first = np.full(count, len(keys))
     np.minimum.at(first, number, np.arange(len(keys)))
     source = first[several]
-    normals = vertices.normals
+    normals, colors = vertices.normals, vertices.colors
+
+    def sums(columns: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return np.column_stack([np.bincount(number, column, count) for column in columns.T])[several]
+
     if normals is not None:
-        directions = from_octahedral(normals)
-        sums = np.column_stack([np.bincount(number, directions[:, axis], count) for axis in range(3)])[several]
-        normals = np.concatenate([normals, octahedral(unit_vectors(sums))])
+        normals = np.concatenate([normals, octahedral(unit_vectors(sums(from_octahedral(normals))))])
+    if colors is not None:
+        means = sums(colors) / np.bincount(number, minlength=count)[several][:, None]
+        colors = np.concatenate([colors, np.rint(means).astype(np.uint8)])
     return replace(
         vertices,
         grid=np.concatenate([vertices.grid, vertices.grid[source]]),
         place=np.concatenate([vertices.place, vertices.place[source]]),
         normals=normals,
         uv=None if vertices.uv is None else np.concatenate([vertices.uv, vertices.uv[source]]),
+        colors=colors,
         materials=None
         if vertices.materials is None
         else np.concatenate([vertices.materials, vertices.materials[source]]),

@@ -78,6 +78,7 @@ class Added:
             place=np.concatenate([vertices.place, places]),
             normals=_with(vertices.normals, of),
             uv=_with(vertices.uv, of),
+            colors=_with(vertices.colors, of),
             materials=_with(vertices.materials, of),
             merged=np.concatenate([vertices.merged, np.arange(count, count + len(of), dtype=np.uint32)]),
             parts=_with(vertices.parts, of),

@@ -27,6 +27,7 @@ class MeshFile:
     Attributes:
         vertices: (V, 3); faces: (F, 3).
         normals: (V, 3) where all parts have them, or None; uv: (V, 2), the same.
+        colors: (V, 3) uint8 where any part has them, white elsewhere; or None.
         materials: (F,) the part that a face is of: parts that are placed several times count once.
         parts: how many placed parts.
     """
@@ -35,6 +36,7 @@ class MeshFile:
     faces: npt.NDArray[np.int64]
     normals: Floats | None
     uv: Floats | None
+    colors: npt.NDArray[np.uint8] | None
     materials: npt.NDArray[np.int64]
     parts: int
 
@@ -79,11 +81,17 @@ def read_mesh(path: Path) -> MeshFile:
     first = np.cumsum([0, *counts])[:-1]
     has_normals = all("vertex_normals" in part._cache for _, _, part in placed)
     has_uv = all(_uv(part) is not None for _, _, part in placed)
+    colors = [_colors(part) for _, _, part in placed]
+    white = [np.full((count, 3), 255, np.uint8) for count in counts]
+    has_colors = any(each is not None for each in colors)
     return MeshFile(
         vertices=np.concatenate([part.vertices @ at[:3, :3].T + at[:3, 3] for _, at, part in placed]),
         faces=np.concatenate([_faces(at, part) + start for start, (_, at, part) in zip(first, placed, strict=True)]),
         normals=np.concatenate([_normals(at, part) for _, at, part in placed]) if has_normals else None,
         uv=np.concatenate([_uv(part) for _, _, part in placed]) if has_uv else None,
+        colors=np.concatenate([a if a is not None else b for a, b in zip(colors, white, strict=True)])
+        if has_colors
+        else None,
         materials=np.repeat([number[name] for name, _, _ in placed], [len(part.faces) for _, _, part in placed]),
         parts=len(placed),
     )
@@ -135,3 +143,19 @@ def _normals(at: Floats, part: Any) -> Floats:
 def _uv(part: Any) -> Floats | None:
     uv = getattr(part.visual, "uv", None)
     return None if uv is None or len(uv) != len(part.vertices) else np.asarray(uv, np.float64)[:, :2]
+
+
+def _colors(part: Any) -> npt.NDArray[np.uint8] | None:
+    """(V, 3) of its vertices, as the file has them."""
+    if part.visual.kind == "vertex":
+        found = part.visual.vertex_colors
+    else:
+        found = getattr(part.visual, "vertex_attributes", {}).get("color")
+    if found is None or len(found) != len(part.vertices):
+        return None
+    found = np.asarray(found)[:, :3]
+    if found.dtype.kind == "f":
+        found = np.rint(255 * np.clip(found, 0, 1))
+    elif found.dtype.itemsize > 1:
+        found = found / (np.iinfo(found.dtype).max / 255)
+    return found.astype(np.uint8)

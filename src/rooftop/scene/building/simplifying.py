@@ -43,6 +43,7 @@ SHRUNK = 0.85  # of the triangles, or fewer, are left of a group that was simpli
 NORMAL_EDGES = 0.5  # a normal that is 1 off weighs as much as a vertex that is so many mean edges off
 CELL_SEARCH = 10  # sizes of cells that are tried, each halving the interval in which the right one is
 VERTICES_USED = 0.9  # of 255, by a cluster that has no room for more: what is left shares a little less than before
+COLOR_EDGES = 0.5  # a colour that is black instead of white, the same
 UV_EDGES = 0.25  # and a texture that has moved by an edge as much as one that is so many off
 
 
@@ -188,7 +189,7 @@ def _attempt(
 
 
 def _attributes(mesh: Mesh, used: Ints, points: Floats, starts: Ints, counts: Ints) -> tuple[Floats, Floats]:
-    """Normals and uv of vertices (N, A), and their weights for each group (G, A).
+    """Normals, colours and uv of vertices (N, A), and their weights for each group (G, A).
 
     meshoptimizer scales positions by a group's extent: weights are in that unit.
     """
@@ -200,6 +201,9 @@ def _attributes(mesh: Mesh, used: Ints, points: Floats, starts: Ints, counts: In
     if vertices.normals is not None:
         columns.append(from_octahedral(vertices.normals[used]))
         weights.append(np.repeat(NORMAL_EDGES / np.sqrt(counts)[:, None], 3, axis=1))
+    if vertices.colors is not None:
+        columns.append(vertices.colors[used] / 255)
+        weights.append(np.repeat(COLOR_EDGES / np.sqrt(counts)[:, None], 3, axis=1))
     if vertices.uv is not None:
         columns.append(vertices.uv[used] * mesh.uv_length)
         weights.append(np.repeat(UV_EDGES / extents, 2, axis=1))

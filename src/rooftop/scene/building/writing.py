@@ -69,9 +69,9 @@ def write(file: BinaryIO, hierarchy: Hierarchy, step: float, meta: dict[str, Any
     length = file.tell()
     listed = b"".join(struct.pack(layouts.SECTION, *section, 0) for section in sections)
     file.seek(0)
+    version = layouts.VERSION_WITH_COLORS if meta["has_colors"] else layouts.VERSION
     file.write(
-        struct.pack(layouts.HEADER, layouts.MAGIC, layouts.VERSION, len(sections), length, zlib.crc32(listed), 0)
-        + listed
+        struct.pack(layouts.HEADER, layouts.MAGIC, version, len(sections), length, zlib.crc32(listed), 0) + listed
     )
     return meta | {"bytes": length}
 

@@ -2,8 +2,8 @@
 
 import warp as wp
 
-from rooftop.scene.rendering.buffers import LENS_ORTHOGRAPHIC, MESH_UV, Frame, Resident, Targets, Views
-from rooftop.scene.rendering.clusters import material_of, normal_of, uv_of
+from rooftop.scene.rendering.buffers import HAS_UV, LENS_ORTHOGRAPHIC, MESH_ATTRIBUTES, Frame, Resident, Targets, Views
+from rooftop.scene.rendering.clusters import material_of, normal_of, uv_of, vertex_color_of
 from rooftop.scene.rendering.emit_depth_targets import Hit, emit_velocity, hit_of, longest_side, ray
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
@@ -33,7 +33,7 @@ def upright(a: wp.vec3, b: wp.vec3, c: wp.vec3):
 @wp.func
 def surface_normal(resident: Resident, hit: Hit, flat: wp.vec3):
     """In the world, of length 1: the mesh's own, or that of the triangle."""
-    if not hit.has_normals:
+    if hit.cluster.normal_bits == 0:
         return flat
     return to_world(
         resident,
@@ -54,6 +54,18 @@ def palette(number: wp.int32):
         0.35 + 0.6 * wp.clamp(wp.abs(hue - 3.0) - 1.0, 0.0, 1.0),
         0.35 + 0.6 * wp.clamp(2.0 - wp.abs(hue - 2.0), 0.0, 1.0),
         0.35 + 0.6 * wp.clamp(2.0 - wp.abs(hue - 4.0), 0.0, 1.0),
+    )
+
+
+@wp.func
+def own_color(resident: Resident, hit: Hit):
+    """That of the mesh's vertices, or of the material."""
+    if hit.cluster.color_bits == 0:
+        return palette(material_of(resident, hit.cluster, hit.triangle))
+    return (
+        hit.parts[0] * vertex_color_of(resident, hit.cluster, hit.corners[0])
+        + hit.parts[1] * vertex_color_of(resident, hit.cluster, hit.corners[1])
+        + hit.parts[2] * vertex_color_of(resident, hit.cluster, hit.corners[2])
     )
 
 
@@ -98,20 +110,24 @@ def base_pass(
             if targets.normal.shape[0] > 0:
                 for axis in range(3):
                     targets.normal[view, y, x, axis] = normal[axis]
-            if targets.uv.shape[0] > 0 and resident.mesh[hit.mesh, MESH_UV] != 0:
+            if targets.uv.shape[0] > 0 and resident.mesh[hit.mesh, MESH_ATTRIBUTES] & HAS_UV != 0:
                 step = resident.mesh_steps[hit.mesh, 1]
                 uv = (
-                    hit.parts[0] * uv_of(resident, hit.cluster, hit.corners[0], hit.has_normals, step)
-                    + hit.parts[1] * uv_of(resident, hit.cluster, hit.corners[1], hit.has_normals, step)
-                    + hit.parts[2] * uv_of(resident, hit.cluster, hit.corners[2], hit.has_normals, step)
+                    hit.parts[0] * uv_of(resident, hit.cluster, hit.corners[0], step)
+                    + hit.parts[1] * uv_of(resident, hit.cluster, hit.corners[1], step)
+                    + hit.parts[2] * uv_of(resident, hit.cluster, hit.corners[2], step)
                 )
                 targets.uv[view, y, x, 0] = uv[0]
                 targets.uv[view, y, x, 1] = uv[1]
+            if targets.vertex_color.shape[0] > 0 and hit.cluster.color_bits > 0:
+                own = own_color(resident, hit)
+                for axis in range(3):
+                    targets.vertex_color[view, y, x, axis] = own[axis]
             if targets.color.shape[0] > 0:
                 if wp.dot(flat, toward) < 0.0:  # the back of a surface is lit as its front
                     normal = -normal
                 ambient = 0.5 + 0.5 * wp.max(wp.dot(normal, toward), 0.0)
                 lit = AMBIENT * ambient + (1.0 - AMBIENT) * wp.max(wp.dot(normal, light), 0.0)
-                color = palette(material_of(resident, hit.cluster, hit.triangle)) * wp.min(lit, 1.0)
+                color = own_color(resident, hit) * wp.min(lit, 1.0)
                 for axis in range(3):
                     targets.color[view, y, x, axis] = color[axis]

@@ -16,7 +16,7 @@ class Resident:
     words: wp.array(dtype=wp.int32)  # the pages of all meshes, one after another
     page_at: wp.array(dtype=wp.int64)  # (pages,) where each begins
     nodes: wp.array3d(dtype=wp.int32)  # (nodes, 8, 16) of all meshes; their numbers are those of one mesh
-    mesh: wp.array2d(dtype=wp.int32)  # (meshes, 4): first node, first page, whether there are normals, and uv
+    mesh: wp.array2d(dtype=wp.int32)  # (meshes, 4): first node, first page, HAS_NORMALS, ...; 0
     mesh_steps: wp.array2d(dtype=wp.float32)  # (meshes, 2): the grids of positions and of uv
     mesh_box: wp.array2d(dtype=wp.float32)  # (meshes, 6): centre and half size
     instance_mesh: wp.array(dtype=wp.int32)  # (instances,)
@@ -26,7 +26,8 @@ class Resident:
     instance_normals: wp.array2d(dtype=wp.float32)  # (instances, 9): takes normals to the world
 
 
-MESH_FIRST_NODE, MESH_FIRST_PAGE, MESH_NORMALS, MESH_UV = wp.constant(0), wp.constant(1), wp.constant(2), wp.constant(3)
+MESH_FIRST_NODE, MESH_FIRST_PAGE, MESH_ATTRIBUTES = wp.constant(0), wp.constant(1), wp.constant(2)
+HAS_NORMALS, HAS_UV, HAS_COLORS = wp.constant(1), wp.constant(2), wp.constant(4)  # bits
 
 # ---- the views, written by uploads.py --------------------------------------------------------------------------------
 
@@ -118,3 +119,4 @@ class Targets:
     normal: wp.array4d(dtype=wp.float32)  # in the world; base_pass, and so on
     uv: wp.array4d(dtype=wp.float32)
     color: wp.array4d(dtype=wp.float32)  # 0 to 1
+    vertex_color: wp.array4d(dtype=wp.float32)

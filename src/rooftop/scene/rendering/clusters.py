@@ -3,7 +3,7 @@
 import warp as wp
 
 from rooftop.scene import layouts
-from rooftop.scene.rendering.buffers import MESH_FIRST_PAGE, Resident
+from rooftop.scene.rendering.buffers import HAS_COLORS, HAS_NORMALS, HAS_UV, MESH_ATTRIBUTES, MESH_FIRST_PAGE, Resident
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -18,6 +18,7 @@ CLUSTER_STREAMS, CLUSTER_MATERIAL = wp.constant(layouts.CLUSTER_STREAMS), wp.con
 CLUSTER_UV_BASE, CLUSTER_UV_EXTENT = wp.constant(layouts.CLUSTER_UV_BASE), wp.constant(layouts.CLUSTER_UV_EXTENT)
 NEW_WORDS, NORMAL_BITS = wp.constant(layouts.NEW_WORDS), wp.constant(layouts.NORMAL_BITS)
 NORMAL_MIDDLE = wp.constant(layouts.NORMAL_MIDDLE)
+COLOR_BITS = wp.constant(layouts.COLOR_BITS)
 MATERIAL_BITS, MIXED = wp.constant(layouts.MATERIAL_BITS), wp.constant(layouts.MIXED)
 
 
@@ -65,6 +66,8 @@ class Cluster:
     position_bits: wp.vec3i
     uv_base: wp.vec2i
     uv_bits: wp.vec2i
+    normal_bits: wp.int32  # of a vertex; 0 where the mesh has none
+    color_bits: wp.int32
     masks: wp.int64  # where each stream begins
     positions: wp.int64
     attributes: wp.int64
@@ -78,6 +81,12 @@ def whole_words(bit_count: wp.int32):
 
 
 @wp.func
+def attribute_bit(cluster: Cluster, vertex: wp.int32):
+    """Where in the stream of attributes a vertex begins."""
+    return vertex * (cluster.normal_bits + cluster.uv_bits[0] + cluster.uv_bits[1] + cluster.color_bits)
+
+
+@wp.func
 def head_of(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32):
     """Where the head of a cluster of a page is."""
     at = resident.page_at[resident.mesh[mesh, MESH_FIRST_PAGE] + page]
@@ -86,8 +95,8 @@ def head_of(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32)
 
 
 @wp.func
-def read_cluster(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32, normals: wp.bool, uv: wp.bool):
-    """The cluster; where its attributes are only if the mesh's normals and uv are named as they are."""
+def read_cluster(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32, attributes: wp.bool):
+    """The cluster; with what lies behind its positions only if that is asked for."""
     words = resident.words
     at = resident.page_at[resident.mesh[mesh, MESH_FIRST_PAGE] + page]
     head = head_of(resident, mesh, page, index)
@@ -107,14 +116,16 @@ def read_cluster(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.i
     cluster.positions = cluster.masks + wp.int64(NEW_WORDS) + whole_words(references)
     width = cluster.position_bits[0] + cluster.position_bits[1] + cluster.position_bits[2]
     cluster.attributes = cluster.positions + whole_words(cluster.vertices * width)
-    if uv:
+    has = wp.where(attributes, resident.mesh[mesh, MESH_ATTRIBUTES], 0)
+    if has & HAS_NORMALS != 0:
+        cluster.normal_bits = 2 * NORMAL_BITS
+    if has & HAS_COLORS != 0:
+        cluster.color_bits = 3 * COLOR_BITS
+    if has & HAS_UV != 0:
         for axis in range(2):
             cluster.uv_base[axis] = words[head + wp.int64(CLUSTER_UV_BASE + axis)]
             cluster.uv_bits[axis] = bit_length(words[head + wp.int64(CLUSTER_UV_EXTENT + axis)])
-    width = cluster.uv_bits[0] + cluster.uv_bits[1]
-    if normals:
-        width += 2 * NORMAL_BITS
-    cluster.materials = cluster.attributes + whole_words(cluster.vertices * width)
+    cluster.materials = cluster.attributes + whole_words(attribute_bit(cluster, cluster.vertices))
     return cluster
 
 
@@ -163,18 +174,9 @@ def position_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp
 
 
 @wp.func
-def attribute_bit(cluster: Cluster, vertex: wp.int32, normals: wp.bool):
-    """Where in the stream of attributes a vertex begins."""
-    width = cluster.uv_bits[0] + cluster.uv_bits[1]
-    if normals:
-        width += 2 * NORMAL_BITS
-    return vertex * width
-
-
-@wp.func
 def normal_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
     """Of a mesh that has normals: of length 1, from two numbers on an octahedron."""
-    bit = attribute_bit(cluster, vertex, True)
+    bit = attribute_bit(cluster, vertex)
     x = wp.float32(bits(resident.words, cluster.attributes, bit, NORMAL_BITS) - NORMAL_MIDDLE) / wp.float32(
         NORMAL_MIDDLE
     )
@@ -191,14 +193,24 @@ def normal_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
 
 
 @wp.func
-def uv_of(resident: Resident, cluster: Cluster, vertex: wp.int32, normals: wp.bool, step: wp.float32):
+def uv_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp.float32):
     """Of a mesh that has texture coordinates."""
-    bit = attribute_bit(cluster, vertex, normals)
-    if normals:
-        bit += 2 * NORMAL_BITS
+    bit = attribute_bit(cluster, vertex) + cluster.normal_bits
     u = bits(resident.words, cluster.attributes, bit, cluster.uv_bits[0])
     v = bits(resident.words, cluster.attributes, bit + cluster.uv_bits[0], cluster.uv_bits[1])
     return wp.vec2(step * wp.float32(cluster.uv_base[0] + u), step * wp.float32(cluster.uv_base[1] + v))
+
+
+@wp.func
+def vertex_color_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
+    """Of a mesh that has colours: 0 to 1."""
+    bit = attribute_bit(cluster, vertex) + cluster.normal_bits + cluster.uv_bits[0] + cluster.uv_bits[1]
+    packed = bits(resident.words, cluster.attributes, bit, 3 * COLOR_BITS)
+    most = (1 << COLOR_BITS) - 1
+    color = wp.vec3()
+    for channel in range(3):
+        color[channel] = wp.float32((packed >> (channel * COLOR_BITS)) & most) / wp.float32(most)
+    return color
 
 
 @wp.func

@@ -10,8 +10,6 @@ from rooftop.scene.rendering.buffers import (
     LENS_FY,
     LENS_NEAR,
     LENS_ORTHOGRAPHIC,
-    MESH_NORMALS,
-    MESH_UV,
     RANK_MASK,
     TRIANGLE_SHIFT,
     TRIANGLES,
@@ -37,7 +35,6 @@ class Hit:
     instance: wp.int32
     mesh: wp.int32
     triangle: wp.int32
-    has_normals: wp.bool
     cluster: Cluster
     corners: wp.vec3i
     a: wp.vec3  # its corners, in the mesh's units
@@ -109,10 +106,9 @@ def covering(resident: Resident, frame: Frame, pixel: wp.int64):
     hit.pair = pair_of(item)
     hit.instance = hit.pair % frame.instances
     hit.mesh = resident.instance_mesh[hit.instance]
-    hit.has_normals = resident.mesh[hit.mesh, MESH_NORMALS] != 0
     page = what_of(item) >> CLUSTER_INDEX_BITS
     index = what_of(item) & CLUSTER_INDEX_MASK
-    hit.cluster = read_cluster(resident, hit.mesh, page, index, hit.has_normals, resident.mesh[hit.mesh, MESH_UV] != 0)
+    hit.cluster = read_cluster(resident, hit.mesh, page, index, True)
     return hit
 
 

@@ -70,7 +70,7 @@ def read_triangle(resident: Resident, frame: Frame, item: wp.int64, number: wp.i
     mesh = resident.instance_mesh[instance]
     page = what_of(item) >> CLUSTER_INDEX_BITS
     index = what_of(item) & CLUSTER_INDEX_MASK
-    cluster = read_cluster(resident, mesh, page, index, False, False)
+    cluster = read_cluster(resident, mesh, page, index, False)
     triangle = Triangle()
     triangle.there = number < cluster.triangles
     triangle.view = pair // frame.instances

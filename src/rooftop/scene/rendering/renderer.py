@@ -22,8 +22,15 @@ from rooftop.scene.scenes import Scene
 LIGHT = wp.vec3(*(np.array((0.4, 0.3, 0.85)) / np.linalg.norm((0.4, 0.3, 0.85))).tolist())
 # In each of several views: where one begins is to Warp an int32 of bytes, and a pixel has up to three float32.
 MOST_PIXELS_OF_SEVERAL = (2**31 - 1) // 12
-BACKGROUND = {"depth": torch.inf, "uv": torch.nan, "normal": 0.0, "velocity": 0.0, "color": 0.0}  # else -1
-CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3}
+BACKGROUND = {  # else -1
+    "depth": torch.inf,
+    "uv": torch.nan,
+    "vertex_color": torch.nan,
+    "velocity": 0.0,
+    "normal": 0.0,
+    "color": 0.0,
+}
+CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3, "vertex_color": 3}
 
 
 class Renderer:

@@ -31,7 +31,7 @@ from rooftop.scene.rendering.uploads import Uploaded
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
 MOST_GRAPHS = 4  # of one memory: a first frame and those after it, each with and without timings
-OF_BASE_PASS = {"normal", "uv", "color"}
+OF_BASE_PASS = {"normal", "uv", "color", "vertex_color"}
 
 
 class Clock:

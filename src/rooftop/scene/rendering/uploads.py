@@ -47,8 +47,7 @@ class Meshes:
             )
         words = np.concatenate([*pages, np.zeros(2, np.int32)])  # a read of two words may begin at the last
         tables = [
-            [node, page, m.meta["has_normals"], m.meta["has_uv"]]
-            for node, page, m in zip(first_node, first_page, meshes, strict=True)
+            [node, page, _attributes(mesh), 0] for node, page, mesh in zip(first_node, first_page, meshes, strict=True)
         ]
         boxes = np.array([mesh.meta["bounds"] for mesh in meshes])  # (meshes, 2, 3)
         box = np.concatenate([boxes.mean(1), (boxes[:, 1] - boxes[:, 0]) / 2], axis=1)
@@ -62,6 +61,12 @@ class Meshes:
         steps = [[2.0 ** mesh.meta[name] for name in ("grid_exponent", "uv_exponent")] for mesh in meshes]
         self.mesh_steps = _on(device, np.array(steps, dtype=np.float32))
         self.mesh_box = _on(device, box.astype(np.float32))
+
+
+def _attributes(mesh: Geometry) -> int:
+    """Those that it has, as bits."""
+    names = {"has_normals": buffers.HAS_NORMALS, "has_uv": buffers.HAS_UV, "has_colors": buffers.HAS_COLORS}
+    return sum(int(bit) for name, bit in names.items() if mesh.meta[name])
 
 
 def _check_depth(mesh: Geometry) -> None:
