@@ -42,6 +42,7 @@ TOLERANCE = 0.05
 LEAST_PLAIN = 3
 PLAIN_STEPS, PLAIN_SECONDS = 10, 2.0  # steps in a row, and for how long they are timed before and after a report
 LOOP = "while True: pass"
+HOWS = ("memory kept", "as usual", "beside loops", "refresh")
 KEPT = dict(word.split("=") for word in KEEP_MEMORY.split() if "=" in word)
 
 
@@ -89,20 +90,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu/trust.json"))
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--how", nargs="+", choices=HOWS, default=list(HOWS), help="which processes, and the refresh")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         print(json.dumps(report_of(options.worker)))
         return 0
     measure_ceilings("cpu")
-    rows = [analyzed(name, options.repeats, kept=kept) for name in CASES for kept in (True, False)]
-    with busy_loops():
-        rows += [analyzed(name, max(2, options.repeats // 3), kept=True, beside=True) for name in CASES]
+    rows = [
+        analyzed(name, options.repeats, kept) for name in CASES for kept in (True, False) if how(kept) in options.how
+    ]
+    if "beside loops" in options.how:
+        with busy_loops():
+            rows += [analyzed(name, max(2, options.repeats // 3), kept=True, beside=True) for name in CASES]
     name = next(iter(CASES))
-    refreshed = {"case": name, "before": percent(name)}
-    with busy_loops():
-        measure_ceilings("cpu", refresh=True)
-    refreshed["after"] = percent(name)
+    refreshed = {"case": name, "before": 1.0, "after": 1.0}
+    if "refresh" in options.how:
+        refreshed["before"] = percent(name)
+        with busy_loops():
+            measure_ceilings("cpu", refresh=True)
+        refreshed["after"] = percent(name)
     machine = next(d for d in devices() if d.kind == "cpu").to_dict()
     result = {"machine": machine, "torch": torch.__version__, "repeats": rows, "refreshed_beside_loops": refreshed}
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -113,6 +120,10 @@ def main() -> int:
     return 1 if missed else 0
 
 
+def how(kept: bool, beside: bool = False) -> str:
+    return "beside loops" if beside else "memory kept" if kept else "as usual"
+
+
 def analyzed(name: str, repeats: int, kept: bool, beside: bool = False) -> dict[str, Any]:
     """The same model so many times, in processes that keep their memory or are started as usual."""
     reports = [fresh_report(name, kept) for _ in range(repeats)]
@@ -121,8 +132,7 @@ def analyzed(name: str, repeats: int, kept: bool, beside: bool = False) -> dict[
     percents = " ".join(
         f"{p:.1f}{'*' if d else ''}" for p, d in zip(row["percent_of_roof"], row["disturbed"], strict=True)
     )
-    where = "beside loops" if beside else "memory kept" if kept else "as usual"
-    print(f"{name:30} {where:12} {percents} (* disturbed)", flush=True)
+    print(f"{name:30} {how(kept, beside):12} {percents} (* disturbed)", flush=True)
     ratios = " ".join(
         f"{wall / min(ms):.2f}/{max(ms) / min(ms):.2f}"
         for wall, ms in zip(row["wall_ms"], row["plain_ms"], strict=True)
@@ -191,15 +201,12 @@ def busy_loops() -> Iterator[None]:
 
 def problems(rows: list[dict[str, Any]], refreshed: dict[str, Any]) -> Iterator[str]:
     for row in rows:
-        where = "beside loops" if row["beside_loops"] else "memory kept" if row["memory_kept"] else "as usual"
-        name = f"{row['case']} ({where})"
+        name = f"{row['case']} ({how(row['memory_kept'], row['beside_loops'])})"
         for wall, ms in zip(row["wall_ms"], row["plain_ms"], strict=True):
             if not min(ms) * (1 - TOLERANCE) <= wall <= max(ms) * (1 + TOLERANCE):
                 yield f"{name}: a wall time of {wall:.1f} ms, the plain tens took {min(ms):.1f} to {max(ms):.1f} ms"
-        alone = next(
-            r for r in rows
-            if r["case"] == row["case"] and r["memory_kept"] is row["memory_kept"] and not r["beside_loops"]
-        )  # fmt: skip
+        like = [r for r in rows if r["case"] == row["case"] and r["memory_kept"] is row["memory_kept"]]
+        alone = next((r for r in like if not r["beside_loops"]), row)
         quiet, own = unmarked(alone), unmarked(row)
         if not quiet:
             if row is alone:

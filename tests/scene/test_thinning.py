@@ -112,15 +112,16 @@ def test_from_far_as_much_is_covered_as_by_all_parts(kind: str, tmp_path: Path) 
     assert all(0.9 < ratio < 1.1 for ratio in ratios), " ".join(f"{ratio:.2f}" for ratio in ratios)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_level_has_the_area_of_the_mesh(kind: str, tmp_path: Path) -> None:
-    points, faces = KINDS[kind]()
-    scene.build(points, faces, tmp_path / "parts.rtg")
-    areas = level_areas(Geometry.open(tmp_path / "parts.rtg"))[:, 0]
-    assert len(areas) >= 4
-    shares = areas / area(points[faces])
-    assert (np.abs(shares[:-1] - 1) < 0.01).all(), shares
-    assert abs(shares[-1] - 1) < 0.1  # a few parts that would be as large as all together are made smaller
+def test_parts_that_hide_nothing_keep_their_area_and_those_in_a_clump_lose_some(tmp_path: Path) -> None:
+    apart = in_ball(600) * 10
+    clumps = np.repeat(in_ball(60) * 10, 50, axis=0) + 0.04 * np.random.default_rng(6).normal(size=(3000, 3))
+    shares = {}
+    for name, middles in (("apart", apart), ("clumps", clumps)):
+        points, faces = parts(SQUARE, middles, np.full(len(middles), 0.06))
+        scene.build(points, faces, tmp_path / "parts.rtg")
+        shares[name] = level_areas(Geometry.open(tmp_path / "parts.rtg"))[:, 0] / area(points[faces])
+    assert (np.abs(shares["apart"] - 1) < 0.1).all(), shares
+    assert shares["clumps"][-1] < 0.8, shares
 
 
 def area(triangles: Floats) -> float:

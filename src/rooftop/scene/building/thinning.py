@@ -1,15 +1,18 @@
-"""Small parts of a mesh, such as leaves: fewer and larger ones, of the same area.
+"""Small parts of a mesh, such as leaves: fewer and larger ones, which cover as much.
 
 Leaves, blades of grass or gravel cannot be simplified by moving vertices: each is a few triangles already. Without them
 far pictures would miss what they cover. So of two neighbours one goes, and the other grows until it has the area of
-both, a narrow one in width first. Its vertices are new ones, copies of the old in all but the position. Its error is
-about its width: narrower than a pixel, two parts cannot be told from one of their area.
+both, a narrow one in width first. Where parts hide each other, as in clumps of leaves, that would be too much: samples
+of the group tell how much it covers before and after. Vertices of a part that grew are new ones, copies of the old in
+all but the position. Its error is about its width: narrower than a pixel, two parts cannot be told from one that covers
+as much.
 
 Only *loose* parts are treated so: those that lie whole in one group, whose vertices no other group uses.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,20 +24,23 @@ from rooftop.scene.building import meshopt
 from rooftop.scene.building.meshes import Vertices, repeats
 from rooftop.scene.building.orders import morton_codes
 from rooftop.scene.building.parts import Added
-from rooftop.scene.building.ragged import within
+from rooftop.scene.building.ragged import rows_of, within
 
 Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float64]
 
 SEEN = 1.75  # of half the width of a part that stands for two: its error
-MOST_GROWTH = 4.0  # of a part's lengths in one step: a needle would grow without end
+MOST_GROWTH = 4.0  # of a part's area in one round: a needle would grow without end
 FAR_LARGER = 4.0  # areas of a part over its neighbour's, from which on it always stays
 LIKE = 2.0  # median errors of pairs: pairs with more, such as a leaf and its tree, are left alone
 MISSING = 0.05  # of the area of all parts: those of which simplifying leaves nothing
 LARGE_PARTS = 16  # half their widths over an error, from which on they need not grow
-UNCHANGED = 0.005  # of its lengths: a part that would grow by less stays as it is
+UNCHANGED = 0.01  # of its area: a part that would grow by less stays as it is
 ROUNDS = 4  # of growing and moving back into the group's room, in which parts become wider for what is cut off
+HITS, SIDES = 10_000, (64, 512)  # of triangles by samples of a picture; samples along its side, least and most
+LOOKS = 2  # at most, at what a group covers
+OVERLAP = 1.5  # the power of what is missing by which areas grow: much of it is hidden
 LEAST, LARGE = 1e-30, 1e30
 
 
@@ -101,6 +107,20 @@ class LooseParts:
     def _shapes(self) -> _Shapes:
         of, inside = self._own
         return _Shapes.of(self._vertices.grid[inside], of, len(self))
+
+    @cached_property
+    def _side(self) -> int:
+        """Samples along the side of a picture of the group: so many that its triangles are hit about equally often."""
+        grid = self._vertices.grid[self._corners].astype(np.float64)
+        areas = _Shapes.of(grid, np.zeros(len(grid), np.int64), 1).areas
+        size = float(((grid.max((0, 1)) - grid.min((0, 1))) ** 2).sum())
+        return int(np.clip(math.sqrt(HITS * size / max(float(areas[0]), LEAST)), *SIDES))
+
+    @cached_property
+    def _covered(self) -> int:
+        """Samples that the group covers."""
+        grid = self._vertices.grid[self._corners]
+        return _covered(grid, grid.min((0, 1)), grid.max((0, 1)), self._side)
 
     @cached_property
     def _materials(self) -> Ints:
@@ -197,13 +217,24 @@ class LooseParts:
         part[triangles] = of[grows][:, None]
 
         old = grid[used].astype(np.float64)
-        points = old
         room = _Room.of(grid[self._corners.ravel()], old, part, count)
-        for turn in range(ROUNDS):
-            shapes = _Shapes.of(points[triangles], of[grows], count)
-            ratios = wanted / np.maximum(shapes.areas, LEAST)
-            along, across = _growth(ratios, shapes.slenderness) if not turn else (_again(ratios),) * 2
-            points = room.holds(shapes.scaled(points, part, along, across))
+
+        def grown_to(areas: Floats, points: Floats, first: bool) -> Floats:
+            for turn in range(ROUNDS):
+                shapes = _Shapes.of(points[triangles], of[grows], count)
+                ratios = areas / np.maximum(shapes.areas, LEAST)
+                growth = _growth(ratios, shapes.slenderness) if first and not turn else (_again(ratios),) * 2
+                points = room.holds(shapes.scaled(points, part, *growth))
+            return points
+
+        points = grown_to(wanted, old, first=True)
+        rows = np.flatnonzero(self._numbers(left) >= 0)[grows]
+        if len(pairs.kept):
+            rest = grid[np.delete(left, rows, axis=0)]
+            for _ in range(LOOKS):
+                share = self._covered / max(room.covered(self._side, rest, points[triangles]), 1)
+                wanted = wanted * np.clip(share, 0.5, 2.0) ** OVERLAP
+                points = grown_to(wanted, points, first=False)
         grown = np.rint(points).astype(np.int32)
         alone = ~np.isin(part, pairs.kept)
         moved = float(np.sqrt(((points - old)[alone] ** 2).sum(1)).max(initial=0.0))
@@ -212,7 +243,6 @@ class LooseParts:
 
         places = meshopt.same_rows(grown)[1].astype(np.int64)
         corners, stays = left.copy(), np.ones(len(left), bool)
-        rows = np.flatnonzero(self._numbers(left) >= 0)[grows]
         corners[rows] = (triangles + len(grid)).astype(np.uint32)
         stays[rows] = ~repeats(places[triangles])  # of what was cut off nothing may be left
         return Thinned(corners[stays], error, Added(used.astype(np.int64), grown, places))
@@ -340,6 +370,10 @@ class _Room:
         least, most = _boxes(points, parts, count)
         return cls((low + high) / 2, (high - low) / 2, radius, parts, np.maximum(most - least, (high - low) / 2))
 
+    def covered(self, side: int, *triangles: npt.NDArray[Any]) -> int:
+        """Samples that triangles (T, 3, 3) of the group cover."""
+        return _covered(np.concatenate(triangles), self.middle - self.half, self.middle + self.half, side)
+
     def holds(self, points: Floats) -> Floats:
         """Points of parts, each squeezed to what it may be, and moved into the room."""
         parts, count = self.parts, len(self.most)
@@ -357,6 +391,43 @@ class _Room:
         centres *= 1 - np.minimum(outside / np.maximum(lengths, LEAST), 1.0)[:, None]
         held: Floats = np.clip(points + centres[parts], -self.half, self.half) + self.middle
         return held
+
+
+def _covered(triangles: npt.NDArray[Any], low: npt.NDArray[Any], high: npt.NDArray[Any], side: int) -> int:
+    """Samples that triangles (T, 3, 3) cover in pictures of a box from all sides, each of `side` times `side`."""
+    spacing = max(float(np.sqrt(((high - low) ** 2.0).sum())), 1.0) / side
+    points = (triangles - (low + high) / 2) / spacing
+    return sum(_covered_along(points @ frame + (side - 1) / 2, side) for frame in _FRAMES)
+
+
+def _covered_along(triangles: Floats, side: int) -> int:
+    """Whole numbers (x, y) from 0 to side - 1 in any of the triangles (T, 3, 2)."""
+    first = np.maximum(np.ceil(triangles.min(1)), 0).astype(np.int64)
+    last = np.minimum(np.floor(triangles.max(1)), side - 1).astype(np.int64)
+    sizes = np.maximum(last - first + 1, 0)
+    counts = sizes[:, 0] * sizes[:, 1]
+    of = rows_of(counts)
+    row, column = np.divmod(within(counts), sizes[of, 0])
+    x, y = first[of, 0] + column, first[of, 1] + row
+    left, right = np.ones(len(of), bool), np.ones(len(of), bool)
+    for corner in range(3):
+        (ax, ay), (bx, by) = triangles[:, corner].T, triangles[:, (corner + 1) % 3].T
+        turn = (ay - by)[of] * x + (bx - ax)[of] * y + (ax * by - ay * bx)[of]  # from which side of its edge it is seen
+        left &= turn >= 0
+        right &= turn <= 0
+    seen = np.zeros(side * side, bool)
+    seen[(y * side + x)[left | right]] = True
+    return int(seen.sum())
+
+
+def _frames() -> list[Floats]:
+    """(3, 2) two axes across each of the six axes of an icosahedron."""
+    golden = (1 + math.sqrt(5)) / 2
+    ways = [np.roll([0.0, sign, golden], turn) for turn in range(3) for sign in (1, -1)]
+    return [np.linalg.svd(way[:, None])[0][:, 1:] for way in ways]
+
+
+_FRAMES = _frames()
 
 
 def _boxes(points: Floats, parts: Ints, count: int) -> tuple[Floats, Floats]:
