@@ -99,9 +99,8 @@ def covered(
     world.add_instances(world.add_mesh(mesh), grove(count, width))
     across = SPACING * width * (math.isqrt(count - 1) + 1) + width
     size = math.ceil(across / width * pixels)
-    camera = scene.Camera.parallel(
-        (0, -100, 170), (0, 0, 3), view_height=size * width / pixels, width=size, height=size
-    )
+    eye = across * np.array((0.0, -1.0, 1.7))  # no tree is behind it
+    camera = scene.Camera.parallel(eye, (0, 0, 3), view_height=size * width / pixels, width=size, height=size)
     frame = scene.Renderer(world, device, pixel_error=error).render(camera, ("depth",))
     seen = float(torch.isfinite(frame["depth"]).sum())
     return {"area": seen / pixels**2 / count, "triangles": frame.stats.triangles / count}

@@ -170,7 +170,8 @@ def report_of(name: str) -> dict[str, Any]:
 
 def plain_ms(model: nn.Module, x: Tensor, train: bool) -> list[float]:
     """The mean time of a step in each ten of them, without Rooftop."""
-    found, until = [], time.perf_counter() + PLAIN_SECONDS
+    found: list[float] = []
+    until = time.perf_counter() + PLAIN_SECONDS
     with torch.set_grad_enabled(train):
         while len(found) < LEAST_PLAIN or time.perf_counter() < until:
             began = time.perf_counter()
