@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rooftop import scene
+from rooftop.errors import MissingExtraError
 from rooftop.scene import Camera, Geometry, Renderer, Scene
 
 Floats = NDArray[np.float64]
@@ -201,3 +203,10 @@ def test_any_parts_come_to_one_cluster_within_the_box_of_the_mesh(tmp_path: Path
         positions = geometry.decode(number).positions
         assert (positions >= low).all()
         assert (positions <= high).all()
+
+
+def test_without_scipy_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.sparse", None)
+    with pytest.raises(MissingExtraError, match=r"rooftop\[scene\]"):
+        scene.build(*SQUARE, tmp_path / "parts.rtg")
+    assert not list(tmp_path.iterdir())

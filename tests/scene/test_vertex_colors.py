@@ -173,6 +173,14 @@ def test_colours_of_gltf(kind: int, dtype: str, most: int, of: str, textured: bo
     assert (found.colors[~first] == 255).all()
 
 
+def test_alpha_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    glb(tmp_path / "mesh.glb", np.column_stack([COLORS, [1, 0.5, 1]]).astype("<f4"), 5126, "VEC4")
+    with pytest.warns(UserWarning, match="alpha"):
+        found = read_mesh(tmp_path / "mesh.glb")
+    assert found.colors is not None
+    assert found.colors.shape[1] == 3
+
+
 @pytest.mark.parametrize("suffix", [".ply", ".obj"])
 def test_colours_of_other_files(suffix: str, tmp_path: Path) -> None:
     numbers = np.rint(255 * COLORS).astype(int).tolist()

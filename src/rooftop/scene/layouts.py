@@ -34,7 +34,7 @@ GROUP_NUMBER = 7  # over all pages
 
 CLUSTER_WORDS = 21
 CLUSTER_SPHERE = 0  # 4 float32: the sphere of the group that it replaces; of the finest level its own
-CLUSTER_ERROR = 4  # float32: how far it is from the surface; 0 at the finest level
+CLUSTER_ERROR = 4  # float32: how far it is from the surface, or how wide parts in it are; 0 at the finest level
 CLUSTER_BASE = 5  # 3 int32: grid coordinates of the lowest corner
 CLUSTER_EXTENT = 8  # 3 uint32: those of the highest, less the lowest; as many bits has a position along that axis
 CLUSTER_EDGE = 11  # float32: the longest edge

@@ -2,7 +2,8 @@
 
 What cannot be meant is refused (a vertex that is no number, an index outside), what does no harm is dropped and counted
 (faces without area on the grid, faces that are there twice, vertices that nothing uses). Edges that are not manifold
-are kept and counted. All levels of the geometry use vertices of this mesh: so they are rounded here, once.
+are kept and counted. All levels of the geometry use vertices of this mesh, but for small parts that grow (see
+`thinning`): so they are rounded here, once.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -82,6 +83,10 @@ def read_mesh(path: Path) -> MeshFile:
     has_normals = all("vertex_normals" in part._cache for _, _, part in placed)
     has_uv = all(_uv(part) is not None for _, _, part in placed)
     colors = [_colors(part) for _, _, part in placed]
+    if any(each is not None and (each[:, 3:] < 255).any() for each in colors):
+        warnings.warn(
+            f"{path}: alpha of the colours of vertices is left out; nothing is transparent here", stacklevel=2
+        )
     white = [np.full((count, 3), 255, np.uint8) for count in counts]
     has_colors = any(each is not None for each in colors)
     return MeshFile(
@@ -89,7 +94,7 @@ def read_mesh(path: Path) -> MeshFile:
         faces=np.concatenate([_faces(at, part) + start for start, (_, at, part) in zip(first, placed, strict=True)]),
         normals=np.concatenate([_normals(at, part) for _, at, part in placed]) if has_normals else None,
         uv=np.concatenate([_uv(part) for _, _, part in placed]) if has_uv else None,
-        colors=np.concatenate([a if a is not None else b for a, b in zip(colors, white, strict=True)])
+        colors=np.concatenate([a[:, :3] if a is not None else b for a, b in zip(colors, white, strict=True)])
         if has_colors
         else None,
         materials=np.repeat([number[name] for name, _, _ in placed], [len(part.faces) for _, _, part in placed]),
@@ -146,14 +151,14 @@ def _uv(part: Any) -> Floats | None:
 
 
 def _colors(part: Any) -> npt.NDArray[np.uint8] | None:
-    """(V, 3) of its vertices, as the file has them."""
+    """(V, 3 or 4) of its vertices, as the file has them."""
     if part.visual.kind == "vertex":
         found = part.visual.vertex_colors
     else:
         found = getattr(part.visual, "vertex_attributes", {}).get("color")
     if found is None or len(found) != len(part.vertices):
         return None
-    found = np.asarray(found)[:, :3]
+    found = np.asarray(found)
     if found.dtype.kind == "f":
         found = np.rint(255 * np.clip(found, 0, 1))
     elif found.dtype.itemsize > 1:

@@ -16,7 +16,7 @@ class Resident:
     words: wp.array(dtype=wp.int32)  # the pages of all meshes, one after another
     page_at: wp.array(dtype=wp.int64)  # (pages,) where each begins
     nodes: wp.array3d(dtype=wp.int32)  # (nodes, 8, 16) of all meshes; their numbers are those of one mesh
-    mesh: wp.array2d(dtype=wp.int32)  # (meshes, 4): first node, first page, HAS_NORMALS, ...; 0
+    mesh: wp.array2d(dtype=wp.int32)  # (meshes, 4): first node, first page, which attributes (HAS_NORMALS, ...), 0
     mesh_steps: wp.array2d(dtype=wp.float32)  # (meshes, 2): the grids of positions and of uv
     mesh_box: wp.array2d(dtype=wp.float32)  # (meshes, 6): centre and half size
     instance_mesh: wp.array(dtype=wp.int32)  # (instances,)
