@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import re
+import warnings
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +21,10 @@ from rooftop.errors import InputError
 
 Points = npt.NDArray[np.float64]
 
-_NOT_PLAIN = re.compile(rb"\t|\r(?!\n)|\\\r?\n|^[ ]+\S|^fo |^f [^\n]*-\d", re.MULTILINE)
-_POLYGON = re.compile(rb"^f ((?:[^\s]+[ ]+){3,}[^\s]+)[ ]*\r?$", re.MULTILINE)
-_VERTEX = re.compile(rb"^v +(\S+) +(\S+) +(\S+)", re.MULTILINE)
+_MARKS_OF_OTHERS = (b"\t", b"\\\n", b"\\\r", b"\nfo ")
+_LONE_RETURN, _INDENTED = re.compile(rb"\r(?!\n)"), re.compile(rb"\n +\S")
+_BACKWARD = re.compile(rb"\nf [^\n]*-\d")
+_FACE, _VERTEX = re.compile(rb"\nf ([^\n]*)"), re.compile(rb"\nv ([^\n]*)")
 _OTHER_INDICES = re.compile(rb"/\S*")
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _STRAIGHT = 1e-12  # of the square of a polygon's size: corners that turn less turn not at all
@@ -50,25 +52,63 @@ def plain_obj(content: bytes, name: str) -> bytes:
         InputError: a face that names a vertex which is not there, or indices that are no numbers.
     """
     content = utf8(content)
-    if _NOT_PLAIN.search(content) is None and not _has_concave(content):
+    if _is_plain(b"\n" + content):
         return content
     return "\n".join(_lines(content.decode(), name)).encode() + b"\n"
 
 
-def _has_concave(content: bytes) -> bool:
-    """Whether a polygon has a corner that points inwards, or one cannot be told here."""
-    polygons = _POLYGON.findall(content)
-    if not polygons:
+def _is_plain(text: bytes) -> bool:
+    """Whether a text, behind a line feed, needs no change. It is gone through by what is fastest for large ones."""
+    if any(mark in text for mark in _MARKS_OF_OTHERS) or (b"\r" in text and _LONE_RETURN.search(text)):
         return False
+    if (b"\n " in text and _INDENTED.search(text)) or _BACKWARD.search(text):
+        return False
+    return not (_has_polygons(text) and _has_concave(text))
+
+
+def _has_polygons(text: bytes) -> bool:
+    """Whether a face may have more than three corners: its line has more than three blanks."""
+    characters = np.frombuffer(text, np.uint8)
+    starts = np.flatnonzero(characters == ord("\n")) + 1
+    faces = np.flatnonzero(characters[np.minimum(starts, len(characters) - 1)] == ord("f"))
+    blanks = np.append(np.flatnonzero(characters == ord(" ")), [len(text)] * 4)
+    ends = np.append(starts[1:], len(text))
+    return bool((blanks[np.searchsorted(blanks, starts[faces]) + 3] < ends[faces]).any())
+
+
+def _has_concave(text: bytes) -> bool:
+    """Whether a polygon has a corner that points inwards, or one cannot be told here."""
     try:
-        vertices = np.array(_VERTEX.findall(content), dtype="S").astype(np.float64)
-        by_count: dict[int, list[list[bytes]]] = {}
-        for each in polygons:
-            corners = _OTHER_INDICES.sub(b"", each).split()
-            by_count.setdefault(len(corners), []).append(corners)
-        return any(bool(_concave(vertices[np.array(rows).astype(np.int64) - 1]).any()) for rows in by_count.values())
+        vertices = _table(_VERTEX.findall(text))
+        by_count: dict[int, list[bytes]] = {}
+        for each in _FACE.findall(text):
+            by_count.setdefault(len(each.split()), []).append(each)
+        for count, rows in by_count.items():
+            if count > 3:
+                indices = _table(rows).astype(np.int64) - 1
+                if (indices < 0).any() or bool(_concave(vertices[indices, :3]).any()):
+                    return True
     except (ValueError, IndexError):
         return True  # the words are looked at one by one, and the first wrong one is named
+    return False
+
+
+def _table(lines: list[bytes]) -> Points:
+    """Numbers of lines that have equally many; of `v/vt/vn` the first.
+
+    Raises:
+        ValueError: there are other words, or other numbers of them.
+    """
+    text = b" ".join(lines)
+    if b"/" in text:
+        text = _OTHER_INDICES.sub(b"", text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that a text has an end that is no number is only deprecated
+        try:
+            numbers: Points = np.fromstring(text, dtype=np.float64, sep=" ")
+        except DeprecationWarning as warning:
+            raise ValueError(str(warning)) from warning
+    return numbers.reshape(len(lines), -1)
 
 
 def _concave(polygons: Points) -> npt.NDArray[np.bool_]:
