@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from numpy.typing import NDArray
 from rooftop import scene
 from rooftop.errors import MissingExtraError
 from rooftop.scene import Camera, Geometry, Renderer, Scene
+from rooftop.scene.building.meshes import checked_mesh
+from rooftop.scene.building.parts import parts_of
+from rooftop.scene.building.thinning import LooseParts
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -210,3 +214,31 @@ def test_without_scipy_it_is_said_what_to_install(tmp_path: Path, monkeypatch: p
     with pytest.raises(MissingExtraError, match=r"rooftop\[scene\]"):
         scene.build(*SQUARE, tmp_path / "parts.rtg")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("count", [25, 30, 300])
+def test_small_bodies_whose_faces_share_no_vertices_come_to_one_cluster(count: int, tmp_path: Path) -> None:
+    """120 triangles of 360 vertices are two clusters, though one could hold as many triangles."""
+    random = np.random.default_rng(0)
+    corners = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1.0]])[[[0, 2, 1], [0, 1, 3], [1, 2, 3], [0, 3, 2]]]
+    points = (random.random((count, 1, 1, 3)) + corners * 0.02).reshape(-1, 3)
+    normals = np.repeat(random.normal(size=(4 * count, 3)), 3, axis=0)
+    report = scene.build(points, np.arange(len(points)).reshape(-1, 3), tmp_path / "parts.rtg", normals)
+    assert report.roots == 1
+
+
+def test_pictures_of_needles_have_few_samples(tmp_path: Path) -> None:
+    """A box around a needle is as wide as it is long: with samples by its area there would be millions in them."""
+    random = np.random.default_rng(0)
+    foot, way, side = (
+        random.random((300, 3)) * 0.1,
+        1 + random.normal(size=(300, 3)) * 0.05,
+        random.normal(size=(300, 3)),
+    )
+    points = np.stack([foot, foot + way, foot + 0.002 * side], 1).reshape(-1, 3)
+    corners = np.arange(900, dtype=np.uint32).reshape(-1, 3)
+    mesh = checked_mesh(points, corners)
+    vertices = dataclasses.replace(mesh.vertices, parts=parts_of(mesh.vertices, mesh.faces))
+    loose = LooseParts(vertices, mesh.faces, np.zeros(len(points), bool))
+    assert len(loose) > 200
+    assert loose._side < 100

@@ -14,6 +14,7 @@ import trimesh
 from numpy.typing import NDArray
 
 from rooftop import scene
+from rooftop.errors import InputError
 from rooftop.scene import Camera, Geometry, Renderer, Scene, layouts
 from rooftop.scene.building.reading import read_mesh
 
@@ -201,3 +202,23 @@ def test_colours_of_other_files(suffix: str, tmp_path: Path) -> None:
     assert np.abs(found.colors.astype(int) - numbers).max() <= 1
     scene.build_file(tmp_path / f"mesh{suffix}")
     assert Geometry.open(tmp_path / "mesh.rtg").meta["has_colors"]
+
+
+def test_colours_of_an_obj_file_with_uv_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    lines = [f"v {a} {b} 0 1 0.5 0" for a, b in ((0, 0), (1, 0), (0, 1))] + [
+        "vt 0 0",
+        "vt 1 0",
+        "vt 0 1",
+        "f 1/1 2/2 3/3",
+    ]
+    (tmp_path / "mesh.obj").write_text("\n".join(lines) + "\n")
+    with pytest.warns(UserWarning, match="colours"):
+        found = read_mesh(tmp_path / "mesh.obj")
+    assert found.colors is None
+    assert found.uv is not None
+
+
+def test_colours_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    glb(tmp_path / "mesh.glb", np.where(COLORS == 1, np.nan, COLORS).astype("<f4"), 5126, "VEC3", textured=True)
+    with pytest.raises(InputError, match=r"mesh\.glb.*finite"):
+        read_mesh(tmp_path / "mesh.glb")

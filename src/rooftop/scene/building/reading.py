@@ -16,7 +16,7 @@ from rooftop.errors import InputError, MissingExtraError
 from rooftop.scene.building.gltf_meshes import plain_gltf
 from rooftop.scene.building.meshes import MOST_MATERIALS
 from rooftop.scene.building.normals import unit_vectors
-from rooftop.scene.building.obj_texts import plain_obj, utf8
+from rooftop.scene.building.obj_texts import has_colors, plain_obj, utf8
 
 Floats = npt.NDArray[np.float64]
 
@@ -82,20 +82,25 @@ def read_mesh(path: Path) -> MeshFile:
     first = np.cumsum([0, *counts])[:-1]
     has_normals = all("vertex_normals" in part._cache for _, _, part in placed)
     has_uv = all(_uv(part) is not None for _, _, part in placed)
-    colors = [_colors(part) for _, _, part in placed]
+    try:
+        colors = [_colors(part) for _, _, part in placed]
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    if path.suffix.lower() == ".obj" and all(each is None for each in colors) and has_colors(path.read_bytes()):
+        warnings.warn(f"{path}: colours of its vertices are left out; they are read where it has no uv", stacklevel=2)
     if any(each is not None and (each[:, 3:] < 255).any() for each in colors):
         warnings.warn(
             f"{path}: alpha of the colours of vertices is left out; nothing is transparent here", stacklevel=2
         )
     white = [np.full((count, 3), 255, np.uint8) for count in counts]
-    has_colors = any(each is not None for each in colors)
+    colored = any(each is not None for each in colors)
     return MeshFile(
         vertices=np.concatenate([part.vertices @ at[:3, :3].T + at[:3, 3] for _, at, part in placed]),
         faces=np.concatenate([_faces(at, part) + start for start, (_, at, part) in zip(first, placed, strict=True)]),
         normals=np.concatenate([_normals(at, part) for _, at, part in placed]) if has_normals else None,
         uv=np.concatenate([_uv(part) for _, _, part in placed]) if has_uv else None,
         colors=np.concatenate([a[:, :3] if a is not None else b for a, b in zip(colors, white, strict=True)])
-        if has_colors
+        if colored
         else None,
         materials=np.repeat([number[name] for name, _, _ in placed], [len(part.faces) for _, _, part in placed]),
         parts=len(placed),
@@ -159,8 +164,12 @@ def _colors(part: Any) -> npt.NDArray[np.uint8] | None:
     if found is None or len(found) != len(part.vertices):
         return None
     found = np.asarray(found)
+    if found.ndim != 2 or found.shape[1] not in (3, 4):
+        raise InputError(f"colours of vertices have 3 or 4 numbers each, not an array of shape {found.shape}")
+    if found.dtype.kind == "f" and not np.isfinite(found).all():
+        raise InputError("colours of vertices are not all finite")
     if found.dtype.kind == "f":
         found = np.rint(255 * np.clip(found, 0, 1))
     elif found.dtype.itemsize > 1:
-        found = found / (np.iinfo(found.dtype).max / 255)
+        found = np.rint(found / (np.iinfo(found.dtype).max / 255))
     return found.astype(np.uint8)

@@ -149,7 +149,11 @@ def _target(triangles: int, vertices: int) -> int:
 
 
 def _shrunk(kept: Corners, before: int) -> bool:
-    return 0 < len(kept) <= max(SHRUNK * before, layouts.MAX_TRIANGLES)
+    """Whether so few triangles are left, or as many as one cluster holds."""
+    if 0 < len(kept) <= SHRUNK * before:
+        return True
+    fits = 0 < len(kept) <= layouts.MAX_TRIANGLES
+    return fits and len(np.unique(kept)) <= VERTICES_USED * layouts.MAX_VERTICES
 
 
 def _attempt(

@@ -112,9 +112,9 @@ class LooseParts:
     def _side(self) -> int:
         """Samples along the side of a picture of the group: so many that its triangles are hit about equally often."""
         grid = self._vertices.grid[self._corners].astype(np.float64)
-        areas = _Shapes.of(grid, np.zeros(len(grid), np.int64), 1).areas
+        edges = np.square(grid - np.roll(grid, 1, 1)).sum(2).max(1)  # a box around a needle is as wide as it is long
         size = float(((grid.max((0, 1)) - grid.min((0, 1))) ** 2).sum())
-        return int(np.clip(math.sqrt(HITS * size / max(float(areas[0]), LEAST)), *SIDES))
+        return int(np.clip(math.sqrt(HITS * size / max(float(edges.sum()) / 4, LEAST)), *SIDES))
 
     @cached_property
     def _covered(self) -> int:
