@@ -222,3 +222,15 @@ def test_colours_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     glb(tmp_path / "mesh.glb", np.where(COLORS == 1, np.nan, COLORS).astype("<f4"), 5126, "VEC3", textured=True)
     with pytest.raises(InputError, match=r"mesh\.glb.*finite"):
         read_mesh(tmp_path / "mesh.glb")
+
+
+def test_wide_integers_as_colours_of_a_ply_file_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    """trimesh would keep the lowest 8 bits of each."""
+    names = [*(f"property float {axis}" for axis in "xyz"), *(f"property ushort {c}" for c in ("red", "green", "blue"))]
+    head = ["ply", "format ascii 1.0", "element vertex 3", *names, "element face 1"]
+    lines = [*head, "property list uchar int vertex_indices", "end_header"]
+    lines += [f"{x} {y} 0 0 32768 65535" for x, y in ((0, 0), (1, 0), (0, 1))] + ["3 0 1 2"]
+    (tmp_path / "mesh.ply").write_text("\n".join(lines) + "\n")
+    with pytest.warns(UserWarning, match="ushort"):
+        found = read_mesh(tmp_path / "mesh.ply")
+    assert found.colors is None

@@ -263,7 +263,7 @@ def _colors(values: npt.ArrayLike, used: npt.NDArray[np.bool_]) -> npt.NDArray[n
     _refuse_non_finite("color", colors, used)
     low, high = float(colors[used].min()), float(colors[used].max())
     if low < 0 or high > 1:
-        raise ValueError(f"colors are numbers from 0 to 1, or uint8; these ({array.dtype}) are {low:g} to {high:g}")
+        raise ValueError(f"colors are numbers from 0 to 1, or uint8; these ({array.dtype}) are {low} to {high}")
     found = np.zeros(colors.shape, np.int32)
     np.rint(255 * colors, out=found, casting="unsafe", where=used[:, None])
     return found

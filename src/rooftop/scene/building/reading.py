@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from rooftop.scene.building.normals import unit_vectors
 from rooftop.scene.building.obj_texts import has_colors, plain_obj, utf8
 
 Floats = npt.NDArray[np.float64]
+HEAD_BYTES = 1 << 16  # in which a PLY file's head is looked for
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,11 @@ def read_mesh(path: Path) -> MeshFile:
         colors = [_colors(part) for _, _, part in placed]
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
+    if path.suffix.lower() == ".ply" and (kind := _wide_colors(path)):
+        warnings.warn(
+            f"{path}: its colours are of type {kind} and are left out; uchar and float are read", stacklevel=2
+        )
+        colors = [None] * len(placed)
     if path.suffix.lower() == ".obj" and all(each is None for each in colors) and has_colors(path.read_bytes()):
         warnings.warn(f"{path}: colours of its vertices are left out; they are read where it has no uv", stacklevel=2)
     if any(each is not None and (each[:, 3:] < 255).any() for each in colors):
@@ -153,6 +160,14 @@ def _normals(at: Floats, part: Any) -> Floats:
 def _uv(part: Any) -> Floats | None:
     uv = getattr(part.visual, "uv", None)
     return None if uv is None or len(uv) != len(part.vertices) else np.asarray(uv, np.float64)[:, :2]
+
+
+def _wide_colors(path: Path) -> str | None:
+    """The type of a PLY file's colours if they are integers of more than 8 bits, of which trimesh keeps the lowest."""
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES).partition(b"end_header")[0]
+    found = re.search(rb"property\s+(u?short|u?int|u?int16|u?int32)\s+(?:diffuse_)?red\b", head)
+    return found[1].decode() if found else None
 
 
 def _colors(part: Any) -> npt.NDArray[np.uint8] | None:
