@@ -49,7 +49,7 @@ def said_of_host(work: Counter[str], gpu_works: bool) -> str:
 
 
 def _on_host(op: MeasuredOperator) -> bool:
-    """A copy to the GPU has a tensor on the CPU, too, but the profiler shows it as a kernel."""
+    """A copy to the GPU also reads a tensor on the CPU, but the profiler shows it as a kernel."""
     return op.record.device == "cpu" and not op.kernels
 
 

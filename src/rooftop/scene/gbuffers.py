@@ -60,7 +60,7 @@ class GBuffer:
             what was behind the camera then.
         material: int32.
         color: float32 (..., 3), 0 to 1, shaded; 0 is background.
-        vertex_color: float32 (..., 3), 0 to 1, as the mesh has it; nan is background, and where the mesh has none.
+        vertex_color: float32 (..., 3), 0 to 1, as stored in the mesh; nan for background and for meshes without.
         overdraw: int32, how many triangles covered the pixel in what was drawn; 0 is background.
     """
 

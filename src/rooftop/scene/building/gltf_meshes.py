@@ -61,7 +61,7 @@ def plain_gltf(path: Path) -> bytes | None:
 
 
 def _parts(path: Path) -> tuple[Document, tuple[int, int]]:
-    """The JSON; and of a GLB where its bytes begin, and how many there are. These are only read if they are needed."""
+    """The JSON, and the offset and length of a GLB's binary chunk, which is read only if needed."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(12)
@@ -167,7 +167,7 @@ class _Plain:
     # ---- values
 
     def _values(self, accessor: Document) -> Array:
-        """(count, width) as they are stored, those that a sparse accessor replaces as well."""
+        """(count, width) as stored, with the values that a sparse accessor replaces."""
         count, width, dtype = accessor["count"], _WIDTHS[accessor["type"]], np.dtype(_DTYPES[accessor["componentType"]])
         values = np.zeros((count, width), dtype)
         if "bufferView" in accessor:

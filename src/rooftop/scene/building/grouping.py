@@ -65,7 +65,7 @@ def _small_ones_joined(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
 
 
 def _in_order(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
-    """The numbers of parts that there are, along Morton's curve."""
+    """The numbers of all parts, sorted along Morton's curve."""
     present = np.unique(parts)
     order: Ints = present[np.argsort(morton_codes(_middles(parts, spheres)[present]), kind="stable")]
     return order

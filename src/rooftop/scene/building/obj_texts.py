@@ -103,7 +103,7 @@ def _table(lines: list[bytes]) -> Points:
     """Numbers of lines that have equally many; of `v/vt/vn` the first.
 
     Raises:
-        ValueError: there are other words, or other numbers of them.
+        ValueError: a word is no number, or lines differ in how many they have.
     """
     text = b" ".join(lines)
     if b"/" in text:

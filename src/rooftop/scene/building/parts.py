@@ -58,7 +58,7 @@ class Added:
 
     @classmethod
     def joined(cls, several: list[Added]) -> Added:
-        """One after another; no two of them share a place."""
+        """All of these, in order. Places of different ones stay different."""
         first = starts_of([int(each.places.max(initial=-1)) + 1 for each in several])
         return cls(
             np.concatenate([each.sources for each in several]),

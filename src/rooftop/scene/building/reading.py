@@ -123,7 +123,7 @@ def _load_trimesh() -> ModuleType:
 
 
 def _loaded(trimesh: ModuleType, path: Path) -> Any:
-    """Its scene. OBJ and glTF come in a plain form, and so do the materials that an OBJ file names."""
+    """Its scene. OBJ files, their materials and glTF files are made plain first."""
     suffix = path.suffix.lower()
     if suffix in (".glb", ".gltf") and (plain := plain_gltf(path)) is not None:
         beside = trimesh.resolvers.FilePathResolver(str(path))
@@ -163,7 +163,7 @@ def _uv(part: Any) -> Floats | None:
 
 
 def _wide_colors(path: Path) -> str | None:
-    """The type of a PLY file's colours if they are integers of more than 8 bits, of which trimesh keeps the lowest."""
+    """The type of a PLY file's colours if it is wider than 8 bits, else None. trimesh would drop the high bits."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES).partition(b"end_header")[0]
     found = re.search(rb"property\s+(u?short|u?int|u?int16|u?int32)\s+(?:diffuse_)?red\b", head)
@@ -171,7 +171,11 @@ def _wide_colors(path: Path) -> str | None:
 
 
 def _colors(part: Any) -> npt.NDArray[np.uint8] | None:
-    """(V, 3 or 4) of its vertices, as the file has them."""
+    """(V, 3) or (V, 4) uint8: the colours of its vertices, or None.
+
+    Raises:
+        InputError: they have another shape, or are not finite.
+    """
     if part.visual.kind == "vertex":
         found = part.visual.vertex_colors
     else:

@@ -1,7 +1,7 @@
 """Groups simplified to half their triangles, their borders kept.
 
 A vertex that another group uses too is locked, by its place: so is every vertex there, whatever its attributes. What is
-left uses vertices of the mesh, or copies of them in parts that grew, and its error is in steps of the grid.
+left uses vertices of the mesh. Parts that grew use copies of them. Errors are in steps of the grid.
 
 One way after another is tried until a group shrinks:
 
@@ -163,7 +163,7 @@ def _attempt(
 
     Args:
         mesh, corners, counts, locked: as for `simplify`.
-        targets: (G,) about so many triangles; by default half.
+        targets: (G,) how many triangles to leave, approximately; by default half.
     """
     vertices = mesh.vertices
     local = localized(corners, counts)

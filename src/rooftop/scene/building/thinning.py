@@ -67,7 +67,7 @@ class Thinned:
     """What is left of a group.
 
     Attributes:
-        corners: (T, 3), in which vertices that were added have numbers from V on.
+        corners: (T, 3). Numbers from V on are added vertices.
         error: in steps of the grid.
         added: those vertices.
     """
@@ -83,7 +83,7 @@ class LooseParts:
     Args:
         vertices: of the mesh, which has several parts.
         corners: (T, 3) of the group.
-        locked: (V,) whether another group uses a vertex, too.
+        locked: (V,) whether a vertex is also used by another group.
 
     Attributes:
         ids: (P,) of the parts, ascending.
@@ -166,7 +166,7 @@ class LooseParts:
         return Pairs(kept, gone, float(errors.max(initial=0.0)))
 
     def missing(self, left: Corners) -> float:
-        """The share in the area of all parts of those of which nothing is left."""
+        """The area of the parts that are gone, as a share of the area of all parts."""
         areas = self._shapes.areas
         there = np.zeros(len(self), bool)
         there[self._of(left)[0]] = True
@@ -272,7 +272,7 @@ class LooseParts:
 
 @dataclass(frozen=True)
 class _Shapes:
-    """Of parts, 0 of those without triangles.
+    """Sizes and places of parts; all 0 for a part without triangles.
 
     Attributes:
         triangles, areas: of each.
