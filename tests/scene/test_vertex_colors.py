@@ -234,3 +234,17 @@ def test_wide_integers_as_colours_of_a_ply_file_are_left_out_with_a_warning(tmp_
     with pytest.warns(UserWarning, match="ushort"):
         found = read_mesh(tmp_path / "mesh.ply")
     assert found.colors is None
+
+
+def test_colours_of_faces_and_of_some_vertices_only_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    places = ("0 0 0", "1 0 0", "0 1 0")
+    head = ["ply", "format ascii 1.0", "element vertex 3", *(f"property float {axis}" for axis in "xyz")]
+    head += ["element face 1", "property list uchar int vertex_indices"]
+    head += [*(f"property uchar {c}" for c in ("red", "green", "blue")), "end_header"]
+    (tmp_path / "faces.ply").write_text("\n".join([*head, *places, "3 0 1 2 255 0 0"]) + "\n")
+    with pytest.warns(UserWarning, match="faces"):
+        assert read_mesh(tmp_path / "faces.ply").colors is None
+    lines = [f"v {places[0]} 1 0 0", f"v {places[1]} 1 0 0", f"v {places[2]}", "f 1 2 3"]
+    (tmp_path / "some.obj").write_text("\n".join(lines) + "\n")
+    with pytest.warns(UserWarning, match="if all have one"):
+        assert read_mesh(tmp_path / "some.obj").colors is None

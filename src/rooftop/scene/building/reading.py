@@ -88,13 +88,17 @@ def read_mesh(path: Path) -> MeshFile:
         colors = [_colors(part) for _, _, part in placed]
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
+    if any(part.visual.kind == "face" for _, _, part in placed):
+        warnings.warn(f"{path}: colours of its faces are left out; those of vertices are read", stacklevel=2)
     if path.suffix.lower() == ".ply" and (kind := _wide_colors(path)):
         warnings.warn(
             f"{path}: its colours are of type {kind} and are left out; uchar and float are read", stacklevel=2
         )
         colors = [None] * len(placed)
     if path.suffix.lower() == ".obj" and all(each is None for each in colors) and has_colors(path.read_bytes()):
-        warnings.warn(f"{path}: colours of its vertices are left out; they are read where it has no uv", stacklevel=2)
+        warnings.warn(
+            f"{path}: colours of its vertices are left out: they are read if all have one and none has uv", stacklevel=2
+        )
     if any(each is not None and (each[:, 3:] < 255).any() for each in colors):
         warnings.warn(
             f"{path}: alpha of the colours of vertices is left out; nothing is transparent here", stacklevel=2
