@@ -31,7 +31,8 @@ def measured() -> Profile:
 def reported(
     measured: Profile, ceilings: Ceilings, wall: StepTime, load: OtherLoad = QUIET, **changes: object
 ) -> Report:
-    """The same step with other times."""
+    """The same step with other times, on a machine that was equally fast all the time."""
+    changes = {"pulse": None, **changes}
     profile = dataclasses.replace(measured, wall=wall, load=load, notes=[], **changes)  # type: ignore[arg-type]
     return report_of(profile, ceilings, target="net", mode="inference")
 
@@ -142,6 +143,7 @@ def test_a_cpu_that_was_slower_all_the_time_is_said(
 ) -> None:
     """Its steps agree with each other, and yet the percent of roof is not that of this CPU at its best."""
     monkeypatch.setattr(Pulse, "rates", {"product": rate, "read": 100.0})
+    monkeypatch.setattr(Pulse, "varied", None)
     pulse = Pulse()
     known = dataclasses.replace(ceilings, pulse={"product": 100.0, "read": 100.0}, threads=torch.get_num_threads())
     report = reported(measured, known, steps(100.0), pulse=pulse)
@@ -151,6 +153,32 @@ def test_a_cpu_that_was_slower_all_the_time_is_said(
     assert all(said in note and "below 20 ms say nothing" in note for note in disturbed)
     others = dataclasses.replace(known, threads=torch.get_num_threads() + 1)
     assert not reported(measured, others, steps(100.0), pulse=pulse).summary.disturbed
+
+
+@pytest.mark.parametrize(
+    ("varied", "drift_ms", "said"),
+    [
+        (0.04, 4.0, None),
+        (0.30, 0.0, "the rate of a fixed matrix product differed by 30% from moment to moment"),
+        (0.04, 9.0, "the median of a step differed by 9 ms from moment to moment"),
+    ],
+)
+def test_a_cpu_that_is_not_equally_fast_for_a_few_seconds_is_said(
+    varied: float,
+    drift_ms: float,
+    said: str | None,
+    measured: Profile,
+    ceilings: Ceilings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fastest windows agree with the median, and yet the next process finds another time."""
+    monkeypatch.setattr(Pulse, "varied", ("product", varied))
+    wall = dataclasses.replace(steps(100.0), drift_ms=drift_ms)
+    report = reported(measured, ceilings, wall, pulse=Pulse())
+    assert report.summary.disturbed is (said is not None)
+    notes = [note for note in report.notes if note.startswith("Disturbed: ")]
+    assert [said in note for note in notes] == ([True] if said else [])
+    assert not reported(measured, ceilings, wall, pulse=None).summary.disturbed  # a GPU's clocks are its own
 
 
 @pytest.mark.parametrize(("system_ms", "disturbed"), [(4.0, False), (30.0, True)])

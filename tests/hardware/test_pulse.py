@@ -78,3 +78,14 @@ def test_a_core_that_is_taken_away_now_and_then_is_noticed(monkeypatch: pytest.M
         now[0] += 0.004 if calls[0] % 3 == 0 else 0.001
 
     assert pulses._mean_s(call) == pytest.approx(0.002)
+
+
+def test_moments_that_differ_are_told_by_the_worst_of_both_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.1, 0.1, 0.1, 0.2, 0.11, 0.1])  # product and read, in turn
+    monkeypatch.setattr(pulses, "_mean_s", lambda call: next(seconds))
+    pulse = Pulse()
+    pulse.take()
+    assert pulse.varied is None  # one moment cannot differ
+    pulse.take()
+    pulse.take()
+    assert pulse.varied == ("read", pytest.approx(0.5))  # 1, 0.5 and 1 of its median

@@ -41,6 +41,12 @@ def test_a_host_that_is_slow_most_of_the_time_leaves_the_time_alone() -> None:
     assert seen.spread > 0.5
 
 
+def test_blocks_that_differ_are_told_by_their_medians() -> None:
+    found = StepTime.of([[10.0] * 50, [10.0] * 30 + [12.0] * 31, [10.0] * 50])
+    assert found.drift_ms == pytest.approx(2.0)
+    assert StepTime.of([[10.0, 99.0, 10.0]]).drift_ms == 0.0
+
+
 def test_one_lucky_window_is_not_the_time() -> None:
     seen = StepTime.of([[10.0] * 300 + [5.0] * WINDOW_STEPS])
     assert (seen.ms, seen.low_ms) == (10.0, 5.0)

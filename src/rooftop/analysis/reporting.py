@@ -156,19 +156,34 @@ def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
     return found if found is not None and found[1] < 1 - NOISY else None
 
 
+def _drifted(profile: Profile) -> list[str]:
+    """What differed between the moments of the measurement, in words, on a CPU. Where the machine is not
+    equally fast for a few seconds, another process finds another time."""
+    if profile.pulse is None:
+        return []
+    seen, varied = list[str](), profile.pulse.varied
+    if varied is not None and varied[1] > NOISY:
+        what = {"product": "a fixed matrix product", "read": "reading memory"}[varied[0]]
+        seen.append(f"the rate of {what} differed by {100 * varied[1]:.0f}% from moment to moment")
+    if profile.wall.drift_ms > NOISY * profile.wall.ms:
+        seen.append(f"the median of a step differed by {time_text(profile.wall.drift_ms)} from moment to moment")
+    return seen
+
+
 def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
     """What cannot be said, where the times of a step were not reproduced."""
-    wall, slowed = profile.wall, _slowed(profile, ceilings)
+    wall, slowed, drifted = profile.wall, _slowed(profile, ceilings), _drifted(profile)
     faults_ms = profile.faults.step_ms(torch.get_num_threads())
-    if not (_crowded(profile) or slowed or faults_ms > NOISY * wall.ms) and wall.spread <= NOISY:
+    if not (_crowded(profile) or slowed or drifted or faults_ms > NOISY * wall.ms) and wall.spread <= NOISY:
         return []
-    seen, unsure_ms = list[str](), max(wall.high_ms - wall.low_ms, NOISY * wall.ms, faults_ms)
+    seen, unsure_ms = list[str](), max(wall.high_ms - wall.low_ms, wall.drift_ms, NOISY * wall.ms, faults_ms)
     if _crowded(profile):
         seen.append(f"other processes used {profile.load.cores:.1f} of {os.cpu_count()} cores")
     if slowed is not None:
         what = {"product": "a fixed matrix product ran", "read": "memory was read"}[slowed[0]]
         seen.append(f"{what} at {100 * slowed[1]:.0f}% of the rate that this CPU has reached")
         unsure_ms = max(unsure_ms, (1 - slowed[1]) * wall.ms)
+    seen += drifted
     if faults_ms > NOISY * wall.ms:
         seen.append(
             f"a step took {profile.faults.count:,.0f} pages of memory from the system, some {time_text(faults_ms)} of "

@@ -51,6 +51,15 @@ class Pulse:
         `take`."""
         return {name: median(rates) for name, rates in self._taken.items()}
 
+    @property
+    def varied(self) -> tuple[str, float] | None:
+        """Name of the rate that differed most from moment to moment, and by which share of its median; None of fewer
+        than two moments."""
+        spans = {
+            name: (max(rates) - min(rates)) / median(rates) for name, rates in self._taken.items() if len(rates) > 1
+        }
+        return max(spans.items(), key=lambda span: span[1]) if spans else None
+
     def share_of(self, best: Mapping[str, float]) -> tuple[str, float] | None:
         """Name of the rate that fell most below its earlier best, and its share of it; None without earlier rates."""
         shares = {name: rate / best[name] for name, rate in self.rates.items() if best.get(name)}

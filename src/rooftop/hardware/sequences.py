@@ -46,6 +46,7 @@ class StepTime:
         ms: the time. low_ms, high_ms: the interval: the fastest window, and the median of all.
         steps, blocks: how many steps were timed, at how many moments.
         mean: whether the time is the mean of all steps.
+        drift_ms: by how much the medians of the blocks differ.
     """
 
     ms: float
@@ -54,6 +55,7 @@ class StepTime:
     steps: int
     blocks: int = 1
     mean: bool = False
+    drift_ms: float = 0.0
 
     @property
     def spread(self) -> float:
@@ -65,7 +67,9 @@ class StepTime:
         """Of a step that does the same each time, from the ms of each step of each block (at least one in all)."""
         windows, steps = _windows(blocks)
         ms = windows[int(LOWER_TENTH * (len(windows) - 1))]
-        return cls(ms, windows[0], statistics.median(windows), steps, len(blocks))
+        medians = [statistics.median(block) for block in blocks]
+        drift_ms = max(medians) - min(medians)
+        return cls(ms, windows[0], statistics.median(windows), steps, len(blocks), drift_ms=drift_ms)
 
     @classmethod
     def of_loop(cls, durations_ms: Sequence[float]) -> StepTime:
