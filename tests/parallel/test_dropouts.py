@@ -7,6 +7,7 @@ import torch
 
 from rooftop.models import GptConfig, parallel_gpt
 from rooftop.parallel import CounterDropouts
+from rooftop.parallel.dropouts import Place
 
 BATCH, LENGTH, HEADS, WIDTH = 4, 6, 8, 5
 
@@ -38,7 +39,7 @@ def test_step_seed_name_and_mode() -> None:
     dropout = made(0.4, "a")
     first = dropout(x)
     assert torch.equal(dropout(x), first)
-    with made.at(1):
+    with made.at(Place(step=1)):
         second = dropout(x)
     assert torch.equal(dropout(x), first)
     others = [second, made(0.4, "b")(x), CounterDropouts(seed=6)(0.4, "a")(x)]

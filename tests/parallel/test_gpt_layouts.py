@@ -262,7 +262,7 @@ def no_half(self: CounterDropouts, place: int) -> AbstractContextManager[None]:
 
 
 def heads_as_if_alone(self: CounterDropouts, probability: float, name: str) -> CounterDropout:
-    return CounterDropout(probability, name, self, (self.batch, self.split))
+    return CounterDropout(probability, name, self, of_weights=False)
 
 
 def initially_by_local_place(self: gpt_layouts.OfPieces, stream: Any, tensor: Tensor, name: str, box: Any) -> Tensor:

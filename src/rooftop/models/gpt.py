@@ -44,7 +44,7 @@ from rooftop.models.gpt_blocks import (
     rotation_of,
 )
 from rooftop.models.gpt_switches import GptConfig
-from rooftop.parallel.dropouts import CounterDropouts
+from rooftop.parallel.dropouts import CounterDropouts, Place
 from rooftop.parallel.exchanges import Group, place_in
 from rooftop.parallel.self_attentions import ParallelSelfAttention, Remembered, Rotation
 from rooftop.parallel.tensor_linears import ColumnParallelLinear
@@ -280,15 +280,15 @@ class Gpt(nn.Module):
     def _recomputed(
         self, block: nn.Module, x: Tensor, update: Tensor | None, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
-        """As the block; in backward it is computed again, with the masks of this step."""
-        masks = self.masks
-        step = masks.step if masks is not None else 0
+        """As the block; in backward it is computed again, with the masks of this place in the training."""
+        masks, place = self.masks, self.masks.place if self.masks is not None else Place()
+        step = place.step
         version = step._version if isinstance(step, Tensor) else 0
 
         def run(*given: Tensor | None) -> tuple[Tensor, Tensor]:
             if isinstance(step, Tensor) and step._version != version:
                 raise RuntimeError("Gpt: the step, a tensor, was changed before backward, which needs the same masks")
-            with masks.at(step) if masks is not None else nullcontext():
+            with masks.at(place) if masks is not None else nullcontext():
                 return block(*given, rotation)  # type: ignore[no-any-return]
 
         # Masks by counter need no generator's state.

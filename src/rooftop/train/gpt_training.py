@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.parallel import Layout, ModelGradients
-from rooftop.parallel.dropouts import CounterDropout
 from rooftop.parallel.exchanges import Group, start_sum
 from rooftop.train.adamw import AdamW
 from rooftop.train.batches import Batches
@@ -289,7 +288,6 @@ class GptTrainer:
             betas=BETAS,
             weights=self.weights,
         )
-        self._dropouts = [module for module in self.model.modules() if isinstance(module, CounterDropout)]
         self._positions = torch.arange(training.length, device=device)
         self._parts = range(self.place["dp"], training.global_batch // training.micro_batch, layout.dp)
         self._replayed = Replayed(self._gradients_of, device) if training.cuda_graph else None
@@ -348,8 +346,8 @@ class GptTrainer:
     def _with_gradients(self, part: int, sequences: Tensor, step: int | Tensor) -> Tensor:
         """A micro-batch's share of the loss, (); its gradients are added to those before."""
         parts = self.training.global_batch // self.training.micro_batch
-        for dropout in self._dropouts:  # masks by the place in the whole batch
-            dropout.parts = ((part, parts), dropout.parts[1])
+        if self.model.masks is not None:  # by the place in the whole batch
+            self.model.masks.place = replace(self.model.masks.place, batch=(part, parts))
         total: Tensor = self.model(
             sequences[:, :-1], sequences[:, 1:], positions=self._positions, reduction="sum", step=step
         )

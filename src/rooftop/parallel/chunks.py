@@ -1,0 +1,133 @@
+"""Which positions of a sequence a rank holds: some of its equal chunks.
+
+    Chunks.zigzag(16, index=1, count=2)          positions 4 to 7 and 8 to 11 of 16
+    Chunks.whole(16).part(index=1, count=4)      positions 4 to 7
+
+Under a causal mask a position at the back sees more keys than one at the front. A context parallel rank therefore takes
+one chunk from the front and one from the back: all ranks then have the same number of visible pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels import Box
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Positions of a sequence, in ascending order.
+
+    Attributes:
+        length: positions of the whole sequence.
+        size: positions of a chunk; it divides `length`.
+        places: ascending numbers of the chunks that the rank holds.
+
+    Raises:
+        ValueError: a size that does not divide the length, or places that are not ascending numbers of chunks.
+    """
+
+    length: int
+    size: int
+    places: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.length < 0 or self.size < 1 or self.length % self.size:
+            raise ValueError(f"Chunks: a size of {self.size} does not divide the {self.length} positions")
+        ascending = all(a < b for a, b in zip(self.places, self.places[1:], strict=False))
+        if not ascending or not all(0 <= place < self.length // self.size for place in self.places):
+            raise ValueError(
+                f"Chunks: expected ascending places from 0 to {self.length // self.size - 1}, got {self.places}"
+            )
+
+    @staticmethod
+    def whole(length: int) -> Chunks:
+        """All positions."""
+        return Chunks(length, max(1, length), (0,) if length else ())
+
+    @staticmethod
+    def zigzag(length: int, index: int, count: int) -> Chunks:
+        """Of 2 `count` chunks the one at `index` and the one at `index` from the back; of one rank all.
+
+        Raises:
+            ValueError: the length is no multiple of twice the ranks.
+        """
+        if count == 1:
+            return Chunks.whole(length)
+        if length % (2 * count):
+            raise ValueError(
+                f"{length} positions cannot be split among {count} context parallel ranks: the length must be a "
+                f"multiple of {2 * count}, two chunks for each rank; pad the sequences"
+            )
+        return Chunks(length, length // (2 * count), (index, 2 * count - 1 - index))
+
+    def __len__(self) -> int:
+        """How many positions the rank holds."""
+        return self.size * len(self.places)
+
+    def part(self, index: int, count: int) -> Chunks:
+        """Part `index` of `count` equal parts of these positions, such as that of a sequence parallel rank.
+
+        Raises:
+            ValueError: they cannot be split so.
+        """
+        if len(self) % count:
+            raise ValueError(f"{len(self)} positions cannot be split among {count} ranks: pad the sequences")
+        held = len(self) // count
+        size = math.gcd(self.size, held) or 1
+        finer = [place * (self.size // size) + step for place in self.places for step in range(self.size // size)]
+        return Chunks(self.length, size, tuple(finer[index * held // size : (index + 1) * held // size]))
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """(first, end) of each run of positions without a gap."""
+        start = end = -1
+        for place in self.places:
+            if place * self.size != end:
+                if end > start:
+                    yield start, end
+                start = place * self.size
+            end = (place + 1) * self.size
+        if end > start:
+            yield start, end
+
+    def positions(self, device: torch.device | str = "cpu") -> Tensor:
+        """The positions, (len(self),) int64."""
+        runs = [torch.arange(first, end, device=device) for first, end in self.runs()]
+        return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64, device=device)
+
+    def of(self, whole: Tensor, dim: int) -> Tensor:
+        """These positions of a tensor that has all along a dimension; a view where they are one run."""
+        runs = [whole.narrow(dim, first, end - first) for first, end in self.runs()]
+        return runs[0] if len(runs) == 1 else torch.cat(runs, dim) if runs else whole.narrow(dim, 0, 0)
+
+    def boxes(self, box: Box, dim: int) -> list[Box]:
+        """These positions of a box that has all of them along a dimension: boxes that follow each other along it.
+
+        Chunks at equal distances are one box.
+        """
+        assert box.size[dim] == box.shape[dim] == self.length, (box, dim, self)
+        shape = (*box.shape[:dim], self.length // self.size, self.size, *box.shape[dim + 1 :])
+        return [
+            Box(
+                shape,
+                (*box.start[:dim], first, 0, *box.start[dim + 1 :]),
+                (*box.size[:dim], count, self.size, *box.size[dim + 1 :]),
+                (*box.strides[:dim], pace, 1, *box.strides[dim + 1 :]),
+            )
+            for first, count, pace in self._progressions()
+        ]
+
+    def _progressions(self) -> Iterator[tuple[int, int, int]]:
+        """The places as (first, count, distance), each with as many as are equally far apart."""
+        left = self.places
+        while left:
+            pace, count = left[1] - left[0] if len(left) > 1 else 1, 1
+            while count < len(left) and left[count] == left[0] + count * pace:
+                count += 1
+            yield left[0], count, pace
+            left = left[count:]
