@@ -91,19 +91,15 @@ def parallel_gpt(
         vocabulary=config.vocabulary,
     )
     if layout.pp > 1 or layout.cp > 1:
-        raise ValueError(f"parallel_gpt: the layout {layout} has pp or cp ranks: this splits a model along dp and tp")
+        raise ValueError(
+            f"parallel_gpt: the layout {layout} has pp or cp ranks: this splits a model along dp and tp; "
+            "parallel_gpt_stages makes the stages of a pipeline"
+        )
     groups = layout.process_groups() if groups is None else groups
     at = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)
-    tensor = (at["tp"], layout.tp)
-    dropouts = CounterDropouts(
-        seed,
-        batch=(at["dp"], layout.dp),
-        split=tensor if layout.sequence_parallel else (0, 1),
-        heads=tensor,
-    )
     model = Gpt(
         config,
-        dropouts=dropouts,
+        dropouts=dropouts_of(layout, at, seed),
         group=groups["tp"] if layout.tp > 1 else None,
         sequence_parallel=layout.sequence_parallel,
         recompute=recompute,
@@ -113,6 +109,17 @@ def parallel_gpt(
     )
     materialize(model, rules_of(model), Stream(seed), device=device)
     return model
+
+
+def dropouts_of(layout: Layout, at: Mapping[str, int], seed: int) -> CounterDropouts:
+    """The dropouts of the rank at these coordinates of a layout."""
+    tensor = (at["tp"], layout.tp)
+    return CounterDropouts(
+        seed,
+        batch=(at["dp"], layout.dp),
+        split=tensor if layout.sequence_parallel else (0, 1),
+        heads=tensor,
+    )
 
 
 def fully_sharded_gpt(
@@ -172,7 +179,7 @@ def fill_shared(model: Gpt, seed: int) -> None:
     """Give what this rank holds of a shared model the initial values of a seed."""
     from rooftop.parallel.sharded_data import local_of, shard_here
 
-    rules, shards, stream = _whole_rules_of(model), shards_of(model), Stream(seed)
+    rules, shards, stream = _whole_rules_of(model.config), shards_of(model), Stream(seed)
     for name, parameter in model.named_parameters():
         held = shard_here(parameter, shards.get(name))
         OfPieces(_rule_of(name, rules), held)(stream, local_of(parameter), name, None)
@@ -180,14 +187,17 @@ def fill_shared(model: Gpt, seed: int) -> None:
 
 def rules_of(model: Gpt) -> list[tuple[str, Init]]:
     """The rules of `initial_values` as `rooftop.parallel.materialize` takes them, for what the model holds."""
-    rules, shards = _whole_rules_of(model), shards_of(model)
+    return rules_of_parts(model.config, shards_of(model))
+
+
+def rules_of_parts(config: GptConfig, shards: Mapping[str, Shard]) -> list[tuple[str, Init]]:
+    """The same for what a rank holds of some parameters, by their names in the whole model."""
+    rules = _whole_rules_of(config)
     return [(name, OfPieces(_rule_of(name, rules), shard)) for name, shard in shards.items()] + rules
 
 
-def _whole_rules_of(model: Gpt) -> list[tuple[str, Init]]:
-    return [
-        (pattern, Normal(mean, std) if std else Constant(mean)) for pattern, mean, std in initial_values(model.config)
-    ]
+def _whole_rules_of(config: GptConfig) -> list[tuple[str, Init]]:
+    return [(pattern, Normal(mean, std) if std else Constant(mean)) for pattern, mean, std in initial_values(config)]
 
 
 def _rule_of(name: str, rules: list[tuple[str, Init]]) -> Init:
