@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from rooftop.errors import did_you_mean
@@ -344,7 +345,7 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
 
 
 def zbv(ranks: int, micro_batches: int) -> Schedule:
-    """Two stages a rank in the shape of a V, backwards split: no bubble but that of filling the pipeline, 1F1B's memory.
+    """Two stages a rank in the shape of a V, backwards split: idle only while the pipeline fills; the memory of 1F1B.
 
     The first half of the model goes down the ranks and the second half up again: the first rank has both ends, and with
     them embedding and head. The order is that for forwards, input and weight gradients of equal length.
@@ -352,10 +353,9 @@ def zbv(ranks: int, micro_batches: int) -> Schedule:
     placement = tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
     lists = []
     for rank in range(ranks):
-        own = (
-            Instruction(kind, placement[rank][place], each) for kind, place, each in _zbv_of(rank, ranks, micro_batches)
-        )
-        lists.append(tuple(each for each in own if each.micro_batch < micro_batches))
+        own = _zbv_of(rank, ranks, micro_batches)
+        named = (Instruction(kind, placement[rank][place], number) for kind, place, number in own)
+        lists.append(tuple(each for each in named if each.micro_batch < micro_batches))
     return Schedule("zbv", micro_batches, placement, tuple(lists))
 
 
@@ -403,7 +403,7 @@ def _shared_out(number: int, parts: int) -> list[range]:
     """The numbers from 0 on in consecutive parts as equal as can be, the larger ones first."""
     least, more = divmod(number, parts)
     ends = [least * part + min(part, more) for part in range(parts + 1)]
-    return [range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(ends)]
 
 
 @dataclass(frozen=True)
@@ -451,8 +451,8 @@ def schedule_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int 
     kind = SCHEDULES[name]
     if kind.stages is None and (stages_per_rank is None or stages_per_rank < 2):
         raise ValueError(
-            f"the schedule {name} needs at least 2 stages a rank, got {stages_per_rank}: say how many layers a stage has "
-            "(--num-layers-per-virtual-pipeline-stage), or take 1f1b"
+            f"the schedule {name} needs at least 2 stages a rank, got {stages_per_rank}: say how many layers a "
+            "stage has (--num-layers-per-virtual-pipeline-stage), or take 1f1b"
         )
     if kind.stages is not None and stages_per_rank not in (None, kind.stages):
         others = " or ".join(other for other, each in SCHEDULES.items() if each.stages in (None, stages_per_rank))

@@ -56,7 +56,7 @@ Step = Receive | Send | Instruction
 
 def transfers_of(schedule: Schedule) -> list[Transfer]:
     """All transfers between different ranks, in their order."""
-    times, found = simulate(schedule).times, []
+    times, found = simulate(schedule).times, list[Transfer]()
     for each in sorted(times, key=lambda each: (times[each][1], each)):
         towards = stage_after(each, schedule.stages)
         if towards is None:
