@@ -75,6 +75,11 @@ def train_gpt(
         layout = layout_of(
             ranks, tensor_parallel_size, pipeline_parallel_size, context_parallel_size, sequence_parallel
         )
+        if layout.pp > 1 and (save is not None or load is not None):
+            raise InputError(
+                f"--pipeline-parallel-size {layout.pp}: a training with pipeline ranks cannot be saved or loaded yet; "
+                "leave out --save and --load, or use tensor and data parallel ranks"
+            )
         if metrics is not None:
             check_writable(metrics, paths_of(data_path))
         tokens = open_mixture(data_path, token_dtype)
@@ -171,13 +176,12 @@ def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_par
     Raises:
         ValueError: there is none, or it cannot train yet.
     """
-    for flag, size in (("pipeline", pipeline), ("context", context)):
-        if size > 1:
-            raise InputError(
-                f"--{flag}-parallel-size {size}: {flag} parallel ranks cannot train yet; leave it out, or use "
-                "--tensor-parallel-size and data parallel ranks"
-            )
-    return Layout.of_world(ranks, tp=tensor, sequence_parallel=sequence_parallel)
+    if context > 1:
+        raise InputError(
+            f"--context-parallel-size {context}: context parallel ranks cannot train yet; leave it out, or use "
+            "--tensor-parallel-size and data parallel ranks"
+        )
+    return Layout.of_world(ranks, tp=tensor, pp=pipeline, sequence_parallel=sequence_parallel)
 
 
 def training_of(
@@ -207,6 +211,8 @@ def training_of(
     dtype: str | None,
     recompute: bool,
     tp_comm_overlap: bool,
+    pipeline_schedule: str | None,
+    num_layers_per_virtual_pipeline_stage: int | None,
     enable_cuda_graph: bool,
 ) -> GptTraining:
     """The flags' training.
@@ -275,6 +281,8 @@ def training_of(
         dtype=DTYPES[dtype or ("bfloat16" if kind == "cuda" else "float32")],
         recompute=recompute,
         halves=tp_comm_overlap,
+        pipeline_schedule=pipeline_schedule,
+        layers_per_virtual_stage=num_layers_per_virtual_pipeline_stage,
         cuda_graph=enable_cuda_graph,
     )
 

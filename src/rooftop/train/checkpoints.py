@@ -47,7 +47,8 @@ LATEST, TRAINING = "latest", "training.json"
 RATES = {"learning_rate", "warmup", "decay", "decay_steps", "least_rate", "weight_decay", "clip"}
 NEWER = {field.name: field.default for field in fields(GptConfig) if field.default is not MISSING}
 """What a training is of that was saved before its model had these switches."""
-MAY_CHANGE = RATES | {"micro_batch", "recompute", "halves", "cuda_graph"}
+SPEEDS = {"micro_batch", "recompute", "halves", "pipeline_schedule", "layers_per_virtual_stage", "cuda_graph"}
+MAY_CHANGE = RATES | SPEEDS
 """Of a training that goes on; all else must be what it was saved with."""
 
 
@@ -60,6 +61,7 @@ def save_training(folder: Path, trainer: GptTrainer) -> Path:
     Raises:
         OSError: it cannot be written; then `latest` names the one before.
     """
+    _refuse_pipelines(trainer)
     step = f"step-{trainer.step:08d}"
     temporary = folder / f".{step}.unfinished"
     if trainer.rank == 0:
@@ -139,6 +141,7 @@ def load_training(found: Path, trainer: GptTrainer) -> None:
     Raises:
         InputError: a part is damaged or does not fit.
     """
+    _refuse_pipelines(trainer)
     ranks = json.loads((found / TRAINING).read_text(encoding="utf-8"))["layout"]["tp"]
     path = found
     try:
@@ -173,6 +176,14 @@ def load_training(found: Path, trainer: GptTrainer) -> None:
         kind = type(error).__name__  # torch's message is a page
         raise InputError(f"{path} cannot be read as this rank's part of a training ({kind}); is it whole?") from error
     trainer.weights.publish()
+
+
+def _refuse_pipelines(trainer: GptTrainer) -> None:
+    if trainer.layout.pp > 1:
+        raise ValueError(
+            f"a training with pipeline ranks cannot be saved or loaded yet: the layout {trainer.layout} must have "
+            "pp=1; leave out --save and --load, or use tensor and data parallel ranks"
+        )
 
 
 @dataclass(frozen=True)

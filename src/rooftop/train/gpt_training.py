@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,13 @@ from torch import Tensor
 from rooftop.errors import did_you_mean
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
+from rooftop.models.gpt_stages import GptStages, layers_of_stages, parallel_gpt_stages
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.parallel import Layout, ModelGradients
+from rooftop.parallel.deferred import defer_weight_gradients
 from rooftop.parallel.exchanges import Group, start_sum
+from rooftop.parallel.pipelines import Pipeline
+from rooftop.parallel.schedules import Schedule, schedule_of
 from rooftop.train.adamw import AdamW
 from rooftop.train.batches import Batches
 from rooftop.train.initial_weights import fill_from
@@ -66,6 +71,10 @@ class GptTraining:
         recompute: keep only what goes from block to block, and compute the rest again in backward.
         halves: compute the two halves of a micro-batch in turn: what tensor parallel ranks exchange of one is on its
             way while they compute the other. Twice as many launches: with `cuda_graph`, or the host is too slow.
+        pipeline_schedule: in which order pipeline ranks compute micro-batches: a name of
+            `rooftop.parallel.schedules.SCHEDULES`; None: "1f1b", or with `layers_per_virtual_stage` "interleaved".
+        layers_per_virtual_stage: of an interleaved schedule, whose ranks have several stages: how many layers a stage
+            has, on average.
         cuda_graph: after three steps replay forward and backward from a CUDA graph (`rooftop.train.Replayed`). What is
             then done to the model's modes, hooks or memory has no effect on its training.
 
@@ -90,6 +99,8 @@ class GptTraining:
     dtype: torch.dtype = torch.float32
     recompute: bool = False
     halves: bool = False
+    pipeline_schedule: str | None = None
+    layers_per_virtual_stage: int | None = None
     cuda_graph: bool = False
 
     def __post_init__(self) -> None:
@@ -152,6 +163,36 @@ class GptTraining:
         done = min(1.0, (step - self.warmup) / (self.decay_steps - self.warmup))
         return self.least_rate + (self.learning_rate - self.least_rate) * DECAYS[self.decay](done)
 
+    def schedule_of(self, layout: Layout) -> Schedule | None:
+        """The order in which the pipeline ranks of a layout compute; None: it has none.
+
+        Raises:
+            ValueError: options that do not go with each other or with the layout.
+        """
+        name, layers = self.pipeline_schedule, self.layers_per_virtual_stage
+        if layout.pp == 1:
+            if name is not None or layers is not None:
+                raise ValueError(
+                    "pipeline_schedule and layers_per_virtual_stage (--pipeline-schedule, "
+                    f"--num-layers-per-virtual-pipeline-stage) are for pipeline ranks, and the layout {layout} has "
+                    "none: leave them out, or give --pipeline-parallel-size"
+                )
+            return None
+        stages = None
+        if layers is not None:
+            if layers < 1 or self.config.layers % (layout.pp * layers):
+                fitting = [n for n in range(1, self.config.layers) if self.config.layers % (layout.pp * n) == 0]
+                raise ValueError(
+                    f"layers_per_virtual_stage={layers} (--num-layers-per-virtual-pipeline-stage): "
+                    f"{self.config.layers} layers cannot be divided into stages of {layers} at each of {layout.pp} pipeline ranks; "
+                    + (f"use one of {', '.join(map(str, fitting))}" if fitting else "use another number of ranks")
+                )
+            stages = self.config.layers // (layout.pp * layers)
+        micro_batches = self.global_batch // (self.micro_batch * layout.dp)
+        schedule = schedule_of(name or ("1f1b" if layers is None else "interleaved"), layout.pp, micro_batches, stages)
+        layers_of_stages(self.config, schedule.stages, self.length)  # there are enough
+        return schedule
+
     @property
     def tokens_per_step(self) -> int:
         """Of all ranks."""
@@ -177,10 +218,10 @@ class GptTraining:
         Raises:
             ValueError: what does not fit, and the nearest layouts that do.
         """
-        if layout.pp > 1 or layout.cp > 1:
+        if layout.cp > 1:
             raise ValueError(
-                f"pipeline and context parallel ranks cannot train yet: the layout {layout} must have pp=1 and cp=1; "
-                "use tensor and data parallel ranks"
+                f"context parallel ranks cannot train yet: the layout {layout} must have cp=1; use tensor, pipeline "
+                "and data parallel ranks"
             )
         config = self.config
         layout.check(
@@ -194,8 +235,9 @@ class GptTraining:
             sequence=self.length,
             batch=self.global_batch,
             micro_batch=self.micro_batch,
-            axes=("dp", "tp"),
+            axes=("dp", "tp", "pp"),
         )
+        self.schedule_of(layout)
         if self.cuda_graph and torch.device(device).type != "cuda":
             raise ValueError(
                 f"a CUDA graph (cuda_graph, --enable-cuda-graph) needs a GPU, and this is trained on {device}: leave "
@@ -205,6 +247,12 @@ class GptTraining:
             raise ValueError(
                 f"the layout {layout} has no tensor parallel ranks, whose exchanges halves (--tp-comm-overlap) would "
                 "hide: leave them out, or split the layers with tp"
+            )
+        if layout.pp > 1 and (self.cuda_graph or fully_shard):
+            what = "a CUDA graph (--enable-cuda-graph)" if self.cuda_graph else "a shared model (--use-torch-fsdp2)"
+            raise ValueError(
+                f"pipeline ranks (the layout {layout}) cannot have {what} yet: leave it out, or use tensor and data "
+                "parallel ranks"
             )
         if not fully_shard:
             return
@@ -241,6 +289,7 @@ class GptTrainer:
         step: steps that have been made.
         weights: what the optimizer steps; float32 where the model is narrower.
         narrow: whether the model computes in a narrower dtype than that of `weights`.
+        schedule: of the pipeline; None: there is none.
 
     Raises:
         InputError: too few tokens in a row.
@@ -268,7 +317,20 @@ class GptTrainer:
         self.fully_shard = fully_shard
         wide = torch.float64 if training.dtype == torch.float64 else torch.float32
         options: dict[str, Any] = {"seed": training.seed, "recompute": training.recompute, "device": device}
-        if fully_shard:  # parameters are float32, and gathered in the narrow dtype
+        self.schedule = training.schedule_of(layout)
+        self.model: Gpt | GptStages
+        if self.schedule is not None:
+            self.model = parallel_gpt_stages(
+                training.config,
+                layout,
+                groups,
+                self.schedule,
+                **options,
+                length=training.length,
+                halves=training.halves,
+                dtype=wide,
+            )
+        elif fully_shard:  # parameters are float32, and gathered in the narrow dtype
             self.model = fully_sharded_gpt(
                 training.config, layout, groups, **options, dtype=wide, compute_dtype=training.dtype
             )
@@ -280,7 +342,8 @@ class GptTrainer:
         self.narrow = training.dtype != wide
         if self.narrow:
             _with_wide_loss(self.model, device)
-        self.gradients = ModelGradients(self.model, groups, sequence_parallel=layout.sequence_parallel)
+        tied = self.model.tied if isinstance(self.model, GptStages) else None
+        self.gradients = ModelGradients(self.model, groups, sequence_parallel=layout.sequence_parallel, tied=tied)
         self.weights.answer_for(self.gradients)
         self.optimizer = AdamW(
             _decaying(self.weights.named.values(), training.weight_decay),
@@ -290,6 +353,7 @@ class GptTrainer:
         )
         self._positions = torch.arange(training.length, device=device)
         self._parts = range(self.place["dp"], training.global_batch // training.micro_batch, layout.dp)
+        self._pipeline = self._made_pipeline(self.schedule) if self.schedule is not None else None
         self._replayed = Replayed(self._gradients_of, device) if training.cuda_graph else None
         self._held: Held | None = None
         self._captured: list[tuple[Tensor, Tensor]] = []  # the model's parameters, and the memory that a graph reads
@@ -337,17 +401,20 @@ class GptTrainer:
         text (parts, B, S + 1) int64, this rank's micro-batches; a step that is a tensor is () int64, there.
         """
         loss = torch.zeros((), device=self.device, dtype=next(iter(self.weights.named.values())).dtype)
-        for part, sequences in zip(self._parts, text, strict=True):
-            loss += self._with_gradients(part, sequences, step)
+        if self._pipeline is not None:
+            for share in self._pipeline.run(partial(self._at_stage, text, step)):
+                loss += share
+            loss = start_sum(loss, self.groups["pp"])()  # the last stage's
+        else:
+            for part, sequences in zip(self._parts, text, strict=True):
+                loss += self._with_gradients(part, sequences, step)
         self.gradients.sum_()
         norm, scale = self.gradients.scale_for(self.training.clip or float("inf"))
         return start_sum(loss, self.groups["dp-cp"])(), norm, scale
 
     def _with_gradients(self, part: int, sequences: Tensor, step: int | Tensor) -> Tensor:
         """A micro-batch's share of the loss, (); its gradients are added to those before."""
-        parts = self.training.global_batch // self.training.micro_batch
-        if self.model.masks is not None:  # by the place in the whole batch
-            self.model.masks.place = replace(self.model.masks.place, batch=(part, parts))
+        self._take_place(part)
         total: Tensor = self.model(
             sequences[:, :-1], sequences[:, 1:], positions=self._positions, reduction="sum", step=step
         )
@@ -356,14 +423,47 @@ class GptTrainer:
             loss.backward()
         return loss.detach()
 
+    def _take_place(self, part: int) -> None:
+        """The next forward drops by the place of a micro-batch in the whole batch."""
+        parts = self.training.global_batch // self.training.micro_batch
+        if self.model.masks is not None:
+            self.model.masks.place = replace(self.model.masks.place, batch=(part, parts))
+
+    def _made_pipeline(self, schedule: Schedule) -> Pipeline:
+        assert isinstance(self.model, GptStages)
+        return Pipeline(
+            schedule,
+            group=self.groups["pp"],
+            shape=self.model.shape_between(self.training.micro_batch, self.training.length),
+            dtype=self.training.dtype,
+            device=self.device,
+            deferral=defer_weight_gradients(self.model) if schedule.splits_backward else None,
+        )
+
+    def _at_stage(self, text: Tensor, step: int | Tensor, stage: int, number: int, given: Tensor | None) -> Tensor:
+        """What a stage makes of a micro-batch, by its number among those of this rank: see `Pipeline.run`."""
+        assert self.schedule is not None
+        self._take_place(self._parts[number])
+        last = stage + 1 == self.schedule.stages
+        made: Tensor = self.model(
+            stage,
+            text[number, :, :-1] if given is None else given,
+            text[number, :, 1:] if last else None,
+            positions=self._positions,
+            reduction="sum",
+            step=step,
+        )
+        return made / self.training.tokens_per_step if last else made
+
     def _sent(self, numbers: Tensor) -> Tensor:
         """From where a GPU gets them while Python goes on."""
         return numbers.pin_memory() if self.device.type == "cuda" else numbers
 
 
-def _with_wide_loss(model: Gpt, device: torch.device) -> None:
+def _with_wide_loss(model: Gpt | GptStages, device: torch.device) -> None:
     """Makes the loss float32 where the model is bfloat16, in which a sum has three digits."""
-    assert model.head is not None
+    if model.head is None:  # of a stage that is not the last
+        return
     wide = torch.autocast(device.type, torch.bfloat16)
     model.head.forward = wide(model.head.forward)  # type: ignore[method-assign]
 

@@ -9,18 +9,19 @@ import torch
 
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_layouts import parallel_gpt
+from rooftop.models.gpt_stages import GptStages
 from rooftop.models.gpt_weights import load_gpt_weights
 from rooftop.parallel import Layout
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.sharded_data import part_like
 
 
-def fill_from(model: Gpt, folder: Path, layout: Layout, groups: Mapping[str, Group]) -> None:
+def fill_from(model: Gpt | GptStages, folder: Path, layout: Layout, groups: Mapping[str, Group]) -> None:
     """Give this rank's part of a model the weights in a folder, as precise as the model's dtype.
 
     Args:
-        model: as `parallel_gpt` or `fully_sharded_gpt` makes it for this layout, with the folder's config. Where data
-            ranks share it, each reads its tensor rank's part once, on the CPU.
+        model: as `parallel_gpt`, `parallel_gpt_stages` or `fully_sharded_gpt` makes it for this layout, with the
+            folder's config. Where data ranks share it, each reads its tensor rank's part once, on the CPU.
         folder: with config.json and .safetensors files.
         layout, groups: of the ranks.
 

@@ -34,4 +34,6 @@ WEIGHT = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|[-+]?(nan|inf|infinity)$"
 BYTE_TOKENS = 256
 """Tokens that text has."""
 DECAYS = ("constant", "linear", "cosine")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+"""Of a pipeline."""
 TRAINED_DTYPES = ("float64", "float32", "bfloat16")

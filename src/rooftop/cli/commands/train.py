@@ -26,7 +26,8 @@ Examples:
   torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --micro-batch-size 4 \\
     --tensor-parallel-size 2 --sequence-parallel --tp-comm-overlap --enable-cuda-graph
 
-Ranks that the tensor parallel ones leave over are data parallel: 8 processes with --tensor-parallel-size 2 are 4 x 2.
+Ranks that the tensor and pipeline parallel ones leave over are data parallel: 8 processes with --tensor-parallel-size 2
+are 4 x 2, and with --pipeline-parallel-size 2 beside it 2 x 2 x 2.
 Each takes --micro-batch-size sequences at a time, and as many times as --global-batch-size needs.
 
 The same seed gives the same training in every layout: initial values, dropout and data are functions of the seed and
@@ -55,6 +56,7 @@ path = partial(click.option, type=click.Path(path_type=Path))
 choice = {
     "tokens": click.Choice(names.TOKENS),
     "presets": click.Choice(names.GPTS),
+    "schedules": click.Choice(names.SCHEDULES),
     "decays": click.Choice(names.DECAYS),
     "dtypes": click.Choice(names.TRAINED_DTYPES),
     "devices": click.Choice(["cuda", "cpu"]),
@@ -148,7 +150,19 @@ def command() -> None:
     "twice the launches: give --enable-cuda-graph too.",
 )
 @click.option("--use-torch-fsdp2", is_flag=True, help="Let data ranks share weights and optimizer: less memory.")
-@size("--pipeline-parallel-size", default=1, help="Not yet: 1.")
+@size("--pipeline-parallel-size", default=1, show_default=True, help="Ranks among which the layers are divided.")
+@click.option(
+    "--pipeline-schedule",
+    type=choice["schedules"],
+    help="In which order these compute micro-batches. gpipe: all forwards, then all backwards; 1f1b holds fewer; "
+    "interleaved waits less, with several stages a rank; zb-h1 and zbv fill waits with weight gradients.  "
+    "[default: 1f1b, or interleaved with the next option]",
+)
+@size(
+    "--num-layers-per-virtual-pipeline-stage",
+    help="Layers of a stage, on average, where a rank has several: for interleaved, whose ranks wait less the fewer "
+    "these are, and send more.",
+)
 @size("--context-parallel-size", default=1, help="Not yet: 1.")
 @click.option("--device", type=choice["devices"], help="[default: cuda, if there is a GPU]")
 @path("--save", metavar="DIR", help="Write weights and optimizer after the last step, whole or not at all.")
