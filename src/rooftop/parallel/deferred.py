@@ -39,10 +39,8 @@ class Later:
     def make(self) -> None:
         """Make them all, one after another, and add them to their weights' gradients; hooks run as in backward."""
         left, self._left = self._left, []
-        for weight, make in reversed(left):
-            with torch.no_grad():
-                gradient = make()
-            torch.autograd.backward(weight, gradient)
+        for weight, make in left:  # as backward came to them
+            _accumulate(weight, make)
 
 
 class Deferral:
@@ -53,6 +51,13 @@ class Deferral:
 
     def __init__(self) -> None:
         self.later: Later | None = None
+
+    def add(self, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
+        """Leave a weight's gradient to who collects them; make it now if nobody does."""
+        if self.later is not None:
+            self.later.add(weight, make)
+        else:
+            _accumulate(weight, make)
 
     @contextmanager
     def collecting(self) -> Iterator[Later]:
@@ -68,6 +73,12 @@ class Deferral:
             yield self.later
         finally:
             self.later = None
+
+
+def _accumulate(weight: GradientEdge, make: Callable[[], Tensor]) -> None:
+    with torch.no_grad():
+        gradient = make()
+    torch.autograd.backward(weight, gradient)
 
 
 def defer_weight_gradients(model: nn.Module) -> Deferral:

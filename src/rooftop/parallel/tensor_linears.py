@@ -271,9 +271,14 @@ def _deferrable_product(
 ) -> Tensor:
     """Its backward leaves something behind, so torch.compile must not look into it."""
     x, weight, bias = under_autocast(x, weight, bias)
-    # Not what is saved for backward: where forward is recomputed, that is no part of the graph.
-    later = (deferral, get_gradient_edge(weight)) if weight.requires_grad and torch.is_grad_enabled() else None
-    return _ColumnProduct.apply(x, weight, bias, activation, group, split, later)  # type: ignore[no-any-return]
+    if not weight.requires_grad or not torch.is_grad_enabled():
+        return _ColumnProduct.apply(x, weight, bias, activation, group, split, None)  # type: ignore[no-any-return]
+    # The graph does not lead to the weight, or its hooks would run without a gradient. A ticket in its place makes sure
+    # that there is a backward.
+    ticket, later = x.new_empty(0).requires_grad_(), (deferral, get_gradient_edge(weight))
+    return _ColumnProduct.apply(  # type: ignore[no-any-return]
+        x, weight.detach(), bias, activation, group, split, later, ticket
+    )
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -290,6 +295,7 @@ class _ColumnProduct(torch.autograd.Function):
         group: Group,
         split: bool,
         later: tuple[Deferral, GradientEdge] | None,
+        ticket: Tensor | None = None,
     ) -> Tensor:
         whole = start_gather(x, SEQUENCE, group)() if split else x
         keep = activation != "none"
@@ -321,10 +327,8 @@ class _ColumnProduct(torch.autograd.Function):
         def of_weight() -> Tensor:
             return dz.t() @ whole.reshape(-1, whole.shape[-1])
 
-        dweight = None
-        deferral, edge = ctx.later or (None, None)
-        if for_weight and deferral is not None and deferral.later is not None:
-            deferral.later.add(edge, of_weight)
-        elif for_weight:
-            dweight = of_weight()
-        return summing() if summing else None, dweight, dbias if sums else None, None, None, None, None
+        if ctx.later is not None:
+            deferral, edge = ctx.later
+            deferral.add(edge, of_weight)
+        dweight = of_weight() if for_weight else None
+        return summing() if summing else None, dweight, dbias if sums else None, None, None, None, None, None

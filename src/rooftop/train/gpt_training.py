@@ -182,10 +182,11 @@ class GptTraining:
         if layers is not None:
             if layers < 1 or self.config.layers % (layout.pp * layers):
                 fitting = [n for n in range(1, self.config.layers) if self.config.layers % (layout.pp * n) == 0]
+                instead = f"use one of {', '.join(map(str, fitting))}" if fitting else "use another number of ranks"
                 raise ValueError(
                     f"layers_per_virtual_stage={layers} (--num-layers-per-virtual-pipeline-stage): "
-                    f"{self.config.layers} layers cannot be divided into stages of {layers} at each of {layout.pp} pipeline ranks; "
-                    + (f"use one of {', '.join(map(str, fitting))}" if fitting else "use another number of ranks")
+                    f"{self.config.layers} layers cannot be divided into stages of {layers} at each of {layout.pp} "
+                    f"pipeline ranks; {instead}"
                 )
             stages = self.config.layers // (layout.pp * layers)
         micro_batches = self.global_batch // (self.micro_batch * layout.dp)

@@ -1,0 +1,366 @@
+"""In every pipeline the same model: initial values bit for bit; loss, gradients, norm and training to 1e-10 of one
+process, with dropout on and embeddings tied, in every schedule. And faults that are put in are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rooftop.models import gpt_stages
+from rooftop.models.gpt_configs import GptConfig
+from rooftop.models.gpt_layouts import parallel_gpt
+from rooftop.models.gpt_stages import GptStages, parallel_gpt_stages
+from rooftop.parallel import Layout, ModelGradients, exchanges, gradients, pipelines, shards_of
+from rooftop.parallel.deferred import Later, defer_weight_gradients
+from rooftop.parallel.dropouts import CounterDropouts, Place
+from rooftop.parallel.exchanges import Group
+from rooftop.parallel.pipelines import Pipeline
+from rooftop.parallel.schedules import Instruction, Schedule, schedule_of
+
+Run = Callable[..., list[Any]]
+Tensors = dict[str, Tensor]
+
+GPT = GptConfig(vocabulary=17, layers=4, width=16, heads=4, kv_heads=4, hidden=24, positions=8, dropout=0.2,
+                attention_dropout=0.1)  # fmt: skip
+LLAMA = GptConfig(vocabulary=31, layers=4, width=16, heads=4, kv_heads=2, hidden=16, positions=8, norm="rms",
+                  position="rope", activation="swiglu", dropout=0.2)  # fmt: skip
+CONFIGS = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "untied": replace(GPT, tied=False),
+    "gpt of 8": replace(GPT, layers=8),
+    "llama of 8": replace(LLAMA, layers=8),
+}
+BATCH, LENGTH, STEPS, SEED = 8, 8, 5, 3
+CLOSE = 1e-10
+FAR = 1e-7  # what a fault must do at least
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training that is compared."""
+
+    kind: str
+    layout: Layout
+    schedule: str
+    micro_batches: int
+    stages: int | None = None
+    recompute: bool = False
+    halves: bool = False
+
+
+TWO = Layout(pp=2)
+SEQUENCE = Layout(tp=2, pp=2, sequence_parallel=True)
+# Each schedule on each number of ranks; with and without each of recomputation, tensor, sequence and data parallel
+# ranks; fewer micro-batches than stages, as many, and more; both models, tied and not.
+CASES = {
+    2: [
+        Case("gpt", TWO, "gpipe", 4, recompute=True),
+        Case("llama", TWO, "1f1b", 4),
+        Case("untied", TWO, "1f1b", 1, recompute=True),
+        Case("gpt", TWO, "interleaved", 4, 2),
+        Case("llama", TWO, "interleaved", 2, 2, recompute=True),
+        Case("gpt", TWO, "zb-h1", 8, recompute=True),
+        Case("llama", TWO, "zb-h1", 4),
+        Case("gpt", TWO, "zbv", 4),
+        Case("untied", TWO, "zbv", 2, recompute=True),
+    ],
+    4: [
+        Case("gpt", SEQUENCE, "interleaved", 4, 2, recompute=True),
+        Case("llama", SEQUENCE, "zb-h1", 4),
+        Case("llama", SEQUENCE, "zbv", 4, halves=True),
+        Case("gpt", Layout(tp=2, pp=2), "zbv", 2, recompute=True),
+        Case("llama", Layout(2, pp=2), "gpipe", 2),
+        Case("gpt", Layout(pp=4), "1f1b", 2),
+        Case("gpt", Layout(pp=4), "zb-h1", 2, recompute=True),
+    ],
+    8: [
+        Case("gpt", Layout(2, 2, 2, sequence_parallel=True), "1f1b", 4, recompute=True),
+        Case("llama of 8", Layout(1, 2, 4, sequence_parallel=True), "zbv", 8),
+        Case("llama of 8", Layout(2, pp=4), "interleaved", 4, 2, recompute=True),
+        Case("gpt of 8", Layout(pp=8), "zb-h1", 4),
+    ],
+}
+
+
+# ---- one training ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trained:
+    """What there is to compare: tensors by name, of the whole model or a rank's part."""
+
+    initial: Tensors
+    losses: list[float]
+    norms: list[float]
+    gradients: list[Tensors]
+    parameters: Tensors
+
+
+def text(config: GptConfig) -> tuple[Tensor, Tensor]:
+    """Tokens and targets (BATCH, LENGTH), of which some do not count, not as many in each sequence."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocabulary, (BATCH, LENGTH + 1), generator=generator)
+    unknown = torch.rand(BATCH, LENGTH, generator=generator) < torch.linspace(0, 0.6, BATCH)[:, None]
+    return tokens[:, :-1], tokens[:, 1:].masked_fill(unknown, -100)
+
+
+def copied(model: nn.Module) -> Tensors:
+    return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+
+
+def trained_with(
+    model: nn.Module, all_gradients: ModelGradients, backward: Callable[[int], Tensor], steps: int
+) -> Trained:
+    """Some steps; `backward(step)` leaves gradients and gives the loss."""
+    found = Trained(copied(model), [], [], [], {})
+    with torch.no_grad():
+        for parameter in model.parameters():  # matrices that leave nothing nearly zero
+            parameter.mul_(8 if parameter.dim() > 1 else 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        found.losses.append(float(backward(step)))
+        all_gradients.sum_()
+        found.norms.append(float(all_gradients.clip_(0.5)))
+        made = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        found.gradients.append({name: gradient.cpu().clone() for name, gradient in made.items()})
+        optimizer.step()
+    found.parameters = copied(model)
+    return found
+
+
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "reduction": "sum"}
+
+
+@cache
+def references() -> dict[str, Trained]:
+    """The whole model and the whole batch at once, on one process."""
+    found = {}
+    for kind, config in CONFIGS.items():
+        model = parallel_gpt(config, seed=SEED, dtype=torch.float64)
+        tokens, targets = text(config)
+        count = (targets != -100).sum()
+
+        def backward(step: int, model=model, tokens=tokens, targets=targets, count=count) -> Tensor:
+            loss = model(tokens, targets, step=step, **OPTIONS) / count
+            loss.backward()
+            return loss.detach()
+
+        found[kind] = trained_with(model, ModelGradients(model), backward, STEPS)
+    return found
+
+
+def made_stages(case: Case, groups: Mapping[str, Group], schedule: Schedule, device: str = "cpu") -> GptStages:
+    return parallel_gpt_stages(
+        CONFIGS[case.kind],
+        case.layout,
+        groups,
+        schedule,
+        length=LENGTH,
+        seed=SEED,
+        recompute=case.recompute,
+        halves=case.halves,
+        device=device,
+        dtype=torch.float64,
+    )
+
+
+def trained(case: Case, groups: Mapping[str, Group], steps: int = STEPS) -> tuple[Trained, GptStages]:
+    """On this rank."""
+    layout, config = case.layout, CONFIGS[case.kind]
+    at = layout.coordinates(dist.get_rank())
+    device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
+    schedule = schedule_of(case.schedule, layout.pp, case.micro_batches, case.stages)
+    model = made_stages(case, groups, schedule, device.type)
+    size = BATCH // layout.dp // case.micro_batches
+    pipeline = Pipeline(
+        schedule,
+        group=groups["pp"],
+        shape=model.shape_between(size, LENGTH),
+        dtype=torch.float64,
+        device=device,
+        deferral=defer_weight_gradients(model) if schedule.splits_backward else None,
+    )
+    tokens, targets = (each.to(device) for each in text(config))
+    count = (targets != -100).sum()
+    parts = BATCH // size  # this rank has those from its data rank's first one on
+
+    def backward(step: int) -> Tensor:
+        def at_stage(stage: int, number: int, given: Tensor | None) -> Tensor:
+            part = at["dp"] * case.micro_batches + number
+            model.masks.place = Place(step, (part, parts))
+            own = slice(part * size, (part + 1) * size)
+            if stage + 1 < schedule.stages:
+                return model(stage, tokens[own] if given is None else given, step=step)
+            return model(stage, given, targets[own], step=step, **OPTIONS) / count
+
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for share in pipeline.run(at_stage):
+            total += share
+        return exchanges.start_sum(exchanges.start_sum(total, groups["pp"])(), groups["dp-cp"])()
+
+    all_gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel, tied=model.tied)
+    return trained_with(model, all_gradients, backward, steps), model
+
+
+def differences(found: Trained, model: GptStages, expected: Trained) -> dict[str, float]:
+    """The largest, of each kind, of this rank's part from the same part of the whole; of as many steps as found."""
+    shards = shards_of(model)
+
+    def largest(ours: Tensors, whole: Tensors) -> float:
+        apart = []
+        for name, parameter in model.named_parameters():
+            tensor = ours.get(name, torch.zeros(parameter.shape))  # a gradient that is not there is 0
+            same = whole["embedding.tokens.weight" if name == model.tied else name]
+            apart.append(float((tensor - (shards[name].of(same) if name in shards else same)).abs().max()))
+        return max(apart)
+
+    steps = len(found.losses)
+    return {
+        "initial": largest(found.initial, expected.initial),
+        "loss": max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=False)),
+        "norm": max(abs(a - b) for a, b in zip(found.norms, expected.norms, strict=False)),
+        "gradient": max(map(largest, found.gradients, expected.gradients)),
+        "parameter": largest(found.parameters, expected.parameters) if steps == STEPS else 0.0,
+    }
+
+
+def groups_of(layouts: list[Layout]) -> dict[str, dict[str, Group]]:
+    """Of each layout."""
+    made: dict[str, dict[str, Group]] = {}
+    for layout in layouts:
+        sizes = str(replace(layout, sequence_parallel=False))
+        if sizes not in made:
+            made[sizes] = layout.process_groups()
+    return {str(layout): made[str(replace(layout, sequence_parallel=False))] for layout in layouts}
+
+
+def all_differences(cases: list[Case], expected: dict[str, Trained]) -> list[dict[str, float]]:
+    """Of each case, on a rank."""
+    groups = groups_of([case.layout for case in cases])
+    return [differences(*trained(case, groups[str(case.layout)]), expected[case.kind]) for case in cases]
+
+
+# ---- the laws ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_training_is_that_of_one_process(world: int, on_ranks: Run) -> None:
+    cases = CASES[world]
+    of_ranks = on_ranks(world, all_differences, cases, references(), limit_s=240.0)
+    for number, case in enumerate(cases):
+        for rank, found in enumerate(of_ranks):
+            assert found[number]["initial"] == 0, (case, rank)
+            assert max(found[number].values()) < CLOSE, (case, rank, found[number])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change that breaks a law, on these ranks, and what shows it."""
+
+    case: Case
+    shown_by: str
+    put_in: Callable[[], AbstractContextManager[Any]]
+
+
+PLAIN, RECOMPUTED = Case("gpt", TWO, "1f1b", 4), Case("gpt", TWO, "1f1b", 4, recompute=True)
+SPLIT = Case("llama", TWO, "zb-h1", 4)
+
+
+def backwards_stages(*arguments: Any) -> list[range]:
+    return layers_of_stages(*arguments)[::-1]
+
+
+layers_of_stages = gpt_stages.layers_of_stages
+
+
+def unsummed(tensors: Any, group: Group) -> None:
+    return None
+
+
+def summed_twice(tensors: Any, group: Group) -> None:
+    for tensor in tensors:
+        exchanges.start_sum(tensor, group)()
+        exchanges.start_sum(tensor, group)()
+
+
+def started(x: Tensor, *_: Any) -> Callable[[], Tensor]:
+    return lambda: x
+
+
+def all_counted(self: ModelGradients) -> Iterator[Tensor]:
+    return (gradient for _, gradient in self._here())
+
+
+def wherever_it_is(self: CounterDropouts, place: Place) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def local_name(self: GptStages, name: str) -> str:
+    return name
+
+
+def nothing_made(self: Later) -> None:
+    self._left.clear()
+
+
+given_to = pipelines._Step._given
+
+
+def of_the_first(self: Any, made_by: Instruction) -> Tensor:
+    """The gradient of a micro-batch in place of those of others."""
+    found = given_to(self, made_by)
+    if made_by.kind == "F":
+        return found
+    self.first = getattr(self, "first", found)
+    return self.first
+
+
+FAULTS = {
+    "stages swapped": Fault(PLAIN, "loss", lambda: patch.object(gpt_stages, "layers_of_stages", backwards_stages)),
+    "the tied gradient is not summed": Fault(PLAIN, "gradient", lambda: patch.object(gradients, "_sum", unsummed)),
+    "the tied gradient is summed twice": Fault(
+        PLAIN, "gradient", lambda: patch.object(gradients, "_sum", summed_twice)
+    ),
+    "the norm counts the tied gradient twice": Fault(
+        PLAIN, "norm", lambda: patch.object(ModelGradients, "_counted", all_counted)
+    ),
+    "the norm leaves out other stages": Fault(PLAIN, "norm", lambda: patch.object(gradients, "start_sum", started)),
+    "a tied head begins with values of its own": Fault(
+        PLAIN, "initial", lambda: patch.object(GptStages, "whole_name", local_name)
+    ),
+    "recomputation has the masks of the latest micro-batch": Fault(
+        RECOMPUTED, "gradient", lambda: patch.object(CounterDropouts, "at", wherever_it_is)
+    ),
+    "the gradient of another micro-batch": Fault(
+        PLAIN, "gradient", lambda: patch.object(pipelines._Step, "_given", of_the_first)
+    ),
+    "weight gradients are left out": Fault(SPLIT, "gradient", lambda: patch.object(Later, "make", nothing_made)),
+}
+
+
+def shown(expected: dict[str, Trained]) -> dict[str, float]:
+    """How large each fault shows itself on this rank."""
+    groups = TWO.process_groups()
+    found = {}
+    for name, fault in FAULTS.items():
+        with fault.put_in():
+            made, model = trained(fault.case, groups, steps=1)
+        found[name] = differences(made, model, expected[fault.case.kind])[fault.shown_by]
+    return found
+
+
+def test_faults_are_found(on_ranks: Run) -> None:
+    of_ranks = on_ranks(2, shown, references())
+    for name in FAULTS:
+        assert max(found[name] for found in of_ranks) > FAR, name
