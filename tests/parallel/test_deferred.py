@@ -92,6 +92,7 @@ def test_collecting_within_collecting_is_refused() -> None:
         pass
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # PyTorch's tracer reads it
 def test_compiled_blocks_leave_them_to_later_too() -> None:
     """Which PyTorch's zero bubble refuses. The blocks are compiled around their linear layers."""
     plain, loss = model_and_loss(CONFIG)

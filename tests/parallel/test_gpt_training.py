@@ -41,6 +41,11 @@ LAYOUTS = {
     "dp=2 tp=2 sequence": (
         4, ["--tensor-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "2", "--recompute"],
     ),
+    "pp=2 dp=2": (4, ["--pipeline-parallel-size", "2", "--micro-batch-size", "4"]),
+    "pp=2 tp=2 sequence": (
+        4, ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zb-h1", "--tensor-parallel-size", "2",
+            "--sequence-parallel", "--micro-batch-size", "2", "--recompute"],
+    ),
 }  # fmt: skip
 
 
@@ -93,6 +98,16 @@ def test_every_layout_trains_as_one_process(
         np.testing.assert_allclose(found, expected, rtol=0, atol=CLOSE)
     for step, loss, _ in alone:
         assert f"step {step}/{STEPS}  loss {loss:.6f}" in said[0][1]
+
+
+def test_in_bfloat16_a_zero_bubble_trains_as_one_process(on_ranks: Run, data: Path, tmp_path: Path) -> None:
+    """Weights that are wider than the model take what is made later too."""
+    words = [*WORDS, "--data-path", str(data), "--dtype", "bfloat16", "--micro-batch-size", "2", "--train-iters", "3"]
+    assert called([*words, "--metrics", str(tmp_path / "alone")])[0] == 0
+    pipeline = ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zb-h1"]
+    said = on_ranks(2, called, [*words, *pipeline, "--metrics", str(tmp_path / "two")], joined=False)
+    assert [status for status, *_ in said] == [0, 0], said
+    np.testing.assert_allclose(numbers(tmp_path / "two"), numbers(tmp_path / "alone"), rtol=2e-2)
 
 
 def instead(words: list[str], change: list[str]) -> list[str]:
@@ -156,12 +171,14 @@ def test_a_training_goes_on_with_as_many_data_parallel_ranks_as_there_are(
     np.testing.assert_allclose(numbers(tmp_path / "two"), numbers(tmp_path / "alone"), rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize("layout", [["--tensor-parallel-size", "2"], ["--use-torch-fsdp2"]], ids=str)
+@pytest.mark.parametrize(
+    "layout", [["--tensor-parallel-size", "2"], ["--use-torch-fsdp2"], ["--pipeline-parallel-size", "2"]], ids=str
+)
 def test_every_layout_begins_from_weights_in_a_folder_and_a_mixture(
     layout: list[str], on_ranks: Run, data: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("safetensors")
-    config = GptConfig(vocabulary=32, layers=1, width=16, heads=4, kv_heads=4, hidden=64, positions=8)
+    config = GptConfig(vocabulary=32, layers=2, width=16, heads=4, kv_heads=4, hidden=64, positions=8)
     model = Gpt(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -192,7 +209,38 @@ WRONG = {
     "halves alone": (["--tp-comm-overlap", "--micro-batch-size", "2"], "has no tensor parallel ranks, whose exchanges"),
     "shared graph": (["--enable-cuda-graph"], "a CUDA graph (cuda_graph, --enable-cuda-graph) needs a GPU"),
     "batch": (["--micro-batch-size", "3"], "batch=8 is not divisible by 6"),
-    "pipeline": (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2: pipeline parallel ranks cannot train"),
+    "layers": (["--pipeline-parallel-size", "2", "--num-layers", "1"], "layers=1 is less than pp=2"),
+    "stages": (
+        ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zbv"],
+        "2 layers cannot be divided among 4 stages",
+    ),
+    "schedule alone": (["--pipeline-schedule", "1f1b"], "are for pipeline ranks, and the layout dp=2 tp=1 pp=1 cp=1"),
+    "interleaved": (
+        ["--pipeline-parallel-size", "2", "--pipeline-schedule", "interleaved"],
+        "needs at least 2 stages a rank",
+    ),
+    "virtual": (
+        ["--pipeline-parallel-size", "2", "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "3"],
+        "4 layers cannot be divided into stages of 3 at each of 2 pipeline ranks; use one of 1, 2",
+    ),
+    "1f1b": (
+        [
+            "--pipeline-parallel-size",
+            "2",
+            "--num-layers",
+            "4",
+            "--num-layers-per-virtual-pipeline-stage",
+            "1",
+            "--pipeline-schedule",
+            "1f1b",
+        ],
+        "the schedule 1f1b has 1 stage a rank, got 2: take interleaved or zbv",
+    ),
+    "pipeline saved": (
+        ["--pipeline-parallel-size", "2", "--save", "run"],
+        "a training with pipeline ranks cannot be saved or loaded",
+    ),
+    "pipeline shared": (["--pipeline-parallel-size", "2", "--use-torch-fsdp2"], "no data parallel ranks to share"),
     "context": (["--context-parallel-size", "2"], "--context-parallel-size 2: context parallel ranks cannot train"),
     "short": (["--seq-length", "400"], "has 400 tokens, a sequence of 400 takes 401"),
     "vocabulary": (["--vocab-size", "30"], "has the token 30, a vocabulary of 30 has 0 to 29"),
