@@ -240,7 +240,6 @@ WRONG = {
         ["--pipeline-parallel-size", "2", "--save", "run"],
         "a training with pipeline ranks cannot be saved or loaded",
     ),
-    "pipeline shared": (["--pipeline-parallel-size", "2", "--use-torch-fsdp2"], "no data parallel ranks to share"),
     "context": (["--context-parallel-size", "2"], "--context-parallel-size 2: context parallel ranks cannot train"),
     "short": (["--seq-length", "400"], "has 400 tokens, a sequence of 400 takes 401"),
     "vocabulary": (["--vocab-size", "30"], "has the token 30, a vocabulary of 30 has 0 to 29"),

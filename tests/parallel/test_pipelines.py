@@ -3,8 +3,12 @@ process, with dropout on and embeddings tied, in every schedule. And faults that
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -19,8 +23,18 @@ from rooftop.models import gpt_stages
 from rooftop.models.gpt_configs import GptConfig
 from rooftop.models.gpt_layouts import parallel_gpt
 from rooftop.models.gpt_stages import GptStages, parallel_gpt_stages
-from rooftop.parallel import Layout, ModelGradients, exchanges, gradients, pipelines, shards_of
-from rooftop.parallel.deferred import Later, defer_weight_gradients
+from rooftop.parallel import (
+    Layout,
+    ModelGradients,
+    RankError,
+    exchanges,
+    gradients,
+    join,
+    pipelines,
+    processes,
+    shards_of,
+)
+from rooftop.parallel.deferred import Deferral, Later, defer_weight_gradients
 from rooftop.parallel.dropouts import CounterDropouts, Place
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.pipelines import Pipeline
@@ -364,3 +378,77 @@ def test_faults_are_found(on_ranks: Run) -> None:
     of_ranks = on_ranks(2, shown, references())
     for name in FAULTS:
         assert max(found[name] for found in of_ranks) > FAR, name
+
+
+# ---- ranks that fail ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def ending(ids: list[int], wrong: int, how: str) -> Iterator[None]:
+    """Ends a process that is stopped, once another has heard of it: nobody needs to wait for its answer."""
+    try:
+        yield
+    except RankError:
+        if how == "stop":
+            with suppress(ProcessLookupError):
+                os.kill(ids[wrong], signal.SIGKILL)
+        raise
+
+
+def failing(name: str, stages: int | None, wrong: int, how: str) -> None:
+    """Rank `wrong` raises, ends or is stopped at its second forward."""
+    size, ids = int(os.environ["WORLD_SIZE"]), [0, 0, 0]
+    with (
+        ending(ids, wrong, how),
+        patch.object(processes, "SILENT_S", 3.0),
+        join(device="cpu", timeout_s=50) as world,
+    ):
+        dist.all_gather_object(ids, os.getpid())
+        groups = Layout(pp=size).process_groups()
+        schedule = schedule_of(name, size, 4, stages)
+        weight, deferral, done = torch.ones(2, requires_grad=True), Deferral(), list[int]()
+
+        def at_stage(stage: int, number: int, given: Tensor | None) -> Tensor:
+            done.append(number)
+            if world.rank == wrong and len(done) == 2:
+                if how == "raise":
+                    raise KeyError("no such voxel")
+                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            made = weight if given is None else given * weight
+            return made.sum() if stage + 1 == schedule.stages else made
+
+        options = {"shape": (2,), "dtype": torch.float32, "device": world.device, "deferral": deferral}
+        pipeline = Pipeline(schedule, group=groups["pp"], **options)
+        with patch.object(Later, "make", nothing_made):
+            pipeline.run(at_stage)
+        dist.barrier()  # those that were done wait here
+
+
+FAILURES = [
+    *(("raise", name, stages, 1) for name, stages in
+      (("gpipe", None), ("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zbv", None))),
+    *(("kill", name, stages, 2) for name, stages in (("1f1b", None), ("zbv", None))),
+    *(("stop", name, stages, 0) for name, stages in (("gpipe", None), ("interleaved", 2), ("zb-h1", None))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "name", "stages", "wrong"), FAILURES)
+def test_a_rank_that_fails_is_named_at_all_with_what_was_awaited(
+    how: str, name: str, stages: int | None, wrong: int, on_ranks: Run, ranks_failed: type[Exception]
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(ranks_failed) as caught:
+        on_ranks(3, failing, name, stages, wrong, how, joined=False)
+    assert time.monotonic() - began < 30
+    errors = caught.value.errors
+    own = errors.pop(wrong)
+    assert own.startswith({"raise": "KeyError", "kill": "died", "stop": "died"}[how])
+    said = {
+        "raise": "failed: KeyError: 'no such voxel'; this rank was awaiting ",
+        "kill": "is gone without an error (",
+        "stop": "has given no sign of life for 3 s: it is stopped, or gone; this rank was ",
+    }[how]
+    assert sorted(errors) == [rank for rank in range(3) if rank != wrong]
+    for error in errors.values():
+        assert error.startswith(f"RankError: rank {wrong} of 3 {said}")
+        assert re.search(r"awaiting .*(forward|backward|input gradient) of micro-batch \d at stage \d", error), error
