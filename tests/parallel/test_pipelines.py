@@ -39,6 +39,7 @@ from rooftop.parallel.dropouts import CounterDropouts, Place
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.pipelines import Pipeline
 from rooftop.parallel.schedules import Instruction, Schedule, schedule_of
+from rooftop.parallel.sharded_data import whole_of
 
 Run = Callable[..., list[Any]]
 Tensors = dict[str, Tensor]
@@ -70,6 +71,7 @@ class Case:
     stages: int | None = None
     recompute: bool = False
     halves: bool = False
+    shared: bool = False
 
 
 TWO = Layout(pp=2)
@@ -94,11 +96,14 @@ CASES = {
         Case("llama", SEQUENCE, "zbv", 4, halves=True),
         Case("gpt", Layout(tp=2, pp=2), "zbv", 2, recompute=True),
         Case("llama", Layout(2, pp=2), "gpipe", 2),
+        Case("gpt", Layout(2, pp=2), "zbv", 4, recompute=True, shared=True),
+        Case("gpt", Layout(2, pp=2), "zb-h1", 4, shared=True),
         Case("gpt", Layout(pp=4), "1f1b", 2),
         Case("gpt", Layout(pp=4), "zb-h1", 2, recompute=True),
     ],
     8: [
         Case("gpt", Layout(2, 2, 2, sequence_parallel=True), "1f1b", 4, recompute=True),
+        Case("llama", Layout(2, 2, 2, sequence_parallel=True), "zb-h1", 2, shared=True),
         Case("llama of 8", Layout(1, 2, 4, sequence_parallel=True), "zbv", 8),
         Case("llama of 8", Layout(2, pp=4), "interleaved", 4, 2, recompute=True),
         Case("gpt of 8", Layout(pp=8), "zb-h1", 4),
@@ -129,7 +134,7 @@ def text(config: GptConfig) -> tuple[Tensor, Tensor]:
 
 
 def copied(model: nn.Module) -> Tensors:
-    return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+    return {name: whole_of(parameter.detach()).cpu().clone() for name, parameter in model.named_parameters()}
 
 
 def trained_with(
@@ -147,7 +152,7 @@ def trained_with(
         all_gradients.sum_()
         found.norms.append(float(all_gradients.clip_(0.5)))
         made = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-        found.gradients.append({name: gradient.cpu().clone() for name, gradient in made.items()})
+        found.gradients.append({name: whole_of(gradient).cpu().clone() for name, gradient in made.items()})
         optimizer.step()
     found.parameters = copied(model)
     return found
@@ -184,6 +189,7 @@ def made_stages(case: Case, groups: Mapping[str, Group], schedule: Schedule, dev
         seed=SEED,
         recompute=case.recompute,
         halves=case.halves,
+        fully_shard=case.shared,
         device=device,
         dtype=torch.float64,
     )
@@ -219,8 +225,10 @@ def trained(case: Case, groups: Mapping[str, Group], steps: int = STEPS) -> tupl
             return model(stage, given, targets[own], step=step, **OPTIONS) / count
 
         total = torch.zeros((), dtype=torch.float64, device=device)
+        model.begin_step()
         for share in pipeline.run(at_stage):
             total += share
+        model.end_step()
         return exchanges.start_sum(exchanges.start_sum(total, groups["pp"])(), groups["dp-cp"])()
 
     all_gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel, tied=model.tied)

@@ -18,13 +18,13 @@ A data rank takes its part of the batch, the tensor ranks of one group take the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rooftop.models.gpt import Gpt, initial_values
 from rooftop.models.gpt_switches import GptConfig
@@ -170,19 +170,25 @@ def fully_sharded_gpt(
     )
     model.to_empty(device=device)
     model.tie()
-    fill_shared(model, seed)
+    fill_shared(model, config, seed)
     return model
 
 
 @torch.no_grad()
-def fill_shared(model: Gpt, seed: int) -> None:
-    """Give what this rank holds of a shared model the initial values of a seed."""
+def fill_shared(
+    model: nn.Module, config: GptConfig, seed: int, whole_name: Callable[[str], str] = lambda name: name
+) -> None:
+    """Give what this rank holds of a shared model the initial values of a seed.
+
+    Args:
+        whole_name: from a parameter's name here to that in the whole model, for the stages of a pipeline.
+    """
     from rooftop.parallel.sharded_data import local_of, shard_here
 
-    rules, shards, stream = _whole_rules_of(model.config), shards_of(model), Stream(seed)
+    rules, shards, stream = _whole_rules_of(config), shards_of(model), Stream(seed)
     for name, parameter in model.named_parameters():
-        held = shard_here(parameter, shards.get(name))
-        OfPieces(_rule_of(name, rules), held)(stream, local_of(parameter), name, None)
+        held, known = shard_here(parameter, shards.get(name)), whole_name(name)
+        OfPieces(_rule_of(known, rules), held)(stream, local_of(parameter), known, None)
 
 
 def rules_of(model: Gpt) -> list[tuple[str, Init]]:

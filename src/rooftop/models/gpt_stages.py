@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rooftop.models.gpt import Gpt
-from rooftop.models.gpt_layouts import dropouts_of, rules_of_parts
+from rooftop.models.gpt_layouts import dropouts_of, fill_shared, rules_of_parts
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.layouts import Layout
@@ -127,6 +127,7 @@ class GptStages(nn.Module):
         embedding, layers, head: of all stages here; None where there is none.
         masks: the dropouts of all stages here; their `place` is that of the next forward pass.
         tied: the name of the weight that another rank holds too; None if there is none.
+        shared: whether data ranks share the parameters.
     """
 
     def __init__(self, config: GptConfig, stages: Mapping[int, Gpt], total: int) -> None:
@@ -138,6 +139,7 @@ class GptStages(nn.Module):
         self.head = last.head if last is not None else None
         some = next(iter(self.stages.values()))
         self.masks, self.group, self.split_along = some.masks, some.group, some.split_along
+        self.shared = False
         apart = config.tied and (self.embedding is None) != (self.head is None)
         self.tied = (EMBEDDING if self.head is None else HEAD) if apart else None
         self.tie()
@@ -165,8 +167,37 @@ class GptStages(nn.Module):
             )
         return batch, length // ranks, self.config.width
 
-    def forward(self, stage: int, input: Tensor, targets: Tensor | None = None, **options: object) -> Tensor:
-        """What a stage makes of tokens or of what the stage before gave; arguments as of `Gpt.forward`."""
+    def begin_step(self) -> None:
+        """Where data ranks share the model: keep what is gathered, and sum no gradients until `end_step`."""
+        if self.shared:
+            self._at_the_end(False)
+
+    def end_step(self) -> None:
+        """Where data ranks share the model: sum the gradients of all micro-batches, and let go of what was gathered.
+
+        The backward of the shared model as a whole does so, for all of its parts whose own backward has not: it needs
+        none of them to compute.
+        """
+        if self.shared:
+            self._at_the_end(True)
+            device = next(self.parameters()).device
+            self(None, torch.zeros((), device=device, requires_grad=True)).backward()
+
+    def _at_the_end(self, last: bool) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        assert isinstance(self, FSDPModule)
+        self.set_is_last_backward(last)
+        self.set_reshard_after_backward(last)
+        self.set_requires_gradient_sync(last)
+
+    def forward(self, stage: int | None, input: Tensor, targets: Tensor | None = None, **options: object) -> Tensor:
+        """What a stage makes of tokens or of what the stage before gave; arguments as of `Gpt.forward`.
+
+        Without a stage nothing is computed (`end_step`).
+        """
+        if stage is None:
+            return input + 1
         result: Tensor = self.stages[stage](input, targets, **options)
         return result
 
@@ -181,8 +212,10 @@ def parallel_gpt_stages(
     seed: int,
     recompute: bool = False,
     halves: bool = False,
+    fully_shard: bool = False,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype | None = None,
 ) -> GptStages:
     """This rank's stages of a model, with their initial values; nothing else is ever made.
 
@@ -193,6 +226,9 @@ def parallel_gpt_stages(
         schedule: says which stages this rank has.
         length: tokens of a sequence, by which layers are divided among stages.
         seed, recompute, halves, device, dtype: as of `rooftop.models.parallel_gpt`.
+        fully_shard: whether data ranks share each stage (`rooftop.parallel.fully_sharded`). Its parameters are gathered
+            once a step, and gradients summed once: between `begin_step` and `end_step` of what this gives.
+        compute_dtype: of a shared model, as of `rooftop.models.fully_sharded_gpt`.
 
     Raises:
         ValueError: a layout that does not fit the processes, the model or the schedule; fewer layers than stages. The
@@ -235,7 +271,24 @@ def parallel_gpt_stages(
         for stage in schedule.placement[at["pp"]]
     }
     model = GptStages(config, stages, schedule.stages)
+    if fully_shard:
+        _share(model, groups["dp-cp"], torch.device(device), compute_dtype, seed)
+        return model
     shards = {model.whole_name(name): shard for name, shard in shards_of(model).items()}
     rules = rules_of_parts(config, shards)
     materialize(model, rules, Stream(seed), device=device, whole_name=model.whole_name)
     return model
+
+
+def _share(model: GptStages, data: Group, device: torch.device, dtype: torch.dtype | None, seed: int) -> None:
+    """Let data ranks share what is on the meta device, and give it its initial values."""
+    from rooftop.parallel.sharded_data import fully_sharded  # with PyTorch's DTensor, which takes most of a second
+
+    ends = [end for end in (model.embedding, model.head) if end is not None]
+    tied_here = model.config.tied and len(ends) == 2
+    units = [*model.layers.values(), *([] if tied_here else ends)]
+    fully_sharded(model, units, data, device_type=device.type, dtype=dtype, kept=units)
+    model.shared = True
+    model.to_empty(device=device)
+    model.tie()
+    fill_shared(model, model.config, seed, model.whole_name)

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -41,11 +42,13 @@ from rooftop.models.gpt_keys import (
     sources,
     with_own_head,
 )
-from rooftop.models.gpt_stages import GptStages
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.load_reports import LoadReport
 from rooftop.models.safetensors_files import INDEX, ONE_FILE, TensorFiles, read_json, safetensors_library
 from rooftop.parallel import Shard, shards_of
+
+if TYPE_CHECKING:
+    from rooftop.models.gpt_stages import GptStages
 
 # ---- in memory -----------------------------------------------------------------------------------------------------
 

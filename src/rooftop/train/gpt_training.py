@@ -249,11 +249,10 @@ class GptTraining:
                 f"the layout {layout} has no tensor parallel ranks, whose exchanges halves (--tp-comm-overlap) would "
                 "hide: leave them out, or split the layers with tp"
             )
-        if layout.pp > 1 and (self.cuda_graph or fully_shard):
-            what = "a CUDA graph (--enable-cuda-graph)" if self.cuda_graph else "a shared model (--use-torch-fsdp2)"
+        if layout.pp > 1 and self.cuda_graph:
             raise ValueError(
-                f"pipeline ranks (the layout {layout}) cannot have {what} yet: leave it out, or use tensor and data "
-                "parallel ranks"
+                f"pipeline ranks (the layout {layout}) cannot have a CUDA graph (--enable-cuda-graph) yet: leave it "
+                "out, or use tensor and data parallel ranks"
             )
         if not fully_shard:
             return
@@ -317,28 +316,10 @@ class GptTrainer:
         self.batches = training.batches(tokens)
         self.fully_shard = fully_shard
         wide = torch.float64 if training.dtype == torch.float64 else torch.float32
-        options: dict[str, Any] = {"seed": training.seed, "recompute": training.recompute, "device": device}
         self.schedule = training.schedule_of(layout)
-        self.model: Gpt | GptStages
-        if self.schedule is not None:
-            self.model = parallel_gpt_stages(
-                training.config,
-                layout,
-                groups,
-                self.schedule,
-                **options,
-                length=training.length,
-                halves=training.halves,
-                dtype=wide,
-            )
-        elif fully_shard:  # parameters are float32, and gathered in the narrow dtype
-            self.model = fully_sharded_gpt(
-                training.config, layout, groups, **options, dtype=wide, compute_dtype=training.dtype
-            )
-        else:
-            self.model = parallel_gpt(training.config, layout, groups, **options, halves=training.halves, dtype=wide)
+        self.model = self._made_model(wide, device, fully_shard)
         if initial is not None:
-            fill_from(self.model, initial, layout, groups)
+            fill_from(self.model, initial, lambda: self._made_model(wide, torch.device("meta"), fully_shard=False))
         self.weights = MainWeights(self.model, wide if fully_shard else training.dtype, keep_narrow=True)
         self.narrow = training.dtype != wide
         if self.narrow:
@@ -358,6 +339,27 @@ class GptTrainer:
         self._replayed = Replayed(self._gradients_of, device) if training.cuda_graph else None
         self._held: Held | None = None
         self._captured: list[tuple[Tensor, Tensor]] = []  # the model's parameters, and the memory that a graph reads
+
+    def _made_model(self, dtype: torch.dtype, device: torch.device, fully_shard: bool) -> Gpt | GptStages:
+        """This rank's part. Of a shared one parameters have that dtype, and are gathered in the narrow one."""
+        training, layout, groups = self.training, self.layout, self.groups
+        options: dict[str, Any] = {"seed": training.seed, "recompute": training.recompute}
+        options |= {"device": device, "dtype": dtype}
+        if self.schedule is not None:
+            return parallel_gpt_stages(
+                training.config,
+                layout,
+                groups,
+                self.schedule,
+                **options,
+                length=training.length,
+                halves=training.halves,
+                fully_shard=fully_shard,
+                compute_dtype=training.dtype,
+            )
+        if fully_shard:
+            return fully_sharded_gpt(training.config, layout, groups, **options, compute_dtype=training.dtype)
+        return parallel_gpt(training.config, layout, groups, **options, halves=training.halves)
 
     def advance(self) -> tuple[Tensor, Tensor]:
         """One step: the mean loss of its batch before it, and the norm of its gradient, () both, as on all ranks.
@@ -403,8 +405,11 @@ class GptTrainer:
         """
         loss = torch.zeros((), device=self.device, dtype=next(iter(self.weights.named.values())).dtype)
         if self._pipeline is not None:
+            assert isinstance(self.model, GptStages)
+            self.model.begin_step()
             for share in self._pipeline.run(partial(self._at_stage, text, step)):
                 loss += share
+            self.model.end_step()
             loss = start_sum(loss, self.groups["pp"])()  # the last stage's
         else:
             for part, sequences in zip(self._parts, text, strict=True):
