@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop.models import gpt_stages
 from rooftop.models.gpt_configs import GptConfig
@@ -460,3 +463,35 @@ def test_a_rank_that_fails_is_named_at_all_with_what_was_awaited(
     for error in errors.values():
         assert error.startswith(f"RankError: rank {wrong} of 3 {said}")
         assert re.search(r"awaiting .*(forward|backward|input gradient) of micro-batch \d at stage \d", error), error
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what is communicated, by the operator's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def communicated(name: str, micro_batches: int) -> tuple[dict[str, int], int]:
+    """What a step of a shared model communicates on a rank, and how many parts it gathers by themselves."""
+    case, groups = Case("gpt", Layout(2, pp=2), name, micro_batches, shared=True), Layout(2, pp=2).process_groups()
+    with Collectives() as collectives:
+        _, model = trained(case, groups, steps=1)
+    return dict(collectives.counts), sum(isinstance(each, FSDPModule) for each in model.modules()) - 1
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_shared_model_is_gathered_and_summed_once_a_step(name: str, on_ranks: Run) -> None:
+    for one, four in zip(*(on_ranks(4, communicated, name, number) for number in (1, 4)), strict=True):
+        counts, parts = four
+        assert counts["send"] == 4 * one[0]["send"]
+        assert {each: count for each, count in counts.items() if each not in ("send", "recv_")} == {
+            each: count for each, count in one[0].items() if each not in ("send", "recv_")
+        }
+        assert counts["_reduce_scatter_base_"] == parts
