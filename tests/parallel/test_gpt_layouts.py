@@ -81,6 +81,11 @@ ON_EIGHT = [
     Case("llama", Layout(2, 2, cp=2), recompute=True, transport="p2p", documents=True),
     Case("llama", Layout(1, 2, cp=4), transport="a2a"),
 ]
+ON_TWO = [
+    Case("llama", Layout(cp=2), transport="p2p", documents=True),
+    Case("gpt", Layout(cp=2), transport="all_gather", recompute=True),
+    Case("llama", Layout(cp=2), transport="a2a"),
+]
 ON_FOUR = [
     Case("gpt", Layout(2, cp=2), transport="p2p", documents=True),
     Case("llama", Layout(cp=4), transport="a2a+p2p", documents=True, recompute=True),
@@ -88,11 +93,13 @@ ON_FOUR = [
     Case("llama", Layout(1, 2, cp=2, sequence_parallel=True), transport="all_gather", documents=True),
 ]
 
+OF_CONTEXTS = {1: [Case("llama", Layout(), documents=True)], 2: ON_TWO, 4: ON_FOUR}
+
 
 def cases_of(world: int) -> list[Case]:
     """All of data and tensor parallel ranks, with and without sequence parallelism: each on both models, one of them
-    with recomputation, by turns, the other with the halves of a batch in turn. On four also context parallel ranks, by
-    each transport."""
+    with recomputation, by turns, the other with the halves of a batch in turn. And context parallel ranks, by each
+    transport."""
     if world == 8:
         return ON_EIGHT
     splits = [
@@ -101,8 +108,7 @@ def cases_of(world: int) -> list[Case]:
         if world % tp == 0
         for sequence in ((False, True) if tp > 1 else (False,))
     ]
-    of_contexts = ON_FOUR if world == 4 else [Case("llama", Layout(), documents=True)] if world == 1 else []
-    return of_contexts + [
+    return OF_CONTEXTS[world] + [
         Case(kind, split, recompute=(number + turn) % 2 == 0, halves=(number + turn) % 2 == 1)
         for (number, split), (turn, kind) in product(enumerate(splits), enumerate(CONFIGS))
     ]
