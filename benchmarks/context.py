@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,15 +112,22 @@ def with_efficiency(rows: list[dict[str, Any]]) -> None:
 def worker(options: argparse.Namespace) -> int:
     wanted = options.only or ("attention", "documents", "model")
     rows: list[dict[str, Any]] = []
-    with join(Layout(cp=launched().size), device="cpu" if options.quick else "cuda", timeout_s=300.0) as world:
+    with join(Layout(cp=launched().size), device="cpu" if options.quick else "cuda", timeout_s=120.0) as world:
         for case in CASES:
             if ("documents" if case.documents else "attention") in wanted:
-                rows += attention_rows(smaller(case) if options.quick else case, world.device)
+                rows += told(attention_rows(smaller(case) if options.quick else case, world.device))
         if "model" in wanted:
-            rows += model_rows(world.device, options.quick)
+            rows += told(model_rows(world.device, options.quick))
         if world.rank == 0:
             options.worker.write_text(json.dumps(rows))
     return 0
+
+
+def told(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        if ranks_here()[1] == 0:
+            print(json.dumps(row), flush=True)
+        yield row
 
 
 def smaller(case: Case) -> Case:
@@ -131,7 +138,7 @@ def smaller(case: Case) -> Case:
 
 
 def attention_rows(case: Case, device: torch.device) -> Iterator[dict[str, Any]]:
-    ranks, rank = world()
+    ranks, rank = ranks_here()
     made = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shapes = [(1, case.length, heads, case.features) for heads in (case.heads, *(case.kv_heads,) * 2, case.heads)]
@@ -154,6 +161,8 @@ def attention_rows(case: Case, device: torch.device) -> Iterator[dict[str, Any]]
     for _ in range(ROUNDS):
         for name, (run, _positions) in variants.items():
             if name not in failed:
+                if not times[name] and rank == 0:
+                    print(f"{case.name}, {ranks} ranks: {name}", file=sys.stderr, flush=True)
                 try:
                     times[name].append(slowest(ms_of(run, device)))
                 except Exception as error:  # a peer that cannot do it is a row that says so
@@ -255,7 +264,7 @@ def flexible(whole: list[Tensor], documents: Documents, mesh: Any) -> dict[str, 
             lengths, mesh.size(), device
         ),
         "by blocks of the mask": lambda: balancing._PTRRLoadBalancer(
-            create_block_mask(seen, 1, 1, length, length, device=device), mesh.size()
+            create_block_mask(seen, 1, 1, length, length, device=device, _compile=True), mesh.size()
         ),
     }
     for name, make in balancers.items():
@@ -300,7 +309,7 @@ def flexible_run(whole: list[Tensor], positions: Tensor, mask: Any, compiled: An
 def model_rows(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
     from rooftop.train import GptTrainer, GptTraining, Tokens
 
-    ranks, _ = world()
+    ranks, _ = ranks_here()
     length = 512 if quick else 65536
     config = replace(gpt_config("llama-1b"), positions=length)
     if quick:
@@ -330,7 +339,7 @@ def model_rows(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
 # ---- timing ------------------------------------------------------------------------------------------------------
 
 
-def world() -> tuple[int, int]:
+def ranks_here() -> tuple[int, int]:
     """(ranks, this one)."""
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 

@@ -107,7 +107,8 @@ def test_on_a_gpu_short_documents_run_in_one_launch(monkeypatch: pytest.MonkeyPa
     def launched() -> int:
         made = ContextAttention(Context(), Packing.of(LENGTH, 1, documents))
         made.attended(attention, *given[:3])
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        cuda = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=cuda, acc_events=True) as profile:
             made.attended(attention, *given[:3])
             torch.cuda.synchronize()
         return sum("flash" in event.key or "fmha" in event.key for event in profile.events())
