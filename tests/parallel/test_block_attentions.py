@@ -65,9 +65,6 @@ def of_ranks(given: list[Tensor], packing: Packing, window: int | None) -> list[
         into = tuple(block_attentions.empty_like_rows(each) for each in (mine, keys, values))
         for each, value_there in zip(into, (math.nan, 0, 0), strict=True):  # queries are written first
             each.fill_(value_there)
-            block_attentions.empty_like_rows(each).fill_(0 if each is not mine else math.nan)
-            for each in (mine, keys, values)
-        )
         blocks.add_gradients(gradient, mine, keys, values, out, lse, scale, into)
         positions = chunks.positions(query.device)
         found[0][:, :, positions], found[1][:, :, positions] = out, into[0].to(query.dtype)
