@@ -54,6 +54,7 @@ def train_gpt(
     use_torch_fsdp2: bool,
     pipeline_parallel_size: int,
     context_parallel_size: int,
+    hierarchical_context_parallel_sizes: tuple[int, int] | None,
     device: str | None,
     train_iters: int,
     save: Path | None,
@@ -80,6 +81,8 @@ def train_gpt(
                 f"--pipeline-parallel-size {layout.pp}: a training with pipeline ranks cannot be saved or loaded yet; "
                 "leave out --save and --load, or use tensor and data parallel ranks"
             )
+        if hierarchical_context_parallel_sizes is not None:
+            options["near"] = neighbours_of(hierarchical_context_parallel_sizes, layout)
         if metrics is not None:
             check_writable(metrics, paths_of(data_path))
         tokens = open_mixture(data_path, token_dtype)
@@ -176,12 +179,22 @@ def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_par
     Raises:
         ValueError: there is none, or it cannot train yet.
     """
-    if context > 1:
+    return Layout.of_world(ranks, tp=tensor, pp=pipeline, cp=context, sequence_parallel=sequence_parallel)
+
+
+def neighbours_of(sizes: tuple[int, int], layout: Layout) -> int:
+    """How many context parallel ranks exchange heads: the first of the sizes, whose product is all of them.
+
+    Raises:
+        InputError: it is not.
+    """
+    near, far = sizes
+    if near * far != layout.cp:
         raise InputError(
-            f"--context-parallel-size {context}: context parallel ranks cannot train yet; leave it out, or use "
-            "--tensor-parallel-size and data parallel ranks"
+            f"--hierarchical-context-parallel-sizes {near} {far}: expected two sizes whose product is "
+            f"--context-parallel-size {layout.cp}"
         )
-    return Layout.of_world(ranks, tp=tensor, pp=pipeline, sequence_parallel=sequence_parallel)
+    return near
 
 
 def training_of(
@@ -213,6 +226,11 @@ def training_of(
     tp_comm_overlap: bool,
     pipeline_schedule: str | None,
     num_layers_per_virtual_pipeline_stage: int | None,
+    cp_comm_type: str,
+    near: int | None = None,
+    eod_token: int | None,
+    reset_position_ids: bool,
+    eod_mask_loss: bool,
     enable_cuda_graph: bool,
 ) -> GptTraining:
     """The flags' training.
@@ -283,6 +301,11 @@ def training_of(
         halves=tp_comm_overlap,
         pipeline_schedule=pipeline_schedule,
         layers_per_virtual_stage=num_layers_per_virtual_pipeline_stage,
+        transport=cp_comm_type,
+        near=near,
+        document_end=eod_token,
+        reset_positions=reset_position_ids,
+        mask_ends=eod_mask_loss,
         cuda_graph=enable_cuda_graph,
     )
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_layouts import dropouts_of, fill_shared, rules_of_parts
 from rooftop.models.gpt_switches import GptConfig
+from rooftop.parallel.contexts import Context
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.layouts import Layout
 from rooftop.parallel.randomness import Stream, materialize
@@ -139,6 +140,7 @@ class GptStages(nn.Module):
         self.head = last.head if last is not None else None
         some = next(iter(self.stages.values()))
         self.masks, self.group, self.split_along = some.masks, some.group, some.split_along
+        self.context = some.context
         self.shared = False
         apart = config.tied and (self.embedding is None) != (self.head is None)
         self.tied = (EMBEDDING if self.head is None else HEAD) if apart else None
@@ -154,16 +156,16 @@ class GptStages(nn.Module):
         return EMBEDDING if self.config.tied and name == HEAD else name
 
     def shape_between(self, batch: int, length: int) -> tuple[int, int, int]:
-        """Of what goes between stages, (B, S, W): with sequence parallelism this rank's part of S.
+        """Of what goes between stages, (B, S, W): of S what context and sequence parallelism leave this rank.
 
         Raises:
             ValueError: the sequence cannot be split among the ranks.
         """
-        ranks = 1 if self.split_along is None else self.split_along.size()
+        ranks = self.context.ranks * (1 if self.split_along is None else self.split_along.size())
         if length % ranks:
             raise ValueError(
-                f"a sequence of {length} cannot be split among {ranks} tensor parallel ranks: pad it to a multiple, or "
-                "do without sequence_parallel"
+                f"a sequence of {length} cannot be split among {ranks} context and sequence parallel ranks: pad "
+                "it to a multiple of them"
             )
         return batch, length // ranks, self.config.width
 
@@ -213,6 +215,7 @@ def parallel_gpt_stages(
     recompute: bool = False,
     halves: bool = False,
     fully_shard: bool = False,
+    context: Context | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
@@ -225,7 +228,7 @@ def parallel_gpt_stages(
         groups: `layout.process_groups()`.
         schedule: says which stages this rank has.
         length: tokens of a sequence, by which layers are divided among stages.
-        seed, recompute, halves, device, dtype: as of `rooftop.models.parallel_gpt`.
+        seed, recompute, halves, context, device, dtype: as of `rooftop.models.parallel_gpt`.
         fully_shard: whether data ranks share each stage (`rooftop.parallel.fully_sharded`). Its parameters are gathered
             once a step, and gradients summed once: between `begin_step` and `end_step` of what this gives.
         compute_dtype: of a shared model, as of `rooftop.models.fully_sharded_gpt`.
@@ -244,8 +247,6 @@ def parallel_gpt_stages(
         vocabulary=config.vocabulary,
         layers=config.layers,
     )
-    if layout.cp > 1:
-        raise ValueError(f"parallel_gpt_stages: the layout {layout} has cp ranks: this splits along dp, tp and pp")
     if schedule.ranks != layout.pp:
         raise ValueError(
             f"parallel_gpt_stages: the schedule {schedule.name} is for {schedule.ranks} ranks, and the layout {layout} "
@@ -265,6 +266,7 @@ def parallel_gpt_stages(
             sequence_parallel=layout.sequence_parallel,
             recompute=recompute,
             halves=halves,
+            context=context or Context(groups["cp"] if layout.cp > 1 else None),
             device="meta",
             dtype=dtype,
         )

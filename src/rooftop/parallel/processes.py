@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -135,6 +136,16 @@ def join(
     finally:
         if not there and dist.is_initialized():
             dist.destroy_process_group()
+            _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Let go of the meshes that DTensor remembers with its operators: a mesh of equal ranks in a later block would be
+    taken for one of these, whose groups have ended."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _at_the_store(

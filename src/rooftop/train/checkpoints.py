@@ -45,10 +45,11 @@ from rooftop.train.tokens import Tokens
 FORMAT = 1
 LATEST, TRAINING = "latest", "training.json"
 RATES = {"learning_rate", "warmup", "decay", "decay_steps", "least_rate", "weight_decay", "clip"}
-NEWER = {field.name: field.default for field in fields(GptConfig) if field.default is not MISSING}
-"""What a training is of that was saved before its model had these switches."""
-SPEEDS = {"micro_batch", "recompute", "halves", "pipeline_schedule", "layers_per_virtual_stage", "cuda_graph"}
-MAY_CHANGE = RATES | SPEEDS
+SWITCHES = [field for each in (GptConfig, GptTraining) for field in fields(each)]
+NEWER = {field.name: field.default for field in SWITCHES if field.default is not MISSING}
+"""What a training is of that was saved before there were these switches."""
+SPEEDS = {"micro_batch", "recompute", "halves", "pipeline_schedule", "layers_per_virtual_stage", "transport", "near"}
+MAY_CHANGE = RATES | SPEEDS | {"cuda_graph"}
 """Of a training that goes on; all else must be what it was saved with."""
 
 
@@ -71,7 +72,7 @@ def save_training(folder: Path, trainer: GptTrainer) -> Path:
         _write(temporary / TRAINING, json.dumps(_described(trainer), indent=1) + "\n")
     _wait_for_all()
     part = _part_of(trainer)
-    if trainer.place["dp"] == 0:
+    if trainer.place["dp"] == trainer.place["cp"] == 0:
         _save_part(temporary / part_name(trainer.place["tp"]), part)
     del part
     _wait_for_all()
@@ -235,7 +236,7 @@ def _part_of(trainer: GptTrainer) -> dict[str, Any]:
         if not isinstance(tensor, DTensor):
             return tensor.detach()
         found = whole_of(tensor)
-        return found.cpu() if trainer.place["dp"] == 0 else found.new_empty(0)
+        return found.cpu() if trainer.place["dp"] == trainer.place["cp"] == 0 else found.new_empty(0)
 
     trainer.weights.adopt()
     states = trainer.optimizer.state_dict()["state"].items()
