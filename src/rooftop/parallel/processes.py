@@ -19,7 +19,10 @@ one that is stopped, or gone with its machine, is found although nothing of it b
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import socket
 import sys
 import threading
 import time
@@ -335,10 +338,12 @@ class _Ranks:
     def _watch(self, store: Any) -> None:
         following = _Signs((self.rank + 1) % self.size, self.size)
         try:
+            store.set(f"process/{self.rank}", f"{os.getpid()} {socket.gethostname()}")
             while not self._stop.wait(WATCH_S):
                 store.add(f"beat/{self.rank}", 1)
                 if silent := following.silent(store):
                     store.compare_set("failed", "", silent)
+                    following.wake(store)
                 if store.check(["failed"]):
                     self.failure = store.get("failed").decode()
                     store.set(f"seen/{self.rank}", "1")
@@ -422,6 +427,14 @@ class _Signs:
         if now - self._at < SILENT_S or store.check([f"done/{self.rank}"]):
             return ""
         return f"rank {self.rank} of {self.size} has given no sign of life for {SILENT_S:g} s: it is stopped, or gone"
+
+    def wake(self, store: Any) -> None:
+        """Let it go on if it is stopped on this machine: it hears of the failure and ends. Launchers wait for that."""
+        if store.check([f"process/{self.rank}"]):
+            process, host = store.get(f"process/{self.rank}").decode().split(" ", 1)
+            if host == socket.gethostname():
+                with suppress(OSError):
+                    os.kill(int(process), signal.SIGCONT)
 
 
 def _abort_communication() -> None:
