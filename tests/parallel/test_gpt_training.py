@@ -154,6 +154,7 @@ def test_in_bfloat16_a_zero_bubble_trains_as_one_process(on_ranks: Run, data: Pa
     said = on_ranks(2, called, [*words, *pipeline, "--metrics", str(tmp_path / "two")], joined=False)
     assert [status for status, *_ in said] == [0, 0], said
     np.testing.assert_allclose(numbers(tmp_path / "two"), numbers(tmp_path / "alone"), rtol=2e-2)
+    assert "pipeline zb-h1: stages of 1, 1 layers, 4 micro-batches; ranks wait for 7.7% of a step" in said[0][1]
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ from rooftop.parallel.deferred import Deferral, Later, defer_weight_gradients
 from rooftop.parallel.dropouts import CounterDropouts, Place
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.pipelines import Pipeline
-from rooftop.parallel.schedules import Instruction, Schedule, schedule_of
+from rooftop.parallel.schedules import Instruction, Schedule, schedule_of, simulate
 from rooftop.parallel.sharded_data import whole_of
 
 Run = Callable[..., list[Any]]
@@ -388,6 +388,90 @@ def test_faults_are_found(on_ranks: Run) -> None:
     of_ranks = on_ranks(2, shown, references())
     for name in FAULTS:
         assert max(found[name] for found in of_ranks) > FAR, name
+
+
+# ---- what a rank holds -------------------------------------------------------------------------------------------
+
+
+def held(name: str, stages: int | None, micro_batches: int) -> int:
+    """The most that this rank held at a time: inputs and outputs of a stage for a micro-batch, or what is left of them
+    for weight gradients."""
+    schedule = schedule_of(name, dist.get_world_size(), micro_batches, stages)
+    weight, most, do = torch.ones(2, requires_grad=True), [0], pipelines._Step.do
+
+    def watched(self: Any, instruction: Instruction) -> None:
+        do(self, instruction)
+        assert len(self.receiving) <= 2  # for this instruction, and the next one
+        most[0] = max(most[0], len(self.outputs) + len(self.later))
+
+    options = {"shape": (2,), "dtype": torch.float32, "device": torch.device("cpu"), "deferral": Deferral()}
+    pipeline = Pipeline(schedule, group=Layout(pp=schedule.ranks).process_groups()["pp"], **options)
+    with patch.object(pipelines._Step, "do", watched):
+        losses = pipeline.run(
+            lambda stage, number, given: (
+                (weight if given is None else given * weight).sum()
+                if stage + 1 == schedule.stages
+                else weight * number
+                if given is None
+                else given * weight
+            )
+        )
+    last = schedule.rank_of[schedule.stages - 1] == dist.get_rank()
+    assert [float(loss) for loss in losses] == [2.0 * number for number in range(micro_batches)] * last
+    return most[0]
+
+
+@pytest.mark.parametrize(("name", "stages"), [("gpipe", None), ("1f1b", None), ("interleaved", 2), ("zb-h1", None)])
+def test_a_rank_holds_what_the_simulation_says(name: str, stages: int | None, on_ranks: Run) -> None:
+    assert on_ranks(3, held, name, stages, 6) == list(simulate(schedule_of(name, 3, 6, stages)).held)
+
+
+def refusals() -> list[str]:
+    """What a pipeline refuses, before it communicates and in it."""
+    group, said = Layout(pp=2).process_groups()["pp"], []
+    options = {"group": group, "shape": (2,), "dtype": torch.float32, "device": torch.device("cpu")}
+    for schedule in (schedule_of("1f1b", 3, 2), schedule_of("zb-h1", 2, 2)):
+        with pytest.raises(ValueError, match="Pipeline: the schedule") as refused:
+            Pipeline(schedule, **options)
+        said.append(str(refused.value))
+    return said
+
+
+def test_what_does_not_fit_a_pipeline_is_refused(on_ranks: Run) -> None:
+    first, second = on_ranks(2, refusals)
+    assert first == second
+    assert "is for 3 ranks, the group has 2" in first[0]
+    assert "give the deferral that rooftop.parallel.defer_weight_gradients(model) makes" in first[1]
+
+
+def of_another_shape() -> None:
+    group = Layout(pp=2).process_groups()["pp"]
+    options = {"group": group, "shape": (2,), "dtype": torch.float32, "device": torch.device("cpu")}
+    weight = torch.ones(3, requires_grad=True)
+    Pipeline(schedule_of("1f1b", 2, 2), **options).run(lambda stage, number, given: weight if given is None else given)
+
+
+def test_a_stage_that_gives_another_shape_ends_all_ranks(on_ranks: Run, ranks_failed: type[Exception]) -> None:
+    with pytest.raises(ranks_failed) as caught:
+        on_ranks(2, of_another_shape)
+    errors = caught.value.errors
+    assert "stage 0 gave (3,) torch.float32, expected (2,) torch.float32" in errors[0]
+    assert errors[1].startswith("RankError: rank 0 of 2 failed: RuntimeError: Pipeline: stage 0 gave")
+
+
+# ---- on GPUs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_on_gpus_training_is_that_of_one_process(on_ranks: Run) -> None:
+    """By NCCL."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    of_ranks = on_ranks(2, all_differences, CASES[2], references(), device="cuda", limit_s=240.0)
+    for number, case in enumerate(CASES[2]):
+        for rank, found in enumerate(of_ranks):
+            assert found[number]["initial"] == 0, (case, rank)
+            assert max(found[number].values()) < CLOSE, (case, rank, found[number])
 
 
 # ---- ranks that fail ---------------------------------------------------------------------------------------------

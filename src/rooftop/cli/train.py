@@ -20,9 +20,10 @@ from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError, RooftopError
 from rooftop.hardware import measure_ceilings
 from rooftop.models.gpt_configs import gpt_config
+from rooftop.models.gpt_stages import layers_of_stages
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.gpt_weights import read_gpt_config
-from rooftop.parallel import Layout, World, join, launched
+from rooftop.parallel import Layout, World, join, launched, simulate
 from rooftop.train import (
     GptTrainer,
     GptTraining,
@@ -338,6 +339,13 @@ def heading(trainer: GptTrainer, world: World, found: Path | None) -> str:
         f"{trainer.batches.sequences:,} sequences of {training.length:,} tokens in {data}, "
         f"{training.global_batch:,} a step",
     ]
+    if trainer.schedule is not None:
+        layers = layers_of_stages(training.config, trainer.schedule.stages, training.length)
+        lines.append(
+            f"pipeline {trainer.schedule.name}: stages of {', '.join(str(len(each)) for each in layers)} layers, "
+            f"{trainer.schedule.micro_batches:,} micro-batches; ranks wait for "
+            f"{percent_text(100 * simulate(trainer.schedule).bubble)} of a step if stages take equally long"
+        )
     if isinstance(tokens, Mixture):
         lines += [
             f"  {percent_text(100 * float(share))} from {row.source}, {count:,} sequences"
