@@ -190,6 +190,24 @@ def test_each_switch_of_documents_changes_the_training(
     assert np.abs(np.array(numbers(path)) - np.array(packed_alone[:2])).max() > 1e-5
 
 
+def test_a_dry_run_draws_the_schedule_and_begins_nothing(data: Path, tmp_path: Path) -> None:
+    words = [*WORDS, "--data-path", str(data), "--pipeline-parallel-size", "2", "--micro-batch-size", "2", "--dry-run"]
+    status, out, err = called([*words, "--metrics", str(tmp_path / "metrics.jsonl")])
+    assert (status, err) == (0, "")
+    said = "stages of 1, 1 layers, 4 micro-batches; ranks wait for 20% of a step if stages take equally long"
+    assert out.splitlines() == [
+        "7,216 parameters on 2 ranks: dp=1 tp=1 pp=2 cp=1",
+        f"pipeline 1f1b: {said}",
+        "rank 0  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --",
+        "rank 1  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .",
+        "idle 20.0% of 15 units; micro-batches held at most: 2, 1",
+    ]
+    assert not (tmp_path / "metrics.jsonl").exists()
+    status, _, err = called([*words, "--pipeline-schedule", "zbv"])
+    assert status == 2
+    assert "2 layers cannot be divided among 4 stages" in err
+
+
 def instead(words: list[str], change: list[str]) -> list[str]:
     """The words with other values of some options, each once."""
     kept, options, dropped = list[str](), {word for word in change if word.startswith("--")}, False

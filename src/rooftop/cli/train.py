@@ -23,7 +23,7 @@ from rooftop.models.gpt_configs import gpt_config
 from rooftop.models.gpt_stages import layers_of_stages
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.gpt_weights import read_gpt_config
-from rooftop.parallel import Layout, World, join, launched, simulate
+from rooftop.parallel import Layout, Schedule, World, join, launched, simulate
 from rooftop.train import (
     GptTrainer,
     GptTraining,
@@ -65,6 +65,7 @@ def train_gpt(
     metrics: Path | None,
     log_interval: int,
     with_roof: bool,
+    dry_run: bool,
     **options: Any,
 ) -> None:
     """Do what `rooftop.cli.commands.train:gpt` says."""
@@ -74,6 +75,8 @@ def train_gpt(
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with as_input_errors():
         ranks = launched().size
+        if dry_run and launched().launcher == "alone":
+            ranks = tensor_parallel_size * pipeline_parallel_size * context_parallel_size
         layout = layout_of(
             ranks, tensor_parallel_size, pipeline_parallel_size, context_parallel_size, sequence_parallel
         )
@@ -93,6 +96,10 @@ def train_gpt(
         found, before = find_training(load, training) if load is not None else (None, 0)
         if metrics is not None and found is not None:
             kept_lines(metrics, before)  # it is one that can be gone on with
+    if dry_run:
+        if launched().rank == 0:
+            click.echo(planned(training, layout))
+        return
     if before >= train_iters:
         raise click.UsageError(f"{load} has {before} steps already: expected more as --train-iters, got {train_iters}")
     first = launched().rank == 0
@@ -227,7 +234,7 @@ def training_of(
     tp_comm_overlap: bool,
     pipeline_schedule: str | None,
     num_layers_per_virtual_pipeline_stage: int | None,
-    cp_comm_type: str,
+    cp_comm_type: str | None,
     near: int | None = None,
     eod_token: int | None,
     reset_position_ids: bool,
@@ -329,6 +336,25 @@ def roof_here(trainer: GptTrainer) -> StepRoof | None:
 # ---- what is said --------------------------------------------------------------------------------------------------
 
 
+def planned(training: GptTraining, layout: Layout) -> str:
+    """The model, the ranks, and the picture of a pipeline's schedule."""
+    lines = [f"{training.config.parameters:,} parameters on {layout.world_size} ranks: {layout}"]
+    schedule = training.schedule_of(layout)
+    if schedule is not None:
+        lines += [told_schedule(training, schedule), schedule.drawn()]
+    return "\n".join(lines)
+
+
+def told_schedule(training: GptTraining, schedule: Schedule) -> str:
+    """A line of it: stages, micro-batches, how long ranks wait."""
+    layers = layers_of_stages(training.config, schedule.stages, training.length)
+    return (
+        f"pipeline {schedule.name}: stages of {', '.join(str(len(each)) for each in layers)} layers, "
+        f"{schedule.micro_batches:,} micro-batches; ranks wait for "
+        f"{percent_text(100 * simulate(schedule).bubble)} of a step if stages take equally long"
+    )
+
+
 def heading(trainer: GptTrainer, world: World, found: Path | None) -> str:
     """The model, the ranks, the data."""
     training, dtype = trainer.training, str(trainer.training.dtype).removeprefix("torch.")
@@ -340,12 +366,7 @@ def heading(trainer: GptTrainer, world: World, found: Path | None) -> str:
         f"{training.global_batch:,} a step",
     ]
     if trainer.schedule is not None:
-        layers = layers_of_stages(training.config, trainer.schedule.stages, training.length)
-        lines.append(
-            f"pipeline {trainer.schedule.name}: stages of {', '.join(str(len(each)) for each in layers)} layers, "
-            f"{trainer.schedule.micro_batches:,} micro-batches; ranks wait for "
-            f"{percent_text(100 * simulate(trainer.schedule).bubble)} of a step if stages take equally long"
-        )
+        lines.append(told_schedule(training, trainer.schedule))
     if isinstance(tokens, Mixture):
         lines += [
             f"  {percent_text(100 * float(share))} from {row.source}, {count:,} sequences"
