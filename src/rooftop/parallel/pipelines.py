@@ -124,8 +124,9 @@ class _Step:
     Attributes:
         inputs, outputs: by (stage, micro-batch): what the stage was given, and where its backward begins; from F to B
             or I.
-        receiving: by the instruction that makes it: what is received, or came from another stage of this rank.
-        sending: what is posted.
+        receiving: by the instruction that makes it: what is on its way here.
+        made: by the instruction that made it: what is sent next, or given to another stage of this rank.
+        sending: what others have not taken yet, as far as is known.
         later: weight gradients that are left, from I to W.
         losses: by micro-batch.
     """

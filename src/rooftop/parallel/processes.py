@@ -50,8 +50,9 @@ LINGER_S = 3.0
 """A rank that holds the store, or has failed, stays this long for the others to hear why; they need a tenth of it."""
 WATCH_S = 0.2
 """How often a rank gives a sign of life, and asks whether another one has failed."""
-SILENT_S = 15.0
-"""A rank without a sign of life for so long has failed. Signs come from a thread, whatever the rank computes."""
+SILENT_S = 20.0
+"""A rank without a sign of life for so long has failed. Signs come from a thread, whatever the rank computes; but code
+that keeps Python's lock keeps that thread from giving them."""
 NO_TAG = (1 << 30) + 7  # of a message that nobody sends
 SILENCE_S = 3.0
 """Where a connection has broken, a rank without a sign of life for so long is gone."""
