@@ -66,7 +66,7 @@ def put_together(here: Shard | None, shape: Sequence[int], parts: Sequence[tuple
         copied = 0
         for shard, tensor in theirs:
             for other, source in shard.parts(tensor):
-                if other.first and (common := _common(piece.box, other.box)):
+                if other.first and (common := common_part(piece.box, other.box)):
                     to, of = common
                     copied += place[to].copy_(source[of]).numel()
         if copied != prod(piece.box.size):
@@ -83,8 +83,12 @@ def _checked(shard: Shard | None, tensor: Tensor) -> tuple[Shard, Tensor]:
     return held, tensor
 
 
-def _common(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where the elements that both have are in each; None: they have none in common."""
+def common_part(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Where the elements that both have are in each; None: they have none in common.
+
+    Raises:
+        ValueError: they are parts of different wholes.
+    """
     if one.shape != other.shape:
         raise ValueError(f"parts of different wholes, {one.shape} and {other.shape}")
     ends = zip(one.start, one.size, other.start, other.size, strict=True)
