@@ -3,8 +3,9 @@ with dropout on; and what is saved again without a step is the same, bit for bit
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,13 @@ from torch import Tensor
 
 from rooftop.errors import InputError
 from rooftop.models import GptConfig
-from rooftop.parallel import Layout
+from rooftop.parallel import Layout, shards_of
+from rooftop.parallel.sharded_data import whole_of
 from rooftop.train import GptTrainer, GptTraining, Tokens, find_training, load_training, save_training
+from rooftop.train.checkpoints import open_tensors
+from rooftop.train.resharding import records
+from rooftop.train.saved_tensors import whole_tensor
+from rooftop.train.training_records import plain_training, read_record
 
 Run = Callable[..., list[Any]]
 Numbers = list[list[float]]
@@ -33,6 +39,8 @@ LAYOUTS = {
     "dp=2 tp=2 shared": (Layout(2, 2, sequence_parallel=True), True),
     "tp=4": (Layout(tp=4, sequence_parallel=True), False),
     "dp=2 shared": (Layout(2), True),
+    "dp=2": (Layout(2), False),
+    "dp=2 tp=2": (Layout(2, 2), False),
 }
 """Of each whether data ranks share. A vocabulary of 17 is padded at 2 and 4 ranks, to 18 and 20; at 4 two ranks have
 each of the llama's heads of keys."""
@@ -66,17 +74,22 @@ def gone_on(training: GptTraining, name: str, folder: Path, steps: int, to: Path
     return found
 
 
-def tensors(folder: Path, rank: int = 0) -> dict[str, Tensor]:
-    """Of the last training in a folder, weights and the optimizer's, by names."""
-    part = torch.load(folder / (folder / "latest").read_text().strip() / f"tensor-{rank}.pt", weights_only=True)
-    states = {f"{number} {key}": value for number, state in part["optimizer"].items() for key, value in state.items()}
-    return {**part["weights"], **states}
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """Of the last training in a folder, or of the folder of a step, weights and the optimizer's, by names."""
+    saved = open_tensors(read_record(folder))
+    return {name: whole_tensor(saved, name) for name in saved.entries}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)
 
 
 @both
 def test_a_training_goes_from_layout_to_layout(kind: str, on_ranks: Run, tmp_path: Path) -> None:
     training = training_of(kind)
-    order = ["tp=2", "dp=2 tp=2 shared", "alone", "tp=4", "dp=2 shared", "tp=2"]
+    order = ["tp=2", "dp=2 tp=2 shared", "alone", "tp=4", "dp=2 shared", "dp=2 tp=2"]
     expected = numbers(trainer(training, "alone"), len(order))
     for step, name in enumerate(order):
         words = (training, name, tmp_path / f"{step}", 1, tmp_path / f"{step + 1}")
@@ -88,22 +101,121 @@ def test_a_training_goes_from_layout_to_layout(kind: str, on_ranks: Run, tmp_pat
 @both
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_there_and_back_is_the_same_bit_for_bit(kind: str, dtype: torch.dtype, on_ranks: Run, tmp_path: Path) -> None:
-    training, first, last = training_of(kind, dtype), tmp_path / "alone", tmp_path / "again"
-    gone_on(training, "alone", tmp_path / "none", 2, first)
-    on_ranks(4, gone_on, training, "tp=4", first, 0, tmp_path / "tp=4")
-    on_ranks(2, gone_on, training, "tp=2", tmp_path / "tp=4", 0, tmp_path / "tp=2")
-    gone_on(training, "alone", tmp_path / "tp=2", 0, last)
-    before, after = tensors(first), tensors(last)
-    assert before.keys() == after.keys()
-    assert len(before) > 3 * len(tensors(tmp_path / "tp=4")) / 4 > 0
-    for name, tensor in before.items():
-        torch.testing.assert_close(after[name], tensor, rtol=0, atol=0, msg=name)
-        assert tensor.dim() == 0 or tensor.ne(0).any(), name
+    """Weights and moments, through every layout; in bfloat16 those that are float32."""
+    training = training_of(kind, dtype)
+    names = ["alone", "tp=4", "dp=2 shared", "tp=2", "dp=2 tp=2 shared", "dp=2", "alone"]
+    gone_on(training, "alone", tmp_path / "none", 2, tmp_path / "0")
+    expected = tensors(tmp_path / "0")
+    assert len(expected) == 4 * len(trainer(training, "alone").weights.named)  # two moments and a count of each
+    assert all(tensor.ne(0).any() for tensor in expected.values())
+    for number, name in enumerate(names):
+        words = (training, name, tmp_path / f"{number}", 0, tmp_path / f"{number + 1}")
+        ranks = LAYOUTS[name][0].world_size
+        _ = [gone_on(*words)] if ranks == 1 else on_ranks(ranks, gone_on, *words)
+        assert_same(tensors(tmp_path / f"{number + 1}"), expected)
 
 
-def test_parts_that_are_missing_damaged_or_older_are_said(on_ranks: Run, tmp_path: Path) -> None:
+def gone_on_twice(training: GptTraining, name: str, folder: Path) -> tuple[Numbers, Numbers]:
+    """The third and fourth step, without stopping and from what was saved after the second."""
+    one = trainer(training, name)
+    numbers(one, 2)
+    save_training(folder, one)
+    again = trainer(training, name)
+    load_training(find_training(folder, training)[0], again)
+    return numbers(one, 2), numbers(again, 2)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_in_the_same_layout_losses_are_the_same_bit_for_bit(name: str, on_ranks: Run, tmp_path: Path) -> None:
+    ranks = LAYOUTS[name][0].world_size
+    words = (training_of("llama"), name, tmp_path)
+    for whole, again in [gone_on_twice(*words)] if ranks == 1 else on_ranks(ranks, gone_on_twice, *words):
+        assert again == whole
+
+
+def test_ranks_share_the_writing_evenly(on_ranks: Run, tmp_path: Path) -> None:
+    """Of four ranks of which each two hold the same, each writes about a quarter, and a byte more than once nobody."""
+    on_ranks(4, gone_on, training_of("tied gpt"), "dp=2 tp=2", tmp_path / "none", 1, tmp_path)
+    files = sorted((tmp_path / "step-00000001").glob("rank-*.safetensors"))
+    contents = [sum(map(data_bytes, [file])) for file in files]
+    assert len(files) == 4
+    assert sum(contents) == sum(tensor.nbytes for tensor in tensors(tmp_path).values())
+    assert max(contents) < 1.1 * sum(contents) / 4
+
+
+def data_bytes(file: Path) -> int:
+    return file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little")
+
+
+# ---- format 1 ----------------------------------------------------------------------------------------------------
+
+
+def saved_as_before(training: GptTraining, name: str, to: Path, steps: int, without_shards: bool = False) -> Numbers:
+    """Some steps, saved in format 1, as Rooftop wrote it before (src/rooftop/train/checkpoints.py at 4023728), and two
+    steps more."""
+    one = trainer(training, name)
+    numbers(one, steps)
+
+    def whole(tensor: Tensor) -> Tensor:
+        return whole_of(tensor).detach()
+
+    states = one.optimizer.state_dict()["state"].items()
+    part = {
+        "step": one.step,
+        "shards": records(shards_of(one.model)),
+        "weights": {name: whole(weight) for name, weight in one.weights.named.items()},
+        "optimizer": {number: {key: whole(value) for key, value in state.items()} for number, state in states},
+    }
+    if without_shards:
+        del part["shards"]
+    folder = to / f"step-{one.step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if one.place["dp"] == 0:
+        torch.save(part, folder / f"tensor-{one.place['tp']}.pt")
+    described = {
+        "format": 1,
+        "step": one.step,
+        "layout": {**asdict(one.layout), "words": str(one.layout)},
+        "training": plain_training(training),
+        "data": {"source": "counting", "tokens": 500, "fingerprint": COUNTING.fingerprint(), "text": None},
+    }
+    if one.rank == 0:
+        (folder / "training.json").write_text(json.dumps(described, indent=1) + "\n")
+        (to / "latest").write_text(f"{folder.name}\n")
+    return numbers(one, 2)
+
+
+def read_alone(training: GptTraining, folder: Path) -> Numbers:
+    one = trainer(training, "alone")
+    load_training(find_training(folder, training)[0], one)
+    return numbers(one, 2)
+
+
+@both
+@pytest.mark.parametrize("name", ["alone", "tp=4", "dp=2 tp=2 shared"])
+def test_folders_of_format_1_are_gone_on_with(kind: str, name: str, on_ranks: Run, tmp_path: Path) -> None:
+    training, (layout, _) = training_of(kind), LAYOUTS[name]
+    words = (training, name, tmp_path, 2)
+    expected = saved_as_before(*words) if name == "alone" else on_ranks(layout.world_size, saved_as_before, *words)[0]
+    np.testing.assert_allclose(read_alone(training, tmp_path), expected, rtol=0, atol=CLOSE)
+    words = (training, name, tmp_path, 2, tmp_path / "again")
+    same = [gone_on(*words)] if name == "alone" else on_ranks(layout.world_size, gone_on, *words)
+    assert all(found == expected for found in same)  # in the same layout bit for bit
+    assert read_record(tmp_path / "again").format == 2
+    assert len(tensors(tmp_path)) == len(tensors(tmp_path / "again"))
+
+
+def test_format_1_without_pieces_is_gone_on_with_by_as_many_ranks_alone(on_ranks: Run, tmp_path: Path) -> None:
     training = training_of("llama")
-    on_ranks(2, gone_on, training, "tp=2", tmp_path / "none", 1, tmp_path)
+    expected = on_ranks(4, saved_as_before, training, "tp=4", tmp_path, 2, True)
+    assert on_ranks(4, gone_on, training, "tp=4", tmp_path, 2, tmp_path / "again") == expected
+    with pytest.raises(InputError, match="4 tensor parallel ranks, saved before Rooftop wrote which pieces each has"):
+        read_alone(training, tmp_path)
+
+
+def test_parts_of_format_1_that_are_missing_or_damaged_are_said(on_ranks: Run, tmp_path: Path) -> None:
+    training = training_of("llama")
+    on_ranks(2, saved_as_before, training, "tp=2", tmp_path, 1)
     found, _ = find_training(tmp_path, training)
     part = torch.load(found / "tensor-1.pt", weights_only=True)
 
@@ -113,13 +225,14 @@ def test_parts_that_are_missing_damaged_or_older_are_said(on_ranks: Run, tmp_pat
 
     for key, wrong in [("shards", {}), ("shards", {"layers.0": 1}), ("weights", {}), ("optimizer", {})]:
         torch.save({**part, key: wrong}, found / "tensor-1.pt")
-        refused("cannot be read as this rank's part of a training")
-    torch.save({key: value for key, value in part.items() if key != "shards"}, found / "tensor-1.pt")
-    refused("2 tensor parallel ranks, saved before Rooftop wrote which pieces each has: go on with as many")
+        refused("cannot be read as a part of a training")
     (found / "tensor-1.pt").write_bytes(b"nothing")
     refused(r"tensor-1\.pt cannot be read")
     (found / "tensor-1.pt").unlink()
-    refused(r"tensor-1\.pt cannot be read as this rank's part of a training \(FileNotFoundError\)")
+    refused(r"tensor-1\.pt cannot be read as a part of a training \(FileNotFoundError\)")
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------
 
 
 def test_what_no_layout_may_change_is_still_refused(on_ranks: Run, tmp_path: Path) -> None:
