@@ -78,6 +78,20 @@ def saving(folder: Path, of: GptTrainer, **options: Any) -> Iterator[Saver]:
         saver.close()
 
 
+def goes_on(saver: Saver, one: GptTrainer, steps: int) -> None:
+    """Save, and make steps beside it."""
+    saver.begin()
+    for _ in range(steps):
+        one.advance()
+        saver.after_step()
+        time.sleep(0.01)
+
+
+def begin_and_wait(saver: Saver) -> None:
+    saver.begin()
+    saver.wait()
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -228,11 +242,7 @@ def test_a_full_disk_leaves_the_last_one_and_is_said(asynchronous: bool, tmp_pat
         one.advance()
         # The copy is in a file in memory, which is there already.
         with largest_file(20_000), pytest.raises(OSError, match=r"could not be written .* is there room for it"):
-            saver.begin()
-            for _ in range(1000):
-                one.advance()
-                saver.after_step()
-                time.sleep(0.01)
+            goes_on(saver, one, 1000)
         assert same(tensors(tmp_path), expected)
         assert names(tmp_path) == ["latest", "step-00000001"]
         saver.begin()  # there is room again
@@ -242,12 +252,18 @@ def test_a_full_disk_leaves_the_last_one_and_is_said(asynchronous: bool, tmp_pat
 
 def test_an_error_is_said_at_the_end_where_no_step_follows(tmp_path: Path) -> None:
     one = trainer()
-    reports = run_steps(one, 2, save=tmp_path, save_interval=1)
-    next(reports)
-    with largest_file(20_000), pytest.raises(OSError, match="could not be written"):
-        for _ in reports:
-            pass
-    assert find_training(tmp_path, TRAINING)[1] == 1 or nothing_saved(tmp_path)
+    reports = run_steps(one, 2, save=tmp_path)
+    assert [[report.step for report in next(reports)] for _ in range(2)] == [[1], [2]]
+    with largest_file(20_000), pytest.raises(OSError, match="File too large"):
+        next(reports)
+    assert nothing_saved(tmp_path)
+
+
+def test_no_memory_for_the_copy_is_said(tmp_path: Path) -> None:
+    one = trainer()
+    one.advance()
+    with saving(tmp_path, one) as saver, largest_file(20_000), pytest.raises(OSError, match="File too large"):
+        saver.prepare()
 
 
 def test_a_writing_process_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +273,7 @@ def test_a_writing_process_that_dies_is_an_error(tmp_path: Path, monkeypatch: py
     one = trainer()
     one.advance()
     with saving(tmp_path / "run", one) as saver, pytest.raises(RuntimeError, match=r"ended with 1: of no use"):
-        saver.begin()
-        saver.wait()
+        begin_and_wait(saver)
     assert nothing_saved(tmp_path / "run")
 
 
