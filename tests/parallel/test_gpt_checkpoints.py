@@ -4,6 +4,9 @@ with dropout on; and what is saved again without a step is the same, bit for bit
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,10 +21,20 @@ from rooftop.errors import InputError
 from rooftop.models import GptConfig
 from rooftop.parallel import Layout, shards_of
 from rooftop.parallel.sharded_data import whole_of
-from rooftop.train import GptTrainer, GptTraining, Tokens, find_training, load_training, save_training
+from rooftop.train import (
+    GptTrainer,
+    GptTraining,
+    Saver,
+    Tokens,
+    find_training,
+    load_training,
+    run_steps,
+    save_training,
+)
 from rooftop.train.checkpoints import open_tensors
 from rooftop.train.resharding import records
 from rooftop.train.saved_tensors import whole_tensor
+from rooftop.train.stopping import stop_on_sigterm
 from rooftop.train.training_records import plain_training, read_record
 
 Run = Callable[..., list[Any]]
@@ -116,9 +129,9 @@ def test_there_and_back_is_the_same_bit_for_bit(kind: str, dtype: torch.dtype, o
 
 
 def gone_on_twice(training: GptTraining, name: str, folder: Path) -> tuple[Numbers, Numbers]:
-    """The third and fourth step, without stopping and from what was saved after the second."""
+    """The second step and the third, without stopping and from what was saved after the first."""
     one = trainer(training, name)
-    numbers(one, 2)
+    numbers(one, 1)
     save_training(folder, one)
     again = trainer(training, name)
     load_training(find_training(folder, training)[0], again)
@@ -151,8 +164,8 @@ def data_bytes(file: Path) -> int:
 
 
 def saved_as_before(training: GptTraining, name: str, to: Path, steps: int, without_shards: bool = False) -> Numbers:
-    """Some steps, saved in format 1, as Rooftop wrote it before (src/rooftop/train/checkpoints.py at 4023728), and two
-    steps more."""
+    """Some steps, saved in format 1, as Rooftop wrote it before (src/rooftop/train/checkpoints.py at 4023728), and one
+    step more."""
     one = trainer(training, name)
     numbers(one, steps)
 
@@ -182,23 +195,22 @@ def saved_as_before(training: GptTraining, name: str, to: Path, steps: int, with
     if one.rank == 0:
         (folder / "training.json").write_text(json.dumps(described, indent=1) + "\n")
         (to / "latest").write_text(f"{folder.name}\n")
-    return numbers(one, 2)
+    return numbers(one, 1)
 
 
 def read_alone(training: GptTraining, folder: Path) -> Numbers:
     one = trainer(training, "alone")
     load_training(find_training(folder, training)[0], one)
-    return numbers(one, 2)
+    return numbers(one, 1)
 
 
-@both
-@pytest.mark.parametrize("name", ["alone", "tp=4", "dp=2 tp=2 shared"])
+@pytest.mark.parametrize(("kind", "name"), [("tied gpt", "alone"), ("tied gpt", "dp=2 tp=2 shared"), ("llama", "tp=4")])
 def test_folders_of_format_1_are_gone_on_with(kind: str, name: str, on_ranks: Run, tmp_path: Path) -> None:
     training, (layout, _) = training_of(kind), LAYOUTS[name]
-    words = (training, name, tmp_path, 2)
+    words = (training, name, tmp_path, 1)
     expected = saved_as_before(*words) if name == "alone" else on_ranks(layout.world_size, saved_as_before, *words)[0]
     np.testing.assert_allclose(read_alone(training, tmp_path), expected, rtol=0, atol=CLOSE)
-    words = (training, name, tmp_path, 2, tmp_path / "again")
+    words = (training, name, tmp_path, 1, tmp_path / "again")
     same = [gone_on(*words)] if name == "alone" else on_ranks(layout.world_size, gone_on, *words)
     assert all(found == expected for found in same)  # in the same layout bit for bit
     assert read_record(tmp_path / "again").format == 2
@@ -207,8 +219,8 @@ def test_folders_of_format_1_are_gone_on_with(kind: str, name: str, on_ranks: Ru
 
 def test_format_1_without_pieces_is_gone_on_with_by_as_many_ranks_alone(on_ranks: Run, tmp_path: Path) -> None:
     training = training_of("llama")
-    expected = on_ranks(4, saved_as_before, training, "tp=4", tmp_path, 2, True)
-    assert on_ranks(4, gone_on, training, "tp=4", tmp_path, 2, tmp_path / "again") == expected
+    expected = on_ranks(4, saved_as_before, training, "tp=4", tmp_path, 1, True)
+    assert on_ranks(4, gone_on, training, "tp=4", tmp_path, 1, tmp_path / "again") == expected
     with pytest.raises(InputError, match="4 tensor parallel ranks, saved before Rooftop wrote which pieces each has"):
         read_alone(training, tmp_path)
 
@@ -230,6 +242,80 @@ def test_parts_of_format_1_that_are_missing_or_damaged_are_said(on_ranks: Run, t
     refused(r"tensor-1\.pt cannot be read")
     (found / "tensor-1.pt").unlink()
     refused(r"tensor-1\.pt cannot be read as a part of a training \(FileNotFoundError\)")
+
+
+# ---- beside the steps --------------------------------------------------------------------------------------------
+
+
+def saved_beside(
+    training: GptTraining, name: str, folder: Path, at: int, fails: int | None
+) -> tuple[str, int, Numbers]:
+    """(what was raised, after which step, two steps more), where one rank's disk is full, or none's."""
+    one = trainer(training, name)
+    numbers(one, at)
+    saver = Saver(folder, one)
+    try:
+        saver.prepare()
+        if one.rank == fails:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        saver.begin()
+        found = []
+        for _ in range(2 if fails is None else 200):
+            found += numbers(one, 1)
+            saver.after_step()
+        saver.wait()
+        return "", one.step, found
+    except OSError as error:
+        return str(error), one.step, []
+    finally:
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        )
+        saver.close()
+
+
+@pytest.mark.parametrize("name", ["dp=2 tp=2 shared", "dp=2"])
+def test_beside_the_steps_of_ranks_what_was_there_is_saved(name: str, on_ranks: Run, tmp_path: Path) -> None:
+    training, ranks = training_of("tied gpt"), LAYOUTS[name][0].world_size
+    said = on_ranks(ranks, saved_beside, training, name, tmp_path, 2, None)
+    on_ranks(ranks, gone_on, training, name, tmp_path / "none", 2, tmp_path / "at once")
+    assert_same(tensors(tmp_path), tensors(tmp_path / "at once"))
+    whole = trainer(training, "alone")
+    numbers(whole, 2)
+    expected = numbers(whole, 2)
+    for _, step, found in said:
+        assert step == 4
+        np.testing.assert_allclose(found, expected, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_full_disk_of_one_rank_is_said_by_all_after_the_same_step(fails: int, on_ranks: Run, tmp_path: Path) -> None:
+    training = training_of("llama")
+    on_ranks(2, gone_on, training, "tp=2", tmp_path / "none", 1, tmp_path)
+    expected = tensors(tmp_path)
+    said = on_ranks(2, saved_beside, training, "tp=2", tmp_path, 2, fails)
+    assert len({(words, step) for words, step, _ in said}) == 1, said
+    assert f"(rank {fails}: [Errno 27] File too large" in said[0][0]
+    assert_same(tensors(tmp_path), expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def stopped(training: GptTraining, name: str, folder: Path, asked: int) -> tuple[int, int]:
+    """(the step after which it stopped, that which is saved), where one rank is sent SIGTERM after its third step."""
+    one = trainer(training, name)
+    with stop_on_sigterm() as stop:
+        for reports in run_steps(one, 1000, save=folder, interval=1, stop=stop):
+            if one.rank == asked and reports[-1].step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+    return one.step, read_record(folder).step
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_sigterm_at_one_rank_stops_all_after_the_same_step(asked: int, on_ranks: Run, tmp_path: Path) -> None:
+    said = on_ranks(2, stopped, training_of("llama"), "dp=2", tmp_path, asked)
+    assert len(set(said)) == 1
+    assert said[0][0] == said[0][1]
+    assert 4 <= said[0][0] <= 6
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------
