@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -40,6 +41,9 @@ class WritingProcess:
         staging: the copy, which may still be under way.
         sources: what is copied; kept until it is.
 
+    Attributes:
+        seconds: from the copy to the file being on the disk.
+
     Raises:
         OSError: it cannot be written.
         RuntimeError: the process has failed otherwise.
@@ -48,12 +52,12 @@ class WritingProcess:
     def __init__(self, path: Path, pieces: Sequence[FilePiece], staging: Staging, sources: Sequence[Tensor]) -> None:
         self.path, self.pieces, self.staging, self.sources = path, pieces, staging, sources
         self._process: subprocess.Popen[str] | None = None
-        self._given_up = False
+        self._given_up, self.seconds = False, 0.0
 
     def __call__(self) -> None:
         """Until the file is on the disk."""
         self.staging.wait()
-        self.sources = ()
+        began, self.sources = time.perf_counter(), ()
         self.path.parent.mkdir(exist_ok=True)
         # Isolated: neither this library nor torch is imported, and nothing of the environment changes it.
         self._process = subprocess.Popen(
@@ -73,6 +77,7 @@ class WritingProcess:
         if self._process.returncode:
             last = (errors.strip().splitlines() or ["it said nothing"])[-1]
             raise RuntimeError(f"the process that writes {self.path} ended with {self._process.returncode}: {last}")
+        self.seconds = time.perf_counter() - began
 
     def give_up(self) -> None:
         """End the process, if it runs or will."""

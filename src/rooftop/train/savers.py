@@ -62,6 +62,8 @@ class Saver:
         saved: the folder of the last step that is whole; None: none yet.
         bytes: that this rank writes for a step.
         blocked_s: for how long the host has waited for saves so far.
+        written_s: how long this rank took to have the last one on the disk, once it was copied.
+        saving: whether a save is under way; the same on all ranks.
 
     Raises:
         ValueError: no step is to be kept.
@@ -75,7 +77,7 @@ class Saver:
             raise ValueError(f"Saver: keep_last must be 1 or more, got {keep_last}")
         self.folder, self.trainer, self.asynchronous, self.keep_last = folder, trainer, asynchronous, keep_last
         self.saved: Path | None = None
-        self.bytes, self.blocked_s = 0, 0.0
+        self.bytes, self.blocked_s, self.written_s = 0, 0.0, 0.0
         self._agreement = Agreement(3)
         self._token = self._agreement.gathered(secrets.token_hex(4))[0]
         self._steps, self._saves = 0, 0
@@ -96,6 +98,10 @@ class Saver:
     def _tidy(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(self.folder)
+
+    @property
+    def saving(self) -> bool:
+        return bool(self._phase)
 
     # ---- once a save -----------------------------------------------------------------------------------------------
 
@@ -216,6 +222,8 @@ class Saver:
         if self._phase == WRITING:
             if self._staging is not None:
                 self._staging.ready()
+            if self._process is not None:
+                self.written_s = self._process.seconds
             self._start(NAMING, self._name if self._agreement.rank == 0 else _nothing)
             return
         name = self._agreement.gathered("" if self._named is None else self._named.name)[0]

@@ -63,7 +63,7 @@ class Staging:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
                 self._copy(sources)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event(blocking=True)  # a thread waits for it, and must not keep a core busy
             self._event.record(self._stream)
             return
         self._thread = threading.Thread(target=self._copy_guarded, args=(sources,), name="rooftop staging")
