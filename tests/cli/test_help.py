@@ -19,6 +19,7 @@ from rooftop.hardware.crossovers import DTYPES, OPERATIONS
 from rooftop.ladder import LADDERS
 from rooftop.models import builtin_models
 from rooftop.models.gpt_configs import PRESETS
+from rooftop.parallel import TRANSPORTS
 from rooftop.scene.gbuffers import OUTPUTS
 from rooftop.train.gpt_training import DECAYS
 from rooftop.train.gpt_training import DTYPES as TRAINED
@@ -80,6 +81,7 @@ def test_names_are_those_of_what_they_name() -> None:
     assert WEIGHT.pattern == names.WEIGHT
     assert names.BYTE_TOKENS == BYTES
     assert list(names.DECAYS) == list(DECAYS)
+    assert names.TRANSPORTS == TRANSPORTS
     assert list(names.TRAINED_DTYPES) == list(TRAINED)
 
 

@@ -54,6 +54,8 @@ LAYOUTS = {
     "dp=2 shared": (Layout(2), True),
     "dp=2": (Layout(2), False),
     "dp=2 tp=2": (Layout(2, 2), False),
+    "cp=2 tp=2": (Layout(cp=2, tp=2), False),
+    "cp=2 shared": (Layout(cp=2), True),
 }
 """Of each whether data ranks share. A vocabulary of 17 is padded at 2 and 4 ranks, to 18 and 20; at 4 two ranks have
 each of the llama's heads of keys."""
@@ -102,7 +104,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @both
 def test_a_training_goes_from_layout_to_layout(kind: str, on_ranks: Run, tmp_path: Path) -> None:
     training = training_of(kind)
-    order = ["tp=2", "dp=2 tp=2 shared", "alone", "tp=4", "dp=2 shared", "dp=2 tp=2"]
+    order = ["tp=2", "dp=2 tp=2 shared", "alone", "cp=2 shared", "tp=4", "cp=2 tp=2"]
     expected = numbers(trainer(training, "alone"), len(order))
     for step, name in enumerate(order):
         words = (training, name, tmp_path / f"{step}", 1, tmp_path / f"{step + 1}")
@@ -116,7 +118,7 @@ def test_a_training_goes_from_layout_to_layout(kind: str, on_ranks: Run, tmp_pat
 def test_there_and_back_is_the_same_bit_for_bit(kind: str, dtype: torch.dtype, on_ranks: Run, tmp_path: Path) -> None:
     """Weights and moments, through every layout; in bfloat16 those that are float32."""
     training = training_of(kind, dtype)
-    names = ["alone", "tp=4", "dp=2 shared", "tp=2", "dp=2 tp=2 shared", "dp=2", "alone"]
+    names = ["alone", "tp=4", "dp=2 shared", "cp=2 tp=2", "tp=2", "dp=2 tp=2 shared", "dp=2", "cp=2 shared", "alone"]
     gone_on(training, "alone", tmp_path / "none", 2, tmp_path / "0")
     expected = tensors(tmp_path / "0")
     assert len(expected) == 4 * len(trainer(training, "alone").weights.named)  # two moments and a count of each

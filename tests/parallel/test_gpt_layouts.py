@@ -16,13 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rooftop.models import gpt_blocks, gpt_layouts
+from rooftop.models import gpt, gpt_blocks, gpt_layouts
 from rooftop.models.gpt import Gpt, continue_greedily
 from rooftop.models.gpt_configs import GptConfig
 from rooftop.models.gpt_layouts import parallel_gpt, rules_of
 from rooftop.parallel import (
+    Context,
+    Documents,
     Layout,
     ModelGradients,
+    Packing,
+    contexts,
     exchanges,
     gradients,
     init_on_meta,
@@ -60,6 +64,8 @@ class Case:
     layout: Layout
     recompute: bool = False
     halves: bool = False
+    transport: str = "p2p"
+    documents: bool = False
 
 
 # A sequence or a head for each rank, heads of keys and values that four share, and both kinds of ranks, with each value
@@ -71,12 +77,29 @@ ON_EIGHT = [
     Case("gpt", Layout(1, 8), recompute=True),
     Case("llama", Layout(1, 8, sequence_parallel=True)),
     Case("llama", Layout(2, 4, sequence_parallel=True), halves=True),
+    Case("gpt", Layout(1, 2, cp=4), transport="all_gather", documents=True),
+    Case("llama", Layout(2, 2, cp=2), recompute=True, transport="p2p", documents=True),
+    Case("llama", Layout(1, 2, cp=4), transport="a2a"),
 ]
+ON_TWO = [
+    Case("llama", Layout(cp=2), transport="p2p", documents=True),
+    Case("gpt", Layout(cp=2), transport="all_gather", recompute=True),
+    Case("llama", Layout(cp=2), transport="a2a"),
+]
+ON_FOUR = [
+    Case("gpt", Layout(2, cp=2), transport="p2p", documents=True),
+    Case("llama", Layout(cp=4), transport="a2a+p2p", documents=True, recompute=True),
+    Case("gpt", Layout(1, 2, cp=2, sequence_parallel=True), transport="a2a", recompute=True),
+    Case("llama", Layout(1, 2, cp=2, sequence_parallel=True), transport="all_gather", documents=True),
+]
+
+OF_CONTEXTS = {1: [Case("llama", Layout(), documents=True)], 2: ON_TWO, 4: ON_FOUR}
 
 
 def cases_of(world: int) -> list[Case]:
     """All of data and tensor parallel ranks, with and without sequence parallelism: each on both models, one of them
-    with recomputation, by turns, the other with the halves of a batch in turn."""
+    with recomputation, by turns, the other with the halves of a batch in turn. And context parallel ranks, by each
+    transport."""
     if world == 8:
         return ON_EIGHT
     splits = [
@@ -85,7 +108,7 @@ def cases_of(world: int) -> list[Case]:
         if world % tp == 0
         for sequence in ((False, True) if tp > 1 else (False,))
     ]
-    return [
+    return OF_CONTEXTS[world] + [
         Case(kind, split, recompute=(number + turn) % 2 == 0, halves=(number + turn) % 2 == 1)
         for (number, split), (turn, kind) in product(enumerate(splits), enumerate(CONFIGS))
     ]
@@ -113,6 +136,13 @@ def text(config: GptConfig) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:].masked_fill(unknown, -100)
 
 
+def documents(config: GptConfig) -> Documents:
+    """Two positions of each sequence end a document."""
+    generator = torch.Generator().manual_seed(1)
+    ends = torch.rand(BATCH, LENGTH, generator=generator).argsort(1)[:, :2].sort(1).values + 1
+    return Documents.of_ends(LENGTH, ends.tolist())
+
+
 def enlarged(model: Gpt) -> Gpt:
     """With matrices that leave nothing nearly zero."""
     with torch.no_grad():
@@ -127,15 +157,22 @@ def trained(case: Case, groups: Mapping[str, Group], steps: int = STEPS) -> Trai
     rank = dist.get_rank() if dist.is_initialized() else 0
     at, device = layout.coordinates(rank)["dp"], device_here()
     options = {"recompute": case.recompute, "halves": case.halves, "device": device, "dtype": torch.float64}
+    options["context"] = context = Context.of(groups["cp"], case.transport, near=2)
     model = parallel_gpt(config, layout, groups, seed=SEED, **options)
     found = Trained(copied(model), [], [], [], {})
     enlarged(model)
     all_gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    tokens, targets = (each.chunk(layout.dp)[at].to(device) for each in text(config))
+    packed = Documents(LENGTH, documents(config).spans[at * BATCH // layout.dp : (at + 1) * BATCH // layout.dp])
+    packing = context.packing(LENGTH, packed if case.documents else None, layout.tp if layout.sequence_parallel else 1)
+    chunks = packing.held[context.index]
+    tokens, targets = (chunks.of(each.chunk(layout.dp)[at], 1).to(device) for each in text(config))
+    positions = chunks.of(packed.positions(), 1).to(device) if case.documents else None
     count = targets_of_all_ranks(targets, groups["dp-cp"])
     for step in range(steps):
         options = {"label_smoothing": 0.1, "z_loss": 0.01, "step": step}
+        if case.documents or layout.cp > 1:
+            options |= {"packing": packing, "positions": positions}
         loss = model(tokens, targets, reduction="sum", **options) / count
         optimizer.zero_grad()
         with all_gradients.summing():
@@ -159,9 +196,13 @@ def device_here() -> torch.device:
 
 
 @cache
-def references() -> dict[str, Trained]:
-    """The same on one process."""
-    return {kind: trained(Case(kind, Layout()), Layout().process_groups()) for kind in CONFIGS}
+def references() -> dict[tuple[str, bool], Trained]:
+    """The same on one process, by kind and whether documents are packed."""
+    return {
+        (kind, packed): trained(Case(kind, Layout(), documents=packed), Layout().process_groups())
+        for kind in CONFIGS
+        for packed in (False, True)
+    }
 
 
 def differences(found: Trained, expected: Trained, model: nn.Module) -> dict[str, float]:
@@ -187,23 +228,23 @@ def differences(found: Trained, expected: Trained, model: nn.Module) -> dict[str
     }
 
 
-def groups_of(layouts: list[Layout]) -> dict[tuple[int, int], dict[str, Group]]:
-    """Of each number of data and tensor ranks."""
-    made: dict[tuple[int, int], dict[str, Group]] = {}
+def groups_of(layouts: list[Layout]) -> dict[tuple[int, int, int], dict[str, Group]]:
+    """Of each number of data, tensor and context ranks."""
+    made: dict[tuple[int, int, int], dict[str, Group]] = {}
     for layout in layouts:
-        if (layout.dp, layout.tp) not in made:
-            made[layout.dp, layout.tp] = layout.process_groups()
+        if (layout.dp, layout.tp, layout.cp) not in made:
+            made[layout.dp, layout.tp, layout.cp] = layout.process_groups()
     return made
 
 
-def all_differences(cases: list[Case], expected: dict[str, Trained]) -> list[dict[str, float]]:
+def all_differences(cases: list[Case], expected: dict[tuple[str, bool], Trained]) -> list[dict[str, float]]:
     """Of each case, on a rank."""
     groups = groups_of([case.layout for case in cases])
     found = []
     for case in cases:
-        here = groups[case.layout.dp, case.layout.tp]
+        here = groups[case.layout.dp, case.layout.tp, case.layout.cp]
         parts = parallel_gpt(CONFIGS[case.kind], case.layout, here, seed=SEED, device="meta")
-        found.append(differences(trained(case, here), expected[case.kind], parts))
+        found.append(differences(trained(case, here), expected[case.kind, case.documents], parts))
     return found
 
 
@@ -230,6 +271,7 @@ class Fault:
 
 
 TWO, SEQUENCE, DATA = Layout(1, 2), Layout(1, 2, sequence_parallel=True), Layout(2)
+CONTEXT = Layout(cp=2)
 FOUR = Layout(1, 4)  # two of which share each head of keys and values
 
 
@@ -283,6 +325,20 @@ def shared_ones_on_all(self: ModelGradients) -> Iterator[Tensor]:
     return (p.grad for name, p in self.parameters.items() if p.grad is not None and (first or name in self.shards))
 
 
+def causal_ones_only(self: Packing, queries: list[Any], keys: list[Any], window: int | None) -> Iterator[Any]:
+    return (block for block in ALL_BLOCKS(self, queries, keys, window) if block.causal)
+
+
+def rotation_by_local_place(positions: Tensor, config: GptConfig) -> tuple[Tensor, Tensor]:
+    return gpt_blocks.rotation_of(torch.arange(positions.shape[-1], device=positions.device), config)
+
+
+def not_sent_back(*_: Any) -> Callable[[Tensor, Tensor], None]:
+    return lambda to_key, to_value: None
+
+
+ALL_BLOCKS = Packing._blocks
+whole_sequences = ((None, ((0, LENGTH),)),)
 HEAD_LOSS = "vocab_parallel_linear_cross_entropy"
 FAULTS = {
     "the input's gradient of a column layer is not summed": Fault(
@@ -352,20 +408,39 @@ FAULTS = {
     "the norm counts shared heads twice": Fault(
         Case("llama", FOUR), "norm", lambda: patch.object(ModelGradients, "_counted", shared_ones_on_all)
     ),
+    "a context rank does not see the chunks before its last": Fault(
+        Case("llama", CONTEXT), "loss", lambda: patch.object(Packing, "_blocks", causal_ones_only)
+    ),
+    "documents are not told apart": Fault(
+        Case("llama", CONTEXT, documents=True), "loss", lambda: patch.object(Packing, "spans", whole_sequences)
+    ),
+    "masks by the place in a context rank's chunks": Fault(
+        Case("gpt", CONTEXT), "loss", lambda: patch.object(CounterDropout, "forward", by_local_place)
+    ),
+    "positions by the place in a context rank's chunks": Fault(
+        Case("llama", CONTEXT), "loss", lambda: patch.object(gpt, "rotation_of", rotation_by_local_place)
+    ),
+    "a context rank divides by its own targets": Fault(
+        Case("llama", CONTEXT), "loss", lambda: patch.object(gradients, "start_sum", started)
+    ),
+    "gradients of keys stay with the rank that used them": Fault(
+        Case("llama", CONTEXT), "gradient", lambda: patch.object(contexts, "_send_back", not_sent_back)
+    ),
 }  # fmt: skip
 
 
-def shown(world: int, expected: dict[str, Trained]) -> dict[str, float]:
+def shown(world: int, expected: dict[tuple[str, bool], Trained]) -> dict[str, float]:
     """How large each fault for so many ranks shows itself on this one."""
     faults = {name: fault for name, fault in FAULTS.items() if fault.case.layout.world_size == world}
     groups = groups_of([fault.case.layout for fault in faults.values()])
     found = {}
     for name, fault in faults.items():
-        case, here = fault.case, groups[fault.case.layout.dp, fault.case.layout.tp]
+        case, layout = fault.case, fault.case.layout
+        here = groups[layout.dp, layout.tp, layout.cp]
         parts = parallel_gpt(CONFIGS[case.kind], case.layout, here, seed=SEED, device="meta")
         with fault.put_in():
             made = trained(case, here, steps=1)
-        found[name] = differences(made, expected[case.kind], parts)[fault.shown_by]
+        found[name] = differences(made, expected[case.kind, case.documents], parts)[fault.shown_by]
     return found
 
 
@@ -399,7 +474,7 @@ def by_ddp(expected: Trained) -> tuple[float, float]:
 
 
 def test_ddp_may_sum_over_the_data_ranks(on_ranks: Run) -> None:
-    for apart, norm in on_ranks(4, by_ddp, references()["llama"]):
+    for apart, norm in on_ranks(4, by_ddp, references()["llama", False]):
         assert apart < CLOSE
         assert norm < CLOSE
 
@@ -476,7 +551,7 @@ def test_a_wrong_layout_is_refused_on_every_rank(on_ranks: Run) -> None:
         "feed_forward=23 is not divisible by tp=2",
         "vocabulary=1 is less than tp=2",
         "it has 4 ranks and the world 2",
-        "this splits a model along dp and tp",
+        "this splits a model along dp, tp and cp",
         "parallel_gpt fills it",
     ]
     for said, part in zip(first, parts, strict=False):

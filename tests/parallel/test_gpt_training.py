@@ -41,7 +41,45 @@ LAYOUTS = {
     "dp=2 tp=2 sequence": (
         4, ["--tensor-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "2", "--recompute"],
     ),
+    "cp=2": (2, ["--context-parallel-size", "2", "--micro-batch-size", "4"]),
+    "cp=2 tp=2 sequence": (
+        4,
+        [
+            *("--context-parallel-size", "2", "--tensor-parallel-size", "2", "--sequence-parallel", "--recompute"),
+            *("--cp-comm-type", "all_gather", "--micro-batch-size", "8"),
+        ],
+    ),
+    "cp=2 dp=2 shared": (
+        4, ["--context-parallel-size", "2", "--use-torch-fsdp2", "--cp-comm-type", "a2a", "--micro-batch-size", "2"],
+    ),
+    "cp=4": (
+        4,
+        [
+            *("--context-parallel-size", "4", "--cp-comm-type", "a2a+p2p", "--micro-batch-size", "8"),
+            *("--hierarchical-context-parallel-sizes", "2", "2"),
+        ],
+    ),
 }  # fmt: skip
+PACKED = ["--eod-token", "5", "--reset-position-ids", "--eod-mask-loss"]
+"""Each token comes about once in VOCABULARY / 2: most sequences of eight have one document or two."""
+PACKED_LAYOUTS = {
+    "dp=2": (2, ["--micro-batch-size", "2"]),
+    "cp=2": (2, ["--context-parallel-size", "2", "--micro-batch-size", "4"]),
+    "cp=2 dp=2 shared": (
+        4,
+        [
+            *("--context-parallel-size", "2", "--use-torch-fsdp2", "--cp-comm-type", "all_gather", "--recompute"),
+            *("--micro-batch-size", "4"),
+        ],
+    ),
+    "cp=2 tp=2 sequence": (
+        4,
+        [
+            *("--context-parallel-size", "2", "--tensor-parallel-size", "2", "--sequence-parallel"),
+            *("--cp-comm-type", "a2a", "--micro-batch-size", "2"),
+        ],
+    ),
+}
 
 
 def called(words: list[str]) -> Said:
@@ -93,6 +131,39 @@ def test_every_layout_trains_as_one_process(
         np.testing.assert_allclose(found, expected, rtol=0, atol=CLOSE)
     for step, loss, _ in alone:
         assert f"step {step}/{STEPS}  loss {loss:.6f}" in said[0][1]
+
+
+@pytest.fixture(scope="module")
+def packed_alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float]]:
+    """One process, a sequence at a time."""
+    path = tmp_path_factory.mktemp("packed") / "metrics.jsonl"
+    words = ["--data-path", str(data), "--metrics", str(path), "--micro-batch-size", "1", "--dtype", "float64"]
+    status, _, err = called([*WORDS, *PACKED, *words, "--train-iters", str(STEPS)])
+    assert (status, err) == (0, "")
+    return numbers(path)
+
+
+@pytest.mark.parametrize("name", PACKED_LAYOUTS)
+def test_every_layout_trains_on_packed_documents_as_one_process(
+    name: str, on_ranks: Run, data: Path, packed_alone: list[tuple[int, float, float]], tmp_path: Path
+) -> None:
+    ranks, layout = PACKED_LAYOUTS[name]
+    words = ["--data-path", str(data), "--metrics", str(tmp_path / "metrics.jsonl"), "--dtype", "float64"]
+    words = [*WORDS, *PACKED, *layout, *words, "--train-iters", str(STEPS)]
+    said: list[Said] = on_ranks(ranks, called, words, joined=False)
+    assert [status for status, _, _ in said] == [0] * ranks, said
+    np.testing.assert_allclose(numbers(tmp_path / "metrics.jsonl"), packed_alone, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("left_out", ["--eod-token", "--reset-position-ids", "--eod-mask-loss"])
+def test_each_switch_of_documents_changes_the_training(
+    left_out: str, data: Path, packed_alone: list[tuple[int, float, float]], tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    packed = [word for word in PACKED if word != left_out] if left_out != "--eod-token" else []
+    words = ["--data-path", str(data), "--metrics", str(path), "--micro-batch-size", "2", "--dtype", "float64"]
+    assert called([*WORDS, *packed, *words, "--train-iters", "2"])[0] == 0
+    assert np.abs(np.array(numbers(path)) - np.array(packed_alone[:2])).max() > 1e-5
 
 
 def instead(words: list[str], change: list[str]) -> list[str]:
@@ -193,7 +264,26 @@ WRONG = {
     "shared graph": (["--enable-cuda-graph"], "a CUDA graph (cuda_graph, --enable-cuda-graph) needs a GPU"),
     "batch": (["--micro-batch-size", "3"], "batch=8 is not divisible by 6"),
     "pipeline": (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2: pipeline parallel ranks cannot train"),
-    "context": (["--context-parallel-size", "2"], "--context-parallel-size 2: context parallel ranks cannot train"),
+    "context": (["--context-parallel-size", "2", "--seq-length", "6"], "sequence=6 is not divisible by 4"),
+    "context halves": (
+        ["--context-parallel-size", "2", "--tp-comm-overlap", "--micro-batch-size", "2"],
+        "context parallel ranks cannot have halves",
+    ),
+    "exchanged heads": (
+        ["--context-parallel-size", "2", "--cp-comm-type", "a2a", "--num-attention-heads", "1"],
+        "exchanges 1 heads of queries and 1 of keys of a tensor parallel rank among 2 ranks",
+    ),
+    "neighbours": (
+        ["--context-parallel-size", "2", "--cp-comm-type", "a2a+p2p"],
+        "needs near, a number of neighbours that divides cp=2",
+    ),
+    "product of neighbours": (
+        ["--context-parallel-size", "2", "--hierarchical-context-parallel-sizes", "2", "2"],
+        "expected two sizes whose product is --context-parallel-size 2",
+    ),
+    "end of documents": (["--eod-token", "31"], "must be a token from 0 to 30, got 31"),
+    "no end of documents": (["--reset-position-ids"], "give document_end (--eod-token)"),
+    "replayed documents": (["--eod-token", "3", "--enable-cuda-graph"], "differ from step to step, and cannot have a"),
     "short": (["--seq-length", "400"], "has 400 tokens, a sequence of 400 takes 401"),
     "vocabulary": (["--vocab-size", "30"], "has the token 30, a vocabulary of 30 has 0 to 29"),
     "missing": (["--data-path", "nowhere.bin"], "nowhere.bin is not there"),

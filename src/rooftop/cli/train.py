@@ -56,6 +56,7 @@ def train_gpt(
     use_torch_fsdp2: bool,
     pipeline_parallel_size: int,
     context_parallel_size: int,
+    hierarchical_context_parallel_sizes: tuple[int, int] | None,
     device: str | None,
     train_iters: int,
     save: Path | None,
@@ -81,6 +82,8 @@ def train_gpt(
         layout = layout_of(
             ranks, tensor_parallel_size, pipeline_parallel_size, context_parallel_size, sequence_parallel
         )
+        if hierarchical_context_parallel_sizes is not None:
+            options["near"] = neighbours_of(hierarchical_context_parallel_sizes, layout)
         if metrics is not None:
             check_writable(metrics, paths_of(data_path))
         tokens = open_mixture(data_path, token_dtype)
@@ -200,13 +203,27 @@ def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_par
     Raises:
         ValueError: there is none, or it cannot train yet.
     """
-    for flag, size in (("pipeline", pipeline), ("context", context)):
-        if size > 1:
-            raise InputError(
-                f"--{flag}-parallel-size {size}: {flag} parallel ranks cannot train yet; leave it out, or use "
-                "--tensor-parallel-size and data parallel ranks"
-            )
-    return Layout.of_world(ranks, tp=tensor, sequence_parallel=sequence_parallel)
+    if pipeline > 1:
+        raise InputError(
+            f"--pipeline-parallel-size {pipeline}: pipeline parallel ranks cannot train yet; leave it out, or use "
+            "--tensor-parallel-size, --context-parallel-size and data parallel ranks"
+        )
+    return Layout.of_world(ranks, tp=tensor, cp=context, sequence_parallel=sequence_parallel)
+
+
+def neighbours_of(sizes: tuple[int, int], layout: Layout) -> int:
+    """How many context parallel ranks exchange heads: the first of the sizes, whose product is all of them.
+
+    Raises:
+        InputError: it is not.
+    """
+    near, far = sizes
+    if near * far != layout.cp:
+        raise InputError(
+            f"--hierarchical-context-parallel-sizes {near} {far}: expected two sizes whose product is "
+            f"--context-parallel-size {layout.cp}"
+        )
+    return near
 
 
 def training_of(
@@ -236,6 +253,11 @@ def training_of(
     dtype: str | None,
     recompute: bool,
     tp_comm_overlap: bool,
+    cp_comm_type: str,
+    near: int | None = None,
+    eod_token: int | None,
+    reset_position_ids: bool,
+    eod_mask_loss: bool,
     enable_cuda_graph: bool,
 ) -> GptTraining:
     """The flags' training.
@@ -304,6 +326,11 @@ def training_of(
         dtype=DTYPES[dtype or ("bfloat16" if kind == "cuda" else "float32")],
         recompute=recompute,
         halves=tp_comm_overlap,
+        transport=cp_comm_type,
+        near=near,
+        document_end=eod_token,
+        reset_positions=reset_position_ids,
+        mask_ends=eod_mask_loss,
         cuda_graph=enable_cuda_graph,
     )
 

@@ -51,7 +51,7 @@ def attention_reference(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(out (B, H, S_q, D_v), L (B, H, S_q)) in plain PyTorch, float32 or float64 inside. Without keys 0 and -inf."""
-    scores, _, values = _scores(query, key, value, mask, is_causal, scale)
+    scores, _, values = scores_of(query, key, value, mask, is_causal, scale)
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
     return (_probabilities(scores, lse) @ values).to(query.dtype), lse
 
@@ -69,7 +69,7 @@ def attention_backward_reference(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dquery, dkey, dvalue, dscores), the last of (B, H, S_q, S_k)."""
-    scores, keys, values = _scores(query, key, value, mask, is_causal, scale)
+    scores, keys, values = scores_of(query, key, value, mask, is_causal, scale)
     weights, gradient = _probabilities(scores, lse), dout.to(scores.dtype)
     dweights = gradient @ values.mT
     delta = (weights * dweights).sum(-1, keepdim=True)
@@ -77,10 +77,10 @@ def attention_backward_reference(
     dkey = dscores.mT @ query.to(scores.dtype) * scale
     dvalue = weights.mT @ gradient
     dquery = (dscores @ keys * scale).to(query.dtype)
-    return dquery, _of_groups(dkey, key).to(key.dtype), _of_groups(dvalue, value).to(value.dtype), dscores
+    return dquery, kv_of_groups(dkey, key).to(key.dtype), kv_of_groups(dvalue, value).to(value.dtype), dscores
 
 
-def _scores(
+def scores_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(scores (B, H, S_q, S_k), keys and values for each head of the queries)."""
@@ -105,7 +105,7 @@ def _for_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] in (0, heads) else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _of_groups(gradient: Tensor, like: Tensor) -> Tensor:
+def kv_of_groups(gradient: Tensor, like: Tensor) -> Tensor:
     """The sum over each group of heads: the reverse of `_for_heads`."""
     heads = like.shape[1]
     return gradient if heads in (0, gradient.shape[1]) else gradient.unflatten(1, (heads, -1)).sum(2)
@@ -193,7 +193,7 @@ def _backward(
         dout, query, keys, values, bias, out, padded, seed, seed, 0.0, wanted, is_causal, scale=scale
     )
     dscores = dbias.narrow(-1, 0, key.shape[2]) if mask_gradient else None
-    return dquery, _of_groups(dkey, key), _of_groups(dvalue, value), dscores
+    return dquery, kv_of_groups(dkey, key), kv_of_groups(dvalue, value), dscores
 
 
 def _in_order_of(x: Tensor, query: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -44,8 +45,10 @@ from rooftop.models.gpt_blocks import (
     rotation_of,
 )
 from rooftop.models.gpt_switches import GptConfig
+from rooftop.parallel.contexts import Context, ContextAttention
 from rooftop.parallel.dropouts import CounterDropouts, Place
 from rooftop.parallel.exchanges import Group, place_in
+from rooftop.parallel.packings import Packing
 from rooftop.parallel.self_attentions import ParallelSelfAttention, Remembered, Rotation
 from rooftop.parallel.tensor_linears import ColumnParallelLinear
 from rooftop.parallel.turns import Phases, take_turns
@@ -124,6 +127,7 @@ class Gpt(nn.Module):
         halves: compute the two halves of a batch in turn: what tensor parallel ranks exchange of one is on its way
             while the other is computed (`rooftop.parallel.turns`). Without such ranks, and with a cache, the batch is
             computed as a whole. Layers are called by their parts: hooks of a block and of what is in it do not run.
+        context: the ranks that share sequences (`rooftop.parallel.contexts`); None: this one has whole sequences.
         device, dtype: of the parameters; PyTorch's defaults if not given. They are cast once all are there: a model
             that fits only in a narrow dtype is built on the meta device.
 
@@ -144,6 +148,7 @@ class Gpt(nn.Module):
         sequence_parallel: bool = False,
         recompute: bool = False,
         halves: bool = False,
+        context: Context | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -155,8 +160,11 @@ class Gpt(nn.Module):
             raise ValueError("Gpt: a part of a model is built with device='meta': rooftop.models.parallel_gpt fills it")
         if halves and recompute:
             raise ValueError("Gpt: halves in turn cannot be computed again in backward: leave out halves or recompute")
+        if halves and context is not None and context.ranks > 1:
+            raise ValueError("Gpt: halves in turn cannot have context parallel ranks: leave out halves or the context")
         self.config, self.group, self.recompute = config, group, recompute
         self.halves = halves and group is not None
+        self.context = context or Context()
         self.split_along = group if sequence_parallel else None
         self.masks = dropouts if isinstance(dropouts, CounterDropouts) else None
         with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
@@ -199,6 +207,7 @@ class Gpt(nn.Module):
         targets: Tensor | None = None,
         *,
         positions: Tensor | None = None,
+        packing: Packing | None = None,
         cache: Cache | None = None,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
@@ -210,7 +219,10 @@ class Gpt(nn.Module):
         Args:
             input: tokens (B, S), int64 or int32; without the embedding what the stage before gave, (B, S, W).
             targets: the token that follows each, (B, S), int64; -100 where there is none to learn.
-            positions: of the tokens, (S,) or (B, S), int64; None: one after another, behind those of the cache.
+            positions: of the tokens, (S,) or (B, S), int64; None: one after another, behind those of the cache, or
+                those that the packing gives this rank.
+            packing: the documents of the sequences, and which context parallel rank holds which positions of them: the
+                tokens are those of this rank. None: each sequence is one document, split as `Context.packing` says.
             cache: the positions before, which are seen too; these are added.
             reduction, label_smoothing, z_loss: of the loss, as of `rooftop.kernels.linear_cross_entropy`.
             step: of the training, counting micro-batches: which masks `CounterDropouts` give. Others ignore it. In a
@@ -225,13 +237,18 @@ class Gpt(nn.Module):
                 stage without the head; and what `Cache` and `linear_cross_entropy` refuse.
         """
         refuse_proxies(self, input)
-        self._check(input, targets, positions, cache)
+        self._check(input, targets, positions, cache, packing)
+        if packing is None and self.context.ranks > 1:
+            packing = self.context.packing(self._length(input) * self.context.ranks)
+        chunks = None if packing is None else packing.held[self.context.index]
         if positions is None:
             start = cache.length if cache is not None else 0
             positions = torch.arange(start, start + self._length(input), device=input.device)
+            if chunks is not None:
+                positions = chunks.positions(input.device)
         if self.masks is not None:
-            self.masks.step = step
-        x, update = self.through_layers(input, positions, cache)
+            self.masks.place = replace(self.masks.place, step=step, chunks=chunks)
+        x, update = self.through_layers(input, positions, cache, packing)
         if cache is not None:
             cache.length += input.shape[1]
         if self.head is not None:
@@ -240,7 +257,7 @@ class Gpt(nn.Module):
         return x if update is None else x + update
 
     def through_layers(
-        self, input: Tensor, positions: Tensor, cache: Remembered | None = None
+        self, input: Tensor, positions: Tensor, cache: Remembered | None = None, packing: Packing | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """What the head takes, (B, S, W) both; arguments as of `forward`, unchecked.
 
@@ -254,11 +271,12 @@ class Gpt(nn.Module):
         rotation = rotation_of(positions, self.config) if self.config.position == "rope" else None
         if self.halves and cache is None and len(self.layers):
             return self._in_turns(x, rotation)
+        others = cache if packing is None else ContextAttention(self.context, packing)
         for block in self.layers.values():
             if self.recompute and cache is None and torch.is_grad_enabled():
-                x, update = self._recomputed(block, x, update, rotation)
+                x, update = self._recomputed(block, x, update, rotation, others)
             else:
-                x, update = block(x, update, rotation, cache)
+                x, update = block(x, update, rotation, others)
         return x, update
 
     def _in_turns(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
@@ -278,7 +296,12 @@ class Gpt(nn.Module):
         return x, update
 
     def _recomputed(
-        self, block: nn.Module, x: Tensor, update: Tensor | None, rotation: Rotation | None
+        self,
+        block: nn.Module,
+        x: Tensor,
+        update: Tensor | None,
+        rotation: Rotation | None,
+        others: Remembered | None,
     ) -> tuple[Tensor, Tensor]:
         """As the block; in backward it is computed again, with the masks of this place in the training."""
         masks, place = self.masks, self.masks.place if self.masks is not None else Place()
@@ -289,7 +312,7 @@ class Gpt(nn.Module):
             if isinstance(step, Tensor) and step._version != version:
                 raise RuntimeError("Gpt: the step, a tensor, was changed before backward, which needs the same masks")
             with masks.at(place) if masks is not None else nullcontext():
-                return block(*given, rotation)  # type: ignore[no-any-return]
+                return block(*given, rotation, others)  # type: ignore[no-any-return]
 
         # Masks by counter need no generator's state.
         return checkpoint(run, x, update, use_reentrant=False, preserve_rng_state=masks is None)  # type: ignore[no-any-return]
@@ -298,7 +321,14 @@ class Gpt(nn.Module):
         """Positions of the whole sequence, of which a later stage is given a part."""
         return input.shape[1] * (1 if self.embedding is not None else place_in(self.split_along)[1])
 
-    def _check(self, input: Tensor, targets: Tensor | None, positions: Tensor | None, cache: Cache | None) -> None:
+    def _check(
+        self,
+        input: Tensor,
+        targets: Tensor | None,
+        positions: Tensor | None,
+        cache: Cache | None,
+        packing: Packing | None,
+    ) -> None:
         first, width = self.embedding is not None, self.config.width
         expected = "tokens (B, S)" if first else f"what the stage before gave, (B, S, {width})"
         if not isinstance(input, Tensor):
@@ -311,6 +341,12 @@ class Gpt(nn.Module):
         if targets is not None and self.head is None:
             raise ValueError("Gpt: a stage without the head gives no loss: targets belong to the last stage")
         length, ranks = self._length(input), place_in(self.split_along)[1]
+        if cache is not None and (packing is not None or self.context.ranks > 1):
+            raise ValueError(
+                "Gpt: a cache holds whole sequences of one document: leave out the packing and the context"
+            )
+        if packing is not None:
+            self._check_packing(packing, given[0], length)
         if positions is not None and tuple(positions.shape) not in ((length,), (given[0], length)):
             raise ValueError(
                 f"Gpt: expected positions {(length,)} or {(given[0], length)}, got {tuple(positions.shape)}"
@@ -325,12 +361,27 @@ class Gpt(nn.Module):
                 f"Gpt: a batch of {given[0]} has no halves: with halves=True give an even number of sequences, or "
                 "build the model without"
             )
-        end = length + (cache.length if cache is not None else 0)
+        end = length * self.context.ranks + (cache.length if cache is not None else 0)
         if positions is None and end > self.config.positions:
             raise ValueError(
                 f"Gpt: {end} positions, the model has {self.config.positions}: shorten the sequence, or build the "
                 "model with more"
             )
+
+    def _check_packing(self, packing: Packing, batch: int, length: int) -> None:
+        ranks, index = self.context.ranks, self.context.index
+        if len(packing.held) != ranks or len(packing.held[index]) != length:
+            here = len(packing.held[index]) if index < len(packing.held) else 0
+            raise ValueError(
+                f"Gpt: the packing gives {len(packing.held)} ranks {here} positions each, but this model has {ranks} "
+                f"context parallel ranks and its input {length} positions"
+            )
+        if packing.documents is not None and len(packing.documents.spans) != batch:
+            raise ValueError(
+                f"Gpt: the packing has documents of {len(packing.documents.spans)} sequences, the batch has {batch}"
+            )
+        if self.halves:
+            raise ValueError("Gpt: halves in turn cannot be packed: build the model without halves")
 
 
 def _check_tied_head(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: object) -> None:

@@ -12,7 +12,8 @@
         gradients.clip_(1.0)
         optimizer.step()
 
-A data rank takes its part of the batch, the tensor ranks of one group take the same. `fully_sharded_gpt` in place of
+A data rank takes its part of the batch, a context parallel rank its positions of the sequences; the tensor ranks of one
+group take the same. `fully_sharded_gpt` in place of
 `parallel_gpt` lets the data ranks share parameters, gradients and optimizer; the rest of the program stays as it is.
 """
 
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from rooftop.models.gpt import Gpt, initial_values
 from rooftop.models.gpt_switches import GptConfig
+from rooftop.parallel.contexts import Context
 from rooftop.parallel.dropouts import CounterDropouts
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.layouts import Layout
@@ -58,6 +60,7 @@ def parallel_gpt(
     seed: int,
     recompute: bool = False,
     halves: bool = False,
+    context: Context | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Gpt:
@@ -65,20 +68,21 @@ def parallel_gpt(
 
     Args:
         config: of the whole model.
-        layout: its `dp` and `tp` ranks; None: one process.
+        layout: its `dp`, `tp` and `cp` ranks; None: one process.
         groups: `layout.process_groups()`; made here if not given.
         seed: of initial values and of dropout, from 0 to 2^64 - 1.
         recompute: whether blocks are computed again in backward.
         halves: whether tensor ranks compute the halves of a batch in turn, so that what they exchange of one is on its
             way while they compute the other; as of `Gpt`.
+        context: how context parallel ranks exchange keys and values; None: `Context(groups["cp"])`.
         device, dtype: of the parameters. Values are float32, rounded to the dtype: the same model in each.
 
     Returns:
         A `Gpt`. Its dropout drops by `step` of `forward`.
 
     Raises:
-        ValueError: a layout that does not fit the processes or the model, with the nearest that do; or with pipeline or
-            context parallel ranks. The same on every rank, before anything is communicated.
+        ValueError: a layout that does not fit the processes or the model, with the nearest that do; or with pipeline
+            ranks. The same on every rank, before anything is communicated.
     """
     layout = layout or Layout()
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -90,8 +94,8 @@ def parallel_gpt(
         feed_forward=config.hidden,
         vocabulary=config.vocabulary,
     )
-    if layout.pp > 1 or layout.cp > 1:
-        raise ValueError(f"parallel_gpt: the layout {layout} has pp or cp ranks: this splits a model along dp and tp")
+    if layout.pp > 1:
+        raise ValueError(f"parallel_gpt: the layout {layout} has pp ranks: this splits a model along dp, tp and cp")
     groups = layout.process_groups() if groups is None else groups
     at = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)
     tensor = (at["tp"], layout.tp)
@@ -108,6 +112,7 @@ def parallel_gpt(
         sequence_parallel=layout.sequence_parallel,
         recompute=recompute,
         halves=halves,
+        context=context or Context(groups["cp"] if layout.cp > 1 else None),
         device="meta",
         dtype=dtype,
     )
@@ -122,6 +127,7 @@ def fully_sharded_gpt(
     *,
     seed: int,
     recompute: bool = False,
+    context: Context | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
@@ -133,7 +139,8 @@ def fully_sharded_gpt(
     begins with them.
 
     Args:
-        config, layout, groups, seed, recompute, device: as of `parallel_gpt`; the layout has at least two data ranks.
+        config, layout, groups, seed, recompute, context, device: as of `parallel_gpt`; the layout has at least two data
+            or context parallel ranks, which share the model.
         dtype: of parameters, their gradients and the optimizer's state.
         compute_dtype: in which parameters are gathered and used, e.g. bfloat16; None: `dtype`.
 
@@ -147,7 +154,9 @@ def fully_sharded_gpt(
     from rooftop.parallel.sharded_data import fully_sharded  # with PyTorch's DTensor, which takes most of a second
 
     groups = layout.process_groups() if groups is None else groups
-    model = parallel_gpt(config, layout, groups, seed=seed, recompute=recompute, device="meta", dtype=dtype)
+    model = parallel_gpt(
+        config, layout, groups, seed=seed, recompute=recompute, context=context, device="meta", dtype=dtype
+    )
     assert model.embedding is not None
     assert model.head is not None
     blocks = list(model.layers.values())

@@ -15,7 +15,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rooftop.parallel.chunks import Chunks
+    from rooftop.parallel.contexts import TRANSPORTS, Context, ContextAttention
     from rooftop.parallel.data_parallel import DataParallel, gather, parallel_apply, scatter
+    from rooftop.parallel.documents import Documents
     from rooftop.parallel.dropouts import CounterDropouts
     from rooftop.parallel.errors import RankError
     from rooftop.parallel.exchanges import (
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from rooftop.parallel.launchers import Launch, launched
     from rooftop.parallel.layouts import Layout
     from rooftop.parallel.mlps import ParallelMLP
+    from rooftop.parallel.packings import Packing
     from rooftop.parallel.processes import World, join
     from rooftop.parallel.randomness import Constant, Normal, Stream, Uniform, init_on_meta, materialize
     from rooftop.parallel.replicas import replicate
@@ -40,14 +44,20 @@ if TYPE_CHECKING:
     from rooftop.parallel.vocab_losses import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 
 __all__ = [
+    "TRANSPORTS",
+    "Chunks",
     "ColumnParallelLinear",
     "Constant",
+    "Context",
+    "ContextAttention",
     "CounterDropouts",
     "DataParallel",
+    "Documents",
     "Launch",
     "Layout",
     "ModelGradients",
     "Normal",
+    "Packing",
     "ParallelMLP",
     "ParallelSelfAttention",
     "Piece",
@@ -79,7 +89,10 @@ __all__ = [
 ]
 
 _NAMES = {
+    "chunks": "Chunks",
+    "contexts": "Context ContextAttention TRANSPORTS",
     "data_parallel": "DataParallel gather parallel_apply scatter",
+    "documents": "Documents",
     "dropouts": "CounterDropouts",
     "errors": "RankError",
     "exchanges": "copy_to_ranks gather_of_ranks join_of_ranks scattered_sum_of_ranks sum_of_ranks",
@@ -87,6 +100,7 @@ _NAMES = {
     "launchers": "Launch launched",
     "layouts": "Layout",
     "mlps": "ParallelMLP",
+    "packings": "Packing",
     "processes": "World join",
     "randomness": "Constant Normal Stream Uniform init_on_meta materialize",
     "replicas": "replicate",

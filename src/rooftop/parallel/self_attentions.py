@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rooftop.kernels import Box, attention, rope_pair
 from rooftop.nn import RMSNorm
+from rooftop.parallel.block_attentions import seen_positions
 from rooftop.parallel.exchanges import Group, place_in
 from rooftop.parallel.shards import Piece, Shard
 from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
@@ -27,14 +28,14 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Remembered(Protocol):
-    """What a layer's attention asks for the positions before, and gives its own to."""
+    """What a layer's attention asks for the positions that are not in its input: of a cache, or of other ranks."""
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Queries (B, H, S, D), keys and values (B, H_k, S, D) of new positions; (B, H, S, D)."""
 
 
 class ParallelSelfAttention(nn.Module):
-    """Causal attention of a sequence to itself, and to what a cache holds: (B, S, W) -> (B, S, W).
+    """Causal attention of a sequence to itself, and to what a cache or other ranks hold: (B, S, W) -> (B, S, W).
 
     With sequence parallelism what goes in and comes out is this rank's part of the sequence.
 
@@ -160,11 +161,11 @@ class ParallelSelfAttention(nn.Module):
             key, value, keys = key[:, :, begin:], value[:, :, begin:], keys - begin
         narrow = window is not None and keys > window
         if self.weights_dropout is not None and self.training:
-            seen = _seen(queries, keys, query.device, window)
-            return _attend_with_dropout(query, key, value, seen, self.weights_dropout)
+            seen = seen_positions(queries, keys, query.device, window)
+            return attend_with_dropout(query, key, value, seen, self.weights_dropout)
         if queries == keys and not narrow:
             return attention(query, key, value, is_causal=True, enable_gqa=True)
-        mask = None if queries == 1 else _seen(queries, keys, query.device, window)
+        mask = None if queries == 1 else seen_positions(queries, keys, query.device, window)
         return attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
@@ -196,18 +197,16 @@ def _check(width: int, heads: int, kv_heads: int, head_features: int | None, gro
         )
 
 
-def _attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, dropout: nn.Module) -> Tensor:
-    """In plain PyTorch: the weights (B, H, S, T) are there as a tensor."""
+def attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, dropout: nn.Module) -> Tensor:
+    """Attend in plain PyTorch: the weights (B, H, S, T) are a tensor, whose elements `dropout` drops.
+
+    Args:
+        query: (B, H, S, D). key, value: (B, H_k, T, D), where H_k divides H.
+        seen: True where a query sees a key; broadcastable to (B, H, S, T). Each query sees one at least.
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     scores = query @ key.mT * query.shape[3] ** -0.5
     scores = scores.masked_fill(~seen, -math.inf)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     return dropout(weights).to(value.dtype) @ value
-
-
-def _seen(queries: int, keys: int, device: torch.device, window: int | None) -> Tensor:
-    """(queries, keys): True for the keys up to a query's own, in a window for the last of these; the queries are the
-    last of the positions."""
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return seen if window is None else seen.triu(keys - queries - window + 1)

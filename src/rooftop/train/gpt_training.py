@@ -12,7 +12,7 @@ sequence nor how many it takes at once changes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,10 @@ from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.parallel import Layout, ModelGradients
+from rooftop.parallel.contexts import Context
+from rooftop.parallel.documents import Documents
 from rooftop.parallel.exchanges import Group, start_sum
+from rooftop.parallel.packings import Packing
 from rooftop.train.adamw import AdamW
 from rooftop.train.batches import Batches
 from rooftop.train.initial_weights import fill_from
@@ -66,6 +69,12 @@ class GptTraining:
         recompute: keep only what goes from block to block, and compute the rest again in backward.
         halves: compute the two halves of a micro-batch in turn: what tensor parallel ranks exchange of one is on its
             way while they compute the other. Twice as many launches: with `cuda_graph`, or the host is too slow.
+        transport: how context parallel ranks exchange keys and values, a name of `rooftop.parallel.TRANSPORTS`.
+        near: with the transport a2a+p2p, how many neighbours exchange heads.
+        document_end: the token with which a document ends. Attention then sees a position's own document only. None:
+            each sequence is one document.
+        reset_positions: whether positions are counted from the beginning of each document.
+        mask_ends: whether the targets of tokens that end a document are left out of the loss: they begin the next one.
         cuda_graph: after three steps replay forward and backward from a CUDA graph (`rooftop.train.Replayed`). What is
             then done to the model's modes, hooks or memory has no effect on its training.
 
@@ -90,6 +99,11 @@ class GptTraining:
     dtype: torch.dtype = torch.float32
     recompute: bool = False
     halves: bool = False
+    transport: str = "p2p"
+    near: int | None = None
+    document_end: int | None = None
+    reset_positions: bool = False
+    mask_ends: bool = False
     cuda_graph: bool = False
 
     def __post_init__(self) -> None:
@@ -118,6 +132,28 @@ class GptTraining:
             )
         if self.dtype not in DTYPES.values():
             raise ValueError(f"GptTraining: dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
+        self._check_documents()
+
+    def _check_documents(self) -> None:
+        end = self.document_end
+        if end is None:
+            if self.reset_positions or self.mask_ends:
+                raise ValueError(
+                    "GptTraining: reset_positions and mask_ends (--reset-position-ids, --eod-mask-loss) are of "
+                    "documents: give document_end (--eod-token), the token with which one ends"
+                )
+            return
+        if not 0 <= end < self.config.vocabulary:
+            raise ValueError(
+                f"GptTraining: document_end (--eod-token) must be a token from 0 to {self.config.vocabulary - 1}, got "
+                f"{end}"
+            )
+        if self.halves or self.cuda_graph:
+            what = "halves (--tp-comm-overlap)" if self.halves else "a CUDA graph (--enable-cuda-graph)"
+            raise ValueError(
+                f"GptTraining: documents (document_end, --eod-token) differ from step to step, and cannot have {what}: "
+                "leave out one of both"
+            )
 
     def _check_decay(self) -> None:
         if self.decay not in DECAYS:
@@ -177,10 +213,10 @@ class GptTraining:
         Raises:
             ValueError: what does not fit, and the nearest layouts that do.
         """
-        if layout.pp > 1 or layout.cp > 1:
+        if layout.pp > 1:
             raise ValueError(
-                f"pipeline and context parallel ranks cannot train yet: the layout {layout} must have pp=1 and cp=1; "
-                "use tensor and data parallel ranks"
+                f"pipeline parallel ranks cannot train yet: the layout {layout} must have pp=1; use tensor, context "
+                "and data parallel ranks"
             )
         config = self.config
         layout.check(
@@ -194,8 +230,9 @@ class GptTraining:
             sequence=self.length,
             batch=self.global_batch,
             micro_batch=self.micro_batch,
-            axes=("dp", "tp"),
+            axes=("dp", "tp", "cp"),
         )
+        self._check_context(layout)
         if self.cuda_graph and torch.device(device).type != "cuda":
             raise ValueError(
                 f"a CUDA graph (cuda_graph, --enable-cuda-graph) needs a GPU, and this is trained on {device}: leave "
@@ -208,16 +245,50 @@ class GptTraining:
             )
         if not fully_shard:
             return
-        if layout.dp == 1:
+        if layout.dp * layout.cp == 1:
             raise ValueError(
-                f"the layout {layout} has no data parallel ranks to share the model (fully_shard, --use-torch-fsdp2): "
-                "leave that out, or start more processes"
+                f"the layout {layout} has no data or context parallel ranks to share the model (fully_shard, "
+                "--use-torch-fsdp2): leave that out, or start more processes"
             )
         if self.halves or self.cuda_graph:
             what = "halves (--tp-comm-overlap)" if self.halves else "a CUDA graph (--enable-cuda-graph)"
             raise ValueError(
                 f"data ranks that share the model (fully_shard, --use-torch-fsdp2) cannot have {what}: leave out one "
                 "of both"
+            )
+
+    def _check_context(self, layout: Layout) -> None:
+        """Refuse what context parallel ranks cannot compute."""
+        if layout.cp == 1:
+            if self.near is not None:
+                raise ValueError(
+                    f"the layout {layout} has no context parallel ranks, of which near "
+                    "(--hierarchical-context-parallel-sizes) says how they exchange: leave it out"
+                )
+            return
+        Context(None, self.transport)  # it is one
+        if self.halves or self.cuda_graph:
+            what = "halves (--tp-comm-overlap)" if self.halves else "a CUDA graph (--enable-cuda-graph)"
+            raise ValueError(f"context parallel ranks cannot have {what}: leave out one of both")
+        in_steps = self.transport in ("p2p", "a2a+p2p")
+        if in_steps and any(self.config.window_of(layer) is not None for layer in range(self.config.layers)):
+            raise ValueError(
+                f"the transport {self.transport} (--cp-comm-type) computes no windows, which this model has: use "
+                "all_gather or a2a"
+            )
+        if self.transport == "a2a+p2p" and (self.near is None or layout.cp % self.near):
+            raise ValueError(
+                f"the transport a2a+p2p (--cp-comm-type) needs near, a number of neighbours that divides "
+                f"cp={layout.cp} (--hierarchical-context-parallel-sizes), got {self.near}"
+            )
+        ranks = layout.cp if self.transport == "a2a" else self.near if self.transport == "a2a+p2p" else 1
+        heads = self.config.heads // layout.tp
+        kv_heads = max(1, self.config.kv_heads // layout.tp)
+        assert ranks is not None
+        if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+            raise ValueError(
+                f"the transport {self.transport} (--cp-comm-type) exchanges {heads} heads of queries and {kv_heads} of "
+                f"keys of a tensor parallel rank among {ranks} ranks, which do not divide them: use p2p or all_gather"
             )
 
 
@@ -267,7 +338,13 @@ class GptTrainer:
         self.batches = training.batches(tokens)
         self.fully_shard = fully_shard
         wide = torch.float64 if training.dtype == torch.float64 else torch.float32
-        options: dict[str, Any] = {"seed": training.seed, "recompute": training.recompute, "device": device}
+        self.context = Context.of(groups["cp"], training.transport, training.near) if layout.cp > 1 else Context()
+        options: dict[str, Any] = {
+            "seed": training.seed,
+            "recompute": training.recompute,
+            "context": self.context,
+            "device": device,
+        }
         if fully_shard:  # parameters are float32, and gathered in the narrow dtype
             self.model = fully_sharded_gpt(
                 training.config, layout, groups, **options, dtype=wide, compute_dtype=training.dtype
@@ -288,7 +365,8 @@ class GptTrainer:
             betas=BETAS,
             weights=self.weights,
         )
-        self._positions = torch.arange(training.length, device=device)
+        self._parts_of_positions = layout.tp if layout.sequence_parallel else 1
+        self._packing = self.context.packing(training.length, parts=self._parts_of_positions)
         self._parts = range(self.place["dp"], training.global_batch // training.micro_batch, layout.dp)
         self._replayed = Replayed(self._gradients_of, device) if training.cuda_graph else None
         self._held: Held | None = None
@@ -302,11 +380,14 @@ class GptTrainer:
         self.weights.adopt(contents=False)  # contents are seen by the optimizer
         size = self.training.micro_batch
         places = [part * size + place for part in self._parts for place in range(size)]
-        text = self._sent(self.batches.read(self.step, places).view(len(self._parts), size, -1))  # (parts, B, S + 1)
+        text = self.batches.read(self.step, places).view(len(self._parts), size, -1)  # (parts, B, S + 1)
         if self._replayed is None:
-            loss, norm, scale = self._gradients_of(text.to(self.device, non_blocking=True), self.step)
+            packings = [self._packing_of(sequences) for sequences in text]
+            loss, norm, scale = self._gradients_of(
+                self._sent(text).to(self.device, non_blocking=True), self.step, packings
+            )
         else:
-            loss, norm, scale = self._replay(self._replayed, text)
+            loss, norm, scale = self._replay(self._replayed, self._sent(text))
         for group in self.optimizer.param_groups:
             group["lr"] = self.training.rate_at(self.step + 1)
         self.optimizer.step(scale=scale if self.training.clip else None)
@@ -331,30 +412,74 @@ class GptTrainer:
             self.weights.hold(self._held)
         return loss, norm, scale
 
-    def _gradients_of(self, text: Tensor, step: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _packing_of(self, sequences: Tensor) -> Packing:
+        """Of a micro-batch (B, S + 1) on the CPU."""
+        end = self.training.document_end
+        if end is None:
+            return self._packing
+        documents = Documents.of_tokens(sequences[:, :-1], end)
+        return self.context.packing(self.training.length, documents, self._parts_of_positions)
+
+    def _gradients_of(
+        self, text: Tensor, step: int | Tensor, packings: Sequence[Packing] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Leaves the gradients of a step; (loss, their norm, what clips them), () each.
 
-        text (parts, B, S + 1) int64, this rank's micro-batches; a step that is a tensor is () int64, there.
+        text (parts, B, S + 1) int64, this rank's micro-batches, and of each its packing; a step that is a tensor is ()
+        int64, there.
         """
         loss = torch.zeros((), device=self.device, dtype=next(iter(self.weights.named.values())).dtype)
-        for part, sequences in zip(self._parts, text, strict=True):
-            loss += self._with_gradients(part, sequences, step)
+        targets = self._targets_of(text)
+        for place, part in enumerate(self._parts):
+            packing = self._packing if packings is None else packings[place]
+            loss += self._with_gradients(part, text[place], step, packing, targets)
         self.gradients.sum_()
         norm, scale = self.gradients.scale_for(self.training.clip or float("inf"))
         return start_sum(loss, self.groups["dp-cp"])(), norm, scale
 
-    def _with_gradients(self, part: int, sequences: Tensor, step: int | Tensor) -> Tensor:
+    def _targets_of(self, text: Tensor) -> int | Tensor:
+        """How many tokens of the step's whole batch count in the loss; () on the device where that depends on them."""
+        if not self.training.mask_ends:
+            return self.training.tokens_per_step
+        counted: Tensor = start_sum(text[..., :-1].ne(self._end).sum(), self.groups["dp"])()
+        return counted.clamp(min=1)
+
+    @property
+    def _end(self) -> int:
+        """The token with which a document ends."""
+        assert self.training.document_end is not None
+        return self.training.document_end
+
+    def _with_gradients(
+        self, part: int, sequences: Tensor, step: int | Tensor, packing: Packing, counted: int | Tensor
+    ) -> Tensor:
         """A micro-batch's share of the loss, (); its gradients are added to those before."""
         parts = self.training.global_batch // self.training.micro_batch
         if self.model.masks is not None:  # by the place in the whole batch
             self.model.masks.place = replace(self.model.masks.place, batch=(part, parts))
+        chunks = packing.held[self.context.index]
+        tokens, targets = (chunks.of(each, 1) for each in (sequences[:, :-1], sequences[:, 1:]))
+        if self.training.mask_ends:
+            targets = targets.masked_fill(tokens.eq(self._end), -100)
         total: Tensor = self.model(
-            sequences[:, :-1], sequences[:, 1:], positions=self._positions, reduction="sum", step=step
+            tokens,
+            targets,
+            positions=self._positions_of(packing),
+            packing=packing if self.context.ranks > 1 or packing.documents is not None else None,
+            reduction="sum",
+            step=step,
         )
-        loss = total / self.training.tokens_per_step
+        loss = total / counted
         with self.gradients.summing() if part == self._parts[-1] else nullcontext():
             loss.backward()
         return loss.detach()
+
+    def _positions_of(self, packing: Packing) -> Tensor:
+        """Of this rank's tokens, (S,) or (B, S)."""
+        chunks = packing.held[self.context.index]
+        if not self.training.reset_positions or packing.documents is None:
+            return chunks.positions(self.device)
+        return self._sent(chunks.of(packing.documents.positions(), 1)).to(self.device, non_blocking=True)
 
     def _sent(self, numbers: Tensor) -> Tensor:
         """From where a GPU gets them while Python goes on."""

@@ -16,10 +16,11 @@ from rooftop.train.gpt_training import GptTrainer, GptTraining
 
 FORMAT, OLDER_FORMAT = 2, 1
 RATES = {"learning_rate", "warmup", "decay", "decay_steps", "least_rate", "weight_decay", "clip"}
-MAY_CHANGE = RATES | {"micro_batch", "recompute", "halves", "cuda_graph"}
+MAY_CHANGE = RATES | {"micro_batch", "recompute", "halves", "transport", "near", "cuda_graph"}
 """Of a training that goes on; all else must be what it was saved with."""
-NEWER = {field.name: field.default for field in fields(GptConfig) if field.default is not MISSING}
-"""What a training is of that was saved before its model had these switches."""
+SWITCHES = [field for each in (GptConfig, GptTraining) for field in fields(each)]
+NEWER = {field.name: field.default for field in SWITCHES if field.default is not MISSING}
+"""What a training is of that was saved before there were these switches."""
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,15 @@ Examples:
   python -m rooftop.train gpt --data-path tokens.bin --init-from gpt2/ --seq-length 512 --lr 1e-5 --save tuned/
   torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --micro-batch-size 4 \\
     --tensor-parallel-size 2 --sequence-parallel --tp-comm-overlap --enable-cuda-graph
+  torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --seq-length 65536 \
+    --context-parallel-size 2 --recompute --eod-token 2 --reset-position-ids
 
-Ranks that the tensor parallel ones leave over are data parallel: 8 processes with --tensor-parallel-size 2 are 4 x 2.
+Ranks that the tensor and context parallel ones leave over are data parallel: 8 processes with --tensor-parallel-size 2
+are 4 x 2.
 Each takes --micro-batch-size sequences at a time, and as many times as --global-batch-size needs.
+
+With --context-parallel-size ranks share each sequence: each has a chunk from its front and one from its back, and they
+exchange keys and values. With --eod-token they share it so that each has as much to compute.
 
 The same seed gives the same training in every layout: initial values, dropout and data are functions of the seed and
 the place in the whole, not of the rank. So two layouts differ by the rounding of sums only, and in speed.
@@ -61,6 +67,7 @@ choice = {
     "presets": click.Choice(names.GPTS),
     "decays": click.Choice(names.DECAYS),
     "dtypes": click.Choice(names.TRAINED_DTYPES),
+    "transports": click.Choice(names.TRANSPORTS),
     "devices": click.Choice(["cuda", "cpu"]),
 }
 
@@ -105,6 +112,16 @@ def command() -> None:
 @size("--num-attention-heads", help=f"They share the features evenly.  [default: {HEADS}]")
 @size("--seq-length", help=f"Tokens of a sequence.  [default: {LENGTH}, or the preset's most]")
 @size("--vocab-size", help=f"Tokens that there are.  [default: the preset's, or {names.BYTE_TOKENS} of text]")
+@click.option(
+    "--eod-token",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="The token that ends a document. Attention then stays within each document.",
+)
+@click.option(
+    "--reset-position-ids", is_flag=True, help="Count positions from the beginning of each document (with --eod-token)."
+)
+@click.option("--eod-mask-loss", is_flag=True, help="Leave what follows --eod-token out of the loss.")
 @rate("--dropout", default=0.0, help="Probability, of the embedding and of the result of each sublayer.")
 @size("--micro-batch-size", default=1, show_default=True, help="Sequences of a rank at a time.")
 @size("--global-batch-size", help="Sequences of a step.  [default: one micro-batch a data rank]")
@@ -153,7 +170,21 @@ def command() -> None:
 )
 @click.option("--use-torch-fsdp2", is_flag=True, help="Let data ranks share weights and optimizer: less memory.")
 @size("--pipeline-parallel-size", default=1, help="Not yet: 1.")
-@size("--context-parallel-size", default=1, help="Not yet: 1.")
+@size("--context-parallel-size", default=1, show_default=True, help="Ranks that share each sequence.")
+@click.option(
+    "--cp-comm-type",
+    type=choice["transports"],
+    default="p2p",
+    show_default=True,
+    help="How these exchange keys and values: from rank to rank beside the work (p2p), all at once (all_gather), heads "
+    "against positions (a2a), or heads among neighbours and the rest from rank to rank (a2a+p2p).",
+)
+@click.option(
+    "--hierarchical-context-parallel-sizes",
+    type=(click.IntRange(min=1), click.IntRange(min=1)),
+    metavar="A P",
+    help="With a2a+p2p: how many neighbours exchange heads, and how many groups of them there are.",
+)
 @click.option("--device", type=choice["devices"], help="[default: cuda, if there is a GPU]")
 @path("--save", metavar="DIR", help="Write weights and optimizer after the last step, whole or not at all.")
 @size("--save-interval", help="And after every N steps.")

@@ -1,0 +1,374 @@
+"""Context parallel: attention and training on long sequences that GPUs share, beside PyTorch's context parallel.
+
+    python benchmarks/context.py [--out benchmarks/results/h100/context.json] [--only attention documents model]
+
+A process for each GPU, NCCL, bfloat16. Three parts:
+
+    attention   causal, forward and backward, of 64 heads of queries and 8 of keys, 128 features, and of llama-1b's
+    documents   the same with packed documents of 1,024 to 32,768 tokens; PyTorch's by FlexAttention, compiled, with
+                each of its load balancers
+    model       llama-1b, 64 k tokens, blocks recomputed: tokens a second of `GptTrainer`, alone and shared
+
+Each figure is the median of rounds in which all variants take turns, of the slowest rank. One GPU does the same work
+before: `efficiency` is its time over that of N ranks, divided by N. The results of all variants are compared with those
+of one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rooftop.hardware import devices
+from rooftop.models import gpt_config
+from rooftop.parallel import TRANSPORTS, Context, ContextAttention, Documents, Layout, Packing, join, launched
+
+ROUNDS, STEPS, WARM_UP = 3, 5, 2
+WRONG = 0.03
+"""The largest error beside the largest element; that of PyTorch's kernels in bfloat16 is 0.01."""
+Run = Callable[[], tuple[Tensor, ...]]
+"""Forward and backward of this rank's part: the result and the gradients."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attention."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    features: int
+    length: int
+    documents: bool = False
+
+
+CASES = (
+    Case("64:8 heads of 128, 32 k", 64, 8, 128, 32768),
+    Case("llama-1b, 64 k", 32, 8, 64, 65536),
+    Case("64:8 heads of 128, 64 k, documents", 64, 8, 128, 65536, documents=True),
+)
+
+
+class Layer:
+    """What `ContextAttention` asks of an attention."""
+
+    window, weights_dropout, training = None, None, True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="+", choices=("attention", "documents", "model"))
+    parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
+    parser.add_argument("--quick", action="store_true", help="show on a CPU that the script runs, by gloo")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return worker(options)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in sorted({1, options.ranks}):
+            found = Path(folder, f"{ranks}.json")
+            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            passed = [each for each in sys.argv[1:] if each not in ("--out", str(options.out))]
+            status = subprocess.run([*start, __file__, *passed, "--worker", str(found)]).returncode
+            if status:
+                return status
+            rows += json.loads(found.read_text())
+    with_efficiency(rows)
+    device = next(d.to_dict() for d in devices() if d.kind == ("cpu" if options.quick else "cuda"))
+    result = {"device": device, "torch": torch.__version__, "rows": rows}
+    for row in rows:
+        print(json.dumps(row))
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    wrong = [row for row in rows if row["variant"].startswith("rooftop") and row.get("largest_error", 0) > WRONG]
+    for row in wrong:
+        print("WRONG", row)
+    return 1 if wrong else 0
+
+
+def with_efficiency(rows: list[dict[str, Any]]) -> None:
+    """Of each row of several ranks, its speed beside so many times that of one."""
+    alone = {row["case"]: row["ms"] for row in rows if row["ranks"] == 1 and row["variant"].startswith("rooftop")}
+    for row in rows:
+        if row["ranks"] > 1 and row["case"] in alone:
+            row["efficiency"] = alone[row["case"]] / row["ms"] / row["ranks"]
+
+
+def worker(options: argparse.Namespace) -> int:
+    wanted = options.only or ("attention", "documents", "model")
+    rows: list[dict[str, Any]] = []
+    with join(Layout(cp=launched().size), device="cpu" if options.quick else "cuda", timeout_s=120.0) as world:
+        for case in CASES:
+            if ("documents" if case.documents else "attention") in wanted:
+                rows += told(attention_rows(smaller(case) if options.quick else case, world.device))
+        if "model" in wanted:
+            rows += told(model_rows(world.device, options.quick))
+        if world.rank == 0:
+            options.worker.write_text(json.dumps(rows))
+    return 0
+
+
+def told(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        if ranks_here()[1] == 0:
+            print(json.dumps(row), flush=True)
+        yield row
+
+
+def smaller(case: Case) -> Case:
+    return replace(case, heads=4, kv_heads=2, features=16, length=case.length // 64)
+
+
+# ---- attention ---------------------------------------------------------------------------------------------------
+
+
+def attention_rows(case: Case, device: torch.device) -> Iterator[dict[str, Any]]:
+    ranks, rank = ranks_here()
+    made = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shapes = [(1, case.length, heads, case.features) for heads in (case.heads, *(case.kv_heads,) * 2, case.heads)]
+    whole = [torch.randn(shape, generator=made, device=device).to(dtype).transpose(1, 2) for shape in shapes]
+    documents = documents_of(case.length) if case.documents else None
+    pairs = sum(n * (n + 1) // 2 for n in lengths_of(documents, case.length))
+    flops = 2 * pairs * case.heads * case.features * 7  # two products forward, five backward
+    expected = ours(whole, Context(), Packing.of(case.length, 1, documents))() if rank == 0 or ranks > 1 else ()
+    variants: dict[str, tuple[Run, Tensor]] = {}
+    group = Layout(cp=ranks).process_groups()["cp"]
+    for transport in TRANSPORTS[:3] if ranks > 1 else ("p2p",):
+        context = Context(group if ranks > 1 else None, transport)
+        packing = context.packing(case.length, documents)
+        name = f"rooftop, {transport}" if ranks > 1 else "rooftop"
+        variants[name] = ours(whole, context, packing), packing.held[rank].positions(device)
+    if ranks > 1:
+        variants |= peers(whole, documents, device)
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    failed: dict[str, str] = {}
+    for _ in range(ROUNDS):
+        for name, (run, _positions) in variants.items():
+            if name not in failed:
+                if not times[name] and rank == 0:
+                    print(f"{case.name}, {ranks} ranks: {name}", file=sys.stderr, flush=True)
+                try:
+                    times[name].append(slowest(ms_of(run, device)))
+                except Exception as error:  # a peer that cannot do it is a row that says so
+                    if name.startswith("rooftop"):
+                        raise
+                    failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    for name, (run, positions) in variants.items():
+        row: dict[str, Any] = {"case": case.name, "ranks": ranks, "variant": name}
+        if name in failed:
+            yield {**row, "failed": failed[name], "ms": float("nan")}
+            continue
+        ms = statistics.median(times[name])
+        errors = [
+            float((a - b.index_select(2, positions)).float().abs().max() / b.float().abs().max())
+            for a, b in zip(run(), expected, strict=True)
+        ]
+        spread = (max(times[name]) - min(times[name])) / ms
+        tflops = flops / ranks / ms / 1e9
+        yield {**row, "ms": ms, "spread": spread, "tflops": tflops, "largest_error": slowest(max(errors))}
+
+
+def documents_of(length: int) -> Documents:
+    """Of 1,024 to 32,768 tokens where there are 65,536, evenly on a logarithmic scale."""
+    made = torch.Generator().manual_seed(0)
+    ends, end = list[int](), 0
+    while end < length:
+        end += int(length / 64 * 2 ** (5 * torch.rand((), generator=made).item()))
+        ends.append(min(end, length))
+    return Documents.of_ends(length, [ends])
+
+
+def lengths_of(documents: Documents | None, length: int) -> list[int]:
+    return [length] if documents is None else [end - first for first, end in documents.spans[0]]
+
+
+def ours(whole: list[Tensor], context: Context, packing: Packing) -> Run:
+    chunks = packing.held[context.index]
+    query, key, value, dout = (chunks.of(each, 2).transpose(1, 2).contiguous().transpose(1, 2) for each in whole)
+    leaves = [each.requires_grad_() for each in (query, key, value)]
+    attention: Any = Layer()
+
+    def run() -> tuple[Tensor, ...]:
+        out = ContextAttention(context, packing).attended(attention, *leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    return run
+
+
+def peers(whole: list[Tensor], documents: Documents | None, device: torch.device) -> dict[str, tuple[Run, Tensor]]:
+    """PyTorch's, with the positions of this rank."""
+    if device.type != "cuda":
+        return {}
+    mesh = Layout(cp=dist.get_world_size()).mesh("cuda")["cp"]
+    if documents is None:
+        return {f"PyTorch, {how}": ring(whole, how, mesh) for how in ("allgather", "alltoall")}
+    return flexible(whole, documents, mesh)
+
+
+def ring(whole: list[Tensor], how: str, mesh: Any) -> tuple[Run, Tensor]:
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    groups = whole[0].shape[1] // whole[1].shape[1]
+    positions = torch.arange(whole[0].shape[2], device=whole[0].device)
+    parts = [each.detach().clone() for each in whole]
+    with context_parallel(mesh, buffers=[*parts, positions], buffer_seq_dims=[2] * 4 + [0],
+                          no_restore_buffers={*parts, positions}):  # fmt: skip
+        pass
+    query, key, value, dout = parts
+    leaves = [each.requires_grad_() for each in (query, key, value)]
+
+    def run() -> tuple[Tensor, ...]:
+        set_rotate_method(how)
+        with context_parallel(mesh, buffers=[positions.clone()], buffer_seq_dims=[0]):
+            keys, values = (each.repeat_interleave(groups, 1) for each in leaves[1:])  # it takes as many heads
+            out = torch.nn.functional.scaled_dot_product_attention(leaves[0], keys, values, is_causal=True)
+            return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    return run, positions
+
+
+def flexible(whole: list[Tensor], documents: Documents, mesh: Any) -> dict[str, tuple[Run, Tensor]]:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as experimental
+    from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancing
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    length, device = documents.length, whole[0].device
+    number = documents.starts()[0].to(device)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (number[q] == number[k])
+
+    found: dict[str, tuple[Run, Tensor]] = {}
+    lengths = [lengths_of(documents, length)]
+    balancers: dict[str, Callable[[], Any]] = {
+        "head and tail": lambda: balancing._HeadTailLoadBalancer(length, mesh.size(), device),
+        "head and tail of each document": lambda: balancing._PerDocumentHeadTailLoadBalancer(
+            lengths, mesh.size(), device
+        ),
+        "by blocks of the mask": lambda: balancing._PTRRLoadBalancer(
+            create_block_mask(seen, 1, 1, length, length, device=device, _compile=True), mesh.size()
+        ),
+    }
+    for name, make in balancers.items():
+        try:
+            balancer = make()
+            mask = experimental._create_cp_block_mask(seen, 1, 1, length, length, mesh, balancer)
+            order = balancer._generate_indices(restore=False)
+            order = (order[0] if order.dim() == 2 else order).to(device)
+            positions = order.chunk(mesh.size())[mesh.get_local_rank()]
+            found[f"PyTorch, FlexAttention, {name}"] = flexible_run(whole, positions, mask, compiled, mesh), positions
+        except Exception as error:
+            words = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}" if str(error) else repr(error)
+            found[f"PyTorch, FlexAttention, {name}"] = failing(words), torch.arange(length, device=device)
+    return found
+
+
+def failing(words: str) -> Run:
+    def run() -> tuple[Tensor, ...]:
+        raise RuntimeError(words)
+
+    return run
+
+
+def flexible_run(whole: list[Tensor], positions: Tensor, mask: Any, compiled: Any, mesh: Any) -> Run:
+    from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
+
+    query, key, value, dout = (each.index_select(2, positions).contiguous() for each in whole)
+    leaves = [each.requires_grad_() for each in (query, key, value)]
+    group = mesh.get_group().group_name
+
+    def run() -> tuple[Tensor, ...]:
+        keys, values = flex_cp_allgather(leaves[1], leaves[2], 2, group)
+        out = compiled(leaves[0], keys, values, block_mask=mask, enable_gqa=True)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    return run
+
+
+# ---- the model ---------------------------------------------------------------------------------------------------
+
+
+def model_rows(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
+    from rooftop.train import GptTrainer, GptTraining, Tokens
+
+    ranks, _ = ranks_here()
+    length = 512 if quick else 65536
+    config = replace(gpt_config("llama-1b"), positions=length)
+    if quick:
+        config = replace(config, layers=2, width=64, heads=8, kv_heads=4, hidden=96, vocabulary=128)
+    numbers = torch.randint(config.vocabulary, (length * 8 + 1,), generator=torch.Generator().manual_seed(0)).numpy()
+    tokens = Tokens([numbers], "random tokens")
+    times: dict[str, list[float]] = {}
+    losses: dict[str, float] = {}
+    for transport in TRANSPORTS[:3] if ranks > 1 else ("p2p",):
+        training = GptTraining(
+            config=config, length=length, global_batch=1, micro_batch=1, recompute=True, transport=transport,
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+        layout = Layout(cp=ranks)
+        trainer = GptTrainer(training, tokens, layout, layout.process_groups(), device, fully_shard=ranks > 1)
+        name = f"rooftop, {transport}" if ranks > 1 else "rooftop"
+        losses[name] = float(trainer.advance()[0])
+        times[name] = [slowest(ms_of(trainer.advance, device, 1, 2)) for _ in range(ROUNDS)]
+        del trainer
+    for name, found in times.items():
+        ms = statistics.median(found)
+        spread = (max(found) - min(found)) / ms
+        row = {"case": f"llama-1b, {length} tokens, training", "ranks": ranks, "variant": name, "ms": ms}
+        yield {**row, "spread": spread, "tokens_per_s": length / ms * 1e3, "first_loss": losses[name]}
+
+
+# ---- timing ------------------------------------------------------------------------------------------------------
+
+
+def ranks_here() -> tuple[int, int]:
+    """(ranks, this one)."""
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+
+def ms_of(run: Callable[[], object], device: torch.device, warm_up: int = WARM_UP, steps: int = STEPS) -> float:
+    for _ in range(warm_up):
+        run()
+    if device.type != "cuda":
+        return 1.0
+    if dist.is_initialized():
+        dist.barrier()
+    torch.cuda.synchronize()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(steps):
+        run()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / steps
+
+
+def slowest(value: float) -> float:
+    """Of all ranks."""
+    if not dist.is_initialized():
+        return value
+    found = torch.tensor(value, dtype=torch.float64, device="cuda" if "nccl" in dist.get_backend() else "cpu")
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

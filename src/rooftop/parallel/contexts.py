@@ -1,0 +1,370 @@
+"""Context parallel: every activation is split along the sequence, and attention exchanges what it needs.
+
+    context = Context(groups["cp"], "p2p")
+    packing = context.packing(length, documents)
+    chunks = packing.held[context.index]                   # the positions of this rank
+    model(chunks.of(tokens, 1), chunks.of(targets, 1), positions=chunks.positions(), packing=packing)
+
+| transport | what moves | attention |
+|---|---|---|
+| `all_gather` | the keys and values that a rank needs, at once; their gradients back | in one step |
+| `p2p` | the same rows, of one rank after the other, beside the work on others | in a step for each rank, merged |
+| `a2a` | queries, keys and values, positions against heads; the result back | of whole sequences and some heads |
+| `a2a+p2p` | `a2a` within groups of neighbours, `p2p` between the groups | of both kinds |
+
+Only rows that a query of the receiver sees are sent. A rank keeps its own keys and values for backward, which gets the
+others' again.
+
+Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889); Jacobs et al. 2023,
+"DeepSpeed Ulysses" (arXiv:2309.14509); Llama Team 2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rooftop.errors import did_you_mean
+from rooftop.parallel.block_attentions import Blocks, zeros_like_rows
+from rooftop.parallel.chunks import Chunks
+from rooftop.parallel.documents import Documents, Span
+from rooftop.parallel.exchanges import Group, gather_of_ranks, place_in
+from rooftop.parallel.head_exchanges import heads_here, order_of, positions_here
+from rooftop.parallel.packings import Packing
+
+if TYPE_CHECKING:
+    from rooftop.parallel.self_attentions import ParallelSelfAttention
+
+TRANSPORTS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+"""Names as of Megatron's `--cp-comm-type`."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Ranks that share sequences, and how attention exchanges keys and values among them.
+
+    Attributes:
+        group: the ranks; None: this one has whole sequences.
+        transport: one of `TRANSPORTS`.
+        near, far: of "a2a+p2p", the neighbours that exchange heads, and the ranks at the same place in the groups of
+            neighbours, which exchange keys and values; `groups_of` makes them.
+
+    Raises:
+        ValueError: another transport; "a2a+p2p" without the two groups.
+    """
+
+    group: Group = None
+    transport: str = "p2p"
+    near: Group = None
+    far: Group = None
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(
+                f"Context: the transport must be one of {', '.join(TRANSPORTS)}, got {self.transport!r}"
+                f"{did_you_mean(self.transport, TRANSPORTS)}"
+            )
+        if self.transport == "a2a+p2p" and self.ranks > 1 and (self.near is None or self.far is None):
+            raise ValueError("Context: a2a+p2p needs the groups near and far: make it by Context.of")
+
+    @staticmethod
+    def of(group: Group, transport: str = "p2p", near: int | None = None) -> Context:
+        """The context of a group. All ranks of all such groups call it together: it may make groups.
+
+        Args:
+            group: as of `Layout.process_groups()["cp"]`.
+            transport: one of `TRANSPORTS`.
+            near: of "a2a+p2p", how many neighbours exchange heads; it divides the ranks.
+        """
+        if transport != "a2a+p2p" or group is None or group.size() == 1:
+            return Context(group, transport)
+        index, ranks = place_in(group)
+        if near is None or near < 1 or ranks % near:
+            raise ValueError(
+                f"Context: of {ranks} context parallel ranks, a2a+p2p needs a number of neighbours that divides them, "
+                f"got {near}"
+            )
+        members = dist.get_process_group_ranks(group)
+        start = index // near * near
+        made = [members[start : start + near], members[index % near :: near]]
+        within, between = (dist.new_group(ranks, use_local_synchronization=True) for ranks in made)
+        return Context(group, transport, within, between)
+
+    @property
+    def index(self) -> int:
+        """Of this rank in the group."""
+        return place_in(self.group)[0]
+
+    @property
+    def ranks(self) -> int:
+        """That share a sequence."""
+        return place_in(self.group)[1]
+
+    def packing(self, length: int, documents: Documents | None = None, parts: int = 1) -> Packing:
+        """Which rank holds which positions; as of `Packing.of`."""
+        return Packing.of(length, self.ranks, documents, parts)
+
+
+class ContextAttention:
+    """Attention of the positions that a rank holds, for the layers of a model (as `Remembered`).
+
+    Made once for a forward pass. What it has made ready for one layer is there for the next ones.
+
+    Args:
+        context: the ranks.
+        packing: who holds which positions.
+    """
+
+    def __init__(self, context: Context, packing: Packing) -> None:
+        self.context, self.packing = context, packing
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._seen: dict[int | None, Tensor] = {}
+
+    def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query (B, H, S, D), key and value (B, H_k, S, D) of this rank's positions; (B, H, S, D)."""
+        if attention.weights_dropout is not None and attention.training:
+            return self._with_dropout(attention, query, key, value)
+        context, packing = self.context, self.packing
+        scale = query.shape[3] ** -0.5
+        if context.ranks == 1 or context.transport in ("all_gather", "p2p"):
+            plan = self._plan(packing, context.group, attention.window, query)
+            return _Attend.apply(query, key, value, plan, scale)  # type: ignore[no-any-return]
+        near = context.group if context.transport == "a2a" else context.near
+        first = context.index // place_in(near)[1] * place_in(near)[1]
+        held = packing.held[first : first + place_in(near)[1]]
+        query, key, value = (heads_here(each, held, near) for each in (query, key, value))
+        joined = replace(packing, held=_joined(packing.held, place_in(near)[1]))
+        far = None if context.transport == "a2a" else context.far
+        plan = self._plan(joined, far, attention.window, query)
+        return positions_here(_Attend.apply(query, key, value, plan, scale), held, near)
+
+    def _plan(self, packing: Packing, group: Group, window: int | None, query: Tensor) -> _Plan:
+        in_steps = self.context.transport in ("p2p", "a2a+p2p") and place_in(group)[1] > 1
+        if in_steps and window is not None:
+            raise ValueError(
+                f"context parallel: the transport {self.context.transport} computes no windows: use all_gather or a2a"
+            )
+        batch = query.shape[0]
+        place = (len(packing.held), window, batch, query.device)
+        if place not in self._plans:
+            self._plans[place] = _Plan(packing, group, window, in_steps, batch, query.device)
+        return self._plans[place]
+
+    def _with_dropout(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """In plain PyTorch, of all keys, whatever the transport."""
+        from rooftop.parallel.self_attentions import attend_with_dropout
+
+        order = order_of(self.packing.held).to(query.device)
+        key, value = (gather_of_ranks(each, 2, self.context.group)[:, :, order] for each in (key, value))
+        assert attention.weights_dropout is not None
+        return attend_with_dropout(
+            query, key, value, self._seen_by(attention.window, query.device), attention.weights_dropout
+        )
+
+    def _seen_by(self, window: int | None, device: torch.device) -> Tensor:
+        """Which positions this rank's queries see: (S, T), or with documents (B, 1, S, T)."""
+        if window not in self._seen:
+            packing = self.packing
+            queries = packing.held[self.context.index].positions(device)[:, None]
+            keys = torch.arange(packing.length, device=device)
+            seen = keys <= queries
+            if window is not None:
+                seen = seen & (keys > queries - window)
+            if packing.documents is not None:
+                starts = packing.documents.starts().to(device)[:, queries[:, 0]]  # (B, S)
+                seen = seen & (keys >= starts[:, None, :, None])
+            self._seen[window] = seen
+        return self._seen[window]
+
+
+def _joined(held: Sequence[Chunks], near: int) -> tuple[Chunks, ...]:
+    """What groups of so many neighbours hold together."""
+    return tuple(
+        Chunks(held[0].length, held[0].size, tuple(sorted(p for each in held[at : at + near] for p in each.places)))
+        for at in range(0, len(held), near)
+    )
+
+
+# ---- what is sent ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Rows that arrive together, and what is computed with them.
+
+    Attributes:
+        sent: which rows of this rank go to each rank, as places in what it holds.
+        received: how many come from each.
+        order: where the rows that arrive are, in ascending order of their positions.
+        blocks: of this rank's queries and these rows.
+    """
+
+    sent: tuple[Tensor, ...]
+    received: tuple[int, ...]
+    order: Tensor
+    blocks: Blocks
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a rank sends, receives and computes in each step."""
+
+    packing: Packing
+    group: Group
+    window: int | None
+    in_steps: bool
+    batch: int
+    device: torch.device
+    _steps: dict[int, _Step] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def own(self) -> Blocks:
+        """What is computed of this rank's rows, without the others'."""
+        index = place_in(self.group)[0]
+        return self._blocks([index], len(self.packing.held[index]))
+
+    @cached_property
+    def steps(self) -> tuple[_Step, ...]:
+        """All steps in which rows arrive."""
+        index, ranks = place_in(self.group)
+        if ranks == 1:
+            return ()
+        if not self.in_steps:
+            return (self._step(list(range(ranks)), list(range(ranks))),)
+        return tuple(self._step([(index + away) % ranks], [(index - away) % ranks]) for away in range(1, ranks))
+
+    def _step(self, to: list[int], of: list[int]) -> _Step:
+        index, ranks = place_in(self.group)
+        packing, window = self.packing, self.window
+        held = packing.held[index]
+        sent = [_places_in(held, packing.rows(rank, index, window) if rank in to else ()) for rank in range(ranks)]
+        arriving = [packing.rows(index, rank, window) if rank in of else () for rank in range(ranks)]
+        received = [sum(end - first for first, end in spans) for spans in arriving]
+        positions = [torch.arange(first, end) for spans in arriving for first, end in spans]
+        order = torch.cat(positions).argsort() if positions else torch.zeros(0, dtype=torch.int64)
+        return _Step(
+            tuple(each.to(self.device, non_blocking=True) for each in sent),
+            tuple(received),
+            order.to(self.device, non_blocking=True),
+            self._blocks(of, sum(received)),
+        )
+
+    def _blocks(self, of: Sequence[int], keys: int) -> Blocks:
+        index = place_in(self.group)[0]
+        blocks = self.packing.blocks(index, of, self.window)
+        return Blocks(blocks, self.batch, len(self.packing.held[index]), keys, self.device)
+
+
+def _places_in(held: Chunks, spans: Sequence[Span]) -> Tensor:
+    """Where positions are in what a rank holds."""
+    wanted = torch.cat([torch.arange(first, end) for first, end in spans]) if spans else torch.zeros(0).long()
+    return torch.searchsorted(held.positions(), wanted)
+
+
+Rows = tuple[Tensor, Tensor]
+"""Keys and values (B, H_k, T, D) of some positions."""
+
+
+def _send(step: _Step, key: Tensor, value: Tensor, group: Group) -> Callable[[], Rows]:
+    """Begin to send this rank's rows of a step; the result waits for those that arrive, in ascending order."""
+    both = torch.cat([key, value], 1).transpose(0, 2)  # (S, 2 H_k, B, D)
+    out = both.index_select(0, torch.cat(step.sent)).contiguous()
+    arriving = out.new_empty((sum(step.received), *out.shape[1:]))
+    wait = _start_exchange(arriving, step.received, out, [len(each) for each in step.sent], group)
+
+    def waited() -> Rows:
+        wait()
+        rows = arriving[step.order].transpose(0, 2)  # (B, 2 H_k, T, D)
+        first, second = rows.chunk(2, 1)
+        return first, second
+
+    return waited
+
+
+def _send_back(step: _Step, dkey: Tensor, dvalue: Tensor, group: Group) -> Callable[[Tensor, Tensor], None]:
+    """Begin to return gradients of rows that have arrived; the result waits, and adds those that return."""
+    both = torch.cat([dkey, dvalue], 1).transpose(0, 2)  # (T, 2 H_k, B, D)
+    out = torch.empty_like(both, memory_format=torch.contiguous_format)
+    out[step.order] = both
+    sent = [len(each) for each in step.sent]
+    returning = out.new_empty((sum(sent), *out.shape[1:]))
+    wait = _start_exchange(returning, sent, out, step.received, group)
+
+    def add(to_key: Tensor, to_value: Tensor) -> None:
+        wait()
+        for total, rows in zip((to_key, to_value), returning.transpose(0, 2).chunk(2, 1), strict=True):
+            total.index_add_(2, torch.cat(step.sent), rows)
+
+    return add
+
+
+def _start_exchange(
+    arriving: Tensor, received: Sequence[int], out: Tensor, sent: Sequence[int], group: Group
+) -> Callable[[], None]:
+    """All ranks' rows to all, of which each pair may exchange another number, or none."""
+    assert group is not None
+    work = dist.all_to_all_single(arriving, out, list(received), list(sent), group=group, async_op=True)
+
+    def wait(_kept: Tensor = out) -> None:
+        work.wait()
+
+    return wait
+
+
+# ---- attention ---------------------------------------------------------------------------------------------------
+
+
+class _Attend(torch.autograd.Function):
+    """Attention of a rank's queries to the rows of all: in each step to those that have arrived, while the next ones
+    are on their way. Only this rank's keys and values are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan, scale: float) -> Tensor:
+        ctx.plan, ctx.scale = plan, scale
+        steps = list(plan.steps)
+        if not steps:
+            out, lse = plan.own.attend(query, key, value, scale)
+        elif plan.in_steps:
+            arriving = _send(steps[0], key, value, plan.group)
+            out, lse = plan.own.attend(query, key, value, scale)
+            for number, step in enumerate(steps):
+                rows = arriving()
+                if number + 1 < len(steps):
+                    arriving = _send(steps[number + 1], key, value, plan.group)
+                out, lse = step.blocks.attend(query, *rows, scale, (out, lse))
+        else:
+            out, lse = steps[0].blocks.attend(query, *_send(steps[0], key, value, plan.group)(), scale)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        plan, scale = ctx.plan, ctx.scale
+        dquery, dkey, dvalue = (zeros_like_rows(each) for each in (query, key, value))
+        given = (out, lse, scale)
+        steps = list(plan.steps)
+        arriving = _send(steps[0], key, value, plan.group) if steps else None
+        if not steps or plan.in_steps:
+            plan.own.add_gradients(dout, query, key, value, *given, (dquery, dkey, dvalue))
+        returning: list[Callable[[Tensor, Tensor], None]] = []
+        for number, step in enumerate(steps):
+            assert arriving is not None
+            rows = arriving()
+            if number + 1 < len(steps):
+                arriving = _send(steps[number + 1], key, value, plan.group)
+            dkeys, dvalues = (zeros_like_rows(each) for each in rows)
+            step.blocks.add_gradients(dout, query, *rows, *given, (dquery, dkeys, dvalues))
+            returning.append(_send_back(step, dkeys, dvalues, plan.group))
+        for add in returning:
+            add(dkey, dvalue)
+        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None

@@ -1,0 +1,82 @@
+"""Documents that are packed in sequences: where each begins and ends.
+
+    documents = Documents.of_tokens(tokens, end=0)   # tokens (B, S): a document ends with each 0
+    documents.spans[0]                               # ((0, 5), (5, 9), ...) of the first sequence
+
+Attention then sees the positions of a query's own document only. Borders are plain numbers on the host: they decide
+which kernels run, and which rows ranks exchange.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+Span = tuple[int, int]
+"""(first, end): positions from `first` up to `end`, without it."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a batch of sequences of one length.
+
+    Attributes:
+        length: positions of a sequence.
+        spans: of each sequence its documents, in order; together they are the whole sequence.
+
+    Raises:
+        ValueError: spans that do not follow each other from 0 to `length`.
+    """
+
+    length: int
+    spans: tuple[tuple[Span, ...], ...]
+
+    def __post_init__(self) -> None:
+        for number, spans in enumerate(self.spans):
+            borders = [0, *(end for _, end in spans)]
+            whole = borders[-1] == self.length and [first for first, _ in spans] == borders[:-1]
+            if not whole or any(end <= first for first, end in pairwise(borders)):
+                raise ValueError(
+                    f"Documents: those of sequence {number} must follow each other from 0 to {self.length}, none of "
+                    f"them empty, got {spans}"
+                )
+
+    @staticmethod
+    def of_tokens(tokens: Tensor, end: int) -> Documents:
+        """Of tokens (B, S), where a document ends with each token `end`, and with the sequence.
+
+        Tokens on a GPU are copied to the host, which waits for it.
+        """
+        if tokens.dim() != 2:
+            raise ValueError(f"Documents: expected tokens (B, S), got {tuple(tokens.shape)}")
+        length = tokens.shape[1]
+        found: list[list[int]] = [[] for _ in range(tokens.shape[0])]
+        for row, position in (tokens.detach().cpu() == end).nonzero().tolist():
+            found[row].append(position + 1)
+        return Documents.of_ends(length, found)
+
+    @staticmethod
+    def of_ends(length: int, ends: list[list[int]]) -> Documents:
+        """Of each sequence the ends of its documents, ascending; the last one may be left out where it is `length`."""
+        rows = (
+            [0, *each] if each and each[-1] == length else [0, *each, *([length] if length else [])] for each in ends
+        )
+        return Documents(length, tuple(tuple(pairwise(row)) for row in rows))
+
+    def starts(self) -> Tensor:
+        """Of each position the first position of its document, (B, S) int64 on the CPU."""
+        rows = [
+            torch.repeat_interleave(
+                torch.tensor([first for first, _ in spans], dtype=torch.int64),
+                torch.tensor([end - first for first, end in spans], dtype=torch.int64),
+            )
+            for spans in self.spans
+        ]
+        return torch.stack(rows) if rows else torch.zeros(0, self.length, dtype=torch.int64)
+
+    def positions(self) -> Tensor:
+        """Of each position its place in its document, (B, S) int64 on the CPU."""
+        return torch.arange(self.length) - self.starts()

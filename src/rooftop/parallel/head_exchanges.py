@@ -1,0 +1,104 @@
+"""Positions against heads: from all heads of a rank's positions to some heads of all positions, and back.
+
+Source: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from rooftop.parallel.chunks import Chunks
+from rooftop.parallel.exchanges import Group, place_in
+
+
+def heads_here(x: Tensor, held: Sequence[Chunks], group: Group) -> Tensor:
+    """This rank's heads of all positions that the group holds.
+
+    Args:
+        x: (B, H, S, D), of this rank's positions. Where there are fewer heads than ranks, several ranks get the same
+            one, and its gradient is the sum of theirs.
+        held: of each rank its positions, as many of each.
+        group: the ranks.
+
+    Returns:
+        (B, H / ranks, ranks S, D), positions in ascending order.
+
+    Raises:
+        ValueError: heads and ranks do not divide each other.
+    """
+    ranks, heads = place_in(group)[1], x.shape[1]
+    if group is None or ranks == 1:
+        return x
+    if heads % ranks and ranks % heads:
+        raise ValueError(
+            f"context parallel: {heads} heads of a tensor parallel rank cannot be exchanged among {ranks} ranks (a2a): "
+            "one must divide the other; use p2p or all_gather"
+        )
+    if heads < ranks:
+        x = x.repeat_interleave(ranks // heads, 1)
+    return _ToHeads.apply(x, order_of(held).to(x.device), group)  # type: ignore[no-any-return]
+
+
+def positions_here(x: Tensor, held: Sequence[Chunks], group: Group) -> Tensor:
+    """All heads of this rank's positions: the reverse of `heads_here`. x (B, H / ranks, ranks S, D); (B, H, S, D)."""
+    if group is None or group.size() == 1:
+        return x
+    return _ToPositions.apply(x, order_of(held).to(x.device), group)  # type: ignore[no-any-return]
+
+
+def order_of(held: Sequence[Chunks]) -> Tensor:
+    """Of positions in ascending order, where they are in what the ranks hold, one after the other."""
+    return torch.cat([each.positions() for each in held]).argsort()
+
+
+def _to_heads(x: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
+    ranks = group.size()
+    parts = x.unflatten(1, (ranks, -1)).movedim(1, 0).contiguous()  # (ranks, B, H / ranks, S, D), by receiver
+    found = torch.empty_like(parts)
+    dist.all_to_all_single(found, parts, group=group)
+    return found.movedim(0, 2).flatten(2, 3)[:, :, order]
+
+
+def _to_positions(x: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
+    ranks = group.size()
+    by_rank = torch.empty_like(x, memory_format=torch.contiguous_format)
+    by_rank[:, :, order] = x
+    parts = by_rank.unflatten(2, (ranks, -1)).movedim(2, 0).contiguous()  # (ranks, B, H / ranks, S, D)
+    found = torch.empty_like(parts)
+    dist.all_to_all_single(found, parts, group=group)
+    return found.movedim(0, 1).flatten(1, 2)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(order)
+        return _to_heads(x, order, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return _to_positions(dy, order, ctx.group), None, None
+
+
+class _ToPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(order)
+        return _to_positions(x, order, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return _to_heads(dy, order, ctx.group), None, None

@@ -1,0 +1,209 @@
+"""Who attends to what when sequences are split among context parallel ranks: arithmetic, without processes.
+
+    packing = Packing.of(length=16, ranks=2)           # chunks from the front and from the back
+    packing.held[0]                                    # positions of rank 0
+    packing.rows(0, 1)                                 # which rows of rank 1's keys rank 0 needs
+    packing.blocks(0, 1)                               # which of its queries see which of these rows
+
+Work is a list of *blocks*: some queries that see some keys, all of them or up to their own position. Where documents
+are packed, no block reaches from one into another: nothing that a mask would exclude is computed or sent. Chunks are
+then handed out by counted pairs, and each rank has as many chunks as the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from rooftop.parallel.chunks import Chunks
+from rooftop.parallel.documents import Documents, Span
+
+CHUNKS_OF_RANK = (2, 4, 8, 16, 32, 64)
+"""Chunks of a rank where documents are packed: the fewest that balance the work, since few make large blocks."""
+BALANCED = 1.01
+"""The most work of a rank, beside the mean, with which no more chunks are tried."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries that see keys.
+
+    Attributes:
+        row: the sequence of the batch; None: all of them alike.
+        queries, keys: places in what a rank holds, and in the rows that it was given.
+        causal: each query sees the keys up to its own; the queries are the last of the positions of the keys. Without
+            a window there are as many keys as queries. Otherwise each query sees all keys.
+        window: positions that a query of a causal block sees, its own the last of them; None: all up to its own.
+    """
+
+    row: int | None
+    queries: Span
+    keys: Span
+    causal: bool
+    window: int | None = None
+
+    @property
+    def pairs(self) -> int:
+        """Visible pairs, of one sequence."""
+        queries, keys = self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
+        if not self.causal:
+            return queries * keys
+        seen = range(keys - queries + 1, keys + 1)
+        return sum(seen) if self.window is None else sum(min(each, self.window) for each in seen)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Sequences of a batch, and which rank holds which of their positions.
+
+    Attributes:
+        length: positions of a sequence.
+        held: of each rank, its positions; the same of all sequences.
+        documents: that are packed in the sequences; None: each is one.
+    """
+
+    length: int
+    held: tuple[Chunks, ...]
+    documents: Documents | None = None
+
+    @staticmethod
+    def of(length: int, ranks: int = 1, documents: Documents | None = None, parts: int = 1) -> Packing:
+        """The packing that gives the ranks equal numbers of positions and about equal work.
+
+        Args:
+            length: positions of a sequence.
+            ranks: that share them.
+            documents: of the sequences of a batch.
+            parts: equal parts that the positions of a rank must have, as with sequence parallelism.
+
+        Raises:
+            ValueError: a length that cannot be split so; documents of another length.
+        """
+        if documents is not None and documents.length != length:
+            raise ValueError(f"Packing: the documents are of {documents.length} positions, the sequences of {length}")
+        held = [Chunks.zigzag(length, index, ranks) for index in range(ranks)]
+        if documents is not None and ranks > 1:
+            held = _balanced(documents, ranks)
+        if any(len(chunks) % parts for chunks in held):
+            raise ValueError(
+                f"{len(held[0])} of {length} positions on each of {ranks} context parallel ranks cannot be split among "
+                f"{parts} tensor parallel ranks: pad the sequences to a multiple of {2 * ranks * parts}"
+            )
+        return Packing(length, tuple(held), documents)
+
+    @property
+    def spans(self) -> tuple[tuple[int | None, tuple[Span, ...]], ...]:
+        """Of each sequence its documents; of sequences that are alike once, under None."""
+        if self.documents is None:
+            return ((None, ((0, self.length),) if self.length else ()),)
+        rows = self.documents.spans
+        return ((None, rows[0]),) if rows and len(set(rows)) == 1 else tuple(enumerate(rows))
+
+    def rows(self, to: int, of: int, window: int | None = None) -> tuple[Span, ...]:
+        """Which positions that rank `of` holds rank `to` needs, as runs, ascending."""
+        needed = _united(
+            (max(first, run[0] - window + 1) if window else first, end)
+            for _, spans in self.spans
+            for run in self.held[to].runs()
+            for first, end in _met(run, spans)
+        )
+        return tuple(_common(needed, list(self.held[of].runs())))
+
+    def blocks(self, to: int, of: Sequence[int], window: int | None = None) -> list[Block]:
+        """What rank `to` computes with the rows that it needs of some ranks, in ascending order of their positions."""
+        runs = _united(run for each in of for run in self.rows(to, each, window))
+        return list(self._blocks(list(self.held[to].runs()), runs, window))
+
+    def _blocks(self, queries: list[Span], keys: list[Span], window: int | None) -> Iterator[Block]:
+        for row, spans in self.spans:
+            for query, here in _placed(queries):
+                for first, end in _met(query, spans):
+                    begin = max(first, query[0])  # of the queries in this document, which end with `end`
+                    at = (begin - query[0] + here, end - query[0] + here)
+                    for key, there in _placed(keys):
+                        if window is not None:  # what is seen is one run of the keys
+                            seen = max(first, begin - window + 1)
+                            if key[0] <= seen and end <= key[1]:
+                                yield Block(row, at, (seen - key[0] + there, end - key[0] + there), True, window)
+                            continue
+                        before = (max(first, key[0]), min(begin, key[1]))
+                        if before[0] < before[1]:
+                            yield Block(row, at, (before[0] - key[0] + there, before[1] - key[0] + there), False)
+                        if key[0] <= begin and end <= key[1]:
+                            yield Block(row, at, (begin - key[0] + there, end - key[0] + there), True)
+
+    @cached_property
+    def pairs(self) -> tuple[int, ...]:
+        """Of each rank its visible pairs, of all sequences of the batch (of one, without documents)."""
+        batch = len(self.documents.spans) if self.documents is not None else 1
+        ranks = range(len(self.held))
+        return tuple(
+            sum(block.pairs * (batch if block.row is None else 1) for block in self.blocks(rank, ranks))
+            for rank in ranks
+        )
+
+
+def _met(run: Span, spans: Iterable[Span]) -> Iterator[Span]:
+    """Of each document that meets a run: its first position, and the end of what the run has of it."""
+    for first, end in spans:
+        if first < run[1] and run[0] < end:
+            yield first, min(end, run[1])
+
+
+def _placed(runs: Iterable[Span]) -> Iterator[tuple[Span, int]]:
+    """Each run with how many positions are before it."""
+    before = 0
+    for first, end in runs:
+        yield (first, end), before
+        before += end - first
+
+
+def _united(runs: Iterable[Span]) -> list[Span]:
+    found: list[Span] = []
+    for first, end in sorted(runs):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((first, end))
+    return found
+
+
+def _common(one: list[Span], other: list[Span]) -> Iterator[Span]:
+    for first, end in one:
+        for start, stop in other:
+            if max(first, start) < min(end, stop):
+                yield max(first, start), min(end, stop)
+
+
+def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
+    """Equal chunks handed out by their visible pairs, the largest first, each to the rank with the fewest so far."""
+    length, best = documents.length, list[Chunks]()
+    least = float("inf")
+    for count in CHUNKS_OF_RANK:
+        if length % (count * ranks):
+            break
+        held, most = _handed_out(documents, ranks, count)
+        if most < least:
+            best, least = held, most
+        if least <= BALANCED:
+            break
+    return best or [Chunks.zigzag(length, index, ranks) for index in range(ranks)]  # which raises
+
+
+def _handed_out(documents: Documents, ranks: int, count: int) -> tuple[list[Chunks], float]:
+    """Of so many chunks a rank, the positions of each rank; and the most work of a rank beside the mean."""
+    size = documents.length // (count * ranks)
+    pairs = [0] * (count * ranks)
+    for spans in documents.spans:
+        for first, end in spans:
+            for place in range(first // size, -(-end // size)):
+                begin, stop = max(first, place * size) - first, min(end, (place + 1) * size) - first
+                pairs[place] += (stop * (stop + 1) - begin * (begin + 1)) // 2
+    sums, places = [0] * ranks, [list[int]() for _ in range(ranks)]
+    for place in sorted(range(len(pairs)), key=lambda place: -pairs[place]):
+        rank = min((r for r in range(ranks) if len(places[r]) < count), key=lambda r: sums[r])
+        sums[rank] += pairs[place]
+        places[rank].append(place)
+    held = [Chunks(documents.length, size, tuple(sorted(each))) for each in places]
+    return held, max(sums) * ranks / max(1, sum(sums))

@@ -1,0 +1,124 @@
+"""Blocks of attention: together they are exactly the visible pairs, and the rows that move exactly those needed."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rooftop.parallel.chunks import Chunks
+from rooftop.parallel.documents import Documents
+from rooftop.parallel.packings import Packing
+
+
+@st.composite
+def some_packings(draw: st.DrawFn) -> Packing:
+    ranks, size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    length = 2 * ranks * size * draw(st.sampled_from([1, 2, 4]))
+    if draw(st.booleans()):
+        return Packing.of(length, ranks)
+    rows = st.lists(st.integers(1, length), min_size=0, max_size=6, unique=True)
+    ends = [sorted(draw(rows)) for _ in range(draw(st.integers(1, 3)))]
+    return Packing.of(length, ranks, Documents.of_ends(length, ends))
+
+
+def visible(packing: Packing, row: int, window: int | None) -> Tensor:
+    """(S, S), from the definition."""
+    places = torch.arange(packing.length)
+    starts = packing.documents.starts()[row] if packing.documents is not None else torch.zeros_like(places)
+    seen = (places[None] <= places[:, None]) & (places[None] >= starts[:, None])
+    return seen if window is None else seen & (places[None] > places[:, None] - window)
+
+
+def covered(packing: Packing, to: int, of: list[int], row: int, window: int | None) -> Tensor:
+    """How often each pair of (this rank's queries, all positions) is computed."""
+    queries = packing.held[to].positions()
+    spans = sorted(span for each in of for span in packing.rows(to, each, window))
+    keys = torch.cat([torch.arange(*span) for span in spans]) if spans else torch.zeros(0, dtype=torch.int64)
+    counts = torch.zeros(len(queries), packing.length, dtype=torch.int64)
+    for block in packing.blocks(to, of, window):
+        if block.row not in (None, row):
+            continue
+        query, key = queries[slice(*block.queries)], keys[slice(*block.keys)]
+        seen = torch.ones(len(query), len(key), dtype=torch.bool)
+        if block.causal:
+            assert torch.equal(query, key[-len(query) :])
+            assert window is not None or len(query) == len(key)
+            seen = key[None] <= query[:, None]
+            if block.window is not None:
+                seen &= key[None] > query[:, None] - block.window
+        assert int(seen.sum()) == block.pairs
+        at = torch.arange(*block.queries)
+        counts[at[:, None], key[None]] += seen
+    return counts
+
+
+@settings(deadline=None)
+@given(some_packings(), st.one_of(st.none(), st.integers(1, 9)))
+def test_blocks_are_the_visible_pairs_each_once(packing: Packing, window: int | None) -> None:
+    ranks = list(range(len(packing.held)))
+    for row in range(len(packing.documents.spans) if packing.documents is not None else 1):
+        seen = visible(packing, row, window)
+        for rank in ranks:
+            expected = seen[packing.held[rank].positions()].long()
+            assert torch.equal(covered(packing, rank, ranks, row, window), expected)
+            if window is None:  # in steps, the rows of one rank at a time
+                steps = torch.stack([covered(packing, rank, [each], row, None) for each in ranks])
+                assert torch.equal(steps.sum(0), expected)
+
+
+@settings(deadline=None)
+@given(some_packings(), st.one_of(st.none(), st.integers(1, 9)))
+def test_rows_that_move_are_those_that_a_query_sees(packing: Packing, window: int | None) -> None:
+    batch = range(len(packing.documents.spans) if packing.documents is not None else 1)
+    for to, queries in enumerate(packing.held):
+        seen = torch.stack([visible(packing, row, window)[queries.positions()].any(0) for row in batch]).any(0)
+        for of, keys in enumerate(packing.held):
+            rows = [p for span in packing.rows(to, of, window) for p in range(*span)]
+            assert rows == [p for p in keys.positions().tolist() if seen[p]]
+
+
+@given(some_packings())
+def test_each_position_is_held_once_and_all_ranks_hold_as_many(packing: Packing) -> None:
+    assert sorted(p for each in packing.held for p in each.positions().tolist()) == list(range(packing.length))
+    assert len({len(each) for each in packing.held}) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("lengths", [[16384], [8192, 100, 4000, 4092], [512] * 32, [1, 16383], [9000, 7384]])
+def test_work_is_balanced_by_counted_pairs(lengths: list[int], ranks: int) -> None:
+    packing = Packing.of(16384, ranks, Documents.of_ends(16384, [list(accumulate(lengths))]))
+    assert sum(packing.pairs) == sum(n * (n + 1) // 2 for n in lengths)
+    assert max(packing.pairs) <= 1.01 * sum(packing.pairs) / ranks
+
+
+def test_without_documents_work_is_the_same_on_all_ranks() -> None:
+    assert len(set(Packing.of(48, 4).pairs)) == 1
+
+
+def test_documents_end_with_their_token() -> None:
+    documents = Documents.of_tokens(torch.tensor([[5, 0, 3, 3, 0], [0, 0, 1, 2, 3]]), end=0)
+    assert documents.spans == (((0, 2), (2, 5)), ((0, 1), (1, 2), (2, 5)))
+    assert documents.starts().tolist() == [[0, 0, 2, 2, 2], [0, 1, 2, 2, 2]]
+    assert documents.positions().tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]]
+    assert Documents.of_tokens(torch.zeros(0, 4, dtype=torch.int64), 0).starts().shape == (0, 4)
+
+
+def test_what_is_wrong_is_said() -> None:
+    with pytest.raises(ValueError, match="must follow each other from 0 to 4, none of them empty"):
+        Documents(4, (((0, 2), (3, 4)),))
+    with pytest.raises(ValueError, match="must follow each other"):
+        Documents.of_ends(4, [[2, 2]])
+    with pytest.raises(ValueError, match=r"expected tokens \(B, S\), got \(3,\)"):
+        Documents.of_tokens(torch.zeros(3), 0)
+    with pytest.raises(ValueError, match="the documents are of 4 positions, the sequences of 8"):
+        Packing.of(8, 2, Documents.of_ends(4, [[]]))
+    with pytest.raises(ValueError, match="must be a multiple of 4"):
+        Packing.of(6, 2, Documents.of_ends(6, [[3]]))
+    with pytest.raises(ValueError, match="pad the sequences to a multiple of 12"):
+        Packing.of(8, 2, parts=3)
+    assert Packing.of(8, 2, parts=4).held[0] == Chunks.zigzag(8, 0, 2)
