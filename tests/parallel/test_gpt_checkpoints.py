@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as ShardedAlong
 
 from rooftop.errors import InputError
 from rooftop.models import GptConfig
@@ -32,6 +37,7 @@ from rooftop.train import (
     save_training,
 )
 from rooftop.train.checkpoints import open_tensors
+from rooftop.train.distributed_reader import CheckpointReader
 from rooftop.train.resharding import records
 from rooftop.train.saved_tensors import whole_tensor
 from rooftop.train.stopping import stop_on_sigterm
@@ -318,6 +324,31 @@ def test_sigterm_at_one_rank_stops_all_after_the_same_step(asked: int, on_ranks:
     assert len(set(said)) == 1
     assert said[0][0] == said[0][1]
     assert 4 <= said[0][0] <= 6
+
+
+# ---- by torch.distributed.checkpoint -----------------------------------------------------------------------------
+
+
+def read_by_pytorch(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Of each tensor what this rank has of it: rows of those that have an even number, columns of others, or all."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        even = next((dim for dim, extent in enumerate(shape) if extent % 2 == 0), None)
+        placement = Replicate() if even is None else ShardedAlong(even)
+        state[name] = distribute_tensor(torch.full(shape, -1.0, dtype=torch.float64), mesh, [placement])
+    state["optimizer.step.head.norm.weight"] = torch.tensor(-1.0)
+    dcp.load(state, storage_reader=CheckpointReader(folder))
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in state.items()}
+
+
+def test_pytorch_reads_what_any_layout_has_saved(on_ranks: Run, tmp_path: Path) -> None:
+    on_ranks(2, gone_on, training_of("llama"), "tp=2", tmp_path / "none", 1, tmp_path)
+    expected = tensors(tmp_path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items() if tensor.dim()}
+    for found in on_ranks(2, read_by_pytorch, tmp_path, shapes):
+        assert len(found) == len(shapes) + 1
+        assert_same(found, {name: expected[name] for name in found})
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------
