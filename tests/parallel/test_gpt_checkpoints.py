@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard as ShardedAlong
 
 from rooftop.errors import InputError
 from rooftop.models import GptConfig
-from rooftop.parallel import Layout, shards_of
+from rooftop.parallel import Layout, Shard, shards_of
 from rooftop.parallel.sharded_data import whole_of
 from rooftop.train import (
     GptTrainer,
@@ -38,7 +38,6 @@ from rooftop.train import (
 )
 from rooftop.train.checkpoints import open_tensors
 from rooftop.train.distributed_reader import CheckpointReader
-from rooftop.train.resharding import records
 from rooftop.train.saved_tensors import whole_tensor
 from rooftop.train.stopping import stop_on_sigterm
 from rooftop.train.training_records import plain_training, read_record
@@ -169,6 +168,14 @@ def data_bytes(file: Path) -> int:
 
 
 # ---- format 1 ----------------------------------------------------------------------------------------------------
+
+
+def records(shards: dict[str, Shard]) -> dict[str, Any]:
+    """As format 1 has them: of each piece the whole shape, start, size and whether it is the first; then padding."""
+    return {
+        name: ([(p.box.shape, p.box.start, p.box.size, p.first) for p in shard.pieces], shard.padding)
+        for name, shard in shards.items()
+    }
 
 
 def saved_as_before(training: GptTraining, name: str, to: Path, steps: int, without_shards: bool = False) -> Numbers:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cli.main import main
+from rooftop.errors import ModelRunError
 from rooftop.models import GptConfig
 from rooftop.parallel import Layout
 from rooftop.train import (
@@ -259,6 +260,26 @@ def test_an_error_is_said_at_the_end_where_no_step_follows(tmp_path: Path) -> No
     assert nothing_saved(tmp_path)
 
 
+def test_a_loss_that_is_not_finite_lets_what_was_before_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, write = trainer(), WritingProcess.__call__
+
+    def slow(self: WritingProcess) -> None:
+        time.sleep(0.3)
+        write(self)
+
+    monkeypatch.setattr(WritingProcess, "__call__", slow)
+    reports = run_steps(one, 9, save=tmp_path, save_interval=1)
+    next(reports)
+    monkeypatch.setattr(
+        one, "advance", lambda: (setattr(one, "step", 2), (torch.tensor(torch.nan), torch.tensor(1.0)))[1]
+    )
+    with pytest.raises(ModelRunError, match="the loss of step 2 is nan"):
+        next(reports)
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
 def test_no_memory_for_the_copy_is_said(tmp_path: Path) -> None:
     one = trainer()
     one.advance()
@@ -298,6 +319,7 @@ SAVES_ALWAYS = """
 import sys
 from pathlib import Path
 import numpy as np, torch
+from rooftop.errors import ModelRunError
 from rooftop.models import GptConfig
 from rooftop.parallel import Layout
 from rooftop.train import GptTrainer, GptTraining, Tokens, find_training, load_training, nothing_saved, run_steps

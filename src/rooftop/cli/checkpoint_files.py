@@ -30,6 +30,8 @@ def run_inspect(folder: Path, verify: bool, json_path: Path | None) -> None:
     """Do what `rooftop.cli.commands.checkpoint_files:inspect_command` says."""
     record = read_record(folder)
     saved = open_tensors(record)
+    if isinstance(saved, SavedTensors):
+        saved.check_files()
     if verify:
         if not isinstance(saved, SavedTensors):
             raise InputError(

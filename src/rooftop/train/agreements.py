@@ -58,6 +58,12 @@ class Agreement:
             self._work.wait()
             self._work = None
 
+    def close(self) -> None:
+        """Let go of the group, if nothing is on its way; else it ends with torch.distributed."""
+        if self._group is not None and self._work is None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+            self._group = None
+
     def gathered(self, value: T) -> list[T]:
         """What each rank gives, by rank; pickled."""
         if self._group is None:

@@ -61,7 +61,8 @@ def run_steps(
     Args:
         interval: steps that are read and told together. The first is told by itself: it takes longer.
         roof: of a step.
-        save: the folder for checkpoints; one is made after the last step.
+        save: the folder for checkpoints; one is made after the last step. Who leaves the loop before its end gives up
+            one that is being written.
         save_interval: and after each so many.
         keep_last: how many of these are left in the folder; None: all.
         async_save: write beside the steps that follow (`Saver`); the last one is waited for.
@@ -79,7 +80,11 @@ def run_steps(
         return
     saver = Saver(save, trainer, asynchronous=async_save, keep_last=keep_last)
     try:
-        yield from _steps(trainer, until, interval, roof, saver, save_interval, stop or Stop())
+        try:
+            yield from _steps(trainer, until, interval, roof, saver, save_interval, stop or Stop())
+        except ModelRunError:  # of all ranks; what is being saved was finite
+            saver.wait()
+            raise
         saver.wait()
     finally:
         saver.close()

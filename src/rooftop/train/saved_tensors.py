@@ -126,7 +126,7 @@ class SavedTensors:
         step: after which they were saved.
 
     Raises:
-        InputError: index.json or a file is missing, cut off or damaged.
+        InputError: index.json is missing or damaged.
     """
 
     def __init__(self, folder: Path, index_checksum: str) -> None:
@@ -152,19 +152,30 @@ class SavedTensors:
             )
             for name, about in said["tensors"].items()
         }
-        for name, (size, _) in self.files.items():
-            path = folder / name
-            if not path.is_file():
-                raise InputError(f"{path} is missing, which has {self._first_in(name)}: {AGAIN}")
-            if path.stat().st_size != size:
-                raise InputError(
-                    f"{path}, which has {self._first_in(name)}, has {path.stat().st_size:,} bytes, expected {size:,}: "
-                    f"it was cut off or changed; {AGAIN}"
-                )
+        self._there: set[str] = set()
 
-    def _first_in(self, file: str) -> str:
-        held = [name for name, entry in self.entries.items() if any(piece.file == file for piece in entry.pieces)]
-        return f"{held[0]} and {len(held) - 1} more tensors" if len(held) > 1 else held[0]
+    def check_files(self) -> None:
+        """See that all files are there, and as long as they should be.
+
+        Raises:
+            InputError: the first that is not.
+        """
+        for name, entry in self.entries.items():
+            for piece in entry.pieces:
+                self._check_file(piece.file, name)
+
+    def _check_file(self, file: str, name: str) -> None:
+        if file in self._there:
+            return
+        path, (size, _) = self.folder / file, self.files[file]
+        if not path.is_file():
+            raise InputError(f"{path} is missing, which has {name}: {AGAIN}")
+        if path.stat().st_size != size:
+            raise InputError(
+                f"{path}, which has {name}, has {path.stat().st_size:,} bytes, expected {size:,}: it was cut off or "
+                f"changed; {AGAIN}"
+            )
+        self._there.add(file)
 
     def fill(self, place: Tensor, name: str, box: Box) -> None:
         """As of `Readable`."""
@@ -197,6 +208,7 @@ class SavedTensors:
         return found.view(last - first, *piece.size[1:]) if piece.size else found.view(())
 
     def _blocks(self, name: str, piece: Stored, low: int, high: int, piece_bytes: int) -> bytearray:
+        self._check_file(piece.file, name)
         path = self.folder / piece.file
         begin, end = low * self.block_bytes, min(high * self.block_bytes, piece_bytes)
         content = bytearray(end - begin)
@@ -230,6 +242,7 @@ class SavedTensors:
         Raises:
             InputError: the first that is damaged, by its tensor and file.
         """
+        self.check_files()
         for file, (_, expected) in self.files.items():
             try:
                 header, found = read_header(self.folder / file)

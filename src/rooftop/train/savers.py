@@ -131,7 +131,7 @@ class Saver:
             self._hook = self.trainer.optimizer.register_step_pre_hook(lambda *_: self._wait_to_change())
 
     def begin(self) -> None:
-        """Save the training as it is after this step.
+        """Save the training as it is after this step. Before the optimizer's next step nobody may change weights.
 
         Raises:
             OSError: this save, if it is not asynchronous, or the one before could not be written; on all ranks.
@@ -290,6 +290,7 @@ class Saver:
         if self._staging is not None:
             self._staging.close()
             self._staging = None
+        self._agreement.close()
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:

@@ -49,11 +49,7 @@ def saved_training(folder: str | Path) -> SavedTraining:
         InputError: nothing, or something else.
     """
     record = read_record(Path(folder))
-    try:
-        config = record.config
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{folder} does not hold a training as --save writes it ({error!r})") from error
-    return SavedTraining(record.folder, config, record.step, int(record.layout["tp"]), record.data.get("text"))
+    return SavedTraining(record.folder, record.config, record.step, int(record.layout["tp"]), record.data.get("text"))
 
 
 @torch.no_grad()
@@ -73,7 +69,7 @@ def load_trained_gpt(
         InputError: there is no training in it, or it is damaged.
     """
     record = read_record(Path(folder))
-    model = Gpt(saved_training(folder).config, device="meta", dtype=dtype or torch.float32).to_empty(device=device)
+    model = Gpt(record.config, device="meta", dtype=dtype or torch.float32).to_empty(device=device)
     model.tie()
     saved = open_tensors(record)
     parameters = dict(model.named_parameters())

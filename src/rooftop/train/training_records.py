@@ -47,7 +47,17 @@ class TrainingRecord:
 
     @property
     def config(self) -> GptConfig:
-        """Of the model; what an older record lacks is what it was before there was a switch."""
+        """Of the model; what an older record lacks is what it was before there was a switch.
+
+        Raises:
+            InputError: it is not one.
+        """
+        try:
+            return self._config()
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{self.folder} does not hold a training as --save writes it ({error!r})") from error
+
+    def _config(self) -> GptConfig:
         found = {field.name: self.training[field.name] for field in fields(GptConfig) if field.name in self.training}
         if found.get("rope_scaling") is not None:
             found["rope_scaling"] = RopeScaling(**found["rope_scaling"])
