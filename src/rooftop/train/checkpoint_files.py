@@ -9,7 +9,7 @@ Blocks have checksums of their own so that a reader who needs some rows of a pie
 are computed beside the writing, and take their places in the header last; a file that was cut off has none.
 
 This file imports nothing but the standard library. Run as a script it is the process that writes a checkpoint beside
-the training: it starts in a twentieth of a second, and finds what to write in memory that it shares with the training.
+the training: it starts in a tenth of a second, and finds what to write in memory that it shares with the training.
 """
 
 from __future__ import annotations

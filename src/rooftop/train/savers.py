@@ -142,7 +142,7 @@ class Saver:
             self.prepare()
             self._saves += 1
             self._temporary = unfinished(self.folder, self.trainer.step, f"{self._token}-{self._saves}")
-            self._described = described(self.trainer)
+            self._described = described(self.trainer) if self._agreement.rank == 0 else {}
             self._start(WRITING, self._writing())
             if not self.asynchronous:
                 self._finish()

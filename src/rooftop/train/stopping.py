@@ -43,4 +43,4 @@ def stop_on_sigterm() -> Iterator[Stop]:
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
