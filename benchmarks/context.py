@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from timelines import STEP, by_kind
 from torch import Tensor
 
 from rooftop.hardware import devices
@@ -181,7 +182,8 @@ def attention_rows(case: Case, device: torch.device) -> Iterator[dict[str, Any]]
         ]
         spread = (max(times[name]) - min(times[name])) / ms
         tflops = flops / ranks / ms / 1e9
-        yield {**row, "ms": ms, "spread": spread, "tflops": tflops, "largest_error": slowest(max(errors))}
+        row |= {"ms": ms, "spread": spread, "tflops": tflops, "largest_error": slowest(max(errors))}
+        yield {**row, "kernels_ms": kernels_ms(run) if device.type == "cuda" else {}}
 
 
 def documents_of(length: int) -> Documents:
@@ -327,7 +329,7 @@ def model_rows(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
         trainer = GptTrainer(training, tokens, layout, layout.process_groups(), device, fully_shard=ranks > 1)
         name = f"rooftop, {transport}" if ranks > 1 else "rooftop"
         losses[name] = float(trainer.advance()[0])
-        times[name] = [slowest(ms_of(trainer.advance, device, 1, 2)) for _ in range(ROUNDS)]
+        times[name] = [slowest(ms_of(trainer.advance, device, 1 - turn, 1)) for turn in (0, 1, 1)]
         del trainer
     for name, found in times.items():
         ms = statistics.median(found)
@@ -359,6 +361,18 @@ def ms_of(run: Callable[[], object], device: torch.device, warm_up: int = WARM_U
     last.record()
     last.synchronize()
     return float(first.elapsed_time(last)) / steps
+
+
+def kernels_ms(run: Callable[[], object]) -> dict[str, float]:
+    """What the kernels of one run take, by what they do."""
+    run()
+    torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
+        with torch.profiler.profile(acc_events=True) as profile, torch.profiler.record_function(STEP):
+            run()
+            torch.cuda.synchronize()
+        profile.export_chrome_trace(trace.name)
+        return by_kind(Path(trace.name))
 
 
 def slowest(value: float) -> float:

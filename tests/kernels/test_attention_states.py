@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rooftop.cost import CountingMode
 from rooftop.kernels import attention, attentions, merge_attention_states
+from rooftop.kernels.attention_states import merge_into
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
@@ -168,3 +169,17 @@ def test_an_output_that_carries_the_gradient_of_the_log_sum_exp(scale: float, de
 @pytest.mark.parametrize("width", [64, 96, 128, 200])
 def test_gate_of_a_merge_on_a_gpu(width: int, dtype: torch.dtype) -> None:
     assert_gate((2, 3, 67, width), dtype, "cuda")
+
+
+def test_a_part_is_merged_in_place() -> None:
+    made = torch.Generator().manual_seed(0)
+    out_a, out_b = (torch.randn(2, 3, 10, 8, generator=made) for _ in range(2))
+    lse_a, lse_b = (torch.randn(2, 3, 10, generator=made) for _ in range(2))
+    expected, expected_lse = merge_attention_states(
+        out_a[:, :, 2:7], lse_a[:, :, 2:7], out_b[:, :, :5], lse_b[:, :, :5]
+    )
+    rest = out_a[:, :, 7:].clone()
+    merge_into(out_a[:, :, 2:7], lse_a[:, :, 2:7], out_b[:, :, :5], lse_b[:, :, :5])
+    assert torch.equal(out_a[:, :, 2:7], expected)
+    assert torch.equal(lse_a[:, :, 2:7], expected_lse)
+    assert torch.equal(out_a[:, :, 7:], rest)

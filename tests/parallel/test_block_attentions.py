@@ -52,7 +52,7 @@ def of_ranks(given: list[Tensor], packing: Packing, window: int | None) -> list[
     scale = query.shape[3] ** -0.5
     ranks = range(len(packing.held))
     found = [torch.zeros_like(each) for each in (query, query, key, value)]
-    totals = [block_attentions.zeros_like_rows(each) for each in (key, value)]
+    totals = [block_attentions.empty_like_rows(each).zero_() for each in (key, value)]
     for rank in ranks:
         chunks = packing.held[rank]
         mine, gradient = (chunks.of(each, 2) for each in (query, dout))
@@ -62,7 +62,9 @@ def of_ranks(given: list[Tensor], packing: Packing, window: int | None) -> list[
         blocks = Blocks(packing.blocks(rank, ranks, window), len(query), mine.shape[2], len(at), query.device)
         out, lse = blocks.attend(mine, keys, values, scale)
         out = out.to(query.dtype)
-        into = tuple(block_attentions.zeros_like_rows(each) for each in (mine, keys, values))
+        into = tuple(block_attentions.empty_like_rows(each) for each in (mine, keys, values))
+        for each, value_there in zip(into, (math.nan, 0, 0), strict=True):  # queries are written first
+            each.fill_(value_there)
         blocks.add_gradients(gradient, mine, keys, values, out, lse, scale, into)
         positions = chunks.positions(query.device)
         found[0][:, :, positions], found[1][:, :, positions] = out, into[0].to(query.dtype)

@@ -187,7 +187,7 @@ MUTANTS: dict[str, Callable[[], Any]] = {
         contexts, "_send_back", lambda step, dkey, dvalue, group: lambda a, b: None
     ),
     "rows arrive in another order": lambda: patch.object(contexts.Chunks, "positions", shuffled_positions),
-    "merged in bfloat16": lambda: patch.object(block_attentions, "zeros_like_rows", merging_in(torch.bfloat16)),
+    "merged in bfloat16": lambda: patch.object(block_attentions, "empty_like_rows", merging_in(torch.bfloat16)),
 }
 
 

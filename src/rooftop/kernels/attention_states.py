@@ -192,6 +192,16 @@ def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tenso
 in_pytorch("merge_attention_states", merge_reference)
 
 
+@operator("merge_attention_states_", mutates=("out", "lse"))
+def _states_in_place(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    _merge(out, lse, part, part_lse, out, lse)  # a row is read before it is written
+
+
+@torch.library.register_fake("rooftop::merge_attention_states_")
+def _(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    return None
+
+
 @operator("merge_attention_states_backward")
 def _states_backward(
     dout: Tensor, dlse: Tensor | None, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
@@ -237,6 +247,14 @@ def _forward_cost(call: Call) -> Cost:
     return Cost(distinct_bytes(call.read_tensors), distinct_bytes([out, lse]), {precision_of(lse.dtype): flops})
 
 
+@cost_of("rooftop::merge_attention_states_")
+def _in_place_cost(call: Call) -> Cost:
+    """As of `merge_attention_states`."""
+    out, lse = call["out"], call["lse"]
+    flops = 3 * out.numel() + 11 * lse.numel()
+    return Cost(distinct_bytes(call.read_tensors), distinct_bytes([out, lse]), {precision_of(lse.dtype): flops})
+
+
 @cost_of("rooftop::merge_attention_states_backward")
 def _backward_cost(call: Call) -> Cost:
     """Two products for the gradients, three operations for their difference an element; the weights again a row."""
@@ -273,6 +291,20 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
 
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a part into what is there, in place, without gradients.
+
+    Args:
+        out, lse: (B, H, S, D) and (B, H, S); views whose features are side by side.
+        part, part_lse: of the same shapes.
+    """
+    rows = lse.contiguous()
+    with torch.no_grad():
+        torch.ops.rooftop.merge_attention_states_(out, rows, part, part_lse)
+        if rows is not lse:
+            lse.copy_(rows)
 
 
 def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

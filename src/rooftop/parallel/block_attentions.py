@@ -9,7 +9,6 @@ in one launch of flash attention's kernels for packed sequences.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from rooftop.kernels import merge_attention_states
 from rooftop.kernels.attention_parts import attention_part, attention_part_backward
+from rooftop.kernels.attention_states import merge_attention_states, merge_into
 from rooftop.parallel.documents import Span
 from rooftop.parallel.packings import Block
 
@@ -35,8 +34,8 @@ class Blocks:
     """Blocks of one step, made ready once and computed in each layer of a model.
 
     Args:
-        blocks: each query has at most one causal block, which is the first of its blocks to be computed; the blocks of
-            two queries are either of the same queries or of none in common.
+        blocks: each query has at most one causal block; the blocks of two queries are either of the same queries or of
+            none in common. Of the first step, each query has one: it is computed before what is merged with it.
         batch, queries, keys: sizes of the tensors: B, S and T.
         device: of the tensors.
     """
@@ -63,12 +62,12 @@ class Blocks:
             return attention_part(query, key, value, None, True, scale)
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         if into is None:
-            into = zeros_like_rows(query), query.new_full(query.shape[:3], -math.inf, dtype=wide)
+            into = empty_like_rows(query), query.new_empty(query.shape[:3], dtype=wide)
         out, lse = into
-        alone, together = self._split(query)
-        for group in [*(g for g in together if g.causal), *(g for g in together if not g.causal)]:
-            group.attend(query, key, value, scale, out, lse)
-        for block in sorted(alone, key=lambda block: not block.causal):
+        for block in self._units(query):
+            if isinstance(block, _Group):
+                block.attend(query, key, value, scale, out, lse)
+                continue
             at, there = _places(block)
             part, part_lse = attention_part(
                 query[at],
@@ -78,9 +77,10 @@ class Blocks:
                 block.causal and not block.window,
                 scale,
             )
-            if not block.causal:
-                part, part_lse = merge_attention_states(out[at], lse[at], part, part_lse)
-            out[at], lse[at] = part, part_lse
+            if block.causal:
+                out[at], lse[at] = part, part_lse
+            else:
+                merge_into(out[at], lse[at], part, part_lse)
         return out, lse
 
     def add_gradients(
@@ -93,40 +93,49 @@ class Blocks:
         lse: Tensor,
         scale: float,
         into: tuple[Tensor, Tensor, Tensor],
+        *,
+        first: bool = True,
     ) -> None:
-        """Add the gradients of queries, keys and values to `into`, three tensors of `zeros_like_rows`.
+        """Add the gradients of queries, keys and values to `into`.
 
         Args:
             dout: gradient of the merged result, (B, H, S, D).
             query, key, value, scale: as of `attend`.
             out, lse: the merged result in the queries' dtype, and its log-sum-exp.
+            into: three tensors of `empty_like_rows`, zeros or what was added before.
+            first: whether this is the first step. Then nothing is in the queries' part of `into`.
         """
-        alone, together = self._split(query)
-        for group in together:
-            group.add_gradients(dout, query, key, value, out, lse, scale, into)
-        for block in alone:
+        for block in self._units(query):
+            if isinstance(block, _Group):
+                block.add_gradients(dout, query, key, value, out, lse, scale, into, first=first)
+                continue
             at, there = _places(block)
             is_causal = block.causal and not block.window
             found = attention_part_backward(
                 *(dout[at], query[at], key[there], value[there], _mask(block, query.device)),
                 *(out[at], lse[at], is_causal, scale),
             )
-            for total, part, place in zip(into, found, (at, there, there), strict=True):
-                total[place] += part
+            dquery, *others = found
+            if first and block.causal:
+                into[0][at] = dquery
+            else:
+                into[0][at] += dquery
+            for total, part in zip(into[1:], others, strict=True):
+                total[there] += part
 
-    def _split(self, query: Tensor) -> tuple[list[Block], list[_Group]]:
-        """Blocks that run one by one, and groups that run together."""
-        if runs_packed(query):
-            single = [group.blocks[0] for group in self._small if len(group.blocks) == 1]
-            return [*self._alone, *single], [group for group in self._small if len(group.blocks) > 1]
-        return [*self._alone, *(block for group in self._small for block in group.blocks)], []
+    def _units(self, query: Tensor) -> list[Block | _Group]:
+        """Blocks that run one by one, and groups that run together; causal ones first."""
+        units: list[Block | _Group] = list(self._alone)
+        for group in self._small:
+            units += [group] if runs_packed(query) and len(group.blocks) > 1 else group.blocks
+        return sorted(units, key=lambda unit: not unit.causal)
 
 
-def zeros_like_rows(x: Tensor) -> Tensor:
-    """Zeros of the shape of x (B, H, S, D), float32 (float64 for float64), in memory as (B, S, H, D)."""
+def empty_like_rows(x: Tensor) -> Tensor:
+    """Memory for the shape of x (B, H, S, D), float32 (float64 for float64), which lies as (B, S, H, D)."""
     batch, heads, length, features = x.shape
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_zeros((batch, length, heads, features), dtype=wide).transpose(1, 2)
+    return x.new_empty((batch, length, heads, features), dtype=wide).transpose(1, 2)
 
 
 def runs_packed(query: Tensor) -> bool:
@@ -222,6 +231,8 @@ class _Group:
         lse: Tensor,
         scale: float,
         into: tuple[Tensor, Tensor, Tensor],
+        *,
+        first: bool,
     ) -> None:
         seed = torch.zeros((), dtype=torch.int64, device=self.device)  # of the dropout that there is not
         row_lse = lse.transpose(1, 2).flatten(0, 1)[self._query_index].t().contiguous()
@@ -232,8 +243,14 @@ class _Group:
             *(0.0, self.causal, seed, seed),
             scale=scale,
         )
-        for total, part, index in zip(into, found, (self._query_index, *(self._key_index,) * 2), strict=True):
-            _flat(total).index_add_(0, index, part.to(total.dtype))
+        dquery, *others = found
+        rows = _flat(into[0])
+        if first and self.causal:
+            rows.index_copy_(0, self._query_index, dquery.to(rows.dtype))
+        else:
+            rows.index_add_(0, self._query_index, dquery.to(rows.dtype))
+        for total, part in zip(into[1:], others, strict=True):
+            _flat(total).index_add_(0, self._key_index, part.to(total.dtype))
 
     def _query_rows(self, x: Tensor) -> Tensor:
         rows = x.transpose(1, 2).flatten(0, 1)  # (B S, H, D)

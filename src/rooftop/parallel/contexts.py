@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rooftop.errors import did_you_mean
-from rooftop.parallel.block_attentions import Blocks, zeros_like_rows
+from rooftop.parallel.block_attentions import Blocks, empty_like_rows
 from rooftop.parallel.chunks import Chunks
 from rooftop.parallel.documents import Documents, Span
 from rooftop.parallel.exchanges import Group, gather_of_ranks, place_in
@@ -350,7 +350,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         plan, scale = ctx.plan, ctx.scale
-        dquery, dkey, dvalue = (zeros_like_rows(each) for each in (query, key, value))
+        dquery, dkey, dvalue = empty_like_rows(query), *(empty_like_rows(each).zero_() for each in (key, value))
         given = (out, lse, scale)
         steps = list(plan.steps)
         arriving = _send(steps[0], key, value, plan.group) if steps else None
@@ -362,8 +362,9 @@ class _Attend(torch.autograd.Function):
             rows = arriving()
             if number + 1 < len(steps):
                 arriving = _send(steps[number + 1], key, value, plan.group)
-            dkeys, dvalues = (zeros_like_rows(each) for each in rows)
-            step.blocks.add_gradients(dout, query, *rows, *given, (dquery, dkeys, dvalues))
+            dkeys, dvalues = (empty_like_rows(each).zero_() for each in rows)
+            first = number == 0 and not plan.in_steps
+            step.blocks.add_gradients(dout, query, *rows, *given, (dquery, dkeys, dvalues), first=first)
             returning.append(_send_back(step, dkeys, dvalues, plan.group))
         for add in returning:
             add(dkey, dvalue)
