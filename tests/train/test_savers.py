@@ -3,6 +3,7 @@ is killed or full, and an error is never lost."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import resource
@@ -33,6 +34,7 @@ from rooftop.train import (
     Saver,
     Tokens,
     checkpoint_files,
+    checkpoint_folders,
     find_training,
     load_training,
     run_steps,
@@ -304,6 +306,37 @@ def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
         Saver(tmp_path / "file" / "run", trainer())
 
 
+@pytest.mark.parametrize("done", range(6))
+def test_whatever_is_the_last_that_is_done_what_has_a_steps_name_is_whole(
+    done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all that changes names or removes files, where one step takes the place of another."""
+    one, left = trainer(), iter(range(done))
+    save_training(tmp_path, one, keep_last=1)
+    one.advance()
+
+    def until_killed(what: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any, **options: Any) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt  # which nobody catches to tidy up
+            what(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_folders.os, "replace", until_killed(checkpoint_folders.os.replace))
+        patched.setattr(checkpoint_folders.os, "unlink", until_killed(checkpoint_folders.os.unlink))
+        with contextlib.suppress(RuntimeError, KeyboardInterrupt):
+            save_training(tmp_path, one, keep_last=1)
+    for folder in tmp_path.glob("step-*"):
+        saved = open_tensors(read_record(folder))
+        assert isinstance(saved, SavedTensors)
+        saved.verify()
+    assert read_record(tmp_path).step == int(done > 1)
+    save_training(tmp_path, one, keep_last=1)
+    assert [name.split(".")[0] for name in names(tmp_path)] == ["latest", "step-00000001"]
+
+
 def test_what_a_killed_training_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".step-00000007.abc-1.unfinished").mkdir()
     (tmp_path / ".step-00000007.abc-1.unfinished" / "rank-00000.safetensors").write_text("half")
@@ -448,9 +481,9 @@ def test_only_a_folder_that_is_saved_to_may_be_missing(book: Path, capsys: pytes
     assert "nothing was saved in run yet: beginning anew" in capsys.readouterr().out
     assert main([*words, "--load", "run", "--save", "run"]) == 2
     assert "run has 1 steps already: expected more as --train-iters, got 1" in capsys.readouterr().err
-    (book / "run" / "latest").unlink()  # of a step that is there
+    (book / "run" / "latest").unlink()  # killed just before it was there: the step is whole
     assert main([*words, "--load", "run", "--save", "run"]) == 2
-    assert "no training was saved in run: run/training.json is not there" in capsys.readouterr().err
+    assert "run has 1 steps already" in capsys.readouterr().err
     assert main([*words, "--keep-last", "2"]) == 2
     assert "--keep-last says how many steps are left there: expected --save DIR" in capsys.readouterr().err
 

@@ -81,11 +81,11 @@ def complete(
     os.replace(folder / f".{LATEST}{UNFINISHED}", folder / LATEST)
     sync_folder(folder)
     for path in before:  # the same step, saved before: until now `latest` may have named it
-        remove(path)
+        _remove_step(path)
     if keep_last is not None:
         older = sorted(((number, path) for number, path in _steps(folder) if number < step), reverse=True)
         for _, path in older[keep_last - 1 :]:
-            remove(path)
+            _remove_step(path)
     return folder / name
 
 
@@ -98,6 +98,17 @@ def write_described(temporary: Path, files: Sequence[str], described: Mapping[st
     sync_folder(temporary)
 
 
+def last_step(folder: Path) -> Path | None:
+    """The folder of the last step that is whole; None: there is none.
+
+    It is the one that `latest` names. Where there is no `latest`, the training was killed between giving the first step
+    its name and saying so: a step that has its name is whole.
+    """
+    if (folder / LATEST).is_file():
+        return folder / (folder / LATEST).read_text(encoding="utf-8").strip()
+    return max(_steps(folder), default=(0, None))[1] if folder.is_dir() else None
+
+
 def steps_in(folder: Path, step: int) -> list[Path]:
     """The folders of a step."""
     return [path for number, path in _steps(folder) if number == step]
@@ -106,6 +117,13 @@ def steps_in(folder: Path, step: int) -> list[Path]:
 def _steps(folder: Path) -> list[tuple[int, Path]]:
     found = [(STEP.fullmatch(path.name), path) for path in folder.iterdir()]
     return [(int(match[1]), path) for match, path in found if match is not None]
+
+
+def _remove_step(path: Path) -> None:
+    """Whenever it is killed, what has the name of a step is whole."""
+    hidden = path.with_name(f".{path.name}.removed{UNFINISHED}")
+    os.replace(path, hidden)
+    remove(hidden)
 
 
 def remove(path: Path) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rooftop.errors import InputError
 from rooftop.parallel import Shard, shards_of
-from rooftop.train.checkpoint_folders import LATEST, STEP
+from rooftop.train.checkpoint_folders import last_step
 from rooftop.train.gpt_training import GptTrainer, GptTraining
 from rooftop.train.mixtures import Mixture
 from rooftop.train.older_checkpoints import OlderTensors
@@ -59,11 +59,7 @@ def save_training(folder: Path, trainer: GptTrainer, *, keep_last: int | None = 
 
 def nothing_saved(folder: Path) -> bool:
     """Whether a folder is missing, or has no step of a training: none was saved there before it ended."""
-    if not folder.exists():
-        return True
-    return folder.is_dir() and not any(
-        path.name == LATEST or STEP.fullmatch(path.name) is not None for path in folder.iterdir()
-    )
+    return not folder.exists() or (folder.is_dir() and last_step(folder) is None)
 
 
 def find_training(folder: Path, training: GptTraining) -> tuple[Path, int]:

@@ -11,7 +11,7 @@ from typing import Any
 from rooftop.errors import InputError
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.rope_scaling import RopeScaling
-from rooftop.train.checkpoint_folders import LATEST, TRAINING
+from rooftop.train.checkpoint_folders import TRAINING, last_step
 from rooftop.train.gpt_training import GptTrainer, GptTraining
 
 FORMAT, OLDER_FORMAT = 2, 1
@@ -79,7 +79,7 @@ class TrainingRecord:
 
 def holds_training(folder: Path) -> bool:
     """Whether a folder is one that a training was saved in, or that of one of its steps."""
-    return (folder / LATEST).is_file() or (folder / TRAINING).is_file()
+    return (folder / TRAINING).is_file() or last_step(folder) is not None
 
 
 def read_record(folder: Path) -> TrainingRecord:
@@ -89,9 +89,7 @@ def read_record(folder: Path) -> TrainingRecord:
         InputError: nothing, or something else.
     """
     try:
-        found = folder
-        if (folder / LATEST).is_file():
-            found = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
+        found = last_step(folder) or folder
         said: dict[str, Any] = json.loads((found / TRAINING).read_text(encoding="utf-8"))
         if said["format"] not in (FORMAT, OLDER_FORMAT):
             raise InputError(
