@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,8 @@ COUNTING = Tokens([np.arange(500) % 31], "counting")
 Fork = Callable[..., BaseProcess]
 
 
-def trainer(training: GptTraining = TRAINING) -> GptTrainer:
-    return GptTrainer(training, COUNTING, Layout(), Layout().process_groups(), torch.device("cpu"))
+def trainer(training: GptTraining = TRAINING, device: str = "cpu") -> GptTrainer:
+    return GptTrainer(training, COUNTING, Layout(), Layout().process_groups(), torch.device(device))
 
 
 def there(of: GptTrainer) -> dict[str, Tensor]:
@@ -220,6 +221,54 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
         Saver(tmp_path, again, keep_last=0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu_the_optimizer_waits_for_the_copy_and_the_host_for_nothing(
+    graph: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Staging._copy
+
+    def late(self: Staging, sources: list[Tensor]) -> None:
+        torch.cuda._sleep(2_000_000_000)  # about a second, on the stream of the copies
+        copy(self, sources)
+
+    one = trainer(replace(TRAINING, dtype=dtype, cuda_graph=graph), "cuda")
+    with saving(tmp_path, one) as saver:
+        for _ in range(6):  # a graph has been captured by then
+            one.advance()
+            saver.after_step()
+        saver.prepare()
+        before = {name: tensor.cpu() for name, tensor in there(one).items()}
+        monkeypatch.setattr(Staging, "_copy", late)
+        began = time.perf_counter()
+        saver.begin()
+        one.advance()
+        waited_s = time.perf_counter() - began
+        for _ in range(2):
+            one.advance()
+            saver.after_step()
+        found = saver.wait()
+    assert found is not None
+    assert same(tensors(found), before)
+    assert waited_s < 0.4
+    again = trainer(replace(TRAINING, dtype=dtype, cuda_graph=graph), "cuda")
+    load_training(find_training(tmp_path, again.training)[0], again)
+    assert same({name: tensor.cpu() for name, tensor in there(again).items()}, before)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_save_before_the_graph_is_captured_does_not_disturb_it(tmp_path: Path) -> None:
+    one = trainer(replace(TRAINING, cuda_graph=True), "cuda")
+    for _ in run_steps(one, 8, save=tmp_path, save_interval=1, interval=100):
+        pass
+    assert one._replayed is not None
+    assert one._replayed.captured
+    expected = {name: tensor.cpu() for name, tensor in there(one).items()}
+    assert same(tensors(tmp_path), expected)
+    assert len(names(tmp_path)) == 9
+
+
 # ---- what goes wrong ---------------------------------------------------------------------------------------------
 
 
@@ -306,7 +355,7 @@ def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
         Saver(tmp_path / "file" / "run", trainer())
 
 
-@pytest.mark.parametrize("done", range(6))
+@pytest.mark.parametrize("done", range(7))
 def test_whatever_is_the_last_that_is_done_what_has_a_steps_name_is_whole(
     done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +381,7 @@ def test_whatever_is_the_last_that_is_done_what_has_a_steps_name_is_whole(
         saved = open_tensors(read_record(folder))
         assert isinstance(saved, SavedTensors)
         saved.verify()
-    assert read_record(tmp_path).step == int(done > 1)
+    assert read_record(tmp_path).step == int(done > 2)  # tidied up, the step named, `latest`
     save_training(tmp_path, one, keep_last=1)
     assert [name.split(".")[0] for name in names(tmp_path)] == ["latest", "step-00000001"]
 

@@ -120,10 +120,13 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _remove_step(path: Path) -> None:
-    """Whenever it is killed, what has the name of a step is whole."""
+    """Whenever this is killed, what has the name of a step is whole."""
     hidden = path.with_name(f".{path.name}.removed{UNFINISHED}")
-    os.replace(path, hidden)
-    remove(hidden)
+    try:
+        os.replace(path, hidden)
+        remove(hidden)
+    except OSError as error:
+        raise OSError(f"the newer one is there, but {path} cannot be removed: {error}") from error
 
 
 def remove(path: Path) -> None:
