@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cli.main import main
-from rooftop.errors import ModelRunError
+from rooftop.errors import InputError, ModelRunError
 from rooftop.models import GptConfig
 from rooftop.parallel import Layout
 from rooftop.train import (
@@ -338,6 +339,16 @@ def test_no_memory_for_the_copy_is_said(tmp_path: Path) -> None:
         saver.prepare()
 
 
+def test_another_step_beside_the_same_tensors_is_refused(tmp_path: Path) -> None:
+    """It would go on with other data."""
+    one = trainer()
+    found = save_training(tmp_path, one)
+    said = json.loads((found / "training.json").read_text())
+    (found / "training.json").write_text(json.dumps(said | {"step": 1}))
+    with pytest.raises(InputError, match="was changed: its training.json says step 1, its index step 0"):
+        load_training(found, one)
+
+
 def test_a_writing_process_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "writer.py"
     script.write_text("import sys; sys.exit('of no use')")
@@ -401,7 +412,7 @@ SAVES_ALWAYS = """
 import sys
 from pathlib import Path
 import numpy as np, torch
-from rooftop.errors import ModelRunError
+from rooftop.errors import InputError, ModelRunError
 from rooftop.models import GptConfig
 from rooftop.parallel import Layout
 from rooftop.train import GptTrainer, GptTraining, Tokens, find_training, load_training, nothing_saved, run_steps
@@ -431,7 +442,7 @@ def test_killed_at_any_time_the_last_one_is_whole(fork: Fork, tmp_path: Path) ->
             assert time.monotonic() < until
             assert process.is_alive(), (tmp_path / "errors").read_text()
             time.sleep(0.01)
-        time.sleep(draw.uniform(0.1, 0.8))
+        time.sleep(draw.uniform(0.05, 0.5))
         process.kill()
         process.join()
         if nothing_saved(folder):
@@ -535,6 +546,43 @@ def test_only_a_folder_that_is_saved_to_may_be_missing(book: Path, capsys: pytes
     assert "run has 1 steps already" in capsys.readouterr().err
     assert main([*words, "--keep-last", "2"]) == 2
     assert "--keep-last says how many steps are left there: expected --save DIR" in capsys.readouterr().err
+
+
+def test_the_writing_process_does_not_hear_what_the_training_is_sent(tmp_path: Path) -> None:
+    """A scheduler sends SIGTERM to all processes of a job, and a terminal Ctrl-C."""
+    script = [sys.executable, "-I", "-S", checkpoint_files.__file__]
+    piece = checkpoint_files.FilePiece("up", "F32", (3,), (0,), (3,))
+    with tempfile.TemporaryFile() as memory:
+        memory.write(bytes(piece.bytes))
+        memory.flush()
+        process = subprocess.Popen(script, stdin=subprocess.PIPE, text=True, pass_fds=[memory.fileno()])
+        wait_until(lambda: ignores(process.pid, signal.SIGTERM) and ignores(process.pid, signal.SIGINT))
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        process.communicate(checkpoint_files.request(tmp_path / "file", [piece], memory.fileno()))
+    assert process.returncode == 0
+    assert checkpoint_files.read_header(tmp_path / "file")[1]["up"]["shape"] == [3]
+
+
+def test_the_writing_process_ends_with_its_training(tmp_path: Path) -> None:
+    """It writes no block more for another process than the one that started it."""
+    script = [sys.executable, "-I", "-S", checkpoint_files.__file__]
+    piece = checkpoint_files.FilePiece("up", "F32", (3,), (0,), (3,))
+    with tempfile.TemporaryFile() as memory:
+        memory.write(bytes(piece.bytes))
+        memory.flush()
+        said = json.loads(checkpoint_files.request(tmp_path / "file", [piece], memory.fileno())) | {"parent": 1}
+        ended = subprocess.run(script, input=json.dumps(said), text=True, pass_fds=[memory.fileno()], check=False)
+    assert ended.returncode == 1
+    header, _ = checkpoint_files.read_header(tmp_path / "file")
+    assert (tmp_path / "file").stat().st_size == len(header)
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Whether a process has said that it does not want to hear a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigIgn"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def test_the_writing_process_needs_nothing_but_the_standard_library() -> None:
