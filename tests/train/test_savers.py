@@ -345,7 +345,7 @@ def test_another_step_beside_the_same_tensors_is_refused(tmp_path: Path) -> None
     found = save_training(tmp_path, one)
     said = json.loads((found / "training.json").read_text())
     (found / "training.json").write_text(json.dumps(said | {"step": 1}))
-    with pytest.raises(InputError, match="was changed: its training.json says step 1, its index step 0"):
+    with pytest.raises(InputError, match=r"was changed: its training\.json says step 1, its index step 0"):
         load_training(found, one)
 
 
