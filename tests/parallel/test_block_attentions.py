@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rooftop.parallel import Context, ContextAttention, Documents, Packing, block_attentions
-from rooftop.parallel.block_attentions import Blocks
+from rooftop.parallel.block_attentions import Blocks, Given
 from rooftop.parallel.packings import Block
 from rooftop.testing import assert_as_accurate
 
@@ -52,24 +52,37 @@ def of_ranks(given: list[Tensor], packing: Packing, window: int | None) -> list[
     scale = query.shape[3] ** -0.5
     ranks = range(len(packing.held))
     found = [torch.zeros_like(each) for each in (query, query, key, value)]
-    totals = [block_attentions.empty_like_rows(each).zero_() for each in (key, value)]
+    totals = [torch.zeros_like(each, dtype=block_attentions.wide_dtype(each)) for each in (key, value)]
     for rank in ranks:
         chunks = packing.held[rank]
         mine, gradient = (chunks.of(each, 2) for each in (query, dout))
         runs = sorted(run for other in ranks for run in packing.rows(rank, other, window))
-        at = torch.cat([torch.arange(*run) for run in runs]).to(query.device)
-        keys, values = key[:, :, at], value[:, :, at]
-        blocks = Blocks(packing.blocks(rank, ranks, window), len(query), mine.shape[2], len(at), query.device)
-        out, lse = blocks.attend(mine, keys, values, scale)
+        at, there = torch.cat([torch.arange(*run) for run in runs]).to(query.device), chunks.positions(query.device)
+        parts: list[tuple[list[Block], Tensor]] = [
+            (packing.own_blocks(rank), there),
+            (packing.full_blocks(rank, runs), at),
+        ]
+        if window is not None:
+            parts = [(packing.blocks(rank, ranks, window), at)]
+        wide = block_attentions.wide_dtype(query)
+        out, dquery = (block_attentions.empty_like_rows(mine, wide) for _ in range(2))
+        lse = mine.new_empty(mine.shape[:3], dtype=wide)
+        ready = [Blocks(blocks, len(query), mine.shape[2], len(rows), query.device) for blocks, rows in parts]
+        for blocks, (_, rows) in zip(ready, parts, strict=True):
+            blocks.attend(mine, key[:, :, rows], value[:, :, rows], scale, out, lse)
         out = out.to(query.dtype)
-        into = tuple(block_attentions.empty_like_rows(each) for each in (mine, keys, values))
-        for each, value_there in zip(into, (math.nan, 0, 0), strict=True):  # queries are written first
-            each.fill_(value_there)
-        blocks.add_gradients(gradient, mine, keys, values, out, lse, scale, into)
+        backward = Given(gradient, mine, out, lse, scale)
+        dquery.fill_(0 if window is not None else math.nan)  # else the first blocks write it
+        for blocks, (_, rows) in zip(ready, parts, strict=True):
+            first = window is None and blocks is ready[0]
+            into = [block_attentions.empty_like_rows(each[:, :, rows], wide) for each in (key, value)]
+            for each in into:
+                each.fill_(math.nan if first else 0)
+            blocks.add_gradients(backward, key[:, :, rows], value[:, :, rows], (dquery, *into), first=first)
+            for total, part in zip(totals, into, strict=True):
+                total[:, :, rows] += part
         positions = chunks.positions(query.device)
-        found[0][:, :, positions], found[1][:, :, positions] = out, into[0].to(query.dtype)
-        for total, part in zip(totals, into[1:], strict=True):
-            total[:, :, at] += part
+        found[0][:, :, positions], found[1][:, :, positions] = out, dquery.to(query.dtype)
     found[2:] = [total.to(key.dtype) for total in totals]
     return found
 
@@ -135,10 +148,13 @@ def test_merging_does_not_lose_with_the_number_of_blocks() -> None:
     given = inputs(1, 2, 2, 256, 8, "cpu")
     causal = Documents.of_ends(256, [[]])
     eager, exact = (by_definition(given, causal, None, dtype)[0] for dtype in (torch.bfloat16, torch.float64))
-    blocks = [
-        Block(None, (at, at + 4), (key, key + 4), key == at) for at in range(0, 256, 4) for key in range(0, at + 4, 4)
-    ]
-    out, _ = Blocks(blocks, 1, 256, 256, torch.device("cpu")).attend(*given[:3], 8**-0.5)
+    tiles = [(at, at + 4) for at in range(0, 256, 4)]
+    own = [Block(None, tile, tile, True) for tile in tiles]
+    others = [Block(None, tile, other, False) for tile in tiles for other in tiles if other < tile]
+    out = block_attentions.empty_like_rows(given[0], torch.float32)
+    lse = out.new_empty(out.shape[:3])
+    for blocks in (own, others):
+        Blocks(blocks, 1, 256, 256, torch.device("cpu")).attend(*given[:3], 8**-0.5, out, lse)
     assert_as_accurate(out.to(torch.bfloat16), eager, exact)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rooftop.parallel import CounterDropouts, Layout, block_attentions, contexts
+from rooftop.parallel import CounterDropouts, Layout, contexts
 from rooftop.parallel.contexts import Context, ContextAttention
 from rooftop.parallel.documents import Documents
 from rooftop.parallel.dropouts import Place
@@ -172,10 +172,6 @@ def test_only_needed_rows_are_sent_and_only_own_ones_kept(case: Case, on_ranks: 
         assert max(pairs) <= 1.35 * min(pairs)  # of 32 positions; test_packings has long sequences
 
 
-def merging_in(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda x: x.new_zeros(x.transpose(1, 2).shape, dtype=dtype).transpose(1, 2)
-
-
 def off_by_a_chunk(self: Packing, queries: list[Any], keys: list[Any], window: int | None) -> Any:
     return [block for block in BLOCKS(self, queries, keys, window) if block.causal or block.queries[0]]
 
@@ -187,7 +183,7 @@ MUTANTS: dict[str, Callable[[], Any]] = {
         contexts, "_send_back", lambda step, dkey, dvalue, group: lambda a, b: None
     ),
     "rows arrive in another order": lambda: patch.object(contexts.Chunks, "positions", shuffled_positions),
-    "merged in bfloat16": lambda: patch.object(block_attentions, "empty_like_rows", merging_in(torch.bfloat16)),
+    "merged in bfloat16": lambda: patch.object(contexts, "wide_dtype", lambda x: torch.bfloat16),
 }
 
 

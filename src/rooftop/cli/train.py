@@ -253,7 +253,7 @@ def training_of(
     dtype: str | None,
     recompute: bool,
     tp_comm_overlap: bool,
-    cp_comm_type: str,
+    cp_comm_type: str | None,
     near: int | None = None,
     eod_token: int | None,
     reset_position_ids: bool,

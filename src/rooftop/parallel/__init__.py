@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rooftop.parallel.sharded_data import fully_sharded
     from rooftop.parallel.shards import Piece, Shard, shards_of
     from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
+    from rooftop.parallel.transport_plans import Exchange, TransportPlan, choose_transport
     from rooftop.parallel.vocab_embeddings import VocabParallelEmbedding
     from rooftop.parallel.vocab_losses import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 
@@ -53,6 +54,7 @@ __all__ = [
     "CounterDropouts",
     "DataParallel",
     "Documents",
+    "Exchange",
     "Launch",
     "Layout",
     "ModelGradients",
@@ -65,9 +67,11 @@ __all__ = [
     "RowParallelLinear",
     "Shard",
     "Stream",
+    "TransportPlan",
     "Uniform",
     "VocabParallelEmbedding",
     "World",
+    "choose_transport",
     "copy_to_ranks",
     "fully_sharded",
     "gather",
@@ -108,6 +112,7 @@ _NAMES = {
     "sharded_data": "fully_sharded",
     "shards": "Piece Shard shards_of",
     "tensor_linears": "ColumnParallelLinear RowParallelLinear",
+    "transport_plans": "Exchange TransportPlan choose_transport",
     "vocab_embeddings": "VocabParallelEmbedding",
     "vocab_losses": "vocab_parallel_cross_entropy vocab_parallel_linear_cross_entropy",
 }

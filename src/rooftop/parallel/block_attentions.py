@@ -10,10 +10,11 @@ in one launch of flash attention's kernels for packed sequences.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,111 +32,94 @@ WIDEST = 256  # features of a head that flash attention takes
 
 
 class Blocks:
-    """Blocks of one step, made ready once and computed in each layer of a model.
+    """Blocks of one kind, made ready once and computed in each layer of a model.
 
     Args:
-        blocks: each query has at most one causal block; the blocks of two queries are either of the same queries or of
-            none in common. Of the first step, each query has one: it is computed before what is merged with it.
+        blocks: all causal, and then no two have a query in common; or none.
         batch, queries, keys: sizes of the tensors: B, S and T.
         device: of the tensors.
     """
 
     def __init__(self, blocks: Sequence[Block], batch: int, queries: int, keys: int, device: torch.device) -> None:
-        self._whole = [*blocks] == [Block(None, (0, queries), (0, keys), True)]
-        small = [block for block in blocks if _is_small(block)]
-        self._alone = [block for block in blocks if not _is_small(block)]
+        tiles = _tiles(blocks, queries, keys)
+        small = [block for block in blocks if _is_small(block) and not tiles]
+        self._tiles = [_Tiles(tiles)] if tiles else []
+        self._alone = [_Alone(block, device) for block in blocks if not _is_small(block) and not tiles]
         self._small = [_Group(tuple(group), batch, queries, keys, device) for group in _grouped(small)]
-        self.merges = any(not block.causal for block in blocks)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, into: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(out (B, H, S, D), log-sum-exp (B, H, S)).
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
+        """Write what causal blocks make of their queries into `out` and `lse`; merge what others make.
 
         Args:
             query: (B, H, S, D). key, value: (B, H_k, T, D), where H_k divides H.
             scale: of the scores.
-            into: what earlier steps have found, which is changed and returned; None: this is the first. Then out is
-                float32 (float64 for float64), unless one causal block is all that there is.
+            out, lse: (B, H, S, D) as of `empty_like_rows`, and the log-sum-exp (B, H, S).
         """
-        if self._whole and into is None:
-            return attention_part(query, key, value, None, True, scale)
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        if into is None:
-            into = empty_like_rows(query), query.new_empty(query.shape[:3], dtype=wide)
-        out, lse = into
-        for block in self._units(query):
-            if isinstance(block, _Group):
-                block.attend(query, key, value, scale, out, lse)
-                continue
-            at, there = _places(block)
-            part, part_lse = attention_part(
-                query[at],
-                key[there],
-                value[there],
-                _mask(block, query.device),
-                block.causal and not block.window,
-                scale,
-            )
-            if block.causal:
-                out[at], lse[at] = part, part_lse
-            else:
-                merge_into(out[at], lse[at], part, part_lse)
-        return out, lse
+        for unit in self._units(query):
+            unit.attend(query, key, value, scale, out, lse)
 
     def add_gradients(
-        self,
-        dout: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        into: tuple[Tensor, Tensor, Tensor],
-        *,
-        first: bool = True,
+        self, given: Given, key: Tensor, value: Tensor, into: tuple[Tensor, Tensor, Tensor], *, first: bool = False
     ) -> None:
         """Add the gradients of queries, keys and values to `into`.
 
         Args:
-            dout: gradient of the merged result, (B, H, S, D).
-            query, key, value, scale: as of `attend`.
-            out, lse: the merged result in the queries' dtype, and its log-sum-exp.
-            into: three tensors of `empty_like_rows`, zeros or what was added before.
-            first: whether this is the first step. Then nothing is in the queries' part of `into`.
+            given: of the queries.
+            key, value: as of `attend`.
+            into: three tensors as of `empty_like_rows`.
+            first: whether `into` has nothing yet, and is written. Then each key is in one block, as each query is.
         """
-        for block in self._units(query):
-            if isinstance(block, _Group):
-                block.add_gradients(dout, query, key, value, out, lse, scale, into, first=first)
-                continue
-            at, there = _places(block)
-            is_causal = block.causal and not block.window
-            found = attention_part_backward(
-                *(dout[at], query[at], key[there], value[there], _mask(block, query.device)),
-                *(out[at], lse[at], is_causal, scale),
-            )
-            dquery, *others = found
-            if first and block.causal:
-                into[0][at] = dquery
-            else:
-                into[0][at] += dquery
-            for total, part in zip(into[1:], others, strict=True):
-                total[there] += part
+        for unit in self._units(given.query):
+            unit.add_gradients(given, key, value, into, first=first)
 
-    def _units(self, query: Tensor) -> list[Block | _Group]:
-        """Blocks that run one by one, and groups that run together; causal ones first."""
-        units: list[Block | _Group] = list(self._alone)
+    def _units(self, query: Tensor) -> Iterator[_Unit]:
+        """What runs one after the other."""
+        yield from self._tiles
+        yield from self._alone
         for group in self._small:
-            units += [group] if runs_packed(query) and len(group.blocks) > 1 else group.blocks
-        return sorted(units, key=lambda unit: not unit.causal)
+            if runs_packed(query) and len(group.blocks) > 1:
+                yield group
+            else:
+                yield from (_Alone(block, group.device) for block in group.blocks)
 
 
-def empty_like_rows(x: Tensor) -> Tensor:
-    """Memory for the shape of x (B, H, S, D), float32 (float64 for float64), which lies as (B, S, H, D)."""
+@dataclass(frozen=True)
+class Given:
+    """What backward has of the queries.
+
+    Attributes:
+        dout: gradient of the merged result, (B, H, S, D).
+        query: (B, H, S, D).
+        out, lse: the merged result in the queries' dtype, and its log-sum-exp (B, H, S).
+        scale: of the scores.
+    """
+
+    dout: Tensor
+    query: Tensor
+    out: Tensor
+    lse: Tensor
+    scale: float
+
+
+class _Unit(Protocol):
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor
+    ) -> None: ...  # as of `Blocks`
+
+    def add_gradients(
+        self, given: Given, key: Tensor, value: Tensor, into: tuple[Tensor, Tensor, Tensor], *, first: bool
+    ) -> None: ...  # as of `Blocks`
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """In which parts of x are merged and summed."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def empty_like_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for the shape of x (B, H, S, D), which lies as (B, S, H, D)."""
     batch, heads, length, features = x.shape
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty((batch, length, heads, features), dtype=wide).transpose(1, 2)
+    return x.new_empty((batch, length, heads, features), dtype=dtype or x.dtype).transpose(1, 2)
 
 
 def runs_packed(query: Tensor) -> bool:
@@ -155,19 +139,95 @@ def _is_small(block: Block) -> bool:
     return block.window is None and block.queries[1] - block.queries[0] <= TOGETHER
 
 
-def _mask(block: Block, device: torch.device) -> Tensor | None:
-    if block.window is None:
-        return None
-    return seen_positions(block.queries[1] - block.queries[0], block.keys[1] - block.keys[0], device, block.window)
-
+# ---- one launch for each -----------------------------------------------------------------------------------------
 
 Place = tuple[slice, slice, slice]
 
 
-def _places(block: Block) -> tuple[Place, Place]:
-    """Its queries in (B, H, S, ...), and its keys in (B, H_k, T, ...)."""
-    row = slice(None) if block.row is None else slice(block.row, block.row + 1)
-    return (row, slice(None), slice(*block.queries)), (row, slice(None), slice(*block.keys))
+@dataclass(frozen=True)
+class _Alone:
+    """A block in a launch of its own."""
+
+    block: Block
+    device: torch.device
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
+        at, there = self._places
+        is_causal = self.block.causal and self._mask is None
+        part, part_lse = attention_part(query[at], key[there], value[there], self._mask, is_causal, scale)
+        if self.block.causal:
+            out[at], lse[at] = part, part_lse
+        else:
+            merge_into(out[at], lse[at], part, part_lse)
+
+    def add_gradients(
+        self, given: Given, key: Tensor, value: Tensor, into: tuple[Tensor, Tensor, Tensor], *, first: bool
+    ) -> None:
+        at, there = self._places
+        is_causal = self.block.causal and self._mask is None
+        found = attention_part_backward(
+            *(given.dout[at], given.query[at], key[there], value[there], self._mask),
+            *(given.out[at], given.lse[at], is_causal, given.scale),
+        )
+        for total, part, place in zip(into, found, (at, there, there), strict=True):
+            if first:
+                total[place] = part
+            else:
+                total[place] += part
+
+    @property
+    def _mask(self) -> Tensor | None:
+        block = self.block
+        if block.window is None:
+            return None
+        queries, keys = (end - first for first, end in (block.queries, block.keys))
+        return seen_positions(queries, keys, self.device, block.window)
+
+    @property
+    def _places(self) -> tuple[Place, Place]:
+        """Its queries in (B, H, S, ...), and its keys in (B, H_k, T, ...)."""
+        block = self.block
+        row = slice(None) if block.row is None else slice(block.row, block.row + 1)
+        return (row, slice(None), slice(*block.queries)), (row, slice(None), slice(*block.keys))
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Equal causal blocks along the diagonal, as one batch."""
+
+    count: int
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
+        query, key, value = map(self._tiled, (query, key, value))
+        part, part_lse = attention_part(query, key, value, None, True, scale)
+        self._tiled(out).copy_(part)  # a view
+        lse.copy_(part_lse.unflatten(0, (-1, self.count)).transpose(1, 2).flatten(2))
+
+    def add_gradients(
+        self, given: Given, key: Tensor, value: Tensor, into: tuple[Tensor, Tensor, Tensor], *, first: bool
+    ) -> None:
+        dout, query, keys, values, out = map(self._tiled, (given.dout, given.query, key, value, given.out))
+        lse = given.lse.unflatten(2, (self.count, -1)).transpose(1, 2).flatten(0, 1)
+        found = attention_part_backward(dout, query, keys, values, None, out, lse, True, given.scale)
+        for total, part in zip(into, found, strict=True):
+            if first:
+                self._tiled(total).copy_(part)
+            else:
+                self._tiled(total).add_(part)
+
+    def _tiled(self, x: Tensor) -> Tensor:
+        """(B, H, S, D) as (B tiles, H, S / tiles, D)."""
+        return x.transpose(1, 2).unflatten(1, (self.count, -1)).flatten(0, 1).transpose(1, 2)
+
+
+def _tiles(blocks: Sequence[Block], queries: int, keys: int) -> int:
+    """How many equal causal blocks make up the diagonal of all rows; 0 where they are others."""
+    count = len(blocks)
+    if not count or queries != keys or queries % count:
+        return 0
+    size = queries // count
+    spans = [(place * size, (place + 1) * size) for place in range(count)]
+    return count if list(blocks) == [Block(None, span, span, True) for span in spans] else 0
 
 
 # ---- many in one launch ------------------------------------------------------------------------------------------
@@ -222,35 +282,20 @@ class _Group:
         lse.copy_(row_lse.unflatten(0, (self.batch, self.queries)).transpose(1, 2))
 
     def add_gradients(
-        self,
-        dout: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        into: tuple[Tensor, Tensor, Tensor],
-        *,
-        first: bool,
+        self, given: Given, key: Tensor, value: Tensor, into: tuple[Tensor, Tensor, Tensor], *, first: bool
     ) -> None:
         seed = torch.zeros((), dtype=torch.int64, device=self.device)  # of the dropout that there is not
-        row_lse = lse.transpose(1, 2).flatten(0, 1)[self._query_index].t().contiguous()
+        row_lse = given.lse.transpose(1, 2).flatten(0, 1)[self._query_index].t().contiguous()
         found = aten._flash_attention_backward(
-            *(self._query_rows(dout), self._query_rows(query), self._key_rows(key), self._key_rows(value)),
-            *(self._query_rows(out), row_lse),
+            *(self._query_rows(given.dout), self._query_rows(given.query), self._key_rows(key), self._key_rows(value)),
+            *(self._query_rows(given.out), row_lse),
             *self._lengths,
             *(0.0, self.causal, seed, seed),
-            scale=scale,
+            scale=given.scale,
         )
-        dquery, *others = found
-        rows = _flat(into[0])
-        if first and self.causal:
-            rows.index_copy_(0, self._query_index, dquery.to(rows.dtype))
-        else:
-            rows.index_add_(0, self._query_index, dquery.to(rows.dtype))
-        for total, part in zip(into[1:], others, strict=True):
-            _flat(total).index_add_(0, self._key_index, part.to(total.dtype))
+        for total, part, index in zip(into, found, (self._query_index, *(self._key_index,) * 2), strict=True):
+            put = _flat(total).index_copy_ if first else _flat(total).index_add_
+            put(0, index, part.to(total.dtype))
 
     def _query_rows(self, x: Tensor) -> Tensor:
         rows = x.transpose(1, 2).flatten(0, 1)  # (B S, H, D)

@@ -21,8 +21,8 @@ Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv:231
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +32,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rooftop.errors import did_you_mean
-from rooftop.parallel.block_attentions import Blocks, empty_like_rows
+from rooftop.parallel.block_attentions import Blocks, Given, empty_like_rows, wide_dtype
 from rooftop.parallel.chunks import Chunks
 from rooftop.parallel.documents import Documents, Span
 from rooftop.parallel.exchanges import Group, gather_of_ranks, place_in
 from rooftop.parallel.head_exchanges import heads_here, order_of, positions_here
-from rooftop.parallel.packings import Packing
+from rooftop.parallel.packings import Block, Packing
 
 if TYPE_CHECKING:
     from rooftop.parallel.self_attentions import ParallelSelfAttention
@@ -222,44 +222,59 @@ class _Plan:
     in_steps: bool
     batch: int
     device: torch.device
-    _steps: dict[int, _Step] = field(default_factory=dict, compare=False)
+
+    @property
+    def index(self) -> int:
+        return place_in(self.group)[0]
 
     @cached_property
-    def own(self) -> Blocks:
-        """What is computed of this rank's rows, without the others'."""
-        index = place_in(self.group)[0]
-        return self._blocks([index], len(self.packing.held[index]))
+    def own(self) -> Blocks | None:
+        """What is computed while the first rows are on their way: of each query its own block. None where a window
+        reaches from there into what others hold."""
+        if self.window is not None:
+            return None
+        return self._made_ready(self.packing.own_blocks(self.index), len(self.packing.held[self.index]))
 
     @cached_property
     def steps(self) -> tuple[_Step, ...]:
-        """All steps in which rows arrive."""
-        index, ranks = place_in(self.group)
-        if ranks == 1:
+        """All steps in which rows arrive; this rank's own are among those of the first."""
+        index, ranks = self.index, place_in(self.group)[1]
+        if ranks == 1 and self.window is None:
             return ()
         if not self.in_steps:
-            return (self._step(list(range(ranks)), list(range(ranks))),)
-        return tuple(self._step([(index + away) % ranks], [(index - away) % ranks]) for away in range(1, ranks))
-
-    def _step(self, to: list[int], of: list[int]) -> _Step:
-        index, ranks = place_in(self.group)
-        packing, window = self.packing, self.window
-        held = packing.held[index]
-        sent = [_places_in(held, packing.rows(rank, index, window) if rank in to else ()) for rank in range(ranks)]
-        arriving = [packing.rows(index, rank, window) if rank in of else () for rank in range(ranks)]
-        received = [sum(end - first for first, end in spans) for spans in arriving]
-        positions = [torch.arange(first, end) for spans in arriving for first, end in spans]
-        order = torch.cat(positions).argsort() if positions else torch.zeros(0, dtype=torch.int64)
-        return _Step(
-            tuple(each.to(self.device, non_blocking=True) for each in sent),
-            tuple(received),
-            order.to(self.device, non_blocking=True),
-            self._blocks(of, sum(received)),
+            return (self._step(range(ranks), range(ranks)),)
+        apart = [(index + away) % ranks for away in range(1, ranks)]
+        return tuple(
+            self._step({to, index} if number == 0 else {to}, {of, index} if number == 0 else {of})
+            for number, (to, of) in enumerate(zip(apart, apart[::-1], strict=True))
         )
 
-    def _blocks(self, of: Sequence[int], keys: int) -> Blocks:
-        index = place_in(self.group)[0]
-        blocks = self.packing.blocks(index, of, self.window)
-        return Blocks(blocks, self.batch, len(self.packing.held[index]), keys, self.device)
+    def _step(self, to: Collection[int], of: Collection[int]) -> _Step:
+        index, ranks = self.index, place_in(self.group)[1]
+        held = self.packing.held[index]
+        arriving = [self._rows(index, rank) if rank in of else () for rank in range(ranks)]
+        sent = [self._rows(rank, index) if rank in to else () for rank in range(ranks)]
+        received = [sum(end - first for first, end in spans) for spans in arriving]
+        spans = [span for each in arriving for span in each]
+        order = torch.cat([torch.arange(*span) for span in spans]).argsort() if spans else torch.zeros(0).long()
+        if self.window is None:
+            blocks = self.packing.full_blocks(index, spans)
+        else:
+            blocks = self.packing.blocks(index, range(ranks), self.window)
+        return _Step(
+            tuple(_places_in(held, each).to(self.device, non_blocking=True) for each in sent),
+            tuple(received),
+            order.to(self.device, non_blocking=True),
+            self._made_ready(blocks, sum(received)),
+        )
+
+    def _rows(self, to: int, of: int) -> tuple[Span, ...]:
+        if to == of and self.window is None:
+            return self.packing.rows_before(to)
+        return self.packing.rows(to, of, self.window)
+
+    def _made_ready(self, blocks: Sequence[Block], keys: int) -> Blocks:
+        return Blocks(blocks, self.batch, len(self.packing.held[self.index]), keys, self.device)
 
 
 def _places_in(held: Chunks, spans: Sequence[Span]) -> Tensor:
@@ -309,7 +324,9 @@ def _start_exchange(
     arriving: Tensor, received: Sequence[int], out: Tensor, sent: Sequence[int], group: Group
 ) -> Callable[[], None]:
     """All ranks' rows to all, of which each pair may exchange another number, or none."""
-    assert group is not None
+    if group is None:
+        arriving.copy_(out)
+        return lambda: None
     work = dist.all_to_all_single(arriving, out, list(received), list(sent), group=group, async_op=True)
 
     def wait(_kept: Tensor = out) -> None:
@@ -328,19 +345,14 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan, scale: float) -> Tensor:
         ctx.plan, ctx.scale = plan, scale
-        steps = list(plan.steps)
-        if not steps:
-            out, lse = plan.own.attend(query, key, value, scale)
-        elif plan.in_steps:
-            arriving = _send(steps[0], key, value, plan.group)
-            out, lse = plan.own.attend(query, key, value, scale)
-            for number, step in enumerate(steps):
-                rows = arriving()
-                if number + 1 < len(steps):
-                    arriving = _send(steps[number + 1], key, value, plan.group)
-                out, lse = step.blocks.attend(query, *rows, scale, (out, lse))
-        else:
-            out, lse = steps[0].blocks.attend(query, *_send(steps[0], key, value, plan.group)(), scale)
+        wide = wide_dtype(query)
+        out = empty_like_rows(query, wide if plan.steps and plan.own is not None else query.dtype)
+        lse = query.new_empty(query.shape[:3], dtype=wide)
+        arriving = _arriving(plan, key, value)
+        if plan.own is not None:
+            plan.own.attend(query, key, value, scale, out, lse)
+        for step, rows in arriving:
+            step.blocks.attend(query, *rows, scale, out, lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
@@ -349,23 +361,34 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        plan, scale = ctx.plan, ctx.scale
-        dquery, dkey, dvalue = empty_like_rows(query), *(empty_like_rows(each).zero_() for each in (key, value))
-        given = (out, lse, scale)
-        steps = list(plan.steps)
-        arriving = _send(steps[0], key, value, plan.group) if steps else None
-        if not steps or plan.in_steps:
-            plan.own.add_gradients(dout, query, key, value, *given, (dquery, dkey, dvalue))
+        plan = ctx.plan
+        given = Given(dout, query, out, lse, ctx.scale)
+        wide = wide_dtype(query) if plan.steps else query.dtype
+        dquery, dkey, dvalue = (empty_like_rows(each, wide) for each in (query, key, value))
+        arriving = _arriving(plan, key, value)
+        if plan.own is not None:
+            plan.own.add_gradients(given, key, value, (dquery, dkey, dvalue), first=True)
+        else:
+            for each in (dquery, dkey, dvalue):
+                each.zero_()
         returning: list[Callable[[Tensor, Tensor], None]] = []
-        for number, step in enumerate(steps):
-            assert arriving is not None
-            rows = arriving()
-            if number + 1 < len(steps):
-                arriving = _send(steps[number + 1], key, value, plan.group)
-            dkeys, dvalues = (empty_like_rows(each).zero_() for each in rows)
-            first = number == 0 and not plan.in_steps
-            step.blocks.add_gradients(dout, query, *rows, *given, (dquery, dkeys, dvalues), first=first)
+        for step, rows in arriving:
+            dkeys, dvalues = (empty_like_rows(each, wide).zero_() for each in rows)
+            step.blocks.add_gradients(given, *rows, (dquery, dkeys, dvalues))
             returning.append(_send_back(step, dkeys, dvalues, plan.group))
         for add in returning:
             add(dkey, dvalue)
         return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None
+
+
+def _arriving(plan: _Plan, key: Tensor, value: Tensor) -> Iterator[tuple[_Step, Rows]]:
+    """Each step with the rows that have arrived for it, while those of the next one are on their way."""
+    pending = [_send(step, key, value, plan.group) for step in plan.steps[:1]]
+
+    def steps() -> Iterator[tuple[_Step, Rows]]:
+        for number, step in enumerate(plan.steps):
+            rows = pending.pop()()
+            pending.extend(_send(each, key, value, plan.group) for each in plan.steps[number + 1 : number + 2])
+            yield step, rows
+
+    return steps()

@@ -115,6 +115,28 @@ class Packing:
         runs = _united(run for each in of for run in self.rows(to, each, window))
         return list(self._blocks(list(self.held[to].runs()), runs, window))
 
+    def own_blocks(self, rank: int) -> list[Block]:
+        """What a rank computes of its own rows alone: of each query its own block, which is causal."""
+        runs = list(self.held[rank].runs())
+        return [block for block in self._blocks(runs, runs, None) if block.causal]
+
+    def full_blocks(self, rank: int, spans: Iterable[Span]) -> list[Block]:
+        """What a rank computes of the rows at some positions besides: blocks whose queries see all of their keys."""
+        runs = list(self.held[rank].runs())
+        return [block for block in self._blocks(runs, _united(spans), None) if not block.causal]
+
+    def rows_before(self, rank: int) -> tuple[Span, ...]:
+        """Which of its own rows a rank needs for `full_blocks`, as runs, ascending."""
+        runs = list(self.held[rank].runs())
+        seen = _united(
+            (first, run[0])
+            for _, spans in self.spans
+            for run in runs
+            for first, _ in _met(run, spans)
+            if first < run[0]
+        )
+        return tuple(_common(seen, runs))
+
     def _blocks(self, queries: list[Span], keys: list[Span], window: int | None) -> Iterator[Block]:
         for row, spans in self.spans:
             for query, here in _placed(queries):

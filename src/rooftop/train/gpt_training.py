@@ -31,6 +31,7 @@ from rooftop.parallel.contexts import Context
 from rooftop.parallel.documents import Documents
 from rooftop.parallel.exchanges import Group, start_sum
 from rooftop.parallel.packings import Packing
+from rooftop.parallel.transport_plans import Exchange, choose_transport
 from rooftop.train.adamw import AdamW
 from rooftop.train.batches import Batches
 from rooftop.train.initial_weights import fill_from
@@ -69,7 +70,8 @@ class GptTraining:
         recompute: keep only what goes from block to block, and compute the rest again in backward.
         halves: compute the two halves of a micro-batch in turn: what tensor parallel ranks exchange of one is on its
             way while they compute the other. Twice as many launches: with `cuda_graph`, or the host is too slow.
-        transport: how context parallel ranks exchange keys and values, a name of `rooftop.parallel.TRANSPORTS`.
+        transport: how context parallel ranks exchange keys and values, a name of `rooftop.parallel.TRANSPORTS`; None:
+            the one that `choose_transport` gives.
         near: with the transport a2a+p2p, how many neighbours exchange heads.
         document_end: the token with which a document ends. Attention then sees a position's own document only. None:
             each sequence is one document.
@@ -99,7 +101,7 @@ class GptTraining:
     dtype: torch.dtype = torch.float32
     recompute: bool = False
     halves: bool = False
-    transport: str = "p2p"
+    transport: str | None = None
     near: int | None = None
     document_end: int | None = None
     reset_positions: bool = False
@@ -266,30 +268,45 @@ class GptTraining:
                     "(--hierarchical-context-parallel-sizes) says how they exchange: leave it out"
                 )
             return
-        Context(None, self.transport)  # it is one
+        transport = self.transport_in(layout)
+        Context(None, transport)  # it is one
         if self.halves or self.cuda_graph:
             what = "halves (--tp-comm-overlap)" if self.halves else "a CUDA graph (--enable-cuda-graph)"
             raise ValueError(f"context parallel ranks cannot have {what}: leave out one of both")
-        in_steps = self.transport in ("p2p", "a2a+p2p")
-        if in_steps and any(self.config.window_of(layer) is not None for layer in range(self.config.layers)):
+        if transport in ("p2p", "a2a+p2p") and self._has_windows:
             raise ValueError(
-                f"the transport {self.transport} (--cp-comm-type) computes no windows, which this model has: use "
+                f"the transport {transport} (--cp-comm-type) computes no windows, which this model has: use "
                 "all_gather or a2a"
             )
-        if self.transport == "a2a+p2p" and (self.near is None or layout.cp % self.near):
+        if transport == "a2a+p2p" and (self.near is None or layout.cp % self.near):
             raise ValueError(
                 f"the transport a2a+p2p (--cp-comm-type) needs near, a number of neighbours that divides "
                 f"cp={layout.cp} (--hierarchical-context-parallel-sizes), got {self.near}"
             )
-        ranks = layout.cp if self.transport == "a2a" else self.near if self.transport == "a2a+p2p" else 1
-        heads = self.config.heads // layout.tp
-        kv_heads = max(1, self.config.kv_heads // layout.tp)
+        ranks = layout.cp if transport == "a2a" else self.near if transport == "a2a+p2p" else 1
+        heads, kv_heads = self._heads_in(layout)
         assert ranks is not None
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             raise ValueError(
-                f"the transport {self.transport} (--cp-comm-type) exchanges {heads} heads of queries and {kv_heads} of "
+                f"the transport {transport} (--cp-comm-type) exchanges {heads} heads of queries and {kv_heads} of "
                 f"keys of a tensor parallel rank among {ranks} ranks, which do not divide them: use p2p or all_gather"
             )
+
+    def transport_in(self, layout: Layout) -> str:
+        """How context parallel ranks of a layout exchange keys and values."""
+        if self.transport is not None:
+            return self.transport
+        heads, kv_heads = self._heads_in(layout)
+        sizes = (heads, kv_heads, self.config.head_features, self.length, layout.cp)
+        return choose_transport(Exchange(*sizes, windows=self._has_windows)).transport
+
+    def _heads_in(self, layout: Layout) -> tuple[int, int]:
+        """Heads of queries, and of keys and values, of a tensor parallel rank."""
+        return self.config.heads // layout.tp, max(1, self.config.kv_heads // layout.tp)
+
+    @property
+    def _has_windows(self) -> bool:
+        return any(self.config.window_of(layer) is not None for layer in range(self.config.layers))
 
 
 class GptTrainer:
@@ -338,7 +355,9 @@ class GptTrainer:
         self.batches = training.batches(tokens)
         self.fully_shard = fully_shard
         wide = torch.float64 if training.dtype == torch.float64 else torch.float32
-        self.context = Context.of(groups["cp"], training.transport, training.near) if layout.cp > 1 else Context()
+        self.context = (
+            Context.of(groups["cp"], training.transport_in(layout), training.near) if layout.cp > 1 else Context()
+        )
         options: dict[str, Any] = {
             "seed": training.seed,
             "recompute": training.recompute,

@@ -174,10 +174,9 @@ def command() -> None:
 @click.option(
     "--cp-comm-type",
     type=choice["transports"],
-    default="p2p",
-    show_default=True,
     help="How these exchange keys and values: from rank to rank beside the work (p2p), all at once (all_gather), heads "
-    "against positions (a2a), or heads among neighbours and the rest from rank to rank (a2a+p2p).",
+    "against positions (a2a), or heads among neighbours and the rest from rank to rank (a2a+p2p).  [default: the "
+    "fastest of the first three, by a measured table or a formula]",
 )
 @click.option(
     "--hierarchical-context-parallel-sizes",

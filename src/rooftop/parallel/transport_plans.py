@@ -1,0 +1,95 @@
+"""Which transport context parallel attention takes, where the user names none: by a measured table, else by a formula.
+
+The formula counts what a forward pass exposes on the busiest rank, seconds:
+
+    p2p          what a step's rows take beyond the work on those before, and a merge for each step
+    all_gather   what all rows take beyond the work on a rank's own
+    a2a          all that moves, since attention waits for it
+
+Backward moves and computes both about twice as much, so that it changes no choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RATE = 4e14
+"""Attention, flop/s: bfloat16 forward and backward of 32 k to 64 k positions, one H100 (results/h100/context.json)."""
+LINK = 1.5e11
+"""What a rank sends and receives at once over NVLink, bytes/s."""
+MERGE = 1.5e12
+"""Elements of results that are merged, as bytes of float32 a second that are read and written."""
+START_S = 2e-5  # of an exchange
+WIDTH = 2  # bytes of an element
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What decides: heads of queries and keys of a rank (after tensor parallel ranks), features of a head, positions of
+    a sequence, context parallel ranks, and whether layers have windows."""
+
+    heads: int
+    kv_heads: int
+    features: int
+    length: int
+    ranks: int
+    windows: bool = False
+
+
+@dataclass(frozen=True)
+class TransportPlan:
+    """A transport and why.
+
+    Attributes:
+        transport: one of `rooftop.parallel.TRANSPORTS`.
+        reason: in words.
+        exposed_s: what the formula says of each that can do it.
+    """
+
+    transport: str
+    reason: str
+    exposed_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The fastest of those measured: forward and backward of so many ranks with at least so many positions."""
+
+    ranks: int
+    least_length: int
+    transport: str
+
+
+# benchmarks/context.py, two H100s: p2p is the fastest at 32 k and 64 k positions, with and without documents.
+TABLE = (Measured(ranks=2, least_length=32768, transport="p2p"),)
+
+
+def choose_transport(exchange: Exchange) -> TransportPlan:
+    """The transport for an exchange; "a2a+p2p" is never chosen: who is near whom is the user's to say."""
+    exposed = {name: seconds for name, seconds in _exposed_s(exchange).items() if _can(name, exchange)}
+    for row in TABLE:
+        if row.ranks == exchange.ranks and exchange.length >= row.least_length and row.transport in exposed:
+            return TransportPlan(row.transport, "fastest by the table", exposed)
+    best = min(exposed, key=lambda name: exposed[name])
+    return TransportPlan(best, f"exposes least, by the formula: {1e6 * exposed[best]:.0f} us a forward pass", exposed)
+
+
+def _can(name: str, exchange: Exchange) -> bool:
+    if name == "p2p":
+        return not exchange.windows
+    divides = exchange.kv_heads % exchange.ranks == 0 or exchange.ranks % exchange.kv_heads == 0
+    return name != "a2a" or (exchange.heads % exchange.ranks == 0 and divides)
+
+
+def _exposed_s(exchange: Exchange) -> dict[str, float]:
+    ranks, held = exchange.ranks, exchange.length // exchange.ranks
+    work_s = 2 * exchange.length**2 * exchange.heads * exchange.features / ranks / RATE
+    rows_s = 2 * held * exchange.kv_heads * exchange.features * WIDTH / LINK  # of one rank's keys and values
+    merge_s = 10 * held * exchange.heads * exchange.features / MERGE
+    moved_s = 2 * held * (exchange.heads + exchange.kv_heads) * exchange.features * WIDTH * (ranks - 1) / ranks / LINK
+    others = ranks - 1
+    return {
+        "p2p": others * (max(0.0, rows_s + START_S - work_s / ranks) + merge_s / 2),
+        "all_gather": max(0.0, others * rows_s + START_S - work_s / ranks) + merge_s / 2,
+        "a2a": moved_s + 4 * START_S,
+    }
