@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rooftop.errors import InputError
-from rooftop.parallel import Shard, shards_of
+from rooftop.parallel import Shard
 from rooftop.train.checkpoint_folders import last_step
 from rooftop.train.gpt_training import GptTrainer, GptTraining
 from rooftop.train.mixtures import Mixture
@@ -30,7 +30,7 @@ from rooftop.train.older_checkpoints import OlderTensors
 from rooftop.train.saved_tensors import Readable, SavedTensors
 from rooftop.train.savers import Saver
 from rooftop.train.tokens import Tokens
-from rooftop.train.trainer_tensors import fill_trainer
+from rooftop.train.trainer_tensors import fill_trainer, shards_here
 from rooftop.train.training_records import FORMAT, TrainingRecord, check_same, read_record
 
 
@@ -96,7 +96,7 @@ def load_training(found: Path, trainer: GptTrainer) -> None:
         InputError: something is missing, damaged or does not fit; the tensor and the file are named.
     """
     record = read_record(found)
-    own = (trainer.place["tp"], shards_of(trainer.model)) if record.layout["tp"] == trainer.layout.tp else None
+    own = (trainer.place["tp"], shards_here(trainer)) if record.layout["tp"] == trainer.layout.tp else None
     fill_trainer(trainer, open_tensors(record, own), record.folder)
     trainer.step = record.step
 

@@ -27,6 +27,8 @@ from rooftop.train.saved_tensors import KINDS, Readable, entry_of
 OPTIMIZER = "optimizer"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEPS = "step"
+EMBEDDING, HEAD = "embedding.tokens.weight", "head.output.weight"
+"""The two names of a tied weight."""
 
 
 class HeldTensor(NamedTuple):
@@ -62,19 +64,23 @@ def _held(name: str, value: Tensor, shard: Shard | None) -> HeldTensor:
 
 
 def _weights(trainer: GptTrainer) -> Iterator[tuple[str, Tensor, Shard | None]]:
-    """Of each weight its name in the whole model, and what this rank has of it; None: all.
-
-    A head that the config ties to the embedding is the embedding, also where a stage has no other part of it.
-    """
-    shards, tied = shards_of(trainer.model), trainer.training.config.tied
-    for name, weight in trainer.weights.named.items():
+    """Of each weight its name in the whole model, and what this rank has of it; None: all."""
+    shards = shards_here(trainer)
+    for own_name, weight in trainer.weights.named.items():
+        name = _whole_name(trainer, own_name)
         here = shard_here(weight, shards.get(name))
-        alone = here.padding == 0 and [piece.box for piece in here.pieces] == [Box.whole(weight.shape)]
-        yield (
-            "embedding.tokens.weight" if tied and name == "head.output.weight" else name,
-            weight,
-            None if alone else here,
-        )
+        is_whole = here.padding == 0 and [piece.box for piece in here.pieces] == [Box.whole(weight.shape)]
+        yield name, weight, None if is_whole else here
+
+
+def shards_here(trainer: GptTrainer) -> dict[str, Shard]:
+    """What this rank's layers have of split weights, by names in the whole model; data ranks may share that."""
+    return {_whole_name(trainer, name): shard for name, shard in shards_of(trainer.model).items()}
+
+
+def _whole_name(trainer: GptTrainer, name: str) -> str:
+    """A head that is tied to the embedding is the embedding, also in a stage that has no embedding."""
+    return EMBEDDING if trainer.training.config.tied and name == HEAD else name
 
 
 @torch.no_grad()
