@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -331,6 +332,26 @@ def test_sigterm_at_one_rank_stops_all_after_the_same_step(asked: int, on_ranks:
     assert len(set(said)) == 1
     assert said[0][0] == said[0][1]
     assert 4 <= said[0][0] <= 6
+
+
+def dies(training: GptTraining, folder: Path) -> None:
+    """A rank that is gone while the others save at every step."""
+    one = trainer(training, "dp=2")
+    for reports in run_steps(one, 1000, save=folder, save_interval=1, interval=1):
+        if one.rank == 1 and reports[-1].step == 3:
+            os._exit(1)
+
+
+def test_a_rank_that_is_gone_ends_the_others_and_leaves_what_was_saved(
+    on_ranks: Run, ranks_failed: type[Exception], tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(ranks_failed) as raised:
+        on_ranks(2, dies, training_of("llama"), tmp_path)
+    assert "rank 1 of 2 is gone without an error" in raised.value.errors[0]  # type: ignore[attr-defined]
+    assert time.monotonic() - began < 30
+    assert 1 <= read_record(tmp_path).step <= 3
+    assert all(tensor.isfinite().all() for tensor in tensors(tmp_path).values())
 
 
 # ---- by torch.distributed.checkpoint -----------------------------------------------------------------------------
