@@ -100,6 +100,15 @@ def test_without_documents_work_is_the_same_on_all_ranks() -> None:
     assert len(set(Packing.of(48, 4).pairs)) == 1
 
 
+def test_a_picture_shows_who_holds_what() -> None:
+    assert Packing.of(8, 2).drawn().splitlines() == [
+        "positions 0      7",
+        "rank 0    ##....##  50.0% of the pairs",
+        "rank 1    ..####..  50.0% of the pairs",
+    ]
+    assert len(Packing.of(65536, 4).drawn().splitlines()[1]) < 100
+
+
 def test_documents_end_with_their_token() -> None:
     documents = Documents.of_tokens(torch.tensor([[5, 0, 3, 3, 0], [0, 0, 1, 2, 3]]), end=0)
     assert documents.spans == (((0, 2), (2, 5)), ((0, 1), (1, 2), (2, 5)))

@@ -23,7 +23,7 @@ from rooftop.models.gpt_configs import gpt_config
 from rooftop.models.gpt_stages import layers_of_stages
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.gpt_weights import read_gpt_config
-from rooftop.parallel import Layout, Schedule, World, join, launched, simulate
+from rooftop.parallel import Layout, Packing, Schedule, World, join, launched, simulate
 from rooftop.train import (
     GptTrainer,
     GptTraining,
@@ -361,11 +361,15 @@ def roof_here(trainer: GptTrainer) -> StepRoof | None:
 
 
 def planned(training: GptTraining, layout: Layout) -> str:
-    """The model, the ranks, and the picture of a pipeline's schedule."""
+    """The model, the ranks, and pictures: of a pipeline's schedule, and of who holds which tokens."""
     lines = [f"{training.config.parameters:,} parameters on {layout.world_size} ranks: {layout}"]
     schedule = training.schedule_of(layout)
     if schedule is not None:
         lines += [told_schedule(training, schedule), schedule.drawn()]
+    if layout.cp > 1:
+        whose = "of a sequence of one document" if training.document_end is not None else "of each sequence"
+        lines += [f"context parallel by {training.transport_in(layout)}; who holds which tokens {whose}:"]
+        lines += [Packing.of(training.length, layout.cp).drawn()]
     return "\n".join(lines)
 
 

@@ -229,8 +229,8 @@ def command() -> None:
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Check all that is given, draw the pipeline's schedule, and end. Without torchrun, as many ranks as the sizes "
-    "ask for are taken to be there.",
+    help="Check all that is given, draw the pipeline's schedule and who holds which tokens, and end. Without torchrun, "
+    "as many ranks as the sizes ask for are taken to be there.",
 )
 @done_by("rooftop.cli.train:train_gpt")
 def gpt() -> None:
