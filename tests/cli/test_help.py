@@ -99,7 +99,7 @@ JSON = {path: option for path, verb in VERBS.items() for option in verb.params i
 
 
 def test_the_option_is_the_same_everywhere() -> None:
-    assert len(JSON) == 15
+    assert len(JSON) == 16
     for path, option in JSON.items():
         assert isinstance(option, click.Option)
         assert (option.name, option.is_flag, option.metavar) == ("json_path", False, "[FILE]"), path

@@ -29,6 +29,7 @@ from rooftop.train import (
     load_training,
     save_training,
 )
+from rooftop.train.trained_models import load_trained_gpt
 
 NARROW = torch.float16 if INTERPRETED else torch.bfloat16
 CONFIG = GptConfig(vocabulary=11, layers=2, width=16, heads=2, kv_heads=2, hidden=32, positions=8)
@@ -294,9 +295,9 @@ def test_the_command_begins_from_a_folder(
     (COUNTING.read(0, 500).numpy().astype(np.uint16)).tofile("a.bin")
     words = [*WORDS, "--data-path", "a.bin", "--init-from", str(folder)]
     assert main(words) == 0
-    (saved,) = Path("run").glob("step-*/tensor-0.pt")
+    saved = load_trained_gpt("run")
     for name, expected in load_gpt(folder).named_parameters():
-        assert torch.equal(torch.load(saved, weights_only=True)["weights"][name], expected)
+        assert torch.equal(saved.get_parameter(name), expected)
     for more, said in (
         (["--preset", "gpt2", "--num-layers", "3"], "has its sizes: leave out --preset and --num-layers"),
         (["--vocab-size", "11"], "leave out --vocab-size"),
@@ -320,10 +321,10 @@ def test_with_load_a_folder_gives_the_sizes_alone(folder: Path, monkeypatch: pyt
     words = [*WORDS[:-2], "--data-path", "a.bin", "--init-from", str(folder)]
     words[words.index("--lr") + 1] = "0.01"
     assert main([*words, "--train-iters", "1"]) == 0
-    first = torch.load("run/step-00000001/tensor-0.pt", weights_only=True)["weights"]
+    first = load_trained_gpt("run/step-00000001").state_dict()
     words[words.index("--lr") + 1] = "0"
     assert main([*words, "--train-iters", "2", "--load", "run"]) == 0
-    second = torch.load("run/step-00000002/tensor-0.pt", weights_only=True)["weights"]
+    second = load_trained_gpt("run/step-00000002").state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

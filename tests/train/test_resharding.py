@@ -12,7 +12,7 @@ from torch import Tensor
 from rooftop.kernels import Box
 from rooftop.parallel import Piece, Shard
 from rooftop.parallel.shards import padded_rows_of, rows_of
-from rooftop.train.resharding import put_together, records, shards_from
+from rooftop.train.resharding import put_together, shards_from
 
 RANKS = st.sampled_from([1, 2, 4, 8])
 Held = tuple[Shard | None, Tensor]
@@ -44,6 +44,14 @@ WHOLE = {
     "biases": (32,),
     "columns": (3, 16),
 }
+
+
+def records(shards: dict[str, Shard]) -> dict[str, object]:
+    """As format 1 has them: of each piece the whole shape, start, size and whether it is the first; then padding."""
+    return {
+        name: ([(p.box.shape, p.box.start, p.box.size, p.first) for p in shard.pieces], shard.padding)
+        for name, shard in shards.items()
+    }
 
 
 def held(kind: str, count: int) -> list[Held]:

@@ -22,6 +22,7 @@ from rooftop.errors import InputError, RooftopError, TargetError, did_you_mean
 VERBS = {
     "analyze": "Show how far a model is from what this machine can do, and why.",
     "ceilings": "Measure what this machine can do: bandwidths, matrix rates, launch costs.",
+    "checkpoint": "Look into what a training has saved, convert it, and export its model.",
     "classify": "Show what is on photographs.",
     "compare": "Show what changed between two reports.",
     "crossover": "Show from which size on a GPU beats the CPU, with and without transfers.",
@@ -37,7 +38,7 @@ VERBS = {
     "train": "Train a model, on one process or on many, and say how far that is from the roof.",
 }
 
-GROUPS = ("media", "scene")
+GROUPS = ("checkpoint", "media", "scene")
 """Verbs that have verbs of their own."""
 
 

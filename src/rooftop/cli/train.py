@@ -33,6 +33,7 @@ from rooftop.train import (
     Tokens,
     find_training,
     load_training,
+    nothing_saved,
     open_mixture,
     other_data,
     run_steps,
@@ -41,6 +42,7 @@ from rooftop.train import (
 from rooftop.train.gpt_training import DTYPES
 from rooftop.train.metrics import add_lines, kept_lines, metrics_file
 from rooftop.train.mixtures import paths_of
+from rooftop.train.stopping import STOPPED_STATUS, stop_on_sigterm
 from rooftop.train.tokens import BYTES
 
 LAUNCHED_PERCENT = 15  # of roof; Llamas of 135 M to 7 B have 4 where Python is too slow for them, and else 34 to 73
@@ -60,6 +62,8 @@ def train_gpt(
     train_iters: int,
     save: Path | None,
     save_interval: int | None,
+    async_save: bool,
+    keep_last: int | None,
     load: Path | None,
     init_from: Path | None,
     metrics: Path | None,
@@ -67,11 +71,13 @@ def train_gpt(
     with_roof: bool,
     dry_run: bool,
     **options: Any,
-) -> None:
-    """Do what `rooftop.cli.commands.train:gpt` says."""
+) -> int:
+    """Do what `rooftop.cli.commands.train:gpt` says; gives the exit status."""
     # What is wrong at every rank is found before any communicates, and said by each in the same words.
     if save_interval is not None and save is None:
         raise click.UsageError("--save-interval says how often: expected --save DIR, where to")
+    if keep_last is not None and save is None:
+        raise click.UsageError("--keep-last says how many steps are left there: expected --save DIR")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with as_input_errors():
         ranks = launched().size
@@ -80,11 +86,6 @@ def train_gpt(
         layout = layout_of(
             ranks, tensor_parallel_size, pipeline_parallel_size, context_parallel_size, sequence_parallel
         )
-        if layout.pp > 1 and (save is not None or load is not None):
-            raise InputError(
-                f"--pipeline-parallel-size {layout.pp}: a training with pipeline ranks cannot be saved or loaded yet; "
-                "leave out --save and --load, or use tensor and data parallel ranks"
-            )
         if hierarchical_context_parallel_sizes is not None:
             options["near"] = neighbours_of(hierarchical_context_parallel_sizes, layout)
         if metrics is not None:
@@ -93,13 +94,14 @@ def train_gpt(
         training = training_of(tokens, layout, kind, train_iters, init_from=init_from, **options)
         training.check(layout, ranks, kind, fully_shard=use_torch_fsdp2)
         training.batches(tokens)  # there are enough
-        found, before = find_training(load, training) if load is not None else (None, 0)
+        anew = load is not None and save is not None and same_folder(load, save) and nothing_saved(load)
+        found, before = find_training(load, training) if load is not None and not anew else (None, 0)
         if metrics is not None and found is not None:
             kept_lines(metrics, before)  # it is one that can be gone on with
     if dry_run:
         if launched().rank == 0:
             click.echo(planned(training, layout))
-        return
+        return 0
     if before >= train_iters:
         raise click.UsageError(f"{load} has {before} steps already: expected more as --train-iters, got {train_iters}")
     first = launched().rank == 0
@@ -115,6 +117,8 @@ def train_gpt(
         "init_from": str(init_from),
         "save": str(save),
         "save_interval": save_interval,
+        "async_save": async_save,
+        "keep_last": keep_last,
         "log_interval": log_interval,
         "roof": with_roof,
         "fully_shard": use_torch_fsdp2,
@@ -133,18 +137,29 @@ def train_gpt(
             load_training(found, trainer)
         if first:
             click.echo(heading(trainer, world, found))
+            if anew:
+                click.echo(f"nothing was saved in {load} yet: beginning anew")
             if found is not None and (note := other_data(found, tokens)):
                 click.echo(f"note: {note}", err=True)
         roof = roof_here(trainer) if with_roof else None
-        steps = run_steps(
-            trainer, train_iters, interval=log_interval, roof=roof, save=save, save_interval=save_interval
-        )
         after = None if found is None else before
         with (
+            stop_on_sigterm() if save is not None else nullcontext() as stop,
             metrics_file(metrics, after) if first and metrics is not None else nullcontext() as file,
             progress_bar() if first else nullcontext(lambda what, fraction: None) as progress,
         ):
             advised = not first
+            steps = run_steps(
+                trainer,
+                train_iters,
+                interval=log_interval,
+                roof=roof,
+                save=save,
+                save_interval=save_interval,
+                keep_last=keep_last,
+                async_save=async_save,
+                stop=stop,
+            )
             for reports in steps:
                 if first:
                     tell(reports, train_iters, file)
@@ -152,8 +167,12 @@ def train_gpt(
                         click.echo(f"note: {words}", err=True)
                         advised = True
                     progress(f"step {reports[-1].step}", reports[-1].step / train_iters)
+    stopped = trainer.step < train_iters
+    if first and stopped:
+        click.echo(f"stopped by SIGTERM after step {trainer.step:,}; --load {save} goes on", err=True)
     if first and save is not None:
         click.echo(f"saved: {save}")
+    return STOPPED_STATUS if stopped else 0
 
 
 @contextmanager
@@ -165,6 +184,11 @@ def as_input_errors() -> Iterator[None]:
         raise
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+def same_folder(one: Path, other: Path) -> bool:
+    """Whether two paths are one folder, there or not."""
+    return one.resolve() == other.resolve()
 
 
 def check_folder(path: Path) -> None:

@@ -9,8 +9,8 @@
     |          |         |  3  |
     +----------+         +-----+
 
-A file says by `records` which pieces its tensors have: gate and up of a gated MLP lie in turn in what a rank holds, and
-heads of keys that several ranks have are on each of them.
+A file of format 1 says by records which pieces its tensors have: gate and up of a gated MLP lie in turn in what a rank
+holds, and heads of keys that several ranks have are on each of them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,8 @@ Record = tuple[list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], boo
 same; then the rows of padding."""
 
 
-def records(shards: Mapping[str, Shard]) -> dict[str, Record]:
-    """Shards by parameter as a file holds them."""
-    return {name: ([_plain(piece) for piece in shard.pieces], shard.padding) for name, shard in shards.items()}
-
-
 def shards_from(found: Mapping[str, Record]) -> dict[str, Shard]:
-    """What `records` gave, read again. How many ranks hold a piece is not kept.
+    """The shards in a file, by parameter. How many ranks hold a piece was not kept.
 
     Raises:
         ValueError, TypeError: they are no records.
@@ -66,7 +61,7 @@ def put_together(here: Shard | None, shape: Sequence[int], parts: Sequence[tuple
         copied = 0
         for shard, tensor in theirs:
             for other, source in shard.parts(tensor):
-                if other.first and (common := _common(piece.box, other.box)):
+                if other.first and (common := common_part(piece.box, other.box)):
                     to, of = common
                     copied += place[to].copy_(source[of]).numel()
         if copied != prod(piece.box.size):
@@ -83,8 +78,12 @@ def _checked(shard: Shard | None, tensor: Tensor) -> tuple[Shard, Tensor]:
     return held, tensor
 
 
-def _common(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where the elements that both have are in each; None: they have none in common."""
+def common_part(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Where the elements that both have are in each; None: they have none in common.
+
+    Raises:
+        ValueError: they are parts of different wholes.
+    """
     if one.shape != other.shape:
         raise ValueError(f"parts of different wholes, {one.shape} and {other.shape}")
     ends = zip(one.start, one.size, other.start, other.size, strict=True)
@@ -96,9 +95,3 @@ def _common(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]]
         for box in (one, other)
     )
     return in_one, in_other
-
-
-def _plain(piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]:
-    box = piece.box
-    assert box.stride is None or set(box.stride) == {1}, box
-    return tuple(box.shape), tuple(box.start), tuple(box.size), piece.first

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from rooftop.errors import ModelRunError
-from rooftop.train.checkpoints import save_training
 from rooftop.train.gpt_training import GptTrainer
+from rooftop.train.savers import Saver
 from rooftop.train.speeds import StepRoof, peak_bytes
+from rooftop.train.stopping import Stop
 
 
 @dataclass(frozen=True)
@@ -51,34 +52,71 @@ def run_steps(
     roof: StepRoof | None = None,
     save: Path | None = None,
     save_interval: int | None = None,
+    keep_last: int | None = None,
+    async_save: bool = True,
+    stop: Stop | None = None,
 ) -> Iterator[list[StepReport]]:
     """Train until so many steps have been made since the beginning. All ranks must iterate, together.
 
     Args:
         interval: steps that are read and told together. The first is told by itself: it takes longer.
         roof: of a step.
-        save: the folder for checkpoints; one is made after the last step.
+        save: the folder for checkpoints; one is made after the last step. Who leaves the loop before its end gives up
+            one that is being written.
         save_interval: and after each so many.
+        keep_last: how many of these are left in the folder; None: all.
+        async_save: write beside the steps that follow (`Saver`); the last one is waited for.
+        stop: when a rank is asked to, all save after the same step, one or two later, and stop. Only with `save`.
 
     Yields:
         Reports of the steps since the last ones.
 
     Raises:
         ModelRunError: a loss or a norm is not finite: the same at all ranks.
+        OSError: a checkpoint cannot be written: the same at all ranks.
     """
+    if save is None:
+        yield from _steps(trainer, until, interval, roof, None, None, Stop())
+        return
+    saver = Saver(save, trainer, asynchronous=async_save, keep_last=keep_last)
+    try:
+        try:
+            yield from _steps(trainer, until, interval, roof, saver, save_interval, stop or Stop())
+        except ModelRunError:  # of all ranks; what is being saved was finite
+            saver.wait()
+            raise
+        saver.wait()
+    finally:
+        saver.close()
+
+
+def _steps(
+    trainer: GptTrainer,
+    until: int,
+    interval: int,
+    roof: StepRoof | None,
+    saver: Saver | None,
+    save_interval: int | None,
+    stop: Stop,
+) -> Iterator[list[StepReport]]:
     first, waiting = trainer.step + 1, list[tuple[Tensor, Tensor]]()
     began = time.perf_counter()
-    while trainer.step < until:
+    stopping = False
+    while trainer.step < until and not stopping:
         waiting.append(trainer.advance())
         step = trainer.step
-        saving = save is not None and (step == until or (save_interval is not None and step % save_interval == 0))
+        stopping = saver is not None and saver.after_step(stop.requested)
+        due = stopping or step == until or (save_interval is not None and step % save_interval == 0)
+        saving = saver is not None and due
         if step in (first, until) or step % interval == 0 or saving:
             numbers = torch.stack([torch.stack(pair) for pair in waiting]).tolist()  # waits for the device
             seconds = (time.perf_counter() - began) / len(waiting)
             yield _told(trainer, numbers, seconds, roof)
             waiting.clear()
-            if save is not None and saving:
-                save_training(save, trainer)
+            if saver is not None and saving:
+                saver.begin()
+            elif saver is not None and step == first:  # before it there is no state of the optimizer
+                saver.prepare()
             began = time.perf_counter()
 
 

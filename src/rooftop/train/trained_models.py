@@ -6,26 +6,21 @@ if holds_training(Path("run")):
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
 
 import torch
 
 from rooftop.errors import InputError
+from rooftop.kernels import Box
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_switches import GptConfig
-from rooftop.models.rope_scaling import RopeScaling
-from rooftop.train.checkpoints import FORMAT, LATEST, TRAINING, part_name
-from rooftop.train.resharding import put_together, shards_from
+from rooftop.train.checkpoints import open_tensors
+from rooftop.train.saved_tensors import entry_of
+from rooftop.train.trainer_tensors import OPTIMIZER
+from rooftop.train.training_records import holds_training, read_record
 
-
-def holds_training(folder: Path) -> bool:
-    """Whether a folder is one that a training was saved in, or that of one of its steps."""
-    return (folder / LATEST).is_file() or (folder / TRAINING).is_file()
+__all__ = ["SavedTraining", "holds_training", "load_trained_gpt", "saved_training"]
 
 
 @dataclass(frozen=True)
@@ -53,31 +48,8 @@ def saved_training(folder: str | Path) -> SavedTraining:
     Raises:
         InputError: nothing, or something else.
     """
-    folder = Path(folder)
-    try:
-        if (folder / LATEST).is_file():
-            folder = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
-        said: dict[str, Any] = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
-        if said["format"] != FORMAT:
-            raise InputError(f"{folder} has format {said['format']}, this version of Rooftop reads {FORMAT}")
-        data = said.get("data") or {}
-        return SavedTraining(
-            folder, _config(said["training"]), int(said["step"]), int(said["layout"]["tp"]), data.get("text")
-        )
-    except FileNotFoundError as error:
-        raise InputError(f"no training was saved in {folder}: {error.filename} is not there") from error
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InputError(f"{folder} does not hold a training as --save writes it ({error!r})") from error
-
-
-def _config(given: Mapping[str, Any]) -> GptConfig:
-    """Of what training.json says of the model, beside the training; an older one lacks newer switches."""
-    found = {field.name: given[field.name] for field in fields(GptConfig) if field.name in given}
-    if found.get("rope_scaling") is not None:
-        found["rope_scaling"] = RopeScaling(**found["rope_scaling"])
-    if found.get("window_layers") is not None:
-        found["window_layers"] = tuple(found["window_layers"])
-    return GptConfig(**found)
+    record = read_record(Path(folder))
+    return SavedTraining(record.folder, record.config, record.step, int(record.layout["tp"]), record.data.get("text"))
 
 
 @torch.no_grad()
@@ -96,33 +68,16 @@ def load_trained_gpt(
     Raises:
         InputError: there is no training in it, or it is damaged.
     """
-    saved = saved_training(folder)
-    model = Gpt(saved.config, device="meta", dtype=dtype or torch.float32).to_empty(device=device)
+    record = read_record(Path(folder))
+    model = Gpt(record.config, device="meta", dtype=dtype or torch.float32).to_empty(device=device)
     model.tie()
-    path = saved.folder
-    try:
-        parts = []
-        for rank in range(saved.ranks):
-            path = saved.folder / part_name(rank)
-            parts.append(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
-        path = saved.folder
-        shards = [shards_from(part.get("shards", {})) for part in parts]
-        if saved.ranks > 1 and any("shards" not in part for part in parts):
-            raise InputError(
-                f"{saved.folder} was saved by {saved.ranks} tensor parallel ranks, before Rooftop wrote which pieces "
-                "each has: go on with as many ranks, and save it again"
-            )
-        parameters = dict(model.named_parameters())
-        for part in parts:
-            if part["weights"].keys() != parameters.keys():
-                other = sorted(part["weights"].keys() ^ parameters.keys())
-                raise InputError(f"{saved.folder} does not fit its own {TRAINING}: {', '.join(other[:3])}")
-        for name, parameter in parameters.items():
-            held = [(shard.get(name), part["weights"][name]) for shard, part in zip(shards, parts, strict=True)]
-            parameter.copy_(put_together(None, parameter.shape, held))
-    except InputError:
-        raise
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError, UnpicklingError) as error:
-        kind = type(error).__name__  # torch's message is a page
-        raise InputError(f"{path} cannot be read as a part of a training ({kind}); is it whole?") from error
+    saved = open_tensors(record)
+    parameters = dict(model.named_parameters())
+    there = {name for name in saved.entries if not name.startswith(f"{OPTIMIZER}.")}
+    if there != parameters.keys():
+        other = sorted(there ^ parameters.keys())
+        raise InputError(f"{record.folder} does not fit its own training.json: {', '.join(other[:3])}")
+    for name, parameter in parameters.items():
+        entry_of(saved, record.folder, name, saved.entries[name].dtype, parameter.shape)
+        saved.fill(parameter, name, Box.whole(parameter.shape))
     return model

@@ -21,7 +21,8 @@ Examples:
   torchrun --nproc-per-node 4 -m rooftop.train gpt --data-path texts/ --tensor-parallel-size 2 --sequence-parallel
   torchrun --nproc-per-node 8 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --save run/ \\
     --train-iters 10000 --lr 4e-4 --lr-warmup-iters 500 --lr-decay-style cosine --min-lr 4e-5
-  python -m rooftop.train gpt --data-path book.txt --train-iters 200 --save run/ --load run/
+  python -m rooftop.train gpt --data-path book.txt --train-iters 200 --save run/ --save-interval 50 --keep-last 3 \
+    --load run/
   python -m rooftop.train gpt --data-path tokens.bin --init-from gpt2/ --seq-length 512 --lr 1e-5 --save tuned/
   torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --micro-batch-size 4 \\
     --tensor-parallel-size 2 --sequence-parallel --tp-comm-overlap --enable-cuda-graph
@@ -52,6 +53,9 @@ What is said of a step: the loss before it, the norm of its gradient, tokens a s
 flops by the fastest matrix product that was measured on this machine; percent of roof, the time in which it could have
 done the step at best, against the time it took; memory of rank 0. Where the machine was not measured before, that is
 done first, in under 30 s; --no-roof leaves it out.
+
+With --save, SIGTERM lets all ranks save after the same step and end with status 143: give --save run/ --load run/, and
+the same command line goes on wherever the last one was stopped. rooftop checkpoint looks into what was saved.
 """
 
 size = partial(click.option, type=click.IntRange(min=1), metavar="N")
@@ -196,7 +200,18 @@ def command() -> None:
 @click.option("--device", type=choice["devices"], help="[default: cuda, if there is a GPU]")
 @path("--save", metavar="DIR", help="Write weights and optimizer after the last step, whole or not at all.")
 @size("--save-interval", help="And after every N steps.")
-@path("--load", metavar="DIR", help="Go on with what was saved there last, in any layout.")
+@click.option(
+    "--async-save/--no-async-save",
+    default=True,
+    help="Write beside the steps that follow, from a copy in the host's memory; or wait for the disk.  "
+    "[default: --async-save]",
+)
+@size("--keep-last", help="Leave the last N steps in --save, and remove older ones once a new one is whole.")
+@path(
+    "--load",
+    metavar="DIR",
+    help="Go on with what was saved there last, in any layout. Where nothing was yet, begin anew if it is also --save.",
+)
 @path(
     "--init-from",
     metavar="FOLDER",

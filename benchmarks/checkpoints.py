@@ -1,0 +1,172 @@
+"""What it costs a training to be saved beside its steps: their time, what the host waits, and the rate of the disk.
+
+    python benchmarks/checkpoints.py --folder /scratch/run [--out benchmarks/results/h200/checkpoints.json]
+    torchrun --nproc-per-node 8 benchmarks/checkpoints.py --folder /scratch/run       data ranks that share the model
+    python benchmarks/checkpoints.py --small --folder /tmp/run                        on a CPU: shows that it runs
+
+A Llama of 1 B in bfloat16 is trained on random tokens; weights and moments are 12 bytes a parameter. In each round some
+steps are made without a save, then one is begun and steps are made until it is whole. Each step is waited for. Told are
+
+    plain_ms, saving_ms    medians of steps without a save and beside one; the copy falls into the first of these
+    slower_percent         all steps beside a save, by as many plain ones
+    blocked_s              what the host has waited for a save: to begin it, and the optimizer for the copy
+    write_s                from the copy to the file being on the disk, the longest of the ranks
+    percent_of_disk        bytes by write_s, by the rate at which as many bytes of one file of each rank are written and
+                           synchronized, as dd does with conv=fsync, in the same round
+
+The folder must be on the disk that is asked about, and have room for three checkpoints. What is in it stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rooftop.models import GptConfig
+from rooftop.models.gpt_configs import gpt_config
+from rooftop.parallel import Layout, join, launched
+from rooftop.train import GptTrainer, GptTraining, Saver, Tokens
+
+CHUNK_BYTES = 16 << 20
+SMALL = GptConfig(vocabulary=256, layers=4, width=512, heads=8, kv_heads=8, hidden=2048, positions=64)
+
+
+def training_of(small: bool, ranks: int) -> GptTraining:
+    if small:
+        return GptTraining(config=SMALL, length=64, global_batch=2 * ranks, micro_batch=2)
+    config = gpt_config("llama-1b")
+    return GptTraining(
+        config=config, length=4096, global_batch=2 * ranks, micro_batch=2, dtype=torch.bfloat16, recompute=False
+    )
+
+
+def stepped(trainer: GptTrainer) -> float:
+    """Seconds of a step, waited for."""
+    began = time.perf_counter()
+    trainer.advance()
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize(trainer.device)
+    return time.perf_counter() - began
+
+
+def slowest(value: float) -> float:
+    """Of all ranks."""
+    if not dist.is_initialized():
+        return value
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return max(found)
+
+
+def disk_s(folder: Path, count: int) -> float:
+    """Seconds in which so many random bytes of each rank are on the disk."""
+    chunk = memoryview(os.urandom(CHUNK_BYTES))
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        began = time.perf_counter()
+        for at in range(0, count, CHUNK_BYTES):
+            file.write(chunk[: min(CHUNK_BYTES, count - at)])
+        os.fsync(file.fileno())
+        return slowest(time.perf_counter() - began)
+
+
+def one_round(trainer: GptTrainer, saver: Saver, folder: Path, steps: int) -> dict[str, float]:
+    plain = []
+    for _ in range(steps):
+        plain.append(stepped(trainer))
+        saver.after_step()
+    before = saver.blocked_s
+    saver.begin()
+    saving = []
+    while saver.saving:
+        saving.append(stepped(trainer))
+        saver.after_step()
+    blocked = slowest(saver.blocked_s - before)
+    write_s = slowest(saver.written_s)
+    on_disk_s = disk_s(folder, saver.bytes)
+    plain_ms, saving_ms = (1e3 * slowest(statistics.median(each)) for each in (plain, saving))
+    return {
+        "plain_ms": plain_ms,
+        "saving_ms": saving_ms,
+        "steps_beside": len(saving),
+        "slower_percent": 100 * (slowest(statistics.mean(saving)) / slowest(statistics.mean(plain)) - 1),
+        "blocked_s": blocked,
+        "write_s": write_s,
+        "bytes_per_s": saver.bytes / write_s,
+        "disk_bytes_per_s": saver.bytes / on_disk_s,
+        "percent_of_disk": 100 * on_disk_s / write_s,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="where checkpoints are written")
+    parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20, help="without a save, in each round")
+    parser.add_argument("--small", action="store_true", help="a small model on the CPU")
+    options = parser.parse_args()
+    if not options.small and not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU; --small shows on a CPU that the script runs")
+    ranks = launched().size
+    training, layout = training_of(options.small, ranks), Layout(dp=ranks)
+    numbers = np.random.default_rng(0).integers(training.config.vocabulary, size=100_000).astype(np.uint16)
+    with join(layout, device="cpu" if options.small else "cuda") as world:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        trainer = GptTrainer(
+            training,
+            Tokens([numbers], "random"),
+            layout,
+            layout.process_groups(),
+            world.device,
+            fully_shard=ranks > 1,
+        )
+        for _ in range(3):
+            stepped(trainer)
+        with tempfile.TemporaryDirectory(dir=options.folder) if world.rank == 0 else nullcontext("") as own:
+            saver = Saver(Path(of_first(own)) / "run", trainer, keep_last=1)
+            try:
+                began = time.perf_counter()
+                saver.prepare()
+                prepare_s = time.perf_counter() - began
+                rounds = [one_round(trainer, saver, options.folder, options.steps) for _ in range(options.rounds)]
+            finally:
+                saver.close()
+        found = {
+            "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "ranks": ranks,
+            "parameters": training.config.parameters,
+            "bytes_of_rank": saver.bytes,
+            "prepare_s": prepare_s,
+            **{name: statistics.median(each[name] for each in rounds) for name in rounds[0]},
+            "rounds": rounds,
+        }
+        if world.rank == 0:
+            print(json.dumps(found, indent=1))
+            if options.out is not None:
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def of_first(folder: str) -> str:
+    """What rank 0 has."""
+    found = [folder]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""`rooftop checkpoint inspect`, `convert` and `export-hf`: what a training has saved."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from rooftop.analysis.text import WIDTH
+from rooftop.cli.outputs import write_json
+from rooftop.cli.progress import progress_bar
+from rooftop.errors import InputError
+from rooftop.models.gpt_configs import hugging_face_config
+from rooftop.models.gpt_weights import save_gpt
+from rooftop.models.safetensors_files import safetensors_library
+from rooftop.train.checkpoints import open_tensors
+from rooftop.train.conversions import check_new, convert
+from rooftop.train.gpt_training import DTYPES
+from rooftop.train.saved_tensors import Entry, Readable, SavedTensors
+from rooftop.train.trained_models import load_trained_gpt, saved_training
+from rooftop.train.trainer_tensors import OPTIMIZER
+from rooftop.train.training_records import TrainingRecord, read_record
+
+
+def run_inspect(folder: Path, verify: bool, json_path: Path | None) -> None:
+    """Do what `rooftop.cli.commands.checkpoint_files:inspect_command` says."""
+    record = read_record(folder)
+    saved = open_tensors(record)
+    if isinstance(saved, SavedTensors):
+        saved.check_files()
+    if verify:
+        if not isinstance(saved, SavedTensors):
+            raise InputError(
+                f"{record.folder} has format {record.format}, which has no checksums: rooftop checkpoint convert "
+                f"{folder} -o OUT writes it with them"
+            )
+        with progress_bar() as progress:
+            saved.verify(progress)
+    if write_json(json_path, _found(record, saved, verify)):
+        return
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    head = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    head.add_column(no_wrap=True)
+    head.add_column(overflow="fold")
+    for name, value in _lines(record, saved, verify):
+        head.add_row(name, value)
+    console.print(head, markup=False, highlight=False)
+    console.print()
+    console.print(_table(saved), highlight=False)
+
+
+def run_convert(folder: Path, out: Path, tensor_parallel_size: int) -> None:
+    """Do what `rooftop.cli.commands.checkpoint_files:convert_command` says."""
+    record = read_record(folder)
+    with progress_bar() as progress:
+        written = convert(record, out, tensor_ranks=tensor_parallel_size, progress=progress)
+    click.echo(f"step {record.step:,} of {record.folder}: {written}")
+
+
+def run_export(folder: Path, out: Path, dtype: str) -> None:
+    """Do what `rooftop.cli.commands.checkpoint_files:export_command` says."""
+    saved = saved_training(folder)
+    check_new(out)
+    safetensors_library()
+    try:
+        hugging_face_config(saved.config)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    with progress_bar() as progress:
+        progress(f"reading {saved.folder}", 0.0)
+        model = load_trained_gpt(saved.folder, dtype=DTYPES[dtype])
+        progress(f"writing {out}", 0.5)
+        save_gpt(model, out)
+    click.echo(f"{saved.config.parameters:,} parameters of step {saved.step:,}, {dtype}: {out}")
+
+
+# ---- what is said --------------------------------------------------------------------------------------------------
+
+
+def _lines(record: TrainingRecord, saved: Readable, verified: bool) -> list[tuple[str, str]]:
+    config, training, data = record.config, record.training, record.data
+    shared = ", weights shared by data ranks" if record.layout.get("fully_shard") else ""
+    lines = [
+        ("checkpoint", f"{record.folder} (format {record.format})"),
+        ("step", f"{record.step:,}"),
+        ("layout", f"{record.layout.get('words', '')}{shared}"),
+        (
+            "model",
+            f"{config.parameters:,} parameters: {config.layers} layers, width {config.width}, {config.heads} heads, "
+            f"{config.kv_heads} of keys, vocabulary {config.vocabulary:,}{', tied' if config.tied else ''}",
+        ),
+        (
+            "training",
+            f"{training['dtype']}, seed {training['seed']}, {training['global_batch']} sequences of "
+            f"{training['length']} tokens a step",
+        ),
+        ("data", f"{data['source']}, {data['tokens']:,} tokens" if "source" in data else "not said"),
+    ]
+    size = sum(entry.bytes for entry in saved.entries.values())
+    if isinstance(saved, SavedTensors):
+        lines.append(("files", f"{len(saved.files)}, {sum(count for count, _ in saved.files.values()):,} bytes"))
+        checked = "all bytes are as they were written" if verified else "not compared; --verify does"
+        lines.append(("checksums", checked))
+    lines.append(("tensors", f"{len(saved.entries)}, {size:,} bytes"))
+    return lines
+
+
+def _table(saved: Readable) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("weight", "dtype", "shape"):
+        table.add_column(name, overflow="fold")
+    for name in ("pieces", "bytes", "optimizer's"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, entry in saved.entries.items():
+        if name.startswith(f"{OPTIMIZER}."):
+            continue
+        moments = [other for key, other in saved.entries.items() if _is_of(key, name)]
+        cells = (" x ".join(map(str, entry.shape)), str(len(entry.pieces) or "-"), f"{entry.bytes:,}")
+        table.add_row(name, _dtype(entry), *cells, f"{sum(other.bytes for other in moments):,}")
+    return table
+
+
+def _is_of(key: str, weight: str) -> bool:
+    return key.startswith(f"{OPTIMIZER}.") and key.split(".", 2)[2] == weight
+
+
+def _dtype(entry: Entry) -> str:
+    return str(entry.dtype).removeprefix("torch.")
+
+
+def _found(record: TrainingRecord, saved: Readable, verified: bool) -> dict[str, Any]:
+    """All that is there, for a program."""
+    files = {}
+    if isinstance(saved, SavedTensors):
+        files = {name: count for name, (count, _) in saved.files.items()}
+    return {
+        "folder": str(record.folder),
+        **record.plain,
+        "verified": verified,
+        "files": files,
+        "tensors": {
+            name: {
+                "dtype": _dtype(entry),
+                "shape": entry.shape,
+                "bytes": entry.bytes,
+                "pieces": [
+                    {
+                        "file": piece.file,
+                        "offset": piece.offset,
+                        "start": piece.start,
+                        "size": piece.size,
+                        "crc32": piece.checksums,
+                    }
+                    for piece in entry.pieces
+                ],
+            }
+            for name, entry in saved.entries.items()
+        },
+    }

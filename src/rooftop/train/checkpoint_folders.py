@@ -1,0 +1,137 @@
+"""The folder of a training's checkpoints: a step is there when it is whole, and `latest` names the last one.
+
+    save/
+      latest                          the name of the last one that is whole
+      step-00000100/
+        training.json                 what was trained, in which layout, after which step; index.json's checksum
+        index.json                    where each tensor is, with checksums
+        rank-00000.safetensors        what each rank wrote
+        rank-00001.safetensors
+      .step-00000200.8f3a.unfinished  one that is being written, or was when the training was killed
+
+Files are on the disk before the folder gets its name, the name is before `latest` says it, and what is older is removed
+last. A process that is killed on the way leaves the one before. A step that is saved again has another name
+(step-00000100.2) than the one that it takes the place of. All ranks must see the same folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rooftop.train.checkpoint_files import checksum, sync_folder, write_text
+from rooftop.train.saved_tensors import INDEX, index_of
+
+LATEST, TRAINING = "latest", "training.json"
+STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+UNFINISHED = ".unfinished"
+
+
+def file_name(rank: int) -> str:
+    """What a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def unfinished(folder: Path, step: int, token: str) -> Path:
+    """Where a step is written; the token is another one for each save."""
+    return folder / f".step-{step:08d}.{token}{UNFINISHED}"
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What trainings left that were killed while they saved."""
+    for path in folder.glob(f".step-*{UNFINISHED}"):
+        remove(path)
+    remove(folder / f".{LATEST}{UNFINISHED}")
+
+
+def complete(
+    temporary: Path, files: Sequence[str], described: Mapping[str, Any], *, keep_last: int | None = None
+) -> Path:
+    """Make of files that ranks have written a step, then the last one, and remove those that are not to be kept.
+
+    Args:
+        temporary: the folder that has the files.
+        files: their names.
+        described: what training.json says; "step" among it.
+        keep_last: how many steps are left, with this one; those of later steps do not count. None: all.
+
+    Returns:
+        The folder of the step.
+
+    Raises:
+        OSError: something cannot be written; `latest` then names the one before.
+        ValueError: a file is not whole.
+    """
+    folder = temporary.parent
+    write_described(temporary, files, described)
+    step = int(described["step"])
+    before = steps_in(folder, step)
+    stem = f"step-{step:08d}"
+    names = (stem if number == 1 else f"{stem}.{number}" for number in count(1))
+    name = next(name for name in names if not (folder / name).exists())
+    os.replace(temporary, folder / name)
+    sync_folder(folder)
+    write_text(folder / f".{LATEST}{UNFINISHED}", f"{name}\n")
+    os.replace(folder / f".{LATEST}{UNFINISHED}", folder / LATEST)
+    sync_folder(folder)
+    for path in before:  # the same step, saved before: until now `latest` may have named it
+        _remove_step(path)
+    if keep_last is not None:
+        older = sorted(((number, path) for number, path in _steps(folder) if number < step), reverse=True)
+        for _, path in older[keep_last - 1 :]:
+            _remove_step(path)
+    return folder / name
+
+
+def write_described(temporary: Path, files: Sequence[str], described: Mapping[str, Any]) -> None:
+    """index.json and training.json beside files of tensors, and all of it on the disk."""
+    index = index_of(temporary, files, int(described["step"]))
+    write_text(temporary / INDEX, index)
+    said = {**described, "index_crc32": checksum(index.encode())}
+    write_text(temporary / TRAINING, json.dumps(said, indent=1) + "\n")
+    sync_folder(temporary)
+
+
+def last_step(folder: Path) -> Path | None:
+    """The folder of the last step that is whole; None: there is none.
+
+    It is the one that `latest` names. Where there is no `latest`, the training was killed between giving the first step
+    its name and saying so: a step that has its name is whole.
+    """
+    if (folder / LATEST).is_file():
+        return folder / (folder / LATEST).read_text(encoding="utf-8").strip()
+    return max(_steps(folder), default=(0, None))[1] if folder.is_dir() else None
+
+
+def steps_in(folder: Path, step: int) -> list[Path]:
+    """The folders of a step."""
+    return [path for number, path in _steps(folder) if number == step]
+
+
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    found = [(STEP.fullmatch(path.name), path) for path in folder.iterdir()]
+    return [(int(match[1]), path) for match, path in found if match is not None]
+
+
+def _remove_step(path: Path) -> None:
+    """Whenever this is killed, what has the name of a step is whole."""
+    hidden = path.with_name(f".{path.name}.removed{UNFINISHED}")
+    try:
+        os.replace(path, hidden)
+        remove(hidden)
+    except OSError as error:
+        raise OSError(f"the newer one is there, but {path} cannot be removed: {error}") from error
+
+
+def remove(path: Path) -> None:
+    """A file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

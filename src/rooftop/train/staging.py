@@ -1,0 +1,134 @@
+"""A copy of what is to be saved, made beside the next forward and backward, in memory that a writing process shares.
+
+    training   step 7 | forward, backward of step 8 | optimizer of step 8
+    copying           |-- weights, moments -->|     ^ waits for the copy, not for the disk
+    process                                    |---- writes --------------------->
+
+On a GPU the copies are made on a stream of their own into pinned memory; the optimizer's stream waits for their event,
+and the host for nothing. On a CPU a thread makes them. The memory is kept from one save to the next.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Staging:
+    """Memory for as many bytes as a rank writes.
+
+    Args:
+        size: in bytes.
+        device: where the tensors are that will be copied.
+
+    Attributes:
+        descriptor: of the file in memory, which a process may inherit.
+
+    Raises:
+        OSError: there is not so much memory, or a GPU cannot use it.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size, self.device = size, device
+        self.descriptor = _memory_file(size)
+        self._memory = mmap.mmap(self.descriptor, max(size, 1))
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._pinned = False
+        self._thread: threading.Thread | None = None
+        self._event: torch.cuda.Event | None = None
+        self._error: BaseException | None = None
+        if device.type == "cuda":
+            self._pin()
+            self._stream = torch.cuda.Stream(device)
+
+    def _pin(self) -> None:
+        status = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)
+        if int(status):
+            raise OSError(
+                f"{self.size:,} bytes of the host's memory cannot be used by {self.device} (CUDA error {int(status)}): "
+                "what is saved is copied there; make room (ulimit -l, the container's memory), or give --no-async-save"
+            )
+        self._pinned = True
+
+    def begin(self, sources: Sequence[Tensor]) -> None:
+        """Copy tensors, one after another in bytes. Until `wait_to_change` nobody may change them."""
+        assert self._thread is None
+        if self.device.type == "cuda":
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream):
+                self._copy(sources)
+            self._event = torch.cuda.Event(blocking=True)  # a thread waits for it, and must not keep a core busy
+            self._event.record(self._stream)
+            return
+        self._thread = threading.Thread(target=self._copy_guarded, args=(sources,), name="rooftop staging")
+        self._thread.start()
+
+    def _copy_guarded(self, sources: Sequence[Tensor]) -> None:
+        try:
+            self._copy(sources)
+        except BaseException as error:  # raised by who waits
+            self._error = error
+
+    @torch.no_grad()
+    def _copy(self, sources: Sequence[Tensor]) -> None:
+        end = 0
+        for source in sources:
+            content = source.detach().contiguous().reshape(-1).view(torch.uint8)
+            begin, end = end, end + content.numel()
+            self._bytes[begin:end].copy_(content, non_blocking=True)
+
+    def wait_to_change(self) -> None:
+        """Let what follows on the current stream change the tensors: only after they have been copied."""
+        if self._event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._event)
+        self._join()
+
+    def wait(self) -> None:
+        """Until the copy is there.
+
+        Raises:
+            what went wrong with it.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        self._join()
+        if self._error is not None:
+            raise self._error
+
+    def _join(self) -> None:
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def ready(self) -> None:
+        """For the next copies."""
+        self._event, self._thread, self._error = None, None, None
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._join()
+        if self._event is not None:
+            self._event.synchronize()
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            self._pinned = False
+        os.close(self.descriptor)
+
+
+def _memory_file(size: int) -> int:
+    """A file descriptor of a file that is in memory alone, of so many zeros; on the disk where the system has none."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("rooftop checkpoint")
+    else:
+        descriptor, path = tempfile.mkstemp()
+        os.unlink(path)
+    os.ftruncate(descriptor, max(size, 1))
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, max(size, 1))  # too little memory is an error here, and no signal later
+    return descriptor

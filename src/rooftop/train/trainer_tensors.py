@@ -1,0 +1,125 @@
+"""What a checkpoint has of a trainer: its weights and what the optimizer keeps of each, under names of the whole model.
+
+    layers.0.mlp.up.weight                         a weight; float32 or float64 also of a model that computes narrower
+    optimizer.exp_avg.layers.0.mlp.up.weight       its moments
+    optimizer.exp_avg_sq.layers.0.mlp.up.weight
+    optimizer.step.layers.0.mlp.up.weight          how often it was stepped, ()
+
+A rank holds parts of them (`Shard`); padding, which no whole tensor has, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftop.kernels import Box
+from rooftop.parallel import Shard, shards_of
+from rooftop.parallel.sharded_data import local_of, shard_here
+from rooftop.train.checkpoint_plans import Held
+from rooftop.train.gpt_training import GptTrainer
+from rooftop.train.saved_tensors import KINDS, Readable, entry_of
+
+OPTIMIZER = "optimizer"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STEPS = "step"
+EMBEDDING, HEAD = "embedding.tokens.weight", "head.output.weight"
+"""The two names of a tied weight."""
+
+
+class HeldTensor(NamedTuple):
+    """A tensor of which a rank holds something.
+
+    Attributes:
+        held: what, of the whole.
+        local: the pieces, one after another along the first dimension, and padding.
+    """
+
+    held: Held
+    local: Tensor
+
+
+def moment_name(kind: str, weight: str) -> str:
+    """Of what the optimizer keeps of a weight."""
+    return f"{OPTIMIZER}.{kind}.{weight}"
+
+
+def tensors_of(trainer: GptTrainer) -> list[HeldTensor]:
+    """All that this rank holds, in the order of the model; the memory is the trainer's own."""
+    found = []
+    for name, weight, shard in _weights(trainer):
+        found.append(_held(name, weight, shard))
+        for kind, value in trainer.optimizer.state.get(weight, {}).items():
+            found.append(_held(moment_name(kind, name), value, shard if value.shape == weight.shape else None))
+    return found
+
+
+def _held(name: str, value: Tensor, shard: Shard | None) -> HeldTensor:
+    local = local_of(value).detach()
+    return HeldTensor(Held.of(name, KINDS[value.dtype], tuple(value.shape), shard), local)
+
+
+def _weights(trainer: GptTrainer) -> Iterator[tuple[str, Tensor, Shard | None]]:
+    """Of each weight its name in the whole model, and what this rank has of it; None: all."""
+    shards = shards_here(trainer)
+    for own_name, weight in trainer.weights.named.items():
+        name = _whole_name(trainer, own_name)
+        here = shard_here(weight, shards.get(name))
+        is_whole = here.padding == 0 and [piece.box for piece in here.pieces] == [Box.whole(weight.shape)]
+        yield name, weight, None if is_whole else here
+
+
+def shards_here(trainer: GptTrainer) -> dict[str, Shard]:
+    """What this rank's layers have of split weights, by names in the whole model; data ranks may share that."""
+    return {_whole_name(trainer, name): shard for name, shard in shards_of(trainer.model).items()}
+
+
+def _whole_name(trainer: GptTrainer, name: str) -> str:
+    """A head that is tied to the embedding is the embedding, also in a stage that has no embedding."""
+    return EMBEDDING if trainer.training.config.tied and name == HEAD else name
+
+
+@torch.no_grad()
+def fill_trainer(trainer: GptTrainer, saved: Readable, folder: Path) -> None:
+    """Read into a trainer what it holds of a checkpoint: weights, moments and counts of steps; on its device.
+
+    Raises:
+        InputError: something is missing, damaged or of another model.
+    """
+    trainer.weights.adopt()  # what was loaded before is put aside
+    states: dict[int, dict[str, Tensor]] = {}
+    numbers = {id(weight): n for n, weight in enumerate(w for g in trainer.optimizer.param_groups for w in g["params"])}
+    stepped = any(name.startswith(f"{OPTIMIZER}.") for name in saved.entries)
+    for name, weight, shard in _weights(trainer):
+        _fill(weight, shard, saved, folder, name)
+        if not stepped:
+            continue
+        state = {}
+        for kind in MOMENTS:
+            state[kind] = torch.zeros_like(weight)
+            _fill(state[kind], shard, saved, folder, moment_name(kind, name))
+        state[STEPS] = torch.zeros(())  # where it belongs, the optimizer knows
+        _fill(state[STEPS], None, saved, folder, moment_name(STEPS, name))
+        states[numbers[id(weight)]] = state
+    groups = trainer.optimizer.state_dict()["param_groups"]
+    trainer.optimizer.load_state_dict({"state": states, "param_groups": groups})
+    trainer.weights.publish()
+
+
+def _fill(value: Tensor, shard: Shard | None, saved: Readable, folder: Path, name: str) -> None:
+    local = local_of(value).detach()
+    if shard is None:
+        shape: tuple[int, ...] = tuple(value.shape)
+        entry_of(saved, folder, name, value.dtype, shape)
+        saved.fill(local, name, Box.whole(shape))
+        return
+    if shard.padding:
+        local[len(local) - shard.padding :] = 0
+    for piece, place in shard.parts(local):
+        entry_of(saved, folder, name, value.dtype, piece.box.shape)
+        if place.numel():
+            saved.fill(place, name, piece.box)

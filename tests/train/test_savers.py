@@ -1,0 +1,596 @@
+"""A training is saved while it goes on: what is saved is what was there, the last whole one is always there, whatever
+is killed or full, and an error is never lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from rooftop.cli.main import main
+from rooftop.errors import InputError, ModelRunError
+from rooftop.models import GptConfig
+from rooftop.parallel import Layout
+from rooftop.train import (
+    GptTrainer,
+    GptTraining,
+    Saver,
+    Tokens,
+    checkpoint_files,
+    checkpoint_folders,
+    find_training,
+    load_training,
+    run_steps,
+    save_training,
+)
+from rooftop.train.checkpoint_writing import WritingProcess
+from rooftop.train.checkpoints import nothing_saved, open_tensors
+from rooftop.train.saved_tensors import SavedTensors, whole_tensor
+from rooftop.train.staging import Staging
+from rooftop.train.stopping import STOPPED_STATUS
+from rooftop.train.trainer_tensors import tensors_of
+from rooftop.train.training_records import read_record
+
+CONFIG = GptConfig(vocabulary=31, layers=2, width=16, heads=2, kv_heads=2, hidden=32, positions=8, dropout=0.1)
+TRAINING = GptTraining(config=CONFIG, length=8, global_batch=2, micro_batch=2, learning_rate=0.01)
+COUNTING = Tokens([np.arange(500) % 31], "counting")
+Fork = Callable[..., BaseProcess]
+
+
+def trainer(training: GptTraining = TRAINING, device: str = "cpu") -> GptTrainer:
+    return GptTrainer(training, COUNTING, Layout(), Layout().process_groups(), torch.device(device))
+
+
+def there(of: GptTrainer) -> dict[str, Tensor]:
+    """Weights and what the optimizer has, as they are now."""
+    return {each.held.name: each.local.clone() for each in tensors_of(of)}
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    saved = open_tensors(read_record(folder))
+    return {name: whole_tensor(saved, name) for name in saved.entries}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@contextmanager
+def saving(folder: Path, of: GptTrainer, **options: Any) -> Iterator[Saver]:
+    saver = Saver(folder, of, **options)
+    try:
+        yield saver
+    finally:
+        saver.close()
+
+
+def goes_on(saver: Saver, one: GptTrainer, steps: int) -> None:
+    """Save, and make steps beside it."""
+    saver.begin()
+    for _ in range(steps):
+        one.advance()
+        saver.after_step()
+        time.sleep(0.01)
+
+
+def begin_and_wait(saver: Saver) -> None:
+    saver.begin()
+    saver.wait()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- what is saved -----------------------------------------------------------------------------------------------
+
+
+def saved_during_a_step(folder: Path) -> bool:
+    """Whether what is saved is what was there, where the copying takes until the step is nearly over."""
+    one = trainer()
+    one.advance()
+    before = there(one)
+    with saving(folder, one) as saver:
+        saver.begin()
+        for _ in range(3):
+            one.advance()
+            saver.after_step()
+        found = saver.wait()
+    assert found is not None
+    return same(tensors(found), before)
+
+
+def test_steps_that_follow_do_not_change_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, wait_to_change = Staging._copy, Staging.wait_to_change
+
+    def late(self: Staging, sources: list[Tensor]) -> None:
+        time.sleep(0.3)
+        copy(self, sources)
+
+    monkeypatch.setattr(Staging, "_copy", late)
+    assert saved_during_a_step(tmp_path / "right")
+    monkeypatch.setattr(Staging, "wait_to_change", lambda self: None)
+    assert not saved_during_a_step(tmp_path / "wrong")  # this sees an optimizer that does not wait for the copy
+    monkeypatch.setattr(Staging, "wait_to_change", wait_to_change)
+
+
+def test_beside_the_steps_and_at_once_the_same_is_written(tmp_path: Path) -> None:
+    one = trainer()
+    for _ in range(2):
+        one.advance()
+    at_once = save_training(tmp_path / "at once", one)
+    with saving(tmp_path / "beside", one) as saver:
+        saver.begin()
+        beside = saver.wait()
+    assert beside is not None
+    assert names(beside) == names(at_once)
+    for file in names(beside):
+        assert (beside / file).read_bytes() == (at_once / file).read_bytes()
+
+
+def test_steps_do_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write = threading.Event()
+    write = WritingProcess.__call__
+
+    def slow(self: WritingProcess) -> None:
+        assert may_write.wait(60)
+        write(self)
+
+    monkeypatch.setattr(WritingProcess, "__call__", slow)
+    one = trainer()
+    one.advance()
+    with saving(tmp_path, one) as saver:
+        saver.begin()
+        for _ in range(3):
+            one.advance()
+            saver.after_step()
+        assert nothing_saved(tmp_path)
+        may_write.set()
+        assert saver.wait() == tmp_path / "step-00000001"
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    one, expected = trainer(), []
+    with saving(tmp_path, one) as saver:
+        for _ in range(3):
+            one.advance()
+            expected.append(there(one))
+            saver.begin()
+        saver.wait()
+    for step, before in enumerate(expected, 1):
+        assert same(tensors(tmp_path / f"step-{step:08d}"), before)
+    assert names(tmp_path) == ["latest", *(f"step-{step:08d}" for step in (1, 2, 3))]
+
+
+def test_a_training_before_its_first_step_is_saved_too(tmp_path: Path) -> None:
+    one = trainer()
+    save_training(tmp_path, one)
+    again = trainer()
+    with torch.no_grad():
+        for weight in again.weights.named.values():
+            weight.zero_()
+    load_training(find_training(tmp_path, TRAINING)[0], again)
+    assert same(there(again), there(one))
+    assert (again.step, len(again.optimizer.state)) == (0, 0)
+
+
+def test_a_plan_follows_what_the_optimizer_has(tmp_path: Path) -> None:
+    """Prepared before the first step, when it has nothing."""
+    one = trainer()
+    with saving(tmp_path, one) as saver:
+        saver.prepare()
+        few = saver.bytes
+        one.advance()
+        saver.begin()
+        found = saver.wait()
+    assert saver.bytes > 2.9 * few
+    assert found is not None
+    assert same(tensors(found), there(one))
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    one = trainer()
+    for _ in run_steps(one, 5, save=tmp_path, save_interval=1, keep_last=2):
+        pass
+    assert names(tmp_path) == ["latest", "step-00000004", "step-00000005"]
+    save_training(tmp_path, one, keep_last=1)
+    assert names(tmp_path) == ["latest", "step-00000005.2"]
+    again = trainer()
+    again.advance()
+    save_training(tmp_path, again, keep_last=1)  # one of a later step is not older
+    assert names(tmp_path) == ["latest", "step-00000001", "step-00000005.2"]
+    with pytest.raises(ValueError, match="keep_last must be 1 or more, got 0"):
+        Saver(tmp_path, again, keep_last=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu_the_optimizer_waits_for_the_copy_and_the_host_for_nothing(
+    graph: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Staging._copy
+
+    def late(self: Staging, sources: list[Tensor]) -> None:
+        torch.cuda._sleep(2_000_000_000)  # about a second, on the stream of the copies
+        copy(self, sources)
+
+    one = trainer(replace(TRAINING, dtype=dtype, cuda_graph=graph), "cuda")
+    with saving(tmp_path, one) as saver:
+        for _ in range(6):  # a graph has been captured by then
+            one.advance()
+            saver.after_step()
+        saver.prepare()
+        before = {name: tensor.cpu() for name, tensor in there(one).items()}
+        monkeypatch.setattr(Staging, "_copy", late)
+        began = time.perf_counter()
+        saver.begin()
+        one.advance()
+        waited_s = time.perf_counter() - began
+        for _ in range(2):
+            one.advance()
+            saver.after_step()
+        found = saver.wait()
+    assert found is not None
+    assert same(tensors(found), before)
+    assert waited_s < 0.4
+    again = trainer(replace(TRAINING, dtype=dtype, cuda_graph=graph), "cuda")
+    load_training(find_training(tmp_path, again.training)[0], again)
+    assert same({name: tensor.cpu() for name, tensor in there(again).items()}, before)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_save_before_the_graph_is_captured_does_not_disturb_it(tmp_path: Path) -> None:
+    one = trainer(replace(TRAINING, cuda_graph=True), "cuda")
+    for _ in run_steps(one, 8, save=tmp_path, save_interval=1, interval=100):
+        pass
+    assert one._replayed is not None
+    assert one._replayed.captured
+    expected = {name: tensor.cpu() for name, tensor in there(one).items()}
+    assert same(tensors(tmp_path), expected)
+    assert len(names(tmp_path)) == 9
+
+
+# ---- what goes wrong ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No process that is started within can write more to a file: as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_full_disk_leaves_the_last_one_and_is_said(asynchronous: bool, tmp_path: Path) -> None:
+    one = trainer()
+    one.advance()
+    with saving(tmp_path, one, asynchronous=asynchronous) as saver:
+        saver.begin()
+        saver.wait()
+        expected = tensors(tmp_path)
+        one.advance()
+        # The copy is in a file in memory, which is there already.
+        with largest_file(20_000), pytest.raises(OSError, match=r"could not be written .* is there room for it"):
+            goes_on(saver, one, 1000)
+        assert same(tensors(tmp_path), expected)
+        assert names(tmp_path) == ["latest", "step-00000001"]
+        saver.begin()  # there is room again
+        saver.wait()
+        assert same(tensors(tmp_path), there(one))
+
+
+def test_an_error_is_said_at_the_end_where_no_step_follows(tmp_path: Path) -> None:
+    one = trainer()
+    reports = run_steps(one, 2, save=tmp_path)
+    assert [[report.step for report in next(reports)] for _ in range(2)] == [[1], [2]]
+    with largest_file(20_000), pytest.raises(OSError, match="File too large"):
+        next(reports)
+    assert nothing_saved(tmp_path)
+
+
+def test_a_loss_that_is_not_finite_lets_what_was_before_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, write = trainer(), WritingProcess.__call__
+
+    def slow(self: WritingProcess) -> None:
+        time.sleep(0.3)
+        write(self)
+
+    monkeypatch.setattr(WritingProcess, "__call__", slow)
+    reports = run_steps(one, 9, save=tmp_path, save_interval=1)
+    next(reports)
+    monkeypatch.setattr(
+        one, "advance", lambda: (setattr(one, "step", 2), (torch.tensor(torch.nan), torch.tensor(1.0)))[1]
+    )
+    with pytest.raises(ModelRunError, match="the loss of step 2 is nan"):
+        next(reports)
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
+def test_no_memory_for_the_copy_is_said(tmp_path: Path) -> None:
+    one = trainer()
+    one.advance()
+    with saving(tmp_path, one) as saver, largest_file(20_000), pytest.raises(OSError, match="File too large"):
+        saver.prepare()
+
+
+def test_another_step_beside_the_same_tensors_is_refused(tmp_path: Path) -> None:
+    """It would go on with other data."""
+    one = trainer()
+    found = save_training(tmp_path, one)
+    said = json.loads((found / "training.json").read_text())
+    (found / "training.json").write_text(json.dumps(said | {"step": 1}))
+    with pytest.raises(InputError, match=r"was changed: its training\.json says step 1, its index step 0"):
+        load_training(found, one)
+
+
+def test_a_writing_process_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "writer.py"
+    script.write_text("import sys; sys.exit('of no use')")
+    monkeypatch.setattr(checkpoint_files, "__file__", str(script))
+    one = trainer()
+    one.advance()
+    with saving(tmp_path / "run", one) as saver, pytest.raises(RuntimeError, match=r"ended with 1: of no use"):
+        begin_and_wait(saver)
+    assert nothing_saved(tmp_path / "run")
+
+
+def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="could not be written to"):
+        Saver(tmp_path / "file" / "run", trainer())
+
+
+@pytest.mark.parametrize("done", range(7))
+def test_whatever_is_the_last_that_is_done_what_has_a_steps_name_is_whole(
+    done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all that changes names or removes files, where one step takes the place of another."""
+    one, left = trainer(), iter(range(done))
+    save_training(tmp_path, one, keep_last=1)
+    one.advance()
+
+    def until_killed(what: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any, **options: Any) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt  # which nobody catches to tidy up
+            what(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_folders.os, "replace", until_killed(checkpoint_folders.os.replace))
+        patched.setattr(checkpoint_folders.os, "unlink", until_killed(checkpoint_folders.os.unlink))
+        with contextlib.suppress(RuntimeError, KeyboardInterrupt):
+            save_training(tmp_path, one, keep_last=1)
+    for folder in tmp_path.glob("step-*"):
+        saved = open_tensors(read_record(folder))
+        assert isinstance(saved, SavedTensors)
+        saved.verify()
+    assert read_record(tmp_path).step == int(done > 2)  # tidied up, the step named, `latest`
+    save_training(tmp_path, one, keep_last=1)
+    assert [name.split(".")[0] for name in names(tmp_path)] == ["latest", "step-00000001"]
+
+
+def test_what_a_killed_training_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000007.abc-1.unfinished").mkdir()
+    (tmp_path / ".step-00000007.abc-1.unfinished" / "rank-00000.safetensors").write_text("half")
+    (tmp_path / ".latest.unfinished").write_text("half")
+    assert nothing_saved(tmp_path)
+    save_training(tmp_path, trainer())
+    assert names(tmp_path) == ["latest", "step-00000000"]
+
+
+# ---- killed ------------------------------------------------------------------------------------------------------
+
+SAVES_ALWAYS = """
+import sys
+from pathlib import Path
+import numpy as np, torch
+from rooftop.errors import InputError, ModelRunError
+from rooftop.models import GptConfig
+from rooftop.parallel import Layout
+from rooftop.train import GptTrainer, GptTraining, Tokens, find_training, load_training, nothing_saved, run_steps
+config = GptConfig(vocabulary=31, layers=2, width=256, heads=2, kv_heads=2, hidden=512, positions=8)
+training = GptTraining(config=config, length=8, global_batch=2, micro_batch=2, learning_rate=0.01)
+tokens = Tokens([np.arange(500) % 31], "counting")
+trainer = GptTrainer(training, tokens, Layout(), Layout().process_groups(), torch.device("cpu"))
+folder = Path(sys.argv[1])
+if not nothing_saved(folder):
+    load_training(find_training(folder, training)[0], trainer)
+print("steps", flush=True)
+for _ in run_steps(trainer, 10**6, save=folder, save_interval=1, keep_last=2, interval=10**9):
+    pass
+"""
+
+
+def test_killed_at_any_time_the_last_one_is_whole(fork: Fork, tmp_path: Path) -> None:
+    """Five times; each goes on with what the one before has left. benchmarks/checkpoint_kills.py does it a hundred
+    times, with two ranks."""
+    draw, folder, before = random.Random(1), tmp_path / "run", 0
+    for number in range(5):
+        output = tmp_path / f"said-{number}"
+        words = {"environment": {}, "folder": tmp_path, "output": output, "errors": tmp_path / "errors"}
+        process = fork(SAVES_ALWAYS, str(folder), **words)
+        until = time.monotonic() + 60
+        while not (output.exists() and "steps" in output.read_text()):
+            assert time.monotonic() < until
+            assert process.is_alive(), (tmp_path / "errors").read_text()
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0.05, 0.5))
+        process.kill()
+        process.join()
+        if nothing_saved(folder):
+            continue
+        record = read_record(folder)
+        saved = open_tensors(record)
+        assert isinstance(saved, SavedTensors)
+        saved.verify()
+        assert record.step >= before
+        assert {float(whole_tensor(saved, name)) for name in saved.entries if name.startswith("optimizer.step.")} == {
+            float(record.step)
+        }
+        before = record.step
+    assert before > 0
+    wait_until(lambda: not writers(folder))
+
+
+def writers(folder: Path) -> list[int]:
+    """Processes that write checkpoints: they end with their training."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if checkpoint_files.__file__ in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_until(done: Callable[[], bool], limit_s: float = 20.0) -> None:
+    until = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+# ---- stopped -----------------------------------------------------------------------------------------------------
+
+WORDS = [
+    *(
+        "train",
+        "gpt",
+        "--device",
+        "cpu",
+        "--no-roof",
+        "--log-interval",
+        "1",
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "16",
+    ),
+    *("--num-attention-heads", "2", "--seq-length", "8", "--dropout", "0.1", "--data-path", "book.txt"),
+]
+
+
+@pytest.fixture
+def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("up and down the stairs " * 40)
+    return tmp_path
+
+
+def lines(path: Path) -> list[tuple[int, float]]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in found]
+
+
+def test_sigterm_saves_and_the_same_words_go_on(fork: Fork, book: Path) -> None:
+    words = [*WORDS, "--save", "run", "--load", "run", "--keep-last", "1", "--metrics", "lines"]
+    program = f"import sys; from rooftop.cli.main import main; sys.exit(main({[*words, '--train-iters', '1000000']!r}))"
+    streams = {"environment": {}, "folder": book, "output": book / "out", "errors": book / "err"}
+    process = fork(program, **streams)
+    wait_until(lambda: (book / "lines").exists() and len((book / "lines").read_text().splitlines()) > 5, 60)
+    assert process.pid is not None
+    psutil.Process(process.pid).send_signal(signal.SIGTERM)
+    process.join(30)
+    assert process.exitcode == STOPPED_STATUS == 143
+    step = read_record(book / "run").step
+    assert f"stopped by SIGTERM after step {step}; --load run goes on" in (book / "err").read_text()
+    assert "nothing was saved in run yet: beginning anew" in (book / "out").read_text()
+    assert lines(book / "lines")[-1][0] == step
+    assert main([*words, "--train-iters", str(step + 2)]) == 0
+    assert main([*WORDS, "--metrics", "whole", "--train-iters", str(step + 2)]) == 0
+    assert lines(book / "lines") == lines(book / "whole")
+    assert names(book / "run") == ["latest", f"step-{step + 2:08d}"]
+
+
+def test_only_a_folder_that_is_saved_to_may_be_missing(book: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS, "--train-iters", "1"]
+    for more in (["--load", "run"], ["--load", "run", "--save", "other"]):
+        assert main([*words, *more]) == 2
+        assert "no training was saved in run" in capsys.readouterr().err
+    assert not (book / "run").exists()
+    assert main([*words, "--load", "run", "--save", f"{book}/run"]) == 0
+    assert "nothing was saved in run yet: beginning anew" in capsys.readouterr().out
+    assert main([*words, "--load", "run", "--save", "run"]) == 2
+    assert "run has 1 steps already: expected more as --train-iters, got 1" in capsys.readouterr().err
+    (book / "run" / "latest").unlink()  # killed just before it was there: the step is whole
+    assert main([*words, "--load", "run", "--save", "run"]) == 2
+    assert "run has 1 steps already" in capsys.readouterr().err
+    assert main([*words, "--keep-last", "2"]) == 2
+    assert "--keep-last says how many steps are left there: expected --save DIR" in capsys.readouterr().err
+
+
+def test_the_writing_process_does_not_hear_what_the_training_is_sent(tmp_path: Path) -> None:
+    """A scheduler sends SIGTERM to all processes of a job, and a terminal Ctrl-C."""
+    script = [sys.executable, "-I", "-S", checkpoint_files.__file__]
+    piece = checkpoint_files.FilePiece("up", "F32", (3,), (0,), (3,))
+    with tempfile.TemporaryFile() as memory:
+        memory.write(bytes(piece.bytes))
+        memory.flush()
+        process = subprocess.Popen(script, stdin=subprocess.PIPE, text=True, pass_fds=[memory.fileno()])
+        wait_until(lambda: ignores(process.pid, signal.SIGTERM) and ignores(process.pid, signal.SIGINT))
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        process.communicate(checkpoint_files.request(tmp_path / "file", [piece], memory.fileno()))
+    assert process.returncode == 0
+    assert checkpoint_files.read_header(tmp_path / "file")[1]["up"]["shape"] == [3]
+
+
+def test_the_writing_process_ends_with_its_training(tmp_path: Path) -> None:
+    """It writes no block more for another process than the one that started it."""
+    script = [sys.executable, "-I", "-S", checkpoint_files.__file__]
+    piece = checkpoint_files.FilePiece("up", "F32", (3,), (0,), (3,))
+    with tempfile.TemporaryFile() as memory:
+        memory.write(bytes(piece.bytes))
+        memory.flush()
+        said = json.loads(checkpoint_files.request(tmp_path / "file", [piece], memory.fileno())) | {"parent": 1}
+        ended = subprocess.run(script, input=json.dumps(said), text=True, pass_fds=[memory.fileno()], check=False)
+    assert ended.returncode == 1
+    header, _ = checkpoint_files.read_header(tmp_path / "file")
+    assert (tmp_path / "file").stat().st_size == len(header)
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Whether a process has said that it does not want to hear a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigIgn"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def test_the_writing_process_needs_nothing_but_the_standard_library() -> None:
+    """So that it starts at once, wherever the training was started from."""
+    program = f"""
+import runpy, sys
+runpy.run_path({checkpoint_files.__file__!r})
+print([name for name in ("torch", "numpy", "rooftop") if name in sys.modules])
+"""
+    found = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
