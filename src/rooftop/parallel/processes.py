@@ -331,6 +331,8 @@ class _Ranks:
                 mine = str(error)
             first = self._fail(self._gone_instead(error) or mine)
             self._say("seen", LINGER_S, range(self.size))
+            if first.startswith(f"rank {self.rank} of {self.size} has given no sign"):
+                time.sleep(LINGER_S)  # the others speak first: a launcher ends all when one is gone
             if first == mine or not isinstance(error, Exception):
                 raise
             raise RankError("; ".join([first, *getattr(error, "__notes__", ())])) from error
