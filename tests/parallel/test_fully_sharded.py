@@ -243,7 +243,7 @@ def refused() -> list[str]:
 def test_without_data_ranks_there_is_nothing_to_share(on_ranks: Run) -> None:
     for said in on_ranks(2, refused):
         assert "there are no data parallel ranks" in said[0]
-        assert "has pp or cp ranks" in said[1]
+        assert "has pp ranks: this splits a model along dp, tp and cp" in said[1]
 
 
 def refused_models() -> list[str]:
@@ -348,7 +348,7 @@ def test_the_command_trains_so_and_refuses_where_there_are_no_data_ranks(on_rank
     assert losses[0][2] < losses[0][0] - 0.05
     said = on_ranks(2, called, [*words, "--use-torch-fsdp2", "--tensor-parallel-size", "2"], joined=False)
     assert [status for status, _ in said] == [2, 2]
-    assert "has no data parallel ranks to share the model" in "".join(err for _, err in said)
+    assert "has no data or context parallel ranks to share the model" in "".join(err for _, err in said)
 
 
 # ---- bfloat16 ----------------------------------------------------------------------------------------------------

@@ -190,6 +190,31 @@ def test_each_switch_of_documents_changes_the_training(
     assert np.abs(np.array(numbers(path)) - np.array(packed_alone[:2])).max() > 1e-5
 
 
+PIPELINES = {
+    "zb-h1": (2, ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zb-h1", "--micro-batch-size", "2"]),
+    "shared": (4, ["--pipeline-parallel-size", "2", "--use-torch-fsdp2", "--micro-batch-size", "2"]),
+    "tp=2": (4, ["--pipeline-parallel-size", "2", "--tensor-parallel-size", "2", "--micro-batch-size", "4"]),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_goes_on_with_what_one_process_saved_and_the_other_way_round(
+    name: str, on_ranks: Run, data: Path, alone: list[tuple[int, float, float]], tmp_path: Path
+) -> None:
+    """Embedding and head are tied, and at different ranks."""
+    ranks, pipeline = PIPELINES[name]
+    words = [*WORDS, "--data-path", str(data), "--dtype", "float64"]
+    one, folder = [*words, "--micro-batch-size", "4"], str(tmp_path / "run")
+    assert called([*one, "--train-iters", "2", "--save", folder])[0] == 0
+    more = ["--load", folder, "--save", folder, "--metrics", str(tmp_path / "middle")]
+    said = on_ranks(ranks, called, [*words, *pipeline, *more, "--train-iters", "4"], joined=False)
+    assert [status for status, *_ in said] == [0] * ranks, said
+    np.testing.assert_allclose(numbers(tmp_path / "middle"), alone[2:4], rtol=0, atol=CLOSE)
+    status, _, err = called([*one, "--train-iters", "5", "--load", folder, "--metrics", str(tmp_path / "end")])
+    assert (status, err) == (0, "")
+    np.testing.assert_allclose(numbers(tmp_path / "end"), alone[4:], rtol=0, atol=CLOSE)
+
+
 def test_a_dry_run_draws_the_schedule_and_begins_nothing(data: Path, tmp_path: Path) -> None:
     words = [*WORDS, "--data-path", str(data), "--pipeline-parallel-size", "2", "--micro-batch-size", "2", "--dry-run"]
     status, out, err = called([*words, "--metrics", str(tmp_path / "metrics.jsonl")])
@@ -341,10 +366,6 @@ WRONG = {
             "1f1b",
         ],
         "the schedule 1f1b has 1 stage a rank, got 2: take interleaved or zbv",
-    ),
-    "pipeline saved": (
-        ["--pipeline-parallel-size", "2", "--save", "run"],
-        "a training with pipeline ranks cannot be saved or loaded",
     ),
     "context": (["--context-parallel-size", "2", "--seq-length", "6"], "sequence=6 is not divisible by 4"),
     "context halves": (

@@ -53,7 +53,7 @@ LLAMA = GptConfig(vocabulary=31, layers=4, width=16, heads=4, kv_heads=2, hidden
 CONFIGS = {
     "gpt": GPT,
     "llama": LLAMA,
-    "untied": replace(GPT, tied=False),
+    "untied": replace(GPT, tied=False, layers=5),  # which no number of stages divides
     "gpt of 8": replace(GPT, layers=8),
     "llama of 8": replace(LLAMA, layers=8),
 }

@@ -126,7 +126,7 @@ class _Step:
             or I.
         receiving: by the instruction that makes it: what is on its way here.
         made: by the instruction that made it: what is sent next, or given to another stage of this rank.
-        sending: what others have not taken yet, as far as is known.
+        sending: what others have not taken yet, as far as is known: gloo says it only to who waits, at the end.
         later: weight gradients that are left, from I to W.
         losses: by micro-batch.
     """

@@ -53,6 +53,8 @@ WATCH_S = 0.2
 SILENT_S = 20.0
 """A rank without a sign of life for so long has failed. Signs come from a thread, whatever the rank computes; but code
 that keeps Python's lock keeps that thread from giving them."""
+NOTICING_S = 1.0
+"""In so long all ranks have noticed a failure: what is woken then can go on with nobody."""
 NO_TAG = (1 << 30) + 7  # of a message that nobody sends
 SILENCE_S = 3.0
 """Where a connection has broken, a rank without a sign of life for so long is gone."""
@@ -329,6 +331,8 @@ class _Ranks:
                 mine = str(error)
             first = self._fail(self._gone_instead(error) or mine)
             self._say("seen", LINGER_S, range(self.size))
+            if first.startswith(f"rank {self.rank} of {self.size} has given no sign"):
+                time.sleep(LINGER_S)  # the others speak first: a launcher ends all when one is gone
             if first == mine or not isinstance(error, Exception):
                 raise
             raise RankError("; ".join([first, *getattr(error, "__notes__", ())])) from error
@@ -337,14 +341,13 @@ class _Ranks:
             thread.join(timeout=10 * WATCH_S)
 
     def _watch(self, store: Any) -> None:
-        following = _Signs((self.rank + 1) % self.size, self.size)
+        silent, following = "", _Signs((self.rank + 1) % self.size, self.size)
         try:
             store.set(f"process/{self.rank}", f"{os.getpid()} {socket.gethostname()}")
             while not self._stop.wait(WATCH_S):
                 store.add(f"beat/{self.rank}", 1)
                 if silent := following.silent(store):
                     store.compare_set("failed", "", silent)
-                    following.wake(store)
                 if store.check(["failed"]):
                     self.failure = store.get("failed").decode()
                     store.set(f"seen/{self.rank}", "1")
@@ -355,6 +358,10 @@ class _Ranks:
         if self.failure:
             self._noticed.set()
             _abort_communication()
+        if silent:
+            time.sleep(NOTICING_S)
+            with suppress(RuntimeError):
+                following.wake(store)
 
     def _fail(self, text: str) -> str:
         """The first failure: this one, unless another rank's is known."""
