@@ -41,6 +41,15 @@ LAYOUTS = {
     "dp=2 tp=2 sequence": (
         4, ["--tensor-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "2", "--recompute"],
     ),
+    "pp=2 dp=2": (4, ["--pipeline-parallel-size", "2", "--micro-batch-size", "4"]),
+    "pp=2 tp=2 sequence": (
+        4, ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zb-h1", "--tensor-parallel-size", "2",
+            "--sequence-parallel", "--micro-batch-size", "2", "--recompute"],
+    ),
+    "pp=2 cp=2 shared": (
+        4, ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zb-h1", "--context-parallel-size", "2",
+            "--use-torch-fsdp2", "--micro-batch-size", "2", "--recompute"],
+    ),
     "cp=2": (2, ["--context-parallel-size", "2", "--micro-batch-size", "4"]),
     "cp=2 tp=2 sequence": (
         4,
@@ -63,6 +72,10 @@ LAYOUTS = {
 PACKED = ["--eod-token", "5", "--reset-position-ids", "--eod-mask-loss"]
 """Each token comes about once in VOCABULARY / 2: most sequences of eight have one document or two."""
 PACKED_LAYOUTS = {
+    "pp=2 cp=2": (
+        4,
+        ["--pipeline-parallel-size", "2", "--context-parallel-size", "2", "--micro-batch-size", "2", "--recompute"],
+    ),
     "dp=2": (2, ["--micro-batch-size", "2"]),
     "cp=2": (2, ["--context-parallel-size", "2", "--micro-batch-size", "4"]),
     "cp=2 dp=2 shared": (
@@ -133,6 +146,17 @@ def test_every_layout_trains_as_one_process(
         assert f"step {step}/{STEPS}  loss {loss:.6f}" in said[0][1]
 
 
+def test_in_bfloat16_a_zero_bubble_trains_as_one_process(on_ranks: Run, data: Path, tmp_path: Path) -> None:
+    """Weights that are wider than the model take what is made later too."""
+    words = [*WORDS, "--data-path", str(data), "--dtype", "bfloat16", "--micro-batch-size", "2", "--train-iters", "3"]
+    assert called([*words, "--metrics", str(tmp_path / "alone")])[0] == 0
+    pipeline = ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zb-h1"]
+    said = on_ranks(2, called, [*words, *pipeline, "--metrics", str(tmp_path / "two")], joined=False)
+    assert [status for status, *_ in said] == [0, 0], said
+    np.testing.assert_allclose(numbers(tmp_path / "two"), numbers(tmp_path / "alone"), rtol=2e-2)
+    assert "pipeline zb-h1: stages of 1, 1 layers, 4 micro-batches; ranks wait for 7.7% of a step" in said[0][1]
+
+
 @pytest.fixture(scope="module")
 def packed_alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float]]:
     """One process, a sequence at a time."""
@@ -164,6 +188,24 @@ def test_each_switch_of_documents_changes_the_training(
     words = ["--data-path", str(data), "--metrics", str(path), "--micro-batch-size", "2", "--dtype", "float64"]
     assert called([*WORDS, *packed, *words, "--train-iters", "2"])[0] == 0
     assert np.abs(np.array(numbers(path)) - np.array(packed_alone[:2])).max() > 1e-5
+
+
+def test_a_dry_run_draws_the_schedule_and_begins_nothing(data: Path, tmp_path: Path) -> None:
+    words = [*WORDS, "--data-path", str(data), "--pipeline-parallel-size", "2", "--micro-batch-size", "2", "--dry-run"]
+    status, out, err = called([*words, "--metrics", str(tmp_path / "metrics.jsonl")])
+    assert (status, err) == (0, "")
+    said = "stages of 1, 1 layers, 4 micro-batches; ranks wait for 20% of a step if stages take equally long"
+    assert out.splitlines() == [
+        "7,216 parameters on 2 ranks: dp=1 tp=1 pp=2 cp=1",
+        f"pipeline 1f1b: {said}",
+        "rank 0  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --",
+        "rank 1  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .",
+        "idle 20.0% of 15 units; micro-batches held at most: 2, 1",
+    ]
+    assert not (tmp_path / "metrics.jsonl").exists()
+    status, _, err = called([*words, "--pipeline-schedule", "zbv"])
+    assert status == 2
+    assert "2 layers cannot be divided among 4 stages" in err
 
 
 def instead(words: list[str], change: list[str]) -> list[str]:
@@ -227,12 +269,21 @@ def test_a_training_goes_on_with_as_many_data_parallel_ranks_as_there_are(
     np.testing.assert_allclose(numbers(tmp_path / "two"), numbers(tmp_path / "alone"), rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize("layout", [["--tensor-parallel-size", "2"], ["--use-torch-fsdp2"]], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--tensor-parallel-size", "2"],
+        ["--use-torch-fsdp2"],
+        ["--pipeline-parallel-size", "2"],
+        ["--pipeline-parallel-size", "2", "--use-torch-fsdp2"],
+    ],
+    ids=str,
+)
 def test_every_layout_begins_from_weights_in_a_folder_and_a_mixture(
     layout: list[str], on_ranks: Run, data: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("safetensors")
-    config = GptConfig(vocabulary=32, layers=1, width=16, heads=4, kv_heads=4, hidden=64, positions=8)
+    config = GptConfig(vocabulary=32, layers=2, width=16, heads=4, kv_heads=4, hidden=64, positions=8)
     model = Gpt(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -246,8 +297,9 @@ def test_every_layout_begins_from_weights_in_a_folder_and_a_mixture(
     ]
     status, _, err = called([*words, str(tmp_path / "alone")])
     assert (status, err) == (0, "")
-    said = on_ranks(2, called, [*words, str(tmp_path / "two"), *layout], joined=False)
-    assert [status for status, *_ in said] == [0, 0], said
+    ranks = 4 if len(layout) == 3 else 2
+    said = on_ranks(ranks, called, [*words, str(tmp_path / "two"), *layout], joined=False)
+    assert [status for status, *_ in said] == [0] * ranks, said
     np.testing.assert_allclose(numbers(tmp_path / "two"), numbers(tmp_path / "alone"), rtol=0, atol=CLOSE)
     assert numbers(tmp_path / "alone")[0][1] > 3.6  # of these weights; those of a seed have log(32)
 
@@ -263,7 +315,37 @@ WRONG = {
     "halves alone": (["--tp-comm-overlap", "--micro-batch-size", "2"], "has no tensor parallel ranks, whose exchanges"),
     "shared graph": (["--enable-cuda-graph"], "a CUDA graph (cuda_graph, --enable-cuda-graph) needs a GPU"),
     "batch": (["--micro-batch-size", "3"], "batch=8 is not divisible by 6"),
-    "pipeline": (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2: pipeline parallel ranks cannot train"),
+    "layers": (["--pipeline-parallel-size", "2", "--num-layers", "1"], "layers=1 is less than pp=2"),
+    "stages": (
+        ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zbv"],
+        "2 layers cannot be divided among 4 stages",
+    ),
+    "schedule alone": (["--pipeline-schedule", "1f1b"], "are for pipeline ranks, and the layout dp=2 tp=1 pp=1 cp=1"),
+    "interleaved": (
+        ["--pipeline-parallel-size", "2", "--pipeline-schedule", "interleaved"],
+        "needs at least 2 stages a rank",
+    ),
+    "virtual": (
+        ["--pipeline-parallel-size", "2", "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "3"],
+        "4 layers cannot be divided into stages of 3 at each of 2 pipeline ranks; use one of 1, 2",
+    ),
+    "1f1b": (
+        [
+            "--pipeline-parallel-size",
+            "2",
+            "--num-layers",
+            "4",
+            "--num-layers-per-virtual-pipeline-stage",
+            "1",
+            "--pipeline-schedule",
+            "1f1b",
+        ],
+        "the schedule 1f1b has 1 stage a rank, got 2: take interleaved or zbv",
+    ),
+    "pipeline saved": (
+        ["--pipeline-parallel-size", "2", "--save", "run"],
+        "a training with pipeline ranks cannot be saved or loaded",
+    ),
     "context": (["--context-parallel-size", "2", "--seq-length", "6"], "sequence=6 is not divisible by 4"),
     "context halves": (
         ["--context-parallel-size", "2", "--tp-comm-overlap", "--micro-batch-size", "2"],

@@ -20,9 +20,10 @@ from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError, RooftopError
 from rooftop.hardware import measure_ceilings
 from rooftop.models.gpt_configs import gpt_config
+from rooftop.models.gpt_stages import layers_of_stages
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.gpt_weights import read_gpt_config
-from rooftop.parallel import Layout, World, join, launched
+from rooftop.parallel import Layout, Schedule, World, join, launched, simulate
 from rooftop.train import (
     GptTrainer,
     GptTraining,
@@ -68,6 +69,7 @@ def train_gpt(
     metrics: Path | None,
     log_interval: int,
     with_roof: bool,
+    dry_run: bool,
     **options: Any,
 ) -> int:
     """Do what `rooftop.cli.commands.train:gpt` says; gives the exit status."""
@@ -79,6 +81,8 @@ def train_gpt(
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with as_input_errors():
         ranks = launched().size
+        if dry_run and launched().launcher == "alone":
+            ranks = tensor_parallel_size * pipeline_parallel_size * context_parallel_size
         layout = layout_of(
             ranks, tensor_parallel_size, pipeline_parallel_size, context_parallel_size, sequence_parallel
         )
@@ -94,6 +98,10 @@ def train_gpt(
         found, before = find_training(load, training) if load is not None and not anew else (None, 0)
         if metrics is not None and found is not None:
             kept_lines(metrics, before)  # it is one that can be gone on with
+    if dry_run:
+        if launched().rank == 0:
+            click.echo(planned(training, layout))
+        return 0
     if before >= train_iters:
         raise click.UsageError(f"{load} has {before} steps already: expected more as --train-iters, got {train_iters}")
     first = launched().rank == 0
@@ -203,12 +211,7 @@ def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_par
     Raises:
         ValueError: there is none, or it cannot train yet.
     """
-    if pipeline > 1:
-        raise InputError(
-            f"--pipeline-parallel-size {pipeline}: pipeline parallel ranks cannot train yet; leave it out, or use "
-            "--tensor-parallel-size, --context-parallel-size and data parallel ranks"
-        )
-    return Layout.of_world(ranks, tp=tensor, cp=context, sequence_parallel=sequence_parallel)
+    return Layout.of_world(ranks, tp=tensor, pp=pipeline, cp=context, sequence_parallel=sequence_parallel)
 
 
 def neighbours_of(sizes: tuple[int, int], layout: Layout) -> int:
@@ -253,6 +256,8 @@ def training_of(
     dtype: str | None,
     recompute: bool,
     tp_comm_overlap: bool,
+    pipeline_schedule: str | None,
+    num_layers_per_virtual_pipeline_stage: int | None,
     cp_comm_type: str | None,
     near: int | None = None,
     eod_token: int | None,
@@ -326,6 +331,8 @@ def training_of(
         dtype=DTYPES[dtype or ("bfloat16" if kind == "cuda" else "float32")],
         recompute=recompute,
         halves=tp_comm_overlap,
+        pipeline_schedule=pipeline_schedule,
+        layers_per_virtual_stage=num_layers_per_virtual_pipeline_stage,
         transport=cp_comm_type,
         near=near,
         document_end=eod_token,
@@ -353,6 +360,25 @@ def roof_here(trainer: GptTrainer) -> StepRoof | None:
 # ---- what is said --------------------------------------------------------------------------------------------------
 
 
+def planned(training: GptTraining, layout: Layout) -> str:
+    """The model, the ranks, and the picture of a pipeline's schedule."""
+    lines = [f"{training.config.parameters:,} parameters on {layout.world_size} ranks: {layout}"]
+    schedule = training.schedule_of(layout)
+    if schedule is not None:
+        lines += [told_schedule(training, schedule), schedule.drawn()]
+    return "\n".join(lines)
+
+
+def told_schedule(training: GptTraining, schedule: Schedule) -> str:
+    """A line of it: stages, micro-batches, how long ranks wait."""
+    layers = layers_of_stages(training.config, schedule.stages, training.length)
+    return (
+        f"pipeline {schedule.name}: stages of {', '.join(str(len(each)) for each in layers)} layers, "
+        f"{schedule.micro_batches:,} micro-batches; ranks wait for "
+        f"{percent_text(100 * simulate(schedule).bubble)} of a step if stages take equally long"
+    )
+
+
 def heading(trainer: GptTrainer, world: World, found: Path | None) -> str:
     """The model, the ranks, the data."""
     training, dtype = trainer.training, str(trainer.training.dtype).removeprefix("torch.")
@@ -363,6 +389,8 @@ def heading(trainer: GptTrainer, world: World, found: Path | None) -> str:
         f"{trainer.batches.sequences:,} sequences of {training.length:,} tokens in {data}, "
         f"{training.global_batch:,} a step",
     ]
+    if trainer.schedule is not None:
+        lines.append(told_schedule(training, trainer.schedule))
     if isinstance(tokens, Mixture):
         lines += [
             f"  {percent_text(100 * float(share))} from {row.source}, {count:,} sequences"

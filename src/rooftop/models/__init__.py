@@ -15,6 +15,7 @@ from rooftop.models.generation import Generation, generate
 from rooftop.models.gpt import Gpt, continue_greedily
 from rooftop.models.gpt_configs import gpt_config
 from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
+from rooftop.models.gpt_stages import parallel_gpt_stages
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.gpt_weights import gpt_state_dict, hugging_face_state_dict, load_gpt, save_gpt
 from rooftop.models.images import Preprocessing, find_images, load_images, read_image
@@ -91,6 +92,7 @@ __all__ = [
     "model_entry",
     "next_frame_network",
     "parallel_gpt",
+    "parallel_gpt_stages",
     "predict_frames",
     "read_image",
     "resnet18",

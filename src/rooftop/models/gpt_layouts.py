@@ -19,13 +19,13 @@ group take the same. `fully_sharded_gpt` in place of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rooftop.models.gpt import Gpt, initial_values
 from rooftop.models.gpt_switches import GptConfig
@@ -95,19 +95,15 @@ def parallel_gpt(
         vocabulary=config.vocabulary,
     )
     if layout.pp > 1:
-        raise ValueError(f"parallel_gpt: the layout {layout} has pp ranks: this splits a model along dp, tp and cp")
+        raise ValueError(
+            f"parallel_gpt: the layout {layout} has pp ranks: this splits a model along dp, tp and cp; "
+            "parallel_gpt_stages makes the stages of a pipeline"
+        )
     groups = layout.process_groups() if groups is None else groups
     at = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)
-    tensor = (at["tp"], layout.tp)
-    dropouts = CounterDropouts(
-        seed,
-        batch=(at["dp"], layout.dp),
-        split=tensor if layout.sequence_parallel else (0, 1),
-        heads=tensor,
-    )
     model = Gpt(
         config,
-        dropouts=dropouts,
+        dropouts=dropouts_of(layout, at, seed),
         group=groups["tp"] if layout.tp > 1 else None,
         sequence_parallel=layout.sequence_parallel,
         recompute=recompute,
@@ -118,6 +114,17 @@ def parallel_gpt(
     )
     materialize(model, rules_of(model), Stream(seed), device=device)
     return model
+
+
+def dropouts_of(layout: Layout, at: Mapping[str, int], seed: int) -> CounterDropouts:
+    """The dropouts of the rank at these coordinates of a layout."""
+    tensor = (at["tp"], layout.tp)
+    return CounterDropouts(
+        seed,
+        batch=(at["dp"], layout.dp),
+        split=tensor if layout.sequence_parallel else (0, 1),
+        heads=tensor,
+    )
 
 
 def fully_sharded_gpt(
@@ -172,31 +179,40 @@ def fully_sharded_gpt(
     )
     model.to_empty(device=device)
     model.tie()
-    fill_shared(model, seed)
+    fill_shared(model, config, seed)
     return model
 
 
 @torch.no_grad()
-def fill_shared(model: Gpt, seed: int) -> None:
-    """Give what this rank holds of a shared model the initial values of a seed."""
+def fill_shared(
+    model: nn.Module, config: GptConfig, seed: int, whole_name: Callable[[str], str] = lambda name: name
+) -> None:
+    """Give what this rank holds of a shared model the initial values of a seed.
+
+    Args:
+        whole_name: from a parameter's name here to that in the whole model, for the stages of a pipeline.
+    """
     from rooftop.parallel.sharded_data import local_of, shard_here
 
-    rules, shards, stream = _whole_rules_of(model), shards_of(model), Stream(seed)
+    rules, shards, stream = _whole_rules_of(config), shards_of(model), Stream(seed)
     for name, parameter in model.named_parameters():
-        held = shard_here(parameter, shards.get(name))
-        OfPieces(_rule_of(name, rules), held)(stream, local_of(parameter), name, None)
+        held, known = shard_here(parameter, shards.get(name)), whole_name(name)
+        OfPieces(_rule_of(known, rules), held)(stream, local_of(parameter), known, None)
 
 
 def rules_of(model: Gpt) -> list[tuple[str, Init]]:
     """The rules of `initial_values` as `rooftop.parallel.materialize` takes them, for what the model holds."""
-    rules, shards = _whole_rules_of(model), shards_of(model)
+    return rules_of_parts(model.config, shards_of(model))
+
+
+def rules_of_parts(config: GptConfig, shards: Mapping[str, Shard]) -> list[tuple[str, Init]]:
+    """The same for what a rank holds of some parameters, by their names in the whole model."""
+    rules = _whole_rules_of(config)
     return [(name, OfPieces(_rule_of(name, rules), shard)) for name, shard in shards.items()] + rules
 
 
-def _whole_rules_of(model: Gpt) -> list[tuple[str, Init]]:
-    return [
-        (pattern, Normal(mean, std) if std else Constant(mean)) for pattern, mean, std in initial_values(model.config)
-    ]
+def _whole_rules_of(config: GptConfig) -> list[tuple[str, Init]]:
+    return [(pattern, Normal(mean, std) if std else Constant(mean)) for pattern, mean, std in initial_values(config)]
 
 
 def _rule_of(name: str, rules: list[tuple[str, Init]]) -> Init:

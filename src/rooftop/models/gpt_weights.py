@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,9 @@ from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.load_reports import LoadReport
 from rooftop.models.safetensors_files import INDEX, ONE_FILE, TensorFiles, read_json, safetensors_library
 from rooftop.parallel import Shard, shards_of
+
+if TYPE_CHECKING:
+    from rooftop.models.gpt_stages import GptStages
 
 # ---- in memory -----------------------------------------------------------------------------------------------------
 
@@ -172,13 +176,13 @@ def config_of_files(config: GptConfig, path: str | Path) -> GptConfig:
 
 
 @torch.no_grad()
-def load_gpt_weights(model: Gpt, path: str | Path) -> LoadReport:
+def load_gpt_weights(model: Gpt | GptStages, path: str | Path) -> LoadReport:
     """Copy weights from files into a model, a stage of one, or a rank's part, which read no more than their own.
 
     Nothing is copied unless all keys are there and all tensors of the model fit. Ranks need not call it together.
 
     Args:
-        model: on any device, with the config of the weights; also as `parallel_gpt` makes it.
+        model: on any device, with the config of the weights; also as `parallel_gpt` or `parallel_gpt_stages` makes it.
         path: a folder as of `load_gpt`, or one .safetensors file.
 
     Returns:

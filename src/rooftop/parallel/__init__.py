@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rooftop.parallel.chunks import Chunks
     from rooftop.parallel.contexts import TRANSPORTS, Context, ContextAttention
     from rooftop.parallel.data_parallel import DataParallel, gather, parallel_apply, scatter
+    from rooftop.parallel.deferred import defer_weight_gradients
     from rooftop.parallel.documents import Documents
     from rooftop.parallel.dropouts import CounterDropouts
     from rooftop.parallel.errors import RankError
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
     from rooftop.parallel.layouts import Layout
     from rooftop.parallel.mlps import ParallelMLP
     from rooftop.parallel.packings import Packing
+    from rooftop.parallel.pipelines import Pipeline
     from rooftop.parallel.processes import World, join
     from rooftop.parallel.randomness import Constant, Normal, Stream, Uniform, init_on_meta, materialize
     from rooftop.parallel.replicas import replicate
+    from rooftop.parallel.schedules import Schedule, schedule_of, simulate
     from rooftop.parallel.self_attentions import ParallelSelfAttention
     from rooftop.parallel.sharded_data import fully_sharded
     from rooftop.parallel.shards import Piece, Shard, shards_of
@@ -63,8 +66,10 @@ __all__ = [
     "ParallelMLP",
     "ParallelSelfAttention",
     "Piece",
+    "Pipeline",
     "RankError",
     "RowParallelLinear",
+    "Schedule",
     "Shard",
     "Stream",
     "TransportPlan",
@@ -73,6 +78,7 @@ __all__ = [
     "World",
     "choose_transport",
     "copy_to_ranks",
+    "defer_weight_gradients",
     "fully_sharded",
     "gather",
     "gather_of_ranks",
@@ -85,7 +91,9 @@ __all__ = [
     "replicate",
     "scatter",
     "scattered_sum_of_ranks",
+    "schedule_of",
     "shards_of",
+    "simulate",
     "sum_of_ranks",
     "targets_of_all_ranks",
     "vocab_parallel_cross_entropy",
@@ -97,6 +105,7 @@ _NAMES = {
     "contexts": "Context ContextAttention TRANSPORTS",
     "data_parallel": "DataParallel gather parallel_apply scatter",
     "documents": "Documents",
+    "deferred": "defer_weight_gradients",
     "dropouts": "CounterDropouts",
     "errors": "RankError",
     "exchanges": "copy_to_ranks gather_of_ranks join_of_ranks scattered_sum_of_ranks sum_of_ranks",
@@ -105,9 +114,11 @@ _NAMES = {
     "layouts": "Layout",
     "mlps": "ParallelMLP",
     "packings": "Packing",
+    "pipelines": "Pipeline",
     "processes": "World join",
     "randomness": "Constant Normal Stream Uniform init_on_meta materialize",
     "replicas": "replicate",
+    "schedules": "Schedule schedule_of simulate",
     "self_attentions": "ParallelSelfAttention",
     "sharded_data": "fully_sharded",
     "shards": "Piece Shard shards_of",

@@ -14,6 +14,7 @@
 | whole, without | all of it | |
 | heads of keys and values that several ranks hold | that of its queries | those ranks |
 | any | that of its sequences | the data ranks |
+| tied, with a pipeline | that of the embedding, or of the head | the first and the last stage |
 
 They are summed once a step, however many micro-batches it has: after backward, or over the data ranks during the last
 one (`summing`). Over these nothing is left to sum where they share the parameters (`fully_sharded`): backward has done
@@ -49,8 +50,10 @@ class ModelGradients:
 
     Args:
         model: of this rank; its layers say by `shards` what is split. Data ranks may share it (`fully_sharded`).
-        groups: by name, "tp" and "dp-cp", as of `Layout.process_groups`.
+        groups: by name, "tp" and "dp-cp", with a pipeline also "tp-pp" and "embedding", as of `Layout.process_groups`.
         sequence_parallel: whether the tensor ranks' activations were split along the sequence.
+        tied: the name of the parameter that the first and the last stage of a pipeline both hold, at different ranks
+            (`rooftop.models.gpt_stages.GptStages.tied`); None if this rank has none.
 
     Attributes:
         parameters: whose gradients these are, by name.
@@ -59,11 +62,18 @@ class ModelGradients:
     """
 
     def __init__(
-        self, model: nn.Module, groups: Mapping[str, Group] | None = None, *, sequence_parallel: bool = False
+        self,
+        model: nn.Module,
+        groups: Mapping[str, Group] | None = None,
+        *,
+        sequence_parallel: bool = False,
+        tied: str | None = None,
     ) -> None:
         groups = groups or {}
         self.tensor, self.data = groups.get("tp"), groups.get("dp-cp")
+        self.of_model = groups.get("tp-pp", self.tensor)  # these hold the parts of one model
         self.sequence_parallel = sequence_parallel
+        self.tied, self.tied_group = tied, groups.get("embedding") if tied is not None else None
         shards = shards_of(model)
         self._places = WeightPlaces(model)
         # Tied parameters come once, under the first of their names.
@@ -143,6 +153,7 @@ class ModelGradients:
             _sum(self._shared(holders), group)
         if self.sequence_parallel:
             _sum((self._changed(name) for name, _ in self._here() if name not in self.shards), self.tensor)
+        _sum((self._changed(name) for name, _ in self._here() if name == self.tied), self.tied_group)
 
     def _in_order(self) -> list[str]:
         """As backward mostly makes them."""
@@ -180,13 +191,15 @@ class ModelGradients:
         device = every[0].device if every else torch.device("cpu")
         norms = _norms(counted, wide)
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=wide, device=device)
-        total = start_sum(total, self.tensor)()
+        total = start_sum(total, self.of_model)()
         return (start_sum(total, self.data)() if self.data_shares else total).sqrt()
 
     def _counted(self) -> Iterator[Tensor]:
         """The gradients, or parts of them, for which this rank answers."""
         first = place_in(self.tensor)[0] == 0
         for name, gradient in self._here():
+            if name == self.tied and place_in(self.tied_group)[0] > 0:
+                continue  # the first stage answers for it
             if name in self.shards:
                 yield from (part for piece, part in self.shards[name].parts(gradient) if piece.first)
             elif first:

@@ -92,6 +92,18 @@ class Packing:
             )
         return Packing(length, tuple(held), documents)
 
+    def drawn(self, width: int = 64) -> str:
+        """A picture: of each rank a line with the positions that it holds, and its share of the visible pairs."""
+        width = min(width, self.length)
+        lines = [f"positions 0{f'{self.length - 1:,}':>{width - 1}}"]
+        for rank, chunks in enumerate(self.held):
+            held = set(chunks.positions().tolist())
+            marks = (round(at * self.length / width) for at in range(width))
+            share = 100 * self.pairs[rank] / max(1, sum(self.pairs))
+            picture = "".join("#" if position in held else "." for position in marks)
+            lines.append(f"rank {rank:<4} {picture}  {share:.1f}% of the pairs")
+        return "\n".join(lines)
+
     @property
     def spans(self) -> tuple[tuple[int | None, tuple[Span, ...]], ...]:
         """Of each sequence its documents; of sequences that are alike once, under None."""

@@ -11,19 +11,24 @@ Whatever goes wrong, every rank raises, with the same words, and none waits for 
 - the block ends at no rank before it has ended at all.
 
 All this goes through the store of torch.distributed and not through collectives, since one that has failed cannot be
-counted on to join one. What waits inside a collective is freed when the failed process ends (gloo, which cannot be
-interrupted), when a thread that watches the store aborts the communicators (NCCL), or at the timeout of the group.
+counted on to join one. What waits inside a communication is freed by a thread that watches the store: it aborts the
+communicators of NCCL, and breaks the connections of gloo. Each rank also watches the next one's signs of life, so that
+one that is stopped, or gone with its machine, is found although nothing of it breaks.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import socket
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
@@ -45,6 +50,10 @@ LINGER_S = 3.0
 """A rank that holds the store, or has failed, stays this long for the others to hear why; they need a tenth of it."""
 WATCH_S = 0.2
 """How often a rank gives a sign of life, and asks whether another one has failed."""
+SILENT_S = 20.0
+"""A rank without a sign of life for so long has failed. Signs come from a thread, whatever the rank computes; but code
+that keeps Python's lock keeps that thread from giving them."""
+NO_TAG = (1 << 30) + 7  # of a message that nobody sends
 SILENCE_S = 3.0
 """Where a connection has broken, a rank without a sign of life for so long is gone."""
 BROKEN = re.compile(r"Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|recvValue")
@@ -131,6 +140,16 @@ def join(
     finally:
         if not there and dist.is_initialized():
             dist.destroy_process_group()
+            _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Let go of the meshes that DTensor remembers with its operators: a mesh of equal ranks in a later block would be
+    taken for one of these, whose groups have ended."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _at_the_store(
@@ -312,15 +331,20 @@ class _Ranks:
             self._say("seen", LINGER_S, range(self.size))
             if first == mine or not isinstance(error, Exception):
                 raise
-            raise RankError(first) from error
+            raise RankError("; ".join([first, *getattr(error, "__notes__", ())])) from error
         finally:
             self._stop.set()
             thread.join(timeout=10 * WATCH_S)
 
     def _watch(self, store: Any) -> None:
+        following = _Signs((self.rank + 1) % self.size, self.size)
         try:
+            store.set(f"process/{self.rank}", f"{os.getpid()} {socket.gethostname()}")
             while not self._stop.wait(WATCH_S):
                 store.add(f"beat/{self.rank}", 1)
+                if silent := following.silent(store):
+                    store.compare_set("failed", "", silent)
+                    following.wake(store)
                 if store.check(["failed"]):
                     self.failure = store.get("failed").decode()
                     store.set(f"seen/{self.rank}", "1")
@@ -389,13 +413,54 @@ class _Ranks:
             return
 
 
+class _Signs:
+    """The signs of life of a rank, as another one sees them."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._last, self._at = -1, time.monotonic()
+
+    def silent(self, store: Any) -> str:
+        """That it has given none for too long, in words; empty if it has, or has ended."""
+        beat, now = store.add(f"beat/{self.rank}", 0), time.monotonic()
+        if beat != self._last:
+            self._last, self._at = beat, now
+        if now - self._at < SILENT_S or store.check([f"done/{self.rank}"]):
+            return ""
+        return f"rank {self.rank} of {self.size} has given no sign of life for {SILENT_S:g} s: it is stopped, or gone"
+
+    def wake(self, store: Any) -> None:
+        """Let it go on if it is stopped on this machine: it hears of the failure and ends. Launchers wait for that."""
+        if store.check([f"process/{self.rank}"]):
+            process, host = store.get(f"process/{self.rank}").decode().split(" ", 1)
+            if host == socket.gethostname():
+                with suppress(OSError):
+                    os.kill(int(process), signal.SIGCONT)
+
+
 def _abort_communication() -> None:
-    """Free what waits in NCCL; gloo cannot be interrupted."""
-    if not dist.is_initialized() or "nccl" not in dist.get_backend():
+    """Free what waits in NCCL or gloo."""
+    if not dist.is_initialized():
         return
     groups = sorted(dist.distributed_c10d._world.pg_names.items(), key=lambda item: item[1], reverse=True)
     for group, _ in groups:
-        group.abort()
+        if group.size() == 1:
+            continue
+        if "nccl" in dist.get_backend(group):
+            group.abort()
+        elif "gloo" in dist.get_backend(group):
+            _break_gloo(group)
+
+
+def _break_gloo(group: dist.ProcessGroup) -> None:
+    """A wait of gloo that times out breaks all connections of its group, and with them all other waits.
+
+    One for a rank that has gone already fails at once, and breaks no other.
+    """
+    for distance in range(1, group.size()):
+        other = (group.rank() + distance) % group.size()
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1)], other, NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def _poll(done: Callable[[], bool], until: float) -> bool:

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rooftop.kernels import Box, linear_act
 from rooftop.nn import LinearAct
+from rooftop.parallel.deferred import Deferral
 from rooftop.parallel.exchanges import (
     Group,
     copy_to_ranks,
@@ -60,6 +61,7 @@ class ColumnParallelLinear(LinearAct):
 
     Attributes:
         parts: name -> features on this rank, in their order.
+        deferral: where the weight's gradient may be left (`rooftop.parallel.deferred`); None: backward makes it.
 
     Raises:
         ValueError: features or blocks that cannot be split among the ranks.
@@ -96,6 +98,7 @@ class ColumnParallelLinear(LinearAct):
         super().__init__(in_features, sum(rows) + shard.padding, bias, activation)
         self.parts = dict(zip(widths, [sum(rows) + shard.padding] if padded else rows, strict=True))
         self.group, self.sequence_parallel = group, sequence_parallel
+        self.deferral: Deferral | None = None
         self.shards = {}
         if count > 1:
             self.shards["weight"] = shard
@@ -109,12 +112,12 @@ class ColumnParallelLinear(LinearAct):
             ValueError: a residual, on more ranks than one.
         """
         if self.group is None:
-            return linear_act(input, self.weight, self.bias, self.activation, residual)
+            return product(input, self.weight, self.bias, self.activation, residual, self.deferral)
         if residual is not None:
             raise ValueError("ColumnParallelLinear: no residual fits a part of the features: add it after a row layer")
-        x, weight, bias = under_autocast(input, self.weight, self.bias)
-        split = self.sequence_parallel
-        return _ColumnProduct.apply(x, weight, bias, self.activation, self.group, split)  # type: ignore[no-any-return]
+        return _column_product(
+            input, self.weight, self.bias, self.activation, self.group, self.sequence_parallel, self.deferral
+        )
 
     def entered(self, input: Tensor) -> Tensor:
         """The input as this layer multiplies it: with sequence parallelism of all positions."""
@@ -131,7 +134,7 @@ class ColumnParallelLinear(LinearAct):
 
     def product_of(self, entered: Tensor) -> Tensor:
         """The rest of `forward`, which exchanges nothing."""
-        return linear_act(entered, self.weight, self.bias, self.activation)
+        return product(entered, self.weight, self.bias, self.activation, None, self.deferral)
 
     def extra_repr(self) -> str:
         """As of `rooftop.nn.LinearAct`, and what of the whole is here."""
@@ -169,6 +172,7 @@ class RowParallelLinear(LinearAct):
             )
         super().__init__(in_features // count, out_features, bias)
         self.group, self.sequence_parallel = group, sequence_parallel
+        self.deferral: Deferral | None = None
         self.shards = {}
         if count > 1:
             self.shards["weight"] = Shard((Piece(Box.shard((out_features, in_features), 1, index, count)),))
@@ -180,10 +184,10 @@ class RowParallelLinear(LinearAct):
             ValueError: a residual, on more ranks than one; a sequence that cannot be split among the ranks.
         """
         if self.group is None:
-            return linear_act(input, self.weight, self.bias, self.activation, residual)
+            return product(input, self.weight, self.bias, self.activation, residual, self.deferral)
         if residual is not None:
             raise ValueError("RowParallelLinear: no residual: add it to the result")
-        partial = linear_act(input, self.weight)
+        partial = product(input, self.weight, deferral=self.deferral)
         if self.sequence_parallel:
             total = scattered_sum_of_ranks(partial, SEQUENCE, self.group)
         else:
@@ -192,7 +196,7 @@ class RowParallelLinear(LinearAct):
 
     def begin(self, input: Tensor) -> OnItsWay:
         """The sum that `forward` gives, on its way; `with_bias` takes it."""
-        partial = linear_act(input, self.weight)
+        partial = product(input, self.weight, deferral=self.deferral)
         if self.sequence_parallel:
             return begin_scattered_sum(partial, SEQUENCE, self.group)
         return begin_sum(partial, self.group)
@@ -225,13 +229,73 @@ def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tup
     return x, weight, bias
 
 
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    deferral: Deferral | None = None,
+) -> Tensor:
+    """`rooftop.kernels.linear_act`, whose weight's gradient may be left to a deferral."""
+    if deferral is None:
+        return linear_act(x, weight, bias, activation, residual)
+    y = _deferrable_product(x, weight, bias, activation, None, False, deferral)
+    return y if residual is None else y + residual
+
+
+def _column_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    group: Group,
+    split: bool,
+    deferral: Deferral | None,
+) -> Tensor:
+    if deferral is not None:
+        return _deferrable_product(x, weight, bias, activation, group, split, deferral)
+    x, weight, bias = under_autocast(x, weight, bias)
+    return _ColumnProduct.apply(x, weight, bias, activation, group, split, None)  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable
+def _deferrable_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    group: Group,
+    split: bool,
+    deferral: Deferral,
+) -> Tensor:
+    """Its backward leaves something behind, so torch.compile must not look into it."""
+    x, weight, bias = under_autocast(x, weight, bias)
+    if not weight.requires_grad or not torch.is_grad_enabled():
+        return _ColumnProduct.apply(x, weight, bias, activation, group, split, None)  # type: ignore[no-any-return]
+    # The graph does not lead to the weight, or its hooks would run without a gradient. A ticket in its place makes sure
+    # that there is a backward.
+    ticket, later = x.new_empty(0).requires_grad_(), (deferral, get_gradient_edge(weight))
+    return _ColumnProduct.apply(  # type: ignore[no-any-return]
+        x, weight.detach(), bias, activation, group, split, later, ticket
+    )
+
+
 class _ColumnProduct(torch.autograd.Function):
     """activation(x @ weight.T + bias) of a part of the features. x is kept as it was multiplied, of all positions: to
     gather it again in backward would take less memory, and keep the GPUs busy for longer."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, group: ProcessGroup, split: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        group: Group,
+        split: bool,
+        later: tuple[Deferral, GradientEdge] | None,
+        ticket: Tensor | None = None,
     ) -> Tensor:
         whole = start_gather(x, SEQUENCE, group)() if split else x
         keep = activation != "none"
@@ -240,6 +304,7 @@ class _ColumnProduct(torch.autograd.Function):
         )
         ctx.save_for_backward(whole, weight, before)
         ctx.activation, ctx.group, ctx.split, ctx.has_bias = activation, group, split, bias is not None
+        ctx.later = later
         return y.view(*whole.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -258,5 +323,12 @@ class _ColumnProduct(torch.autograd.Function):
         if for_x:
             dx = (dz @ weight).view(shape)
             summing = start_scattered_sum(dx, SEQUENCE, ctx.group) if ctx.split else start_sum(dx, ctx.group)
-        dweight = dz.t() @ whole.reshape(-1, whole.shape[-1]) if for_weight else None
-        return summing() if summing else None, dweight, dbias if sums else None, None, None, None
+
+        def of_weight() -> Tensor:
+            return dz.t() @ whole.reshape(-1, whole.shape[-1])
+
+        if ctx.later is not None:
+            deferral, edge = ctx.later
+            deferral.add(edge, of_weight)
+        dweight = of_weight() if for_weight else None
+        return summing() if summing else None, dweight, dbias if sums else None, None, None, None, None, None

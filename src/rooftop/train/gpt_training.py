@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,16 @@ from torch import Tensor
 from rooftop.errors import did_you_mean
 from rooftop.models.gpt import Gpt
 from rooftop.models.gpt_layouts import fully_sharded_gpt, parallel_gpt
+from rooftop.models.gpt_stages import GptStages, layers_of_stages, parallel_gpt_stages
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.parallel import Layout, ModelGradients
 from rooftop.parallel.contexts import Context
+from rooftop.parallel.deferred import defer_weight_gradients
 from rooftop.parallel.documents import Documents
 from rooftop.parallel.exchanges import Group, start_sum
 from rooftop.parallel.packings import Packing
+from rooftop.parallel.pipelines import Pipeline
+from rooftop.parallel.schedules import Schedule, schedule_of
 from rooftop.parallel.transport_plans import Exchange, choose_transport
 from rooftop.train.adamw import AdamW
 from rooftop.train.batches import Batches
@@ -70,6 +75,10 @@ class GptTraining:
         recompute: keep only what goes from block to block, and compute the rest again in backward.
         halves: compute the two halves of a micro-batch in turn: what tensor parallel ranks exchange of one is on its
             way while they compute the other. Twice as many launches: with `cuda_graph`, or the host is too slow.
+        pipeline_schedule: in which order pipeline ranks compute micro-batches: a name of
+            `rooftop.parallel.schedules.SCHEDULES`; None: "1f1b", or with `layers_per_virtual_stage` "interleaved".
+        layers_per_virtual_stage: of an interleaved schedule, whose ranks have several stages: how many layers a stage
+            has, on average.
         transport: how context parallel ranks exchange keys and values, a name of `rooftop.parallel.TRANSPORTS`; None:
             the one that `choose_transport` gives.
         near: with the transport a2a+p2p, how many neighbours exchange heads.
@@ -101,6 +110,8 @@ class GptTraining:
     dtype: torch.dtype = torch.float32
     recompute: bool = False
     halves: bool = False
+    pipeline_schedule: str | None = None
+    layers_per_virtual_stage: int | None = None
     transport: str | None = None
     near: int | None = None
     document_end: int | None = None
@@ -190,6 +201,37 @@ class GptTraining:
         done = min(1.0, (step - self.warmup) / (self.decay_steps - self.warmup))
         return self.least_rate + (self.learning_rate - self.least_rate) * DECAYS[self.decay](done)
 
+    def schedule_of(self, layout: Layout) -> Schedule | None:
+        """The order in which the pipeline ranks of a layout compute; None: it has none.
+
+        Raises:
+            ValueError: options that do not go with each other or with the layout.
+        """
+        name, layers = self.pipeline_schedule, self.layers_per_virtual_stage
+        if layout.pp == 1:
+            if name is not None or layers is not None:
+                raise ValueError(
+                    "pipeline_schedule and layers_per_virtual_stage (--pipeline-schedule, "
+                    f"--num-layers-per-virtual-pipeline-stage) are for pipeline ranks, and the layout {layout} has "
+                    "none: leave them out, or give --pipeline-parallel-size"
+                )
+            return None
+        stages = None
+        if layers is not None:
+            if layers < 1 or self.config.layers % (layout.pp * layers):
+                fitting = [n for n in range(1, self.config.layers) if self.config.layers % (layout.pp * n) == 0]
+                instead = f"use one of {', '.join(map(str, fitting))}" if fitting else "use another number of ranks"
+                raise ValueError(
+                    f"layers_per_virtual_stage={layers} (--num-layers-per-virtual-pipeline-stage): "
+                    f"{self.config.layers} layers cannot be divided into stages of {layers} at each of {layout.pp} "
+                    f"pipeline ranks; {instead}"
+                )
+            stages = self.config.layers // (layout.pp * layers)
+        micro_batches = self.global_batch // (self.micro_batch * layout.dp)
+        schedule = schedule_of(name or ("1f1b" if layers is None else "interleaved"), layout.pp, micro_batches, stages)
+        layers_of_stages(self.config, schedule.stages, self.length)  # there are enough
+        return schedule
+
     @property
     def tokens_per_step(self) -> int:
         """Of all ranks."""
@@ -215,11 +257,6 @@ class GptTraining:
         Raises:
             ValueError: what does not fit, and the nearest layouts that do.
         """
-        if layout.pp > 1:
-            raise ValueError(
-                f"pipeline parallel ranks cannot train yet: the layout {layout} must have pp=1; use tensor, context "
-                "and data parallel ranks"
-            )
         config = self.config
         layout.check(
             world_size,
@@ -232,9 +269,9 @@ class GptTraining:
             sequence=self.length,
             batch=self.global_batch,
             micro_batch=self.micro_batch,
-            axes=("dp", "tp", "cp"),
         )
         self._check_context(layout)
+        self.schedule_of(layout)
         if self.cuda_graph and torch.device(device).type != "cuda":
             raise ValueError(
                 f"a CUDA graph (cuda_graph, --enable-cuda-graph) needs a GPU, and this is trained on {device}: leave "
@@ -244,6 +281,11 @@ class GptTraining:
             raise ValueError(
                 f"the layout {layout} has no tensor parallel ranks, whose exchanges halves (--tp-comm-overlap) would "
                 "hide: leave them out, or split the layers with tp"
+            )
+        if layout.pp > 1 and self.cuda_graph:
+            raise ValueError(
+                f"pipeline ranks (the layout {layout}) cannot have a CUDA graph (--enable-cuda-graph) yet: leave it "
+                "out, or use tensor and data parallel ranks"
             )
         if not fully_shard:
             return
@@ -329,6 +371,7 @@ class GptTrainer:
         step: steps that have been made.
         weights: what the optimizer steps; float32 where the model is narrower.
         narrow: whether the model computes in a narrower dtype than that of `weights`.
+        schedule: of the pipeline; None: there is none.
 
     Raises:
         InputError: too few tokens in a row.
@@ -358,25 +401,16 @@ class GptTrainer:
         self.context = (
             Context.of(groups["cp"], training.transport_in(layout), training.near) if layout.cp > 1 else Context()
         )
-        options: dict[str, Any] = {
-            "seed": training.seed,
-            "recompute": training.recompute,
-            "context": self.context,
-            "device": device,
-        }
-        if fully_shard:  # parameters are float32, and gathered in the narrow dtype
-            self.model = fully_sharded_gpt(
-                training.config, layout, groups, **options, dtype=wide, compute_dtype=training.dtype
-            )
-        else:
-            self.model = parallel_gpt(training.config, layout, groups, **options, halves=training.halves, dtype=wide)
+        self.schedule = training.schedule_of(layout)
+        self.model = self._made_model(wide, device, fully_shard)
         if initial is not None:
-            fill_from(self.model, initial, layout, groups)
+            fill_from(self.model, initial, lambda: self._made_model(wide, torch.device("meta"), fully_shard=False))
         self.weights = MainWeights(self.model, wide if fully_shard else training.dtype, keep_narrow=True)
         self.narrow = training.dtype != wide
         if self.narrow:
             _with_wide_loss(self.model, device)
-        self.gradients = ModelGradients(self.model, groups, sequence_parallel=layout.sequence_parallel)
+        tied = self.model.tied if isinstance(self.model, GptStages) else None
+        self.gradients = ModelGradients(self.model, groups, sequence_parallel=layout.sequence_parallel, tied=tied)
         self.weights.answer_for(self.gradients)
         self.optimizer = AdamW(
             _decaying(self.weights.named.values(), training.weight_decay),
@@ -387,9 +421,42 @@ class GptTrainer:
         self._parts_of_positions = layout.tp if layout.sequence_parallel else 1
         self._packing = self.context.packing(training.length, parts=self._parts_of_positions)
         self._parts = range(self.place["dp"], training.global_batch // training.micro_batch, layout.dp)
+        self._pipeline = self._made_pipeline(self.schedule) if self.schedule is not None else None
         self._replayed = Replayed(self._gradients_of, device) if training.cuda_graph else None
         self._held: Held | None = None
         self._captured: list[tuple[Tensor, Tensor]] = []  # the model's parameters, and the memory that a graph reads
+
+    def _made_model(self, dtype: torch.dtype, device: torch.device, fully_shard: bool) -> Gpt | GptStages:
+        """This rank's part. Of a shared one parameters have that dtype, and are gathered in the narrow one."""
+        training, layout, groups = self.training, self.layout, self.groups
+        options: dict[str, Any] = {"seed": training.seed, "recompute": training.recompute, "context": self.context}
+        options |= {"device": device, "dtype": dtype}
+        if self.schedule is not None:
+            return parallel_gpt_stages(
+                training.config,
+                layout,
+                groups,
+                self.schedule,
+                **options,
+                length=training.length,
+                halves=training.halves,
+                fully_shard=fully_shard,
+                compute_dtype=training.dtype,
+            )
+        if fully_shard:
+            return fully_sharded_gpt(training.config, layout, groups, **options, compute_dtype=training.dtype)
+        return parallel_gpt(training.config, layout, groups, **options, halves=training.halves)
+
+    def _made_pipeline(self, schedule: Schedule) -> Pipeline:
+        assert isinstance(self.model, GptStages)
+        return Pipeline(
+            schedule,
+            group=self.groups["pp"],
+            shape=self.model.shape_between(self.training.micro_batch, self.training.length),
+            dtype=self.training.dtype,
+            device=self.device,
+            deferral=defer_weight_gradients(self.model) if schedule.splits_backward else None,
+        )
 
     def advance(self) -> tuple[Tensor, Tensor]:
         """One step: the mean loss of its batch before it, and the norm of its gradient, () both, as on all ranks.
@@ -448,10 +515,17 @@ class GptTrainer:
         int64, there.
         """
         loss = torch.zeros((), device=self.device, dtype=next(iter(self.weights.named.values())).dtype)
-        targets = self._targets_of(text)
-        for place, part in enumerate(self._parts):
-            packing = self._packing if packings is None else packings[place]
-            loss += self._with_gradients(part, text[place], step, packing, targets)
+        counted, packings = self._targets_of(text), packings or [self._packing] * len(self._parts)
+        if self._pipeline is not None:
+            assert isinstance(self.model, GptStages)
+            self.model.begin_step()
+            for share in self._pipeline.run(partial(self._at_stage, text, step, packings, counted)):
+                loss += share
+            self.model.end_step()
+            loss = start_sum(loss, self.groups["pp"])()  # the last stage's
+        else:
+            for part, sequences, packing in zip(self._parts, text, packings, strict=True):
+                loss += self._with_gradients(part, sequences, step, packing, counted)
         self.gradients.sum_()
         norm, scale = self.gradients.scale_for(self.training.clip or float("inf"))
         return start_sum(loss, self.groups["dp-cp"])(), norm, scale
@@ -473,25 +547,55 @@ class GptTrainer:
         self, part: int, sequences: Tensor, step: int | Tensor, packing: Packing, counted: int | Tensor
     ) -> Tensor:
         """A micro-batch's share of the loss, (); its gradients are added to those before."""
-        parts = self.training.global_batch // self.training.micro_batch
-        if self.model.masks is not None:  # by the place in the whole batch
-            self.model.masks.place = replace(self.model.masks.place, batch=(part, parts))
-        chunks = packing.held[self.context.index]
-        tokens, targets = (chunks.of(each, 1) for each in (sequences[:, :-1], sequences[:, 1:]))
-        if self.training.mask_ends:
-            targets = targets.masked_fill(tokens.eq(self._end), -100)
-        total: Tensor = self.model(
-            tokens,
-            targets,
-            positions=self._positions_of(packing),
-            packing=packing if self.context.ranks > 1 or packing.documents is not None else None,
-            reduction="sum",
-            step=step,
-        )
+        self._take_place(part)
+        tokens, targets = self._here(sequences, packing)
+        total: Tensor = self.model(tokens, targets, **self._options(packing, step))
         loss = total / counted
         with self.gradients.summing() if part == self._parts[-1] else nullcontext():
             loss.backward()
         return loss.detach()
+
+    def _at_stage(
+        self,
+        text: Tensor,
+        step: int | Tensor,
+        packings: Sequence[Packing],
+        counted: int | Tensor,
+        stage: int,
+        number: int,
+        given: Tensor | None,
+    ) -> Tensor:
+        """What a stage makes of a micro-batch, by its number among those of this rank: see `Pipeline.run`."""
+        assert self.schedule is not None
+        self._take_place(self._parts[number])
+        tokens, targets = self._here(text[number], packings[number])
+        last = stage + 1 == self.schedule.stages
+        input, aim = tokens if given is None else given, targets if last else None
+        made: Tensor = self.model(stage, input, aim, **self._options(packings[number], step))
+        return made / counted if last else made
+
+    def _take_place(self, part: int) -> None:
+        """The next forward drops by the place of a micro-batch in the whole batch."""
+        parts = self.training.global_batch // self.training.micro_batch
+        if self.model.masks is not None:
+            self.model.masks.place = replace(self.model.masks.place, batch=(part, parts))
+
+    def _here(self, sequences: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of this rank's positions."""
+        chunks = packing.held[self.context.index]
+        tokens, targets = (chunks.of(each, 1) for each in (sequences[:, :-1], sequences[:, 1:]))
+        if self.training.mask_ends:
+            targets = targets.masked_fill(tokens.eq(self._end), -100)
+        return tokens, targets
+
+    def _options(self, packing: Packing, step: int | Tensor) -> dict[str, Any]:
+        """What the model is told of a micro-batch beside its tokens."""
+        return {
+            "positions": self._positions_of(packing),
+            "packing": packing if self.context.ranks > 1 or packing.documents is not None else None,
+            "reduction": "sum",
+            "step": step,
+        }
 
     def _positions_of(self, packing: Packing) -> Tensor:
         """Of this rank's tokens, (S,) or (B, S)."""
@@ -505,9 +609,10 @@ class GptTrainer:
         return numbers.pin_memory() if self.device.type == "cuda" else numbers
 
 
-def _with_wide_loss(model: Gpt, device: torch.device) -> None:
+def _with_wide_loss(model: Gpt | GptStages, device: torch.device) -> None:
     """Makes the loss float32 where the model is bfloat16, in which a sum has three digits."""
-    assert model.head is not None
+    if model.head is None:  # of a stage that is not the last
+        return
     wide = torch.autocast(device.type, torch.bfloat16)
     model.head.forward = wide(model.head.forward)  # type: ignore[method-assign]
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from rooftop.models.gpt import Gpt
-from rooftop.models.gpt_layouts import parallel_gpt
+from rooftop.models.gpt_stages import GptStages
 from rooftop.models.gpt_weights import load_gpt_weights
-from rooftop.parallel import Layout
-from rooftop.parallel.exchanges import Group
 from rooftop.parallel.sharded_data import part_like
 
 
-def fill_from(model: Gpt, folder: Path, layout: Layout, groups: Mapping[str, Group]) -> None:
+def fill_from(model: Gpt | GptStages, folder: Path, unshared: Callable[[], Gpt | GptStages]) -> None:
     """Give this rank's part of a model the weights in a folder, as precise as the model's dtype.
 
     Args:
-        model: as `parallel_gpt` or `fully_sharded_gpt` makes it for this layout, with the folder's config. Where data
-            ranks share it, each reads its tensor rank's part once, on the CPU.
+        model: as `parallel_gpt`, `parallel_gpt_stages` or `fully_sharded_gpt` makes it, with the folder's config. Where
+            data ranks share it, each reads its tensor rank's part once, on the CPU.
         folder: with config.json and .safetensors files.
-        layout, groups: of the ranks.
+        unshared: makes the same part on the meta device, of a model that data ranks do not share.
 
     Raises:
         InputError, WeightsError, MissingExtraError: as of `rooftop.models.load_gpt`.
@@ -33,8 +31,7 @@ def fill_from(model: Gpt, folder: Path, layout: Layout, groups: Mapping[str, Gro
     if not any(isinstance(parameter, DTensor) for parameter in named.values()):
         load_gpt_weights(model, folder)
         return
-    dtype = next(iter(named.values())).dtype
-    whole = parallel_gpt(model.config, layout, groups, seed=0, device="meta", dtype=dtype).to_empty(device="cpu")
+    whole = unshared().to_empty(device="cpu")
     whole.tie()
     load_gpt_weights(whole, folder)
     with torch.no_grad():

@@ -34,5 +34,7 @@ WEIGHT = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|[-+]?(nan|inf|infinity)$"
 BYTE_TOKENS = 256
 """Tokens that text has."""
 DECAYS = ("constant", "linear", "cosine")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+"""Of a pipeline."""
 TRANSPORTS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 TRAINED_DTYPES = ("float64", "float32", "bfloat16")

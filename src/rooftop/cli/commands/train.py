@@ -29,8 +29,8 @@ Examples:
   torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --seq-length 65536 \
     --context-parallel-size 2 --recompute --eod-token 2 --reset-position-ids
 
-Ranks that the tensor and context parallel ones leave over are data parallel: 8 processes with --tensor-parallel-size 2
-are 4 x 2.
+Ranks that the tensor, pipeline and context parallel ones leave over are data parallel: 8 processes with
+--tensor-parallel-size 2 are 4 x 2, and with --pipeline-parallel-size 2 beside it 2 x 2 x 2.
 Each takes --micro-batch-size sequences at a time, and as many times as --global-batch-size needs.
 
 With --context-parallel-size ranks share each sequence: each has a chunk from its front and one from its back, and they
@@ -65,6 +65,7 @@ path = partial(click.option, type=click.Path(path_type=Path))
 choice = {
     "tokens": click.Choice(names.TOKENS),
     "presets": click.Choice(names.GPTS),
+    "schedules": click.Choice(names.SCHEDULES),
     "decays": click.Choice(names.DECAYS),
     "dtypes": click.Choice(names.TRAINED_DTYPES),
     "transports": click.Choice(names.TRANSPORTS),
@@ -169,7 +170,19 @@ def command() -> None:
     "twice the launches: give --enable-cuda-graph too.",
 )
 @click.option("--use-torch-fsdp2", is_flag=True, help="Let data ranks share weights and optimizer: less memory.")
-@size("--pipeline-parallel-size", default=1, help="Not yet: 1.")
+@size("--pipeline-parallel-size", default=1, show_default=True, help="Ranks among which the layers are divided.")
+@click.option(
+    "--pipeline-schedule",
+    type=choice["schedules"],
+    help="In which order these compute micro-batches. gpipe: all forwards, then all backwards; 1f1b holds fewer; "
+    "interleaved waits less, with several stages a rank; zb-h1 and zbv fill waits with weight gradients.  "
+    "[default: 1f1b, or interleaved with the next option]",
+)
+@size(
+    "--num-layers-per-virtual-pipeline-stage",
+    help="Layers of a stage, on average, where a rank has several: for interleaved, whose ranks wait less the fewer "
+    "these are, and send more.",
+)
 @size("--context-parallel-size", default=1, show_default=True, help="Ranks that share each sequence.")
 @click.option(
     "--cp-comm-type",
@@ -213,6 +226,12 @@ def command() -> None:
 )
 @size("--log-interval", default=10, show_default=True, help="Steps between lines.")
 @click.option("--roof/--no-roof", "with_roof", default=True, help="Whether to say how far from the roof it is.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check all that is given, draw the pipeline's schedule, and end. Without torchrun, as many ranks as the sizes "
+    "ask for are taken to be there.",
+)
 @done_by("rooftop.cli.train:train_gpt")
 def gpt() -> None:
     """Train a GPT on tokens or text, and say how fast.

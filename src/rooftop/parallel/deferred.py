@@ -1,0 +1,92 @@
+"""Weight gradients that are computed later than the rest of backward: what zero-bubble schedules need.
+
+    deferral = defer_weight_gradients(model)
+    with deferral.collecting() as later:
+        loss.backward()      # gradients of inputs, norms, biases, embeddings
+    later.make()             # weights of linear layers
+
+Nobody waits for a weight's gradient, but the rank before waits for the input's. A linear layer that is told of a
+deferral computes its input's gradient at once, and leaves the product for its weight to be made later. Both are one
+autograd function of our own, so nothing looks into PyTorch's graph. Outside of `collecting` backward does all at once,
+with the same products and sums.
+
+A layer that may defer is opaque to torch.compile: a compiled block is compiled around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+
+class Later:
+    """Weight gradients that are still to be made."""
+
+    def __init__(self) -> None:
+        self._left: list[tuple[GradientEdge, Callable[[], Tensor]]] = []
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def add(self, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
+        """Add one."""
+        self._left.append((weight, make))
+
+    def make(self) -> None:
+        """Make them all, one after another, and add them to their weights' gradients; hooks run as in backward."""
+        left, self._left = self._left, []
+        for weight, make in left:  # as backward came to them
+            _accumulate(weight, make)
+
+
+class Deferral:
+    """Where the linear layers of a model leave their weights' gradients, while somebody collects them.
+
+    An attribute and not a thread's state: on a GPU backward runs in threads of autograd's.
+    """
+
+    def __init__(self) -> None:
+        self.later: Later | None = None
+
+    def add(self, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
+        """Leave a weight's gradient to who collects them; make it now if nobody does."""
+        if self.later is not None:
+            self.later.add(weight, make)
+        else:
+            _accumulate(weight, make)
+
+    @contextmanager
+    def collecting(self) -> Iterator[Later]:
+        """Within: a backward leaves the gradients of linear layers' weights to what this gives.
+
+        Raises:
+            RuntimeError: they are collected already.
+        """
+        if self.later is not None:
+            raise RuntimeError("Deferral: weight gradients are collected already")
+        self.later = Later()
+        try:
+            yield self.later
+        finally:
+            self.later = None
+
+
+def _accumulate(weight: GradientEdge, make: Callable[[], Tensor]) -> None:
+    with torch.no_grad():
+        gradient = make()
+    torch.autograd.backward(weight, gradient)
+
+
+def defer_weight_gradients(model: nn.Module) -> Deferral:
+    """Tell all `ColumnParallelLinear` and `RowParallelLinear` of a model where they may leave weight gradients."""
+    from rooftop.parallel.tensor_linears import ColumnParallelLinear, RowParallelLinear
+
+    deferral = Deferral()
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            module.deferral = deferral
+    return deferral

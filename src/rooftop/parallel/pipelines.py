@@ -1,0 +1,253 @@
+"""A rank of a pipeline at work: it follows its instructions, and exchanges activations and gradients with others.
+
+    pipeline = Pipeline(schedule, group=groups["pp"], shape=(B, S, W), dtype=torch.bfloat16, device=world.device)
+    losses = pipeline.run(lambda stage, micro_batch, x: model(...))   # gradients are in the parameters then
+
+What goes between stages always has one shape and dtype, so nothing is asked before it is sent. Of a micro-batch in
+flight a rank keeps what autograd needs, and the stage's input; its output only until it is sent. The order of sends and
+receives is that of `rooftop.parallel.transfers`, which cannot wait for ever.
+
+Where a schedule splits backwards, the linear layers of the model leave their weights' gradients to later
+(`rooftop.parallel.deferred`): the sums are the same, in the same order of micro-batches.
+
+A wait that another rank will never end fails as every communication within `rooftop.parallel.join` does, and the error
+says which instruction was awaited, and from which rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from rooftop.parallel.deferred import Deferral, Later
+from rooftop.parallel.exchanges import Group, place_in
+from rooftop.parallel.schedules import Instruction, Schedule
+from rooftop.parallel.transfers import Receive, Send, Transfer, program_of, stage_after
+
+Compute = Callable[[int, int, Tensor | None], Tensor]
+"""(stage, micro-batch, what the stage before gave; None at the first stage) -> what the next stage takes; of the last
+stage the micro-batch's share of the loss, ()."""
+
+
+class Pipeline:
+    """This rank of a pipeline. All its ranks make one and call it together.
+
+    Args:
+        schedule: of as many ranks as the group has.
+        group: the ranks of the pipeline; None: this one is by itself.
+        shape: of what goes between stages, on this rank.
+        dtype, device: of it.
+        deferral: of the model's layers; needed by a schedule that splits backwards.
+
+    Attributes:
+        program: what this rank does in a step.
+
+    Raises:
+        ValueError: a schedule for another number of ranks, or one that splits backwards without a deferral.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        group: Group,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        deferral: Deferral | None = None,
+    ) -> None:
+        self.rank, ranks = place_in(group)
+        if schedule.ranks != ranks:
+            raise ValueError(
+                f"Pipeline: the schedule {schedule.name} is for {schedule.ranks} ranks, the group has {ranks}: make it "
+                "for as many"
+            )
+        if schedule.splits_backward and deferral is None:
+            raise ValueError(
+                f"Pipeline: the schedule {schedule.name} computes weight gradients by themselves: give the deferral "
+                "that rooftop.parallel.defer_weight_gradients(model) makes"
+            )
+        self.schedule, self.group = schedule, group
+        self.shape, self.dtype, self.device = tuple(shape), dtype, device
+        self.deferral = deferral
+        self.program = program_of(schedule, self.rank)
+
+    def run(self, compute: Compute) -> list[Tensor]:
+        """One step: all micro-batches forward and backward; gradients are added to those of the parameters.
+
+        Args:
+            compute: what a stage makes of a micro-batch. It is called at this rank's stages, in the schedule's order.
+
+        Returns:
+            The losses of the micro-batches in their order, () each, detached; at a rank without the last stage none.
+
+        Raises:
+            RuntimeError: a rank failed; a note says what was computed or awaited. A stage that gives something else
+                than a tensor of the shape and dtype of the others.
+        """
+        step = _Step(self, compute)
+        for each in self.program:
+            if isinstance(each, Receive):
+                step.receive(each.transfer)
+            elif isinstance(each, Send):
+                step.send(each.transfer)
+            else:
+                step.do(each)
+        step.finish()
+        return [loss for _, loss in sorted(step.losses.items())]
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the world of a rank of the pipeline."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+@dataclass
+class _Posted:
+    """A transfer under way, and the memory that it reads or writes."""
+
+    transfer: Transfer
+    work: Any
+    tensor: Tensor
+
+
+@dataclass
+class _Step:
+    """What a rank holds during a step.
+
+    Attributes:
+        inputs, outputs: by (stage, micro-batch): what the stage was given, and where its backward begins; from F to B
+            or I.
+        receiving: by the instruction that makes it: what is on its way here.
+        made: by the instruction that made it: what is sent next, or given to another stage of this rank.
+        sending: what others have not taken yet, as far as is known.
+        later: weight gradients that are left, from I to W.
+        losses: by micro-batch.
+    """
+
+    pipeline: Pipeline
+    compute: Compute
+    inputs: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], GradientEdge | Tensor] = field(default_factory=dict)
+    receiving: dict[Instruction, _Posted] = field(default_factory=dict)
+    made: dict[Instruction, Tensor] = field(default_factory=dict)
+    sending: list[_Posted] = field(default_factory=list)
+    later: dict[tuple[int, int], Later] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+    # ---- instructions ----
+
+    def do(self, instruction: Instruction) -> None:
+        """Compute an instruction, after waiting for what it needs."""
+        kind, stage, micro_batch = instruction
+        schedule = self.pipeline.schedule
+        if kind == "W":
+            with _noting(f"computing the {instruction.words}"):
+                self.later.pop((stage, micro_batch)).make()
+            return
+        needed = schedule.needs(instruction)
+        from_other = stage > 0 if kind == "F" else stage + 1 < schedule.stages
+        given = self._given(needed[0]) if from_other else None
+        with _noting(f"computing the {instruction.words}"):
+            made = (
+                self._forward(stage, micro_batch, given)
+                if kind == "F"
+                else self._backward(stage, micro_batch, given, split=kind == "I")
+            )
+        if made is not None:
+            self.made[instruction] = made
+
+    def _forward(self, stage: int, micro_batch: int, given: Tensor | None) -> Tensor | None:
+        place = stage, micro_batch
+        if given is not None:
+            given.requires_grad_()
+        self.inputs[place] = given
+        output = self.compute(stage, micro_batch, given)
+        if stage + 1 == self.pipeline.schedule.stages:
+            self.outputs[place] = output
+            self.losses[micro_batch] = output.detach()
+            return None
+        self._check(stage, output)
+        # Backward needs the output's place in the graph, and not what is in it.
+        self.outputs[place] = get_gradient_edge(output)
+        return output.detach().contiguous()
+
+    def _backward(self, stage: int, micro_batch: int, given: Tensor | None, split: bool) -> Tensor | None:
+        place = stage, micro_batch
+        output, input = self.outputs.pop(place), self.inputs.pop(place)
+        if split:
+            assert self.pipeline.deferral is not None
+            with self.pipeline.deferral.collecting() as self.later[place]:
+                torch.autograd.backward(output, given)
+        else:
+            torch.autograd.backward(output, given)
+        if input is None:
+            return None
+        assert input.grad is not None
+        return input.grad.contiguous()
+
+    def _check(self, stage: int, output: Tensor) -> None:
+        pipeline = self.pipeline
+        if tuple(output.shape) != pipeline.shape or output.dtype != pipeline.dtype:
+            raise RuntimeError(
+                f"Pipeline: stage {stage} gave {tuple(output.shape)} {output.dtype}, expected {pipeline.shape} "
+                f"{pipeline.dtype}, which the next stage awaits: make the pipeline for that shape and dtype"
+            )
+
+    # ---- transfers ----
+
+    def receive(self, transfer: Transfer) -> None:
+        """Post a receive."""
+        pipeline = self.pipeline
+        tensor = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
+        with _noting(self._awaited(transfer)):
+            work = dist.irecv(tensor, group=pipeline.group, tag=transfer.number, group_src=transfer.source)
+        self.receiving[transfer.made_by] = _Posted(transfer, work, tensor)
+
+    def send(self, transfer: Transfer) -> None:
+        """Post a send, and let go of what was sent before and is there by now."""
+        pipeline, tensor = self.pipeline, self.made.pop(transfer.made_by)
+        with _noting(self._taken(transfer)):
+            work = dist.isend(tensor, group=pipeline.group, tag=transfer.number, group_dst=transfer.target)
+        self.sending = [posted for posted in self.sending if not posted.work.is_completed()]
+        self.sending.append(_Posted(transfer, work, tensor))
+
+    def _given(self, made_by: Instruction) -> Tensor:
+        """What another stage has made, at another rank or this one."""
+        if made_by in self.made:
+            return self.made.pop(made_by)
+        posted = self.receiving.pop(made_by)
+        with _noting(self._awaited(posted.transfer)):
+            posted.work.wait()
+        return posted.tensor
+
+    def finish(self) -> None:
+        """Wait until others have what was sent."""
+        for posted in self.sending:
+            with _noting(self._taken(posted.transfer)):
+                posted.work.wait()
+
+    def _awaited(self, transfer: Transfer) -> str:
+        source = self.pipeline.global_rank(transfer.source)
+        return f"awaiting the {transfer.made_by.words} of rank {source}"
+
+    def _taken(self, transfer: Transfer) -> str:
+        towards = stage_after(transfer.made_by, self.pipeline.schedule.stages)
+        target = self.pipeline.global_rank(transfer.target)
+        return f"awaiting that rank {target}, for stage {towards}, takes the {transfer.made_by.words}"
+
+
+@contextmanager
+def _noting(what: str) -> Iterator[None]:
+    """Adds to an exception what this rank did."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"this rank was {what}")
+        raise

@@ -1,0 +1,463 @@
+"""Pipeline schedules: in which order each rank computes which micro-batch at which stage. Pure data, without torch.
+
+    schedule = schedule_of("1f1b", ranks=2, micro_batches=3)
+    print(schedule.drawn())
+    simulate(schedule).bubble        # 0.25
+
+A pipeline cuts a model into stages, and a batch into micro-batches. A schedule is a list of instructions for each rank;
+`simulate` says when each one runs and how long ranks are idle. The executor (`rooftop.parallel.pipelines`) and the
+simulation follow the same lists, so a schedule can be judged and tested without a process.
+
+| schedule | stages a rank | idle share of a step, F = 1, B = 2 | micro-batches held by the first rank |
+|---|---|---|---|
+| gpipe | 1 | (p - 1) / (m + p - 1) | m |
+| 1f1b | 1 | (p - 1) / (m + p - 1) | p |
+| interleaved | v | (p - 1) / (v m + p - 1), where p divides m | (v - 1) p + 2 p - 1 parts of 1 / v |
+| zb-h1 | 1 | (p - 1) / (3 m + p - 1), where m >= p | p |
+| zbv | 2 | (p - 1) / (6 m + p - 1), where m >= 2 p - 1 | 2 p parts of 1 / 2 |
+
+p: ranks, m: micro-batches. The last two split a backward B into the gradient of the input, I, and the gradients of the
+weights, W, which nobody waits for: they fill what would be idle. Their shares are those of F = I = W = 1.
+
+Sources: Huang et al. 2019, "GPipe" (arXiv:1811.06965); Narayanan et al. 2021, "Efficient Large-Scale Language Model
+Training" (arXiv:2104.04473), 1F1B and interleaving; Qi et al. 2023, "Zero Bubble Pipeline Parallelism"
+(arXiv:2401.10241), ZB-H1 and, in section 6, ZB-V.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from rooftop.errors import did_you_mean
+
+KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
+UNITS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
+"""How long an instruction takes by default. A backward has two matrix products for each of the forward's."""
+
+
+class Instruction(NamedTuple):
+    """What a rank computes at once: of one micro-batch, at one stage.
+
+    Attributes:
+        kind: of `KINDS`: "F"; "B", all of a backward; or its halves "I" and "W".
+        stage: of the whole pipeline, from 0.
+        micro_batch: of the step, from 0.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of micro-batch {self.micro_batch} at stage {self.stage}"
+
+    @property
+    def words(self) -> str:
+        """For a message: "forward of micro-batch 3 at stage 1"."""
+        return f"{KINDS[self.kind]} of micro-batch {self.micro_batch} at stage {self.stage}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The instructions of all ranks of a pipeline for one step.
+
+    Attributes:
+        name: of `SCHEDULES`, or another.
+        micro_batches: of a step.
+        placement: of each rank, its stages, ascending.
+        instructions: of each rank, in its order.
+
+    Raises:
+        ValueError: a stage is nobody's or two ranks'; an instruction is missing, twice, or at a rank without its stage;
+            or the ranks would wait for each other for ever. The message names the instructions.
+    """
+
+    name: str
+    micro_batches: int
+    placement: tuple[tuple[int, ...], ...]
+    instructions: tuple[tuple[Instruction, ...], ...]
+
+    def __post_init__(self) -> None:
+        _check_placement(self)
+        _check_complete(self)
+        simulate(self)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.placement)
+
+    @cached_property
+    def stages(self) -> int:
+        """Of all ranks."""
+        return sum(map(len, self.placement))
+
+    @cached_property
+    def rank_of(self) -> Mapping[int, int]:
+        """Stage -> the rank that has it."""
+        return {stage: rank for rank, stages in enumerate(self.placement) for stage in stages}
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether some weight gradients are computed by themselves."""
+        return any(each.kind == "W" for instructions in self.instructions for each in instructions)
+
+    @cached_property
+    def _gradients(self) -> Mapping[tuple[int, int], Instruction]:
+        """(stage, micro-batch) -> the instruction that makes the gradient of the stage's input."""
+        every = (each for instructions in self.instructions for each in instructions)
+        return {(each.stage, each.micro_batch): each for each in every if each.kind in ("B", "I")}
+
+    def needs(self, instruction: Instruction) -> list[Instruction]:
+        """Whose results an instruction takes; what the stage before or behind makes comes first."""
+        kind, stage, micro_batch = instruction
+        if kind == "W":
+            return [self._gradients[stage, micro_batch]]
+        if kind == "F":
+            return [Instruction("F", stage - 1, micro_batch)] if stage > 0 else []
+        behind = [self._gradients[stage + 1, micro_batch]] if stage + 1 < self.stages else []
+        return [*behind, Instruction("F", stage, micro_batch)]
+
+    def drawn(self, units: Mapping[str, int] | None = None) -> str:
+        """A picture of the step: a row for each rank, a column for each unit of time, dots where a rank is idle.
+
+        Where a rank has several stages, a letter says which of them: a, b, ...
+
+        Args:
+            units: how long each kind takes; None: as `UNITS`.
+        """
+        timeline = simulate(self, units or UNITS)
+        several = max(map(len, self.placement)) > 1
+        columns = round(timeline.makespan)
+        width = len(str(self.micro_batches - 1)) + 1 + several
+        rows = []
+        for rank, instructions in enumerate(self.instructions):
+            cells = ["." + " " * (width - 1)] * columns
+            for each in instructions:
+                start, end = (round(at) for at in timeline.times[each])
+                letter = chr(ord("a") + self.placement[rank].index(each.stage)) if several else ""
+                cells[start] = f"{each.kind}{each.micro_batch}{letter}".ljust(width)
+                cells[start + 1 : end] = ["-" * width] * (end - start - 1)
+            rows.append(f"rank {rank:<{len(str(self.ranks - 1))}}  {' '.join(cells)}".rstrip())
+        held = ", ".join(map(str, timeline.held))
+        said = f"idle {100 * timeline.bubble:.1f}% of {columns} units; micro-batches held at most: {held}"
+        return "\n".join([*rows, said])
+
+
+# ---- simulation ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each instruction of a schedule runs.
+
+    Attributes:
+        times: (start, end) of each instruction.
+        makespan: from the first start to the last end of all ranks.
+        idle: time in which ranks compute nothing, of all ranks together.
+        held: of each rank, the most (stage, micro-batch) whose activations it keeps at a time: from the start of their
+            forward to the end of their backward, or of their weight gradients.
+    """
+
+    times: Mapping[Instruction, tuple[float, float]]
+    makespan: float
+    idle: float
+    held: tuple[int, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of all ranks' time, 0 to 1."""
+        return self.idle / (self.makespan * len(self.held))
+
+
+def simulate(
+    schedule: Schedule,
+    seconds: Mapping[str, float] | Callable[[Instruction], float] = UNITS,
+    transfer: float = 0,
+) -> Timeline:
+    """Run a schedule on paper: each rank computes its next instruction as soon as there is what it needs.
+
+    Args:
+        seconds: of each kind, or of each instruction.
+        transfer: from the end of an instruction to the start of one that needs its result, at another rank.
+
+    Raises:
+        ValueError: ranks wait for each other for ever; names the instructions.
+    """
+    takes: Callable[[Instruction], float] = seconds if callable(seconds) else lambda each: seconds[each.kind]
+    times: dict[Instruction, tuple[float, float]] = {}
+    free, following = [0.0 for _ in range(schedule.ranks)], [0] * schedule.ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, instructions in enumerate(schedule.instructions):
+            while following[rank] < len(instructions):
+                each = instructions[following[rank]]
+                needed = schedule.needs(each)
+                if not all(before in times for before in needed):
+                    break
+                there = [
+                    times[before][1] + (transfer if schedule.rank_of[before.stage] != rank else 0) for before in needed
+                ]
+                start = max([free[rank], *there])
+                free[rank] = start + takes(each)
+                times[each] = (start, free[rank])
+                following[rank] += 1
+                moved = True
+    if any(at < len(own) for at, own in zip(following, schedule.instructions, strict=True)):
+        raise ValueError(_said_of_deadlock(schedule, following, times))
+    makespan = max(free)
+    busy = sum(end - start for start, end in times.values())
+    held = tuple(_most_held(instructions) for instructions in schedule.instructions)
+    return Timeline(times, makespan, makespan * schedule.ranks - busy, held)
+
+
+def _most_held(instructions: Sequence[Instruction]) -> int:
+    held = most = 0
+    for each in instructions:
+        held += each.kind == "F"
+        most = max(most, held)
+        held -= each.kind in ("B", "W")
+    return most
+
+
+def _said_of_deadlock(
+    schedule: Schedule, following: Sequence[int], times: Mapping[Instruction, tuple[float, float]]
+) -> str:
+    """The circle of ranks that wait for each other, with what each waits for."""
+    rank = next(rank for rank, own in enumerate(schedule.instructions) if following[rank] < len(own))
+    waits: dict[int, str] = {}
+    while rank not in waits:
+        mine = schedule.instructions[rank][following[rank]]
+        missing = next(before for before in schedule.needs(mine) if before not in times)
+        other = schedule.rank_of[missing.stage]
+        waits[rank] = f"rank {rank} waits at {mine} for {missing} of rank {other}"
+        rank = other
+    circle = list(waits.values())[list(waits).index(rank) :]
+    return f"the schedule {schedule.name} would never end: {'; '.join(circle)}. Change the order of these"
+
+
+def _check_placement(schedule: Schedule) -> None:
+    if schedule.micro_batches < 1 or not schedule.placement:
+        raise ValueError(
+            f"a schedule needs at least one rank and one micro-batch, got {len(schedule.placement)} and "
+            f"{schedule.micro_batches}"
+        )
+    if sorted(stage for stages in schedule.placement for stage in stages) != list(range(schedule.stages)):
+        raise ValueError(
+            f"the schedule {schedule.name} has the stages {schedule.placement} at its ranks: expected each of 0 to "
+            f"{schedule.stages - 1} at one"
+        )
+    if len(schedule.instructions) != schedule.ranks:
+        raise ValueError(
+            f"the schedule {schedule.name} places stages at {schedule.ranks} ranks and has instructions for "
+            f"{len(schedule.instructions)}"
+        )
+
+
+def _check_complete(schedule: Schedule) -> None:
+    for rank, instructions in enumerate(schedule.instructions):
+        found: dict[tuple[int, int], list[str]] = {}
+        for each in instructions:
+            if schedule.rank_of.get(each.stage) != rank or not 0 <= each.micro_batch < schedule.micro_batches:
+                raise ValueError(
+                    f"the schedule {schedule.name} has {each} at rank {rank}, which has the stages "
+                    f"{schedule.placement[rank]} and the micro-batches 0 to {schedule.micro_batches - 1}"
+                )
+            found.setdefault((each.stage, each.micro_batch), []).append(each.kind)
+        for stage in schedule.placement[rank]:
+            for micro_batch in range(schedule.micro_batches):
+                kinds = "".join(sorted(found.get((stage, micro_batch), [])))
+                if kinds not in ("BF", "FIW"):
+                    raise ValueError(
+                        f"the schedule {schedule.name} has {', '.join(kinds) or 'nothing'} of micro-batch "
+                        f"{micro_batch} at stage {stage}: expected F and B, or F, I and W, each once"
+                    )
+
+
+# ---- the schedules -------------------------------------------------------------------------------------------------
+
+
+def gpipe(ranks: int, micro_batches: int) -> Schedule:
+    """All forwards, then all backwards. Simple, and holds all micro-batches."""
+    every = range(micro_batches)
+    return _one_stage_each(
+        "gpipe", micro_batches, [[*_all("F", rank, every), *_all("B", rank, every)] for rank in range(ranks)]
+    )
+
+
+def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
+    """After as many forwards as ranks are behind, a forward and a backward by turns. Holds at most `ranks`."""
+    lists = []
+    for rank in range(ranks):
+        ahead = min(ranks - 1 - rank, micro_batches)
+        own = list(_all("F", rank, range(ahead)))
+        for number in range(micro_batches):
+            own += _all("F", rank, [number + ahead] if number + ahead < micro_batches else [])
+            own += _all("B", rank, [number])
+        lists.append(own)
+    return _one_stage_each("1f1b", micro_batches, lists)
+
+
+def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
+    """1F1B of several stages a rank, the layers in as many loops over the ranks: a smaller bubble, more transfers.
+
+    Micro-batches go through a rank's stages in groups of about as many as there are ranks. Where `ranks` does not
+    divide `micro_batches`, groups are as equal as they can be, and at least so large.
+    """
+    rounds = max(1, micro_batches // ranks)
+    groups = _shared_out(micro_batches, rounds)
+    places = range(stages_per_rank)
+    forwards = [(place, each) for group in groups for place in places for each in group]
+    backwards = [(place, each) for group in groups for place in reversed(places) for each in group]
+    placement = tuple(tuple(rank + ranks * place for place in places) for rank in range(ranks))
+    lists = []
+    for rank, stages in enumerate(placement):
+        ahead = min((stages_per_rank - 1) * len(groups[0]) + 2 * (ranks - 1 - rank), len(forwards))
+        own = [Instruction("F", stages[place], each) for place, each in forwards[:ahead]]
+        for number, (place, each) in enumerate(backwards):
+            own += [Instruction("F", stages[at], of) for at, of in forwards[number + ahead : number + ahead + 1]]
+            own.append(Instruction("B", stages[place], each))
+        lists.append(tuple(own))
+    return Schedule("interleaved", micro_batches, placement, tuple(lists))
+
+
+def zb_h1(ranks: int, micro_batches: int) -> Schedule:
+    """1F1B with backwards split: a third of its bubble, the same memory. Weight gradients wait until a rank would idle.
+
+    Rank r computes weight gradients r micro-batches late, so that it holds as many as the first rank does.
+    """
+    lists = []
+    for rank in range(ranks):
+        ahead, late = min(ranks - 1 - rank, micro_batches), rank
+        own = list(_all("F", rank, range(ahead)))
+        for number in range(micro_batches):
+            own += _all("F", rank, [number + ahead] if number + ahead < micro_batches else [])
+            own += _all("I", rank, [number])
+            own += _all("W", rank, [number - late] if number >= late else [])
+        own += _all("W", rank, range(max(0, micro_batches - late), micro_batches))
+        lists.append(own)
+    return _one_stage_each("zb-h1", micro_batches, lists)
+
+
+def zbv(ranks: int, micro_batches: int) -> Schedule:
+    """Two stages a rank in the shape of a V, backwards split: idle only while the pipeline fills; the memory of 1F1B.
+
+    The first half of the model goes down the ranks and the second half up again: the first rank has both ends, and with
+    them embedding and head. The order is that for forwards, input and weight gradients of equal length.
+    """
+    placement = tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
+    lists = []
+    for rank in range(ranks):
+        own = _zbv_of(rank, ranks, micro_batches)
+        named = (Instruction(kind, placement[rank][place], number) for kind, place, number in own)
+        lists.append(tuple(each for each in named if each.micro_batch < micro_batches))
+    return Schedule("zbv", micro_batches, placement, tuple(lists))
+
+
+def _zbv_of(rank: int, ranks: int, micro_batches: int) -> Iterator[tuple[str, int, int]]:
+    """(kind, place of the stage, micro-batch) of a rank, for as many as fill the pipeline, if there are fewer."""
+    most = max(2 * ranks - 1, micro_batches)
+    made: Counter[tuple[str, int]] = Counter()
+
+    def of(kinds: str, place: int) -> Iterator[tuple[str, int, int]]:
+        for kind in kinds:
+            yield kind, place, made[kind, place]
+            made[kind, place] += 1
+
+    for _ in range(2 * (ranks - rank) - 1):
+        yield from of("F", 0)
+    for _ in range(rank):
+        yield from of("F", 1)
+        yield from of("F", 0)
+    for _ in range(ranks - rank):
+        yield from of("FIW", 1)
+    while made["F", 1] < most:
+        if made["F", 0] < most:
+            yield from of("F", 0)
+        yield from of("IW", 0)
+        yield from of("FIW", 1)
+    for _ in range(rank):
+        yield from of("I", 0)
+        yield from of("I", 1)
+    for _ in range(ranks - rank):
+        yield from of("IW", 0)
+    for place in (1, 0):
+        while made["W", place] < most:
+            yield from of("W", place)
+
+
+def _one_stage_each(name: str, micro_batches: int, lists: Sequence[Sequence[Instruction]]) -> Schedule:
+    return Schedule(name, micro_batches, tuple((rank,) for rank in range(len(lists))), tuple(map(tuple, lists)))
+
+
+def _all(kind: str, stage: int, micro_batches: Sequence[int]) -> Iterator[Instruction]:
+    return (Instruction(kind, stage, each) for each in micro_batches)
+
+
+def _shared_out(number: int, parts: int) -> list[range]:
+    """The numbers from 0 on in consecutive parts as equal as can be, the larger ones first."""
+    least, more = divmod(number, parts)
+    ends = [least * part + min(part, more) for part in range(parts + 1)]
+    return [range(a, b) for a, b in pairwise(ends)]
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A schedule that can be asked for by its name.
+
+    Attributes:
+        make: of (ranks, micro-batches, stages a rank).
+        stages: that a rank has; None: several, as many as one likes.
+    """
+
+    make: Callable[[int, int, int], Schedule]
+    stages: int | None
+
+
+SCHEDULES = {
+    "gpipe": ScheduleKind(lambda ranks, micro_batches, _: gpipe(ranks, micro_batches), 1),
+    "1f1b": ScheduleKind(lambda ranks, micro_batches, _: one_f_one_b(ranks, micro_batches), 1),
+    "interleaved": ScheduleKind(interleaved, None),
+    "zb-h1": ScheduleKind(lambda ranks, micro_batches, _: zb_h1(ranks, micro_batches), 1),
+    "zbv": ScheduleKind(lambda ranks, micro_batches, _: zbv(ranks, micro_batches), 2),
+}
+
+
+def schedule_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Schedule:
+    """The schedule of a name.
+
+    Args:
+        name: of `SCHEDULES`.
+        ranks: of the pipeline.
+        micro_batches: of a step; may be fewer than there are ranks.
+        stages_per_rank: None: what the schedule has, 1 or 2; an interleaved one must be told.
+
+    Raises:
+        ValueError: another name, sizes that are not positive, or stages that the schedule does not have.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(
+            f"there is no pipeline schedule {name!r}: expected one of {', '.join(SCHEDULES)}"
+            f"{did_you_mean(name, SCHEDULES)}"
+        )
+    for what, number in (("ranks", ranks), ("micro_batches", micro_batches), ("stages_per_rank", stages_per_rank)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ValueError(f"a pipeline schedule needs {what} of at least 1, got {number!r}")
+    kind = SCHEDULES[name]
+    if kind.stages is None and (stages_per_rank is None or stages_per_rank < 2):
+        raise ValueError(
+            f"the schedule {name} needs at least 2 stages a rank, got {stages_per_rank}: say how many layers a "
+            "stage has (--num-layers-per-virtual-pipeline-stage), or take 1f1b"
+        )
+    if kind.stages is not None and stages_per_rank not in (None, kind.stages):
+        others = " or ".join(other for other, each in SCHEDULES.items() if each.stages in (None, stages_per_rank))
+        raise ValueError(
+            f"the schedule {name} has {kind.stages} stage{'s' if kind.stages > 1 else ''} a rank, got "
+            f"{stages_per_rank}: take {others}, or leave the stages out (--num-layers-per-virtual-pipeline-stage)"
+        )
+    return kind.make(ranks, micro_batches, stages_per_rank or kind.stages or 1)

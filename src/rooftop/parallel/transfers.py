@@ -1,0 +1,104 @@
+"""What the ranks of a pipeline send each other, in one order of all ranks: none can wait for ever.
+
+    steps = program_of(schedule, rank=1)
+
+A pair of ranks sends both ways, activations and gradients. NCCL carries out what a rank has posted one by one, so both
+ends must post in the same order, and a rank that posted a receive too early would hold up what it must send first. The
+order here is that in which the simulated schedule makes what is sent. Whatever a transfer waits for comes before it in
+that order, so the first transfer that is not done can always be done, however long instructions really take.
+
+A rank posts a receive ahead of the instruction that needs it, as far as the order allows: it is on its way while the
+instruction before is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rooftop.parallel.schedules import Instruction, Schedule, simulate
+
+AHEAD = 1  # instructions whose receives are posted early; each more holds a buffer more
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What an instruction makes, on its way to the next stage or the one before.
+
+    Attributes:
+        number: its place in the order of all ranks.
+        made_by: the instruction whose result it is.
+        source, target: ranks of the pipeline.
+    """
+
+    number: int
+    made_by: Instruction
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Post the receive of a transfer."""
+
+    transfer: Transfer
+
+
+@dataclass(frozen=True)
+class Send:
+    """Post the send of a transfer."""
+
+    transfer: Transfer
+
+
+Step = Receive | Send | Instruction
+"""What a rank does next."""
+
+
+def transfers_of(schedule: Schedule) -> list[Transfer]:
+    """All transfers between different ranks, in their order."""
+    times, found = simulate(schedule).times, list[Transfer]()
+    for each in sorted(times, key=lambda each: (times[each][1], each)):
+        towards = stage_after(each, schedule.stages)
+        if towards is None:
+            continue
+        source, target = schedule.rank_of[each.stage], schedule.rank_of[towards]
+        if source != target:
+            found.append(Transfer(len(found), each, source, target))
+    return found
+
+
+def stage_after(instruction: Instruction, stages: int) -> int | None:
+    """The stage that takes what an instruction makes; None: none."""
+    if instruction.kind == "W":
+        return None
+    stage = instruction.stage + (1 if instruction.kind == "F" else -1)
+    return stage if 0 <= stage < stages else None
+
+
+def program_of(schedule: Schedule, rank: int) -> list[Step]:
+    """What a rank does in a step: its instructions, and when it posts its sends and receives.
+
+    Receives and sends stand in the order of `transfers_of`. An instruction's receives come before it, its send directly
+    after it.
+    """
+    waiting = [each for each in transfers_of(schedule) if rank in (each.source, each.target)]
+    sends = {each.made_by: each for each in waiting if each.source == rank}
+    receives = {each.made_by: each.number for each in waiting if each.target == rank}
+    own, program = schedule.instructions[rank], list[Step]()
+
+    def post_receives(until: int) -> None:
+        """Those up to a number, as long as no send that is not made yet comes first."""
+        while waiting and waiting[0].number <= until and waiting[0].target == rank:
+            program.append(Receive(waiting.pop(0)))
+
+    for place, each in enumerate(own):
+        soon = own[place : place + 1 + AHEAD]
+        needed = [receives[before] for later in soon for before in schedule.needs(later) if before in receives]
+        post_receives(max(needed, default=-1))
+        program.append(each)
+        if each in sends:
+            post_receives(sends[each].number)
+            assert waiting[0] == sends[each], (rank, each, waiting[0])
+            program.append(Send(waiting.pop(0)))
+    assert not waiting, (rank, waiting)
+    return program

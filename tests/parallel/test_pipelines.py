@@ -1,0 +1,569 @@
+"""In every pipeline the same model: initial values bit for bit; loss, gradients, norm and training to 1e-10 of one
+process, with dropout on and embeddings tied, in every schedule. And faults that are put in are found."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rooftop.models import gpt_stages
+from rooftop.models.gpt_configs import GptConfig
+from rooftop.models.gpt_layouts import parallel_gpt
+from rooftop.models.gpt_stages import GptStages, parallel_gpt_stages
+from rooftop.parallel import (
+    Layout,
+    ModelGradients,
+    exchanges,
+    gradients,
+    join,
+    pipelines,
+    processes,
+    shards_of,
+)
+from rooftop.parallel.deferred import Deferral, Later, defer_weight_gradients
+from rooftop.parallel.dropouts import CounterDropouts, Place
+from rooftop.parallel.exchanges import Group
+from rooftop.parallel.pipelines import Pipeline
+from rooftop.parallel.schedules import Instruction, Schedule, schedule_of, simulate
+from rooftop.parallel.sharded_data import whole_of
+
+Run = Callable[..., list[Any]]
+Tensors = dict[str, Tensor]
+
+GPT = GptConfig(vocabulary=17, layers=4, width=16, heads=4, kv_heads=4, hidden=24, positions=8, dropout=0.2,
+                attention_dropout=0.1)  # fmt: skip
+LLAMA = GptConfig(vocabulary=31, layers=4, width=16, heads=4, kv_heads=2, hidden=16, positions=8, norm="rms",
+                  position="rope", activation="swiglu", dropout=0.2)  # fmt: skip
+CONFIGS = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "untied": replace(GPT, tied=False),
+    "gpt of 8": replace(GPT, layers=8),
+    "llama of 8": replace(LLAMA, layers=8),
+}
+BATCH, LENGTH, STEPS, SEED = 8, 8, 5, 3
+CLOSE = 1e-10
+FAR = 1e-7  # what a fault must do at least
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training that is compared."""
+
+    kind: str
+    layout: Layout
+    schedule: str
+    micro_batches: int
+    stages: int | None = None
+    recompute: bool = False
+    halves: bool = False
+    shared: bool = False
+
+
+TWO = Layout(pp=2)
+SEQUENCE = Layout(tp=2, pp=2, sequence_parallel=True)
+# Each schedule on each number of ranks; with and without each of recomputation, tensor, sequence and data parallel
+# ranks; fewer micro-batches than stages, as many, and more; both models, tied and not.
+CASES = {
+    2: [
+        Case("gpt", TWO, "gpipe", 4, recompute=True),
+        Case("llama", TWO, "1f1b", 4),
+        Case("untied", TWO, "1f1b", 1, recompute=True),
+        Case("gpt", TWO, "interleaved", 4, 2),
+        Case("llama", TWO, "interleaved", 2, 2, recompute=True),
+        Case("gpt", TWO, "zb-h1", 8, recompute=True),
+        Case("llama", TWO, "zb-h1", 4),
+        Case("gpt", TWO, "zbv", 4),
+        Case("untied", TWO, "zbv", 2, recompute=True),
+    ],
+    4: [
+        Case("gpt", SEQUENCE, "interleaved", 4, 2, recompute=True),
+        Case("llama", SEQUENCE, "zb-h1", 4),
+        Case("llama", SEQUENCE, "zbv", 4, halves=True),
+        Case("gpt", Layout(tp=2, pp=2), "zbv", 2, recompute=True),
+        Case("llama", Layout(2, pp=2), "gpipe", 2),
+        Case("gpt", Layout(2, pp=2), "zbv", 4, recompute=True, shared=True),
+        Case("gpt", Layout(2, pp=2), "zb-h1", 4, shared=True),
+        Case("gpt", Layout(pp=4), "1f1b", 2),
+        Case("gpt", Layout(pp=4), "zb-h1", 2, recompute=True),
+    ],
+    8: [
+        Case("gpt", Layout(2, 2, 2, sequence_parallel=True), "1f1b", 4, recompute=True),
+        Case("llama", Layout(2, 2, 2, sequence_parallel=True), "zb-h1", 2, shared=True),
+        Case("llama of 8", Layout(1, 2, 4, sequence_parallel=True), "zbv", 8),
+        Case("llama of 8", Layout(2, pp=4), "interleaved", 4, 2, recompute=True),
+        Case("gpt of 8", Layout(pp=8), "zb-h1", 4),
+    ],
+}
+
+
+# ---- one training ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trained:
+    """What there is to compare: tensors by name, of the whole model or a rank's part."""
+
+    initial: Tensors
+    losses: list[float]
+    norms: list[float]
+    gradients: list[Tensors]
+    parameters: Tensors
+
+
+def text(config: GptConfig) -> tuple[Tensor, Tensor]:
+    """Tokens and targets (BATCH, LENGTH), of which some do not count, not as many in each sequence."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocabulary, (BATCH, LENGTH + 1), generator=generator)
+    unknown = torch.rand(BATCH, LENGTH, generator=generator) < torch.linspace(0, 0.6, BATCH)[:, None]
+    return tokens[:, :-1], tokens[:, 1:].masked_fill(unknown, -100)
+
+
+def copied(model: nn.Module) -> Tensors:
+    return {name: whole_of(parameter.detach()).cpu().clone() for name, parameter in model.named_parameters()}
+
+
+def trained_with(
+    model: nn.Module, all_gradients: ModelGradients, backward: Callable[[int], Tensor], steps: int
+) -> Trained:
+    """Some steps; `backward(step)` leaves gradients and gives the loss."""
+    found = Trained(copied(model), [], [], [], {})
+    with torch.no_grad():
+        for parameter in model.parameters():  # matrices that leave nothing nearly zero
+            parameter.mul_(8 if parameter.dim() > 1 else 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        found.losses.append(float(backward(step)))
+        all_gradients.sum_()
+        found.norms.append(float(all_gradients.clip_(0.5)))
+        made = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        found.gradients.append({name: whole_of(gradient).cpu().clone() for name, gradient in made.items()})
+        optimizer.step()
+    found.parameters = copied(model)
+    return found
+
+
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "reduction": "sum"}
+
+
+@cache
+def references() -> dict[str, Trained]:
+    """The whole model and the whole batch at once, on one process."""
+    found = {}
+    for kind, config in CONFIGS.items():
+        model = parallel_gpt(config, seed=SEED, dtype=torch.float64)
+        tokens, targets = text(config)
+        count = (targets != -100).sum()
+
+        def backward(step: int, model=model, tokens=tokens, targets=targets, count=count) -> Tensor:
+            loss = model(tokens, targets, step=step, **OPTIONS) / count
+            loss.backward()
+            return loss.detach()
+
+        found[kind] = trained_with(model, ModelGradients(model), backward, STEPS)
+    return found
+
+
+def made_stages(case: Case, groups: Mapping[str, Group], schedule: Schedule, device: str = "cpu") -> GptStages:
+    return parallel_gpt_stages(
+        CONFIGS[case.kind],
+        case.layout,
+        groups,
+        schedule,
+        length=LENGTH,
+        seed=SEED,
+        recompute=case.recompute,
+        halves=case.halves,
+        fully_shard=case.shared,
+        device=device,
+        dtype=torch.float64,
+    )
+
+
+def trained(case: Case, groups: Mapping[str, Group], steps: int = STEPS) -> tuple[Trained, GptStages]:
+    """On this rank."""
+    layout, config = case.layout, CONFIGS[case.kind]
+    at = layout.coordinates(dist.get_rank())
+    device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
+    schedule = schedule_of(case.schedule, layout.pp, case.micro_batches, case.stages)
+    model = made_stages(case, groups, schedule, device.type)
+    size = BATCH // layout.dp // case.micro_batches
+    pipeline = Pipeline(
+        schedule,
+        group=groups["pp"],
+        shape=model.shape_between(size, LENGTH),
+        dtype=torch.float64,
+        device=device,
+        deferral=defer_weight_gradients(model) if schedule.splits_backward else None,
+    )
+    tokens, targets = (each.to(device) for each in text(config))
+    count = (targets != -100).sum()
+    parts = BATCH // size  # this rank has those from its data rank's first one on
+
+    def backward(step: int) -> Tensor:
+        def at_stage(stage: int, number: int, given: Tensor | None) -> Tensor:
+            part = at["dp"] * case.micro_batches + number
+            model.masks.place = Place(step, (part, parts))
+            own = slice(part * size, (part + 1) * size)
+            if stage + 1 < schedule.stages:
+                return model(stage, tokens[own] if given is None else given, step=step)
+            return model(stage, given, targets[own], step=step, **OPTIONS) / count
+
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        model.begin_step()
+        for share in pipeline.run(at_stage):
+            total += share
+        model.end_step()
+        return exchanges.start_sum(exchanges.start_sum(total, groups["pp"])(), groups["dp-cp"])()
+
+    all_gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel, tied=model.tied)
+    return trained_with(model, all_gradients, backward, steps), model
+
+
+def differences(found: Trained, model: GptStages, expected: Trained) -> dict[str, float]:
+    """The largest, of each kind, of this rank's part from the same part of the whole; of as many steps as found."""
+    shards = shards_of(model)
+
+    def largest(ours: Tensors, whole: Tensors) -> float:
+        apart = []
+        for name, parameter in model.named_parameters():
+            tensor = ours.get(name, torch.zeros(parameter.shape))  # a gradient that is not there is 0
+            same = whole["embedding.tokens.weight" if name == model.tied else name]
+            apart.append(float((tensor - (shards[name].of(same) if name in shards else same)).abs().max()))
+        return max(apart)
+
+    steps = len(found.losses)
+    return {
+        "initial": largest(found.initial, expected.initial),
+        "loss": max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=False)),
+        "norm": max(abs(a - b) for a, b in zip(found.norms, expected.norms, strict=False)),
+        "gradient": max(map(largest, found.gradients, expected.gradients)),
+        "parameter": largest(found.parameters, expected.parameters) if steps == STEPS else 0.0,
+    }
+
+
+def groups_of(layouts: list[Layout]) -> dict[str, dict[str, Group]]:
+    """Of each layout."""
+    made: dict[str, dict[str, Group]] = {}
+    for layout in layouts:
+        sizes = str(replace(layout, sequence_parallel=False))
+        if sizes not in made:
+            made[sizes] = layout.process_groups()
+    return {str(layout): made[str(replace(layout, sequence_parallel=False))] for layout in layouts}
+
+
+def all_differences(cases: list[Case], expected: dict[str, Trained]) -> list[dict[str, float]]:
+    """Of each case, on a rank."""
+    groups = groups_of([case.layout for case in cases])
+    return [differences(*trained(case, groups[str(case.layout)]), expected[case.kind]) for case in cases]
+
+
+# ---- the laws ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_training_is_that_of_one_process(world: int, on_ranks: Run) -> None:
+    cases = CASES[world]
+    of_ranks = on_ranks(world, all_differences, cases, references(), limit_s=240.0)
+    for number, case in enumerate(cases):
+        for rank, found in enumerate(of_ranks):
+            assert found[number]["initial"] == 0, (case, rank)
+            assert max(found[number].values()) < CLOSE, (case, rank, found[number])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change that breaks a law, on these ranks, and what shows it."""
+
+    case: Case
+    shown_by: str
+    put_in: Callable[[], AbstractContextManager[Any]]
+
+
+PLAIN, RECOMPUTED = Case("gpt", TWO, "1f1b", 4), Case("gpt", TWO, "1f1b", 4, recompute=True)
+SPLIT = Case("llama", TWO, "zb-h1", 4)
+
+
+def backwards_stages(*arguments: Any) -> list[range]:
+    return layers_of_stages(*arguments)[::-1]
+
+
+layers_of_stages = gpt_stages.layers_of_stages
+
+
+def unsummed(tensors: Any, group: Group) -> None:
+    return None
+
+
+def summed_twice(tensors: Any, group: Group) -> None:
+    for tensor in tensors:
+        exchanges.start_sum(tensor, group)()
+        exchanges.start_sum(tensor, group)()
+
+
+def started(x: Tensor, *_: Any) -> Callable[[], Tensor]:
+    return lambda: x
+
+
+def all_counted(self: ModelGradients) -> Iterator[Tensor]:
+    return (gradient for _, gradient in self._here())
+
+
+def wherever_it_is(self: CounterDropouts, place: Place) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def local_name(self: GptStages, name: str) -> str:
+    return name
+
+
+def nothing_made(self: Later) -> None:
+    self._left.clear()
+
+
+given_to = pipelines._Step._given
+
+
+def of_the_first(self: Any, made_by: Instruction) -> Tensor:
+    """The gradient of a micro-batch in place of those of others."""
+    found = given_to(self, made_by)
+    if made_by.kind == "F":
+        return found
+    self.first = getattr(self, "first", found)
+    return self.first
+
+
+FAULTS = {
+    "stages swapped": Fault(PLAIN, "loss", lambda: patch.object(gpt_stages, "layers_of_stages", backwards_stages)),
+    "the tied gradient is not summed": Fault(PLAIN, "gradient", lambda: patch.object(gradients, "_sum", unsummed)),
+    "the tied gradient is summed twice": Fault(
+        PLAIN, "gradient", lambda: patch.object(gradients, "_sum", summed_twice)
+    ),
+    "the norm counts the tied gradient twice": Fault(
+        PLAIN, "norm", lambda: patch.object(ModelGradients, "_counted", all_counted)
+    ),
+    "the norm leaves out other stages": Fault(PLAIN, "norm", lambda: patch.object(gradients, "start_sum", started)),
+    "a tied head begins with values of its own": Fault(
+        PLAIN, "initial", lambda: patch.object(GptStages, "whole_name", local_name)
+    ),
+    "recomputation has the masks of the latest micro-batch": Fault(
+        RECOMPUTED, "gradient", lambda: patch.object(CounterDropouts, "at", wherever_it_is)
+    ),
+    "the gradient of another micro-batch": Fault(
+        PLAIN, "gradient", lambda: patch.object(pipelines._Step, "_given", of_the_first)
+    ),
+    "weight gradients are left out": Fault(SPLIT, "gradient", lambda: patch.object(Later, "make", nothing_made)),
+}
+
+
+def shown(expected: dict[str, Trained]) -> dict[str, float]:
+    """How large each fault shows itself on this rank."""
+    groups = TWO.process_groups()
+    found = {}
+    for name, fault in FAULTS.items():
+        with fault.put_in():
+            made, model = trained(fault.case, groups, steps=1)
+        found[name] = differences(made, model, expected[fault.case.kind])[fault.shown_by]
+    return found
+
+
+def test_faults_are_found(on_ranks: Run) -> None:
+    of_ranks = on_ranks(2, shown, references())
+    for name in FAULTS:
+        assert max(found[name] for found in of_ranks) > FAR, name
+
+
+# ---- what a rank holds -------------------------------------------------------------------------------------------
+
+
+def held(name: str, stages: int | None, micro_batches: int) -> int:
+    """The most that this rank held at a time: inputs and outputs of a stage for a micro-batch, or what is left of them
+    for weight gradients."""
+    schedule = schedule_of(name, dist.get_world_size(), micro_batches, stages)
+    weight, most, do = torch.ones(2, requires_grad=True), [0], pipelines._Step.do
+
+    def watched(self: Any, instruction: Instruction) -> None:
+        do(self, instruction)
+        assert len(self.receiving) <= 2  # for this instruction, and the next one
+        most[0] = max(most[0], len(self.outputs) + len(self.later))
+
+    options = {"shape": (2,), "dtype": torch.float32, "device": torch.device("cpu"), "deferral": Deferral()}
+    pipeline = Pipeline(schedule, group=Layout(pp=schedule.ranks).process_groups()["pp"], **options)
+    with patch.object(pipelines._Step, "do", watched):
+        losses = pipeline.run(
+            lambda stage, number, given: (
+                (weight if given is None else given * weight).sum()
+                if stage + 1 == schedule.stages
+                else weight * number
+                if given is None
+                else given * weight
+            )
+        )
+    last = schedule.rank_of[schedule.stages - 1] == dist.get_rank()
+    assert [float(loss) for loss in losses] == [2.0 * number for number in range(micro_batches)] * last
+    return most[0]
+
+
+@pytest.mark.parametrize(("name", "stages"), [("gpipe", None), ("1f1b", None), ("interleaved", 2), ("zb-h1", None)])
+def test_a_rank_holds_what_the_simulation_says(name: str, stages: int | None, on_ranks: Run) -> None:
+    assert on_ranks(3, held, name, stages, 6) == list(simulate(schedule_of(name, 3, 6, stages)).held)
+
+
+def refusals() -> list[str]:
+    """What a pipeline refuses, before it communicates and in it."""
+    group, said = Layout(pp=2).process_groups()["pp"], []
+    options = {"group": group, "shape": (2,), "dtype": torch.float32, "device": torch.device("cpu")}
+    for schedule in (schedule_of("1f1b", 3, 2), schedule_of("zb-h1", 2, 2)):
+        with pytest.raises(ValueError, match="Pipeline: the schedule") as refused:
+            Pipeline(schedule, **options)
+        said.append(str(refused.value))
+    return said
+
+
+def test_what_does_not_fit_a_pipeline_is_refused(on_ranks: Run) -> None:
+    first, second = on_ranks(2, refusals)
+    assert first == second
+    assert "is for 3 ranks, the group has 2" in first[0]
+    assert "give the deferral that rooftop.parallel.defer_weight_gradients(model) makes" in first[1]
+
+
+def of_another_shape() -> None:
+    group = Layout(pp=2).process_groups()["pp"]
+    options = {"group": group, "shape": (2,), "dtype": torch.float32, "device": torch.device("cpu")}
+    weight = torch.ones(3, requires_grad=True)
+    Pipeline(schedule_of("1f1b", 2, 2), **options).run(lambda stage, number, given: weight if given is None else given)
+
+
+def test_a_stage_that_gives_another_shape_ends_all_ranks(on_ranks: Run, ranks_failed: type[Exception]) -> None:
+    with pytest.raises(ranks_failed) as caught:
+        on_ranks(2, of_another_shape)
+    errors = caught.value.errors
+    assert "stage 0 gave (3,) torch.float32, expected (2,) torch.float32" in errors[0]
+    assert errors[1].startswith("RankError: rank 0 of 2 failed: RuntimeError: Pipeline: stage 0 gave")
+
+
+# ---- on GPUs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_on_gpus_training_is_that_of_one_process(on_ranks: Run) -> None:
+    """By NCCL."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    of_ranks = on_ranks(2, all_differences, CASES[2], references(), device="cuda", limit_s=240.0)
+    for number, case in enumerate(CASES[2]):
+        for rank, found in enumerate(of_ranks):
+            assert found[number]["initial"] == 0, (case, rank)
+            assert max(found[number].values()) < CLOSE, (case, rank, found[number])
+
+
+# ---- ranks that fail ---------------------------------------------------------------------------------------------
+
+
+def failing(name: str, stages: int | None, wrong: int, how: str) -> None:
+    """Rank `wrong` raises, ends or is stopped at its second forward."""
+    size = int(os.environ["WORLD_SIZE"])
+    with (
+        patch.object(processes, "SILENT_S", 3.0),
+        join(device="cpu", timeout_s=50) as world,
+    ):
+        groups = Layout(pp=size).process_groups()
+        schedule = schedule_of(name, size, 4, stages)
+        weight, deferral, done = torch.ones(2, requires_grad=True), Deferral(), list[int]()
+
+        def at_stage(stage: int, number: int, given: Tensor | None) -> Tensor:
+            done.append(number)
+            if world.rank == wrong and len(done) == 2:
+                if how == "raise":
+                    raise KeyError("no such voxel")
+                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            made = weight if given is None else given * weight
+            return made.sum() if stage + 1 == schedule.stages else made
+
+        options = {"shape": (2,), "dtype": torch.float32, "device": world.device, "deferral": deferral}
+        pipeline = Pipeline(schedule, group=groups["pp"], **options)
+        with patch.object(Later, "make", nothing_made):
+            pipeline.run(at_stage)
+        dist.barrier()  # those that were done wait here
+
+
+FAILURES = [
+    *(("raise", name, stages, 1) for name, stages in
+      (("gpipe", None), ("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zbv", None))),
+    *(("kill", name, stages, 2) for name, stages in (("1f1b", None), ("zbv", None))),
+    *(("stop", name, stages, 0) for name, stages in (("gpipe", None), ("interleaved", 2), ("zb-h1", None))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "name", "stages", "wrong"), FAILURES)
+def test_a_rank_that_fails_is_named_at_all_with_what_was_awaited(
+    how: str, name: str, stages: int | None, wrong: int, on_ranks: Run, ranks_failed: type[Exception]
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(ranks_failed) as caught:
+        on_ranks(3, failing, name, stages, wrong, how, joined=False)
+    assert time.monotonic() - began < 30
+    errors = caught.value.errors
+    own = errors.pop(wrong)
+    # One that is stopped is let go on, to hear that it has failed.
+    assert own.startswith(
+        {"raise": "KeyError", "kill": "died", "stop": f"RankError: rank {wrong} of 3 has given no"}[how]
+    )
+    said = {
+        "raise": "failed: KeyError: 'no such voxel'; this rank was awaiting ",
+        "kill": "is gone without an error (",
+        "stop": "has given no sign of life for 3 s: it is stopped, or gone; this rank was ",
+    }[how]
+    assert sorted(errors) == [rank for rank in range(3) if rank != wrong]
+    for error in errors.values():
+        assert error.startswith(f"RankError: rank {wrong} of 3 {said}")
+        assert re.search(r"awaiting .*(forward|backward|input gradient) of micro-batch \d at stage \d", error), error
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what is communicated, by the operator's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def communicated(name: str, micro_batches: int) -> tuple[dict[str, int], int]:
+    """What a step of a shared model communicates on a rank, and how many parts it gathers by themselves."""
+    case, groups = Case("gpt", Layout(2, pp=2), name, micro_batches, shared=True), Layout(2, pp=2).process_groups()
+    with Collectives() as collectives:
+        _, model = trained(case, groups, steps=1)
+    return dict(collectives.counts), sum(isinstance(each, FSDPModule) for each in model.modules()) - 1
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_shared_model_is_gathered_and_summed_once_a_step(name: str, on_ranks: Run) -> None:
+    for one, four in zip(*(on_ranks(4, communicated, name, number) for number in (1, 4)), strict=True):
+        counts, parts = four
+        assert counts["send"] == 4 * one[0]["send"]
+        assert {each: count for each, count in counts.items() if each not in ("send", "recv_")} == {
+            each: count for each, count in one[0].items() if each not in ("send", "recv_")
+        }
+        assert counts["_reduce_scatter_base_"] == parts
