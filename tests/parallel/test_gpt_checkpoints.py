@@ -62,9 +62,14 @@ LAYOUTS = {
     "dp=2 tp=2": (Layout(2, 2), False),
     "cp=2 tp=2": (Layout(cp=2, tp=2), False),
     "cp=2 shared": (Layout(cp=2), True),
+    "pp=2": (Layout(pp=2), False),
+    "pp=2 tp=2": (Layout(pp=2, tp=2), False),
+    "pp=2 dp=2 shared": (Layout(pp=2, dp=2), True),
+    "dp=2 tp=2 pp=2": (Layout(dp=2, tp=2, pp=2), False),
+    "tp=4 cp=2": (Layout(tp=4, cp=2), False),
 }
-"""Of each whether data ranks share. A vocabulary of 17 is padded at 2 and 4 ranks, to 18 and 20; at 4 two ranks have
-each of the llama's heads of keys."""
+"""Of each whether data ranks share. With pp=2 the first and the last stage both have a tied embedding. A vocabulary of 17
+is padded at 2 and 4 ranks, to 18 and 20; at 4 two ranks have each of the llama's heads of keys."""
 COUNTING = Tokens([np.arange(500) % 17], "counting")
 CLOSE = 1e-10
 
@@ -110,7 +115,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @both
 def test_a_training_goes_from_layout_to_layout(kind: str, on_ranks: Run, tmp_path: Path) -> None:
     training = training_of(kind)
-    order = ["tp=2", "dp=2 tp=2 shared", "alone", "cp=2 shared", "tp=4", "cp=2 tp=2"]
+    order = ["pp=2 tp=2", "dp=2 tp=2 shared", "alone", "cp=2 shared", "tp=4", "pp=2 dp=2 shared", "cp=2 tp=2"]
     expected = numbers(trainer(training, "alone"), len(order))
     for step, name in enumerate(order):
         words = (training, name, tmp_path / f"{step}", 1, tmp_path / f"{step + 1}")
@@ -124,7 +129,8 @@ def test_a_training_goes_from_layout_to_layout(kind: str, on_ranks: Run, tmp_pat
 def test_there_and_back_is_the_same_bit_for_bit(kind: str, dtype: torch.dtype, on_ranks: Run, tmp_path: Path) -> None:
     """Weights and moments, through every layout; in bfloat16 those that are float32."""
     training = training_of(kind, dtype)
-    names = ["alone", "tp=4", "dp=2 shared", "cp=2 tp=2", "tp=2", "dp=2 tp=2 shared", "dp=2", "cp=2 shared", "alone"]
+    names = ["dp=2 tp=2 pp=2", "tp=4 cp=2", "dp=2 shared", "alone", "pp=2 dp=2 shared", "dp=2 tp=2 shared",
+             "cp=2 shared", "dp=2", "dp=2 tp=2 pp=2"]  # fmt: skip
     gone_on(training, "alone", tmp_path / "none", 2, tmp_path / "0")
     expected = tensors(tmp_path / "0")
     assert len(expected) == 4 * len(trainer(training, "alone").weights.named)  # two moments and a count of each
@@ -146,7 +152,7 @@ def gone_on_twice(training: GptTraining, name: str, folder: Path) -> tuple[Numbe
     return numbers(one, 2), numbers(again, 2)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if LAYOUTS[name][0].world_size <= 4])
 def test_in_the_same_layout_losses_are_the_same_bit_for_bit(name: str, on_ranks: Run, tmp_path: Path) -> None:
     ranks = LAYOUTS[name][0].world_size
     words = (training_of("llama"), name, tmp_path)

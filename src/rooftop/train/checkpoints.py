@@ -93,7 +93,8 @@ def load_training(found: Path, trainer: GptTrainer) -> None:
     Each rank reads what it holds, and compares it with its checksums. Communicates with nobody.
 
     Raises:
-        InputError: something is missing, damaged or does not fit; the tensor and the file are named.
+        InputError: something is missing, damaged or does not fit; the tensor and the file are named. The trainer then
+            has a part of it, and is of no use.
     """
     record = read_record(found)
     own = (trainer.place["tp"], shards_here(trainer)) if record.layout["tp"] == trainer.layout.tp else None
