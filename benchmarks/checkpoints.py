@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ SMALL = GptConfig(vocabulary=256, layers=4, width=512, heads=8, kv_heads=8, hidd
 def training_of(small: bool, ranks: int) -> GptTraining:
     if small:
         return GptTraining(config=SMALL, length=64, global_batch=2 * ranks, micro_batch=2)
-    config = gpt_config("llama-1b")
+    config = replace(gpt_config("llama-1b"), positions=4096)
     return GptTraining(
         config=config, length=4096, global_batch=2 * ranks, micro_batch=2, dtype=torch.bfloat16, recompute=False
     )

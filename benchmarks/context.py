@@ -106,7 +106,7 @@ def with_efficiency(rows: list[dict[str, Any]]) -> None:
     """Of each row of several ranks, its speed beside so many times that of one."""
     alone = {row["case"]: row["ms"] for row in rows if row["ranks"] == 1 and row["variant"].startswith("rooftop")}
     for row in rows:
-        if row["ranks"] > 1 and row["case"] in alone:
+        if row["ranks"] > 1 and "ms" in row and row["case"] in alone:
             row["efficiency"] = alone[row["case"]] / row["ms"] / row["ranks"]
 
 
@@ -173,7 +173,7 @@ def attention_rows(case: Case, device: torch.device) -> Iterator[dict[str, Any]]
     for name, (run, positions) in variants.items():
         row: dict[str, Any] = {"case": case.name, "ranks": ranks, "variant": name}
         if name in failed:
-            yield {**row, "failed": failed[name], "ms": float("nan")}
+            yield {**row, "failed": failed[name]}
             continue
         ms = statistics.median(times[name])
         errors = [
