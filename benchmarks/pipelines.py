@@ -2,11 +2,11 @@
 
     python benchmarks/pipelines.py [--out benchmarks/results/h100/pipelines.json]
 
-llama-1b, sequences of 4,096 tokens, eight micro-batches of one, bfloat16 with float32 weights and AdamW. A step of one
-GPU, divided by the ranks, is what a pipeline without bubbles and transfers would take: `beside_bubble_free` is a step
-by that. PyTorch's schedules (`torch.distributed.pipelining`) run the modules of our stages, so that only the schedules
-and transfers differ; their rows are forward and backward alone, and so are ours beside them ("gradients"). Of each
-variant, steps are timed one by one after two others; the median of the slowest rank.
+llama-1b with 24 layers, sequences of 4,096 tokens, eight micro-batches of one, bfloat16 with float32 weights and AdamW.
+A step of one GPU, divided by the ranks, is what a pipeline without bubbles and transfers would take:
+`beside_bubble_free` is a step by that. PyTorch's schedules (`torch.distributed.pipelining`) run the modules of our
+stages, so that only the schedules and transfers differ; their rows are forward and backward alone, and so are ours
+beside them ("gradients"). Of each variant, steps are timed one by one after two others; the median of the slowest rank.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def worker(options: argparse.Namespace) -> int:
 
 def training_of(quick: bool, **changes: Any) -> GptTraining:
     length = 64 if quick else 4096
-    config = replace(gpt_config("llama-1b"), positions=length)
+    config = replace(gpt_config("llama-1b"), positions=length, layers=24)  # of 22, which have no half of a half
     if quick:
         config = replace(config, layers=4, width=64, heads=8, kv_heads=4, hidden=96, vocabulary=128)
     dtype = torch.float32 if quick else torch.bfloat16
