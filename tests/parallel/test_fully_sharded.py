@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop.cli.main import main
 from rooftop.models import gpt_layouts
@@ -314,6 +315,35 @@ def test_a_training_goes_on_bit_for_bit_and_also_where_nothing_is_shared(on_rank
         )
     for others in on_ranks(2, gone_on_alone, training, tmp_path):
         np.testing.assert_allclose(others, found[2:], rtol=0, atol=CLOSE)
+
+
+class Sums(TorchDispatchMode):
+    """Counts sums of which each rank gets a part."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d" and "reduce_scatter" in func._opname
+        return func(*args, **(kwargs or {}))
+
+
+def summed(training: GptTraining) -> tuple[list[list[float]], int]:
+    """Two steps of data ranks that share the model; how often the second one sums."""
+    of = trainer(training, LAYOUTS[2], fully_shard=True)
+    found = numbers(of, 1)
+    with Sums() as sums:
+        found += numbers(of, 1)
+    return found, sums.count
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_are_summed_once_a_step_where_that_is_wanted(on_ranks: Run, dtype: torch.dtype) -> None:
+    """Two micro-batches a rank: half as many sums, and the same training."""
+    training = replace(TRAINING, dtype=dtype)
+    once = replace(training, sum_once=True)
+    for (often, sums), (found, fewer) in zip(on_ranks(2, summed, training), on_ranks(2, summed, once), strict=True):
+        np.testing.assert_allclose(found, often, rtol=0, atol=CLOSE if dtype == torch.float64 else 1e-2)
+        assert sums == 2 * fewer > 0
 
 
 def gone_on_alone(training: GptTraining, folder: Path) -> list[list[float]]:

@@ -384,6 +384,7 @@ WRONG = {
         ["--context-parallel-size", "2", "--hierarchical-context-parallel-sizes", "2", "2"],
         "expected two sizes whose product is --context-parallel-size 2",
     ),
+    "sums of none that share": (["--accumulate-whole-gradients"], "is for data ranks that share the model"),
     "end of documents": (["--eod-token", "31"], "must be a token from 0 to 30, got 31"),
     "no end of documents": (["--reset-position-ids"], "give document_end (--eod-token)"),
     "replayed documents": (["--eod-token", "3", "--enable-cuda-graph"], "differ from step to step, and cannot have a"),

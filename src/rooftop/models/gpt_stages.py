@@ -33,6 +33,12 @@ EMBEDDING, HEAD = "embedding.tokens.weight", "head.output.weight"
 """The two names of a tied weight."""
 
 
+def whole_name(config: GptConfig, name: str) -> str:
+    """What a parameter of a rank is called in the whole model: a tied weight by the embedding's name, also in a stage
+    that has no embedding."""
+    return EMBEDDING if config.tied and name == HEAD else name
+
+
 # ---- which layers --------------------------------------------------------------------------------------------------
 
 
@@ -152,8 +158,8 @@ class GptStages(nn.Module):
             self.head.output.weight = self.embedding.tokens.weight
 
     def whole_name(self, name: str) -> str:
-        """What a parameter is called in the whole model, where a tied weight has the embedding's name."""
-        return EMBEDDING if self.config.tied and name == HEAD else name
+        """What a parameter is called in the whole model."""
+        return whole_name(self.config, name)
 
     def shape_between(self, batch: int, length: int) -> tuple[int, int, int]:
         """Of what goes between stages, (B, S, W): of S what context and sequence parallelism leave this rank.

@@ -79,6 +79,18 @@ def fully_sharded(
         module.set_force_sum_reduction_for_comms(True)  # a plain sum; gloo has no other
 
 
+def sum_in_backward(model: nn.Module, wanted: bool) -> None:
+    """Say whether the next backward of a shared model sums gradients over the data ranks, which each has rows of.
+
+    Without, they are added up as a whole on each rank, which takes their memory, until a backward sums them.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    assert isinstance(model, FSDPModule)
+    model.set_is_last_backward(wanted)
+    model.set_requires_gradient_sync(wanted)
+
+
 def _one_dtype(model: nn.Module) -> torch.dtype:
     """That of all parameters, in which their gradients are summed."""
     dtypes = {parameter.dtype for parameter in model.parameters()}

@@ -36,6 +36,7 @@ from rooftop.parallel.exchanges import Group, start_sum
 from rooftop.parallel.packings import Packing
 from rooftop.parallel.pipelines import Pipeline
 from rooftop.parallel.schedules import Schedule, schedule_of
+from rooftop.parallel.sharded_data import sum_in_backward
 from rooftop.parallel.transport_plans import Exchange, choose_transport
 from rooftop.train.adamw import AdamW
 from rooftop.train.batches import Batches
@@ -75,6 +76,8 @@ class GptTraining:
         recompute: keep only what goes from block to block, and compute the rest again in backward.
         halves: compute the two halves of a micro-batch in turn: what tensor parallel ranks exchange of one is on its
             way while they compute the other. Twice as many launches: with `cuda_graph`, or the host is too slow.
+        sum_once: where data ranks share the model, sum gradients once a step and not after each micro-batch. Each rank
+            then holds the gradients of all that it computes with, 4 bytes a parameter.
         pipeline_schedule: in which order pipeline ranks compute micro-batches: a name of
             `rooftop.parallel.schedules.SCHEDULES`; None: "1f1b", or with `layers_per_virtual_stage` "interleaved".
         layers_per_virtual_stage: of an interleaved schedule, whose ranks have several stages: how many layers a stage
@@ -110,6 +113,7 @@ class GptTraining:
     dtype: torch.dtype = torch.float32
     recompute: bool = False
     halves: bool = False
+    sum_once: bool = False
     pipeline_schedule: str | None = None
     layers_per_virtual_stage: int | None = None
     transport: str | None = None
@@ -286,6 +290,11 @@ class GptTraining:
             raise ValueError(
                 f"pipeline ranks (the layout {layout}) cannot have a CUDA graph (--enable-cuda-graph) yet: leave it "
                 "out, or use tensor and data parallel ranks"
+            )
+        if self.sum_once and not fully_shard:
+            raise ValueError(
+                "sum_once (--accumulate-whole-gradients) is for data ranks that share the model (fully_shard, "
+                "--use-torch-fsdp2): others sum once a step already; leave it out"
             )
         if not fully_shard:
             return
@@ -551,7 +560,10 @@ class GptTrainer:
         tokens, targets = self._here(sequences, packing)
         total: Tensor = self.model(tokens, targets, **self._options(packing, step))
         loss = total / counted
-        with self.gradients.summing() if part == self._parts[-1] else nullcontext():
+        last = part == self._parts[-1]
+        if self.training.sum_once:
+            sum_in_backward(self.model, last)
+        with self.gradients.summing() if last else nullcontext():
             loss.backward()
         return loss.detach()
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels import Box
+from rooftop.models.gpt_stages import whole_name
 from rooftop.parallel import Shard, shards_of
 from rooftop.parallel.sharded_data import local_of, shard_here
 from rooftop.train.checkpoint_plans import Held
@@ -27,8 +28,6 @@ from rooftop.train.saved_tensors import KINDS, Readable, entry_of
 OPTIMIZER = "optimizer"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEPS = "step"
-EMBEDDING, HEAD = "embedding.tokens.weight", "head.output.weight"
-"""The two names of a tied weight."""
 
 
 class HeldTensor(NamedTuple):
@@ -67,7 +66,7 @@ def _weights(trainer: GptTrainer) -> Iterator[tuple[str, Tensor, Shard | None]]:
     """Of each weight its name in the whole model, and what this rank has of it; None: all."""
     shards = shards_here(trainer)
     for own_name, weight in trainer.weights.named.items():
-        name = _whole_name(trainer, own_name)
+        name = whole_name(trainer.training.config, own_name)
         here = shard_here(weight, shards.get(name))
         is_whole = here.padding == 0 and [piece.box for piece in here.pieces] == [Box.whole(weight.shape)]
         yield name, weight, None if is_whole else here
@@ -75,12 +74,8 @@ def _weights(trainer: GptTrainer) -> Iterator[tuple[str, Tensor, Shard | None]]:
 
 def shards_here(trainer: GptTrainer) -> dict[str, Shard]:
     """What this rank's layers have of split weights, by names in the whole model; data ranks may share that."""
-    return {_whole_name(trainer, name): shard for name, shard in shards_of(trainer.model).items()}
-
-
-def _whole_name(trainer: GptTrainer, name: str) -> str:
-    """A head that is tied to the embedding is the embedding, also in a stage that has no embedding."""
-    return EMBEDDING if trainer.training.config.tied and name == HEAD else name
+    config = trainer.training.config
+    return {whole_name(config, name): shard for name, shard in shards_of(trainer.model).items()}
 
 
 @torch.no_grad()

@@ -16,7 +16,16 @@ from rooftop.train.gpt_training import GptTrainer, GptTraining
 
 FORMAT, OLDER_FORMAT = 2, 1
 RATES = {"learning_rate", "warmup", "decay", "decay_steps", "least_rate", "weight_decay", "clip"}
-SPEEDS = {"micro_batch", "recompute", "halves", "pipeline_schedule", "layers_per_virtual_stage", "transport", "near"}
+SPEEDS = {
+    "micro_batch",
+    "recompute",
+    "halves",
+    "sum_once",
+    "pipeline_schedule",
+    "layers_per_virtual_stage",
+    "transport",
+    "near",
+}
 MAY_CHANGE = RATES | SPEEDS | {"cuda_graph"}
 """Of a training that goes on; all else must be what it was saved with."""
 SWITCHES = [field for each in (GptConfig, GptTraining) for field in fields(each)]
