@@ -352,7 +352,7 @@ WRONG = {
     ),
     "virtual": (
         ["--pipeline-parallel-size", "2", "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "3"],
-        "4 layers cannot be divided into stages of 3 at each of 2 pipeline ranks; use one of 1, 2",
+        "4 layers cannot be divided into stages of 3 at each of 2 pipeline ranks; use one of 1",
     ),
     "1f1b": (
         [
@@ -365,7 +365,7 @@ WRONG = {
             "--pipeline-schedule",
             "1f1b",
         ],
-        "the schedule 1f1b has 1 stage a rank, got 2: take interleaved or zbv",
+        "is for the schedule interleaved; 1f1b has its own number of stages a rank",
     ),
     "context": (["--context-parallel-size", "2", "--seq-length", "6"], "sequence=6 is not divisible by 4"),
     "context halves": (
@@ -385,6 +385,12 @@ WRONG = {
         "expected two sizes whose product is --context-parallel-size 2",
     ),
     "sums of none that share": (["--accumulate-whole-gradients"], "is for data ranks that share the model"),
+    "transport of none": (["--cp-comm-type", "a2a"], "has no context parallel ranks, of which transport and near"),
+    "neighbours of another transport": (
+        ["--context-parallel-size", "2", "--hierarchical-context-parallel-sizes", "1", "2", "--cp-comm-type", "p2p"],
+        "is for the transport a2a+p2p, and this is p2p",
+    ),
+    "a file to save in": (["--dry-run", "--save", __file__], "is no folder"),
     "end of documents": (["--eod-token", "31"], "must be a token from 0 to 30, got 31"),
     "no end of documents": (["--reset-position-ids"], "give document_end (--eod-token)"),
     "replayed documents": (["--eod-token", "3", "--enable-cuda-graph"], "differ from step to step, and cannot have a"),

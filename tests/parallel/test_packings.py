@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from rooftop.parallel.chunks import Chunks
 from rooftop.parallel.documents import Documents
 from rooftop.parallel.packings import Packing
+from rooftop.parallel.transport_plans import Exchange
 
 
 @st.composite
@@ -131,3 +133,26 @@ def test_what_is_wrong_is_said() -> None:
     with pytest.raises(ValueError, match="pad the sequences to a multiple of 12"):
         Packing.of(8, 2, parts=3)
     assert Packing.of(8, 2, parts=4).held[0] == Chunks.zigzag(8, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Packing.of(0), "must be positive, got 0, 1 and 1"),
+        (lambda: Packing.of(8, 0), "must be positive, got 8, 0 and 1"),
+        (lambda: Packing.of(8, 2, parts=0), "must be positive, got 8, 2 and 0"),
+        (lambda: Packing(8, (Chunks.whole(8), Chunks.whole(8))), "must hold each of the 8 positions once"),
+        (lambda: Packing(8, (Chunks(8, 2, (0,)), Chunks(8, 2, (1,)))), "must hold each of the 8 positions once"),
+        (lambda: Packing(8, (Chunks.whole(4),)), "must hold each of the 8 positions once"),
+        (lambda: Chunks.zigzag(8, 3, 1), "expected a rank from 0 to 0 of at least one, got 3 of 1"),
+        (lambda: Chunks.whole(8).part(-1, 4), "expected a rank from 0 to 3 of at least one, got -1 of 4"),
+        (lambda: Chunks.zigzag(8, 0, 0), "got 0 of 0"),
+        (lambda: Chunks.whole(8).of(torch.zeros(2, 9), 1), r"expected a tensor with all 8 positions .* got \(2, 9\)"),
+        (lambda: Documents(8, [[(0, 8)]]), "expected of each sequence a tuple"),  # type: ignore[arg-type]
+        (lambda: Documents.of_tokens(torch.zeros(1, 4), 0.5), "must be a token, an int, got 0.5"),  # type: ignore[arg-type]
+        (lambda: Exchange(8, 0, 64, 1024, 2), "must be positive, got"),
+    ],
+)
+def test_wrong_arithmetic_is_refused(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()

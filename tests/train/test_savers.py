@@ -210,6 +210,16 @@ def test_a_plan_follows_what_the_optimizer_has(tmp_path: Path) -> None:
     assert same(tensors(found), there(one))
 
 
+@pytest.mark.parametrize("name", ["step-00000009", ""])
+def test_a_latest_that_names_no_step_is_said_with_those_that_are_there(name: str, tmp_path: Path) -> None:
+    for _ in run_steps(trainer(), 2, save=tmp_path, save_interval=1):
+        pass
+    (tmp_path / "latest").write_text(f"{name}\n")
+    with pytest.raises(InputError, match="which is no step .* whole ones are step-00000001, step-00000002: give one"):
+        read_record(tmp_path)
+    assert read_record(tmp_path / "step-00000002").step == 2
+
+
 def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     one = trainer()
     for _ in run_steps(one, 5, save=tmp_path, save_interval=1, keep_last=2):
@@ -217,10 +227,14 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-00000004", "step-00000005"]
     save_training(tmp_path, one, keep_last=1)
     assert names(tmp_path) == ["latest", "step-00000005.2"]
+    of_others = tmp_path / "step-00000000.7"  # a name that a step may have, and no training in it
+    of_others.mkdir()
+    (of_others / "notes.txt").write_text("mine")
     again = trainer()
     again.advance()
     save_training(tmp_path, again, keep_last=1)  # one of a later step is not older
-    assert names(tmp_path) == ["latest", "step-00000001", "step-00000005.2"]
+    assert names(tmp_path) == ["latest", "step-00000000.7", "step-00000001", "step-00000005.2"]
+    assert (of_others / "notes.txt").read_text() == "mine"
     with pytest.raises(ValueError, match="keep_last must be 1 or more, got 0"):
         Saver(tmp_path, again, keep_last=0)
 

@@ -98,6 +98,8 @@ def train_gpt(
         found, before = find_training(load, training) if load is not None and not anew else (None, 0)
         if metrics is not None and found is not None:
             kept_lines(metrics, before)  # it is one that can be gone on with
+    if save is not None:
+        check_folder(save, make=not dry_run)
     if dry_run:
         if launched().rank == 0:
             click.echo(planned(training, layout))
@@ -107,8 +109,6 @@ def train_gpt(
     first = launched().rank == 0
     with progress_bar() if first else nullcontext(lambda what, fraction: None) as progress:
         tokens.check_vocabulary(training.config.vocabulary, progress)
-    if save is not None:
-        check_folder(save)
     settings = {
         "training": training,
         "data": tokens.fingerprint(),
@@ -191,16 +191,21 @@ def same_folder(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
 
-def check_folder(path: Path) -> None:
-    """Make the folder, if need be, and see that it can be written to: before the work, not after it.
+def check_folder(path: Path, *, make: bool = True) -> None:
+    """See that a folder can be written to: before the work, not after it. If need be, and wanted, it is made.
 
     Raises:
         click.BadParameter: it cannot.
     """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise click.BadParameter(f"{path} cannot be made: {error.strerror}", param_hint="--save") from error
+    if make:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.BadParameter(f"{path} cannot be made: {error.strerror}", param_hint="--save") from error
+    else:
+        path = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if not path.is_dir():
+            raise click.BadParameter(f"{path} is no folder", param_hint="--save")
     if not os.access(path, os.W_OK):
         raise click.BadParameter(f"{path} cannot be written: permission denied", param_hint="--save")
 
@@ -420,6 +425,8 @@ def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
     if last.mfu is not None and last.percent_of_roof is not None:
         words += [f"MFU {percent_text(100 * last.mfu)}", f"{percent_text(last.percent_of_roof)} of roof"]
     click.echo("  ".join([*words, f"{last.peak_bytes / 2**30:.2f} GiB"]))
+    if last.loss == last.grad_norm == 0:
+        click.echo(f"note: no token of step {last.step} has a target to learn: all follow --eod-token", err=True)
     if last.percent_of_roof is not None and last.percent_of_roof > 100:
         click.echo("more than the roof: the ceilings are wrong; measure again with rooftop ceilings --refresh")
     if file is not None:

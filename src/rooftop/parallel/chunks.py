@@ -57,6 +57,7 @@ class Chunks:
         Raises:
             ValueError: the length is no multiple of twice the ranks.
         """
+        _check_place(index, count)
         if count == 1:
             return Chunks.whole(length)
         if length % (2 * count):
@@ -76,6 +77,7 @@ class Chunks:
         Raises:
             ValueError: they cannot be split so.
         """
+        _check_place(index, count)
         if len(self) % count:
             raise ValueError(f"{len(self)} positions cannot be split among {count} ranks: pad the sequences")
         held = len(self) // count
@@ -101,7 +103,16 @@ class Chunks:
         return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64, device=device)
 
     def of(self, whole: Tensor, dim: int) -> Tensor:
-        """These positions of a tensor that has all along a dimension; a view where they are one run."""
+        """These positions of a tensor that has all along a dimension; a view where they are one run.
+
+        Raises:
+            ValueError: the tensor has more or fewer positions.
+        """
+        if whole.shape[dim] != self.length:
+            raise ValueError(
+                f"Chunks: expected a tensor with all {self.length} positions along dimension {dim}, got "
+                f"{tuple(whole.shape)}"
+            )
         runs = [whole.narrow(dim, first, end - first) for first, end in self.runs()]
         return runs[0] if len(runs) == 1 else torch.cat(runs, dim) if runs else whole.narrow(dim, 0, 0)
 
@@ -131,3 +142,8 @@ class Chunks:
                 count += 1
             yield left[0], count, pace
             left = left[count:]
+
+
+def _check_place(index: int, count: int) -> None:
+    if count < 1 or not 0 <= index < count:
+        raise ValueError(f"Chunks: expected a rank from 0 to {count - 1} of at least one, got {index} of {count}")

@@ -35,6 +35,8 @@ class Documents:
     spans: tuple[tuple[Span, ...], ...]
 
     def __post_init__(self) -> None:
+        if not all(isinstance(spans, tuple) and all(_is_span(span) for span in spans) for spans in self.spans):
+            raise ValueError(f"Documents: expected of each sequence a tuple of (first, end), ints, got {self.spans}")
         for number, spans in enumerate(self.spans):
             borders = [0, *(end for _, end in spans)]
             whole = borders[-1] == self.length and [first for first, _ in spans] == borders[:-1]
@@ -50,6 +52,8 @@ class Documents:
 
         Tokens on a GPU are copied to the host, which waits for it.
         """
+        if isinstance(end, bool) or not isinstance(end, int):
+            raise ValueError(f"Documents: the end must be a token, an int, got {end!r}")
         if tokens.dim() != 2:
             raise ValueError(f"Documents: expected tokens (B, S), got {tuple(tokens.shape)}")
         length = tokens.shape[1]
@@ -80,3 +84,7 @@ class Documents:
     def positions(self) -> Tensor:
         """Of each position its place in its document, (B, S) int64 on the CPU."""
         return torch.arange(self.length) - self.starts()
+
+
+def _is_span(span: object) -> bool:
+    return isinstance(span, tuple) and len(span) == 2 and all(isinstance(each, int) for each in span)

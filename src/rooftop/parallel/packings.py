@@ -67,6 +67,18 @@ class Packing:
     held: tuple[Chunks, ...]
     documents: Documents | None = None
 
+    def __post_init__(self) -> None:
+        runs = sorted(run for chunks in self.held for run in chunks.runs())
+        ends = [0, *(end for _, end in runs)]
+        if any(chunks.length != self.length for chunks in self.held) or ends != [
+            *(first for first, _ in runs),
+            self.length,
+        ]:
+            raise ValueError(
+                f"Packing: the ranks must hold each of the {self.length} positions once, got {self.held}: make it by "
+                "Packing.of"
+            )
+
     @staticmethod
     def of(length: int, ranks: int = 1, documents: Documents | None = None, parts: int = 1) -> Packing:
         """The packing that gives the ranks equal numbers of positions and about equal work.
@@ -80,6 +92,8 @@ class Packing:
         Raises:
             ValueError: a length that cannot be split so; documents of another length.
         """
+        if length < 1 or ranks < 1 or parts < 1:
+            raise ValueError(f"Packing: length, ranks and parts must be positive, got {length}, {ranks} and {parts}")
         if documents is not None and documents.length != length:
             raise ValueError(f"Packing: the documents are of {documents.length} positions, the sequences of {length}")
         held = [Chunks.zigzag(length, index, ranks) for index in range(ranks)]
@@ -94,7 +108,7 @@ class Packing:
 
     def drawn(self, width: int = 64) -> str:
         """A picture: of each rank a line with the positions that it holds, and its share of the visible pairs."""
-        width = min(width, self.length)
+        width = max(2, min(width, self.length))
         lines = [f"positions 0{f'{self.length - 1:,}':>{width - 1}}"]
         for rank, chunks in enumerate(self.held):
             held = set(chunks.positions().tolist())

@@ -35,6 +35,11 @@ class Exchange:
     ranks: int
     windows: bool = False
 
+    def __post_init__(self) -> None:
+        sizes = (self.heads, self.kv_heads, self.features, self.length, self.ranks)
+        if min(sizes) < 1:
+            raise ValueError(f"Exchange: heads, kv_heads, features, length and ranks must be positive, got {sizes}")
+
 
 @dataclass(frozen=True)
 class TransportPlan:

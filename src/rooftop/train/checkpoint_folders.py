@@ -25,6 +25,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from rooftop.errors import InputError
 from rooftop.train.checkpoint_files import checksum, sync_folder, write_text
 from rooftop.train.saved_tensors import INDEX, index_of
 
@@ -103,20 +104,30 @@ def last_step(folder: Path) -> Path | None:
 
     It is the one that `latest` names. Where there is no `latest`, the training was killed between giving the first step
     its name and saying so: a step that has its name is whole.
+
+    Raises:
+        InputError: `latest` names one that is not there, and others are.
     """
-    if (folder / LATEST).is_file():
-        return folder / (folder / LATEST).read_text(encoding="utf-8").strip()
-    return max(_steps(folder), default=(0, None))[1] if folder.is_dir() else None
+    steps = sorted(_steps(folder)) if folder.is_dir() else []
+    if not (folder / LATEST).is_file():
+        return steps[-1][1] if steps else None
+    name = (folder / LATEST).read_text(encoding="utf-8").strip()
+    if steps and (not name or folder / name not in {path for _, path in steps}):
+        raise InputError(
+            f"{folder / LATEST} names {name!r}, which is no step of a training there; whole ones are "
+            f"{', '.join(path.name for _, path in steps)}: give one of these folders, such as {steps[-1][1]}"
+        )
+    return folder / name
 
 
 def steps_in(folder: Path, step: int) -> list[Path]:
-    """The folders of a step."""
+    """The folders of a step that hold a training; what else has such a name is somebody else's."""
     return [path for number, path in _steps(folder) if number == step]
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
     found = [(STEP.fullmatch(path.name), path) for path in folder.iterdir()]
-    return [(int(match[1]), path) for match, path in found if match is not None]
+    return [(int(match[1]), path) for match, path in found if match is not None and (path / TRAINING).is_file()]
 
 
 def _remove_step(path: Path) -> None:

@@ -152,7 +152,11 @@ class GptTraining:
         self._check_documents()
 
     def _check_documents(self) -> None:
+        if self.transport is not None:
+            Context(None, self.transport)  # it is one
         end = self.document_end
+        if end is not None and (isinstance(end, bool) or not isinstance(end, int)):
+            raise ValueError(f"GptTraining: document_end must be a token, an int, got {end!r}")
         if end is None:
             if self.reset_positions or self.mask_ends:
                 raise ValueError(
@@ -221,9 +225,15 @@ class GptTraining:
                 )
             return None
         stages = None
+        if layers is not None and name not in (None, "interleaved"):
+            raise ValueError(
+                f"layers_per_virtual_stage={layers} (--num-layers-per-virtual-pipeline-stage) is for the schedule "
+                f"interleaved; {name} has its own number of stages a rank: leave one of both out"
+            )
         if layers is not None:
             if layers < 1 or self.config.layers % (layout.pp * layers):
-                fitting = [n for n in range(1, self.config.layers) if self.config.layers % (layout.pp * n) == 0]
+                most = self.config.layers // (2 * layout.pp)  # of two stages a rank
+                fitting = [n for n in range(1, most + 1) if self.config.layers % (layout.pp * n) == 0]
                 instead = f"use one of {', '.join(map(str, fitting))}" if fitting else "use another number of ranks"
                 raise ValueError(
                     f"layers_per_virtual_stage={layers} (--num-layers-per-virtual-pipeline-stage): "
@@ -313,14 +323,19 @@ class GptTraining:
     def _check_context(self, layout: Layout) -> None:
         """Refuse what context parallel ranks cannot compute."""
         if layout.cp == 1:
-            if self.near is not None:
+            if self.near is not None or self.transport is not None:
                 raise ValueError(
-                    f"the layout {layout} has no context parallel ranks, of which near "
-                    "(--hierarchical-context-parallel-sizes) says how they exchange: leave it out"
+                    f"the layout {layout} has no context parallel ranks, of which transport and near (--cp-comm-type, "
+                    "--hierarchical-context-parallel-sizes) say how they exchange: leave them out, or give "
+                    "--context-parallel-size"
                 )
             return
         transport = self.transport_in(layout)
-        Context(None, transport)  # it is one
+        if self.near is not None and transport != "a2a+p2p":
+            raise ValueError(
+                f"near={self.near} (--hierarchical-context-parallel-sizes) is for the transport a2a+p2p, and this is "
+                f"{transport}: give --cp-comm-type a2a+p2p, or leave the sizes out"
+            )
         if self.halves or self.cuda_graph:
             what = "halves (--tp-comm-overlap)" if self.halves else "a CUDA graph (--enable-cuda-graph)"
             raise ValueError(f"context parallel ranks cannot have {what}: leave out one of both")

@@ -175,7 +175,17 @@ class SavedTensors:
                 f"{path}, which has {name}, has {path.stat().st_size:,} bytes, expected {size:,}: it was cut off or "
                 f"changed; {AGAIN}"
             )
+        self._check_header(file)
         self._there.add(file)
+
+    def _check_header(self, file: str) -> None:
+        path, (_, expected) = self.folder / file, self.files[file]
+        try:
+            header, found = read_header(path)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} is damaged in its header ({error}); {AGAIN}") from error
+        if checksum(header) != expected or METADATA not in found["__metadata__"]:
+            raise InputError(f"{path} is damaged: its header has changed; {AGAIN}")
 
     def fill(self, place: Tensor, name: str, box: Box) -> None:
         """As of `Readable`."""
@@ -243,13 +253,8 @@ class SavedTensors:
             InputError: the first that is damaged, by its tensor and file.
         """
         self.check_files()
-        for file, (_, expected) in self.files.items():
-            try:
-                header, found = read_header(self.folder / file)
-            except (OSError, ValueError) as error:
-                raise InputError(f"{self.folder / file} is damaged in its header ({error}); {AGAIN}") from error
-            if checksum(header) != expected or METADATA not in found["__metadata__"]:
-                raise InputError(f"{self.folder / file} is damaged: its header has changed; {AGAIN}")
+        for file in self.files:
+            self._check_header(file)
         total = sum(entry.bytes for entry in self.entries.values())
         done = 0
         for name, entry in self.entries.items():

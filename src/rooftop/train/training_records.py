@@ -98,6 +98,7 @@ def read_record(folder: Path) -> TrainingRecord:
     Raises:
         InputError: nothing, or something else.
     """
+    found = folder
     try:
         found = last_step(folder) or folder
         said: dict[str, Any] = json.loads((found / TRAINING).read_text(encoding="utf-8"))
@@ -112,9 +113,15 @@ def read_record(folder: Path) -> TrainingRecord:
     except InputError:
         raise
     except FileNotFoundError as error:
-        raise InputError(f"no training was saved in {folder}: {error.filename} is not there") from error
+        missing = folder if not folder.exists() else error.filename
+        raise InputError(
+            f"no training was saved in {folder}: {missing} is not there; expected a folder of rooftop train --save"
+        ) from error
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InputError(f"{folder} does not hold a training as --save writes it ({error!r})") from error
+        raise InputError(
+            f"{found / TRAINING} is not as --save writes it ({type(error).__name__}): is it damaged, or another "
+            "program's? Give the folder of another step"
+        ) from error
 
 
 def check_same(record: TrainingRecord, training: GptTraining) -> None:
