@@ -233,6 +233,15 @@ def test_a_dry_run_draws_the_schedule_and_begins_nothing(data: Path, tmp_path: P
     assert "2 layers cannot be divided among 4 stages" in err
 
 
+def test_a_step_without_targets_is_said(tmp_path: Path) -> None:
+    np.save(tmp_path / "ends.npy", np.full(100, 5, np.uint16))
+    words = [*WORDS, *PACKED, "--data-path", str(tmp_path / "ends.npy"), "--train-iters", "1"]
+    status, out, err = called(words)
+    assert status == 0
+    assert "loss 0.000000" in out
+    assert "no token of step 1 has a target to learn: all follow --eod-token" in err
+
+
 def instead(words: list[str], change: list[str]) -> list[str]:
     """The words with other values of some options, each once."""
     kept, options, dropped = list[str](), {word for word in change if word.startswith("--")}, False

@@ -215,7 +215,7 @@ def test_a_latest_that_names_no_step_is_said_with_those_that_are_there(name: str
     for _ in run_steps(trainer(), 2, save=tmp_path, save_interval=1):
         pass
     (tmp_path / "latest").write_text(f"{name}\n")
-    with pytest.raises(InputError, match="which is no step .* whole ones are step-00000001, step-00000002: give one"):
+    with pytest.raises(InputError, match=r"which is no step .* whole ones are step-00000001, step-00000002: give one"):
         read_record(tmp_path)
     assert read_record(tmp_path / "step-00000002").step == 2
 
