@@ -98,6 +98,16 @@ def test_work_is_balanced_by_counted_pairs(lengths: list[int], ranks: int) -> No
     assert max(packing.pairs) <= 1.01 * sum(packing.pairs) / ranks
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_work_of_many_documents_is_balanced(ranks: int) -> None:
+    length = 64 * 3 * 2**9
+    for seed in range(20):
+        made = torch.Generator().manual_seed(seed)
+        ends = torch.randint(1, length, (int(1.5**seed),), generator=made).unique().tolist()
+        packing = Packing.of(length, ranks, Documents.of_ends(length, [ends]))
+        assert max(packing.pairs) <= 1.01 * sum(packing.pairs) / ranks, seed
+
+
 def test_without_documents_work_is_the_same_on_all_ranks() -> None:
     assert len(set(Packing.of(48, 4).pairs)) == 1
 

@@ -12,6 +12,7 @@ then handed out by counted pairs, and each rank has as many chunks as the others
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -164,12 +165,13 @@ class Packing:
         return tuple(_common(seen, runs))
 
     def _blocks(self, queries: list[Span], keys: list[Span], window: int | None) -> Iterator[Block]:
+        placed = list(_placed(keys))
         for row, spans in self.spans:
             for query, here in _placed(queries):
                 for first, end in _met(query, spans):
                     begin = max(first, query[0])  # of the queries in this document, which end with `end`
                     at = (begin - query[0] + here, end - query[0] + here)
-                    for key, there in _placed(keys):
+                    for key, there in placed[_first_after(keys, first) : bisect_left(keys, (end, 0))]:
                         if window is not None:  # what is seen is one run of the keys
                             seen = max(first, begin - window + 1)
                             if key[0] <= seen and end <= key[1]:
@@ -192,11 +194,15 @@ class Packing:
         )
 
 
-def _met(run: Span, spans: Iterable[Span]) -> Iterator[Span]:
+def _met(run: Span, spans: Sequence[Span]) -> Iterator[Span]:
     """Of each document that meets a run: its first position, and the end of what the run has of it."""
-    for first, end in spans:
-        if first < run[1] and run[0] < end:
-            yield first, min(end, run[1])
+    for first, end in spans[_first_after(spans, run[0]) : bisect_left(spans, (run[1], 0))]:
+        yield first, min(end, run[1])
+
+
+def _first_after(spans: Sequence[Span], position: int) -> int:
+    """The place of the first of ascending spans that ends after a position."""
+    return bisect_right(spans, position, key=lambda span: span[1])
 
 
 def _placed(runs: Iterable[Span]) -> Iterator[tuple[Span, int]]:
@@ -219,9 +225,8 @@ def _united(runs: Iterable[Span]) -> list[Span]:
 
 def _common(one: list[Span], other: list[Span]) -> Iterator[Span]:
     for first, end in one:
-        for start, stop in other:
-            if max(first, start) < min(end, stop):
-                yield max(first, start), min(end, stop)
+        for start, stop in other[_first_after(other, first) : bisect_left(other, (end, 0))]:
+            yield max(first, start), min(end, stop)
 
 
 def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
@@ -253,5 +258,22 @@ def _handed_out(documents: Documents, ranks: int, count: int) -> tuple[list[Chun
         rank = min((r for r in range(ranks) if len(places[r]) < count), key=lambda r: sums[r])
         sums[rank] += pairs[place]
         places[rank].append(place)
+    _swap(places, sums, pairs)
     held = [Chunks(documents.length, size, tuple(sorted(each))) for each in places]
     return held, max(sums) * ranks / max(1, sum(sums))
+
+
+def _swap(places: list[list[int]], sums: list[int], pairs: Sequence[int]) -> None:
+    """Let the rank with most work and the one with least exchange a chunk, as long as that makes them more alike."""
+    ranks = range(len(places))
+    while True:
+        most, least = max(ranks, key=lambda rank: sums[rank]), min(ranks, key=lambda rank: sums[rank])
+        apart = sums[most] - sums[least]
+        given = {(pairs[a] - pairs[b]): (a, b) for a in places[most] for b in places[least] if pairs[a] > pairs[b]}
+        moved = min(given, key=lambda moved: abs(apart - 2 * moved), default=0)
+        if moved == 0 or abs(apart - 2 * moved) >= apart:
+            return
+        a, b = given[moved]
+        places[most][places[most].index(a)], places[least][places[least].index(b)] = b, a
+        sums[most] -= moved
+        sums[least] += moved
