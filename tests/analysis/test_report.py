@@ -114,7 +114,7 @@ def test_a_narrow_terminal_loses_no_figure_and_tells_fused_kernels_apart(report:
         for end in ("mean", "silu")
     ]
     console = Console(width=80, file=io.StringIO())
-    console.print(renderable(dataclasses.replace(report, ops=tuple(rows)), 2))
+    console.print(renderable(dataclasses.replace(report, ops=tuple(rows), notes=()), 2))
     table = console.file.getvalue().partition("slowest operators")[2]  # type: ignore[attr-defined]
     for text in ("1.5 ms", "50.0%", "250 us", "17%", "memory"):
         assert table.count(text) == 2

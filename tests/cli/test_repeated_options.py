@@ -35,7 +35,7 @@ def test_every_option_of_every_command_is_given_once(
     for option in options:
         if option.multiple or option.count or (option.is_flag and not option.secondary_opts):
             continue
-        once = [option.opts[-1]] if option.is_flag else [option.opts[-1], "1"]
+        once = [option.opts[-1]] if option.is_flag else [option.opts[-1], *["1"] * option.nargs]
         again = [(option.secondary_opts or option.opts)[-1], *once[1:]]
         assert main([*words, *once, *again]) == 2
         err = capsys.readouterr().err

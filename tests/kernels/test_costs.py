@@ -18,6 +18,7 @@ from rooftop import kernels
 from rooftop.cost import CountingMode
 from rooftop.cost.registry import formula_for
 from rooftop.hardware import ceilings_of
+from rooftop.kernels.attention_states import merge_into
 
 ELSEWHERE = {
     "sparse_rulebook",
@@ -188,6 +189,10 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         lambda: kernels.merge_attention_states(HEADS, LSE, HEADS + 1, LSE + 1),
         (3 * 120 + 11 * 30, F4 * 300, F4 * 150),
     ),
+    "merge_attention_states_": (
+        lambda: merge_into(HEADS.clone(), LSE.clone(), HEADS + 1, LSE + 1),
+        (3 * 120 + 11 * 30, F4 * 300, F4 * 150),
+    ),
     "merge_attention_states_backward": (
         lambda: learn(kernels.merge_attention_states, HEADS, LSE, HEADS + 1, LSE + 1),
         (5 * 120 + 15 * 30, F4 * 450, F4 * 300),
@@ -226,7 +231,8 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
 
 
 WITHOUT_AUTOGRAD = {  # what calls these refuses tensors that autograd watches, or they have no tensors
-    "max_pool2d", "paged_attention", "random_normal", "random_uniform", "rope_", "scale_gradient", "scale_gradient_"
+    "max_pool2d", "merge_attention_states_", "paged_attention", "random_normal", "random_uniform", "rope_",
+    "scale_gradient", "scale_gradient_",
 }  # fmt: skip
 
 
@@ -312,4 +318,5 @@ def test_a_model_of_all_operators_is_covered(predicted: bool) -> None:
     assert report.coverage == 1.0
     assert [row.name for row in report.uncovered] == []
     used = {row.name.removeprefix("rooftop::") for row in report.ops}
-    assert set(OPERATORS) - used == {"rope_", "scale_gradient"}, "in place without autograd; with retain_graph"
+    others = {"merge_attention_states_", "rope_", "scale_gradient"}
+    assert set(OPERATORS) - used == others, "in place without autograd; with retain_graph"

@@ -252,7 +252,7 @@ def test_a_folder_that_holds_no_training_says_so(damage: str, tmp_path: Path) ->
     with pytest.raises(InputError, match="does not hold a training as --save writes it"):
         find_training(tmp_path, TRAINING)
     (tmp_path / "latest").write_text("\0")
-    with pytest.raises(InputError, match="does not hold a training"):
+    with pytest.raises(InputError, match="which is no step of a training there; whole ones are step-"):
         find_training(tmp_path, TRAINING)
 
 

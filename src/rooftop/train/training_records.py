@@ -119,8 +119,8 @@ def read_record(folder: Path) -> TrainingRecord:
         ) from error
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(
-            f"{found / TRAINING} is not as --save writes it ({type(error).__name__}): is it damaged, or another "
-            "program's? Give the folder of another step"
+            f"{found / TRAINING} does not hold a training as --save writes it ({type(error).__name__}): is it damaged, "
+            "or another program's? Give the folder of another step"
         ) from error
 
 
