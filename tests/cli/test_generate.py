@@ -23,7 +23,8 @@ from rooftop.models.rope_scaling import RopeScaling
 from rooftop.models.tokenizing import ByteTokenizer
 from rooftop.parallel import Layout
 from rooftop.train.checkpoints import save_training
-from rooftop.train.gpt_training import GptTrainer, GptTraining
+from rooftop.train.gpt_trainer import GptTrainer
+from rooftop.train.gpt_training import GptTraining
 from rooftop.train.tokens import Tokens
 from rooftop.train.trained_models import load_trained_gpt
 

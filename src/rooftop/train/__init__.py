@@ -9,7 +9,8 @@
 from rooftop.train.adamw import AdamW
 from rooftop.train.batches import Batches
 from rooftop.train.checkpoints import find_training, load_training, nothing_saved, other_data, save_training
-from rooftop.train.gpt_training import GptTrainer, GptTraining
+from rooftop.train.gpt_trainer import GptTrainer
+from rooftop.train.gpt_training import GptTraining
 from rooftop.train.main_weights import MainWeights
 from rooftop.train.mixtures import Mixture, open_mixture
 from rooftop.train.replays import Replayed

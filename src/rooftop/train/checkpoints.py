@@ -24,7 +24,8 @@ from pathlib import Path
 from rooftop.errors import InputError
 from rooftop.parallel import Shard
 from rooftop.train.checkpoint_folders import last_step
-from rooftop.train.gpt_training import GptTrainer, GptTraining
+from rooftop.train.gpt_trainer import GptTrainer
+from rooftop.train.gpt_training import GptTraining
 from rooftop.train.mixtures import Mixture
 from rooftop.train.older_checkpoints import OlderTensors
 from rooftop.train.saved_tensors import Readable, SavedTensors

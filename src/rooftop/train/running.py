@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftop.errors import ModelRunError
-from rooftop.train.gpt_training import GptTrainer
+from rooftop.train.gpt_trainer import GptTrainer
 from rooftop.train.savers import Saver
 from rooftop.train.speeds import StepRoof, peak_bytes
 from rooftop.train.stopping import Stop

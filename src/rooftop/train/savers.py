@@ -37,7 +37,7 @@ from rooftop.train.checkpoint_files import FilePiece
 from rooftop.train.checkpoint_folders import complete, file_name, remove, remove_unfinished, unfinished
 from rooftop.train.checkpoint_plans import Held, part_of, planned
 from rooftop.train.checkpoint_writing import WritingProcess, write_now
-from rooftop.train.gpt_training import GptTrainer
+from rooftop.train.gpt_trainer import GptTrainer
 from rooftop.train.replays import WARM_UP
 from rooftop.train.staging import Staging
 from rooftop.train.trainer_tensors import tensors_of

@@ -18,7 +18,7 @@ from rooftop.cost import Cost, matrix_precision
 from rooftop.cost.roofs import roof
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.parallel.sharded_data import local_of
-from rooftop.train.gpt_training import GptTrainer
+from rooftop.train.gpt_trainer import GptTrainer
 
 STATES = 2  # of Adam: running means of the gradient and of its square
 

@@ -22,7 +22,7 @@ from rooftop.models.gpt_stages import whole_name
 from rooftop.parallel import Shard, shards_of
 from rooftop.parallel.sharded_data import local_of, shard_here
 from rooftop.train.checkpoint_plans import Held
-from rooftop.train.gpt_training import GptTrainer
+from rooftop.train.gpt_trainer import GptTrainer
 from rooftop.train.saved_tensors import KINDS, Readable, entry_of
 
 OPTIMIZER = "optimizer"

@@ -12,7 +12,8 @@ from rooftop.errors import InputError
 from rooftop.models.gpt_switches import GptConfig
 from rooftop.models.rope_scaling import RopeScaling
 from rooftop.train.checkpoint_folders import TRAINING, last_step
-from rooftop.train.gpt_training import GptTrainer, GptTraining
+from rooftop.train.gpt_trainer import GptTrainer
+from rooftop.train.gpt_training import GptTraining
 
 FORMAT, OLDER_FORMAT = 2, 1
 RATES = {"learning_rate", "warmup", "decay", "decay_steps", "least_rate", "weight_decay", "clip"}
