@@ -67,7 +67,8 @@ class Blocks:
             given: of the queries.
             key, value: as of `attend`.
             into: three tensors as of `empty_like_rows`.
-            first: whether `into` has nothing yet, and is written. Then each key is in one block, as each query is.
+            first: whether to overwrite `into` instead of adding to it. Each query and each key must then be in exactly
+                one block.
         """
         for unit in self._units(given.query):
             unit.add_gradients(given, key, value, into, first=first)

@@ -117,9 +117,9 @@ class Chunks:
         return runs[0] if len(runs) == 1 else torch.cat(runs, dim) if runs else whole.narrow(dim, 0, 0)
 
     def boxes(self, box: Box, dim: int) -> list[Box]:
-        """These positions of a box that has all of them along a dimension: boxes that follow each other along it.
+        """Cut these positions out of a box that covers the whole sequence along a dimension.
 
-        Chunks at equal distances are one box.
+        Returns one box for each group of equally spaced chunks, in the order of the positions.
         """
         assert box.size[dim] == box.shape[dim] == self.length, (box, dim, self)
         shape = (*box.shape[:dim], self.length // self.size, self.size, *box.shape[dim + 1 :])

@@ -5,9 +5,9 @@
         loss.backward()      # gradients of inputs, norms, biases, embeddings
     later.make()             # weights of linear layers
 
-Nobody waits for a weight's gradient, but the rank before waits for the input's. A linear layer that is told of a
-deferral computes its input's gradient at once, and leaves the product for its weight to be made later. Both are one
-autograd function of our own, so nothing looks into PyTorch's graph. Outside of `collecting` backward does all at once,
+The previous rank waits for the gradient of the input; no rank waits for the gradient of a weight. So a linear layer
+with a deferral computes the input's gradient at once and postpones the weight's product. Both are in one autograd
+function of our own, so nothing inspects PyTorch's graph. Outside `collecting`, backward computes everything at once,
 with the same products and sums.
 
 A layer that may defer is opaque to torch.compile: a compiled block is compiled around it.
@@ -46,7 +46,7 @@ class Later:
 class Deferral:
     """Where the linear layers of a model leave their weights' gradients, while somebody collects them.
 
-    An attribute and not a thread's state: on a GPU backward runs in threads of autograd's.
+    The state is an attribute and not thread-local, since autograd runs the backward of a GPU in threads of its own.
     """
 
     def __init__(self) -> None:

@@ -4,8 +4,8 @@
     model = Gpt(config, dropouts=dropouts)
     model(tokens, targets, step=7)
 
-No mask is kept: backward makes it again, and so does forward where it is recomputed. Where several micro-batches are in
-flight, each is computed again at its own place:
+Masks are not stored. Backward and recomputation generate them again. With several micro-batches in flight, each one
+is recomputed at its own place:
 
     place = dropouts.place
     with dropouts.at(place):

@@ -5,9 +5,9 @@
     packing.rows(0, 1)                                 # which rows of rank 1's keys rank 0 needs
     packing.blocks(0, 1)                               # which of its queries see which of these rows
 
-Work is a list of *blocks*: some queries that see some keys, all of them or up to their own position. Where documents
-are packed, no block reaches from one into another: nothing that a mask would exclude is computed or sent. Chunks are
-then handed out by counted pairs, and each rank has as many chunks as the others.
+The work of a rank is a list of blocks. In a block some queries see some keys: all of them, or those up to their own
+position. No block crosses the border of a document, so the ranks neither compute nor send what a mask would exclude.
+With documents, the number of visible pairs decides which rank gets which chunk. All ranks get equally many chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rooftop.parallel.documents import Documents, Span
 CHUNKS_OF_RANK = (2, 4, 8, 16, 32, 64)
 """Chunks of a rank where documents are packed: the fewest that balance the work, since few make large blocks."""
 BALANCED = 1.01
-"""The most work of a rank, beside the mean, with which no more chunks are tried."""
+"""Largest work of a rank divided by the mean. Once it is below this, no finer chunks are tried."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Packing:
 
     @staticmethod
     def of(length: int, ranks: int = 1, documents: Documents | None = None, parts: int = 1) -> Packing:
-        """The packing that gives the ranks equal numbers of positions and about equal work.
+        """Give each rank the same number of positions and about the same work.
 
         Args:
             length: positions of a sequence.

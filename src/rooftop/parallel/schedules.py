@@ -98,7 +98,7 @@ class Schedule:
 
     @cached_property
     def rank_of(self) -> Mapping[int, int]:
-        """Stage -> the rank that has it."""
+        """The rank of each stage, by stage number."""
         return {stage: rank for rank, stages in enumerate(self.placement) for stage in stages}
 
     @cached_property

@@ -14,11 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RATE = 4e14
-"""Attention, flop/s: bfloat16 forward and backward of 32 k to 64 k positions, one H100 (results/h100/context.json)."""
+"""Rate of attention, flop/s: bfloat16, forward and backward, 32 k to 64 k positions, one H100
+(results/h100/context_attention.json)."""
 LINK = 1.5e11
-"""What a rank sends and receives at once over NVLink, bytes/s."""
+"""What a rank sends and receives at once over NVLink, bytes/s. Assumed: not measured yet."""
 MERGE = 1.5e12
-"""Elements of results that are merged, as bytes of float32 a second that are read and written."""
+"""Bytes a second that a merge reads and writes. Assumed: about half of what an H100's memory gives."""
 START_S = 2e-5  # of an exchange
 WIDTH = 2  # bytes of an element
 

@@ -43,7 +43,10 @@ class Agreement:
         self._work: Any = None
 
     def exchange(self, numbers: Sequence[int]) -> list[int]:
-        """Say this rank's numbers, and hear the least of those that all ranks said in the call before; first zeros."""
+        """Send this rank's numbers; return the minimum over all ranks of what they sent in the call before.
+
+        The first call returns zeros.
+        """
         if self._work is not None:
             self._work.wait()
         heard = self._numbers.tolist()

@@ -1,12 +1,12 @@
-"""A checkpoint for `torch.distributed.checkpoint`: what any program reads into its tensors, as they are split there.
+"""Read our checkpoints with `torch.distributed.checkpoint`, into tensors of any sharding.
 
     import torch.distributed.checkpoint as dcp
 
     state = {name: parameter for name, parameter in model.named_parameters()}  # tensors and DTensors, of any mesh
     dcp.load(state, storage_reader=CheckpointReader("run"))
 
-PyTorch's planner asks each rank which parts of which tensors it needs; `SavedTensors` reads just these, and compares
-them with their checksums. Names are those of `rooftop checkpoint inspect --json`. Nothing is pickled on the disk.
+PyTorch's planner finds out which parts of which tensors each rank needs. `SavedTensors` reads only those parts and
+verifies their checksums. Names are those of `rooftop checkpoint inspect --json`. Nothing is pickled on the disk.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CheckpointReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The planners' plans are right as they are."""
+        """Return the plan unchanged: reading needs no other."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

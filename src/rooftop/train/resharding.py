@@ -9,8 +9,8 @@
     |          |         |  3  |
     +----------+         +-----+
 
-A file of format 1 says by records which pieces its tensors have: gate and up of a gated MLP lie in turn in what a rank
-holds, and heads of keys that several ranks have are on each of them.
+In format 1, records say which pieces of the whole a rank's tensors hold. The rows of gate and up of a gated MLP are
+separate pieces. Key heads that several ranks share are stored by each of them.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Staging:
         descriptor: of the file in memory, which a process may inherit.
 
     Raises:
-        OSError: there is not so much memory, or a GPU cannot use it.
+        OSError: the host has too little memory, or CUDA cannot pin it.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:

@@ -163,7 +163,7 @@ def described(trainer: GptTrainer) -> dict[str, Any]:
 
 
 def plain_training(training: GptTraining) -> dict[str, Any]:
-    """As JSON has it; the model's sizes beside the others."""
+    """Convert a training to plain JSON values, with the fields of its config at the same level."""
     values: dict[str, Any] = asdict(training)
     config: Mapping[str, Any] = values.pop("config")
     plain = {**config, **values, "dtype": str(training.dtype).removeprefix("torch.")}
